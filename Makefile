@@ -1,0 +1,50 @@
+# Each target does all of its own set-up. PYTHON is only used to create the environment.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# One thread a process: with another busy process on the machine, two run many times slower.
+export OMP_NUM_THREADS ?= 1
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: quickstart test test-slow lint format types benchmark clean help
+
+help: ## Show the targets.
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+quickstart: $(VENV)/.installed ## Train a small language model on Python's own source code.
+	OMP_NUM_THREADS=2 $(BIN)/trainwright train examples/quickstart/run.yaml
+
+test: $(VENV)/.installed-dev lint types ## Run lint, types and the whole suite.
+	$(BIN)/python -m pytest -n 2
+
+test-slow: $(VENV)/.installed-dev ## Run the tests that take minutes.
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/.installed-dev ## Check style and format.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev ## Check types, strictly.
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev ## Format the code.
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+benchmark: $(VENV)/.installed-dev ## Measure the loop's overhead against its peers.
+	$(INSTALL) --editable '.[benchmarks]'
+	$(BIN)/python benchmarks/overhead.py
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(INSTALL) --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(INSTALL) --editable '.[dev]'
+	touch $@ $(VENV)/.installed
+
+clean: ## Remove the environment and caches; runs/ stays.
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

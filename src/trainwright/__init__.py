@@ -1,0 +1,58 @@
+"""trainwright trains any PyTorch model, lets its user change any part of the training, and never loses a step.
+
+The public names are loaded when they are first used, so that `import trainwright` costs no `import torch`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "Component": "trainwright.config",
+    "EventStorage": "trainwright.events",
+    "Every": "trainwright.hooks.every",
+    "Hook": "trainwright.loop.hook",
+    "Mean": "trainwright.events",
+    "RunConfig": "trainwright.config",
+    "StepResult": "trainwright.loop.update",
+    "Task": "trainwright.loop.task",
+    "Trainer": "trainwright.loop.trainer",
+    "Writer": "trainwright.writers.writer",
+    "build_trainer": "trainwright.build",
+    "get_event_storage": "trainwright.events",
+    "load_checkpoint": "trainwright.export.load",
+    "register": "trainwright.registry",
+    "run_experiment": "trainwright.main",
+}
+
+__all__ = [*_PUBLIC]  # noqa: PLE0604 # the table above is the one list of public names
+
+if TYPE_CHECKING:
+    from trainwright.build import build_trainer as build_trainer
+    from trainwright.config import Component as Component
+    from trainwright.config import RunConfig as RunConfig
+    from trainwright.events import EventStorage as EventStorage
+    from trainwright.events import Mean as Mean
+    from trainwright.events import get_event_storage as get_event_storage
+    from trainwright.export.load import load_checkpoint as load_checkpoint
+    from trainwright.hooks.every import Every as Every
+    from trainwright.loop.hook import Hook as Hook
+    from trainwright.loop.task import Task as Task
+    from trainwright.loop.trainer import Trainer as Trainer
+    from trainwright.loop.update import StepResult as StepResult
+    from trainwright.main import run_experiment as run_experiment
+    from trainwright.registry import register as register
+    from trainwright.writers.writer import Writer as Writer
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"trainwright has no {name!r}; it has {', '.join(sorted(_PUBLIC))}")
+    return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])

@@ -1,0 +1,299 @@
+"""From a RunConfig to a trainer that is ready to run: every part in the one right order, then resume.
+
+This file and parts.py alone see the whole config; each object gets its section or plain arguments.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainwright.backends import Backend, pick_backend
+from trainwright.checkpoint import folder as run_folders
+from trainwright.checkpoint.resume import refuse_changes
+from trainwright.checkpoint.store import CheckpointStore
+from trainwright.config import BatchPlan, RunConfig, resolve_batch, resolve_mesh
+from trainwright.data.loader import EvalData, LoaderOptions, TrainData, View
+from trainwright.data.order import mix_seed
+from trainwright.errors import ConfigError
+from trainwright.events import EventStorage
+from trainwright.loop.builder import Surroundings
+from trainwright.loop.loss_scale import LossScale
+from trainwright.loop.saving import restore_checkpoint
+from trainwright.loop.trainer import Trainer
+from trainwright.loop.update import ScheduledOptimizer, Updater
+from trainwright.parallel import mesh
+from trainwright.parallel.collectives import Ranks
+from trainwright.parallel.replicate import copy_from_first
+from trainwright.parts import Build
+from trainwright.writers.json_lines import cut_back
+
+logger = logging.getLogger(__name__)
+
+_BUILD_STREAM, _RANK_STREAM = 0xB17D, 0x4A4C  # keep the randomness of construction apart from that of steps
+
+
+def build_trainer(
+    config: RunConfig,
+    trainer_class: type[Trainer] | None = None,
+    *,
+    fresh: bool = False,
+    accept_changes: bool = False,
+) -> Trainer:
+    """Builds a trainer that is ready to `train()`: at step 0, or where the run folder's newest checkpoint is.
+
+    `fresh` sets an earlier run of that name aside; `accept_changes` goes on although settings that change
+    the mathematics differ.
+    """
+    backend, ranks = _join(config)
+    folder = run_folders.run_folder(config)
+    if ranks.is_first:
+        aside = run_folders.set_aside(folder) if fresh else None
+        if aside is not None:
+            logger.info("The earlier run was set aside: %s", aside)
+        run_folders.prepare(folder)
+    ranks.barrier()
+    config, trainer = _assemble(config, trainer_class, backend, ranks, folder)
+    step = _find_checkpoint(trainer, config, accept_changes=accept_changes)
+    if step is not None:
+        _resume(trainer, step)
+    if ranks.is_first:
+        run_folders.save_settings(folder, config, backend.describe())
+    ranks.barrier()
+    return trainer
+
+
+def build_evaluator(config: RunConfig, trainer_class: type[Trainer] | None = None) -> Trainer:
+    """Builds a trainer without training data, which can `evaluate()`; loads no weights and writes no file."""
+    backend, ranks = _join(config)
+    return _assemble(config, trainer_class, backend, ranks, run_folders.run_folder(config), for_training=False)[1]
+
+
+def build_model(config: RunConfig) -> torch.nn.Module:
+    """Builds the model alone, as the run's trainer and task would; loads no weights."""
+    build = Build(config)
+    trainer_class = build.trainer_class()
+    build.take_task(trainer_class.build_task(build))
+    return trainer_class.build_model(build)
+
+
+def _join(config: RunConfig) -> tuple[Backend, Ranks]:
+    if config.runtime.mode != "eager":
+        raise ConfigError(
+            f"runtime.mode: {config.runtime.mode} is not supported in this version. Use eager.",
+            where=config.origin("runtime.mode"),
+        )
+    where = config.origin("runtime.device")
+    backend = pick_backend(config.runtime.device, local_rank=mesh.local_rank(), where=where)
+    backend.claim()
+    axes = resolve_mesh(config, mesh.world_size())
+    return backend, mesh.join(axes, collectives=backend.collectives, where=config.origin("runtime.mesh"))
+
+
+def _seed_everything(backend: Backend, seed: int) -> None:
+    backend.seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
+def _assemble(
+    config: RunConfig,
+    trainer_class: type[Trainer] | None,
+    backend: Backend,
+    ranks: Ranks,
+    folder: Path,
+    *,
+    for_training: bool = True,
+) -> tuple[RunConfig, Trainer]:
+    """Builds every part in order: task, model, optimizers, data, hooks, trainer. Returns the resolved config too."""
+    _seed_everything(backend, mix_seed(config.seed, _BUILD_STREAM))
+    build = Build(config, ranks=ranks, folder=folder)
+    trainer_class = trainer_class or build.trainer_class()
+    task = trainer_class.build_task(build)
+    build.take_task(task)
+    model = trainer_class.build_model(build).to(backend.device)
+    copy_from_first(model, ranks)
+    batch = resolve_batch(config, ranks.size) if for_training else _evaluation_batch(config, ranks.size)
+    collator = trainer_class.build_collator(build)
+    loaders = _Loaders(config, batch, collator, View(ranks.rank, ranks.size))
+    train_data, max_steps = None, 0
+    if for_training:
+        train_data, max_steps = loaders.for_training(trainer_class.build_train_data(build))
+        config = build.config = config.derive(
+            {
+                "trainer.max_steps": max_steps,
+                "trainer.global_batch_size": batch.global_batch_size,
+                "trainer.micro_batch_size": batch.micro_batch_size,
+            }
+        )
+    eval_data = {
+        name: loaders.for_evaluation(name, each) for name, each in trainer_class.build_eval_data(build).items()
+    }
+    test = build.test_data()
+    optimizers = _by_name(trainer_class.build_optimizers(build, model)) if for_training else {}
+    surroundings = Surroundings(
+        backend=backend,
+        ranks=ranks,
+        batch=batch,
+        max_steps=max_steps,
+        updater=_updater(config, optimizers, build, batch, max_steps, backend, ranks),
+        storage=EventStorage(max_steps=max_steps or None),
+        hooks=trainer_class.build_hooks(build),
+        writers=trainer_class.build_writers(build) if for_training else [],
+        folder=folder,
+        store=CheckpointStore(folder / run_folders.CHECKPOINTS),
+        metrics=build.metrics(task, backend.device),
+        test_data=None if test is None else loaders.for_evaluation("test", test),
+    )
+    if for_training:
+        build.refuse_unused()
+    trainer = trainer_class(
+        config=config,
+        task=task,
+        model=model,
+        optimizer=optimizers,
+        train_dataset=train_data,
+        validation_dataset=eval_data,
+        surroundings=surroundings,
+    )
+    # From here on ranks draw different numbers.
+    _seed_everything(backend, mix_seed(config.seed, _RANK_STREAM, ranks.rank))
+    return config, trainer
+
+
+class _Loaders:
+    """Wraps datasets into what the loop iterates over."""
+
+    def __init__(self, config: RunConfig, batch: BatchPlan, collator: Any, view: View) -> None:
+        self._config = config
+        self._batch = batch
+        self._collator = collator
+        self._view = view
+        self._options = LoaderOptions(config.data.workers, config.data.loader)
+
+    def for_training(self, dataset: Any) -> tuple[TrainData, int]:
+        """Returns the training stream and the number of steps that the run's limits allow."""
+        if isinstance(dataset, TrainData):
+            data = dataset
+        else:
+            data = TrainData(
+                dataset,
+                collator=self._collator,
+                global_batch_size=self._batch.global_batch_size,
+                seed=self._config.seed,
+                shuffle=self._config.data.shuffle,
+                view=self._view,
+                options=self._options,
+            )
+        max_steps, data.num_samples = _limits(self._config, data, self._batch.global_batch_size)
+        return data, max_steps
+
+    def for_evaluation(self, name: str, dataset: Any) -> EvalData:
+        """Returns an evaluation set's batches."""
+        if isinstance(dataset, EvalData):
+            return dataset
+        batch_size = self._config.evaluation.batch_size or self._batch.micro_batch_size * self._view.size
+        return EvalData(
+            dataset,
+            name=name,
+            collator=self._collator,
+            global_batch_size=batch_size,
+            seed=self._config.seed,
+            view=self._view,
+            options=self._options,
+            max_batches=self._config.evaluation.max_batches,
+        )
+
+
+def _limits(config: RunConfig, data: TrainData, batch_size: int) -> tuple[int, int | None]:
+    """Resolves max_steps, max_epochs, max_samples and max_tokens: the first to be reached ends the run.
+
+    Returns the number of steps, and of samples where the last batch is to end in the middle.
+    """
+    trainer = config.trainer
+    where = config.origin("trainer")
+    samples = []
+    if trainer.max_epochs is not None:
+        samples.append(round(trainer.max_epochs * len(data)))
+    if trainer.max_samples is not None:
+        samples.append(trainer.max_samples)
+    if trainer.max_tokens is not None:
+        per_sample = getattr(data.dataset, "tokens_per_sample", None)
+        if per_sample is None:
+            raise ConfigError(
+                f"trainer.max_tokens: {type(data.dataset).__name__} does not say how many tokens a sample has. "
+                "Give it an attribute `tokens_per_sample`, or use max_steps, max_samples or max_epochs.",
+                where=config.origin("trainer.max_tokens"),
+            )
+        samples.append(math.ceil(trainer.max_tokens / per_sample))
+    steps = [math.ceil(number / batch_size) for number in samples]
+    if trainer.max_steps is not None:
+        steps.append(trainer.max_steps)
+    if not steps:
+        raise ConfigError("trainer: no limit. Give max_steps, max_epochs, max_samples or max_tokens.", where=where)
+    return min(steps), min(samples) if samples else None
+
+
+def _evaluation_batch(config: RunConfig, num_ranks: int) -> BatchPlan:
+    """An evaluation on another number of ranks than the training needs no batch arithmetic."""
+    micro = config.trainer.micro_batch_size or (config.trainer.global_batch_size or 32)
+    return BatchPlan(micro * num_ranks, micro, 1)
+
+
+def _by_name(optimizers: Any) -> dict[str, torch.optim.Optimizer]:
+    return dict(optimizers) if isinstance(optimizers, Mapping) else {"main": optimizers}
+
+
+def _updater(
+    config: RunConfig,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    build: Build,
+    batch: BatchPlan,
+    max_steps: int,
+    backend: Backend,
+    ranks: Ranks,
+) -> Updater:
+    schedules = build.schedules(optimizers)
+    return Updater(
+        {name: ScheduledOptimizer(optimizer, schedules[name]) for name, optimizer in optimizers.items()},
+        global_batch_size=batch.global_batch_size,
+        max_steps=max_steps,
+        ranks=ranks,
+        max_grad_norm=config.trainer.max_grad_norm,
+        max_grad_value=config.trainer.max_grad_value,
+        loss_scale=LossScale(backend.device) if config.runtime.precision == "fp16" else None,
+    )
+
+
+def _find_checkpoint(trainer: Trainer, config: RunConfig, *, accept_changes: bool) -> int | None:
+    """Returns the step to go on from; refuses changed settings. All ranks agree on the first rank's answer."""
+    step: int | None = None
+    failure: Exception | None = None
+    if trainer.ranks.is_first:
+        try:
+            trainer.surroundings.store.clean()
+            step = trainer.surroundings.store.newest_intact()
+            saved = run_folders.read_config(trainer.folder)
+            if step is not None and saved is not None and not accept_changes:
+                refuse_changes(saved, config, trainer.folder)
+        except Exception as error:
+            failure = error
+    step, failure = trainer.ranks.broadcast((step, failure))
+    if failure is not None:
+        raise failure
+    return step
+
+
+def _resume(trainer: Trainer, step: int) -> None:
+    restore_checkpoint(trainer, step)
+    if trainer.ranks.is_first:
+        # A step that was saved before it was written is written again, so its lines go too.
+        cut_back(trainer.folder, trainer.step - 1 if trainer.has_unfinished_step else trainer.step)
+    logger.info("Resumed from %s, step %d of %d", trainer.surroundings.store.path(step), step, trainer.max_steps)

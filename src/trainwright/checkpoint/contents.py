@@ -1,0 +1,167 @@
+"""What a checkpoint holds, and how it goes back: the one list of a run's state.
+
+Parts: `model` (its state dict, usable on its own), `optimizers` (state by parameter name), `training`
+(step, data position, hooks, events, loss scale, generators). Files and commits are store.py's.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from trainwright.checkpoint.store import CheckpointStore
+from trainwright.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+class Stateful(Protocol):
+    """Anything with state that a checkpoint can keep."""
+
+    def state_dict(self) -> Any:
+        """Returns the state."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Restores it."""
+
+
+def collect(
+    *,
+    model: torch.nn.Module,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    hooks: Mapping[str, Stateful],
+    events: Mapping[str, Any],
+    data: Stateful,
+    loss_scale: Stateful | None,
+    generators: list[dict[str, Any]],
+    step: int,
+    has_unfinished_step: bool,
+    unclaimed_hook_state: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Returns a checkpoint's parts. `generators` has one entry a rank; `events` counts all ranks."""
+    names = _names_by_parameter(model)
+    return {
+        "model": model.state_dict(),
+        "optimizers": {name: _by_name(optimizer, names) for name, optimizer in optimizers.items()},
+        "training": {
+            "step": step,
+            "has_unfinished_step": has_unfinished_step,
+            "data": data.state_dict(),
+            "hooks": {**unclaimed_hook_state, **{key: hook.state_dict() for key, hook in hooks.items()}},
+            "events": dict(events),
+            "loss_scale": None if loss_scale is None else loss_scale.state_dict(),
+            "generators": generators,
+        },
+    }
+
+
+def generator_state() -> dict[str, Any]:
+    """Returns Python's and numpy's generators. Torch's need no saving: every step seeds them anew."""
+    return {"python": random.getstate(), "numpy": np.random.get_state()}
+
+
+def restore_generators(state: Mapping[str, Any]) -> None:
+    """Restores `generator_state`."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(tuple(state["numpy"]))
+
+
+def restore_model(store: CheckpointStore, step: int, model: torch.nn.Module, *, strict: bool = True) -> None:
+    """Loads the model's weights in place; a mismatch names the keys and both shapes."""
+    state = store.read(step, "model")
+    own = model.state_dict()
+    wrong = [
+        f"{key}: {tuple(state[key].shape)} in the checkpoint, {tuple(own[key].shape)} in the model"
+        for key in state.keys() & own.keys()
+        if isinstance(state[key], torch.Tensor) and state[key].shape != own[key].shape
+    ]
+    missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    if wrong or (strict and (missing or unexpected)):
+        lines = [*sorted(wrong), *(f"{key}: not in the checkpoint" for key in missing)]
+        lines += [f"{key}: not in the model" for key in unexpected]
+        raise CheckpointError(
+            f"{store.path(step)} holds another model: " + "; ".join(lines[:8]) + ("; …" if len(lines) > 8 else "")
+        )
+    if missing or unexpected:
+        logger.warning("Loaded with differences: missing %s; unexpected %s", missing or "none", unexpected or "none")
+    model.load_state_dict(state, strict=strict)
+
+
+def restore_optimizers(
+    state: Mapping[str, Any], model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]
+) -> None:
+    """Loads the optimizers' state by parameter name."""
+    if state.keys() != optimizers.keys():
+        raise CheckpointError(
+            f"The checkpoint holds the optimizers {', '.join(state)}, but the run has {', '.join(optimizers)}. "
+            "Rename them back, or start over with --fresh."
+        )
+    names = _names_by_parameter(model)
+    for name, optimizer in optimizers.items():
+        _load_by_name(optimizer, state[name], names, label=name)
+
+
+def restore_hooks(state: Mapping[str, Any], hooks: Mapping[str, Stateful]) -> dict[str, Any]:
+    """Loads hook states; returns those without a hook, which are kept for the next checkpoint."""
+    for key, hook in hooks.items():
+        if key in state:
+            hook.load_state_dict(state[key])
+    unclaimed = {key: value for key, value in state.items() if key not in hooks and value}
+    if unclaimed:
+        logger.warning("The checkpoint has state of hooks that this run lacks; it is kept: %s", ", ".join(unclaimed))
+    return unclaimed
+
+
+def _names_by_parameter(model: torch.nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def _ordered_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [names.get(id(parameter), f"#{number}") for number, parameter in enumerate(parameters)]
+
+
+def _by_name(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """An optimizer's state dict with names in place of numbers, so that it survives another order of parameters."""
+    ordered = _ordered_names(optimizer, names)
+    state = optimizer.state_dict()
+    groups = [{**group, "params": [ordered[number] for number in group["params"]]} for group in state["param_groups"]]
+    extra = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+    return {"state": {ordered[number]: value for number, value in state["state"].items()}, "groups": groups, **extra}
+
+
+def _load_by_name(
+    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], names: Mapping[int, str], *, label: str
+) -> None:
+    ordered = _ordered_names(optimizer, names)
+    numbers = {name: number for number, name in enumerate(ordered)}
+    unknown = [name for name in saved["state"] if name not in numbers]
+    if unknown:
+        raise CheckpointError(
+            f"The checkpoint's optimizer {label!r} has state for {', '.join(unknown[:5])}, which it does not own now. "
+            "Was `match` or the model changed?"
+        )
+    extra = {key: value for key, value in saved.items() if key not in ("state", "groups")}
+    groups = [
+        {**group, "params": own["params"]}
+        for group, own in zip(saved["groups"], optimizer.state_dict()["param_groups"], strict=True)
+    ]
+    state = {numbers[name]: value for name, value in saved["state"].items()}
+    optimizer.load_state_dict({"state": state, "param_groups": groups, **extra})
+    _undo_casts(optimizer, state)
+
+
+def _undo_casts(optimizer: torch.optim.Optimizer, saved: Mapping[int, Any]) -> None:
+    """torch casts loaded state to the parameter's dtype, which loses bits of fp32 state beside bf16 weights."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, values in saved.items():
+        loaded = optimizer.state[parameters[number]]
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:
+                loaded[key] = value.to(loaded[key].device)

@@ -1,0 +1,97 @@
+"""The run folder: config.yaml, environment.json, log.txt, metrics.json, checkpoints/, exports/.
+
+Decided once, by the first rank. Whether a run goes on from what lies there is resume.py's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from trainwright.config import RunConfig
+from trainwright.errors import CheckpointError, ConfigError
+
+CONFIG_FILE = "config.yaml"
+ENVIRONMENT_FILE = "environment.json"
+LOG_FILE = "log.txt"
+CHECKPOINTS = "checkpoints"
+
+
+def run_folder(config: RunConfig) -> Path:
+    """Returns output_dir/name; touches nothing."""
+    return Path(config.output_dir) / config.name
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Renames an earlier run's folder out of the way and returns where it went; nothing is deleted."""
+    if not folder.exists():
+        return None
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
+        number += 1
+    folder.rename(aside)
+    return aside
+
+
+def prepare(folder: Path) -> None:
+    """Makes the folder, or says why it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir: the run folder {folder} cannot be written ({error.strerror}). "
+            "Choose another with output_dir=… or name=…."
+        ) from error
+
+
+def save_settings(folder: Path, config: RunConfig, device: str) -> None:
+    """Writes config.yaml and environment.json, where they are not there with the same content."""
+    saved = read_config(folder)
+    if saved is None or saved != config:
+        config.save(folder / CONFIG_FILE)
+    environment = json.dumps(_environment(device), indent=2) + "\n"
+    path = folder / ENVIRONMENT_FILE
+    if not path.exists() or path.read_text(encoding="utf-8") != environment:
+        path.write_text(environment, encoding="utf-8")
+
+
+def read_config(folder: Path) -> RunConfig | None:
+    """Returns the config that a run folder was made with, if it has one."""
+    path = folder / CONFIG_FILE
+    return RunConfig.load(path) if path.exists() else None
+
+
+def find_run(run_or_checkpoint: Path) -> tuple[Path, int | None]:
+    """Returns the run folder, and the step if the path is one of its checkpoints (or the checkpoints folder)."""
+    path = run_or_checkpoint
+    if (path / CONFIG_FILE).exists():
+        return path, None
+    if path.name == CHECKPOINTS and (path.parent / CONFIG_FILE).exists():
+        return path.parent, None
+    if path.parent.name == CHECKPOINTS and path.name.startswith("step-") and path.is_dir():
+        return path.parent.parent, int(path.name.removeprefix("step-"))
+    raise CheckpointError(
+        f"{path} is no run folder: it has no {CONFIG_FILE}. Give a folder such as runs/NAME, "
+        "or one of its checkpoints/step-…."
+    )
+
+
+def _environment(device: str) -> dict[str, str]:
+    # Versions and hardware only: no variables, no paths, nothing that could be a secret.
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "device": device,
+        "byteorder": sys.byteorder,
+    }

@@ -1,0 +1,472 @@
+"""Step folders on a local disk: written whole or not at all, verified by hash, set aside when damaged.
+
+A checkpoint is `step-00001000/` with a MANIFEST.json that fits its files. How a state becomes files is in
+`encoding.py`, which checkpoints to keep in `retention.py`, what a run puts into one in `contents.py`. One process
+writes (rank 0); any number may read.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from trainwright.checkpoint.encoding import decode, encode
+from trainwright.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+MANIFEST = "MANIFEST.json"
+
+STEP_NAME = re.compile(r"step-(\d{8,})")
+PART_NAME = re.compile(r"[a-z][a-z0-9_-]*")
+
+# Names that readers never take for a checkpoint. A staging folder is not yet one; an aside is a whole one whose
+# replacement is being moved in, and counts while nothing bears the final name; a trash folder is none any more.
+STAGING, ASIDE, TRASH = ".staging", ".aside", ".trash"
+HIDDEN_NAME = re.compile(r"(\.staging|\.aside|\.trash)-step-(\d{8,})-[0-9a-f]+")
+
+# Where the file system has no locks, a staging folder that nobody touched for so long is taken for a dead writer's.
+SECONDS_OF_SILENCE = 3600.0
+
+
+class _UnknownFormatError(CheckpointError):
+    """A manifest is whole, but of a format that this trainwright does not read."""
+
+
+class CheckpointStore:
+    """The checkpoints of one run, by step.
+
+    ```
+    write:   .staging-… ← files, each synced ← MANIFEST.json     nothing to see yet
+             step-N → .aside-…                                   only if step N is being replaced
+             .staging-… → step-N                                 the commit
+             .aside-… → .trash-… → gone
+    delete:  step-N → .trash-… → gone
+    ```
+    A death between any two acts leaves the old or the new checkpoint of step N, both whole; `clean` tidies up.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+
+    def path(self, step: int) -> Path:
+        """Return the folder of `step`, whether or not it exists."""
+        if step < 0:
+            raise CheckpointError(f"A checkpoint's step is 0 or more, got {step}.", where=self.folder)
+        return self.folder / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Return the committed steps, ascending. Looks for manifests only; `verify` compares contents."""
+        return [step for step in sorted(self._step_folders()) if self._locate(step) is not None]
+
+    def write(self, step: int, parts: Mapping[str, Any], *, metrics: Mapping[str, float]) -> Path:
+        """Save `parts` as the checkpoint of `step`, replacing one that exists, and return its folder.
+
+        When it returns, the checkpoint survives a power cut. When it raises, earlier checkpoints are untouched and
+        that of `step` is the old one or, where only the last sync failed, this one.
+        """
+        final = self.path(step)
+        for part in parts:
+            if not PART_NAME.fullmatch(part):
+                problem = f"The part name {part!r} cannot be a file name"
+                raise CheckpointError(f"{problem}: use a-z, then a-z, 0-9, _ and -.", where=final)
+        try:
+            _make_folder(self.folder)
+            staging = self._hidden(STAGING, step)
+            # Not mkdtemp: its folders are closed to everybody else, and this one becomes the checkpoint.
+            staging.mkdir()
+        except OSError as error:
+            _raise_unwritten(final, error)
+        try:
+            with _locked(staging):
+                _write_contents(staging, step=step, parts=parts, metrics=metrics)
+                self._commit(staging, step)
+        except BaseException as error:
+            # Ctrl-C included: a staging folder can be as large as the model.
+            shutil.rmtree(staging, ignore_errors=True)
+            if isinstance(error, (OSError, SafetensorError)):
+                _raise_unwritten(final, error)
+            raise
+        # Committed already: an aside that cannot be removed now is hidden by the final name and left to `clean`.
+        with suppress(OSError):
+            self._discard_asides(step)
+        return final
+
+    def read(self, step: int, part: str, *, device: str = "cpu") -> Any:
+        """Return the state of one part with its tensors on `device`. Does not hash: `verify` does."""
+        folder = self._committed(step)
+        manifest = _read_manifest(folder)
+        if part not in manifest["parts"]:
+            known = ", ".join(manifest["parts"]) or "none"
+            raise CheckpointError(f"No part {part!r} was saved. Ask for one of: {known}.", where=folder)
+        files = manifest["files"]
+        try:
+            tensors = {}
+            if f"{part}.safetensors" in files:
+                with safe_open(folder / f"{part}.safetensors", framework="pt", device=device) as file:
+                    tensors = {key: file.get_tensor(key) for key in sorted(file.keys())}
+            if f"{part}.json" not in files:
+                return tensors
+            return decode(json.loads((folder / f"{part}.json").read_bytes()), tensors)
+        except (OSError, SafetensorError, ValueError, CheckpointError) as error:
+            problem = f"The part {part!r} cannot be read: {error}".rstrip(".")
+            raise CheckpointError(f"{problem}. Use another step: {self._known_steps()}.", where=folder) from error
+
+    def parts(self, step: int) -> list[str]:
+        """Return the names of the parts that were saved, in the order they were given."""
+        return list(_read_manifest(self._committed(step))["parts"])
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Return the metrics that were saved with the checkpoint, nan included."""
+        return dict(_read_manifest(self._committed(step))["metrics"])
+
+    def verify(self, step: int) -> None:
+        """Compare every file with the manifest, at the price of reading all of it; raise what differs first."""
+        folder = self._committed(step)
+        manifest = _read_manifest(folder)
+        if manifest["step"] != step:
+            problem = f"The manifest is of step {manifest['step']}, the folder's name says {step}"
+            raise CheckpointError(f"{problem}. Rename the folder back.", where=folder)
+        for name, expected in manifest["files"].items():
+            _verify_file(folder / name, size=expected["size"], sha256=expected["sha256"])
+
+    def newest_intact(self) -> int | None:
+        """Return the newest step that verifies, or None; damaged newer ones are renamed and named in a warning."""
+        damaged: list[str] = []
+        intact = None
+        for step in sorted(self._step_folders(), reverse=True):
+            try:
+                self.verify(step)
+            except _UnknownFormatError:
+                # Not damage: an older trainwright must not hide what a newer one wrote.
+                raise
+            except CheckpointError as error:
+                damaged.append(f"{error} {self._set_aside(step)}")
+                continue
+            intact = step
+            break
+        # After the search, because each warning says what is used instead.
+        instead = "No intact one is left." if intact is None else f"Using {self.path(intact).name} instead."
+        for problem in damaged:
+            logger.warning("Damaged checkpoint: %s %s", problem, instead)
+        return intact
+
+    def delete(self, step: int) -> None:
+        """Remove the checkpoint of `step`; readers see it whole until they no longer see it."""
+        folder = self._committed(step)
+        try:
+            # Asides first: once the final name is free, `clean` would bring one back.
+            self._discard_asides(step, but=folder)
+            self._discard(folder, step)
+        except OSError as error:
+            problem = f"It cannot be deleted: {error}"
+            raise CheckpointError(f"{problem}. Check the permissions of {self.folder}.", where=folder) from error
+
+    def clean(self) -> None:
+        """Remove what dead writers left and bring back a checkpoint whose replacement never arrived."""
+        hidden = self._hidden_folders()
+        living = {folder: step for kind, step, folder in hidden if kind == STAGING and not _is_abandoned(folder)}
+        for kind, step, folder in hidden:
+            try:
+                if kind == TRASH:
+                    shutil.rmtree(folder, ignore_errors=True)
+                elif folder in living or (kind == ASIDE and step in living.values()):
+                    continue
+                elif kind == ASIDE and self._locate(step) == folder:
+                    # Fails rather than replaces where a writer has just taken the final name: neither is lost.
+                    _rename(folder, self.path(step))
+                else:
+                    self._discard(folder, step)
+            except OSError as error:
+                logger.warning("A leftover stays in the checkpoints folder: %s", error)
+
+    def _step_folders(self) -> set[int]:
+        """Return the steps that have a folder of their name, or an aside, with a manifest or without."""
+        steps = set()
+        # One listing for both: between two, a replaced checkpoint could slip from its name to an aside unseen.
+        for name in _names_in(self.folder):
+            plain, hidden = STEP_NAME.fullmatch(name), HIDDEN_NAME.fullmatch(name)
+            # "step-000000005" has the wrong width: `path` would never find it again.
+            if plain and self.path(int(plain[1])).name == name:
+                steps.add(int(plain[1]))
+            elif hidden and hidden[1] == ASIDE:
+                steps.add(int(hidden[2]))
+        return steps
+
+    def _hidden_folders(self) -> list[tuple[str, int, Path]]:
+        matches = [HIDDEN_NAME.fullmatch(name) for name in _names_in(self.folder)]
+        return [(match[1], int(match[2]), self.folder / match[0]) for match in matches if match]
+
+    def _hidden(self, kind: str, step: int) -> Path:
+        return self.folder / f"{kind}-{self.path(step).name}-{secrets.token_hex(4)}"
+
+    def _locate(self, step: int) -> Path | None:
+        """Return where the committed checkpoint of `step` is: at its name, or aside while none is there."""
+        final = self.path(step)
+        if (final / MANIFEST).is_file():
+            return final
+        asides = [folder for kind, other, folder in self._hidden_folders() if kind == ASIDE and other == step]
+        asides = [folder for folder in asides if (folder / MANIFEST).is_file()]
+        # The writer that moved it aside may have finished since the first look.
+        if (final / MANIFEST).is_file():
+            return final
+        return max(asides, key=_created, default=None)
+
+    def _committed(self, step: int) -> Path:
+        folder = self._locate(step)
+        if folder is not None:
+            return folder
+        if self.path(step).exists():
+            raise CheckpointError(f"{MANIFEST} is missing, so it was never finished.", where=self.path(step))
+        raise CheckpointError(f"No checkpoint of step {step}. There are: {self._known_steps()}.", where=self.folder)
+
+    def _known_steps(self) -> str:
+        return ", ".join(str(step) for step in self.steps()) or "none"
+
+    def _commit(self, staging: Path, step: int) -> None:
+        final, aside = self.path(step), self._hidden(ASIDE, step)
+        replaces = final.exists()
+        if replaces:
+            _rename(final, aside)
+        try:
+            _rename(staging, final)
+        except BaseException:
+            if replaces and not final.exists():
+                _rename(aside, final)
+            raise
+        _sync_folder(self.folder)
+
+    def _discard_asides(self, step: int, *, but: Path | None = None) -> None:
+        for kind, other, folder in self._hidden_folders():
+            if kind == ASIDE and other == step and folder != but:
+                self._discard(folder, step)
+
+    def _discard(self, folder: Path, step: int) -> None:
+        trash = self._hidden(TRASH, step)
+        _rename(folder, trash)
+        # Were the files to go first and the power with them, a checkpoint full of holes would bear a valid name.
+        _sync_folder(self.folder)
+        # A file that a reader holds open may resist on a network disk; `clean` tries again.
+        shutil.rmtree(trash, ignore_errors=True)
+
+    def _set_aside(self, step: int) -> str:
+        """Rename the damaged checkpoint of `step`, never over another, and say so in a sentence."""
+        folder = self._locate(step) or self.path(step)
+        target = self.folder / f"damaged-{self.path(step).name}"
+        number = 1
+        while target.exists():
+            number += 1
+            target = self.folder / f"damaged-{self.path(step).name}-{number}"
+        try:
+            _rename(folder, target)
+        except OSError as error:
+            # Somebody else's folder, read-only: falling back matters more than tidying.
+            return f"It could not be renamed to {target.name} ({error})."
+        return f"It is kept as {target.name}."
+
+
+def _write_contents(staging: Path, *, step: int, parts: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+    """Fill the staging folder; every file is on the disk before the manifest names it."""
+    files: dict[str, dict[str, Any]] = {}
+    for part, state in parts.items():
+        # Part by part, so that at most one part's copies of non-contiguous tensors exist at a time.
+        for path in _write_part(staging, part, state):
+            files[path.name] = {"size": path.stat().st_size, "sha256": _hash_file(path)}
+    content = {
+        "format": FORMAT,
+        "step": step,
+        "created": datetime.now(UTC).isoformat(),
+        "metrics": {name: float(value) for name, value in metrics.items()},
+        "parts": list(parts),
+        "files": files,
+    }
+    _write_file(staging / MANIFEST, _render_manifest(content))
+    _sync_folder(staging)
+
+
+def _write_part(staging: Path, part: str, state: Any) -> list[Path]:
+    tree, tensors = encode(state, name=part)
+    written = []
+    if tensors:
+        path = staging / f"{part}.safetensors"
+        # Not safetensors' `save` with a hash on the way: its bytes are one more copy of the model in memory, and
+        # reading back comes from the page cache at about the speed of the hash. transformers wants the format named.
+        save_file(tensors, path, metadata={"format": "pt"})
+        # safetensors writes a private temporary file; the checkpoint is as readable as its folder.
+        path.chmod(staging.stat().st_mode & 0o666)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        written.append(path)
+    if not _is_flat(tree):
+        path = staging / f"{part}.json"
+        _write_file(path, json.dumps(tree, allow_nan=False, separators=(",", ":")).encode())
+        written.append(path)
+    return written
+
+
+def _is_flat(tree: Any) -> bool:
+    """Say whether the tensors alone, sorted by key, are the state: a dict of tensors, in that order, none tied.
+
+    safetensors forgets the order of its keys; a state in another order is described by its .json.
+    """
+    if not isinstance(tree, dict) or not tree or list(tree) != sorted(tree):
+        return False
+    return all(node == {"$tensor": key} for key, node in tree.items())
+
+
+def _render_manifest(content: Mapping[str, Any]) -> bytes:
+    """Return the manifest's bytes, with a hash of its own: a flipped bit in a metric is damage too."""
+    own = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return (json.dumps({**content, "sha256": own}, indent=2) + "\n").encode()
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        raw = path.read_bytes()
+        content = json.loads(raw)
+        content.pop("sha256")
+        # Written anew from its content it must give the same bytes; this covers the hash and every blank between.
+        fits = _render_manifest(content) == raw
+    except OSError as error:
+        raise CheckpointError(f"The manifest cannot be read: {error}.", where=path) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"The manifest is damaged: {error!r}.", where=path) from error
+    if not fits:
+        raise CheckpointError("The manifest is damaged: it does not fit its own hash.", where=path)
+    if content["format"] != FORMAT:
+        problem = f"The format is {content['format']}; this trainwright reads {FORMAT}"
+        raise _UnknownFormatError(f"{problem}. Use the trainwright that wrote it.", where=path)
+    return dict(content)
+
+
+def _verify_file(path: Path, *, size: int, sha256: str) -> None:
+    try:
+        found = path.stat().st_size
+        if found != size:
+            raise CheckpointError(f"The file is {found} bytes instead of {size}.", where=path)
+        digest = _hash_file(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"The file is missing; {MANIFEST} names it.", where=path) from error
+    except OSError as error:
+        raise CheckpointError(f"The file cannot be read: {error}.", where=path) from error
+    if digest != sha256:
+        raise CheckpointError(f"The content differs: sha256 {digest[:12]}… instead of {sha256[:12]}….", where=path)
+
+
+def _created(folder: Path) -> str:
+    """Return when a checkpoint was made, for choosing between two; an unreadable one is the oldest."""
+    try:
+        return str(_read_manifest(folder)["created"])
+    except CheckpointError:
+        return ""
+
+
+def _raise_unwritten(final: Path, error: Exception) -> NoReturn:
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    advice = "Free some space" if full or "No space" in str(error) else "Check the disk and the folder's permissions"
+    problem = f"The checkpoint could not be written: {error}"
+    raise CheckpointError(f"{problem}. {advice}; earlier checkpoints are untouched.", where=final) from error
+
+
+def _hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _make_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        _sync_folder(folder.parent)
+
+
+def _rename(source: Path, target: Path) -> None:
+    # rename(2) of a folder replaces an empty folder only; onto any other it fails, so nothing is ever overwritten.
+    source.rename(target)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Put the names in `folder` on the disk; without it a rename may be undone by a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network and FUSE mounts cannot sync folders; there a power cut is the server's concern.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return sorted(path.name for path in folder.iterdir())
+    except FileNotFoundError:
+        return []
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a lock on `folder`, under whatever name, that the kernel lets go when this process dies.
+
+    Process ids would not do: a container that starts again often has the same one.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        _try_lock(descriptor)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool | None:
+    """Return whether the lock was free, or None where the file system has no locks (some NFS and Lustre mounts)."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _is_abandoned(folder: Path) -> bool:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        free = _try_lock(descriptor)
+        if free is None:
+            times = [path.stat().st_mtime for path in (folder, *folder.iterdir())]
+            return time.time() - max(times) > SECONDS_OF_SILENCE
+        return free
+    except FileNotFoundError:
+        # It was committed while we looked.
+        return False
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""One file a command: its arguments, and one call into the package. Imports torch only when it runs."""

@@ -1,0 +1,42 @@
+"""What a run is: `RunConfig`, its sections, and the values that are derived from them.
+
+schema.py holds the whole, sections.py the parts, files.py reads and saves, overrides.py reads `a.b=1`,
+checks.py holds the rules across sections, resolve.py derives mesh and batch sizes. No torch here.
+"""
+
+from trainwright.config.component import Component, ModelSection
+from trainwright.config.frozen import Frozen
+from trainwright.config.resolve import BatchPlan, resolve_batch, resolve_mesh
+from trainwright.config.schema import RunConfig
+from trainwright.config.sections import (
+    CheckpointSection,
+    DataSection,
+    EvaluationSection,
+    KeepBest,
+    LogSection,
+    MeshSection,
+    OptimizerSection,
+    RuntimeSection,
+    TrainerSection,
+)
+from trainwright.config.tree import Origin
+
+__all__ = [
+    "BatchPlan",
+    "CheckpointSection",
+    "Component",
+    "DataSection",
+    "EvaluationSection",
+    "Frozen",
+    "KeepBest",
+    "LogSection",
+    "MeshSection",
+    "ModelSection",
+    "OptimizerSection",
+    "Origin",
+    "RunConfig",
+    "RuntimeSection",
+    "TrainerSection",
+    "resolve_batch",
+    "resolve_mesh",
+]

@@ -1,0 +1,146 @@
+"""A component in a config: `type` and the constructor's keyword arguments beside it.
+
+This file knows how a component is written, not what it stands for: the registry finds the class and
+checks the arguments against its signature.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from trainwright.config.frozen import Frozen
+from trainwright.config.problems import describe, refuse
+from trainwright.config.tree import Origin
+from trainwright.errors import ConfigError
+
+
+class Component(Frozen[Any]):
+    """A read-only mapping of `type` and the arguments beside it; arguments also read as attributes.
+
+    `Component("adamw", lr=1e-3)`, or with a real class: `Component(AdamW, lr=1e-3)`. In YAML it is a mapping
+    with `type`, or the bare type (`console` is `{type: console}`).
+    """
+
+    __slots__ = ("_origin",)
+    _origin: Origin | None
+
+    reserved_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys that stand beside the arguments but are not passed to the constructor."""
+
+    def __init__(self, type_: str | Callable[..., Any], /, **arguments: Any) -> None:
+        if "type" in arguments:
+            raise TypeError(f"A component's type is given once, first: {type_!r}; got type={arguments['type']!r} too.")
+        name = type_ if isinstance(type_, str) else _type_of(type_)
+        super().__init__({"type": name, **arguments})
+        object.__setattr__(self, "_origin", None)
+
+    @property
+    def type(self) -> str:
+        """The registered name, `package.module:Name`, `file.py:Name` or `file.Name`."""
+        return self._values["type"]  # type: ignore[no-any-return]  # the constructor made it a string
+
+    @property
+    def arguments(self) -> Frozen[Any]:
+        """What is passed to the constructor: everything but `type` and the reserved keys."""
+        left_out = {"type", *self.reserved_keys}
+        return Frozen({key: value for key, value in self._values.items() if key not in left_out})
+
+    @property
+    def origin(self) -> Origin | None:
+        """Where the component was written; None when it was made in Python. Not part of `==`."""
+        return self._origin
+
+    def located_at(self, origin: Origin | None) -> Component:
+        """Return the same component, written at `origin`."""
+        copy = type(self).from_mapping(self._values)
+        object.__setattr__(copy, "_origin", origin)
+        return copy
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Component:
+        """Make a component from a mapping that holds `type`."""
+        return cls(values["type"], **{key: value for key, value in values.items() if key != "type"})
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return (_rebuild, (type(self), dict(self._values), self._origin))
+
+    def __repr__(self) -> str:
+        arguments = {key: value for key, value in self._values.items() if key != "type"}
+        words = [repr(self.type)]
+        words += [f"{key}={value!r}" for key, value in arguments.items() if key.isidentifier()]
+        odd = {key: value for key, value in arguments.items() if not key.isidentifier()}
+        words += [f"**{odd!r}"] if odd else []
+        return f"{type(self).__name__}({', '.join(words)})"
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(cls._read)
+
+    @classmethod
+    def _read(cls, value: Any) -> Component:
+        if isinstance(value, str) and value:
+            return cls(value)
+        if not isinstance(value, Mapping) or not value:
+            raise refuse(
+                (), f"must be a component: a mapping with type, or the type alone; got {describe(value)}.", value
+            )
+        if "type" not in value:
+            known = ", ".join(map(str, value))
+            raise refuse((), f"a component needs a type, got only {known}. Add one, such as type: my_file.py:Name.")
+        name = value["type"]
+        if not isinstance(name, str) or not name:
+            raise refuse(("type",), f"must be text, such as adamw or my_file.py:Name; got {describe(name)}.", name)
+        located = cls.from_mapping(value)
+        return located.located_at(value.origin) if isinstance(value, Component) else located
+
+
+class ModelSection(Component):
+    """The model: a component that has reserved keys beside its arguments, such as `freeze` and `sharding`."""
+
+    __slots__ = ()
+
+    reserved_keys: ClassVar[tuple[str, ...]] = (
+        "pretrained",
+        "lora",
+        "replace",
+        "freeze",
+        "sharding",
+        "remat",
+        "scan",
+        "offload",
+    )
+
+    @property
+    def reserved(self) -> Frozen[Any]:
+        """The reserved keys that were given."""
+        return Frozen({key: self._values[key] for key in self.reserved_keys if key in self._values})
+
+
+def _rebuild(cls: type[Component], values: dict[str, Any], origin: Origin | None) -> Component:
+    return cls.from_mapping(values).located_at(origin)
+
+
+def _type_of(target: Callable[..., Any]) -> str:
+    """Return the words by which the registry finds `target` again, in this process and in a later one."""
+    name = getattr(target, "__qualname__", None)
+    if name is None or not (inspect.isclass(target) or inspect.isroutine(target)):
+        raise ConfigError(f"A component's type is text, a class or a function; got {target!r}.")
+    if "<" in name:
+        raise ConfigError(
+            f"{name} is defined inside a function, where a saved run cannot find it again. "
+            "Move it to the top level of its file."
+        )
+    module = target.__module__
+    # __main__ and the project's files have these module names in this process only; their path is lasting.
+    if module == "__main__" or module.startswith("trainwright_project"):
+        file = getattr(sys.modules.get(module), "__file__", None)
+        if file is not None:
+            return f"{os.path.abspath(file)}:{name}"  # noqa: PTH100  # resolve() would follow links
+    return f"{module}:{name}"

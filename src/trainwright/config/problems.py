@@ -1,0 +1,168 @@
+"""Refusals in words: what is wrong with a setting, what we got, what to do.
+
+Pydantic finds most problems; here each becomes one sentence for the user. Where the setting was written
+is added by schema.py, which knows the origins.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
+
+from trainwright.config.tree import KeyPath, Origin
+from trainwright.errors import ConfigError
+
+
+class Problem(NamedTuple):
+    """What is wrong with the setting at `path`; `text` is a whole sentence, without the path."""
+
+    path: KeyPath
+    text: str
+
+
+def dotted(path: KeyPath) -> str:
+    """Return the path as users write it: `hooks.0.steps`."""
+    return ".".join(map(str, path))
+
+
+def describe(value: Any) -> str:
+    """Return `value` as a reader of YAML would name it, in a few words."""
+    if value is None:
+        return "null (nothing)"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        shown = json.dumps(value if len(value) <= 60 else value[:57] + "...", ensure_ascii=False)
+        return f"the text {shown}"
+    if isinstance(value, Mapping):
+        return f"a mapping with {', '.join(map(str, value))}" if value else "an empty mapping"
+    if isinstance(value, (list, tuple)):
+        return f"a list of {len(value)}" if value else "an empty list"
+    return repr(value)
+
+
+def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the known word that looks most like `word`, or None where none looks like it."""
+    plain = {name.lower().replace("-", "_"): name for name in known}
+    found = difflib.get_close_matches(word.lower().replace("-", "_"), plain, n=1, cutoff=cutoff)
+    return plain[found[0]] if found else None
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """Return `Did you mean "x"? Known: …`, or only the known words where none is near."""
+    names = list(known)
+    match = nearest(word, names)
+    guess = f'Did you mean "{match}"? ' if match else ""
+    return f"{guess}Known: {', '.join(names)}." if names else "Nothing can be set here; remove it."
+
+
+def refuse(path: KeyPath, text: str, value: Any = None) -> ValidationError:
+    """Return the error by which a validator refuses `value` at `path`, relative to its own field."""
+    return refuse_all([Problem(path, text)], value)
+
+
+def refuse_all(problems: Iterable[Problem], value: Any = None) -> ValidationError:
+    """Return one error for several problems of one field."""
+    details = [
+        InitErrorDetails(
+            # The sentence travels as an argument: braces in it would be taken for placeholders.
+            type=PydanticCustomError("refused", "{sentence}", {"sentence": problem.text}),
+            loc=problem.path,
+            input=value,
+        )
+        for problem in problems
+    ]
+    return ValidationError.from_exception_data("settings", details)
+
+
+def explain(error: ValidationError, root: type[BaseModel]) -> list[Problem]:
+    """Return what pydantic found wrong while it read a `root`, one sentence each."""
+    return [_explain_one(details, root) for details in error.errors(include_url=False)]
+
+
+def raise_all(problems: list[Problem], origin_of: Callable[[KeyPath], Origin | None]) -> None:
+    """Raise one ConfigError for all problems, a line each, in the order of the file; none is no error."""
+    found = [(origin_of(problem.path), problem) for problem in problems]
+    found.sort(key=lambda pair: (pair[0] is None, pair[0] or Origin("", 0)))
+    lines = [_sentence(problem) for _, problem in found]
+    for index, (where, _) in enumerate(found[1:], start=1):
+        lines[index] = f"{where}: {lines[index]}" if where is not None else lines[index]
+    if lines:
+        raise ConfigError("\n".join(lines), where=found[0][0])
+
+
+def _sentence(problem: Problem) -> str:
+    return f"{dotted(problem.path)}: {problem.text}" if problem.path else problem.text
+
+
+_EXPECTED: Mapping[str, str] = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "string_too_short": "text that is not empty",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "dict_type": "a mapping (key: value)",
+    "model_type": "a mapping (key: value)",
+    "literal_error": "{expected}",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "too_short": "a list of at least {min_length}",
+}
+
+
+def _explain_one(details: ErrorDetails, root: type[BaseModel]) -> Problem:
+    # Pydantic marks a wrong key of a mapping with "[key]"; for the user it is the mapping's own problem.
+    path = tuple(part for part in details["loc"] if part != "[key]")
+    kind, value = details["type"], details["input"]
+    if kind == "refused":
+        return Problem(path, details["msg"])
+    if kind == "extra_forbidden":
+        return Problem(path, f"there is no such setting. {suggest(str(path[-1]), _known_keys(path[:-1], root))}")
+    if kind == "missing":
+        return Problem(path, f"is missing. Add it; got {describe(value)}.")
+    if kind not in _EXPECTED:
+        return Problem(path, f"{details['msg']}; got {describe(value)}.")
+    expected = _EXPECTED[kind].format(**details.get("ctx", {})).replace("'", "")
+    return Problem(path, f"must be {expected}, got {describe(value)}.{_advice(kind, value)}")
+
+
+def _advice(kind: str, value: Any) -> str:
+    if kind == "string_type" and isinstance(value, (bool, int, float)):
+        return " Put it in quotes to make it text."
+    if kind in ("int_type", "float_type") and isinstance(value, str) and _is_number(value):
+        return " Remove the quotes."
+    if kind == "tuple_type":
+        return " Use [] for none." if value is None else f" Write [{value}]." if isinstance(value, str) else ""
+    return ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return not math.isnan(float(text))
+    except ValueError:
+        return False
+
+
+def _known_keys(path: KeyPath, root: type[BaseModel]) -> list[str]:
+    """Return the fields of the section that stands at `path` below `root`."""
+    section = root
+    for part in path:
+        field = section.model_fields.get(str(part))
+        # A name that is no field is a key of a mapping of sections, such as one of trainer.optimizers.
+        section = (_section_in(field.annotation) if field is not None else None) or section
+    return list(section.model_fields)
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _section_in(part))), None)

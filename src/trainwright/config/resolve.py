@@ -1,0 +1,82 @@
+"""Derived settings: the mesh for a world size, and the three batch sizes from those that were given.
+
+Nothing here changes a config: the results are written into the run's copy by `config.derive`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from trainwright.config.schema import RunConfig
+from trainwright.errors import ConfigError
+
+DEFAULT_GLOBAL_BATCH_SIZE = 32
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """global_batch_size = micro_batch_size × data ranks × accumulation."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    accumulation: int
+
+
+def resolve_mesh(config: RunConfig, world_size: int) -> dict[str, int]:
+    """Return the size of every mesh axis; their product is `world_size`."""
+    given = {axis: size for axis, size in config.runtime.mesh if size is not None}
+    if not given:
+        given = {"replicate": -1}
+    sizes = {axis: given.get(axis, 1) for axis in type(config.runtime.mesh).model_fields}
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    sizes = {axis: world_size // fixed if size == -1 else size for axis, size in sizes.items()}
+    if math.prod(sizes.values()) == world_size:
+        return sizes
+    shown = " × ".join(f"{axis} {'?' if size == -1 else size}" for axis, size in given.items())
+    rest = next((axis for axis, size in given.items() if size == -1), None)
+    if rest is not None:
+        problem = f"{shown} cannot be {world_size} ranks: {world_size} is not a multiple of {fixed}."
+        advice = f"Run on a multiple of {fixed} ranks, or change the other axes."
+    else:
+        problem = f"{shown} is {fixed} ranks, but the run has {world_size}."
+        free = next((axis for axis in ("replicate", "data") if axis not in given), None)
+        spare = free is not None and world_size % fixed == 0
+        other = f"set runtime.mesh.{free}: -1 to take what is left" if spare else "change the axes to match"
+        advice = f"Run on {fixed} ranks, or {other}."
+    raise ConfigError(f"runtime.mesh: {problem} {advice}", where=config.origin("runtime.mesh"))
+
+
+def resolve_batch(config: RunConfig, data_ranks: int) -> BatchPlan:
+    """Return the three batch sizes; what was left out is derived, a contradiction is refused."""
+    trainer = config.trainer
+    total, micro, accumulation = trainer.global_batch_size, trainer.micro_batch_size, trainer.accumulation
+    if total is None and micro is not None:
+        accumulation = accumulation or 1
+        return BatchPlan(micro * data_ranks * accumulation, micro, accumulation)
+    total = total or DEFAULT_GLOBAL_BATCH_SIZE
+    if micro is None:
+        accumulation = accumulation or 1
+        micro = total // (data_ranks * accumulation)
+    elif accumulation is None:
+        accumulation = total // (micro * data_ranks)
+    if micro * data_ranks * accumulation != total:
+        raise ConfigError(
+            f"trainer.global_batch_size: {_contradiction(config, total, data_ranks)}",
+            where=config.origin("trainer.global_batch_size"),
+        )
+    return BatchPlan(total, micro, accumulation)
+
+
+def _contradiction(config: RunConfig, total: int, data_ranks: int) -> str:
+    """Say which arithmetic fails, in terms of the settings that were given."""
+    micro, accumulation = config.trainer.micro_batch_size, config.trainer.accumulation
+    factors = [f"micro_batch_size {micro}"] if micro is not None else []
+    factors.append(f"{data_ranks} data rank{'s' if data_ranks > 1 else ''}")
+    factors += [f"accumulation {accumulation}"] if accumulation is not None else []
+    unit = (micro or 1) * data_ranks * (accumulation or 1)
+    shown = f"{total}" if config.trainer.global_batch_size is not None else f"the default, {total},"
+    if micro is not None and accumulation is not None:
+        return f"{shown} is not {' × '.join(factors)} = {unit}. Use {unit}, or leave one of the three out."
+    other = "micro_batch_size" if accumulation is None else "accumulation"
+    return f"{shown} is not {' × '.join(factors)} × a whole number. Use a multiple of {unit}, or set {other}."

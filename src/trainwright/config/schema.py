@@ -1,0 +1,220 @@
+"""`RunConfig`: what a run is, in one read-only object; and the four ways to get one.
+
+    load        a YAML file with what it extends and the overrides ┐
+    from_dict   plain settings                                     ├→ _assemble: every check, one error
+    derive      a config and some other values                     ┘
+    (unpickled) the same object in another process
+
+The sections are in sections.py. Nothing here imports torch or looks at a component's class.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
+
+from trainwright.config.checks import check_across, check_trainer_keys
+from trainwright.config.component import Component, ModelSection
+from trainwright.config.files import Document, read_document, resolve_document, save_document
+from trainwright.config.frozen import Frozen, same, thaw
+from trainwright.config.overrides import apply_overrides, replace_at
+from trainwright.config.problems import Problem, describe, explain, raise_all, refuse
+from trainwright.config.sections import (
+    CheckpointSection,
+    Components,
+    DataSection,
+    EvaluationSection,
+    LogSection,
+    RuntimeSection,
+    Section,
+    Texts,
+    TrainerSection,
+    Whole,
+    empty_section,
+)
+from trainwright.config.tree import KeyPath, Origin, merge, plant
+from trainwright.errors import ConfigError
+
+# Defaults that an override may reach into: `writers.0.…=…` works whether or not the file has the key.
+_DEFAULT_COMPONENTS: Mapping[str, Any] = {"writers": ["console", "json"], "data": {"collator": "stack"}}
+
+
+def _folder_name(name: Any) -> Any:
+    if isinstance(name, str) and (not name.strip() or Path(name).is_absolute() or ".." in Path(name).parts):
+        text = f"names the run's folder under output_dir, so it is a relative path without ..; got {describe(name)}."
+        raise refuse((), text, name)
+    return name
+
+
+class RunConfig(Section):
+    """What a run is: every setting, checked and read-only, with the place where each was written."""
+
+    name: Annotated[str, BeforeValidator(_folder_name)] = "run"
+    """The run's folder is output_dir/name. Default: the YAML file's name without .yaml."""
+    output_dir: Annotated[str, Field(min_length=1)] = "runs"
+    """Where run folders are; relative to the current folder."""
+    seed: Annotated[Whole, Field(ge=0)] = 42
+    """All randomness and the order of data follow from it."""
+    imports: Texts = ()
+    """Modules to import first, because they register components."""
+    task: Component | None = None
+    """What is learned, apart from how; None: the trainer's own forward."""
+    model: ModelSection | None = None
+    """The architecture; None where a task or a trainer builds it."""
+    data: Annotated[DataSection, BeforeValidator(empty_section)] = Field(default_factory=DataSection)
+    """Where samples come from and how they become batches."""
+    trainer: Annotated[TrainerSection, BeforeValidator(empty_section)] = Field(default_factory=TrainerSection)
+    """How the model is updated."""
+    evaluation: Annotated[EvaluationSection, BeforeValidator(empty_section)] = Field(default_factory=EvaluationSection)
+    """When the evaluation sets are measured, and by what."""
+    checkpoint: Annotated[CheckpointSection, BeforeValidator(empty_section)] = Field(default_factory=CheckpointSection)
+    """When checkpoints are written and which are kept."""
+    hooks: Components = ()
+    """Optional acts around the steps, called in this order."""
+    writers: Components = Field(default_factory=lambda: (Component("console"), Component("json")))
+    """Who is told what happened."""
+    log: Annotated[LogSection, BeforeValidator(empty_section)] = Field(default_factory=LogSection)
+    """How often a line is written."""
+    runtime: Annotated[RuntimeSection, BeforeValidator(empty_section)] = Field(default_factory=RuntimeSection)
+    """On what and how the steps run."""
+
+    _project_dir: Path = PrivateAttr(default_factory=Path.cwd)
+    _origins: dict[KeyPath, Origin] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> RunConfig:
+        """Read a YAML file, all that it extends and the overrides (`a.b=value`), and check everything."""
+        document = read_document(path)
+        named = merge(plant({"name": Path(path).stem}, {}), document.settings)
+        return cls._assemble(Document(named, document.project_dir), overrides)
+
+    @classmethod
+    def from_dict(
+        cls,
+        settings: Mapping[str, Any],
+        overrides: Iterable[str] = (),
+        project_dir: str | os.PathLike[str] = ".",
+    ) -> RunConfig:
+        """Make a config from plain settings, under the same checks; components may be `Component`s."""
+        if not isinstance(settings, Mapping):
+            raise ConfigError(f"A config must be a mapping (key: value), got {describe(settings)}.")
+        folder = Path(os.path.abspath(project_dir))  # noqa: PTH100  # resolve() would follow links
+        return cls._assemble(resolve_document(plant(_plain(settings), {}), folder), overrides)
+
+    def derive(self, values: Mapping[str, Any]) -> RunConfig:
+        """Return a copy with the values at these dotted paths, checked again; origins are kept."""
+        tree = plant(self.to_dict(), self._origins)
+        for dotted, value in values.items():
+            path = tuple(dotted.split("."))
+            tree = replace_at(tree, path, plant(_plain(value, path), self._origins, path))
+        return self._assemble(Document(tree, self.project_dir), ())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write every setting and the project's folder as YAML; `load` reads an equal config back."""
+        save_document(path, {"project_dir": str(self.project_dir), **_worth_writing(self)})
+
+    @property
+    def project_dir(self) -> Path:
+        """The folder of the YAML file that was given: components' files are relative to it."""
+        return self._project_dir
+
+    def origin(self, dotted: str) -> Origin | None:
+        """Return where the setting was written, or the nearest key above it; None for a config made in Python."""
+        return _nearest_origin(self._origins, tuple(dotted.split(".")))
+
+    def __eq__(self, other: object) -> bool:
+        return same(self.to_dict(), other.to_dict()) if isinstance(other, RunConfig) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # settings hold mappings, which have no hash
+
+    @classmethod
+    def _assemble(cls, document: Document, overrides: Iterable[str]) -> RunConfig:
+        """Check a whole tree and return its config; all problems are raised in one error."""
+        tree = apply_overrides(merge(plant(_DEFAULT_COMPONENTS, {}), document.settings), overrides)
+        origins = dict(tree.origins())
+        settings = tree.plain()
+        problems = check_trainer_keys(settings.get("trainer"))
+        try:
+            config = cls.model_validate(settings)
+        except ValidationError as error:
+            problems += explain(error, cls)
+        else:
+            problems += check_across(
+                data=config.data,
+                trainer=config.trainer,
+                keep_best=config.checkpoint.keep_best,
+                mesh=config.runtime.mesh,
+                task=config.task,
+            )
+        raise_all(problems, lambda path: _nearest_origin(origins, path))
+        return config._remembering(origins, document.project_dir)
+
+    def _remembering(self, origins: dict[KeyPath, Origin], project_dir: Path) -> RunConfig:
+        """Return the same settings, with each component knowing where it was written."""
+        located = _locate(self, (), lambda path: _nearest_origin(origins, path))
+        located._origins = origins
+        located._project_dir = project_dir
+        return located  # type: ignore[no-any-return]  # _locate returns what it is given
+
+
+def _nearest_origin(origins: Mapping[KeyPath, Origin], path: KeyPath) -> Origin | None:
+    words = tuple(map(str, path))
+    return next((origins[words[:end]] for end in range(len(words), -1, -1) if words[:end] in origins), None)
+
+
+def _locate(value: Any, path: KeyPath, origin_of: Callable[[KeyPath], Origin | None]) -> Any:
+    """Return `value` with every Component in it located; arguments are left alone."""
+    if isinstance(value, Component):
+        return value.located_at(origin_of(path))
+    if isinstance(value, tuple):
+        return tuple(_locate(item, (*path, index), origin_of) for index, item in enumerate(value))
+    if isinstance(value, Frozen):
+        return Frozen({key: _locate(item, (*path, key), origin_of) for key, item in value.items()})
+    if isinstance(value, Section):
+        fields = {name: _locate(getattr(value, name), (*path, name), origin_of) for name in type(value).model_fields}
+        return value.model_copy(update=fields)
+    return value
+
+
+def _worth_writing(section: Section) -> dict[str, Any]:
+    """Return what a saved file holds: everything but what is empty and would be read as the same by default."""
+    fresh = type(section).model_fields
+    written: dict[str, Any] = {}
+    for name, value in section:
+        if isinstance(value, Section):
+            value = _worth_writing(value)
+        empty_default = name in fresh and not fresh[name].is_required() and fresh[name].get_default() is None
+        if (value is None and empty_default) or (value == {} and name in fresh):
+            continue
+        written[name] = thaw(value)
+    return written
+
+
+def _plain(value: Any, path: KeyPath = ()) -> Any:
+    """Return a Python value as YAML would hold it, or refuse it by name: a saved run must read back equal."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        wrong = [key for key in value if not isinstance(key, str)]
+        raise_all([Problem(path, f"a key must be text, got {key!r}. Use {str(key)!r}.") for key in wrong], _nowhere)
+        return {str(key): _plain(item, (*path, key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, (*path, index)) for index, item in enumerate(value)]
+    if isinstance(value, Section):
+        return _plain(value.to_dict(), path)
+    for kind in (bool, int, float, str):
+        # A subclass (numpy's float64, a str enum) is written as the plain value that it is.
+        if isinstance(value, kind):
+            return kind.__str__(value) if kind is str else kind(value)
+    if value is not None:
+        text = f"a {type(value).__name__} cannot be saved as YAML: {value!r}. Use text, numbers, lists or mappings."
+        raise_all([Problem(path, text)], _nowhere)
+    return None
+
+
+def _nowhere(path: KeyPath) -> Origin | None:
+    return None

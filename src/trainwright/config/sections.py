@@ -1,0 +1,259 @@
+"""The sections of a run's config: their keys, types and defaults, each with a word on what it means.
+
+Rules across sections are in checks.py; reading, saving and deriving a whole config are in schema.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from trainwright.config.component import Component
+from trainwright.config.frozen import Frozen, freeze, thaw
+from trainwright.config.problems import Problem, describe, refuse, refuse_all, suggest
+
+
+class Section(BaseModel):
+    """A part of the config: read-only, every key known, nothing converted behind the user's back."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every setting of the section as plain dicts and lists."""
+        return {name: thaw(value) for name, value in self}
+
+
+def _whole(value: Any) -> Any:
+    # 1e3 is a float to YAML and a whole number to its writer.
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _tuple_or_one(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else _tuple(value)
+
+
+def empty_section(value: Any) -> Any:
+    """Read a section whose keys are all commented out (null to YAML) as an empty one."""
+    return {} if value is None else value
+
+
+Whole: TypeAlias = Annotated[int, BeforeValidator(_whole)]
+Count: TypeAlias = Annotated[int, BeforeValidator(_whole), Field(gt=0)]
+Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Texts: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(_tuple)]
+Components: TypeAlias = Annotated[tuple[Component, ...], BeforeValidator(_tuple)]
+
+_SET_NAME = re.compile(r"[a-z][a-z0-9_-]*")
+
+
+def _named_sets(value: Any) -> Any:
+    """Name a bare component `eval`, and check the names of the sets."""
+    if isinstance(value, str) or (isinstance(value, Mapping) and isinstance(value.get("type"), str)):
+        return {"eval": value}
+    if not isinstance(value, Mapping):
+        return value
+    wrong = [
+        Problem((name,), f'"{name}" cannot name an evaluation set. Use small letters, digits, - and _, not "train".')
+        for name in value
+        if name == "train" or not _SET_NAME.fullmatch(name)
+    ]
+    if wrong:
+        raise refuse_all(wrong, value)
+    return value
+
+
+class _LoaderArguments(Section):
+    """What a user may pass on to the DataLoader."""
+
+    prefetch_factor: Count | None = None
+    pin_memory: bool | None = None
+    persistent_workers: bool | None = None
+    timeout: Annotated[float, Field(ge=0)] | None = None
+    multiprocessing_context: str | None = None
+
+
+_LOADER_KEYS_ELSEWHERE: Mapping[str, str] = {
+    "batch_size": "Set trainer.global_batch_size and trainer.micro_batch_size.",
+    "shuffle": "Set data.shuffle.",
+    "sampler": "The order is a pure function of the seed, so that a run resumes exactly; data.shuffle turns it off.",
+    "batch_sampler": "The order is a pure function of the seed, so that a run resumes exactly.",
+    "drop_last": "A batch may straddle epochs, so no sample is dropped.",
+    "collate_fn": "Set data.collator.",
+    "num_workers": "Set data.workers.",
+    "worker_init_fn": "Each sample's randomness is seeded from the run's seed and the sample's position.",
+    "generator": "Set seed.",
+}
+
+
+def _loader_arguments(value: Any) -> Any:
+    """Check the DataLoader's arguments; what has its own setting elsewhere is refused with that setting."""
+    if not isinstance(value, Mapping):
+        return value
+    known = list(_LoaderArguments.model_fields)
+    wrong = []
+    for key in value:
+        if key in _LOADER_KEYS_ELSEWHERE:
+            wrong.append(Problem((key,), f"is not set here. {_LOADER_KEYS_ELSEWHERE[key]}"))
+        elif key not in known:
+            wrong.append(Problem((key,), f"the loader takes no such argument. {suggest(str(key), known)}"))
+    if wrong:
+        raise refuse_all(wrong, value)
+    checked = _LoaderArguments.model_validate(thaw(value))
+    return {key: getattr(checked, key) for key in value}
+
+
+class DataSection(Section):
+    """Where samples come from and how they become batches."""
+
+    train: Component | None = None
+    """The training set; None where a task or a trainer builds it."""
+    eval: Annotated[Frozen[Component], BeforeValidator(_named_sets)] = Field(default_factory=Frozen)
+    """The named evaluation sets. One bare component is named `eval`. Empty: no evaluation."""
+    test: Component | None = None
+    """Evaluated once, at the end; it never chooses a checkpoint."""
+    split: Annotated[tuple[Positive, ...], BeforeValidator(_tuple), Field(min_length=2)] | None = None
+    """Ratios that cut train into train, valid and test; None: train is used whole."""
+    collator: Component = Field(default_factory=lambda: Component("stack"))
+    """Makes one batch of a list of samples."""
+    workers: Annotated[Whole, Field(ge=0)] = 0
+    """Processes that load data; 0 loads in the run's own process."""
+    loader: Annotated[Frozen[Any], BeforeValidator(_loader_arguments)] = Field(default_factory=Frozen)
+    """Further arguments of the DataLoader, such as prefetch_factor."""
+    shuffle: bool = True
+    """Whether each epoch has its own order, drawn from the seed."""
+
+
+class OptimizerSection(Section):
+    """One of several optimizers: its parameters, its update, its schedule."""
+
+    optimizer: Component
+    """The optimizer's type and arguments."""
+    schedule: Component | None = None
+    """Its learning rate over the steps; None keeps the optimizer's own."""
+    match: Annotated[tuple[str, ...], BeforeValidator(_tuple_or_one), Field(min_length=1)] = ("*",)
+    """Globs over parameter names: what this optimizer updates."""
+
+
+class TrainerSection(Section):
+    """How the model is updated. With a user's trainer, further keys are kept and read as attributes."""
+
+    # Unknown keys are judged in checks.py: whether they are allowed depends on `type`.
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Annotated[Any, BeforeValidator(freeze)]] = Field(init=False)
+
+    type: Annotated[str, Field(min_length=1)] = "trainer"
+    """A built-in trainer's name, or where yours is: `trainers/mine.py:MyTrainer`."""
+    max_steps: Count | None = None
+    """Optimizer updates; None: from max_epochs, max_samples or max_tokens."""
+    max_epochs: Positive | None = None
+    """Passes over the training set; a part of one is allowed."""
+    max_samples: Count | None = None
+    """Samples seen by all ranks together."""
+    max_tokens: Count | None = None
+    """Tokens seen by all ranks together."""
+    global_batch_size: Count | None = None
+    """Samples per update over all ranks; None: derived from the two below, or 32."""
+    micro_batch_size: Count | None = None
+    """Samples per forward on one rank; None: derived."""
+    accumulation: Count | None = None
+    """Forwards per update on one rank; None: derived, or 1."""
+    max_grad_norm: Positive | None = None
+    """Gradients are scaled down to this norm; None: never."""
+    max_grad_value: Positive | None = None
+    """Each gradient is cut to ± this value; None: never."""
+    optimizer: Component | None = None
+    """The optimizer of all parameters; None where `optimizers`, a task or a trainer gives it."""
+    schedule: Component | None = None
+    """Its learning rate over the steps; None keeps the optimizer's own."""
+    optimizers: Frozen[OptimizerSection] = Field(default_factory=Frozen)
+    """Several optimizers by name, instead of `optimizer`."""
+
+    @property
+    def options(self) -> Frozen[Any]:
+        """The further keys, which only a user's trainer has."""
+        return Frozen(self.__pydantic_extra__)
+
+
+class EvaluationSection(Section):
+    """When the evaluation sets are measured, and by what."""
+
+    every_steps: Count | None = None
+    """Steps between evaluations; None: once, at the end."""
+    metrics: Frozen[Component] = Field(default_factory=Frozen)
+    """Metrics by name, beside what the trainer's eval_step returns."""
+    batch_size: Count | None = None
+    """Samples per forward over all ranks; None: as in training."""
+    max_batches: Count | None = None
+    """Batches per set; None: the whole set."""
+
+
+class KeepBest(Section):
+    """Which checkpoint is kept for being the best."""
+
+    metric: str
+    """The set and its metric: `valid/loss`."""
+    mode: Literal["min", "max"] = "min"
+    """Whether smaller or larger is better."""
+
+
+class CheckpointSection(Section):
+    """When checkpoints are written and which are kept."""
+
+    every_steps: Count | None = 500
+    """Steps between checkpoints; None: only at the end."""
+    keep_last: Count | None = 3
+    """How many of the newest are kept; None: all."""
+    keep_best: KeepBest | None = None
+    """Also keep the best one; None: only the newest."""
+
+
+class LogSection(Section):
+    """How often a line is written."""
+
+    every_steps: Count = 10
+    """Steps per line of metrics.json; the last step is always written."""
+
+
+def _axis(value: Any) -> Any:
+    number = _whole(value)
+    if number is None or (isinstance(number, int) and not isinstance(number, bool) and (number > 0 or number == -1)):
+        return number
+    raise refuse((), f"must be a positive whole number, or -1 for what is left; got {describe(value)}.", value)
+
+
+Axis: TypeAlias = Annotated[int | None, BeforeValidator(_axis)]
+
+
+class MeshSection(Section):
+    """How many ranks along each axis of the mesh. -1 takes what is left; None: not given, so 1."""
+
+    replicate: Axis = None
+    """Copies of the whole model; takes every rank when no axis is given."""
+    data: Axis = None
+    """Ranks that share the model's parameters between them, each with its own data."""
+    tensor: Axis = None
+    """Ranks that share each layer's matrices."""
+    context: Axis = None
+    """Ranks that share each sequence."""
+    pipeline: Axis = None
+    """Ranks that share the layers."""
+
+
+class RuntimeSection(Section):
+    """On what and how the steps run."""
+
+    device: Annotated[str, Field(min_length=1)] = "auto"
+    """auto, cpu, cuda or tpu; auto takes the best there is."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """The type of the forward's arithmetic; parameters stay fp32."""
+    mode: Literal["eager", "compile", "graph"] = "eager"
+    """How a step runs; its meaning is the same in each."""
+    mesh: Annotated[MeshSection, BeforeValidator(empty_section)] = Field(default_factory=MeshSection)
+    """How the ranks are laid out."""

@@ -1,0 +1,177 @@
+"""YAML text → a tree of settings with the line of each, and plain settings → YAML text.
+
+Only the safe part of YAML is read, and plain words mean what YAML 1.2 says: `1e-4` is a number, `on` and
+`no` are text, `010` is ten. Files, `extends` and merging are in files.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import yaml
+from yaml.nodes import MappingNode, ScalarNode, SequenceNode
+
+from trainwright.config.tree import Node, Origin
+from trainwright.errors import ConfigError
+
+_TAG = "tag:yaml.org,2002:"
+_MERGE = _TAG + "merge"
+
+# PyYAML speaks YAML 1.1, where `on` is true, 1e-4 is text and 12:30 is 750. Reader and writer share this
+# table, so whatever is written is read back the same. A thousands separator stands every three digits:
+# 2024_01_02 is a name.
+_PLAIN_WORDS: tuple[tuple[str, str, str], ...] = (
+    ("bool", r"true|True|false|False", "tTfF"),
+    ("null", r"~|null|Null|NULL|", "~nN\0"),
+    ("int", r"[-+]?(?:[0-9]+|[0-9]{1,3}(?:_[0-9]{3})+|0x[0-9a-fA-F]+|0o[0-7]+)", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+0123456789.",
+    ),
+    ("merge", r"<<", "<"),
+)
+
+
+def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    for tag, pattern, first_letters in _PLAIN_WORDS:
+        for letter in first_letters:
+            key = "" if letter == "\0" else letter
+            table.setdefault(key, []).append((_TAG + tag, re.compile(rf"^(?:{pattern})\Z")))
+    return table
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = _resolvers()
+
+
+class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers = _resolvers()
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write every value in full: an alias would read as a link between settings."""
+        return True
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> ScalarNode:
+    # Line breaks and invisible characters survive in double quotes only.
+    return dumper.represent_scalar(_TAG + "str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def parse(text: str, origin_at: Callable[[int], Origin | None]) -> Node:
+    """Return the settings in `text`; `origin_at(line)` gives what a node on that line (from 1) remembers."""
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+        return Node(None, origin_at(1)) if root is None else _Reader(origin_at).read(root)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise ConfigError(_explain_syntax(error), where=origin_at(mark.line + 1 if mark else 1)) from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        problem = f"not valid YAML: the character {chr(int(error.character))!r} is not allowed. Remove it."
+        raise ConfigError(problem, where=origin_at(line)) from error
+    except RecursionError as error:
+        raise ConfigError("the YAML is nested too deeply. Flatten it.", where=origin_at(1)) from error
+
+
+def write(settings: dict[str, Any]) -> str:
+    """Return `settings` as YAML that `parse` reads back equal."""
+    # Folding long text over lines would only hide it from grep.
+    return yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31)
+
+
+def _explain_syntax(error: yaml.MarkedYAMLError) -> str:
+    problem = error.problem or "it cannot be read"
+    if "'\\t'" in problem:
+        return "not valid YAML: a tab stands where only spaces may. Indent with spaces."
+    context = f" {error.context}" if error.context else ""
+    begun = f" (begun at line {error.context_mark.line + 1})" if error.context and error.context_mark else ""
+    return f"not valid YAML:{context}{begun}: {problem}. Check brackets, quotes, colons and indentation here."
+
+
+class _Reader:
+    """Turns PyYAML's nodes into ours, refusing what a config may not hold."""
+
+    def __init__(self, origin_at: Callable[[int], Origin | None]) -> None:
+        self.origin_at = origin_at
+        self.open: list[yaml.Node] = []  # the nodes being read, outermost first: an alias to one of them is a loop
+
+    def read(self, node: yaml.Node, origin: Origin | None = None) -> Node:
+        origin = origin or self.origin_of(node)
+        if isinstance(node, ScalarNode):
+            return Node(self.scalar(node), origin)
+        if any(node is other for other in self.open):
+            raise ConfigError("not valid here: an alias (*name) stands inside what it names.", where=origin)
+        self.open.append(node)
+        try:
+            if isinstance(node, MappingNode) and node.tag == _TAG + "map":
+                return Node(self.mapping(node), origin)
+            if isinstance(node, SequenceNode) and node.tag == _TAG + "seq":
+                return Node(tuple(self.read(item) for item in node.value), origin)
+        finally:
+            self.open.pop()
+        raise self.unknown_tag(node)
+
+    def mapping(self, node: MappingNode) -> dict[str, Node]:
+        merged: dict[str, Node] = {}
+        given: dict[str, Node] = {}
+        for key_node, value_node in node.value:
+            origin = self.origin_of(key_node)
+            if key_node.tag == _MERGE:
+                merged = {**self.merged(value_node), **merged}
+                continue
+            key = self.scalar(key_node) if isinstance(key_node, ScalarNode) else None
+            if not isinstance(key, str):
+                shown = getattr(key_node, "value", "") if isinstance(key_node, ScalarNode) else "a list or a mapping"
+                problem = f'a key must be text, got {shown or "nothing"}. Put it in quotes: "{shown}": …'
+                raise ConfigError(problem, where=origin)
+            if key in given:
+                problem = f'the key "{key}" is given twice here, first at {given[key].origin}. Remove one.'
+                raise ConfigError(problem, where=origin)
+            # A setting's place is the line of its key, also where the value begins on the next one.
+            given[key] = self.read(value_node, origin)
+        return {**merged, **given}
+
+    def merged(self, node: yaml.Node) -> dict[str, Node]:
+        """Return what `<<: *name` or `<<: [*first, *second]` brings in; the first one wins."""
+        parts = node.value if isinstance(node, SequenceNode) else [node]
+        merged: dict[str, Node] = {}
+        for part in parts:
+            value = self.read(part).value
+            if not isinstance(value, dict):
+                raise ConfigError("<< takes an alias of a mapping, such as <<: *defaults.", where=self.origin_of(part))
+            merged = {**value, **merged}
+        return merged
+
+    def scalar(self, node: ScalarNode) -> Any:
+        text: str = node.value
+        kind = node.tag.removeprefix(_TAG)
+        try:
+            if kind == "bool":
+                return {"true": True, "false": False}[text.lower()]
+            if kind == "int":
+                based = re.match(r"[-+]?0[xo]", text)
+                return int(text, 0) if based else int(text)
+            if kind == "float":
+                return float(re.sub(r"^([-+]?)\.(?=[a-zA-Z])", r"\1", text))
+        except (KeyError, ValueError) as error:
+            raise ConfigError(f"{text!r} is not a {kind}.", where=self.origin_of(node)) from error
+        if kind == "null":
+            return None
+        if kind in ("str", "merge"):
+            return text
+        raise self.unknown_tag(node)
+
+    def unknown_tag(self, node: yaml.Node) -> ConfigError:
+        shown = node.tag.replace(_TAG, "!!")
+        problem = f"the tag {shown} is not read: a config holds text, numbers, true, false, null, lists and mappings."
+        return ConfigError(f"{problem} Remove the tag.", where=self.origin_of(node))
+
+    def origin_of(self, node: yaml.Node) -> Origin | None:
+        return self.origin_at(node.start_mark.line + 1)

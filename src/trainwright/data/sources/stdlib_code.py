@@ -1,0 +1,296 @@
+"""StdlibCode: the source code of the running Python's standard library, as blocks of tokens for language models.
+
+Real text that every machine already has. At first use a byte-level BPE tokenizer is trained on the train part and
+both parts are encoded into a cache folder (a few seconds); later runs map those files into memory. The constructor
+touches no disk. Also here: the loss of a unigram model, the mark that a trained model has to beat.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from trainwright.errors import ConfigError, DataError
+
+PARTS = ("train", "valid")
+
+# Closes every file, so that a model learns where one ends.
+END_OF_FILE = "<|endoftext|>"
+
+# The 256 bytes and END_OF_FILE: no smaller vocabulary can spell every text.
+SMALLEST_VOCABULARY = 257
+
+# Not code to learn from: other people's packages, tests, demos, and tables (of characters, of help texts).
+SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "ensurepip"}
+    | {"encodings", "pydoc_data", "__pycache__", "__phello__"}
+)
+
+# Raised when the same arguments would give other tokens, so that no old cache is taken for a current one.
+CACHE_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """All that the tokens depend on besides the interpreter; both parts of one recipe share a tokenizer."""
+
+    vocab_size: int
+    valid_fraction: float
+    max_megabytes: float | None
+
+
+class StdlibCode(Dataset[dict[str, Tensor]]):
+    """Blocks of `sequence_length` tokens of Python code; `labels` equal `input_ids`, and the model shifts them.
+
+    A file belongs wholly to one part, chosen by a hash of its path: about `valid_fraction` of the files are valid.
+    `max_megabytes` bounds the source that is read, in order of path, and so the time; None reads all of it.
+    `cache_dir` defaults to `trainwright` in $XDG_CACHE_HOME or ~/.cache. A last incomplete block is left out.
+    """
+
+    draws_nothing = True  # the loader need not seed each sample
+
+    def __init__(
+        self,
+        *,
+        sequence_length: int = 128,
+        vocab_size: int = 2048,
+        part: str = "train",
+        valid_fraction: float = 0.05,
+        max_megabytes: float | None = 8.0,
+        cache_dir: str | Path | None = None,
+    ) -> None:
+        _check_arguments(sequence_length, vocab_size, part, valid_fraction, max_megabytes)
+        self.sequence_length = sequence_length
+        self.vocab_size = vocab_size
+        self.part = part
+        self.recipe = _Recipe(vocab_size, float(valid_fraction), max_megabytes and float(max_megabytes))
+        self.cache_dir = cache_dir
+        self._tokens: npt.NDArray[Any] | None = None
+        self._tokenizer: Tokenizer | None = None
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """The tokens in each sample, all of which count: there is no padding."""
+        return self.sequence_length
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The byte-level BPE tokenizer that both parts share."""
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer.from_file(str(self.prepare() / "tokenizer.json"))
+        return self._tokenizer
+
+    @property
+    def tokens(self) -> npt.NDArray[Any]:
+        """All tokens of this part in one row, mapped from the cache file and read only where touched."""
+        if self._tokens is None:
+            tokens = np.load(self.prepare() / f"{self.part}.npy", mmap_mode="r")
+            if len(tokens) < self.sequence_length:
+                raise DataError(
+                    f"The {self.part} part holds {len(tokens)} tokens, less than one block of {self.sequence_length}. "
+                    "Raise max_megabytes or valid_fraction, or shorten sequence_length."
+                )
+            self._tokens = tokens
+        return self._tokens
+
+    def prepare(self) -> Path:
+        """Makes the cache folder unless it is there, and returns it.
+
+        Needed only to choose when the seconds are spent. Several processes may prepare at once: each works in a
+        folder of its own, the first to finish renames it into place and the others throw theirs away.
+        """
+        folder = _cache_root(self.cache_dir) / _cache_name(self.recipe)
+        if not folder.is_dir():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+            try:
+                _write_tokens(self.recipe, staging)
+                _rename_unless_taken(staging, folder)
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
+        return folder
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.sequence_length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Returns the samples of a batch; torch's loader prefers this to one call a sample."""
+        count, length = len(self), self.sequence_length
+        blocks = np.empty((len(indices), length), dtype=np.int64)
+        for row, index in enumerate(indices):
+            if not -count <= index < count:
+                raise IndexError(f"Index {index} is outside the {count} blocks of the {self.part} part.")
+            start = (index % count) * length
+            blocks[row] = self.tokens[start : start + length]
+        input_ids = torch.from_numpy(blocks)
+        labels = input_ids.clone()  # its own memory: a collator may write -100 into labels
+        return [{"input_ids": ids, "labels": own} for ids, own in zip(input_ids, labels, strict=True)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A spawned worker maps the file itself; pickling the map would copy all tokens to it.
+        return {**self.__dict__, "_tokens": None, "_tokenizer": None}
+
+
+def unigram_loss(train: StdlibCode, valid: StdlibCode) -> float:
+    """Returns the loss, in nats per token of `valid`, of a model that knows only how often tokens occur in `train`.
+
+    Counts start at one, so that a token which `train` lacks costs much instead of infinitely much.
+    """
+    if train.recipe != valid.recipe:
+        raise DataError(
+            f"The two parts have different tokens: train has {train.recipe}, valid has {valid.recipe}. "
+            "Give both the same vocab_size, valid_fraction and max_megabytes."
+        )
+    seen = np.bincount(train.tokens, minlength=train.vocab_size) + 1
+    asked = np.bincount(valid.tokens, minlength=train.vocab_size)
+    return float(-(asked * np.log(seen / seen.sum())).sum() / asked.sum())
+
+
+def _check_arguments(
+    sequence_length: int, vocab_size: int, part: str, valid_fraction: float, max_megabytes: float | None
+) -> None:
+    """Refuses what cannot work before any file is read."""
+    if part not in PARTS:
+        raise ConfigError(f'part is "{part}". Use one of: {", ".join(PARTS)}.', where="stdlib_code")
+    if sequence_length < 2:
+        raise ConfigError(
+            f"sequence_length is {sequence_length}. Use at least 2: a block of one token has no next token.",
+            where="stdlib_code",
+        )
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise ConfigError(
+            f"vocab_size is {vocab_size}. Use at least {SMALLEST_VOCABULARY}: the 256 bytes and the end of a file.",
+            where="stdlib_code",
+        )
+    if not 0.0 < valid_fraction < 1.0:
+        raise ConfigError(
+            f"valid_fraction is {valid_fraction}. Use a fraction between 0 and 1, both excluded.", where="stdlib_code"
+        )
+    if max_megabytes is not None and not max_megabytes > 0:
+        raise ConfigError(
+            f"max_megabytes is {max_megabytes}. Use a positive number, or null for all files.", where="stdlib_code"
+        )
+
+
+def _cache_root(cache_dir: str | Path | None) -> Path:
+    """Returns the folder that holds the caches of all recipes."""
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trainwright"
+
+
+def _library_folder() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def _cache_name(recipe: _Recipe) -> str:
+    """Returns a folder name that changes with the interpreter, the recipe and this file's format."""
+    # The library's path too: two builds of one version, say a distribution's and a user's, differ in their files.
+    facts = {**asdict(recipe), "library": str(_library_folder()), "format": CACHE_FORMAT}
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return f"stdlib-code-python-{platform.python_version()}-{digest[:12]}"
+
+
+def list_source_files(library: Path) -> list[str]:
+    """Returns the relative paths of the library's source files, sorted, without what SKIPPED_FOLDERS names."""
+    paths: list[str] = []
+    for folder, subfolders, files in os.walk(library):
+        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
+        paths += [(Path(folder) / name).relative_to(library).as_posix() for name in files if name.endswith(".py")]
+    return sorted(paths)
+
+
+def choose_files(library: Path, *, valid_fraction: float, max_megabytes: float | None) -> dict[str, list[str]]:
+    """Returns the relative paths of each part's files, in order.
+
+    Each part has its share of `max_megabytes` for itself: under one common bound a small one would often be used up
+    before the first file of the valid part. A file that no longer fits is passed over for later, smaller ones.
+    """
+    total = math.inf if max_megabytes is None else max_megabytes * 1e6
+    room = {"train": total * (1.0 - valid_fraction), "valid": total * valid_fraction}
+    chosen: dict[str, list[str]] = {part: [] for part in PARTS}
+    for path in list_source_files(library):
+        part = part_of(path, valid_fraction=valid_fraction)
+        size = (library / path).stat().st_size
+        if size <= room[part]:
+            room[part] -= size
+            chosen[part].append(path)
+    return chosen
+
+
+def part_of(path: str, *, valid_fraction: float) -> str:
+    """Returns the part that a file belongs to: a pure function of its relative path."""
+    place = int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big") / 2**64
+    return "valid" if place < valid_fraction else "train"
+
+
+def _write_tokens(recipe: _Recipe, folder: Path) -> None:
+    """Trains the tokenizer on the train part and writes tokenizer.json, train.npy and valid.npy into `folder`."""
+    texts = _read_texts(recipe)
+    tokenizer = _train_tokenizer(texts["train"], vocab_size=recipe.vocab_size)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    dtype = np.uint16 if recipe.vocab_size <= 2**16 else np.uint32
+    for part in PARTS:
+        encodings = tokenizer.encode_batch_fast([text + END_OF_FILE for text in texts[part]])
+        np.save(folder / f"{part}.npy", np.concatenate([np.array(encoding.ids, dtype) for encoding in encodings]))
+
+
+def _read_texts(recipe: _Recipe) -> dict[str, list[str]]:
+    """Returns the texts of each part; a file that is not UTF-8 is read with its odd bytes replaced."""
+    library = _library_folder()
+    chosen = choose_files(library, valid_fraction=recipe.valid_fraction, max_megabytes=recipe.max_megabytes)
+    for part, paths in chosen.items():
+        if not paths:
+            raise DataError(
+                f"No file of Python's standard library in {library} falls into the {part} part with max_megabytes "
+                f"{recipe.max_megabytes} and valid_fraction {recipe.valid_fraction}. Raise one of them; "
+                "if that folder holds no .py files at all, use a Python that is installed with its sources."
+            )
+    return {
+        part: [(library / path).read_bytes().decode("utf-8", errors="replace") for path in paths]
+        for part, paths in chosen.items()
+    }
+
+
+def _train_tokenizer(texts: list[str], *, vocab_size: int) -> Tokenizer:
+    """Trains a byte-level BPE: every text can be encoded, and decoding gives it back to the byte."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_FILE],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer=trainer)
+    return tokenizer
+
+
+def _rename_unless_taken(staging: Path, folder: Path) -> None:
+    """Moves the finished folder into place in one act; where another process was first, its folder stands."""
+    try:
+        staging.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise

@@ -1,0 +1,66 @@
+"""Cuts one dataset into disjoint parts that cover it, without an id list.
+
+A part is a range of places under a keyed permutation, so membership depends on (seed, ratios, size) alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from trainwright.data.fetch import draws_nothing, fetch
+from trainwright.data.order import mix_seed, permute
+from trainwright.errors import DataError
+
+_SPLIT_STREAM = 0x5311  # keeps the split's permutation apart from the epochs' ones of the same seed
+
+
+class Part(Dataset[Any]):
+    """The samples of `dataset` at places start … stop−1 of the split's permutation."""
+
+    def __init__(self, dataset: Any, start: int, stop: int, *, seed: int) -> None:
+        self.dataset = dataset
+        self.start = start
+        self.stop = stop
+        self.seed = seed
+        self.draws_nothing = draws_nothing(dataset)
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[self._indices([index])[0]]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Fetches a batch at once where the dataset can."""
+        return fetch(self.dataset, self._indices(indices))
+
+    def __getattr__(self, name: str) -> Any:
+        # What else a dataset offers (its tokenizer, tokens_per_sample) it offers through its parts too.
+        if name.startswith("__") or name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def _indices(self, indices: Sequence[int]) -> list[int]:
+        places = np.asarray(indices, dtype=np.int64) + self.start
+        whole = permute(places, len(self.dataset), key=mix_seed(self.seed, _SPLIT_STREAM))
+        result: list[int] = whole.tolist()
+        return result
+
+
+def split(dataset: Any, ratios: Sequence[float], *, seed: int) -> list[Part]:
+    """Cuts a dataset by ratios (renormalised): disjoint, exhaustive, and no part empty."""
+    size = len(dataset)
+    total = sum(ratios)
+    edges = [round(size * sum(ratios[:count]) / total) for count in range(len(ratios) + 1)]
+    parts = [Part(dataset, start, stop, seed=seed) for start, stop in zip(edges, edges[1:], strict=False)]
+    if not all(len(part) for part in parts):
+        sizes = " + ".join(str(len(part)) for part in parts)
+        raise DataError(
+            f"data.split: {list(ratios)} cuts {size} samples into {sizes}, which leaves a part empty. "
+            "Use larger ratios for the small parts, or fewer parts."
+        )
+    return parts

@@ -1,0 +1,199 @@
+"""Where values wait between the step that makes them and the writer that tells them.
+
+Putting never waits for the device: tensors stay where they are until the loop drains them, in one copy
+per log period. Nothing here communicates between ranks; the loop gathers what `take_window` returns and
+`windows.py` merges it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from trainwright.errors import TrainwrightError
+from trainwright.events.mean import Mean
+from trainwright.events.windows import Kind, Window, add_record, window_from_state, window_to_state
+
+HISTORY_LENGTH = 500  # values kept per name; also what a checkpoint carries
+
+# A plain list, not a ContextVar: torch.compile traces through it.
+_stack: list[EventStorage] = []
+
+
+def get_event_storage() -> EventStorage:
+    """Returns the storage of the run that is under way; call it from a model, a dataset, anywhere."""
+    if not _stack:
+        raise TrainwrightError(
+            "There is no event storage: get_event_storage() answers only during a run. "
+            "In a test, use `with EventStorage():` around the call."
+        )
+    return _stack[-1]
+
+
+class EventStorage:
+    """The values of a run, by name and step.
+
+    A name put several times in a step is averaged; over ranks, over those that put it; over the steps of
+    a log window, over the steps in which it was put. As a context manager it is the one that
+    `get_event_storage()` returns.
+    """
+
+    def __init__(self, *, max_steps: int | None = None) -> None:
+        self.step = 0
+        """The number of the update under way (the first is 1), and between updates that of the last one."""
+        self.max_steps = max_steps
+        """Where the run ends, for writers that show progress; None if nobody said."""
+        self.line: dict[str, Any] = {}
+        """The newest line for the writers: `step`, then name → value."""
+        self._pending: list[tuple[str, int, Any, Any, Kind]] = []
+        self._window: Window = {}
+        self._histories: dict[str, deque[tuple[int, Any]]] = {}
+        self._scope = ""
+
+    def __enter__(self) -> EventStorage:
+        _stack.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _stack.remove(self)
+
+    # putting: called in every step, so nothing here may wait, copy to the host or communicate
+
+    def put_scalar(self, name: str, value: torch.Tensor | float, smoothing_hint: bool = True) -> None:
+        """Notes a one-element tensor or number for this step.
+
+        With `smoothing_hint` the log line holds the mean over its window, else the last value. Ignored
+        while a checkpointed block is recomputed: its first forward has put the value already.
+        """
+        if _is_recomputing():
+            return
+        # Cloned, for the caller may go on changing the tensor before it is drained.
+        settled = value.detach().clone() if isinstance(value, torch.Tensor) else value
+        self._pending.append((self._scope + name, self.step, settled, 1.0, "put" if smoothing_hint else "last"))
+
+    def put_scalars(
+        self, values: Mapping[str, Any] | None = None, /, *, smoothing_hint: bool = True, **more: Any
+    ) -> None:
+        """Notes several scalars, given as a mapping or as keywords."""
+        for name, value in {**(values or {}), **more}.items():
+            self.put_scalar(name, value, smoothing_hint=smoothing_hint)
+
+    def put_metric(self, name: str, value: Any, weight: Any) -> None:
+        """Notes a metric of this step: a Mean, a value that weighs `weight`, or an object that is kept as it is."""
+        if isinstance(value, Mean):
+            self._pending.append((name, self.step, value.total, value.count, "total"))
+        elif isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+            self._pending.append((name, self.step, value, weight, "mean"))
+        else:
+            self.put_last(name, value)
+
+    def put_last(self, name: str, value: Any) -> None:
+        """Notes a value of which a log line holds the last one: a learning rate, a text, a list."""
+        self._pending.append((name, self.step, value, 1.0, "last"))
+
+    @contextmanager
+    def name_scope(self, name: str) -> Iterator[None]:
+        """Prefixes every name put inside with `name/`."""
+        outer, self._scope = self._scope, f"{self._scope}{name}/"
+        try:
+            yield
+        finally:
+            self._scope = outer
+
+    # reading: waits for the device
+
+    def history(self, name: str) -> list[tuple[int, Any]]:
+        """Returns the last values of a name on this rank, oldest first, as (step, value)."""
+        self.drain()
+        if name not in self._histories:
+            raise KeyError(f"no value named {name!r} was put; known: {', '.join(sorted(self._histories)) or 'none'}")
+        return list(self._histories[name])
+
+    def latest(self) -> dict[str, tuple[Any, int]]:
+        """Returns the newest value of every name on this rank as (value, step)."""
+        self.drain()
+        return {name: (values[-1][1], values[-1][0]) for name, values in self._histories.items()}
+
+    # the loop's side
+
+    def drain(self) -> None:
+        """Moves what is pending to the host, in one copy per device and dtype, and files it by name and step."""
+        pending, self._pending = self._pending, []
+        values = _to_host([record[2] for record in pending])
+        weights = _to_host([record[3] for record in pending])
+        touched: dict[tuple[str, int], None] = {}
+        for (name, step, _, _, kind), value, weight in zip(pending, values, weights, strict=True):
+            add_record(self._window, name, step, value, weight, kind)
+            touched[name, step] = None
+        for name, step in touched:
+            self._remember(name, step, self._window[name].value_at(step))
+
+    def take_window(self) -> Window:
+        """Returns the values since the last call and begins a new window."""
+        self.drain()
+        window, self._window = self._window, {}
+        return window
+
+    def peek_window(self) -> Window:
+        """Returns the values of the open window without closing it."""
+        self.drain()
+        return self._window
+
+    def publish(self, values: Mapping[str, Any]) -> None:
+        """Makes the line that the writers are shown next."""
+        self.line = {"step": self.step, **values}
+
+    def remember(self, values: Mapping[str, Any]) -> None:
+        """Keeps values that are already whole (an evaluation's) for `latest` and `history`."""
+        for name, value in values.items():
+            self._remember(name, self.step, value)
+
+    def state_dict(self, window: Window | None = None) -> dict[str, Any]:
+        """Returns the histories and the open window (`window`, where the loop has merged those of all ranks)."""
+        histories = {name: [list(entry) for entry in values] for name, values in self._histories.items()}
+        return {"window": window_to_state(self.peek_window() if window is None else window), "histories": histories}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, with_window: bool = True) -> None:
+        """Restores `state_dict`; one rank alone takes the window, which already counts all ranks."""
+        self._pending = []
+        self._window = window_from_state(state["window"]) if with_window else {}
+        self._histories = {
+            name: deque(((int(step), value) for step, value in values), maxlen=HISTORY_LENGTH)
+            for name, values in state["histories"].items()
+        }
+
+    def _remember(self, name: str, step: int, value: Any) -> None:
+        values = self._histories.setdefault(name, deque(maxlen=HISTORY_LENGTH))
+        if values and values[-1][0] == step:
+            values[-1] = (step, value)
+        else:
+            values.append((step, value))
+
+
+def _is_recomputing() -> bool:
+    """Is this forward a recomputation inside backward? Gradient hooks run there too, but without grad mode."""
+    if torch.compiler.is_compiling():
+        return False
+    inside_backward: bool = torch._C._current_graph_task_id() != -1
+    return inside_backward and torch.is_grad_enabled()
+
+
+def _to_host(values: list[Any]) -> list[Any]:
+    """Replaces the one-element tensors among the values by numbers, with one copy per device and dtype."""
+    hosted = list(values)
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            if value.numel() == 1:
+                groups.setdefault((value.device, value.dtype), []).append(index)
+            else:
+                hosted[index] = value.detach().cpu().tolist()
+    for indices in groups.values():
+        stacked = torch.stack([values[index].detach().reshape(()) for index in indices])
+        for index, number in zip(indices, stacked.tolist(), strict=True):
+            hosted[index] = number
+    return hosted

@@ -1,0 +1,103 @@
+"""The values between two log lines: how they add up over puts, micro-batches, ranks and steps.
+
+Plain host numbers in float64; storage.py fills a window, the loop gathers those of all ranks, and
+`merge` and `summarise` make the log line's values of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal["mean", "total", "put", "last"]
+"""mean: a mean and its weight; total: a sum and its count; put: averaged per step; last: the newest wins."""
+
+
+@dataclass(slots=True)
+class Series:
+    """One name's values by step: [total, count] pairs, or the last object."""
+
+    kind: Kind
+    steps: dict[int, list[Any]] = field(default_factory=dict)
+
+    def value_at(self, step: int) -> Any:
+        """The value of one step."""
+        total, count = self.steps[step]
+        return total if self.kind == "last" else _divide(total, count)
+
+    def summary(self) -> Any:
+        """The value of the whole window: see `Kind`."""
+        if self.kind == "last":
+            return self.steps[max(self.steps)][0]
+        if self.kind == "put":
+            return sum(_divide(total, count) for total, count in self.steps.values()) / len(self.steps)
+        totals, counts = zip(*self.steps.values(), strict=True)
+        return _divide(sum(totals), sum(counts))
+
+
+Window = dict[str, Series]
+
+
+def add_record(window: Window, name: str, step: int, value: Any, weight: Any, kind: Kind) -> None:
+    """Adds one put to a window. A name that changes its kind begins anew with the new kind."""
+    family: Kind = "total" if kind == "mean" else kind
+    series = window.get(name)
+    if series is None or series.kind != family:
+        series = window[name] = Series(family)
+    total = value * weight if kind == "mean" else value
+    place = series.steps.get(step)
+    if place is None or family == "last":
+        series.steps[step] = [total, weight]
+    else:
+        place[0] += total
+        place[1] += weight
+
+
+def merge(windows: Iterable[Window]) -> Window:
+    """Adds up the windows of all ranks. Ranks may hold different names, or none.
+
+    A put is averaged on each rank first, so that a rank which puts twice in a step weighs no more than
+    its neighbour; of a "last" value the lowest rank's is taken.
+    """
+    merged: Window = {}
+    for window in windows:
+        for name, series in window.items():
+            for step, (total, count) in series.steps.items():
+                if series.kind == "last":
+                    if name not in merged or step not in merged[name].steps:
+                        add_record(merged, name, step, total, count, "last")
+                elif series.kind == "put":
+                    add_record(merged, name, step, _divide(total, count), 1.0, "put")
+                else:
+                    add_record(merged, name, step, total, count, "total")
+    return merged
+
+
+def summarise(window: Window) -> dict[str, Any]:
+    """Returns name → value of the whole window; a name without any weight is left out."""
+    return {
+        name: series.summary()
+        for name, series in window.items()
+        if series.kind == "last" or any(count for _, count in series.steps.values())
+    }
+
+
+def window_to_state(window: Window) -> dict[str, Any]:
+    """Returns a window as plain dicts and lists, for a checkpoint."""
+    return {
+        name: {"kind": series.kind, "steps": [[step, *pair] for step, pair in series.steps.items()]}
+        for name, series in window.items()
+    }
+
+
+def window_from_state(state: Mapping[str, Any]) -> Window:
+    """Restores what `window_to_state` returned."""
+    return {
+        name: Series(entry["kind"], {int(step): [total, count] for step, total, count in entry["steps"]})
+        for name, entry in state.items()
+    }
+
+
+def _divide(total: float, count: float) -> float:
+    return total / count if count else 0.0

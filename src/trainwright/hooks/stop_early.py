@@ -1,0 +1,70 @@
+"""Stops a run whose metric no longer improves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from trainwright.errors import ConfigError
+from trainwright.loop.hook import Hook
+
+
+class StopEarly(Hook):
+    """Stops after `patience` evaluations in a row without an improvement of more than `min_delta`.
+
+    A NaN is no improvement. A run that was stopped stays stopped when it is started again.
+    """
+
+    def __init__(
+        self, metric: str, patience: int = 3, mode: Literal["min", "max"] = "min", min_delta: float = 0.0
+    ) -> None:
+        if mode not in ("min", "max"):
+            raise ConfigError(f"stop_early.mode: {mode!r} is neither min nor max.")
+        if patience < 1:
+            raise ConfigError(f"stop_early.patience: {patience} is not a positive number of evaluations.")
+        self.metric = metric
+        self.patience = patience
+        self.mode = mode
+        self.min_delta = min_delta
+        self.best: float | None = None
+        self.num_bad = 0
+
+    def before_train(self) -> None:
+        """Stops at once where the run had been stopped before."""
+        self._stop_if_hopeless()
+
+    def after_eval(self, logs: Mapping[str, Any]) -> None:
+        """Counts evaluations without improvement."""
+        name = self.metric.rpartition("/")[0]
+        if self.metric not in logs:
+            if any(key.startswith(f"{name}/") for key in logs):
+                raise ConfigError(
+                    f"stop_early.metric: no evaluation gives {self.metric!r}; it gives {', '.join(logs)}."
+                )
+            return  # the test set's, or a failed one
+        value = float(logs[self.metric])
+        if self._improves(value):
+            self.best, self.num_bad = value, 0
+        else:
+            self.num_bad += 1
+        self._stop_if_hopeless()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the best value and how long ago it was."""
+        return {"best": self.best, "num_bad": self.num_bad}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on counting where the run was."""
+        self.best, self.num_bad = state["best"], state["num_bad"]
+
+    def _improves(self, value: float) -> bool:
+        if math.isnan(value):
+            return False
+        if self.best is None:
+            return True
+        return value < self.best - self.min_delta if self.mode == "min" else value > self.best + self.min_delta
+
+    def _stop_if_hopeless(self) -> None:
+        if self.num_bad >= self.patience:
+            self.trainer.stop(f"{self.metric} has not improved on {self.best} for {self.num_bad} evaluations")

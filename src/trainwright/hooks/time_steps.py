@@ -1,0 +1,38 @@
+"""Times each step and puts its speed into the storage: seconds, samples and tokens."""
+
+from __future__ import annotations
+
+import time
+
+from trainwright.events import Mean
+from trainwright.loop.hook import Hook
+
+
+class TimeSteps(Hook):
+    """Puts `seconds_per_step` and `samples_per_second`, and `tokens_per_second` where samples have a fixed length.
+
+    From before the batch is fetched until after the update: evaluating, writing and saving do not count.
+    On a GPU the host runs ahead of the device, so only the mean over a log window says something.
+    """
+
+    def before_train(self) -> None:
+        """Looks up how much a step holds."""
+        data = self.trainer.train_data
+        assert data is not None
+        self._samples = data.global_batch_size
+        tokens = getattr(data.dataset, "tokens_per_sample", None)
+        self._tokens = None if tokens is None else self._samples * int(tokens)
+
+    def before_step(self) -> None:
+        """Starts the clock."""
+        self._start = time.perf_counter()
+
+    def after_step(self) -> None:
+        """Stops the clock."""
+        seconds = time.perf_counter() - self._start
+        storage = self.trainer.storage
+        storage.put_scalar("seconds_per_step", seconds)
+        # As Means, so that a window's speed is all its samples over all its seconds, not a mean of speeds.
+        storage.put_metric("samples_per_second", Mean(self._samples, seconds), 1.0)
+        if self._tokens is not None:
+            storage.put_metric("tokens_per_second", Mean(self._tokens, seconds), 1.0)

@@ -1,0 +1,1 @@
+"""Starting several processes. Imports no torch."""

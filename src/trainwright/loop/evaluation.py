@@ -1,0 +1,164 @@
+"""One pass over one evaluation set: each sample counts once, whatever the number of ranks.
+
+Sums stay on the device until the pass is over, so memory does not grow with the set. What is summed
+comes from the trainer's `eval_step`; when an evaluation is due is trainer.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainwright.data.loader import EvalData
+from trainwright.errors import TrainwrightError
+from trainwright.events import Mean
+from trainwright.loop.metrics import ConfiguredMetric
+from trainwright.loop.outputs import ForwardResult
+from trainwright.loop.task import Task, overrides
+from trainwright.parallel.collectives import Ranks
+
+if TYPE_CHECKING:
+    from trainwright.loop.trainer import Trainer
+
+
+class EvalLogs(dict[str, Any]):
+    """What `eval_step` returns by default: the loss and metrics, with the forward's outputs beside them."""
+
+    outputs: Mapping[str, Any] | None = None
+
+
+def read_eval(result: ForwardResult) -> EvalLogs:
+    """Turns a forward's result into the logs of an evaluation step."""
+    logs = EvalLogs(loss=result.loss, **result.metrics)
+    logs.outputs = result.outputs
+    return logs
+
+
+class Averages:
+    """Sums of one set's values over its batches: name → total and count, on the device."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Mean] = {}
+
+    def add(self, name: str, value: Any, num_samples: int) -> None:
+        """Adds a batch's value: a Mean, a scalar that weighs its samples, or one number a sample.
+
+        Anything else (a matrix of outputs, a text) has no mean and is left out.
+        """
+        mean = _as_mean(value, num_samples)
+        if mean is not None:
+            self._sums[name] = self._sums[name] + mean if name in self._sums else mean
+
+    def over_ranks(self, ranks: Ranks) -> dict[str, float]:
+        """Returns the means over all ranks as numbers; ranks may hold different names."""
+        own = {name: (float(mean.total), float(mean.count)) for name, mean in self._sums.items()}
+        totals: dict[str, tuple[float, float]] = {}
+        for sums in ranks.gather(own):
+            for name, (total, count) in sums.items():
+                before = totals.get(name, (0.0, 0.0))
+                totals[name] = (before[0] + total, before[1] + count)
+        return {name: total / count if count else float("nan") for name, (total, count) in totals.items()}
+
+
+def _as_mean(value: Any, num_samples: int) -> Mean | None:
+    if isinstance(value, Mean):
+        return Mean(_double(value.total), _double(value.count))
+    if isinstance(value, bool | int | float):
+        return Mean(float(value) * num_samples, float(num_samples))
+    if isinstance(value, torch.Tensor):
+        if value.numel() == 1:
+            return Mean(_double(value).reshape(()) * num_samples, float(num_samples))
+        if value.ndim == 1 and value.shape[0] == num_samples:
+            return Mean(_double(value).sum(), float(num_samples))
+    return None
+
+
+def _double(value: Any) -> Any:
+    return value.detach().double() if isinstance(value, torch.Tensor) else float(value)
+
+
+@torch.no_grad()
+def evaluate_set(trainer: Trainer, data: EvalData, metrics: Sequence[ConfiguredMetric]) -> dict[str, float]:
+    """Evaluates one set and returns its logs, unprefixed."""
+    trainer.eval_name = data.name
+    averages = Averages()
+    state: Any = None
+    aggregates = overrides(trainer.task, "aggregate_logs", Task)
+    for metric in metrics:
+        metric.metric.reset()
+    trainer.eval_begin()
+    for batch, passthrough in _inputs(trainer, data):
+        num_samples = data.samples_in_hand
+        trainer.samples_in_hand = num_samples
+        values = trainer.eval_step(batch)
+        if not isinstance(values, Mapping):
+            raise TrainwrightError(
+                f"eval_step must return a mapping of metrics; it returned a {type(values).__name__}."
+            )
+        if num_samples:
+            for name, value in {**values, **passthrough}.items():
+                averages.add(name, value, num_samples)
+            outputs = getattr(values, "outputs", None) or values
+            for metric in metrics:
+                metric.update(outputs, batch)
+        if aggregates:
+            gathered = _gather_outputs({**values, **passthrough}, num_samples, trainer.ranks)
+            state = trainer.task.aggregate_logs(state, gathered)
+    trainer.eval_averages = averages.over_ranks(trainer.ranks) | _compute(metrics, trainer.ranks)
+    return {name: _number(value) for name, value in trainer.eval_end(state).items()}
+
+
+def _inputs(trainer: Trainer, data: EvalData) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    iterator = data.batches(trainer.backend.to_device)
+    while True:
+        try:
+            inputs = trainer.next_eval_inputs(iterator)
+        except StopIteration:
+            return
+        yield inputs
+
+
+def _gather_outputs(values: Mapping[str, Any], num_samples: int, ranks: Ranks) -> dict[str, Any]:
+    """Brings one batch's values of all ranks to every host: per-sample ones in sample order, scalars averaged."""
+    own = {name: _to_host(value) for name, value in values.items()} if num_samples else {}
+    shares = [(count, share) for count, share in ranks.gather((num_samples, own)) if count]
+    gathered: dict[str, Any] = {}
+    for name in dict.fromkeys(name for _, share in shares for name in share):
+        parts = [(count, share[name]) for count, share in shares if name in share]
+        if all(isinstance(part, torch.Tensor) and part.ndim and part.shape[0] == count for count, part in parts):
+            gathered[name] = torch.cat([part for _, part in parts])
+        elif all(isinstance(part, list) and len(part) == count for count, part in parts):
+            gathered[name] = [item for _, part in parts for item in part]
+        elif all(_as_mean(part, count) is not None for count, part in parts):
+            means = [mean for count, part in parts if (mean := _as_mean(part, count)) is not None]
+            gathered[name] = float(sum(means[1:], means[0]).value)
+        else:
+            gathered[name] = parts[0][1]
+    return gathered
+
+
+def _to_host(value: Any) -> Any:
+    if isinstance(value, Mean):
+        return Mean(float(value.total), float(value.count))
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _compute(metrics: Sequence[ConfiguredMetric], ranks: Ranks) -> dict[str, float]:
+    results: dict[str, float] = {}
+    means = Averages()
+    for metric in metrics:
+        value = metric.metric.compute()
+        if isinstance(value, Mean):
+            means.add(metric.name, value, 1)
+        elif isinstance(value, Mapping):
+            results.update({f"{metric.name}/{name}": float(part) for name, part in value.items()})
+        else:
+            results[metric.name] = float(value)
+    # Not called where no metric needs it, the same on every rank.
+    return results | means.over_ranks(ranks) if metrics else results
+
+
+def _number(value: Any) -> float:
+    return float(value.value if isinstance(value, Mean) else value)

@@ -1,0 +1,122 @@
+"""The contract of a hook: an optional act at a moment of the run.
+
+A hook never changes the mathematics (that is Trainer's and Task's) and never logs by itself (it puts
+scalars into `self.trainer.storage`). The moments stand in the loop of trainer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainwright.loop.trainer import Trainer
+
+MOMENTS = (
+    "before_train",
+    "after_train",
+    "before_step",
+    "after_step",
+    "before_eval",
+    "after_eval",
+    "after_save",
+    "on_incident",
+    "close",
+)
+
+
+class Hook:
+    """An act at moments of the run; override those you need. No `super().__init__()` is needed.
+
+        before_train                        once, after state was restored
+        for each update:
+            before_step
+            ... the update ...
+            after_step                      trainer.step counts it already
+            before_eval, after_eval(logs)   where an evaluation is due; logs is {} if the evaluation failed
+            after_save(path)                where a checkpoint was committed, on every rank
+        after_train                         once, after success
+        close                               once, always
+
+    Hooks are called in the order in which they are registered, on every rank.
+    """
+
+    trainer: Trainer
+    """Set before any moment is called."""
+
+    def before_train(self) -> None:
+        """Called once before the first step, with all state restored."""
+
+    def after_train(self) -> None:
+        """Called once after the last step, not after an error or an interruption."""
+
+    def before_step(self) -> None:
+        """Called before the batch of an update is fetched."""
+
+    def after_step(self) -> None:
+        """Called after each update, before evaluating, writing and saving."""
+
+    def before_eval(self) -> None:
+        """Called before an evaluation of all its sets."""
+
+    def after_eval(self, logs: Mapping[str, Any]) -> None:
+        """Called after an evaluation with its logs, such as {"valid/loss": 0.3}; after a failed one with {}."""
+
+    def after_save(self, path: Path) -> None:
+        """Called at the first step boundary after a checkpoint was committed."""
+
+    def on_incident(self, incident: Any) -> None:
+        """Called when a step went wrong in a way that the run survives."""
+
+    def close(self) -> None:
+        """Called once at the end, whatever happened: release what you hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run needs: a nest of dicts, lists, numbers, strings and tensors."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores `state_dict`, before `before_train`."""
+
+
+class Hooks:
+    """The hooks of a run. Only methods that a hook overrides are called, so an unused moment costs nothing."""
+
+    def __init__(self, hooks: Iterable[Hook]) -> None:
+        self.all = list(hooks)
+        self._calls: dict[str, list[Callable[..., None]]] = {
+            moment: [getattr(hook, moment) for hook in self.all if _overrides(hook, moment)] for moment in MOMENTS
+        }
+        self.before_step = self._calls["before_step"]
+        self.after_step = self._calls["after_step"]
+
+    def call(self, moment: str, *arguments: Any) -> None:
+        """Calls one moment of every hook that has it."""
+        for act in self._calls[moment]:
+            act(*arguments)
+
+    def call_all(self, moment: str, *arguments: Any) -> list[Exception]:
+        """Calls one moment of every hook even if some raise; returns what they raised."""
+        errors = []
+        for act in self._calls[moment]:
+            try:
+                act(*arguments)
+            except Exception as error:
+                errors.append(error)
+        return errors
+
+    def keyed(self) -> dict[str, Hook]:
+        """Returns the hooks by the key of their state: class name, and ordinal where a class repeats."""
+        keyed: dict[str, Hook] = {}
+        for hook in self.all:
+            name = type(hook).__name__
+            number = sum(type(other).__name__ == name for other in keyed.values()) + 1
+            keyed[name if number == 1 else f"{name}#{number}"] = hook
+        return keyed
+
+
+def _overrides(hook: Hook, moment: str) -> bool:
+    # A hook need not inherit from Hook, nor define every moment.
+    own = getattr(type(hook), moment, None)
+    return hasattr(hook, moment) and own is not getattr(Hook, moment)

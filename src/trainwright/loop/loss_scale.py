@@ -1,0 +1,54 @@
+"""Loss scaling for fp16: keeps small gradients in range, and skips updates whose gradients overflowed.
+
+All on the device: the scale follows the overflows without the host looking. Only an optimizer that knows
+no `found_inf` makes the host wait, once per update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+class LossScale:
+    """A scale that halves when gradients overflow and doubles after `growth_interval` updates without."""
+
+    def __init__(self, device: torch.device, *, initial: float = 2.0**16, growth_interval: int = 2000) -> None:
+        self.scale = torch.full((), initial, dtype=torch.float32, device=device)
+        self._good_updates = torch.zeros((), dtype=torch.int32, device=device)
+        self._growth_interval = growth_interval
+
+    def follow(self, overflowed: torch.Tensor) -> None:
+        """Adjusts the scale after an update; `overflowed` is a 0-dim bool on the device."""
+        self._good_updates.add_(1).mul_(~overflowed)
+        grown = self._good_updates == self._growth_interval
+        self.scale.mul_(torch.where(overflowed, 0.5, torch.where(grown, 2.0, 1.0)))
+        self._good_updates.mul_(~grown)
+
+    def step(self, optimizer: torch.optim.Optimizer, overflowed: torch.Tensor) -> Any:
+        """Steps the optimizer unless the gradients overflowed; returns what its step returned."""
+        if _knows_found_inf(optimizer):
+            optimizer.found_inf = overflowed.to(torch.float32)  # type: ignore[attr-defined]  # torch's own protocol
+            try:
+                return optimizer.step()
+            finally:
+                del optimizer.found_inf  # type: ignore[attr-defined]
+        if overflowed.item():  # one wait per update, only for optimizers that cannot skip on the device
+            return None
+        return optimizer.step()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Returns the scale and how long it has held."""
+        return {"scale": self.scale, "good_updates": self._good_updates}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restores `state_dict` in place."""
+        self.scale.copy_(state["scale"])
+        self._good_updates.copy_(state["good_updates"])
+
+
+def _knows_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))

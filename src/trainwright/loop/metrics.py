@@ -1,0 +1,75 @@
+"""Metrics that are more than a mean of the step's values: torchmetrics' or any object with the same verbs.
+
+A metric has `update(outputs, labels)`, `compute()` and `reset()`. One whose `compute` returns a Mean is
+added up exactly over ranks; torchmetrics' talk between ranks themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainwright.errors import ConfigError
+from trainwright.events import Mean
+
+
+class Accuracy:
+    """The share of samples whose largest output is their label; labels of `ignore_index` do not count.
+
+    Takes outputs of shape [..., classes] and labels of shape [...].
+    """
+
+    def __init__(self, ignore_index: int = -100) -> None:
+        self.ignore_index = ignore_index
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all samples."""
+        self._right: torch.Tensor | float = 0.0
+        self._count: torch.Tensor | float = 0.0
+
+    def update(self, outputs: torch.Tensor, labels: torch.Tensor) -> None:
+        """Adds a batch; nothing leaves the device."""
+        counted = labels != self.ignore_index
+        self._right = self._right + ((outputs.argmax(-1) == labels) & counted).sum()
+        self._count = self._count + counted.sum()
+
+    def compute(self) -> Mean:
+        """Returns the accuracy as a Mean."""
+        return Mean(self._right, self._count)
+
+
+@dataclass(frozen=True)
+class ConfiguredMetric:
+    """A metric with the names of what it is fed: `update(outputs[outputs_name], batch[labels_name])`."""
+
+    name: str
+    metric: Any
+    outputs_name: str
+    labels_name: str
+    where: object | None = None
+
+    def update(self, outputs: Mapping[str, Any] | None, batch: Any) -> None:
+        """Feeds one batch, or says which name is missing and what there is."""
+        self.require_outputs(outputs)
+        if not isinstance(batch, Mapping) or self.labels_name not in batch:
+            have = ", ".join(batch) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+            raise ConfigError(
+                f"evaluation.metrics.{self.name}.labels: the batch has no {self.labels_name!r}; it has {have}.",
+                where=self.where,
+            )
+        assert outputs is not None
+        self.metric.update(outputs[self.outputs_name], batch[self.labels_name])
+
+    def require_outputs(self, outputs: Mapping[str, Any] | None) -> None:
+        """Refuses a forward that gives this metric nothing to measure."""
+        if outputs is None or self.outputs_name not in outputs:
+            have = ", ".join(outputs) if outputs else "no outputs, only a loss and metrics"
+            raise ConfigError(
+                f"evaluation.metrics.{self.name}.outputs: forward gives no {self.outputs_name!r}; it gives {have}. "
+                "Let forward return a mapping with `loss` and the outputs, or override eval_step and return the values.",
+                where=self.where,
+            )

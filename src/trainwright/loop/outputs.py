@@ -1,0 +1,101 @@
+"""What a forward may return, and the one reading of it in training and evaluation.
+
+`loss`, `(loss, metrics)`, a mapping with `loss`, or an object with `.loss`; where the loss is None, the
+model's `criterion` makes it from the outputs and the labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from trainwright.errors import TrainwrightError
+from trainwright.events import Mean
+
+Loss = torch.Tensor | Mean
+
+
+@dataclass(slots=True)
+class ForwardResult:
+    """A forward's return, read: its loss and the weight of it, its metrics, and the outputs beside them."""
+
+    loss: Loss
+    num_samples: int
+    """What a plain loss or metric weighs; 0 on a rank that only stands in."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    outputs: Mapping[str, Any] | None = None
+
+
+def read_forward(returned: Any, batch: Any, model: torch.nn.Module, num_samples: int) -> ForwardResult:
+    """Reads what `forward` returned; anything else than the forms above is an error that shows it."""
+    if isinstance(returned, Mean):
+        return ForwardResult(returned, num_samples)
+    if isinstance(returned, torch.Tensor):
+        if returned.ndim == 0 or not hasattr(model, "criterion"):
+            return ForwardResult(_one_number(returned), num_samples)
+        return _with_criterion({"output": returned}, batch, model, num_samples)
+    if isinstance(returned, tuple):
+        loss, metrics = _read_pair(returned)
+        return ForwardResult(loss, num_samples, metrics)
+    if isinstance(returned, Mapping):
+        outputs = {name: value for name, value in returned.items() if name != "loss"}
+        loss = returned.get("loss")
+    elif hasattr(returned, "loss"):
+        outputs = {name: value for name, value in vars(returned).items() if name != "loss"}
+        loss = returned.loss
+    else:
+        raise TrainwrightError(
+            f"forward returned {_describe(returned)}. Return a loss, (loss, metrics), a mapping with `loss`, "
+            "or an object with `.loss`."
+        )
+    if loss is None:
+        return _with_criterion(outputs, batch, model, num_samples)
+    return ForwardResult(loss if isinstance(loss, Mean) else _one_number(loss), num_samples, outputs=outputs)
+
+
+def _read_pair(returned: tuple[Any, ...]) -> tuple[Loss, dict[str, Any]]:
+    if len(returned) != 2 or not isinstance(returned[1], Mapping):
+        raise TrainwrightError(
+            f"forward returned {_describe(returned)}. A tuple must be (loss, metrics), with the metrics in a mapping."
+        )
+    loss, metrics = returned
+    return loss if isinstance(loss, Mean) else _one_number(loss), dict(metrics)
+
+
+def _with_criterion(outputs: Mapping[str, Any], batch: Any, model: torch.nn.Module, num_samples: int) -> ForwardResult:
+    criterion = getattr(model, "criterion", None)
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    scores = outputs.get("logits")
+    if scores is None and len(outputs) == 1:
+        scores = next(iter(outputs.values()))
+    if criterion is None or labels is None or scores is None:
+        missing = [
+            "a `criterion` on the model" if criterion is None else "",
+            "`labels` in the batch" if labels is None else "",
+            f"`logits` among the outputs (got {', '.join(outputs) or 'none'})" if scores is None else "",
+        ]
+        raise TrainwrightError(
+            f"forward gave no loss, and none can be made: there is no {' and no '.join(filter(None, missing))}. "
+            "Return a loss, or give the model a criterion and the batch its labels."
+        )
+    return ForwardResult(_one_number(criterion(scores, labels)), num_samples, outputs=outputs)
+
+
+def _one_number(loss: Any) -> torch.Tensor:
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss if loss.ndim == 0 else loss.reshape(())
+    raise TrainwrightError(
+        f"The loss must be one number in a tensor, or a Mean; forward gave {_describe(loss)}. "
+        "Reduce it with .mean(), or return Mean(total, count)."
+    )
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)} ({', '.join(type(item).__name__ for item in value)})"
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,51 @@
+"""Cuts a rank's batch into micro-batches.
+
+Every rank cuts its batch into the same number of pieces; one without samples repeats a real one that
+weighs nothing, so that collectives inside a forward still match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from trainwright.errors import DataError
+
+
+def cut(batch: Any, num_samples: int, num_pieces: int, collator: Callable[..., Any]) -> Iterator[tuple[Any, int]]:
+    """Yields (piece, how many samples it has).
+
+    Tensors whose dim 0 is the number of samples are cut; the rest is passed whole. A collator whose
+    batches have other shapes defines `split(batch, n)`.
+    """
+    bounds = [num_samples * number // num_pieces for number in range(num_pieces + 1)]
+    if hasattr(collator, "split"):
+        pieces = collator.split(batch, num_pieces)
+        yield from zip(pieces, (stop - start for start, stop in zip(bounds, bounds[1:], strict=False)), strict=True)
+        return
+    length = max(num_samples, 1)  # a batch that only stands in holds one sample
+    _refuse_uncut(batch, length, num_pieces)
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        first, last = (start, stop) if stop > start else (0, 1)
+        yield (
+            tree_map_only(torch.Tensor, lambda tensor, a=first, b=last: _rows(tensor, length, a, b), batch),
+            stop - start,
+        )
+
+
+def _rows(tensor: torch.Tensor, length: int, start: int, stop: int) -> torch.Tensor:
+    return tensor[start:stop] if tensor.ndim and tensor.shape[0] == length else tensor
+
+
+def _refuse_uncut(batch: Any, length: int, num_pieces: int) -> None:
+    shapes: list[tuple[int, ...]] = []
+    tree_map_only(torch.Tensor, lambda tensor: shapes.append(tuple(tensor.shape)), batch)
+    if not any(shape and shape[0] == length for shape in shapes):
+        raise DataError(
+            f"A batch of {length} samples cannot be cut into {num_pieces} micro-batches: no tensor in it has {length} rows "
+            f"(shapes: {', '.join(map(str, shapes)) or 'no tensors'}). Give the collator a `split(batch, n)`, "
+            "or set trainer.micro_batch_size so that accumulation is 1."
+        )

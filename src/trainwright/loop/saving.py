@@ -1,0 +1,115 @@
+"""When a checkpoint is the best, and how the trainer's state is saved and restored on all ranks.
+
+What a checkpoint holds is checkpoint/contents.py's; how it is committed checkpoint/store.py's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.checkpoint import contents
+from trainwright.checkpoint.retention import best_step, is_better, prune
+from trainwright.config import KeepBest
+from trainwright.errors import CheckpointError, ConfigError
+from trainwright.events.windows import merge
+from trainwright.loop.hook import Hooks
+from trainwright.loop.loss_scale import LossScale
+
+if TYPE_CHECKING:
+    from trainwright.loop.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class BestSoFar:
+    """The best value of the metric that `checkpoint.keep_best` names, over committed and coming checkpoints."""
+
+    def __init__(self, policy: KeepBest | None) -> None:
+        self._policy = policy
+        self._value: float | None = None
+        self.step: int | None = None
+        """The step of the best value; saved when it is reached, whatever the period."""
+
+    def note(self, step: int, logs: Mapping[str, float]) -> None:
+        """Takes an evaluation's logs; a NaN is never best."""
+        if self._policy is None:
+            return
+        if self._policy.metric not in logs:
+            raise ConfigError(
+                f"checkpoint.keep_best.metric: no evaluation gives {self._policy.metric!r}. "
+                f"The last one gave {', '.join(logs) or 'nothing'}."
+            )
+        value = logs[self._policy.metric]
+        if is_better(value, self._value, self._policy.mode):
+            self._value, self.step = value, step
+
+    def recall(self, metrics_by_step: Mapping[int, Mapping[str, float]]) -> None:
+        """Takes up the best of the checkpoints that are there."""
+        if self._policy is None:
+            return
+        self.step = best_step(metrics_by_step, metric=self._policy.metric, mode=self._policy.mode)
+        self._value = None if self.step is None else metrics_by_step[self.step][self._policy.metric]
+
+
+def save_checkpoint(trainer: Trainer, *, metrics: Mapping[str, float]) -> Path:
+    """Writes the state of all ranks as one checkpoint; the first rank writes, all wait for the commit."""
+    store, ranks = trainer.surroundings.store, trainer.ranks
+    window = merge(ranks.gather(trainer.storage.peek_window()))
+    generators = ranks.gather(contents.generator_state())
+    failure: CheckpointError | None = None
+    if ranks.is_first:
+        assert trainer.train_data is not None
+        parts = contents.collect(
+            model=trainer.model,
+            optimizers=trainer.optimizers,
+            hooks=Hooks(trainer.hooks).keyed(),
+            events=trainer.storage.state_dict(window),
+            data=trainer.train_data,
+            loss_scale=trainer.loss_scale,
+            generators=generators,
+            step=trainer.step,
+            has_unfinished_step=trainer.has_unfinished_step,
+            unclaimed_hook_state=trainer.unclaimed_hook_state,
+        )
+        try:
+            store.write(trainer.step, parts, metrics=metrics)
+            policy = trainer.config.checkpoint.keep_best
+            prune(
+                store,
+                keep_last=trainer.config.checkpoint.keep_last,
+                metric=policy.metric if policy else None,
+                mode=policy.mode if policy else "min",
+            )
+        except CheckpointError as error:
+            failure = error
+    failure = ranks.broadcast(failure)
+    if failure is not None:
+        raise failure
+    return store.path(trainer.step)
+
+
+def restore_checkpoint(trainer: Trainer, step: int) -> None:
+    """Brings a trainer to the state of a checkpoint; every rank reads it."""
+    store = trainer.surroundings.store
+    contents.restore_model(store, step, trainer.model)
+    contents.restore_optimizers(store.read(step, "optimizers"), trainer.model, trainer.optimizers)
+    training = store.read(step, "training")
+    trainer.step = trainer.storage.step = int(training["step"])
+    trainer.has_unfinished_step = bool(training["has_unfinished_step"])
+    assert trainer.train_data is not None
+    trainer.train_data.load_state_dict(training["data"])
+    trainer.storage.load_state_dict(training["events"], with_window=trainer.ranks.is_first)
+    _restore_loss_scale(trainer.loss_scale, training["loss_scale"])
+    trainer.unclaimed_hook_state = contents.restore_hooks(training["hooks"], Hooks(trainer.hooks).keyed())
+    if trainer.ranks.rank < len(training["generators"]):  # a rank that is new begins with its own seed
+        contents.restore_generators(training["generators"][trainer.ranks.rank])
+    metrics = {saved: store.metrics(saved) for saved in store.steps()} if trainer.ranks.is_first else {}
+    trainer.best.recall(trainer.ranks.broadcast(metrics))
+
+
+def _restore_loss_scale(loss_scale: LossScale | None, state: Any) -> None:
+    if loss_scale is not None and state is not None:
+        loss_scale.load_state_dict(state)

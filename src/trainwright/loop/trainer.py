@@ -1,0 +1,444 @@
+"""The loop: fetch, update, record; evaluate, write and save where due. Every run is this one.
+
+Override the small methods to change the mathematics; add hooks for side acts. What one update does is
+update.py's, one pass over a set evaluation.py's, what a checkpoint holds saving.py's.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainwright.config import RunConfig
+from trainwright.data.loader import EvalData, TrainData
+from trainwright.data.order import mix_seed
+from trainwright.errors import ConfigError, DataError, TrainwrightError
+from trainwright.events import Mean
+from trainwright.events.windows import merge, summarise
+from trainwright.loop.builder import Builder, Surroundings
+from trainwright.loop.evaluation import EvalLogs, evaluate_set, read_eval
+from trainwright.loop.hook import Hook, Hooks
+from trainwright.loop.outputs import ForwardResult, read_forward
+from trainwright.loop.pieces import cut
+from trainwright.loop.saving import BestSoFar, save_checkpoint
+from trainwright.loop.task import Task, overrides
+from trainwright.loop.update import StepResult, Update
+from trainwright.writers.writer import Writer
+
+logger = logging.getLogger(__name__)
+
+_GO_ON, _STOP, _INTERRUPT = 0, 1, 2
+_STEP_STREAM, _EVAL_STREAM = 0x57E9, 0xE7A1  # keep steps' and evaluations' randomness apart
+
+
+class Trainer:
+    """Trains a model; `build_trainer(config, MyTrainer)` makes one.
+
+    before_train
+    while step < max_steps:
+        before_step
+        batch  = next_train_inputs(iterator)
+        result = train_step(batch)
+        step  += 1
+        after_step
+        evaluate if due        (eval_begin, next_eval_inputs, eval_step, eval_end; after_eval)
+        write if due           (train_loop_end; train_loop_begin)
+        save if due            (after_save)
+    after_train; close
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        task: Task,
+        model: torch.nn.Module,
+        optimizer: Any,
+        train_dataset: TrainData | None = None,
+        validation_dataset: Mapping[str, EvalData] | None = None,
+        **rest: Any,
+    ) -> None:
+        surroundings: Surroundings | None = rest.pop("surroundings", None)
+        if surroundings is None:
+            raise TrainwrightError(
+                f"{type(self).__name__} was made without its surroundings. Make it with "
+                f"build_trainer(config, {type(self).__name__}), and pass **rest on to super().__init__."
+            )
+        self.config = config
+        self.task = task
+        self.model = model
+        self.optimizers: dict[str, torch.optim.Optimizer] = (
+            dict(optimizer) if isinstance(optimizer, Mapping) else {"main": optimizer}
+        )
+        self.train_data = train_dataset
+        self.eval_data: dict[str, EvalData] = dict(validation_dataset or {})
+        self.step = 0
+        self.epoch = 0
+        self.eval_name: str | None = None
+        self.samples_in_hand = 0
+        """How many samples the batch in hand has on this rank: what a plain loss or metric weighs."""
+        self.surroundings = surroundings
+        self.loss_scale = surroundings.updater.loss_scale
+        self.backend = surroundings.backend
+        self.ranks = surroundings.ranks
+        self.storage = surroundings.storage
+        self.device = self.backend.device
+        self.max_steps = surroundings.max_steps
+        self.stop_reason: str | None = None
+        self.interrupted = False
+        self.eval_averages: dict[str, float] = {}
+        self.best = BestSoFar(config.checkpoint.keep_best)
+        self.unclaimed_hook_state: dict[str, Any] = {}
+        self.has_unfinished_step = False
+        """Is an update done but not yet evaluated and written? A run resumed there finishes that first."""
+        self._hooks = Hooks(surroundings.hooks)
+        self._updater = surroundings.updater
+        self._update: Update | None = None
+        self._wish = self._ending = _GO_ON
+        self._eval_logs: dict[str, float] = {}
+        self._evaluated_step = -1
+        self._test_logs: dict[str, float] = {}
+        self._window_logs: dict[str, Any] = {}
+        self._saved_step = -1
+        self._step_tensor = torch.zeros((), dtype=torch.int64, device=self.device)
+        # Checked against the first training forward, so that a wrong name does not wait for the first evaluation.
+        self._unchecked_metrics = [] if overrides(self, "eval_step", Trainer) else list(surroundings.metrics)
+        for hook in surroundings.hooks:
+            hook.trainer = self
+        self.post_init()
+
+    # construction: `build` offers the defaults; return something else to change them
+
+    @classmethod
+    def build_task(cls, build: Builder) -> Task:
+        """Returns what is learned."""
+        return build.task()
+
+    @classmethod
+    def build_model(cls, build: Builder) -> torch.nn.Module:
+        """Returns the model, on the CPU."""
+        return build.model()
+
+    @classmethod
+    def build_optimizers(cls, build: Builder, model: torch.nn.Module) -> Any:
+        """Returns an optimizer, or several by name."""
+        return build.optimizers(model)
+
+    @classmethod
+    def build_train_data(cls, build: Builder) -> Any:
+        """Returns the training dataset."""
+        return build.train_data()
+
+    @classmethod
+    def build_eval_data(cls, build: Builder) -> Mapping[str, Any]:
+        """Returns the evaluation datasets by name."""
+        return build.eval_data()
+
+    @classmethod
+    def build_collator(cls, build: Builder) -> Any:
+        """Returns a callable from a list of samples to a batch."""
+        return build.collator()
+
+    @classmethod
+    def build_hooks(cls, build: Builder) -> list[Hook]:
+        """Returns the hooks, in the order in which they are called."""
+        return build.hooks()
+
+    @classmethod
+    def build_writers(cls, build: Builder) -> list[Writer]:
+        """Returns the writers."""
+        return build.writers()
+
+    def post_init(self) -> None:
+        """Called at the end of construction, before any state is restored."""
+
+    # what a user's code may read
+
+    @property
+    def iter(self) -> int:
+        """The number of updates done: an alias of `step`."""
+        return self.step
+
+    @property
+    def global_step(self) -> int:
+        """The number of updates done: an alias of `step`."""
+        return self.step
+
+    @property
+    def step_tensor(self) -> torch.Tensor:
+        """The number of updates done, on the device."""
+        return self._step_tensor.fill_(self.step)
+
+    @property
+    def hooks(self) -> list[Hook]:
+        """The hooks, in the order in which they are called."""
+        return self._hooks.all
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self.surroundings.folder
+
+    # inputs
+
+    def next_train_inputs(self, iterator: Iterator[Any]) -> Any:
+        """Returns the batch of the next update; each `next` is one global batch, already on the device."""
+        return next(iterator)
+
+    def next_eval_inputs(self, iterator: Iterator[Any]) -> tuple[Any, dict[str, Any]]:
+        """Returns (batch, passthrough logs); the latter stay on the host and join the step's logs."""
+        return next(iterator), {}
+
+    # one update
+
+    def forward(self, **batch: Any) -> Any:
+        """Returns the loss of a micro-batch, or (loss, metrics); see loop/outputs.py for the other forms."""
+        return self.task.forward(self.model, batch)
+
+    def train_step(self, batch: Any) -> StepResult:
+        """Makes one update from one batch."""
+        update = self.begin_update()
+        for piece in self.micro_batches(batch):
+            update.backward(self.run_forward(piece))
+        return update.apply()
+
+    def begin_update(self) -> Update:
+        """Begins an update with cleared gradients; end it with `apply()`."""
+        self._update = self._updater.begin(self.samples_in_hand)
+        return self._update
+
+    def micro_batches(self, batch: Any) -> Iterator[Any]:
+        """Yields the micro-batches of this rank's batch, as many on every rank."""
+        num_pieces = self.surroundings.batch.accumulation
+        if num_pieces == 1:
+            yield batch
+            return
+        assert self.train_data is not None
+        whole = self.samples_in_hand
+        for piece, self.samples_in_hand in cut(batch, whole, num_pieces, self.train_data.collator):
+            yield piece
+        self.samples_in_hand = whole
+
+    def run_forward(self, batch: Any) -> ForwardResult:
+        """Runs `forward` in the run's precision and reads what it returned."""
+        with self.backend.autocast(self.config.runtime.precision):
+            if isinstance(batch, Mapping):
+                returned = self.forward(**batch)
+            elif overrides(self, "forward", Trainer):
+                raise DataError(f"forward(**batch) needs a mapping, but the batch is a {type(batch).__name__}.")
+            else:
+                returned = self.task.forward(self.model, batch)
+            result = read_forward(returned, batch, self.model, self.samples_in_hand)
+        while self._unchecked_metrics:
+            self._unchecked_metrics.pop().require_outputs(result.outputs)
+        return result
+
+    # evaluation
+
+    def eval_begin(self) -> None:
+        """Called before the first batch of each set; `self.eval_name` says which."""
+
+    def eval_step(self, batch: Any) -> Mapping[str, Any]:
+        """Returns a batch's metrics: scalars, Means, or one value a sample. Gradients are off."""
+        logs: EvalLogs = read_eval(self.run_forward(batch))
+        return logs
+
+    def eval_end(self, aggregated: Any) -> dict[str, Any]:
+        """Returns the logs of one set; `aggregated` is what the task's `aggregate_logs` made, or None."""
+        logs: dict[str, Any] = dict(self.eval_averages)
+        if aggregated is not None:
+            logs.update(self.task.reduce_aggregated_logs(aggregated, self.step))
+        return logs
+
+    # boundaries
+
+    def train_loop_begin(self) -> None:
+        """Called when a log window begins."""
+
+    def train_loop_end(self) -> dict[str, Any]:
+        """Returns the logs of the window that ends: that dict is the line."""
+        return self._window_logs
+
+    # public acts
+
+    def train(self) -> dict[str, float]:
+        """Trains until a limit is reached or somebody stops it; returns the last evaluation's logs."""
+        if self.train_data is None:
+            raise ConfigError("data.train: there is no training data. Name a dataset, or call evaluate().")
+        with self._running():
+            iterator = self.train_data.batches(self.backend.to_device)
+            if self.has_unfinished_step:
+                self._end_step()
+            self.train_loop_begin()
+            while self.step < self.max_steps and not self._ending:
+                self.epoch = self.train_data.epoch
+                self.storage.step = self.step + 1
+                self._updater.set_rates(self.step)
+                # Randomness is a function of the step, so a resumed or rolled-back run draws the same numbers.
+                self.backend.seed(mix_seed(self.config.seed, _STEP_STREAM, self.step, self.ranks.rank))
+                for act in self._hooks.before_step:
+                    act()
+                try:
+                    batch = self.next_train_inputs(iterator)
+                except StopIteration:
+                    self._run_out_of_data()
+                    break
+                self.samples_in_hand = self.train_data.samples_in_hand
+                result = self.train_step(batch)
+                self.step += 1
+                self.has_unfinished_step = True
+                self._record(result)
+                for act in self._hooks.after_step:
+                    act()
+                self._ending = self.ranks.highest_vote(self._wish)
+                self._end_step()
+        return {**self._eval_logs, **self._test_logs}
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluates every set and returns the logs, such as {"valid/loss": 0.3}."""
+        return self._evaluate(self.eval_data)
+
+    def save(self) -> Path:
+        """Saves a checkpoint of this step and returns its folder."""
+        path = save_checkpoint(self, metrics=self._eval_logs if self._evaluated_step == self.step else {})
+        if not self.has_unfinished_step:
+            self._saved_step = self.step
+        self._hooks.call("after_save", path)
+        return path
+
+    def stop(self, reason: str) -> None:
+        """Ends the run after this step, as if it were the last: evaluated, written and saved.
+
+        On several ranks any one may ask; after an evaluation all stop at once, else one step later.
+        """
+        self.stop_reason = reason
+        self._wish = max(self._wish, _STOP)
+
+    def interrupt(self, reason: str) -> None:
+        """Saves after this step and leaves; running the same command again goes on as if nothing had happened."""
+        self.stop_reason = reason
+        self._wish = _INTERRUPT
+
+    # the loop's own steps
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Runs before_train and after_train around the loop, and closes hooks and writers whatever happens."""
+        with self.storage:
+            try:
+                self._hooks.call("before_train")
+                self._ending = max(self.ranks.gather(self._wish))
+                yield
+                self.ranks.settle_votes()
+                self.interrupted = self._ending == _INTERRUPT
+                if not self.interrupted:
+                    self._hooks.call("after_train")
+            finally:
+                for error in self._hooks.call_all("close"):
+                    logger.error("A hook failed to close: %s", error)
+                for writer in self.surroundings.writers:
+                    writer.close()
+
+    def _end_step(self) -> None:
+        """Evaluates, writes and saves, each where it is due."""
+        try:
+            self._evaluate_if_due()
+        except Exception:
+            # The update is done and good: keep it, then say what went wrong.
+            self.save()
+            raise
+        self._write_if_due()
+        self.has_unfinished_step = False
+        # Last: the checkpoint then holds every hook's state and the log already has this step.
+        self._save_if_due()
+
+    def _run_out_of_data(self) -> None:
+        logger.info("The training data ended after step %d.", self.step)
+        self.storage.step = self.step
+        self._ending = _STOP
+        self._end_step()
+
+    @property
+    def _is_last(self) -> bool:
+        return self.step >= self.max_steps or self._ending == _STOP
+
+    def _record(self, result: Any) -> None:
+        """Puts an update's result into the storage; nothing here waits for the device."""
+        loss, metrics, grad_norm, lr = result
+        storage = self.storage
+        weight = self._update.weight if self._update is not None else float(self.samples_in_hand)
+        storage.put_metric("loss", loss.detach() if isinstance(loss, torch.Tensor) else loss, weight)
+        storage.put_metric("grad_norm", grad_norm, 1.0)
+        storage.put_last("lr", lr)
+        for name, value in metrics.items():
+            storage.put_metric(name, value, float(self.samples_in_hand))
+
+    def _evaluate_if_due(self) -> None:
+        every = self.config.evaluation.every_steps
+        due = self._is_last or (every and self.step % every == 0)
+        if due and self.eval_data and self._evaluated_step != self.step:
+            self._eval_logs = self._evaluate(self.eval_data)
+            self._evaluated_step = self.step
+            self.best.note(self.step, self._eval_logs)
+            # Evaluating has brought the ranks together, so a hook's wish to stop can be agreed on at once.
+            self._ending = max(self.ranks.gather(self._wish))
+        test = self.surroundings.test_data
+        if self._is_last and test is not None:
+            self._test_logs = self._evaluate({test.name: test})
+
+    def _evaluate(self, sets: Mapping[str, EvalData]) -> dict[str, float]:
+        logs: dict[str, float] = {}
+        training = [module for module in self.model.modules() if module.training]
+        python_state, numpy_state = random.getstate(), np.random.get_state()
+        self._hooks.call("before_eval")
+        try:
+            self.model.eval()
+            for name, data in sets.items():
+                self.backend.seed(mix_seed(self.config.seed, _EVAL_STREAM, self.ranks.rank))
+                values = evaluate_set(self, data, self.surroundings.metrics)
+                logs.update({f"{name}/{key}": value for key, value in values.items()})
+        except Exception:
+            # Hooks undo what they did for the evaluation (averaged weights are swapped back) before anything is saved.
+            self._hooks.call_all("after_eval", {})
+            raise
+        finally:
+            self.eval_name = None
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+            for module in training:
+                module.training = True
+        self._hooks.call("after_eval", logs)
+        return logs
+
+    def _write_if_due(self) -> None:
+        logs: dict[str, Any] = {}
+        if self._is_last or self.step % self.config.log.every_steps == 0:
+            self._window_logs = summarise(merge(self.ranks.gather(self.storage.take_window())))
+            logs = {name: _plain(value) for name, value in self.train_loop_end().items()}
+            if not self._is_last:
+                self.train_loop_begin()
+        evaluated = {**(self._eval_logs if self._evaluated_step == self.step else {}), **self._test_logs}
+        if logs or evaluated:
+            self.storage.remember(evaluated)
+            self.storage.publish({**logs, **evaluated})
+            for writer in self.surroundings.writers:
+                writer.write(self.storage)
+
+    def _save_if_due(self) -> None:
+        every = self.config.checkpoint.every_steps
+        due = self._is_last or self._ending or (every and self.step % every == 0) or self.best.step == self.step
+        if due and self._saved_step != self.step:
+            self.save()
+
+
+def _plain(value: Any) -> Any:
+    """A user's log value as a number, where it is one."""
+    if isinstance(value, Mean):
+        value = value.value
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

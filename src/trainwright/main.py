@@ -1,0 +1,112 @@
+"""The story of a run on one page: build or resume, train, evaluate, say how it went."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from trainwright.build import build_evaluator, build_trainer
+from trainwright.checkpoint import contents
+from trainwright.checkpoint.folder import LOG_FILE, run_folder
+from trainwright.checkpoint.resume import pick_step
+from trainwright.config import RunConfig
+from trainwright.errors import ConfigError
+from trainwright.loop.trainer import Trainer
+from trainwright.parallel import mesh
+
+logger = logging.getLogger(__name__)
+
+MODES = ("train", "eval", "train_and_eval")
+
+
+class Interrupted(Exception):
+    """The run was asked to leave, has saved its step, and goes on when the same command is run again."""
+
+
+def run_experiment(
+    config: RunConfig,
+    *,
+    mode: str = "train_and_eval",
+    model_dir: str | None = None,
+    trainer_class: type[Trainer] | None = None,
+    fresh: bool = False,
+    accept_changes: bool = False,
+    step: int | str = "latest",
+) -> tuple[torch.nn.Module, dict[str, float]]:
+    """Runs an experiment and returns (model, evaluation logs).
+
+    `train` leaves the evaluation sets alone; `eval` evaluates the checkpoint that `step` names ("latest",
+    "best" or a number) and trains nothing. `model_dir` replaces output_dir/name. Running it again
+    continues the run.
+    """
+    if mode not in MODES:
+        raise ConfigError(f"mode: {mode!r} is unknown. Use one of {', '.join(MODES)}.")
+    if model_dir is not None:
+        config = config.derive({"output_dir": str(Path(model_dir).parent), "name": Path(model_dir).name})
+    if mode == "train":
+        config = config.derive({"data.eval": {}, "data.test": None, "checkpoint.keep_best": None})
+    try:
+        if mode == "eval":
+            return _evaluate(config, trainer_class, step)
+        trainer = build_trainer(config, trainer_class, fresh=fresh, accept_changes=accept_changes)
+        with _logging_to(trainer.folder / LOG_FILE, enabled=trainer.ranks.is_first):
+            logs = trainer.train()
+            _say_how_it_ended(trainer)
+        if trainer.interrupted:
+            raise Interrupted(trainer.stop_reason)
+        return trainer.model, logs
+    finally:
+        mesh.leave()
+
+
+def _evaluate(
+    config: RunConfig, trainer_class: type[Trainer] | None, step: int | str
+) -> tuple[torch.nn.Module, dict[str, float]]:
+    trainer = build_evaluator(config, trainer_class)
+    if not trainer.eval_data and trainer.surroundings.test_data is None:
+        raise ConfigError("data.eval: there is no evaluation set. Name one, such as eval: {valid: {type: …}}.")
+    store = trainer.surroundings.store
+    chosen = pick_step(store, step, best=config.checkpoint.keep_best)
+    contents.restore_model(store, chosen, trainer.model)
+    trainer.step = chosen
+    logger.info("Evaluating %s", store.path(chosen))
+    with trainer.storage:
+        logs = trainer.evaluate()
+    return trainer.model, logs
+
+
+def _say_how_it_ended(trainer: Trainer) -> None:
+    if not trainer.ranks.is_first:
+        return
+    if trainer.interrupted:
+        logger.info(
+            "%s: step %d is finished and saved. Run the same command to go on from there.",
+            trainer.stop_reason,
+            trainer.step,
+        )
+    elif trainer.stop_reason is not None:
+        logger.info("Stopped at step %d: %s.", trainer.step, trainer.stop_reason)
+    else:
+        logger.info("Finished at step %d.", trainer.step)
+    logger.info("Run folder: %s", run_folder(trainer.config))
+
+
+@contextmanager
+def _logging_to(path: Path, *, enabled: bool) -> Iterator[None]:
+    """Copies the package's log into the run folder."""
+    if not enabled:
+        yield
+        return
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    package = logging.getLogger("trainwright")
+    package.addHandler(handler)
+    try:
+        yield
+    finally:
+        package.removeHandler(handler)
+        handler.close()

@@ -1,0 +1,280 @@
+"""Schedules: the factor on the base learning rate, as a pure function of the step. No state, no hook.
+
+    factor = schedule(step, max_steps)      # step: updates completed so far, 0 … max_steps − 1
+    lr     = base_lr × factor               # written into the optimizer before update number step + 1
+
+The end points are exact, not approximate; each class says which. Steps beyond the run hold the last value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trainwright.errors import ConfigError
+
+
+class Schedule:
+    """The contract, and the warm-up that all schedules share; a subclass says what follows in `after_warmup`.
+
+    Warm-up rises linearly: the factor of update number n is n / warmup_steps, so update number `warmup_steps` is the
+    first at exactly 1.0. Its step is called the peak. Without warm-up the first update is at exactly 1.0 and the peak
+    is step 0. `warmup_fraction` is a part of max_steps, rounded to a whole number of steps. None means no warm-up.
+    """
+
+    def __init__(self, *, warmup_steps: int | None = None, warmup_fraction: float | None = None) -> None:
+        _refuse_both(warmup_steps=warmup_steps, warmup_fraction=warmup_fraction)
+        if warmup_steps is not None:
+            _check_whole("warmup_steps", warmup_steps, least=0)
+        if warmup_fraction is not None:
+            _check_fraction("warmup_fraction", warmup_fraction)
+        self.warmup_steps = warmup_steps
+        self.warmup_fraction = warmup_fraction
+
+    def __call__(self, step: int, max_steps: int) -> float:
+        """Returns the factor for the update that follows `step` completed updates of a run of `max_steps`."""
+        _check_whole("step", step, least=0)
+        _check_whole("max_steps", max_steps, least=1)
+        warmup = _resolve(self.warmup_steps, self.warmup_fraction, max_steps)
+        if warmup > max_steps:
+            raise ConfigError(
+                f"warmup_steps {warmup} is longer than the run of {max_steps} steps, which would never reach its "
+                "learning rate. Shorten the warm-up or raise max_steps.",
+                where="schedule",
+            )
+        step = min(step, max_steps - 1)
+        if step < warmup:
+            return (step + 1) / warmup
+        return self.after_warmup(step, peak=max(warmup - 1, 0), max_steps=max_steps)
+
+    def after_warmup(self, step: int, *, peak: int, max_steps: int) -> float:
+        """Returns the factor for peak ≤ step < max_steps; at the peak it must be exactly 1.0."""
+        raise NotImplementedError(f"{type(self).__name__} must define after_warmup(step, *, peak, max_steps).")
+
+
+class Constant(Schedule):
+    """Exactly 1.0 from the peak on."""
+
+    def after_warmup(self, step: int, *, peak: int, max_steps: int) -> float:
+        """Returns 1.0."""
+        return 1.0
+
+
+class Polynomial(Schedule):
+    """Falls from exactly 1.0 at the peak to exactly `minimum` at the last update, as (1 − progress) ** power.
+
+    `minimum` is a fraction of the base rate. A run that ends at its peak has nothing left to decay and stays at 1.0.
+    """
+
+    def __init__(
+        self,
+        *,
+        power: float = 2.0,
+        minimum: float = 0.0,
+        warmup_steps: int | None = None,
+        warmup_fraction: float | None = None,
+    ) -> None:
+        super().__init__(warmup_steps=warmup_steps, warmup_fraction=warmup_fraction)
+        _check_number("power", power)
+        if not 0.0 < power < math.inf:
+            raise ConfigError(f"power is {power}. Use a positive number; 1 is a straight line.", where="schedule")
+        _check_fraction("minimum", minimum)
+        self.power = power
+        self.minimum = minimum
+
+    def after_warmup(self, step: int, *, peak: int, max_steps: int) -> float:
+        """Returns the power of what remains of the run."""
+        return _above((1.0 - _progress(step, peak, max_steps - 1)) ** self.power, self.minimum)
+
+
+class Linear(Schedule):
+    """Falls on a straight line from exactly 1.0 at the peak to exactly `minimum` at the last update."""
+
+    def __init__(
+        self, *, minimum: float = 0.0, warmup_steps: int | None = None, warmup_fraction: float | None = None
+    ) -> None:
+        super().__init__(warmup_steps=warmup_steps, warmup_fraction=warmup_fraction)
+        _check_fraction("minimum", minimum)
+        self.minimum = minimum
+
+    def after_warmup(self, step: int, *, peak: int, max_steps: int) -> float:
+        """Returns what remains of the run, as a fraction."""
+        return _above(_linear(_progress(step, peak, max_steps - 1)), self.minimum)
+
+
+class Cosine(Schedule):
+    """Falls on half a cosine from exactly 1.0 at the peak to exactly `minimum` at the last update."""
+
+    def __init__(
+        self, *, minimum: float = 0.0, warmup_steps: int | None = None, warmup_fraction: float | None = None
+    ) -> None:
+        super().__init__(warmup_steps=warmup_steps, warmup_fraction=warmup_fraction)
+        _check_fraction("minimum", minimum)
+        self.minimum = minimum
+
+    def after_warmup(self, step: int, *, peak: int, max_steps: int) -> float:
+        """Returns the half cosine of the progress."""
+        return _above(_cosine(_progress(step, peak, max_steps - 1)), self.minimum)
+
+
+class InverseSquareRoot(Schedule):
+    """Falls as 1 / sqrt(update number), scaled to exactly 1.0 at the peak. It does not depend on the run's length."""
+
+    def after_warmup(self, step: int, *, peak: int, max_steps: int) -> float:
+        """Returns sqrt(peak's update number / this update's number)."""
+        return math.sqrt(peak + 1) / math.sqrt(step + 1)
+
+
+class Step(Schedule):
+    """Multiplies by `factor` at each milestone, or every so many steps; exactly 1.0 before.
+
+    `every_steps` counts from the peak, which is the start of the run without warm-up. `milestones` are counts of
+    completed updates, rising and after the warm-up: the first update after them has the lower rate. Give one of both.
+    """
+
+    def __init__(
+        self,
+        *,
+        every_steps: int | None = None,
+        milestones: Sequence[int] | None = None,
+        factor: float = 0.1,
+        warmup_steps: int | None = None,
+        warmup_fraction: float | None = None,
+    ) -> None:
+        super().__init__(warmup_steps=warmup_steps, warmup_fraction=warmup_fraction)
+        _refuse_both(every_steps=every_steps, milestones=milestones)
+        if every_steps is None and milestones is None:
+            raise ConfigError("Step needs every_steps, such as 1000, or milestones, such as [600, 900].")
+        if every_steps is not None:
+            _check_whole("every_steps", every_steps, least=1)
+        for milestone in milestones or ():
+            _check_whole("milestones", milestone, least=1)
+        if milestones is not None and list(milestones) != sorted(set(milestones)):
+            raise ConfigError(f"milestones are {list(milestones)}. List them in rising order, each once.")
+        _check_fraction("factor", factor)
+        self.every_steps = every_steps
+        self.milestones = tuple(milestones or ())
+        self.factor = factor
+
+    def after_warmup(self, step: int, *, peak: int, max_steps: int) -> float:
+        """Returns the factor to the power of the drops so far."""
+        if self.every_steps is not None:
+            return float(self.factor ** ((step - peak) // self.every_steps))
+        if self.milestones and self.milestones[0] <= peak:
+            raise ConfigError(
+                f"milestone {self.milestones[0]} falls into the warm-up of {peak + 1} steps. "
+                "Use later milestones or a shorter warm-up.",
+                where="schedule",
+            )
+        return float(self.factor ** sum(step >= milestone for milestone in self.milestones))
+
+
+class WarmupStableDecay(Schedule):
+    """Stays at exactly 1.0 from the peak on, then falls to exactly `minimum` over the last `decay_steps` updates.
+
+    `decay_fraction` is a part of max_steps; 0.1 where neither is given. The shapes: `linear`, half a `cosine`, and
+    `sqrt`, which is 1 − sqrt(progress), steep at first. A decay of 0 steps means that the factor stays at 1.0.
+    """
+
+    def __init__(
+        self,
+        *,
+        decay_steps: int | None = None,
+        decay_fraction: float | None = None,
+        shape: str = "linear",
+        minimum: float = 0.0,
+        warmup_steps: int | None = None,
+        warmup_fraction: float | None = None,
+    ) -> None:
+        super().__init__(warmup_steps=warmup_steps, warmup_fraction=warmup_fraction)
+        _refuse_both(decay_steps=decay_steps, decay_fraction=decay_fraction)
+        if decay_steps is None and decay_fraction is None:
+            decay_fraction = 0.1
+        if decay_steps is not None:
+            _check_whole("decay_steps", decay_steps, least=0)
+        if decay_fraction is not None:
+            _check_fraction("decay_fraction", decay_fraction)
+        _check_fraction("minimum", minimum)
+        if shape not in DECAY_SHAPES:
+            raise ConfigError(f'shape is "{shape}". Use one of: {", ".join(DECAY_SHAPES)}.', where="schedule")
+        self.decay_steps = decay_steps
+        self.decay_fraction = decay_fraction
+        self.shape = shape
+        self.minimum = minimum
+
+    def after_warmup(self, step: int, *, peak: int, max_steps: int) -> float:
+        """Returns 1.0 before the decay, then the shape of the decay's progress."""
+        last = max_steps - 1
+        decay = self._count_decay_steps(peak=peak, max_steps=max_steps)
+        if step <= last - decay:
+            return 1.0
+        return _above(DECAY_SHAPES[self.shape](_progress(step, last - decay, last)), self.minimum)
+
+    def _count_decay_steps(self, *, peak: int, max_steps: int) -> int:
+        decay = _resolve(self.decay_steps, self.decay_fraction, max_steps)
+        room = max_steps - 1 - peak
+        # Fractions that fill the run may come out one step too long by rounding; that is not the user's mistake.
+        slack = 0 if self.decay_fraction is None else 1
+        if decay > room + slack:
+            raise ConfigError(
+                f"the decay of {decay} steps does not fit: {room} of {max_steps} steps are left after the peak. "
+                "Shorten the decay or the warm-up, or raise max_steps.",
+                where="schedule",
+            )
+        return min(decay, room)
+
+
+def _linear(progress: float) -> float:
+    return 1.0 - progress
+
+
+def _cosine(progress: float) -> float:
+    return (1.0 + math.cos(math.pi * progress)) / 2.0  # exact at both ends: cos(math.pi) is exactly -1.0
+
+
+def _sqrt(progress: float) -> float:
+    return 1.0 - math.sqrt(progress)
+
+
+DECAY_SHAPES: dict[str, Callable[[float], float]] = {"linear": _linear, "cosine": _cosine, "sqrt": _sqrt}
+
+
+def _progress(step: int, start: int, end: int) -> float:
+    """Returns how far `step` is from start (0.0) to end (1.0); 0.0 where both are the same step."""
+    return (step - start) / (end - start) if end > start else 0.0
+
+
+def _above(height: float, minimum: float) -> float:
+    """Maps heights 1 … 0 to 1 … minimum. Written so that both ends are exact: m + (1 − m) × 1 need not be 1."""
+    return height + (1.0 - height) * minimum
+
+
+def _resolve(steps: int | None, fraction: float | None, max_steps: int) -> int:
+    """Returns the number of steps that was given directly or as a fraction of the run; 0 where neither was."""
+    if fraction is not None:
+        return round(fraction * max_steps)
+    return steps or 0
+
+
+def _refuse_both(**options: Any) -> None:
+    """Refuses two spellings of one setting."""
+    given = [f"{name} ({value})" for name, value in options.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} are both set. Keep one of them.", where="schedule")
+
+
+def _check_whole(name: str, value: object, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} is {value!r}. Use a whole number of at least {least}.", where="schedule")
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{name} is {value!r}. Use a number.", where="schedule")
+
+
+def _check_fraction(name: str, value: float) -> None:
+    _check_number(name, value)
+    if not 0.0 <= value <= 1.0:  # also refuses nan
+        raise ConfigError(f"{name} is {value}. Use a fraction from 0 to 1.", where="schedule")

@@ -1,0 +1,78 @@
+"""What the ranks of a run say to each other, outside of gradients.
+
+With one process every verb is the identity and costs nothing, so callers never ask how many there are.
+All of them are collective: every rank must call the same ones in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """This process's place among the processes of the run, and the verbs between them."""
+
+    def __init__(self, rank: int = 0, size: int = 1, *, control: Any = None) -> None:
+        self.rank = rank
+        self.size = size
+        self._control = control
+        self._vote: tuple[torch.Tensor, Any] | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Is this the rank that writes files and speaks to the terminal?"""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Returns every rank's value, in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._control)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        """Returns the first rank's value on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._control)
+        return box[0]
+
+    def barrier(self) -> None:
+        """Waits until every rank is here."""
+        if self.size > 1:
+            dist.barrier(group=self._control)
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sums a tensor over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def highest_vote(self, vote: int) -> int:
+        """Returns the highest vote that any rank cast at the call before; this call's vote is under way.
+
+        Called once per step with this rank's wish to stop. The answer is a step old, so no step waits for
+        it, and it is the same on every rank, so all leave the loop at the same step.
+        """
+        if self.size == 1:
+            return vote
+        answer = 0
+        if self._vote is not None:
+            ballot, work = self._vote
+            work.wait()
+            answer = int(ballot.item())  # a CPU tensor: no device is waited for
+        ballot = torch.tensor(vote)
+        self._vote = (ballot, dist.all_reduce(ballot, dist.ReduceOp.MAX, group=self._control, async_op=True))
+        return answer
+
+    def settle_votes(self) -> None:
+        """Waits for the vote that is under way, so that the control group is free for other verbs."""
+        if self._vote is not None:
+            self._vote[1].wait()

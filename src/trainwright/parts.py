@@ -1,0 +1,261 @@
+"""Makes each part of a run from its section of the config: what a Trainer's `build_*` methods are offered.
+
+A Task's own `build_*` wins over a section, and a section that nobody asked for is refused by name, for a
+setting without effect is a bug. The order in which parts are made is build.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright import registry
+from trainwright.checkpoint.folder import run_folder
+from trainwright.config import Component, DataSection, RunConfig
+from trainwright.data.split import split
+from trainwright.errors import ConfigError
+from trainwright.hooks.obey_preemption import ObeyPreemption
+from trainwright.hooks.time_steps import TimeSteps
+from trainwright.loop.hook import Hook
+from trainwright.loop.metrics import ConfiguredMetric
+from trainwright.loop.task import Task, overrides
+from trainwright.loop.trainer import Trainer
+from trainwright.parallel.collectives import Ranks
+from trainwright.writers.writer import Writer
+
+_SPLIT_NAMES = ("train", "valid", "test")
+
+
+class Build:
+    """Offers each part as the config describes it (see loop/builder.py), and notes which sections were used."""
+
+    def __init__(self, config: RunConfig, *, ranks: Ranks | None = None, folder: Path | None = None) -> None:
+        self.config = config
+        self.project_dir = config.project_dir
+        self._ranks = ranks or Ranks()
+        self._folder = folder or run_folder(config)
+        self._task: Task | None = None
+        self._used: set[str] = set()
+        self._splits: dict[str, Any] | None = None
+        registry.import_modules(config.imports, project_dir=self.project_dir, where=config.origin("imports"))
+
+    # what a Trainer's build_* methods may ask for
+
+    def task(self) -> Task:
+        """The `task` section, or the default task."""
+        self._used.add("task")
+        return Task() if self.config.task is None else self._make("task", "task", self.config.task)
+
+    def model(self) -> torch.nn.Module:
+        """The task's model where it builds one, else the `model` section."""
+        if self._task is not None and overrides(self._task, "build_model", Task):
+            return self._task.build_model()
+        self._used.add("model")
+        section = self.config.model
+        if section is None:
+            raise ConfigError("model: there is none. Name one, such as {type: llama, …} or {type: models/net.py:Net}.")
+        for key in section.reserved:
+            if key != "freeze":
+                raise ConfigError(
+                    f"model.{key} is not supported in this version. Remove it.",
+                    where=self.config.origin(f"model.{key}"),
+                )
+        model: torch.nn.Module = self._make("model", "model", section)
+        _freeze(model, section.reserved.get("freeze", ()), self.config.origin("model.freeze"))
+        return model
+
+    def optimizers(self, model: torch.nn.Module) -> dict[str, torch.optim.Optimizer]:
+        """The `trainer.optimizer` section over all parameters, or each of `trainer.optimizers` over its own."""
+        self._used.add("trainer.optimizer")
+        trainer = self.config.trainer
+        trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        if not trainable:
+            raise ConfigError("The model has no parameter that requires a gradient: there is nothing to train.")
+        if not trainer.optimizers:
+            if trainer.optimizer is None:
+                raise ConfigError(
+                    "trainer.optimizer: there is none. Name one, such as {type: adamw, lr: 1e-3}.",
+                    where=self.config.origin("trainer"),
+                )
+            return {"main": self._optimizer("trainer.optimizer", trainer.optimizer, trainable)}
+        shares = _share_out(trainable, {name: entry.match for name, entry in trainer.optimizers.items()}, self.config)
+        return {
+            name: self._optimizer(f"trainer.optimizers.{name}.optimizer", entry.optimizer, shares[name])
+            for name, entry in trainer.optimizers.items()
+        }
+
+    def train_data(self) -> Any:
+        """The task's training dataset where it builds one, else `data.train`, cut by `data.split`."""
+        if self._task_builds_data():
+            return self._task.build_dataset("train")  # type: ignore[union-attr]  # just asked
+        self._used.add("data.train")
+        if self.config.data.split:
+            return self._parts()["train"]
+        return self._dataset("data.train", self.config.data.train)
+
+    def eval_data(self) -> dict[str, Any]:
+        """The evaluation datasets by name: the task's, those of `data.eval`, or the split's second part."""
+        if self._task_builds_data():
+            valid = self._task.build_dataset("valid")  # type: ignore[union-attr]  # just asked
+            return {} if valid is None else {"valid": valid}
+        self._used.add("data.eval")
+        section = self.config.data.eval
+        if section:
+            return {name: self._dataset(f"data.eval.{name}", component) for name, component in section.items()}
+        return {"valid": self._parts()["valid"]} if self.config.data.split else {}
+
+    def test_data(self) -> Any:
+        """The dataset that is evaluated once, at the end, or None."""
+        if self._task_builds_data():
+            return self._task.build_dataset("test")  # type: ignore[union-attr]  # just asked
+        self._used.add("data.test")
+        if self.config.data.test is not None:
+            return self._dataset("data.test", self.config.data.test)
+        return self._parts().get("test") if self.config.data.split else None
+
+    def collator(self) -> Callable[[list[Any]], Any]:
+        """The `data.collator` section."""
+        self._used.add("data.collator")
+        collator: Callable[[list[Any]], Any] = self._make("collator", "data.collator", self.config.data.collator)
+        return collator
+
+    def hooks(self) -> list[Hook]:
+        """The default hooks, then those of the `hooks` section."""
+        self._used.add("hooks")
+        own = [self._make("hook", f"hooks.{number}", each) for number, each in enumerate(self.config.hooks)]
+        return [TimeSteps(), ObeyPreemption(), *own]
+
+    def writers(self) -> list[Writer]:
+        """The `writers` section, on the first rank."""
+        self._used.add("writers")
+        if not self._ranks.is_first:
+            return []
+        return [
+            self._make("writer", f"writers.{number}", each, folder=self._folder)
+            for number, each in enumerate(self.config.writers)
+        ]
+
+    # what only build_trainer asks for
+
+    def trainer_class(self) -> type[Trainer]:
+        """The class that `trainer.type` names."""
+        where = self.config.origin("trainer.type")
+        found = registry.find(
+            "trainer", self.config.trainer.type, project_dir=self.project_dir, where=where, label="trainer.type"
+        )
+        if not (isinstance(found, type) and issubclass(found, Trainer)):
+            raise ConfigError(f"trainer.type: {self.config.trainer.type} is not a subclass of Trainer.", where=where)
+        return found
+
+    def take_task(self, task: Task) -> None:
+        """Notes the task whose `build_*` methods win over sections."""
+        self._task = task
+
+    def schedules(self, names: Mapping[str, Any]) -> dict[str, Callable[[int, int], float]]:
+        """The schedule of each optimizer: its own, or `trainer.schedule`, or a constant rate."""
+        trainer = self.config.trainer
+        schedules = {}
+        for name in names:
+            label, component = "trainer.schedule", trainer.schedule
+            if name in trainer.optimizers:
+                label, component = f"trainer.optimizers.{name}.schedule", trainer.optimizers[name].schedule
+            schedules[name] = self._make("schedule", label, component or Component("constant"))
+        return schedules
+
+    def metrics(self, task: Task, device: torch.device) -> list[ConfiguredMetric]:
+        """The `evaluation.metrics` section and the task's own metrics, on the device."""
+        made = []
+        for name, component in self.config.evaluation.metrics.items():
+            arguments = dict(component.arguments)
+            outputs, labels = arguments.pop("outputs", "logits"), arguments.pop("labels", "labels")
+            label = f"evaluation.metrics.{name}"
+            metric = self._make("metric", label, Component(component.type, **arguments))
+            made.append(ConfiguredMetric(name, metric, outputs, labels, self.config.origin(label)))
+        made += [ConfiguredMetric(name, metric, "logits", "labels") for name, metric in task.build_metrics().items()]
+        for each in made:
+            if isinstance(each.metric, torch.nn.Module):
+                each.metric.to(device)
+        return made
+
+    def refuse_unused(self) -> None:
+        """Refuses sections that a Trainer's or Task's own build methods left without effect."""
+        config = self.config
+        given: dict[str, bool] = {
+            "task": config.task is not None,
+            "model": config.model is not None,
+            "trainer.optimizer": bool(config.trainer.optimizer or config.trainer.optimizers),
+            "data.train": config.data.train is not None,
+            "data.eval": bool(config.data.eval),
+            "data.test": config.data.test is not None,
+            "data.collator": config.data.collator != DataSection().collator,
+            "hooks": bool(config.hooks),
+        }
+        for section, is_given in given.items():
+            if is_given and section not in self._used:
+                raise ConfigError(
+                    f"{section}: has no effect, for the trainer or task builds this itself. Remove the section, or use "
+                    f"it there through build.{section.rpartition('.')[2]}().",
+                    where=config.origin(section),
+                )
+
+    def _make(self, kind: str, label: str, component: Component, **provided: Any) -> Any:
+        provided = {"project_dir": self.project_dir, **provided}
+        return registry.instantiate(kind, component, label=label, **provided)
+
+    def _optimizer(self, label: str, component: Component, owned: Mapping[str, Any]) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = self._make("optimizer", label, component, params=list(owned.values()))
+        return optimizer
+
+    def _dataset(self, label: str, component: Component | None) -> Any:
+        if component is None:
+            raise ConfigError(f"{label}: there is no dataset. Name one, such as {{type: datasets/mine.py:Mine}}.")
+        return self._make("dataset", label, component)
+
+    def _task_builds_data(self) -> bool:
+        return self._task is not None and overrides(self._task, "build_dataset", Task)
+
+    def _parts(self) -> dict[str, Any]:
+        if self._splits is None:
+            ratios = self.config.data.split or ()
+            if len(ratios) > len(_SPLIT_NAMES):
+                raise ConfigError(
+                    f"data.split: {len(ratios)} parts, but there are only {', '.join(_SPLIT_NAMES)}.",
+                    where=self.config.origin("data.split"),
+                )
+            whole = self._dataset("data.train", self.config.data.train)
+            self._splits = dict(zip(_SPLIT_NAMES, split(whole, ratios, seed=self.config.seed), strict=False))
+        return self._splits
+
+
+def _freeze(model: torch.nn.Module, globs: Any, where: object | None) -> None:
+    for glob in [globs] if isinstance(globs, str) else globs:
+        matched = [parameter for name, parameter in model.named_parameters() if fnmatchcase(name, glob)]
+        if not matched:
+            raise ConfigError(f"model.freeze: no parameter matches {glob!r}.", where=where)
+        for parameter in matched:
+            parameter.requires_grad_(False)
+
+
+def _share_out(
+    parameters: Mapping[str, Any], globs: Mapping[str, tuple[str, ...]], config: RunConfig
+) -> dict[str, dict[str, Any]]:
+    """Gives each parameter to the one optimizer whose `match` names it; none and two are errors."""
+    shares: dict[str, dict[str, Any]] = {name: {} for name in globs}
+    where = config.origin("trainer.optimizers")
+    for name, parameter in parameters.items():
+        owners = [owner for owner, patterns in globs.items() if any(fnmatchcase(name, glob) for glob in patterns)]
+        if len(owners) != 1:
+            problem = f"two optimizers own it: {' and '.join(owners)}" if owners else "no optimizer owns it"
+            raise ConfigError(
+                f"trainer.optimizers: {name}: {problem}. Adjust their `match`, or freeze it with model.freeze.",
+                where=where,
+            )
+        shares[owners[0]][name] = parameter
+    for owner, owned in shares.items():
+        if not owned:
+            raise ConfigError(f"trainer.optimizers.{owner}.match: {globs[owner]} matches no parameter.", where=where)
+    return shares

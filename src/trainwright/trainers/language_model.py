@@ -1,0 +1,36 @@
+"""Trains a causal language model on the mean loss per predicted token, exactly, whatever the batches are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from trainwright.events import Mean
+from trainwright.loop.trainer import Trainer
+
+IGNORED = -100  # labels of this value are not predicted, as in transformers
+
+
+class LanguageModelTrainer(Trainer):
+    """Weighs each micro-batch by its predicted tokens, so padding changes no gradient; adds `perplexity`.
+
+    Expects `labels` as transformers does: the same tokens as `input_ids`, shifted by the model.
+    """
+
+    def forward(self, **batch: Any) -> Any:
+        """Returns the task's outputs with the loss as a Mean over predicted tokens."""
+        outputs = self.task.forward(self.model, batch)
+        loss = outputs["loss"]
+        count = (batch["labels"][..., 1:] != IGNORED).sum()
+        if isinstance(loss, torch.Tensor):
+            # A batch without a predicted token has a NaN mean; as a total of none it adds nothing.
+            loss = Mean(torch.where(count > 0, loss * count, torch.zeros_like(loss)), count)
+        return {**outputs, "loss": loss}
+
+    def eval_end(self, aggregated: Any) -> dict[str, Any]:
+        """Adds the perplexity, exp(loss)."""
+        logs = super().eval_end(aggregated)
+        logs["perplexity"] = math.exp(min(logs["loss"], 700.0))  # beyond that a float overflows
+        return logs

@@ -1,0 +1,86 @@
+"""Shows the run in the terminal: one live line there, plain lines where nobody watches."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import IO, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from trainwright.events import EventStorage
+from trainwright.writers.writer import Writer
+
+_SPEEDS = ("tokens_per_second", "samples_per_second")
+_HIDDEN = {"step", "seconds_per_step", *_SPEEDS}
+
+
+class ConsoleWriter(Writer):
+    """Prints progress: step, loss, speed and time left. Evaluations stay on the screen, progress is overwritten."""
+
+    def __init__(self, stream: IO[str] | None = None) -> None:
+        self._console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
+        self._live: Live | None = None
+        self._first: tuple[int, float] | None = None
+
+    def write(self, storage: EventStorage) -> None:
+        """Shows the line."""
+        line = storage.line
+        evaluated = {name: value for name, value in line.items() if "/" in name and not name.startswith("lr/")}
+        training = {name: value for name, value in line.items() if name not in evaluated}
+        if "loss" in training:
+            self._show_progress(self._progress(storage, training))
+        if evaluated:
+            self._console.print(Text(f"step {line['step']}  {_pairs(evaluated)}", style="bold"))
+
+    def close(self) -> None:
+        """Leaves the last progress line on the screen."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _show_progress(self, text: str) -> None:
+        if not self._console.is_terminal:
+            self._console.print(Text(text))
+            return
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False, transient=False)
+            self._live.start()
+        self._live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def _progress(self, storage: EventStorage, training: dict[str, Any]) -> str:
+        step = training["step"]
+        of = f"/{storage.max_steps}" if storage.max_steps else ""
+        parts = [f"step {step}{of}", _pairs({name: training[name] for name in training if name not in _HIDDEN})]
+        speed = next((name for name in _SPEEDS if name in training), None)
+        if speed is not None:
+            parts.append(f"{training[speed]:,.0f} {speed.removesuffix('_per_second')}/s")
+        left = self._seconds_left(step, storage.max_steps)
+        if left is not None:
+            parts.append(f"eta {_duration(left)}")
+        return "  ".join(part for part in parts if part)
+
+    def _seconds_left(self, step: int, max_steps: int | None) -> float | None:
+        """From the wall clock since the first line, so that evaluating and saving are in it."""
+        if self._first is None:
+            self._first = (step, time.monotonic())
+        first_step, start = self._first
+        if max_steps is None or step == first_step:
+            return None
+        return (time.monotonic() - start) / (step - first_step) * (max_steps - step)
+
+
+def _pairs(values: dict[str, Any]) -> str:
+    return "  ".join(f"{name} {_short(value)}" for name, value in values.items())
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,55 @@
+"""Writes `metrics.json`: one JSON object a line, each with `step`. Opened for appending at the first line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import IO, Any
+
+from trainwright.events import EventStorage
+from trainwright.writers.writer import Writer
+
+FILE_NAME = "metrics.json"
+
+
+class JsonLinesWriter(Writer):
+    """Appends each log line to `metrics.json` in the run folder, flushed, so that a kill loses none."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = Path(folder) / FILE_NAME
+        self._file: IO[str] | None = None
+
+    def write(self, storage: EventStorage) -> None:
+        """Appends the line. A NaN is written as NaN: a log never hides one."""
+        if self._file is None:
+            self._file = self.path.open("a", encoding="utf-8")
+        self._file.write(json.dumps(storage.line, default=_as_text) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def cut_back(folder: Path, last_step: int) -> None:
+    """Drops the lines after `last_step`, and a half-written one: a resumed run writes them again."""
+    path = folder / FILE_NAME
+    if not path.exists():
+        return
+    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= last_step]
+    replacement = path.with_suffix(".json.part")
+    replacement.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    replacement.replace(path)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")  # half-written by a process that died
+
+
+def _as_text(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,0 +1,85 @@
+import collections
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from trainwright.config import Component, ModelSection, Origin, RunConfig
+from trainwright.errors import ConfigError
+
+
+def test_reads_as_a_mapping_and_as_attributes():
+    component = Component("adamw", lr=1e-3, betas=[0.9, 0.95])
+    assert component == {"type": "adamw", "lr": 1e-3, "betas": [0.9, 0.95]}
+    assert (component.type, component.lr, component["betas"]) == ("adamw", 1e-3, (0.9, 0.95))
+    assert component.arguments == {"lr": 1e-3, "betas": [0.9, 0.95]}
+
+
+def test_repr_reads_like_the_call_that_made_it():
+    assert repr(Component("adamw", lr=0.1)) == "Component('adamw', lr=0.1)"
+    assert repr(Component("x", **{"a-b": 1})) == "Component('x', **{'a-b': 1})"
+
+
+def test_a_class_becomes_its_import_path():
+    assert Component(collections.OrderedDict).type == "collections:OrderedDict"
+
+
+def test_a_class_of_the_main_script_becomes_its_file(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from trainwright.config import Component\nclass Net: pass\nprint(Component(Net, width=3).type)\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"{script}:Net"
+
+
+def test_a_class_inside_a_function_is_refused():
+    class Local:
+        pass
+
+    with pytest.raises(ConfigError, match="defined inside a function"):
+        Component(Local)
+
+
+def test_two_types_are_refused():
+    with pytest.raises(TypeError, match="given once"):
+        Component("a", **{"type": "b"})
+
+
+def test_origin_pickles_and_is_not_compared():
+    here = Component("a", x=1).located_at(Origin("run.yaml", 3))
+    back = pickle.loads(pickle.dumps(here))
+    assert str(back.origin) == "run.yaml:3"
+    assert back == Component("a", x=1)
+    assert Component("a").origin is None
+
+
+def test_a_component_cannot_be_changed():
+    with pytest.raises(AttributeError, match="read-only"):
+        Component("a", x=1).x = 2
+    with pytest.raises(TypeError, match="read-only"):
+        Component("a", x=1)["type"] = "b"
+
+
+def test_the_models_reserved_keys_are_not_arguments():
+    model = ModelSection("llama", width=64, freeze="embed.*", sharding={"a": 1})
+    assert model.arguments == {"width": 64}
+    assert model.reserved == {"freeze": "embed.*", "sharding": {"a": 1}}
+    assert model.freeze == "embed.*"
+    assert pickle.loads(pickle.dumps(model)).reserved == model.reserved
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (3, "task: must be a component: a mapping with type, or the type alone; got 3."),
+        ("", 'task: must be a component: a mapping with type, or the type alone; got the text "".'),
+        ({"lr": 1}, "task: a component needs a type, got only lr. Add one, such as type: my_file.py:Name."),
+        ({"type": 3}, "task.type: must be text, such as adamw or my_file.py:Name; got 3."),
+    ],
+)
+def test_what_is_no_component_is_refused(written, message):
+    with pytest.raises(ConfigError) as refusal:
+        RunConfig.from_dict({"task": written})
+    assert str(refusal.value) == message

@@ -1,0 +1,116 @@
+import pytest
+from hypothesis import given, reject
+from hypothesis import strategies as st
+
+from trainwright.config import BatchPlan, RunConfig, resolve_batch, resolve_mesh
+from trainwright.errors import ConfigError
+
+
+def with_mesh(**mesh):
+    return RunConfig.from_dict({"runtime": {"mesh": mesh}})
+
+
+def with_trainer(**trainer):
+    return RunConfig.from_dict({"trainer": trainer})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sizes"),
+    [
+        ({}, (8, 1, 1, 1, 1)),
+        ({"data": -1}, (1, 8, 1, 1, 1)),
+        ({"data": -1, "tensor": 2}, (1, 4, 2, 1, 1)),
+        ({"replicate": 2, "data": 2, "pipeline": 2}, (2, 2, 1, 1, 2)),
+    ],
+)
+def test_the_mesh_fills_the_world(mesh, sizes):
+    assert tuple(resolve_mesh(with_mesh(**mesh), 8).values()) == sizes
+    assert list(resolve_mesh(with_mesh(**mesh), 8)) == ["replicate", "data", "tensor", "context", "pipeline"]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        (
+            {"data": 2, "tensor": 2},
+            "runtime.mesh: data 2 × tensor 2 is 4 ranks, but the run has 8. "
+            "Run on 4 ranks, or set runtime.mesh.replicate: -1 to take what is left.",
+        ),
+        (
+            {"data": 3},
+            "runtime.mesh: data 3 is 3 ranks, but the run has 8. Run on 3 ranks, or change the axes to match.",
+        ),
+        (
+            {"data": -1, "tensor": 3},
+            "runtime.mesh: data ? × tensor 3 cannot be 8 ranks: 8 is not a multiple of 3. "
+            "Run on a multiple of 3 ranks, or change the other axes.",
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_with_the_arithmetic(mesh, message):
+    with pytest.raises(ConfigError) as refusal:
+        resolve_mesh(with_mesh(**mesh), 8)
+    assert str(refusal.value) == message
+
+
+@pytest.mark.parametrize(
+    ("given_sizes", "plan"),
+    [
+        ({}, (32, 16, 1)),
+        ({"global_batch_size": 64}, (64, 32, 1)),
+        ({"micro_batch_size": 8}, (16, 8, 1)),
+        ({"accumulation": 4}, (32, 4, 4)),
+        ({"global_batch_size": 64, "micro_batch_size": 8}, (64, 8, 4)),
+        ({"global_batch_size": 64, "accumulation": 8}, (64, 4, 8)),
+        ({"micro_batch_size": 8, "accumulation": 3}, (48, 8, 3)),
+        ({"global_batch_size": 48, "micro_batch_size": 8, "accumulation": 3}, (48, 8, 3)),
+    ],
+)
+def test_the_batch_size_that_was_left_out_is_derived(given_sizes, plan):
+    assert resolve_batch(with_trainer(**given_sizes), 2) == BatchPlan(*plan)
+
+
+def test_a_contradiction_is_refused_with_file_line_and_arithmetic(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lm.yaml").write_text("trainer:\n  micro_batch_size: 8\n  global_batch_size: 100\n")
+    with pytest.raises(ConfigError) as refusal:
+        resolve_batch(RunConfig.load("lm.yaml"), 2)
+    assert str(refusal.value) == (
+        "lm.yaml:3: trainer.global_batch_size: 100 is not micro_batch_size 8 × 2 data ranks × a whole number. "
+        "Use a multiple of 16, or set micro_batch_size."
+    )
+
+
+@pytest.mark.parametrize(
+    ("given_sizes", "problem"),
+    [
+        (
+            {"global_batch_size": 100, "micro_batch_size": 8, "accumulation": 2},
+            "100 is not micro_batch_size 8 × 3 data ranks × accumulation 2 = 48. "
+            "Use 48, or leave one of the three out.",
+        ),
+        ({}, "the default, 32, is not 3 data ranks × a whole number. Use a multiple of 3, or set micro_batch_size."),
+        (
+            {"global_batch_size": 33, "accumulation": 2},
+            "33 is not 3 data ranks × accumulation 2 × a whole number. Use a multiple of 6, or set accumulation.",
+        ),
+    ],
+)
+def test_the_refusal_names_what_was_given(given_sizes, problem):
+    with pytest.raises(ConfigError) as refusal:
+        resolve_batch(with_trainer(**given_sizes), 3)
+    assert str(refusal.value) == f"trainer.global_batch_size: {problem}"
+
+
+sizes = st.none() | st.integers(1, 64)
+
+
+@given(sizes, sizes, sizes, st.integers(1, 9))
+def test_a_plan_always_adds_up_and_keeps_what_was_given(total, micro, accumulation, ranks):
+    given_sizes = {"global_batch_size": total, "micro_batch_size": micro, "accumulation": accumulation}
+    try:
+        plan = resolve_batch(with_trainer(**given_sizes), ranks)
+    except ConfigError:
+        reject()  # the contradictions are tested above
+    assert plan.global_batch_size == plan.micro_batch_size * ranks * plan.accumulation
+    assert all(value in (None, getattr(plan, name)) for name, value in given_sizes.items())

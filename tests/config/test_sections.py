@@ -1,0 +1,111 @@
+import pytest
+
+from trainwright.config import RunConfig
+from trainwright.config.sections import Section
+from trainwright.errors import ConfigError
+
+
+def refusal_of(settings):
+    with pytest.raises(ConfigError) as refusal:
+        RunConfig.from_dict(settings)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("bare", ["digits", {"type": "digits"}])
+def test_one_bare_evaluation_set_is_named_eval(bare):
+    assert RunConfig.from_dict({"data": {"eval": bare}}).data.eval == {"eval": {"type": "digits"}}
+
+
+@pytest.mark.parametrize("name", ["train", "Valid", "1st", "a/b"])
+def test_a_wrong_name_of_a_set_is_refused(name):
+    assert refusal_of({"data": {"eval": {name: "digits"}}}).startswith(f'data.eval.{name}: "{name}" cannot name')
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (
+            {"batch_size": 3},
+            "data.loader.batch_size: is not set here. Set trainer.global_batch_size and trainer.micro_batch_size.",
+        ),
+        ({"shuffle": True}, "data.loader.shuffle: is not set here. Set data.shuffle."),
+        ({"num_workers": 1}, "data.loader.num_workers: is not set here. Set data.workers."),
+        ({"collate_fn": "x"}, "data.loader.collate_fn: is not set here. Set data.collator."),
+        (
+            {"pin_memry": True},
+            'data.loader.pin_memry: the loader takes no such argument. Did you mean "pin_memory"? Known: '
+            "prefetch_factor, pin_memory, persistent_workers, timeout, multiprocessing_context.",
+        ),
+        ({"pin_memory": "yes"}, 'data.loader.pin_memory: must be true or false, got the text "yes".'),
+        ({"prefetch_factor": 0}, "data.loader.prefetch_factor: must be more than 0, got 0."),
+    ],
+)
+def test_a_loader_argument_that_is_set_elsewhere_or_wrong_is_refused(loader, message):
+    assert refusal_of({"data": {"loader": loader}}) == message
+
+
+def test_loader_arguments_are_kept_as_given():
+    assert RunConfig.from_dict({"data": {"loader": {"prefetch_factor": 4.0}}}).data.loader == {"prefetch_factor": 4}
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        ("trainer", "max_steps", True, "must be a whole number, got true."),
+        ("trainer", "max_steps", 1.5, "must be a whole number, got 1.5."),
+        ("trainer", "max_steps", 0, "must be more than 0, got 0."),
+        ("trainer", "max_epochs", float("inf"), "must be a finite number, got inf."),
+        ("trainer", "max_grad_norm", "1.0", 'must be a number, got the text "1.0". Remove the quotes.'),
+        ("trainer", "optimizers", [1], "must be a mapping (key: value), got a list of 1."),
+        ("data", "split", [1], "must be a list of at least 2, got a list of 1."),
+        ("data", "workers", -1, "must be at least 0, got -1."),
+        ("runtime", "precision", "fp8", 'must be fp32, bf16 or fp16, got the text "fp8".'),
+        ("runtime", "mesh", 3, "must be a mapping (key: value), got 3."),
+        ("checkpoint", "keep_best", {"mode": "min"}, None),
+    ],
+)
+def test_a_wrong_value_is_refused_with_what_we_got(section, key, value, message):
+    text = refusal_of({section: {key: value}})
+    expected = f"{section}.{key}: {message}"
+    assert text == (
+        expected if message else "checkpoint.keep_best.metric: is missing. Add it; got a mapping with mode."
+    )
+
+
+def test_split_ratios_are_positive():
+    assert refusal_of({"data": {"split": [90, 0]}}) == "data.split.1: must be more than 0, got 0."
+    assert RunConfig.from_dict({"data": {"split": [90, 5, 5]}}).data.split == (90, 5, 5)
+
+
+@pytest.mark.parametrize("size", [0, -2, True, 1.5, "2"])
+def test_a_mesh_axis_is_positive_or_minus_one(size):
+    assert refusal_of({"runtime": {"mesh": {"data": size}}}).startswith("runtime.mesh.data: must be a positive whole")
+
+
+def test_whole_floats_are_whole_numbers():
+    trainer = RunConfig.from_dict({"trainer": {"max_tokens": 1e9, "max_epochs": 2}}).trainer
+    assert (trainer.max_tokens, trainer.max_epochs) == (10**9, 2.0)
+    assert isinstance(trainer.max_tokens, int)
+
+
+def test_optimizers_take_one_glob_or_several():
+    several = {"a": {"optimizer": "adamw", "match": "x.*"}, "b": {"optimizer": "sgd", "match": ["y", "z"]}}
+    optimizers = RunConfig.from_dict({"trainer": {"optimizers": several}}).trainer.optimizers
+    assert optimizers.a.match == ("x.*",)
+    assert optimizers["b"].match == ("y", "z")
+    assert optimizers.a.optimizer.type == "adamw"
+
+
+def test_an_unknown_key_of_one_optimizer_names_that_sections_keys():
+    text = refusal_of({"trainer": {"optimizers": {"a": {"optimizer": "adamw", "mach": "x"}}}})
+    assert text == (
+        'trainer.optimizers.a.mach: there is no such setting. Did you mean "match"? Known: optimizer, schedule, match.'
+    )
+
+
+def test_every_key_of_every_section_has_a_docstring():
+    public = [section for section in Section.__subclasses__() if not section.__name__.startswith("_")]
+    assert len(public) >= 10
+    for section in public:
+        for name, field in section.model_fields.items():
+            assert field.description, f"{section.__name__}.{name}"

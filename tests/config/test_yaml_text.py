@@ -1,0 +1,114 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainwright.config import yaml_text
+from trainwright.config.frozen import same
+from trainwright.config.tree import Origin
+from trainwright.errors import ConfigError
+
+
+def parse(text):
+    return yaml_text.parse(text, lambda line: Origin("run.yaml", line))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("1.5e3", 1500.0),
+        ("1E5", 1e5),
+        ("-2.", -2.0),
+        (".5", 0.5),
+        ("1_000", 1000),
+        ("010", 10),
+        ("0x10", 16),
+        ("-7", -7),
+        (".inf", math.inf),
+        ("-.inf", -math.inf),
+        ("true", True),
+        ("False", False),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("on", "on"),
+        ("yes", "yes"),
+        ("no", "no"),
+        ("12:30", "12:30"),
+        ("2024-01-02", "2024-01-02"),
+        ("2024_01_02", "2024_01_02"),
+        ("1.2.3", "1.2.3"),
+        ("e5", "e5"),
+        ("'5'", "5"),
+        ("!!str 5", "5"),
+        ("[1, a]", [1, "a"]),
+    ],
+)
+def test_plain_words_mean_what_yaml_1_2_says(text, value):
+    read = parse(f"key: {text}").plain()["key"]
+    assert read == value
+    assert type(read) is type(value)
+
+
+def test_nan_is_a_number():
+    assert math.isnan(parse("key: .nan").plain()["key"])
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("a: 1\nb: 2\na: 3\n", 3, 'the key "a" is given twice here, first at run.yaml:1. Remove one.'),
+        ("a:\n\tb: 1\n", 2, "a tab stands where only spaces may"),
+        ("a: 1\nb: [1, 2\nc: 3\n", 3, "not valid YAML: while parsing a flow sequence (begun at line 2)"),
+        ("a: {b: 1\n", 2, "begun at line 1"),
+        ("a: 1\n2: b\n", 2, 'a key must be text, got 2. Put it in quotes: "2"'),
+        ("a: 1\ntrue: b\n", 2, "a key must be text, got true"),
+        ("a: 1\n[x]: b\n", 2, "a key must be text, got a list or a mapping"),
+        ("a: 1\nb: &loop [*loop]\n", 2, "an alias (*name) stands inside what it names"),
+        ("a: 1\nb: !!python/object:os.system {}\n", 2, "the tag !!python/object:os.system is not read"),
+        ("a: 1\nb: !!int x\n", 2, "'x' is not a int"),
+        ("a: 1\n--- \nb: 2\n", 2, "another document"),
+        ("a: 1\nb: \x07\n", 2, "the character '\\x07' is not allowed"),
+        ("a: 1\nb: *unknown\n", 2, "undefined alias"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_at_its_line(text, line, words):
+    with pytest.raises(ConfigError) as refusal:
+        parse(text)
+    assert str(refusal.value).startswith(f"run.yaml:{line}: ")
+    assert words in str(refusal.value)
+
+
+def test_deep_nesting_is_an_error_in_words():
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        parse("a: " + "[" * 1200 + "]" * 1200)
+
+
+def test_aliases_and_merge_keys_are_read():
+    text = "base: &base {x: 1, y: 2}\nnext: {<<: *base, y: 3}\nsame: *base\n"
+    assert parse(text).plain()["next"] == {"x": 1, "y": 3}
+    assert parse(text).plain()["same"] == {"x": 1, "y": 2}
+
+
+def test_each_key_remembers_its_line():
+    origins = dict(parse("a: 1\nb:\n  c:\n    - x\n    - y\n").origins())
+    assert origins["b", "c"].line == 3
+    assert origins["b", "c", "1"].line == 5
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
+)
+
+
+@given(st.dictionaries(st.text(), values, max_size=4))
+def test_what_is_written_is_read_back_the_same(settings):
+    assert same(parse(yaml_text.write(settings)).plain() or {}, settings)
+
+
+@given(st.from_regex(r"[-+.0-9eE_xo:]{1,8}", fullmatch=True) | st.sampled_from(["on", "no", "null", "True", "<<", "="]))
+def test_words_that_look_like_something_else_stay_text(word):
+    assert parse(yaml_text.write({"key": word})).plain() == {"key": word}

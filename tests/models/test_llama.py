@@ -1,0 +1,214 @@
+"""Llama: equal to transformers' model on the same weights, causal, and clear about wrong sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainwright.errors import ConfigError, DataError
+from trainwright.models.llama import IGNORED_LABEL, Llama, default_intermediate_size
+
+VOCABULARY = 61
+
+
+def small_llama(**changes):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_positions": 32}
+    return Llama(**{**sizes, **changes})
+
+
+def random_tokens(*shape):
+    return torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(1))
+
+
+def reference_llama(model, **changes):
+    transformers = pytest.importorskip("transformers")
+    attention = model.model.layers[0].self_attn
+    config = transformers.LlamaConfig(
+        vocab_size=model.vocab_size,
+        hidden_size=attention.q_proj.in_features,
+        intermediate_size=model.model.layers[0].mlp.up_proj.out_features,
+        num_hidden_layers=len(model.model.layers),
+        num_attention_heads=attention.q_proj.out_features // attention.head_size,
+        num_key_value_heads=attention.k_proj.out_features // attention.head_size,
+        max_position_embeddings=model.max_positions,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=model.tie_embeddings,
+        **changes,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+def test_logits_and_loss_equal_those_of_transformers(num_kv_heads, tie_embeddings):
+    model = small_llama(num_kv_heads=num_kv_heads, tie_embeddings=tie_embeddings, initializer_range=0.3).eval()
+    reference = reference_llama(model)
+    reference.load_state_dict(model.state_dict())
+    tokens = random_tokens(3, 20)
+    labels = tokens.clone()
+    labels[0, 5:9] = IGNORED_LABEL
+    ours, theirs = model(tokens, labels), reference(input_ids=tokens, labels=labels)
+    torch.testing.assert_close(ours["logits"], theirs.logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ours["loss"], theirs.loss, atol=1e-5, rtol=1e-5)
+
+
+def test_weights_of_transformers_load_as_they_are():
+    model = small_llama(num_kv_heads=2, tie_embeddings=False)
+    reference = reference_llama(model)
+    model.load_state_dict(reference.state_dict(), strict=True)
+    tokens = random_tokens(2, 8)
+    torch.testing.assert_close(model(tokens)["logits"], reference(input_ids=tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_rope_theta_is_that_of_transformers():
+    model = small_llama(rope_theta=500.0, initializer_range=0.3)
+    reference = reference_llama(model, rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    reference.load_state_dict(model.state_dict())
+    tokens = random_tokens(1, 32)
+    torch.testing.assert_close(model(tokens)["logits"], reference(input_ids=tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_left_padding_leaves_the_real_tokens_alone():
+    model = small_llama(num_kv_heads=2, initializer_range=0.3)
+    tokens = random_tokens(1, 6)
+    padded = torch.cat((torch.zeros(1, 3, dtype=torch.int64), tokens), dim=1)
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]])
+    logits = model(padded, attention_mask=mask)["logits"]
+    assert logits.isfinite().all()
+    torch.testing.assert_close(logits[:, 3:], model(tokens)["logits"], atol=1e-5, rtol=1e-5)
+
+
+def test_a_mask_of_ones_changes_nothing():
+    model = small_llama(initializer_range=0.3)
+    tokens = random_tokens(2, 7)
+    with_mask = model(tokens, attention_mask=torch.ones_like(tokens))["logits"]
+    torch.testing.assert_close(with_mask, model(tokens)["logits"], atol=1e-5, rtol=1e-5)
+
+
+def test_no_position_sees_a_later_token():
+    model = small_llama(initializer_range=0.3)
+    tokens = random_tokens(1, 10)
+    changed = tokens.clone()
+    changed[0, 6] = (changed[0, 6] + 1) % VOCABULARY
+    before, after = model(tokens)["logits"], model(changed)["logits"]
+    torch.testing.assert_close(before[:, :6], after[:, :6])
+    assert not torch.allclose(before[:, 6], after[:, 6])
+
+
+def test_without_labels_there_is_no_loss():
+    assert small_llama()(random_tokens(1, 4))["loss"] is None
+
+
+def test_the_loss_comes_from_the_criterion_attribute():
+    model = small_llama()
+    tokens = random_tokens(2, 6)
+    logits = model(tokens)["logits"]
+    by_hand = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    torch.testing.assert_close(model(tokens, tokens)["loss"], by_hand)
+    model.criterion = torch.nn.CrossEntropyLoss(reduction="sum")
+    torch.testing.assert_close(model(tokens, tokens)["loss"], by_hand * 10)
+
+
+def test_tied_embeddings_are_one_parameter_and_get_one_gradient():
+    model = small_llama()
+    names = [name for name, _ in model.named_parameters()]
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert "lm_head.weight" in dict(small_llama(tie_embeddings=False).named_parameters())
+
+
+def test_a_model_from_the_meta_device_is_whole_after_a_reset():
+    with torch.device("meta"):
+        model = small_llama()
+    model.to_empty(device="cpu")
+    model.reset_parameters()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert abs(model(random_tokens(2, 8), random_tokens(2, 8))["loss"].item() - torch.tensor(61.0).log()) < 0.2
+
+
+def test_sixteen_bits_keep_the_positions_and_the_loss_in_full_precision():
+    model = small_llama(num_kv_heads=2)
+    tokens = random_tokens(2, 32)
+    expected = model(tokens, tokens)["loss"]
+    result = model.to(torch.bfloat16)(tokens, tokens)
+    assert result["logits"].dtype == torch.bfloat16
+    assert result["loss"].dtype == torch.float32
+    torch.testing.assert_close(result["loss"], expected, atol=0.02, rtol=0)
+
+
+def test_dropout_acts_only_in_training():
+    model = small_llama(dropout=0.5)
+    tokens = random_tokens(1, 8)
+    assert not torch.equal(model(tokens)["logits"], model(tokens)["logits"])
+    model.eval()
+    assert torch.equal(model(tokens)["logits"], model(tokens)["logits"])
+
+
+def test_it_learns_a_repeating_sequence():
+    model = small_llama()
+    tokens = torch.arange(8).repeat(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = model(tokens, tokens)["loss"]
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.05
+    continued = model.generate(tokens[:1, :8], max_new_tokens=8, temperature=0.0)
+    assert continued[0].tolist() == list(range(8)) * 2
+
+
+def test_generation_repeats_with_the_same_generator_and_restores_the_mode():
+    model = small_llama(dropout=0.1)
+    tokens = random_tokens(2, 3)
+    draws = [
+        model.generate(tokens, max_new_tokens=5, generator=torch.Generator().manual_seed(seed)) for seed in (3, 3, 4)
+    ]
+    assert draws[0].shape == (2, 8)
+    assert torch.equal(draws[0][:, :3], tokens)
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+    assert model.training
+
+
+def test_generation_goes_on_beyond_the_positions():
+    assert small_llama(max_positions=4).generate(random_tokens(1, 3), max_new_tokens=6).shape == (1, 9)
+
+
+def test_top_k_of_one_takes_the_likeliest():
+    model = small_llama(initializer_range=0.3)
+    tokens = random_tokens(1, 3)
+    sampled = model.generate(tokens, max_new_tokens=4, top_k=1, temperature=5.0)
+    assert torch.equal(sampled, model.generate(tokens, max_new_tokens=4, temperature=0.0))
+
+
+def test_the_default_mlp_width_is_a_multiple_of_64():
+    assert [default_intermediate_size(size) for size in (24, 192, 256, 4096)] == [64, 512, 704, 10944]
+
+
+def test_the_graph_has_no_breaks():
+    model = small_llama(num_kv_heads=2)
+    tokens = random_tokens(2, 8)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(tokens, tokens)["loss"], model(tokens, tokens)["loss"])
+
+
+def test_too_long_sequences_are_refused_with_both_lengths():
+    with pytest.raises(DataError, match=r"32 positions .* 33 tokens"):
+        small_llama()(random_tokens(1, 33))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 30}, "hidden_size 30 does not split into 4 heads"),
+        ({"num_kv_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
+        ({"num_layers": 0}, "num_layers is 0"),
+        ({"dropout": 1.0}, r"dropout is 1\.0"),
+    ],
+)
+def test_impossible_sizes_are_refused_by_name(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        small_llama(**changes)

@@ -1,0 +1,109 @@
+"""AdamW: torch's mathematics, fused where torch can, metrics as a dict, hooks run once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainwright.optim.adamw import AdamW
+
+
+def parameters(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(5, 3, generator=generator).to(dtype)) for _ in range(2)]
+
+
+def descend(optimizer, weights, steps=5):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        sum((weight**2).sum() for weight in weights).backward()
+        optimizer.step()
+    return weights
+
+
+def test_updates_are_those_of_torch():
+    ours, theirs = parameters(), parameters()
+    descend(AdamW(ours, lr=0.05), ours)
+    descend(torch.optim.AdamW(theirs, lr=0.05, fused=True), theirs)
+    for our, their in zip(ours, theirs, strict=True):
+        assert torch.equal(our, their)
+
+
+def test_defaults_are_those_of_torch_but_fused():
+    ours, theirs = AdamW(parameters()).defaults, torch.optim.AdamW(parameters()).defaults
+    assert {name for name in theirs if ours[name] != theirs[name]} == {"fused"}
+    assert ours["fused"] is True
+
+
+def test_a_device_without_the_kernel_leaves_the_choice_to_torch():
+    assert AdamW([torch.nn.Parameter(torch.zeros(2, device="meta"))]).defaults["fused"] is None
+
+
+def test_fused_can_be_refused():
+    assert AdamW(parameters(), fused=False).defaults["fused"] is False
+
+
+def test_step_returns_a_dict_of_metrics():
+    weights = parameters()
+    optimizer = AdamW(weights)
+    weights[0].sum().backward()
+    assert optimizer.step() == {}
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        lambda weights: iter(weights),
+        lambda weights: [("first", weights[0]), ("second", weights[1])],
+        lambda weights: [{"params": iter(weights[:1]), "weight_decay": 0.0}, {"params": weights[1]}],
+    ],
+    ids=["generator", "named", "groups"],
+)
+def test_all_of_torchs_ways_to_give_parameters_are_taken(entries):
+    weights = parameters()
+    before = [weight.detach().clone() for weight in weights]
+    optimizer = AdamW(entries(weights), lr=0.1)
+    assert optimizer.defaults["fused"] is True
+    descend(optimizer, weights, steps=1)
+    assert not any(torch.equal(old, weight) for old, weight in zip(before, weights, strict=True))
+
+
+def test_one_bare_tensor_is_refused():
+    with pytest.raises(TypeError, match=r"model\.parameters\(\)"):
+        AdamW(parameters()[0])
+
+
+def test_step_hooks_run_once_even_beside_a_plain_torch_adamw():
+    torch.optim.AdamW(parameters())  # from now on torch's own step runs hooks too
+    weights, calls = parameters(), []
+    optimizer = AdamW(weights)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    descend(optimizer, weights, steps=1)
+    assert calls == ["pre", "post"]
+
+
+def test_infinite_gradients_skip_the_update_without_a_look_from_the_host():
+    weights = parameters()
+    before = [weight.detach().clone() for weight in weights]
+    optimizer = AdamW(weights)
+    for weight in weights:
+        weight.grad = torch.full_like(weight, torch.inf)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert all(torch.equal(old, weight) for old, weight in zip(before, weights, strict=True))
+
+
+def test_saved_state_continues_the_same_course():
+    straight = descend(AdamW(once := parameters(), lr=0.05), once, steps=6)
+    weights = parameters()
+    optimizer = AdamW(weights, lr=0.05)
+    descend(optimizer, weights, steps=3)
+    continued = AdamW(weights, lr=0.05)
+    continued.load_state_dict(optimizer.state_dict())
+    descend(continued, weights, steps=3)
+    assert all(torch.equal(one, other) for one, other in zip(straight, weights, strict=True))
+
+
+def test_betas_may_be_a_list_as_yaml_gives_it():
+    assert AdamW(parameters(), betas=[0.9, 0.95]).param_groups[0]["betas"] == (0.9, 0.95)
