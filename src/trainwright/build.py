@@ -133,9 +133,8 @@ def _assemble(
                 "trainer.micro_batch_size": batch.micro_batch_size,
             }
         )
-    eval_data = {
-        name: loaders.for_evaluation(name, each) for name, each in trainer_class.build_eval_data(build).items()
-    }
+    eval_sets = trainer_class.build_eval_data(build)
+    eval_data = {name: loaders.for_evaluation(name, each) for name, each in eval_sets.items()}
     test = build.test_data()
     optimizers = _by_name(trainer_class.build_optimizers(build, model)) if for_training else {}
     surroundings = Surroundings(

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 MODES = ("train", "eval", "train_and_eval")
 
 
-class Interrupted(Exception):
+class Interrupted(Exception):  # noqa: N818 # not an error: the run is safe and will go on
     """The run was asked to leave, has saved its step, and goes on when the same command is run again."""
 
 

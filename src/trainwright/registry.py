@@ -209,8 +209,10 @@ def instantiate(
     where = component.origin
     target = find(kind, component.type, project_dir=project_dir, where=where, label=label)
     arguments = _plain(component.arguments)
-    check_arguments(target, arguments, label=label, where=where, provided=provided)
+    check_arguments(target, arguments, label=label, where=where, provided=(*provided, "project_dir"))
     accepted = {name: value for name, value in provided.items() if _accepts(target, name)}
+    if "project_dir" in (_parameters(target) or {}):
+        accepted["project_dir"] = project_dir
     try:
         return target(**{**accepted, **arguments})
     except TrainwrightError:

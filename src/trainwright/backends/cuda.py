@@ -27,7 +27,7 @@ class CudaBackend(Backend):
 
     def to_device(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Copies on a stream of its own, one batch ahead, so that the copy of the next overlaps with this one."""
-        stream = torch.cuda.Stream(self.device)
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         ahead: tuple[Any, torch.cuda.Event] | None = None
         for batch in batches:
             with torch.cuda.stream(stream):

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 
+from trainwright.config import yaml_text
 from trainwright.config.checks import check_across, check_trainer_keys
 from trainwright.config.component import Component, ModelSection
 from trainwright.config.files import Document, read_document, resolve_document, save_document
@@ -116,6 +117,10 @@ class RunConfig(Section):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write every setting and the project's folder as YAML; `load` reads an equal config back."""
         save_document(path, {"project_dir": str(self.project_dir), **_worth_writing(self)})
+
+    def to_yaml(self) -> str:
+        """Return every setting as YAML text, defaults included."""
+        return yaml_text.write(_worth_writing(self))
 
     @property
     def project_dir(self) -> Path:

@@ -81,6 +81,8 @@ def merge(earlier: Node, later: Node, path: KeyPath = ()) -> Node:
 
 def _types_differ(earlier: Node, later: Node, path: KeyPath) -> bool:
     first, second = earlier.value.get("type"), later.value.get("type")
+    if path == ("trainer",):
+        return False  # its limits, batches and optimizer are no constructor's arguments: they hold for any trainer
     if path == ("data", "eval") and (first is None) != (second is None):
         return True  # one bare component over named sets, or the other way: they cannot be mixed
     return first is not None and second is not None and bool(first.value != second.value)

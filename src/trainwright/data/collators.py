@@ -22,6 +22,7 @@ class Stack:
     """
 
     def __call__(self, samples: list[Any]) -> Any:
+        """Returns the batch, on the host."""
         first = samples[0]
         if isinstance(first, Mapping):
             return {name: _stack([sample[name] for sample in samples]) for name in first}

@@ -26,7 +26,7 @@ def count_samples(dataset: Any, label: str) -> int:
     """Returns the number of samples, or says why the dataset cannot be used."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise DataError(
-            f"{label}: {type(dataset).__name__} has no index (`__getitem__`), so its order could not be resumed exactly. "
+            f"{label}: {type(dataset).__name__} has no `__getitem__`, so its order could not be resumed exactly. "
             "Use a map-style dataset, which has `__len__` and `__getitem__`."
         )
     try:

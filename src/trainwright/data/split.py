@@ -6,6 +6,7 @@ A part is a range of places under a keyed permutation, so membership depends on 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ def split(dataset: Any, ratios: Sequence[float], *, seed: int) -> list[Part]:
     size = len(dataset)
     total = sum(ratios)
     edges = [round(size * sum(ratios[:count]) / total) for count in range(len(ratios) + 1)]
-    parts = [Part(dataset, start, stop, seed=seed) for start, stop in zip(edges, edges[1:], strict=False)]
+    parts = [Part(dataset, start, stop, seed=seed) for start, stop in pairwise(edges)]
     if not all(len(part) for part in parts):
         sizes = " + ".join(str(len(part)) for part in parts)
         raise DataError(

@@ -47,7 +47,7 @@ class AverageWeights(Hook):
     def after_step(self) -> None:
         """Moves the averages towards the weights."""
         if self.trainer.step % self.every_steps == 0:
-            weights = list(self._parameters().values())
+            weights: list[torch.Tensor] = list(self._parameters().values())
             torch._foreach_lerp_(list(self.averages.values()), weights, 1.0 - self.decay)
 
     def before_eval(self) -> None:

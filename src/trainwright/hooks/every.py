@@ -23,6 +23,7 @@ class Every:
         self.steps = steps
 
     def __call__(self, function: Callable[[Any], None]) -> Hook:
+        """Returns the hook."""
         return CallEvery(self.steps, function)
 
 

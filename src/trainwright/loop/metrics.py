@@ -70,6 +70,6 @@ class ConfiguredMetric:
             have = ", ".join(outputs) if outputs else "no outputs, only a loss and metrics"
             raise ConfigError(
                 f"evaluation.metrics.{self.name}.outputs: forward gives no {self.outputs_name!r}; it gives {have}. "
-                "Let forward return a mapping with `loss` and the outputs, or override eval_step and return the values.",
+                "Let forward return a mapping with `loss` and the outputs, or override eval_step.",
                 where=self.where,
             )

@@ -7,6 +7,7 @@ weighs nothing, so that collectives inside a forward still match.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,20 +25,21 @@ def cut(batch: Any, num_samples: int, num_pieces: int, collator: Callable[..., A
     bounds = [num_samples * number // num_pieces for number in range(num_pieces + 1)]
     if hasattr(collator, "split"):
         pieces = collator.split(batch, num_pieces)
-        yield from zip(pieces, (stop - start for start, stop in zip(bounds, bounds[1:], strict=False)), strict=True)
+        yield from zip(pieces, (stop - start for start, stop in pairwise(bounds)), strict=True)
         return
     length = max(num_samples, 1)  # a batch that only stands in holds one sample
     _refuse_uncut(batch, length, num_pieces)
-    for start, stop in zip(bounds, bounds[1:], strict=False):
-        first, last = (start, stop) if stop > start else (0, 1)
-        yield (
-            tree_map_only(torch.Tensor, lambda tensor, a=first, b=last: _rows(tensor, length, a, b), batch),
-            stop - start,
-        )
+    for start, stop in pairwise(bounds):
+        # A piece without samples repeats the first one, with weight 0.
+        rows = slice(start, stop) if stop > start else slice(0, 1)
+        yield _select(batch, length, rows), stop - start
 
 
-def _rows(tensor: torch.Tensor, length: int, start: int, stop: int) -> torch.Tensor:
-    return tensor[start:stop] if tensor.ndim and tensor.shape[0] == length else tensor
+def _select(batch: Any, length: int, rows: slice) -> Any:
+    def select(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[rows] if tensor.ndim and tensor.shape[0] == length else tensor
+
+    return tree_map_only(torch.Tensor, select, batch)
 
 
 def _refuse_uncut(batch: Any, length: int, num_pieces: int) -> None:
@@ -45,7 +47,7 @@ def _refuse_uncut(batch: Any, length: int, num_pieces: int) -> None:
     tree_map_only(torch.Tensor, lambda tensor: shapes.append(tuple(tensor.shape)), batch)
     if not any(shape and shape[0] == length for shape in shapes):
         raise DataError(
-            f"A batch of {length} samples cannot be cut into {num_pieces} micro-batches: no tensor in it has {length} rows "
+            f"A batch of {length} samples cannot be cut into {num_pieces} micro-batches: no tensor has {length} rows "
             f"(shapes: {', '.join(map(str, shapes)) or 'no tensors'}). Give the collator a `split(batch, n)`, "
             "or set trainer.micro_batch_size so that accumulation is 1."
         )

@@ -221,7 +221,8 @@ class Trainer:
             return
         assert self.train_data is not None
         whole = self.samples_in_hand
-        for piece, self.samples_in_hand in cut(batch, whole, num_pieces, self.train_data.collator):
+        for piece, num_samples in cut(batch, whole, num_pieces, self.train_data.collator):
+            self.samples_in_hand = num_samples
             yield piece
         self.samples_in_hand = whole
 

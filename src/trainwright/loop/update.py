@@ -202,7 +202,7 @@ class Update:
     def _prepare_gradients(
         self, gradients: list[torch.Tensor], factor: torch.Tensor | float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Scales and clips in one pass over the gradients; returns their norm before clipping and, in fp16, overflow."""
+        """Scales and clips in one pass over the gradients; returns the norm before clipping and, in fp16, overflow."""
         updater = self._updater
         if updater.loss_scale is not None:
             factor = factor / updater.loss_scale.scale
@@ -231,10 +231,11 @@ class Update:
 
 def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """The 2-norm of all gradients together, in one pass; torch's own helper regroups them on every call (30 µs)."""
-    norms = torch._foreach_norm(gradients)
+    norms = list(torch._foreach_norm(gradients))
     if any(norm.dtype != norms[0].dtype or norm.device != norms[0].device for norm in norms):
         norms = [norm.to(device=norms[0].device, dtype=torch.float32) for norm in norms]
-    return torch.linalg.vector_norm(torch.stack(norms))
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
 
 
 def _merge_metric(values: list[tuple[Any, int]]) -> Any:

@@ -1,1 +1,1 @@
-"""Many devices: joining the other processes (mesh.py), talking to them (collectives.py), equal replicas (replicate.py)."""
+"""Many devices: joining the processes (mesh.py), talking between them (collectives.py), replicas (replicate.py)."""
