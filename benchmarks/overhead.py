@@ -12,8 +12,11 @@ rounds of (contender − raw loop of the same round).
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import logging
+import math
 import os
 import statistics
 import tempfile
@@ -82,8 +85,6 @@ class Clock:
 
 
 def cosine(step, steps):
-    import math
-
     return 0.5 * (1 + math.cos(math.pi * step / max(steps - 1, 1)))
 
 
@@ -235,16 +236,17 @@ def run_huggingface(steps):
         trainer = Trainer(
             Net(), arguments, data_collator=default_data_collator, train_dataset=Rows(), callbacks=[StepDone()]
         )
-        trainer.pop_callback(type(trainer.callback_handler.callbacks[1])) if False else None
-        import contextlib
-        import io
-
         with contextlib.redirect_stdout(io.StringIO()):
             trainer.train()
     return clock.microseconds
 
 
-CONTENDERS = {"raw": run_raw, "trainwright": run_trainwright, "lightning": run_lightning, "huggingface": run_huggingface}
+CONTENDERS = {
+    "raw": run_raw,
+    "trainwright": run_trainwright,
+    "lightning": run_lightning,
+    "huggingface": run_huggingface,
+}
 
 
 def main():
@@ -263,7 +265,8 @@ def main():
             if number:  # the first round imports and warms caches
                 seconds.append(measured)
         print(f"round {number}/{options.rounds}", end="\r", flush=True)
-    print(f"{'':14}{'µs/step':>10}{'over raw':>12}{'ratio':>8}   median of {options.rounds} rounds × {options.steps} steps")
+    print(f"Median of {options.rounds} rounds of {options.steps} steps, torch {torch.__version__}, one thread")
+    print(f"{'':14}{'µs/step':>10}{'over raw':>12}{'ratio':>8}")
     results = {}
     for name, values in times.items():
         over = statistics.median(value - raw for value, raw in zip(values, times["raw"], strict=True))
@@ -271,7 +274,7 @@ def main():
         results[name] = {"median": statistics.median(values), "over_raw": over, "ratio": ratio}
         print(f"{name:14}{results[name]['median']:10.0f}{over:+12.0f}{ratio:8.2f}")
     if options.output:
-        options.output.write_text(json.dumps({"torch": torch.__version__, **vars(options), "results": results}, default=str))
+        options.output.write_text(json.dumps({"torch": torch.__version__, "results": results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

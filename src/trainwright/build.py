@@ -61,9 +61,9 @@ def build_trainer(
         run_folders.prepare(folder)
     ranks.barrier()
     config, trainer = _assemble(config, trainer_class, backend, ranks, folder)
-    step = _find_checkpoint(trainer, config, accept_changes=accept_changes)
+    step, saved = _find_checkpoint(trainer, config, accept_changes=accept_changes)
     if step is not None:
-        _resume(trainer, step)
+        _resume(trainer, step, saved, keep_settings=accept_changes)
     if ranks.is_first:
         run_folders.save_settings(folder, config, backend.describe())
     ranks.barrier()
@@ -271,9 +271,15 @@ def _updater(
     )
 
 
-def _find_checkpoint(trainer: Trainer, config: RunConfig, *, accept_changes: bool) -> int | None:
-    """Returns the step to go on from; refuses changed settings. All ranks agree on the first rank's answer."""
+def _find_checkpoint(
+    trainer: Trainer, config: RunConfig, *, accept_changes: bool
+) -> tuple[int | None, RunConfig | None]:
+    """Returns the step to go on from and the config it was trained with; refuses changed settings.
+
+    The first rank looks, and all ranks get its answer.
+    """
     step: int | None = None
+    saved: RunConfig | None = None
     failure: Exception | None = None
     if trainer.ranks.is_first:
         try:
@@ -284,15 +290,20 @@ def _find_checkpoint(trainer: Trainer, config: RunConfig, *, accept_changes: boo
                 refuse_changes(saved, config, trainer.folder)
         except Exception as error:
             failure = error
-    step, failure = trainer.ranks.broadcast((step, failure))
+    step, saved, failure = trainer.ranks.broadcast((step, saved, failure))
     if failure is not None:
         raise failure
-    return step
+    return step, saved
 
 
-def _resume(trainer: Trainer, step: int) -> None:
-    restore_checkpoint(trainer, step)
+def _resume(trainer: Trainer, step: int, saved: RunConfig | None, *, keep_settings: bool) -> None:
+    restore_checkpoint(trainer, step, keep_settings=keep_settings)
     if trainer.ranks.is_first:
         # A step that was saved before it was written is written again, so its lines go too.
         cut_back(trainer.folder, trainer.step - 1 if trainer.has_unfinished_step else trainer.step)
     logger.info("Resumed from %s, step %d of %d", trainer.surroundings.store.path(step), step, trainer.max_steps)
+    then = saved.trainer.max_steps if saved is not None else None
+    if then is not None and then != trainer.max_steps:
+        for name, entry in trainer.surroundings.updater.optimizers.items():
+            before, now = (entry.rate(step, limit) for limit in (then, trainer.max_steps))
+            logger.info("max_steps %d → %d: the next rate of %s: %g → %g", then, trainer.max_steps, name, before, now)

@@ -72,6 +72,8 @@ def _evaluate(
     store = trainer.surroundings.store
     chosen = pick_step(store, step, best=config.checkpoint.keep_best)
     contents.restore_model(store, chosen, trainer.model)
+    # A hook may evaluate with other weights than the checkpoint's model: the averaged ones.
+    contents.restore_hooks(store.read(chosen, "training")["hooks"], trainer.moments.keyed())
     trainer.step = chosen
     logger.info("Evaluating %s", store.path(chosen))
     with trainer.storage:

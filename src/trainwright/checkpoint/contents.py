@@ -94,9 +94,13 @@ def restore_model(store: CheckpointStore, step: int, model: torch.nn.Module, *, 
 
 
 def restore_optimizers(
-    state: Mapping[str, Any], model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]
+    state: Mapping[str, Any],
+    model: torch.nn.Module,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    *,
+    keep_settings: bool = False,
 ) -> None:
-    """Loads the optimizers' state by parameter name."""
+    """Loads the optimizers' state by parameter name; `keep_settings` leaves their groups as they were built."""
     if state.keys() != optimizers.keys():
         raise CheckpointError(
             f"The checkpoint holds the optimizers {', '.join(state)}, but the run has {', '.join(optimizers)}. "
@@ -104,7 +108,10 @@ def restore_optimizers(
         )
     names = _names_by_parameter(model)
     for name, optimizer in optimizers.items():
-        _load_by_name(optimizer, state[name], names, label=name)
+        saved = state[name]
+        if keep_settings:
+            saved = {**saved, "groups": optimizer.state_dict()["param_groups"]}
+        _load_by_name(optimizer, saved, names, label=name)
 
 
 def restore_hooks(state: Mapping[str, Any], hooks: Mapping[str, Stateful]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One pass over one evaluation set: each sample counts once, whatever the number of ranks.
+"""Passes over evaluation sets: each sample counts once, whatever the number of ranks.
 
 Sums stay on the device until the pass is over, so memory does not grow with the set. What is summed
 comes from the trainer's `eval_step`; when an evaluation is due is trainer.py's.
@@ -6,12 +6,15 @@ comes from the trainer's `eval_step`; when an evaluation is due is trainer.py's.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from trainwright.data.loader import EvalData
+from trainwright.data.order import mix_seed
 from trainwright.errors import TrainwrightError
 from trainwright.events import Mean
 from trainwright.loop.metrics import ConfiguredMetric
@@ -21,6 +24,8 @@ from trainwright.parallel.collectives import Ranks
 
 if TYPE_CHECKING:
     from trainwright.loop.trainer import Trainer
+
+_EVAL_STREAM = 0xE7A1  # keeps an evaluation's randomness apart from that of steps
 
 
 class EvalLogs(dict[str, Any]):
@@ -79,8 +84,38 @@ def _double(value: Any) -> Any:
     return value.detach().double() if isinstance(value, torch.Tensor) else float(value)
 
 
+def evaluate_sets(trainer: Trainer, sets: Mapping[str, EvalData]) -> dict[str, float]:
+    """Evaluates several sets and returns their logs, each prefixed with its set's name.
+
+    Training goes on as if it had not happened: modes of modules and generators are put back. Torch's
+    generators need no care, for every step seeds them anew.
+    """
+    logs: dict[str, float] = {}
+    training = [module for module in trainer.model.modules() if module.training]
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    trainer.moments.call("before_eval")
+    try:
+        trainer.model.eval()
+        for name, data in sets.items():
+            trainer.backend.seed(mix_seed(trainer.config.seed, _EVAL_STREAM, trainer.ranks.rank))
+            values = _evaluate_set(trainer, data, trainer.surroundings.metrics)
+            logs.update({f"{name}/{key}": value for key, value in values.items()})
+    except Exception:
+        # Hooks undo what they did for the evaluation (averaged weights are swapped back) before anything is saved.
+        trainer.moments.call_all("after_eval", {})
+        raise
+    finally:
+        trainer.eval_name = None
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        for module in training:
+            module.training = True
+    trainer.moments.call("after_eval", logs)
+    return logs
+
+
 @torch.no_grad()
-def evaluate_set(trainer: Trainer, data: EvalData, metrics: Sequence[ConfiguredMetric]) -> dict[str, float]:
+def _evaluate_set(trainer: Trainer, data: EvalData, metrics: Sequence[ConfiguredMetric]) -> dict[str, float]:
     """Evaluates one set and returns its logs, unprefixed."""
     trainer.eval_name = data.name
     averages = Averages()

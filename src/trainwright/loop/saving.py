@@ -15,7 +15,6 @@ from trainwright.checkpoint.retention import best_step, is_better, prune
 from trainwright.config import KeepBest
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.events.windows import merge
-from trainwright.loop.hook import Hooks
 from trainwright.loop.loss_scale import LossScale
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def save_checkpoint(trainer: Trainer, *, metrics: Mapping[str, float]) -> Path:
         parts = contents.collect(
             model=trainer.model,
             optimizers=trainer.optimizers,
-            hooks=Hooks(trainer.hooks).keyed(),
+            hooks=trainer.moments.keyed(),
             events=trainer.storage.state_dict(window),
             data=trainer.train_data,
             loss_scale=trainer.loss_scale,
@@ -91,11 +90,15 @@ def save_checkpoint(trainer: Trainer, *, metrics: Mapping[str, float]) -> Path:
     return store.path(trainer.step)
 
 
-def restore_checkpoint(trainer: Trainer, step: int) -> None:
-    """Brings a trainer to the state of a checkpoint; every rank reads it."""
+def restore_checkpoint(trainer: Trainer, step: int, *, keep_settings: bool = False) -> None:
+    """Brings a trainer to the state of a checkpoint; every rank reads it.
+
+    With `keep_settings` the optimizers keep the settings (weight decay, betas) that they were built with.
+    """
     store = trainer.surroundings.store
     contents.restore_model(store, step, trainer.model)
-    contents.restore_optimizers(store.read(step, "optimizers"), trainer.model, trainer.optimizers)
+    optimizers = store.read(step, "optimizers")
+    contents.restore_optimizers(optimizers, trainer.model, trainer.optimizers, keep_settings=keep_settings)
     training = store.read(step, "training")
     trainer.step = trainer.storage.step = int(training["step"])
     trainer.has_unfinished_step = bool(training["has_unfinished_step"])
@@ -103,11 +106,14 @@ def restore_checkpoint(trainer: Trainer, step: int) -> None:
     trainer.train_data.load_state_dict(training["data"])
     trainer.storage.load_state_dict(training["events"], with_window=trainer.ranks.is_first)
     _restore_loss_scale(trainer.loss_scale, training["loss_scale"])
-    trainer.unclaimed_hook_state = contents.restore_hooks(training["hooks"], Hooks(trainer.hooks).keyed())
+    trainer.unclaimed_hook_state = contents.restore_hooks(training["hooks"], trainer.moments.keyed())
     if trainer.ranks.rank < len(training["generators"]):  # a rank that is new begins with its own seed
         contents.restore_generators(training["generators"][trainer.ranks.rank])
     metrics = {saved: store.metrics(saved) for saved in store.steps()} if trainer.ranks.is_first else {}
-    trainer.best.recall(trainer.ranks.broadcast(metrics))
+    metrics = trainer.ranks.broadcast(metrics)
+    trainer.best.recall(metrics)
+    trainer.eval_logs = dict(metrics.get(step, {}))
+    trainer.evaluated_step = step if trainer.eval_logs else -1
 
 
 def _restore_loss_scale(loss_scale: LossScale | None, state: Any) -> None:

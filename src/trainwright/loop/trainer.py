@@ -7,13 +7,11 @@ update.py's, one pass over a set evaluation.py's, what a checkpoint holds saving
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from trainwright.config import RunConfig
@@ -23,7 +21,7 @@ from trainwright.errors import ConfigError, DataError, TrainwrightError
 from trainwright.events import Mean
 from trainwright.events.windows import merge, summarise
 from trainwright.loop.builder import Builder, Surroundings
-from trainwright.loop.evaluation import EvalLogs, evaluate_set, read_eval
+from trainwright.loop.evaluation import EvalLogs, evaluate_sets, read_eval
 from trainwright.loop.hook import Hook, Hooks
 from trainwright.loop.outputs import ForwardResult, read_forward
 from trainwright.loop.pieces import cut
@@ -35,7 +33,7 @@ from trainwright.writers.writer import Writer
 logger = logging.getLogger(__name__)
 
 _GO_ON, _STOP, _INTERRUPT = 0, 1, 2
-_STEP_STREAM, _EVAL_STREAM = 0x57E9, 0xE7A1  # keep steps' and evaluations' randomness apart
+_STEP_STREAM = 0x57E9  # keeps the steps' randomness apart from that of samples and evaluations
 
 
 class Trainer:
@@ -97,13 +95,13 @@ class Trainer:
         self.unclaimed_hook_state: dict[str, Any] = {}
         self.has_unfinished_step = False
         """Is an update done but not yet evaluated and written? A run resumed there finishes that first."""
-        self._hooks = Hooks(surroundings.hooks)
+        self.moments = Hooks(surroundings.hooks)
         self._updater = surroundings.updater
         self._update: Update | None = None
         self._wish = self._ending = _GO_ON
-        self._eval_logs: dict[str, float] = {}
-        self._evaluated_step = -1
-        self._test_logs: dict[str, float] = {}
+        self.eval_logs: dict[str, float] = {}
+        """The logs of the last evaluation, the test set's included; `evaluated_step` says when that was."""
+        self.evaluated_step = -1
         self._window_logs: dict[str, Any] = {}
         self._saved_step = -1
         self._step_tensor = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -178,7 +176,7 @@ class Trainer:
     @property
     def hooks(self) -> list[Hook]:
         """The hooks, in the order in which they are called."""
-        return self._hooks.all
+        return self.moments.all
 
     @property
     def folder(self) -> Path:
@@ -272,6 +270,9 @@ class Trainer:
         """Trains until a limit is reached or somebody stops it; returns the last evaluation's logs."""
         if self.train_data is None:
             raise ConfigError("data.train: there is no training data. Name a dataset, or call evaluate().")
+        if self.step >= self.max_steps and not self.has_unfinished_step:
+            logger.info("The run has its %d steps: nothing is left to do. Raise max_steps to go on.", self.step)
+            return self.eval_logs
         with self._running():
             iterator = self.train_data.batches(self.backend.to_device)
             if self.has_unfinished_step:
@@ -283,7 +284,7 @@ class Trainer:
                 self._updater.set_rates(self.step)
                 # Randomness is a function of the step, so a resumed or rolled-back run draws the same numbers.
                 self.backend.seed(mix_seed(self.config.seed, _STEP_STREAM, self.step, self.ranks.rank))
-                for act in self._hooks.before_step:
+                for act in self.moments.before_step:
                     act()
                 try:
                     batch = self.next_train_inputs(iterator)
@@ -295,22 +296,22 @@ class Trainer:
                 self.step += 1
                 self.has_unfinished_step = True
                 self._record(result)
-                for act in self._hooks.after_step:
+                for act in self.moments.after_step:
                     act()
                 self._ending = self.ranks.highest_vote(self._wish)
                 self._end_step()
-        return {**self._eval_logs, **self._test_logs}
+        return self.eval_logs
 
     def evaluate(self) -> dict[str, float]:
         """Evaluates every set and returns the logs, such as {"valid/loss": 0.3}."""
-        return self._evaluate(self.eval_data)
+        return evaluate_sets(self, self.eval_data)
 
     def save(self) -> Path:
         """Saves a checkpoint of this step and returns its folder."""
-        path = save_checkpoint(self, metrics=self._eval_logs if self._evaluated_step == self.step else {})
+        path = save_checkpoint(self, metrics=self.eval_logs if self.evaluated_step == self.step else {})
         if not self.has_unfinished_step:
             self._saved_step = self.step
-        self._hooks.call("after_save", path)
+        self.moments.call("after_save", path)
         return path
 
     def stop(self, reason: str) -> None:
@@ -333,15 +334,15 @@ class Trainer:
         """Runs before_train and after_train around the loop, and closes hooks and writers whatever happens."""
         with self.storage:
             try:
-                self._hooks.call("before_train")
+                self.moments.call("before_train")
                 self._ending = max(self.ranks.gather(self._wish))
                 yield
                 self.ranks.settle_votes()
                 self.interrupted = self._ending == _INTERRUPT
                 if not self.interrupted:
-                    self._hooks.call("after_train")
+                    self.moments.call("after_train")
             finally:
-                for error in self._hooks.call_all("close"):
+                for error in self.moments.call_all("close"):
                     logger.error("A hook failed to close: %s", error)
                 for writer in self.surroundings.writers:
                     writer.close()
@@ -383,39 +384,17 @@ class Trainer:
     def _evaluate_if_due(self) -> None:
         every = self.config.evaluation.every_steps
         due = self._is_last or (every and self.step % every == 0)
-        if due and self.eval_data and self._evaluated_step != self.step:
-            self._eval_logs = self._evaluate(self.eval_data)
-            self._evaluated_step = self.step
-            self.best.note(self.step, self._eval_logs)
+        if due and self.eval_data and self.evaluated_step != self.step:
+            self.eval_logs = evaluate_sets(self, self.eval_data)
+            self.evaluated_step = self.step
+            self.best.note(self.step, self.eval_logs)
             # Evaluating has brought the ranks together, so a hook's wish to stop can be agreed on at once.
             self._ending = max(self.ranks.gather(self._wish))
         test = self.surroundings.test_data
         if self._is_last and test is not None:
-            self._test_logs = self._evaluate({test.name: test})
-
-    def _evaluate(self, sets: Mapping[str, EvalData]) -> dict[str, float]:
-        logs: dict[str, float] = {}
-        training = [module for module in self.model.modules() if module.training]
-        python_state, numpy_state = random.getstate(), np.random.get_state()
-        self._hooks.call("before_eval")
-        try:
-            self.model.eval()
-            for name, data in sets.items():
-                self.backend.seed(mix_seed(self.config.seed, _EVAL_STREAM, self.ranks.rank))
-                values = evaluate_set(self, data, self.surroundings.metrics)
-                logs.update({f"{name}/{key}": value for key, value in values.items()})
-        except Exception:
-            # Hooks undo what they did for the evaluation (averaged weights are swapped back) before anything is saved.
-            self._hooks.call_all("after_eval", {})
-            raise
-        finally:
-            self.eval_name = None
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-            for module in training:
-                module.training = True
-        self._hooks.call("after_eval", logs)
-        return logs
+            logs = self.eval_logs if self.evaluated_step == self.step else {}
+            self.eval_logs = {**logs, **evaluate_sets(self, {test.name: test})}
+            self.evaluated_step = self.step
 
     def _write_if_due(self) -> None:
         logs: dict[str, Any] = {}
@@ -424,7 +403,7 @@ class Trainer:
             logs = {name: _plain(value) for name, value in self.train_loop_end().items()}
             if not self._is_last:
                 self.train_loop_begin()
-        evaluated = {**(self._eval_logs if self._evaluated_step == self.step else {}), **self._test_logs}
+        evaluated = self.eval_logs if self.evaluated_step == self.step else {}
         if logs or evaluated:
             self.storage.remember(evaluated)
             self.storage.publish({**logs, **evaluated})

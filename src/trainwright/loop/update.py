@@ -40,6 +40,10 @@ class ScheduledOptimizer:
     def __post_init__(self) -> None:
         self.base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
 
+    def rate(self, step: int, max_steps: int) -> float:
+        """The first group's learning rate in the update that follows `step` updates."""
+        return self.base_rates[0] * self.schedule(step, max_steps)
+
     def set_rate(self, step: int, max_steps: int) -> float:
         """Writes the learning rate of the update that follows `step` updates; returns the first group's."""
         factor = self.schedule(step, max_steps)

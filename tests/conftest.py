@@ -1,0 +1,25 @@
+"""What every test shares: one thread, and a small project folder to train in."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from pathlib import Path
+
+import pytest
+import torch
+
+PROJECT = Path(__file__).parent / "project"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def in_tmp(tmp_path, monkeypatch):
+    """The current folder is an empty one, so that runs/ lands there."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
