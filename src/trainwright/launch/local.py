@@ -13,7 +13,8 @@ def relaunch(num_processes: int, arguments: Sequence[str]) -> None:
     Replaced, not started beside: a kill then reaches torchrun itself and leaves no orphans.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-    command += ["-m", "trainwright", *arguments]
+    # After `--` torchrun takes none of our options for its own.
+    command += ["-m", "--", "trainwright", *arguments]
     # Without this torchrun sets it too, but with a warning; on a CPU more threads than cores are slower than one.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.stdout.flush()

@@ -141,11 +141,9 @@ class Update:
             if num_samples == 0:
                 loss = Mean(loss.total * 0.0, loss.count * 0.0)
             scaled = loss.total / self._updater.global_batch_size
-            self._losses.append((loss.detach(), num_samples))
         else:
             share = num_samples / self._updater.global_batch_size
             scaled = loss if share == 1.0 else loss * share
-            self._losses.append((loss.detach(), num_samples))
         if not isinstance(scaled, torch.Tensor) or not scaled.requires_grad:
             raise TrainwrightError(
                 "The loss has no gradient: nothing that it was computed from requires one. "
@@ -154,6 +152,7 @@ class Update:
         if self._updater.loss_scale is not None:
             scaled = scaled * self._updater.loss_scale.scale
         scaled.backward()  # type: ignore[no-untyped-call]
+        self._losses.append((loss.detach(), num_samples))
         for name, value in result.metrics.items():
             self._metrics.setdefault(name, []).append((value, num_samples))
 

@@ -21,6 +21,7 @@ class Schedule:
     Warm-up rises linearly: the factor of update number n is n / warmup_steps, so update number `warmup_steps` is the
     first at exactly 1.0. Its step is called the peak. Without warm-up the first update is at exactly 1.0 and the peak
     is step 0. `warmup_fraction` is a part of max_steps, rounded to a whole number of steps. None means no warm-up.
+    A run that is shorter than its warm-up, as a trial run is, ends on the way up.
     """
 
     def __init__(self, *, warmup_steps: int | None = None, warmup_fraction: float | None = None) -> None:
@@ -34,15 +35,7 @@ class Schedule:
 
     def __call__(self, step: int, max_steps: int) -> float:
         """Returns the factor for the update that follows `step` completed updates of a run of `max_steps`."""
-        _check_whole("step", step, least=0)
-        _check_whole("max_steps", max_steps, least=1)
         warmup = _resolve(self.warmup_steps, self.warmup_fraction, max_steps)
-        if warmup > max_steps:
-            raise ConfigError(
-                f"warmup_steps {warmup} is longer than the run of {max_steps} steps, which would never reach its "
-                "learning rate. Shorten the warm-up or raise max_steps.",
-                where="schedule",
-            )
         step = min(step, max_steps - 1)
         if step < warmup:
             return (step + 1) / warmup
@@ -174,7 +167,8 @@ class WarmupStableDecay(Schedule):
     """Stays at exactly 1.0 from the peak on, then falls to exactly `minimum` over the last `decay_steps` updates.
 
     `decay_fraction` is a part of max_steps; 0.1 where neither is given. The shapes: `linear`, half a `cosine`, and
-    `sqrt`, which is 1 − sqrt(progress), steep at first. A decay of 0 steps means that the factor stays at 1.0.
+    `sqrt`, which is 1 − sqrt(progress), steep at first. A decay of 0 steps means that the factor stays at 1.0; one
+    that is longer than what follows the peak begins there.
     """
 
     def __init__(
@@ -206,23 +200,10 @@ class WarmupStableDecay(Schedule):
     def after_warmup(self, step: int, *, peak: int, max_steps: int) -> float:
         """Returns 1.0 before the decay, then the shape of the decay's progress."""
         last = max_steps - 1
-        decay = self._count_decay_steps(peak=peak, max_steps=max_steps)
+        decay = min(_resolve(self.decay_steps, self.decay_fraction, max_steps), last - peak)
         if step <= last - decay:
             return 1.0
         return _above(DECAY_SHAPES[self.shape](_progress(step, last - decay, last)), self.minimum)
-
-    def _count_decay_steps(self, *, peak: int, max_steps: int) -> int:
-        decay = _resolve(self.decay_steps, self.decay_fraction, max_steps)
-        room = max_steps - 1 - peak
-        # Fractions that fill the run may come out one step too long by rounding; that is not the user's mistake.
-        slack = 0 if self.decay_fraction is None else 1
-        if decay > room + slack:
-            raise ConfigError(
-                f"the decay of {decay} steps does not fit: {room} of {max_steps} steps are left after the peak. "
-                "Shorten the decay or the warm-up, or raise max_steps.",
-                where="schedule",
-            )
-        return min(decay, room)
 
 
 def _linear(progress: float) -> float:

@@ -1,0 +1,91 @@
+"""Hooks: which moments are called, in which order, and how their state is keyed."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainwright.loop.hook import MOMENTS, Hook, Hooks
+
+
+class Recorder(Hook):
+    def __init__(self, name, calls):
+        self.name = name
+        self.calls = calls
+
+    def after_step(self):
+        self.calls.append(self.name)
+
+    def after_eval(self, logs):
+        self.calls.append((self.name, dict(logs)))
+
+
+class Quiet(Hook):
+    """Overrides nothing."""
+
+
+class Failing(Hook):
+    def close(self):
+        raise OSError("no space")
+
+
+def test_hooks_are_called_in_the_order_of_registration():
+    calls = []
+    hooks = Hooks([Recorder("b", calls), Quiet(), Recorder("a", calls)])
+    hooks.call("after_eval", {"valid/loss": 1.0})
+    for act in hooks.after_step:
+        act()
+    assert calls == [("b", {"valid/loss": 1.0}), ("a", {"valid/loss": 1.0}), "b", "a"]
+
+
+def test_a_moment_that_nobody_overrides_costs_nothing():
+    hooks = Hooks([Quiet(), Recorder("a", [])])
+    assert hooks.before_step == []
+    assert len(hooks.after_step) == 1
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_every_moment_of_a_hook_may_be_left_alone(moment):
+    assert Hooks([Quiet()]).call_all(moment) == []
+
+
+def test_closing_goes_on_past_a_hook_that_raises():
+    closed = []
+
+    class Closes(Hook):
+        def close(self):
+            closed.append(True)
+
+    errors = Hooks([Failing(), Closes(), Failing()]).call_all("close")
+    assert [str(error) for error in errors] == ["no space", "no space"]
+    assert closed == [True]
+
+
+def test_call_lets_an_error_through():
+    with pytest.raises(OSError, match="no space"):
+        Hooks([Failing()]).call("close")
+
+
+def test_states_are_keyed_by_class_name_and_ordinal():
+    class InfoHook(Hook):
+        pass
+
+    first, quiet, second, third = InfoHook(), Quiet(), InfoHook(), InfoHook()
+    keyed = Hooks([first, quiet, second, third]).keyed()
+    assert keyed == {"InfoHook": first, "Quiet": quiet, "InfoHook#2": second, "InfoHook#3": third}
+
+
+def test_a_hook_without_state_has_an_empty_one():
+    assert Quiet().state_dict() == {}
+    Quiet().load_state_dict({"anything": 1})
+
+
+def test_a_hook_need_not_inherit():
+    class Duck:
+        def after_step(self):
+            calls.append("quack")
+
+    calls = []
+    hooks = Hooks([Duck()])
+    hooks.after_step[0]()
+    hooks.call("before_train")
+    assert calls == ["quack"]

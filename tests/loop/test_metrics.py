@@ -1,0 +1,56 @@
+"""Configured metrics: what they are fed, and what is said when it is missing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainwright.errors import ConfigError
+from trainwright.loop.metrics import Accuracy, ConfiguredMetric
+
+
+def test_accuracy_counts_samples_over_batches():
+    accuracy = Accuracy()
+    accuracy.update(torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1, 1]))
+    accuracy.update(torch.tensor([[0.0, 1.0]]), torch.tensor([0]))
+    mean = accuracy.compute()
+    assert (float(mean.total), float(mean.count)) == (2, 4)
+
+
+def test_accuracy_leaves_out_ignored_labels():
+    accuracy = Accuracy(ignore_index=-1)
+    accuracy.update(torch.tensor([[[1.0, 0.0], [1.0, 0.0]]]), torch.tensor([[0, -1]]))
+    assert float(accuracy.compute().value) == 1.0
+    assert float(accuracy.compute().count) == 1
+
+
+def test_accuracy_forgets_when_it_is_reset():
+    accuracy = Accuracy()
+    accuracy.update(torch.tensor([[1.0, 0.0]]), torch.tensor([0]))
+    accuracy.reset()
+    assert float(accuracy.compute().count) == 0
+
+
+def test_a_metric_is_fed_what_its_names_say():
+    metric = ConfiguredMetric("top", Accuracy(), "scores", "target")
+    metric.update({"logits": None, "scores": torch.tensor([[0.0, 1.0]])}, {"target": torch.tensor([1])})
+    assert float(metric.metric.compute().value) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("outputs", "have"),
+    [({"scores": 1, "hidden": 2}, "it gives scores, hidden"), (None, "no outputs, only a loss and metrics")],
+)
+def test_missing_outputs_are_named_with_what_there_is(outputs, have):
+    metric = ConfiguredMetric("top", Accuracy(), "logits", "labels", "run.yaml:9")
+    with pytest.raises(
+        ConfigError, match=rf"^run\.yaml:9: evaluation\.metrics\.top\.outputs: .*'logits'; {have}.*eval_step"
+    ):
+        metric.require_outputs(outputs)
+
+
+@pytest.mark.parametrize(("batch", "have"), [({"x": 1, "y": 2}, "it has x, y"), ([1, 2], "it has a list")])
+def test_missing_labels_are_named_with_what_there_is(batch, have):
+    metric = ConfiguredMetric("top", Accuracy(), "logits", "labels", "run.yaml:9")
+    with pytest.raises(ConfigError, match=rf"^run\.yaml:9: evaluation\.metrics\.top\.labels: .*'labels'; {have}"):
+        metric.update({"logits": torch.zeros(1, 2)}, batch)

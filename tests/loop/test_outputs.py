@@ -1,0 +1,129 @@
+"""What a forward may return."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from trainwright.errors import TrainwrightError
+from trainwright.events import Mean
+from trainwright.loop.outputs import read_forward
+
+LOGITS = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+BATCH = {"x": torch.zeros(2, 4), "labels": torch.tensor([0, 1])}
+
+
+class WithCriterion(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.criterion = nn.CrossEntropyLoss()
+
+
+class Plain(nn.Module):
+    pass
+
+
+def read(returned, *, model=None, batch=BATCH, num_samples=2):
+    return read_forward(returned, batch, model or Plain(), num_samples)
+
+
+def test_a_scalar_is_the_loss():
+    result = read(torch.tensor(1.5))
+    assert result.loss.item() == 1.5
+    assert (result.metrics, result.outputs, result.num_samples) == ({}, None, 2)
+
+
+def test_a_tensor_with_one_element_is_a_scalar_loss():
+    assert read(torch.tensor([[1.5]])).loss.shape == ()
+    assert read({"loss": torch.tensor([1.5])}).loss.shape == ()
+
+
+def test_a_mean_is_kept_with_its_weight():
+    mean = Mean(torch.tensor(6.0), 3)
+    assert read(mean).loss is mean
+    assert read((mean, {})).loss is mean
+    assert read({"loss": mean}).loss is mean
+
+
+def test_a_pair_gives_loss_and_metrics_that_may_be_changed():
+    given = {"accuracy": 0.5}
+    result = read((torch.tensor(1.0), given))
+    result.metrics["more"] = 1
+    assert (result.metrics, result.outputs) == ({"accuracy": 0.5, "more": 1}, None)
+    assert given == {"accuracy": 0.5}
+
+
+def test_of_a_mapping_only_the_loss_is_taken_and_the_rest_are_outputs():
+    result = read(OrderedDict(loss=torch.tensor(1.0), logits=LOGITS, hidden=None))
+    assert result.metrics == {}
+    assert list(result.outputs) == ["logits", "hidden"]
+    assert result.outputs["logits"] is LOGITS
+
+
+def test_an_object_with_a_loss_is_read_like_a_mapping():
+    result = read(SimpleNamespace(loss=torch.tensor(2.0), logits=LOGITS))
+    assert (result.loss.item(), list(result.outputs), result.metrics) == (2.0, ["logits"], {})
+
+
+def test_an_object_with_slots_is_read_like_any_other():
+    @dataclass(slots=True)
+    class Output:
+        loss: torch.Tensor
+        logits: torch.Tensor
+
+    result = read(Output(torch.tensor(2.0), LOGITS))
+    assert (result.loss.item(), list(result.outputs)) == (2.0, ["logits"])
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        {"loss": None, "logits": LOGITS, "hidden": LOGITS},
+        {"logits": LOGITS},
+        {"loss": None, "scores": LOGITS},
+        SimpleNamespace(loss=None, logits=LOGITS),
+        LOGITS,
+    ],
+    ids=["logits", "no loss key", "only output", "object", "bare tensor"],
+)
+def test_without_a_loss_the_criterion_gets_the_outputs_and_the_labels(returned):
+    result = read(returned, model=WithCriterion())
+    assert torch.equal(result.loss, nn.functional.cross_entropy(LOGITS, BATCH["labels"]))
+    assert result.outputs
+
+
+@pytest.mark.parametrize(
+    ("returned", "model", "batch", "missing"),
+    [
+        ({"logits": LOGITS}, Plain(), BATCH, "`criterion` on the model"),
+        ({"logits": LOGITS}, WithCriterion(), {"x": LOGITS}, "`labels` in the batch"),
+        ({"logits": LOGITS}, WithCriterion(), [LOGITS], "`labels` in the batch"),
+        ({"a": LOGITS, "b": LOGITS}, WithCriterion(), BATCH, r"`logits` among the outputs \(got a, b\)"),
+        ({}, WithCriterion(), BATCH, r"`logits` among the outputs \(got none\)"),
+    ],
+)
+def test_what_is_missing_for_a_loss_is_named(returned, model, batch, missing):
+    with pytest.raises(TrainwrightError, match=f"no loss, and none can be made: there is no {missing}"):
+        read(returned, model=model, batch=batch)
+
+
+@pytest.mark.parametrize(
+    ("returned", "shown"),
+    [
+        (None, "forward returned None"),
+        ("text", "forward returned a str"),
+        ((torch.tensor(1.0),), r"forward returned a tuple of 1 \(Tensor\)"),
+        ((torch.tensor(1.0), LOGITS), r"a tuple of 2 \(Tensor, Tensor\).*must be \(loss, metrics\)"),
+        (LOGITS, r"one number in a tensor, or a Mean; forward gave a tensor of shape \(2, 2\).*\.mean\(\)"),
+        ({"loss": 0.5}, "forward gave a float"),
+        ((0.5, {}), "forward gave a float"),
+    ],
+)
+def test_anything_else_is_an_error_that_shows_it(returned, shown):
+    with pytest.raises(TrainwrightError, match=shown):
+        read(returned)

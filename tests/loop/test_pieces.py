@@ -1,0 +1,62 @@
+"""Micro-batches of a rank's batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainwright.data.collators import Stack
+from trainwright.errors import DataError
+from trainwright.loop.pieces import cut
+
+
+def pieces_of(batch, num_samples, num_pieces, collator=None):
+    return list(cut(batch, num_samples, num_pieces, collator or Stack()))
+
+
+@pytest.mark.parametrize(("num_samples", "num_pieces"), [(8, 2), (7, 3), (5, 5), (4, 1)])
+def test_pieces_in_order_are_the_batch_again(num_samples, num_pieces):
+    x = torch.arange(num_samples * 2).reshape(num_samples, 2)
+    pieces = pieces_of({"x": x}, num_samples, num_pieces)
+    assert len(pieces) == num_pieces
+    assert torch.equal(torch.cat([piece["x"] for piece, _ in pieces]), x)
+    assert [count for _, count in pieces] == [len(piece["x"]) for piece, _ in pieces]
+
+
+def test_nests_are_kept_and_what_has_no_rows_is_passed_whole():
+    batch = {"pair": (torch.arange(4), [torch.arange(8).reshape(4, 2)]), "scale": torch.tensor(3.0), "name": "a"}
+    batch["table"] = torch.zeros(3, 4)
+    (first, _), (second, _) = pieces_of(batch, 4, 2)
+    assert first["pair"][0].tolist() == [0, 1]
+    assert second["pair"][1][0].tolist() == [[4, 5], [6, 7]]
+    for piece in (first, second):
+        assert isinstance(piece["pair"], tuple)
+        assert piece["scale"] is batch["scale"]
+        assert piece["table"] is batch["table"]
+        assert piece["name"] == "a"
+
+
+def test_more_pieces_than_samples_repeat_a_sample_that_weighs_nothing():
+    pieces = pieces_of({"x": torch.tensor([[1.0], [2.0]])}, 2, 4)
+    assert [count for _, count in pieces] == [0, 1, 0, 1]
+    assert [piece["x"].tolist() for piece, _ in pieces] == [[[1.0]], [[1.0]], [[1.0]], [[2.0]]]
+
+
+def test_a_batch_that_stands_in_gives_pieces_without_weight():
+    pieces = pieces_of({"x": torch.ones(1, 3)}, 0, 2)
+    assert [(tuple(piece["x"].shape), count) for piece, count in pieces] == [((1, 3), 0), ((1, 3), 0)]
+
+
+def test_a_collator_may_split_by_itself():
+    class Packed:
+        def split(self, batch, n):
+            return [{"row": number, "of": n} for number in range(n)]
+
+    assert pieces_of({"x": torch.zeros(1)}, 5, 2, Packed()) == [({"row": 0, "of": 2}, 2), ({"row": 1, "of": 2}, 3)]
+
+
+def test_a_batch_without_rows_is_refused_with_its_shapes():
+    with pytest.raises(DataError, match=r"8 samples cannot be cut into 2.*\(3, 2\).*split\(batch, n\)"):
+        pieces_of({"x": torch.zeros(3, 2)}, 8, 2)
+    with pytest.raises(DataError, match="no tensors"):
+        pieces_of({"text": ["a", "b"]}, 2, 2)

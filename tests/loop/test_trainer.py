@@ -1,0 +1,355 @@
+"""The loop and its override points, on a real small run."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from trainwright import Hook, Mean, RunConfig, StepResult, Trainer, build_trainer, get_event_storage
+from trainwright.errors import DataError, TrainwrightError
+
+PROJECT = Path(__file__).parents[1] / "project"
+
+
+def load(tmp_path, *overrides):
+    return RunConfig.load(PROJECT / "run.yaml", [f"output_dir={tmp_path}", *overrides])
+
+
+def lines(tmp_path, name="small"):
+    return [json.loads(line) for line in (tmp_path / name / "metrics.json").read_text().splitlines()]
+
+
+def without_time(line):
+    return {key: value for key, value in line.items() if not key.endswith(("_per_second", "_per_step"))}
+
+
+def test_a_line_closes_each_window_and_the_last_step_is_always_written(tmp_path):
+    build_trainer(load(tmp_path, "trainer.max_steps=11")).train()
+    written = lines(tmp_path)
+    assert [line["step"] for line in written] == [3, 5, 6, 9, 10, 11]
+    assert ["loss" in line for line in written] == [True, False, True, True, False, True]
+    assert [line["step"] for line in written if "valid/loss" in line] == [5, 10, 11]
+    assert {"loss", "grad_norm", "lr"} <= written[0].keys()
+
+
+def test_the_moments_come_in_the_order_of_the_loop(tmp_path):
+    calls = []
+
+    class Diary(Hook):
+        def __getattribute__(self, name):
+            if name in ("before_train", "after_train", "before_step", "after_step", "before_eval", "close"):
+                return lambda: calls.append(name)
+            if name in ("after_eval", "after_save"):
+                return lambda _: calls.append(name)
+            return super().__getattribute__(name)
+
+        before_train = after_train = before_step = after_step = before_eval = close = after_eval = after_save = None
+
+    class Mine(Trainer):
+        @classmethod
+        def build_hooks(cls, build):
+            return [*build.hooks(), Diary()]
+
+        def train_step(self, batch):
+            calls.append("train_step")
+            return super().train_step(batch)
+
+        def train_loop_begin(self):
+            calls.append("train_loop_begin")
+
+        def train_loop_end(self):
+            calls.append("train_loop_end")
+            return super().train_loop_end()
+
+    overrides = ("trainer.max_steps=2", "evaluation.every_steps=2", "log.every_steps=1", "checkpoint.every_steps=2")
+    build_trainer(load(tmp_path, *overrides), Mine).train()
+    step = ["before_step", "train_step", "after_step"]
+    assert calls == [
+        *["before_train", "train_loop_begin", *step, "train_loop_end", "train_loop_begin"],
+        *[*step, "before_eval", "after_eval", "train_loop_end", "after_save", "after_train", "close"],
+    ]
+
+
+def test_forward_gets_exactly_the_collators_keys_once_per_micro_batch(tmp_path):
+    seen = []
+
+    class Mine(Trainer):
+        def forward(self, **batch):
+            if self.model.training:
+                seen.append((self.step, sorted(batch), len(batch["x"])))
+            outputs = self.model(**batch)
+            return outputs["loss"], {"double": outputs["loss"] * 2, "words": "text"}
+
+    build_trainer(load(tmp_path, "trainer.max_steps=2", "evaluation.metrics={}"), Mine).train()
+    assert seen == [(step, ["labels", "x"], 4) for step in (0, 0, 1, 1)]
+    line = lines(tmp_path)[-1]
+    assert line["double"] == pytest.approx(2 * line["loss"])
+    assert line["words"] == "text"
+
+
+def test_the_loss_does_not_depend_on_the_micro_batch_size(tmp_path):
+    losses = {}
+    for micro in (2, 4, 8):
+        config = load(tmp_path, f"name=micro{micro}", f"trainer.micro_batch_size={micro}", "model.dropout=0.0")
+        build_trainer(config).train()
+        losses[micro] = [line["loss"] for line in lines(tmp_path, f"micro{micro}") if "loss" in line]
+    assert losses[2] == pytest.approx(losses[8], rel=1e-5)
+    assert losses[4] == pytest.approx(losses[8], rel=1e-5)
+
+
+def test_an_overridden_train_step_may_return_a_plain_tuple(tmp_path):
+    class Mine(Trainer):
+        def train_step(self, batch):
+            update = self.begin_update()
+            for piece in self.micro_batches(batch):
+                update.backward(self.run_forward(piece))
+            result = update.apply()
+            assert isinstance(result, StepResult)
+            result.metrics["mine"] = 5.0
+            return tuple(result)
+
+    build_trainer(load(tmp_path, "trainer.max_steps=3"), Mine).train()
+    assert lines(tmp_path)[0]["mine"] == 5.0
+
+
+def test_a_step_without_our_update_still_follows_the_schedule(tmp_path):
+    rates = []
+
+    class Mine(Trainer):
+        def train_step(self, batch):
+            loss = self.model(**batch)["loss"]
+            optimizer = self.optimizers["main"]
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            optimizer.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+            return loss, {}, torch.tensor(0.0), rates[-1]
+
+    build_trainer(load(tmp_path, "trainer.max_steps=6"), Mine).train()
+    assert rates[:3] == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2])
+    assert rates[-1] == 0.0
+
+
+def test_next_train_inputs_may_take_several_batches(tmp_path):
+    class Mine(Trainer):
+        def next_train_inputs(self, iterator):
+            first, second = next(iterator), next(iterator)
+            return {key: torch.cat([first[key], second[key]]) for key in first}
+
+        def train_step(self, batch):
+            update = self.begin_update()
+            update.backward(self.run_forward(batch))
+            return update.apply()
+
+    trainer = build_trainer(load(tmp_path, "trainer.max_steps=4"), Mine)
+    trainer.train()
+    assert trainer.train_data.position == 4 * 2 * 8
+
+
+def test_an_adversarial_pair_steps_in_turn(tmp_path):
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.generator = nn.Linear(2, 4)
+            self.critic = nn.Linear(4, 1)
+
+    class Adversarial(Trainer):
+        @classmethod
+        def build_model(cls, build):
+            return Pair()
+
+        def train_step(self, batch):
+            real, noise = batch["x"], torch.randn(len(batch["x"]), 2)
+            update = self.begin_update()
+            fake = self.model.generator(noise).detach()
+            critic_loss = self.model.critic(fake).mean() - self.model.critic(real).mean()
+            before = [parameter.clone() for parameter in self.model.generator.parameters()]
+            update.backward(critic_loss)
+            critic = update.apply(optimizers=("critic",))
+            assert all(map(torch.equal, before, self.model.generator.parameters()))
+            held = [parameter.clone() for parameter in self.model.critic.parameters()]
+            update = self.begin_update()
+            update.backward(-self.model.critic(self.model.generator(noise)).mean())
+            result = update.apply(optimizers=("generator",))
+            assert all(map(torch.equal, held, self.model.critic.parameters()))
+            result.metrics["critic_loss"] = critic.loss
+            return result
+
+    config = RunConfig.from_dict(
+        {
+            "name": "pair",
+            "output_dir": str(tmp_path),
+            "data": {"train": {"type": "parts.py:Points"}},
+            "trainer": {
+                "type": "mine.py:Adversarial",
+                "max_steps": 6,
+                "global_batch_size": 8,
+                "optimizers": {
+                    "generator": {"optimizer": {"type": "adamw", "lr": 1e-3}, "match": "generator.*"},
+                    "critic": {
+                        "optimizer": {"type": "sgd", "lr": 1e-2},
+                        "schedule": {"type": "linear"},
+                        "match": "critic.*",
+                    },
+                },
+            },
+            "writers": ["json"],
+            "log": {"every_steps": 1},
+        },
+        project_dir=PROJECT,
+    )
+    build_trainer(config, Adversarial).train()
+    written = lines(tmp_path, "pair")
+    assert [line["step"] for line in written] == [1, 2, 3, 4, 5, 6]
+    assert written[0]["lr/generator"] == written[-1]["lr/generator"] == 1e-3
+    assert (written[0]["lr/critic"], written[-1]["lr/critic"]) == (1e-2, 0.0)
+    assert "critic_loss" in written[0]
+
+
+def test_train_loop_ends_dict_is_the_line(tmp_path):
+    class Mine(Trainer):
+        def train_loop_end(self):
+            logs = super().train_loop_end()
+            return {"only": logs["loss"], "as_tensor": torch.tensor(2.0), "as_mean": Mean(3.0, 2)}
+
+    build_trainer(load(tmp_path, "trainer.max_steps=3", "data.eval={}"), Mine).train()
+    assert lines(tmp_path)[0] == {"step": 3, "only": pytest.approx(0.7, abs=0.5), "as_tensor": 2.0, "as_mean": 1.5}
+
+
+def test_puts_inside_the_model_reach_the_line(tmp_path):
+    class Talking(Trainer):
+        def forward(self, **batch):
+            storage = get_event_storage()
+            assert storage.step == self.step + 1
+            storage.put_scalar("put", float(self.step + 1))
+            storage.put_scalar("raw", float(self.step + 1), smoothing_hint=False)
+            return self.model(**batch)["loss"]
+
+    config = load(tmp_path, "trainer.max_steps=3", "data.eval={}", "evaluation.metrics={}")
+    build_trainer(config, Talking).train()
+    line = lines(tmp_path)[0]
+    assert (line["put"], line["raw"]) == (2.0, 3.0)
+
+
+def test_nothing_is_copied_to_the_host_between_log_periods(tmp_path, monkeypatch):
+    waits = []
+    for name in ("item", "tolist", "cpu", "numpy", "__float__", "__bool__"):
+        original = getattr(torch.Tensor, name)
+
+        def watched(self, *arguments, _name=name, _original=original, **keywords):
+            waits.append(_name)
+            return _original(self, *arguments, **keywords)
+
+        monkeypatch.setattr(torch.Tensor, name, watched)
+    counts = {}
+
+    class Counting(Hook):
+        def before_step(self):
+            counts[self.trainer.step + 1] = len(waits)
+
+    class Mine(Trainer):
+        @classmethod
+        def build_hooks(cls, build):
+            return [*build.hooks(), Counting()]
+
+    overrides = ("log.every_steps=5", "trainer.max_steps=10", "evaluation.every_steps=100", "checkpoint.every_steps=100")
+    build_trainer(load(tmp_path, *overrides, "hooks=[{type: average_weights}]"), Mine).train()
+    assert counts[1] == counts[2] == counts[5]  # steps 1 to 4 waited for nothing
+    assert counts[6] > counts[5]  # the log line of step 5 did
+    assert counts[6] == counts[10]
+
+
+def test_the_step_has_three_spellings_and_a_tensor(tmp_path):
+    trainer = build_trainer(load(tmp_path, "trainer.max_steps=2"))
+    trainer.train()
+    assert trainer.step == trainer.iter == trainer.global_step == int(trainer.step_tensor) == 2
+    with pytest.raises(AttributeError):
+        trainer.iter = 3
+
+
+def test_the_epoch_is_that_of_the_steps_first_sample(tmp_path):
+    epochs = []
+
+    class Mine(Trainer):
+        def train_step(self, batch):
+            epochs.append(self.epoch)
+            return super().train_step(batch)
+
+    build_trainer(load(tmp_path, "data.train.size=12", "trainer.max_steps=5"), Mine).train()
+    assert epochs == [0, 0, 1, 2, 2]  # samples 0, 8, 16, 24, 32 of epochs of 12
+
+
+def test_stop_ends_the_run_as_if_the_step_were_the_last(tmp_path):
+    class Stopping(Hook):
+        def after_step(self):
+            if self.trainer.step == 4:
+                self.trainer.stop("enough")
+
+    class Mine(Trainer):
+        @classmethod
+        def build_hooks(cls, build):
+            return [*build.hooks(), Stopping()]
+
+    trainer = build_trainer(load(tmp_path, "data.test={type: 'parts.py:Points', size: 9}"), Mine)
+    logs = trainer.train()
+    assert (trainer.step, trainer.stop_reason) == (4, "enough")
+    assert lines(tmp_path)[-1]["step"] == 4
+    assert {"valid/loss", "test/loss"} <= logs.keys()
+    assert trainer.surroundings.store.steps()[-1] == 4
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_every_precision_trains_and_keeps_fp32_weights(tmp_path, precision):
+    trainer = build_trainer(load(tmp_path, f"runtime.precision={precision}", "trainer.max_steps=30", "data.train.noise=0.0"))
+    trainer.train()
+    losses = [line["loss"] for line in lines(tmp_path) if "loss" in line]
+    assert losses[-1] < losses[0]
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+    assert ("loss_scale" in lines(tmp_path)[0]) == (precision == "fp16")
+
+
+def test_autocast_reaches_the_models_forward(tmp_path):
+    dtypes = []
+
+    class Mine(Trainer):
+        def forward(self, **batch):
+            outputs = self.model(**batch)
+            dtypes.append(outputs["logits"].dtype)
+            return outputs
+
+    build_trainer(load(tmp_path, "runtime.precision=bf16", "trainer.max_steps=1"), Mine).train()
+    assert set(dtypes) == {torch.bfloat16}
+
+
+def test_a_trainer_made_by_hand_says_how_it_is_made(tmp_path):
+    with pytest.raises(TrainwrightError, match="build_trainer\\(config, Trainer\\)"):
+        Trainer(load(tmp_path), None, nn.Linear(1, 1), None)
+
+
+def test_an_overridden_forward_needs_a_mapping(tmp_path):
+    class Tuples:
+        def __call__(self, samples):
+            return tuple(torch.stack([sample[key] for sample in samples]) for key in ("x", "labels"))
+
+    class Mine(Trainer):
+        @classmethod
+        def build_collator(cls, build):
+            return Tuples()
+
+        def forward(self, **batch):
+            return batch["x"].sum()
+
+    with pytest.raises(DataError, match="forward\\(\\*\\*batch\\) needs a mapping, but the batch is a tuple"):
+        build_trainer(load(tmp_path), Mine).train()
+
+
+def test_two_builds_of_one_config_train_to_equal_bits(tmp_path):
+    weights = []
+    for name in ("a", "b"):
+        trainer = build_trainer(load(tmp_path, f"name={name}"))
+        trainer.train()
+        weights.append(torch.cat([parameter.flatten() for parameter in trainer.model.parameters()]))
+    assert torch.equal(*weights)
+    assert [without_time(line) for line in lines(tmp_path, "a")] == [without_time(line) for line in lines(tmp_path, "b")]

@@ -1,0 +1,219 @@
+"""One update: its gradient is exactly that of Σtotal / Σcount, clipped and stepped as asked."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from trainwright.errors import ConfigError, TrainwrightError
+from trainwright.events import Mean
+from trainwright.loop.loss_scale import LossScale
+from trainwright.loop.outputs import ForwardResult
+from trainwright.loop.update import ScheduledOptimizer, Updater
+from trainwright.parallel.collectives import Ranks
+
+
+def constant(step, max_steps):
+    return 1.0
+
+
+def make_updater(parameters, *, batch_size=8, optimizer=None, lr=0.1, **options):
+    optimizer = optimizer or torch.optim.SGD(parameters, lr=lr)
+    updater = Updater(
+        {"main": ScheduledOptimizer(optimizer, constant)},
+        global_batch_size=batch_size,
+        max_steps=10,
+        ranks=Ranks(),
+        **options,
+    )
+    updater.set_rates(0)
+    return updater
+
+
+def weight(*values):
+    return nn.Parameter(torch.tensor(values or (1.0, -2.0, 3.0)))
+
+
+@settings(deadline=None, max_examples=30)
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), data=st.data())
+def test_plain_losses_weigh_their_samples_whatever_the_pieces(sizes, data):
+    total = sum(sizes)
+    x = torch.randn(total, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
+    w = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    update = make_updater([w], batch_size=total, lr=0.0).begin(total)
+    for piece in x.split(sizes):
+        update.backward(ForwardResult(((piece @ w) ** 2).mean(), len(piece)))
+    result = update.apply()
+    expected = ((x @ w) ** 2).mean()
+    (gradient,) = torch.autograd.grad(expected, w)
+    assert torch.allclose(w.grad, gradient, rtol=1e-12)
+    assert torch.allclose(result.loss, expected.detach(), rtol=1e-12)
+
+
+def test_means_of_unequal_counts_give_the_mean_over_everything():
+    w = weight()
+    update = make_updater([w], lr=0.0).begin(8)
+    x, y = torch.randn(3, 3), torch.randn(7, 3)
+    update.backward(ForwardResult(Mean((x @ w).square().sum(), 3), 4))
+    update.backward(ForwardResult(Mean((y @ w).square().sum(), torch.tensor(7)), 4))
+    result = update.apply()
+    expected = (torch.cat([x, y]) @ w).square().mean()
+    (gradient,) = torch.autograd.grad(expected, w)
+    torch.testing.assert_close(w.grad, gradient)
+    torch.testing.assert_close(result.loss, expected.detach())
+    assert float(update.weight) == 10
+
+
+def test_a_piece_without_samples_changes_nothing():
+    w = weight()
+    update = make_updater([w], lr=0.0).begin(8)
+    update.backward(ForwardResult((w * 2).sum(), 8, {"accuracy": 0.5}))
+    update.backward(ForwardResult(Mean((w * 1e6).sum(), 1000), 0, {"accuracy": 99.0}))
+    result = update.apply()
+    torch.testing.assert_close(w.grad, torch.full((3,), 2.0))
+    assert result.metrics["accuracy"] == 0.5
+
+
+def test_a_batch_in_which_nothing_counts_moves_nothing():
+    w = weight()
+    update = make_updater([w]).begin(8)
+    update.backward(ForwardResult(Mean((w * 0).sum(), 0), 8))
+    result = update.apply()
+    assert w.tolist() == [1.0, -2.0, 3.0]
+    assert float(result.loss) == 0.0
+
+
+def test_grad_norm_is_measured_before_clipping_and_also_without():
+    for limit in (None, 0.5):
+        w = weight()
+        update = make_updater([w], lr=1.0, max_grad_norm=limit).begin(8)
+        update.backward((w * torch.tensor([3.0, 0.0, 4.0])).sum())
+        result = update.apply()
+        assert float(result.grad_norm) == pytest.approx(5.0)
+        moved = (torch.tensor([1.0, -2.0, 3.0]) - w.detach()).norm()
+        assert float(moved) == pytest.approx(5.0 if limit is None else 0.5, rel=1e-5)
+
+
+def test_clipping_equals_torchs_own():
+    torch.manual_seed(0)
+    ours, theirs = nn.Linear(5, 3), nn.Linear(5, 3)
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(8, 5) * 10
+    update = make_updater(list(ours.parameters()), lr=0.1, max_grad_norm=1.0).begin(8)
+    update.backward(ours(x).square().mean())
+    result = update.apply()
+    theirs(x).square().mean().backward()
+    norm = nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+    torch.optim.SGD(theirs.parameters(), lr=0.1).step()
+    assert torch.equal(result.grad_norm, norm)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_clipping_by_value_bounds_each_element():
+    w = weight()
+    update = make_updater([w], lr=1.0, max_grad_value=0.5).begin(8)
+    update.backward((w * torch.tensor([3.0, -0.1, -4.0])).sum())
+    update.apply()
+    torch.testing.assert_close(w.grad, torch.tensor([0.5, -0.1, -0.5]))
+
+
+def test_metrics_of_the_step_reach_the_result():
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            return {"num_updates": 1.0}
+
+    w = weight()
+    update = make_updater([w], optimizer=Counting([w], lr=0.1)).begin(8)
+    update.backward(ForwardResult(w.sum(), 4, {"a": torch.tensor(1.0), "b": Mean(3.0, 1), "c": "first"}))
+    update.backward(ForwardResult(w.sum(), 12, {"a": torch.tensor(2.0), "b": Mean(1.0, 1), "c": "last"}))
+    metrics = update.apply().metrics
+    assert float(metrics["a"]) == pytest.approx((4 * 1 + 12 * 2) / 16)
+    assert metrics["b"].value == 2.0
+    assert metrics["c"] == "last"
+    assert metrics["num_updates"] == 1.0
+
+
+def test_optimizers_may_step_apart_with_their_own_rates():
+    first, second = weight(1.0), weight(1.0)
+    updater = Updater(
+        {
+            "first": ScheduledOptimizer(torch.optim.SGD([first], lr=1.0), lambda step, _: 1.0),
+            "second": ScheduledOptimizer(torch.optim.SGD([second], lr=0.1), lambda step, _: 0.5),
+        },
+        global_batch_size=1,
+        max_steps=10,
+        ranks=Ranks(),
+    )
+    updater.set_rates(0)
+    update = updater.begin(1)
+    update.backward((first + second).sum())
+    result = update.apply(optimizers=("second",))
+    assert (first.item(), second.item()) == (1.0, pytest.approx(0.95))
+    assert float(result.grad_norm) == 1.0  # of the parameters that were stepped
+    assert result.lr == 0.05
+    assert result.metrics["lr/first"] == 1.0
+    update = updater.begin(1)
+    update.backward((first * 2).sum())
+    update.apply(optimizers=("first",))
+    assert (first.item(), second.item()) == (-1.0, pytest.approx(0.95))
+    with pytest.raises(ConfigError, match="no optimizer 'third'. Known: first, second"):
+        update.apply(optimizers=("third",))
+
+
+def test_a_loss_without_gradient_is_explained():
+    w = weight()
+    update = make_updater([w]).begin(8)
+    with pytest.raises(TrainwrightError, match=r"The loss has no gradient.*detach"):
+        update.backward(torch.tensor(1.0))
+    with pytest.raises(TrainwrightError, match="without a backward"):
+        update.apply()
+
+
+def test_a_loss_that_touches_no_parameter_is_explained():
+    w, other = weight(), weight()
+    update = make_updater([w]).begin(8)
+    update.backward(other.sum())
+    with pytest.raises(TrainwrightError, match="No parameter of the optimizers main got a gradient"):
+        update.apply()
+
+
+class TestLossScale:
+    @pytest.mark.parametrize("fused", [True, False])
+    def test_an_overflow_skips_the_update_and_halves_the_scale(self, fused):
+        w = weight()
+        optimizer = torch.optim.AdamW([w], lr=0.1, fused=fused)
+        scale = LossScale(torch.device("cpu"), initial=1024.0)
+        updater = make_updater([w], optimizer=optimizer, loss_scale=scale)
+        update = updater.begin(8)
+        update.backward((w * float("inf")).sum())
+        update.apply()
+        assert w.tolist() == [1.0, -2.0, 3.0]
+        assert float(scale.scale) == 512.0
+        assert not any(bool((state["exp_avg"] != 0).any()) for state in optimizer.state.values())
+
+    def test_a_scaled_update_equals_an_unscaled_one(self):
+        moved = []
+        for scale in (None, LossScale(torch.device("cpu"), initial=2.0**12)):
+            w = weight()
+            update = make_updater([w], max_grad_norm=1.0, loss_scale=scale).begin(8)
+            update.backward((w.square()).sum())
+            result = update.apply()
+            moved.append((w.detach().clone(), result.grad_norm, result.loss))
+        for plain, scaled in zip(*moved, strict=True):
+            torch.testing.assert_close(plain, scaled)
+
+    def test_the_scale_grows_after_the_interval_and_its_state_is_restored(self):
+        scale = LossScale(torch.device("cpu"), initial=2.0, growth_interval=3)
+        good, bad = torch.tensor(False), torch.tensor(True)
+        for overflowed in (good, good, bad, good, good, good):
+            scale.follow(overflowed)
+        assert float(scale.scale) == 2.0  # halved once, doubled once
+        scale.follow(good)
+        other = LossScale(torch.device("cpu"), growth_interval=3)
+        other.load_state_dict(scale.state_dict())
+        for each in (scale, other):
+            each.follow(good)
+            each.follow(good)
+        assert float(other.scale) == float(scale.scale) == 4.0

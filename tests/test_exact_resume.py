@@ -1,0 +1,131 @@
+"""kill -9 at a step, run the same command again: every later loss, metric, rate and weight is bit-identical.
+
+Real processes and real signals. The children are forked from this process, which has torch imported, so
+that a case costs a tenth of a second instead of three.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainwright import Hook, RunConfig, Trainer, build_trainer
+from trainwright.checkpoint.store import CheckpointStore
+
+PROJECT = Path(__file__).parent / "project"
+TIMED = ("_per_second", "_per_step")
+
+
+class KillAt(Hook):
+    """Sends this very process a signal after a step."""
+
+    def __init__(self, step, number):
+        self.step, self.number = step, number
+
+    def after_step(self):
+        if self.trainer.step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+def run_in_child(config, *, signal_at=None, number=signal.SIGKILL):
+    """Trains in a forked child and returns how it ended: an exit code, or minus the signal."""
+
+    class Killed(Trainer):
+        @classmethod
+        def build_hooks(cls, build):
+            return [*build.hooks(), *([KillAt(signal_at, number)] if signal_at else [])]
+
+    child = os.fork()
+    if child == 0:
+        try:
+            trainer = build_trainer(config, Killed)
+            trainer.train()
+            os._exit(7 if trainer.interrupted else 0)
+        except BaseException as error:
+            print(f"child: {error!r}", file=sys.stderr)
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def what_is_left(folder):
+    """Everything of a run that must be equal: the log without its clock, and every bit of the last checkpoint."""
+    lines = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
+    lines = [{key: value for key, value in line.items() if not key.endswith(TIMED)} for line in lines]
+    store = CheckpointStore(folder / "checkpoints")
+    last = store.steps()[-1]
+    training = store.read(last, "training")
+    events = training["events"]["histories"]
+    training["events"] = {name: values for name, values in events.items() if not name.endswith(TIMED)}
+    return lines, last, store.read(last, "model"), store.read(last, "optimizers"), training
+
+
+def assert_same(left, right, path=""):
+    if isinstance(left, torch.Tensor):
+        assert torch.equal(left, right), path
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys(), path
+        for key in left:
+            assert_same(left[key], right[key], f"{path}.{key}")
+    elif isinstance(left, list | tuple):
+        assert len(left) == len(right), path
+        for number, (a, b) in enumerate(zip(left, right, strict=True)):
+            assert_same(a, b, f"{path}[{number}]")
+    elif hasattr(left, "tolist"):
+        assert left.tolist() == right.tolist(), path
+    else:
+        assert left == right, path
+
+
+EVERYTHING = ("model.dropout=0.3", "hooks=[{type: average_weights, decay: 0.8}]", "checkpoint.keep_last=null")
+CASES = {
+    "accumulation, dropout, averaged weights": (),
+    "fp16 with its scale": ("runtime.precision=fp16",),
+    "bf16": ("runtime.precision=bf16",),
+    "two workers": ("data.workers=2",),
+    "one worker, no shuffle": ("data.workers=1", "data.shuffle=false"),
+    "no accumulation": ("trainer.micro_batch_size=8",),
+    "ragged epochs": ("trainer.max_steps=null", "trainer.max_epochs=1.7"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(case, tmp_path):
+    def config(name):
+        overrides = (f"name={name}", f"output_dir={tmp_path}", *EVERYTHING, *CASES[case])
+        return RunConfig.load(PROJECT / "run.yaml", overrides)
+
+    assert run_in_child(config("undisturbed")) == 0
+    assert run_in_child(config("killed"), signal_at=6) == -signal.SIGKILL
+    assert run_in_child(config("killed"), signal_at=10) == -signal.SIGKILL
+    assert run_in_child(config("killed")) == 0
+    assert_same(what_is_left(tmp_path / "undisturbed"), what_is_left(tmp_path / "killed"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_signal_finishes_the_step_and_saves_it(number, workers, tmp_path):
+    def config(name):
+        overrides = (f"name={name}", f"output_dir={tmp_path}", f"data.workers={workers}", *EVERYTHING)
+        return RunConfig.load(PROJECT / "run.yaml", overrides)
+
+    assert run_in_child(config("undisturbed")) == 0
+    assert run_in_child(config("asked"), signal_at=7, number=number) == 7
+    assert CheckpointStore(tmp_path / "asked" / "checkpoints").steps() == [4, 7]
+    assert run_in_child(config("asked")) == 0
+    assert_same(what_is_left(tmp_path / "undisturbed"), what_is_left(tmp_path / "asked"))
+
+
+def test_a_run_may_go_on_with_other_workers_and_micro_batches(tmp_path):
+    def config(name, *overrides):
+        overrides = (f"name={name}", f"output_dir={tmp_path}", "model.dropout=0.0", *overrides)
+        return RunConfig.load(PROJECT / "run.yaml", overrides)
+
+    assert run_in_child(config("undisturbed")) == 0
+    assert run_in_child(config("changed"), signal_at=6) == -signal.SIGKILL
+    assert run_in_child(config("changed", "data.workers=2")) == 0
+    assert_same(what_is_left(tmp_path / "undisturbed"), what_is_left(tmp_path / "changed"))
