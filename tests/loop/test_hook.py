@@ -89,3 +89,10 @@ def test_a_hook_need_not_inherit():
     hooks.after_step[0]()
     hooks.call("before_train")
     assert calls == ["quack"]
+
+
+def test_a_hook_that_does_not_inherit_and_keeps_nothing_has_no_state():
+    class Duck:
+        pass
+
+    assert Hooks([Duck(), Quiet()]).keyed().keys() == {"Quiet"}

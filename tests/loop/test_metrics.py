@@ -39,12 +39,12 @@ def test_a_metric_is_fed_what_its_names_say():
 
 @pytest.mark.parametrize(
     ("outputs", "have"),
-    [({"scores": 1, "hidden": 2}, "it gives scores, hidden"), (None, "no outputs, only a loss and metrics")],
+    [({"scores": 1, "hidden": 2}, "scores, hidden"), (None, "no outputs, only a loss and metrics")],
 )
 def test_missing_outputs_are_named_with_what_there_is(outputs, have):
     metric = ConfiguredMetric("top", Accuracy(), "logits", "labels", "run.yaml:9")
     with pytest.raises(
-        ConfigError, match=rf"^run\.yaml:9: evaluation\.metrics\.top\.outputs: .*'logits'; {have}.*eval_step"
+        ConfigError, match=rf"^run\.yaml:9: evaluation\.metrics\.top\.outputs: .*'logits'; it gives {have}.*eval_step"
     ):
         metric.require_outputs(outputs)
 

@@ -110,6 +110,8 @@ class Hooks:
         """Returns the hooks by the key of their state: class name, and ordinal where a class repeats."""
         keyed: dict[str, Hook] = {}
         for hook in self.all:
+            if not hasattr(hook, "state_dict"):
+                continue  # one that does not inherit from Hook and keeps nothing
             name = type(hook).__name__
             number = sum(type(other).__name__ == name for other in keyed.values()) + 1
             keyed[name if number == 1 else f"{name}#{number}"] = hook

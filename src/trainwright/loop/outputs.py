@@ -43,7 +43,7 @@ def read_forward(returned: Any, batch: Any, model: torch.nn.Module, num_samples:
         outputs = {name: value for name, value in returned.items() if name != "loss"}
         loss = returned.get("loss")
     elif hasattr(returned, "loss"):
-        outputs = {name: value for name, value in vars(returned).items() if name != "loss"}
+        outputs = {name: value for name, value in _attributes(returned).items() if name != "loss"}
         loss = returned.loss
     else:
         raise TrainwrightError(
@@ -72,7 +72,7 @@ def _with_criterion(outputs: Mapping[str, Any], batch: Any, model: torch.nn.Modu
         scores = next(iter(outputs.values()))
     if criterion is None or labels is None or scores is None:
         missing = [
-            "a `criterion` on the model" if criterion is None else "",
+            "`criterion` on the model" if criterion is None else "",
             "`labels` in the batch" if labels is None else "",
             f"`logits` among the outputs (got {', '.join(outputs) or 'none'})" if scores is None else "",
         ]
@@ -90,6 +90,12 @@ def _one_number(loss: Any) -> torch.Tensor:
         f"The loss must be one number in a tensor, or a Mean; forward gave {_describe(loss)}. "
         "Reduce it with .mean(), or return Mean(total, count)."
     )
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    # A dataclass with slots has no `__dict__`; its fields are its slots.
+    slots = {name: getattr(value, name) for name in getattr(value, "__slots__", ()) if hasattr(value, name)}
+    return {**slots, **getattr(value, "__dict__", {})}
 
 
 def _describe(value: Any) -> str:

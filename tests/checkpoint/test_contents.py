@@ -1,0 +1,297 @@
+"""What a checkpoint holds, and that it goes back bit for bit."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from trainwright.checkpoint import contents
+from trainwright.checkpoint.store import CheckpointStore
+from trainwright.errors import CheckpointError
+from trainwright.loop.hook import Hook, Hooks
+
+
+class State:
+    """Anything with state."""
+
+    def __init__(self, value=None):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+class InfoHook(Hook):
+    def __init__(self, seen=None):
+        self.seen = seen
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore(tmp_path / "checkpoints")
+
+
+def net(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).to(dtype)
+
+
+def stepped(model, make, steps=3):
+    """An optimizer with state, over the model's parameters as `make` takes them."""
+    optimizer = make(model)
+    for step in range(steps):
+        torch.manual_seed(step)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    return optimizer
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def adamw_reversed(model):
+    return torch.optim.AdamW(list(model.parameters())[::-1], lr=1e-2)
+
+
+def write(store, model, optimizers, *, step=5, hooks=(), unclaimed=None, generators=None):
+    parts = contents.collect(
+        model=model,
+        optimizers=optimizers,
+        hooks=Hooks(hooks).keyed(),
+        events={"window": {}, "histories": {}},
+        data=State(40),
+        loss_scale=None,
+        generators=generators or [contents.generator_state()],
+        step=step,
+        has_unfinished_step=False,
+        unclaimed_hook_state=unclaimed or {},
+    )
+    store.write(step, parts, metrics={})
+    return store.read(step, "training")
+
+
+def state_by_name(model, optimizer):
+    return {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
+
+
+def assert_same_state(first, second):
+    assert first.keys() == second.keys()
+    for name, values in first.items():
+        assert values.keys() == second[name].keys()
+        for key, value in values.items():
+            assert value.dtype == second[name][key].dtype, (name, key)
+            assert torch.equal(value, second[name][key]), (name, key)
+
+
+def test_optimizer_state_survives_another_order_of_parameters(store):
+    model = net()
+    before = stepped(model, adamw)
+    write(store, model, {"main": before})
+    other = net()
+    after = adamw_reversed(other)
+    contents.restore_optimizers(store.read(5, "optimizers"), other, {"main": after})
+    assert_same_state(state_by_name(model, before), state_by_name(other, after))
+
+
+def test_a_restored_optimizer_makes_the_same_next_update(store):
+    model, other = net(), net()
+    optimizer, restored = stepped(model, adamw), adamw_reversed(other)
+    write(store, model, {"main": optimizer})
+    contents.restore_model(store, 5, other)
+    contents.restore_optimizers(store.read(5, "optimizers"), other, {"main": restored})
+    for each, its_optimizer in ((model, optimizer), (other, restored)):
+        for number, parameter in enumerate(each.parameters()):
+            parameter.grad = torch.full_like(parameter, 0.1 * (number + 1))
+        its_optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+class Fp32State(torch.optim.Optimizer):
+    """Keeps its sums in fp32 whatever the parameters are, as optimizers of bf16 models do."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                total = state.setdefault("total", torch.zeros(parameter.shape, dtype=torch.float32))
+                total += parameter.grad.float() * 1.001
+                parameter -= (group["lr"] * total).to(parameter.dtype)
+
+
+def test_fp32_state_beside_bf16_parameters_keeps_its_bits(store):
+    model = net(torch.bfloat16)
+    before = stepped(model, lambda each: Fp32State(each.parameters()))
+    totals = state_by_name(model, before)
+    assert any(not torch.equal(state["total"], state["total"].bfloat16().float()) for state in totals.values())
+    write(store, model, {"main": before})
+    other = net(torch.bfloat16)
+    after = Fp32State(other.parameters())
+    contents.restore_optimizers(store.read(5, "optimizers"), other, {"main": after})
+    assert_same_state(totals, state_by_name(other, after))
+
+
+def test_bf16_weights_keep_their_bits(store):
+    model = net(torch.bfloat16)
+    write(store, model, {})
+    other = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).bfloat16()
+    contents.restore_model(store, 5, other)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_renamed_optimizers_are_refused_by_name(store):
+    model = net()
+    write(store, model, {"main": stepped(model, adamw)})
+    with pytest.raises(CheckpointError, match=r"holds the optimizers main, but the run has body, head.*--fresh"):
+        contents.restore_optimizers(
+            store.read(5, "optimizers"), model, {"body": adamw(model), "head": adamw(model)}
+        )
+
+
+def test_state_for_a_parameter_that_the_optimizer_no_longer_owns_is_refused_by_name(store):
+    model = net()
+    write(store, model, {"main": stepped(model, adamw)})
+    smaller = torch.optim.AdamW(model[0].parameters())
+    with pytest.raises(CheckpointError, match=r"optimizer 'main' has state for 2\.weight, 2\.bias"):
+        contents.restore_optimizers(store.read(5, "optimizers"), model, {"main": smaller})
+
+
+def test_another_number_of_parameter_groups_is_refused_in_words(store):
+    model = net()
+    write(store, model, {"main": stepped(model, adamw)})
+    groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}]
+    with pytest.raises(CheckpointError, match=r"'main' has 1 parameter group.*2"):
+        contents.restore_optimizers(store.read(5, "optimizers"), model, {"main": torch.optim.AdamW(groups)})
+
+
+def test_hook_states_are_keyed_by_class_and_ordinal(store):
+    training = write(store, net(), {}, hooks=[InfoHook(1), InfoHook(2)])
+    assert training["hooks"] == {"InfoHook": {"seen": 1}, "InfoHook#2": {"seen": 2}}
+    first, second = InfoHook(), InfoHook()
+    assert contents.restore_hooks(training["hooks"], Hooks([first, second]).keyed()) == {}
+    assert (first.seen, second.seen) == (1, 2)
+
+
+def test_hook_state_may_hold_tensors_and_nests(store):
+    state = {"list": [1, 2.5, None, "text"], "tensor": torch.arange(3)}
+    training = write(store, net(), {}, hooks=[InfoHook(state)])
+    restored = training["hooks"]["InfoHook"]["seen"]
+    assert restored["list"] == state["list"]
+    assert torch.equal(restored["tensor"], state["tensor"])
+
+
+def test_unclaimed_hook_state_is_kept_and_warned_of(store, caplog):
+    training = write(store, net(), {}, hooks=[InfoHook(1), InfoHook(2)])
+    only = InfoHook()
+    with caplog.at_level(logging.WARNING, logger="trainwright"):
+        unclaimed = contents.restore_hooks(training["hooks"], Hooks([only]).keyed())
+    assert unclaimed == {"InfoHook#2": {"seen": 2}}
+    assert "InfoHook#2" in caplog.text
+    again = write(store, net(), {}, step=6, hooks=[only], unclaimed=unclaimed)
+    assert again["hooks"] == {"InfoHook": {"seen": 1}, "InfoHook#2": {"seen": 2}}
+
+
+def test_an_empty_state_without_its_hook_is_no_reason_to_warn(store, caplog):
+    with caplog.at_level(logging.WARNING, logger="trainwright"):
+        assert contents.restore_hooks({"TimeSteps": {}}, {}) == {}
+    assert caplog.text == ""
+
+
+def test_the_generators_of_python_and_numpy_go_on_where_they_were(store):
+    random.gauss(0, 1)  # leaves a second value in Python's generator, which is state too
+    np.random.standard_normal()
+    training = write(store, net(), {})
+    drawn = [random.random(), random.gauss(0, 1), np.random.rand(), np.random.standard_normal()]
+    random.seed(999)
+    np.random.seed(999)
+    contents.restore_generators(training["generators"][0])
+    assert drawn == [random.random(), random.gauss(0, 1), np.random.rand(), np.random.standard_normal()]
+
+
+def test_each_rank_s_generators_are_kept(store):
+    states = []
+    for seed in (1, 2):
+        random.seed(seed)
+        states.append(contents.generator_state())
+    training = write(store, net(), {}, generators=states)
+    contents.restore_generators(training["generators"][1])
+    assert random.random() == random.Random(2).random()
+
+
+def test_mismatching_shapes_are_named_with_both(store):
+    write(store, net(), {})
+    wider = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+    for strict in (True, False):
+        with pytest.raises(
+            CheckpointError,
+            match=r"step-00000005 holds another model: 0\.bias: \(4,\) in the checkpoint, \(8,\) in the model; 0\.weight",
+        ):
+            contents.restore_model(store, 5, wider, strict=strict)
+
+
+def test_missing_and_unexpected_weights_are_named(store):
+    write(store, net(), {})
+    other = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.ReLU(), nn.Linear(4, 2))
+    with pytest.raises(CheckpointError, match=r"3\.bias: not in the checkpoint; .*2\.weight: not in the model"):
+        contents.restore_model(store, 5, other)
+
+
+def test_without_strict_the_rest_is_loaded_and_differences_are_logged(store, caplog):
+    model = net()
+    write(store, model, {})
+    other = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.ReLU(), nn.Linear(4, 2))
+    with caplog.at_level(logging.WARNING, logger="trainwright"):
+        contents.restore_model(store, 5, other, strict=False)
+    assert torch.equal(other[0].weight, model[0].weight)
+    assert "3.weight" in caplog.text
+    assert "2.weight" in caplog.text
+
+
+def test_a_refused_model_is_left_as_it_was(store):
+    write(store, net(), {})
+    other = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5))
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(CheckpointError):
+        contents.restore_model(store, 5, other)
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+
+
+def test_buffers_and_tied_weights_go_back(store):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(5, 3)
+            self.head = nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embedding.weight
+            self.norm = nn.BatchNorm1d(3)
+
+    model = Tied()
+    model.norm(torch.randn(8, 3))
+    optimizer = stepped(model, adamw)
+    write(store, model, {"main": optimizer})
+    other = Tied()
+    restored = adamw(other)
+    contents.restore_model(store, 5, other)
+    contents.restore_optimizers(store.read(5, "optimizers"), other, {"main": restored})
+    assert other.head.weight is other.embedding.weight
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+    assert_same_state(state_by_name(model, optimizer), state_by_name(other, restored))

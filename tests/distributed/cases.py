@@ -1,0 +1,165 @@
+"""The cases that run on one and on two processes; test_two_processes.py compares what they leave.
+
+    python cases.py FOLDER                                  one process
+    torchrun --nproc-per-node 2 cases.py FOLDER             two
+
+Several cases share one launch, for starting torch costs seconds.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from trainwright import Hook, Mean, RunConfig, Task, Trainer, build_trainer, get_event_storage
+from trainwright.data.collators import Stack
+
+PROJECT = Path(__file__).parents[1] / "project"
+RANK = int(os.environ.get("RANK", "0"))
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class Tokens(Trainer):
+    """A loss over a number of tokens that differs from sample to sample."""
+
+    def forward(self, **batch):
+        logits = self.model(batch["x"])["logits"]
+        losses = torch.nn.functional.cross_entropy(logits, batch["labels"], reduction="none")
+        counts = 1 + (batch["x"][:, 0] > 0).float() * 4 + batch["labels"] * 2
+        right = (logits.argmax(-1) == batch["labels"]).sum()
+        return Mean((losses * counts).sum(), counts.sum()), {"accuracy": Mean(right, len(counts))}
+
+    def eval_step(self, batch):
+        logs = dict(super().eval_step(batch))
+        logs["per_sample"] = batch["x"][:, 0]
+        return logs
+
+
+class Talk(Trainer):
+    """Ranks put different names, and a different number of times."""
+
+    def forward(self, **batch):
+        storage = get_event_storage()
+        storage.put_scalar("everywhere", float(self.ranks.rank))
+        if self.ranks.rank == self.ranks.size - 1:
+            storage.put_scalar("last_rank_only", 5.0)
+        if self.step % 2:
+            storage.put_scalar("odd_steps", 1.0)
+        return self.model(**batch)
+
+
+class Noting(Stack):
+    """Notes which samples a rank was given."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, samples):
+        self.seen.append([round(float(sample["x"][0]), 5) for sample in samples])
+        return super().__call__(samples)
+
+
+class OrderTrainer(Trainer):
+    @classmethod
+    def build_collator(cls, build):
+        return Noting()
+
+
+class Ordered(Task):
+    """Collects every sample of an evaluation, in order."""
+
+    def aggregate_logs(self, state, outputs):
+        return [*(state or []), *outputs["per_sample"].tolist()]
+
+    def reduce_aggregated_logs(self, state, step):
+        return {"num_samples": len(state), "weighed": sum(value * (place + 1) for place, value in enumerate(state))}
+
+
+class OrderedTokens(Tokens):
+    @classmethod
+    def build_task(cls, build):
+        return Ordered()
+
+
+class Unused(torch.nn.Module):
+    """Rank 0 uses one head, rank 1 the other; a third is used by nobody."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(4, 2) for _ in range(3))
+
+    def forward(self, x, labels):
+        rank = int(os.environ.get("RANK", "0"))
+        return {"loss": torch.nn.functional.cross_entropy(self.heads[rank](x), labels)}
+
+
+class UnusedTrainer(Trainer):
+    @classmethod
+    def build_model(cls, build):
+        return Unused()
+
+
+class StopAtThree(Hook):
+    def after_step(self):
+        # One rank alone is asked; all must leave together.
+        if self.trainer.step == 3 and self.trainer.ranks.rank == self.trainer.ranks.size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Interrupted(Trainer):
+    @classmethod
+    def build_hooks(cls, build):
+        return [*build.hooks(), StopAtThree()]
+
+
+def load(folder, name, *overrides):
+    return RunConfig.load(
+        PROJECT / "run.yaml",
+        [
+            *(f"output_dir={folder}", f"name={name}", "model.dropout=0.0", "trainer.global_batch_size=8"),
+            *("trainer.micro_batch_size=2", f"runtime.mesh={{replicate: {WORLD}}}", "checkpoint.keep_last=null"),
+            *overrides,
+        ],
+    )
+
+
+def main(folder):
+    results = {}
+    no_metrics = "evaluation.metrics={}"
+    tokens = build_trainer(load(folder, "tokens", no_metrics), Tokens)
+    tokens.train()
+    ragged = ("trainer.max_steps=null", "trainer.max_samples=33", "trainer.micro_batch_size=4", no_metrics)
+    build_trainer(load(folder, "ragged", *ragged), Tokens).train()
+    build_trainer(load(folder, "talk", "log.every_steps=4"), Talk).train()
+    ordered = build_trainer(load(folder, "ordered", no_metrics, "evaluation.batch_size=5"), OrderedTokens)
+    results["ordered"] = ordered.train()
+    order = build_trainer(load(folder, "order", "data.train.noise=0.0", "data.eval={}", no_metrics), OrderTrainer)
+    order.train()
+    results["seen"] = order.ranks.gather(order.train_data.collator.seen)
+    clipped = build_trainer(load(folder, "averaged", "hooks=[{type: average_weights, decay: 0.5}]"))
+    clipped.train()
+    if WORLD > 1:
+        unused = build_trainer(load(folder, "unused", "model=null", "data.eval={}", no_metrics), UnusedTrainer)
+        before = [parameter.clone() for parameter in unused.model.parameters()]
+        unused.train()
+        results["moved"] = [not torch.equal(a, b) for a, b in zip(before, unused.model.parameters(), strict=True)]
+        own = torch.cat([parameter.detach().flatten() for parameter in unused.model.parameters()])
+        results["replicas_equal"] = all(torch.equal(own, other) for other in unused.ranks.gather(own))
+        interrupted = build_trainer(load(folder, "interrupted", no_metrics), Interrupted)
+        interrupted.train()
+        steps = interrupted.ranks.gather((interrupted.step, interrupted.interrupted))
+        again = build_trainer(load(folder, "interrupted", no_metrics))
+        again.train()
+        results["interrupted"] = [steps, again.step]
+    if RANK == 0:
+        (Path(folder) / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+    from trainwright.parallel.mesh import leave
+
+    leave()
