@@ -26,6 +26,7 @@ _PUBLIC = {
     "load_checkpoint": "trainwright.export.load",
     "register": "trainwright.registry",
     "run_experiment": "trainwright.main",
+    "train": "trainwright.doors.functions",
 }
 
 __all__ = [*_PUBLIC]  # noqa: PLE0604 # the table above is the one list of public names
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from trainwright.build import build_trainer as build_trainer
     from trainwright.config import Component as Component
     from trainwright.config import RunConfig as RunConfig
+    from trainwright.doors.functions import train as train
     from trainwright.events import EventStorage as EventStorage
     from trainwright.events import Mean as Mean
     from trainwright.events import get_event_storage as get_event_storage

@@ -54,20 +54,40 @@ def build_trainer(
     """
     backend, ranks = _join(config)
     folder = run_folders.run_folder(config)
-    if ranks.is_first:
-        aside = run_folders.set_aside(folder) if fresh else None
-        if aside is not None:
-            logger.info("The earlier run was set aside: %s", aside)
-        run_folders.prepare(folder)
-    ranks.barrier()
     config, trainer = _assemble(config, trainer_class, backend, ranks, folder)
-    step, saved = _find_checkpoint(trainer, config, accept_changes=accept_changes)
+    # Only now is the folder touched: a config with a mistake in it sets nothing aside and leaves nothing behind.
+    step, saved = _find_checkpoint(trainer, config, fresh=fresh, accept_changes=accept_changes)
     if step is not None:
         _resume(trainer, step, saved, keep_settings=accept_changes)
     if ranks.is_first:
         run_folders.save_settings(folder, config, backend.describe())
     ranks.barrier()
+    _introduce(trainer)
     return trainer
+
+
+def _introduce(trainer: Trainer) -> None:
+    """Says in two lines what will run, and where."""
+    assert trainer.train_data is not None
+    batch, num_parameters = trainer.surroundings.batch, sum(each.numel() for each in trainer.model.parameters())
+    processes = f"{trainer.ranks.size} processes, " if trainer.ranks.size > 1 else ""
+    logger.info(
+        "%s: %s parameters, %s samples, %s%s, %s",
+        trainer.config.name,
+        f"{num_parameters:,}",
+        f"{len(trainer.train_data):,}",
+        processes,
+        trainer.backend.describe(),
+        trainer.config.runtime.precision,
+    )
+    logger.info(
+        "%d steps of %d samples (%d × %d micro-batches); run folder %s",
+        trainer.max_steps,
+        batch.global_batch_size,
+        batch.micro_batch_size,
+        batch.accumulation * trainer.ranks.size,
+        trainer.folder,
+    )
 
 
 def build_evaluator(config: RunConfig, trainer_class: type[Trainer] | None = None) -> Trainer:
@@ -112,7 +132,7 @@ def _assemble(
     *,
     for_training: bool = True,
 ) -> tuple[RunConfig, Trainer]:
-    """Builds every part in order: task, model, optimizers, data, hooks, trainer. Returns the resolved config too."""
+    """Builds every part in order: task, model, data, optimizers, hooks, trainer. Returns the resolved config too."""
     _seed_everything(backend, mix_seed(config.seed, _BUILD_STREAM))
     build = Build(config, ranks=ranks, folder=folder)
     trainer_class = trainer_class or build.trainer_class()
@@ -126,13 +146,7 @@ def _assemble(
     train_data, max_steps = None, 0
     if for_training:
         train_data, max_steps = loaders.for_training(trainer_class.build_train_data(build))
-        config = build.config = config.derive(
-            {
-                "trainer.max_steps": max_steps,
-                "trainer.global_batch_size": batch.global_batch_size,
-                "trainer.micro_batch_size": batch.micro_batch_size,
-            }
-        )
+        config = build.config = _resolved(config, batch, max_steps)
     eval_sets = trainer_class.build_eval_data(build)
     eval_data = {name: loaders.for_evaluation(name, each) for name, each in eval_sets.items()}
     test = build.test_data()
@@ -165,6 +179,17 @@ def _assemble(
     # From here on ranks draw different numbers.
     _seed_everything(backend, mix_seed(config.seed, _RANK_STREAM, ranks.rank))
     return config, trainer
+
+
+def _resolved(config: RunConfig, batch: BatchPlan, max_steps: int) -> RunConfig:
+    """The config with its derived values written in: what the run's config.yaml holds."""
+    return config.derive(
+        {
+            "trainer.max_steps": max_steps,
+            "trainer.global_batch_size": batch.global_batch_size,
+            "trainer.micro_batch_size": batch.micro_batch_size,
+        }
+    )
 
 
 class _Loaders:
@@ -272,22 +297,28 @@ def _updater(
 
 
 def _find_checkpoint(
-    trainer: Trainer, config: RunConfig, *, accept_changes: bool
+    trainer: Trainer, config: RunConfig, *, fresh: bool, accept_changes: bool
 ) -> tuple[int | None, RunConfig | None]:
-    """Returns the step to go on from and the config it was trained with; refuses changed settings.
+    """Prepares the run folder; returns the step to go on from and the config it was trained with.
 
-    The first rank looks, and all ranks get its answer.
+    Refuses changed settings. The first rank looks, and all ranks get its answer.
     """
     step: int | None = None
     saved: RunConfig | None = None
     failure: Exception | None = None
     if trainer.ranks.is_first:
         try:
+            aside = run_folders.set_aside(trainer.folder) if fresh else None
+            if aside is not None:
+                logger.info("The earlier run was set aside: %s", aside)
+            run_folders.prepare(trainer.folder)
             trainer.surroundings.store.clean()
             step = trainer.surroundings.store.newest_intact()
             saved = run_folders.read_config(trainer.folder)
             if step is not None and saved is not None and not accept_changes:
                 refuse_changes(saved, config, trainer.folder)
+            if step is None:
+                cut_back(trainer.folder, 0)  # lines of a run that died before its first checkpoint
         except Exception as error:
             failure = error
     step, saved, failure = trainer.ranks.broadcast((step, saved, failure))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,16 +47,21 @@ def run_experiment(
     if mode not in MODES:
         raise ConfigError(f"mode: {mode!r} is unknown. Use one of {', '.join(MODES)}.")
     if model_dir is not None:
-        config = config.derive({"output_dir": str(Path(model_dir).parent), "name": Path(model_dir).name})
+        folder = Path(os.path.abspath(model_dir))  # noqa: PTH100  # "." has no name; resolve() would follow links
+        config = config.derive({"output_dir": str(folder.parent), "name": folder.name})
     if mode == "train":
         config = config.derive({"data.eval": {}, "data.test": None, "checkpoint.keep_best": None})
     try:
         if mode == "eval":
             return _evaluate(config, trainer_class, step)
         trainer = build_trainer(config, trainer_class, fresh=fresh, accept_changes=accept_changes)
+        first_step = trainer.step
         with _logging_to(trainer.folder / LOG_FILE, enabled=trainer.ranks.is_first):
             logs = trainer.train()
-            _say_how_it_ended(trainer)
+            if trainer.step > first_step:
+                _say_how_it_ended(trainer)
+        if trainer.step == first_step:
+            _say_how_it_ended(trainer)  # not in log.txt: a finished run changes nothing
         if trainer.interrupted:
             raise Interrupted(trainer.stop_reason)
         return trainer.model, logs
@@ -103,7 +109,7 @@ def _logging_to(path: Path, *, enabled: bool) -> Iterator[None]:
     if not enabled:
         yield
         return
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = logging.FileHandler(path, encoding="utf-8", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     package = logging.getLogger("trainwright")
     package.addHandler(handler)

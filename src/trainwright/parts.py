@@ -70,7 +70,7 @@ class Build:
 
     def optimizers(self, model: torch.nn.Module) -> dict[str, torch.optim.Optimizer]:
         """The `trainer.optimizer` section over all parameters, or each of `trainer.optimizers` over its own."""
-        self._used.add("trainer.optimizer")
+        self._used |= {"trainer.optimizer", "trainer.optimizers"}
         trainer = self.config.trainer
         trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if not trainable:
@@ -173,7 +173,7 @@ class Build:
             arguments = dict(component.arguments)
             outputs, labels = arguments.pop("outputs", "logits"), arguments.pop("labels", "labels")
             label = f"evaluation.metrics.{name}"
-            metric = self._make("metric", label, Component(component.type, **arguments))
+            metric = self._make("metric", label, Component(component.type, **arguments).located_at(component.origin))
             made.append(ConfiguredMetric(name, metric, outputs, labels, self.config.origin(label)))
         made += [ConfiguredMetric(name, metric, "logits", "labels") for name, metric in task.build_metrics().items()]
         for each in made:
@@ -184,21 +184,24 @@ class Build:
     def refuse_unused(self) -> None:
         """Refuses sections that a Trainer's or Task's own build methods left without effect."""
         config = self.config
-        given: dict[str, bool] = {
-            "task": config.task is not None,
-            "model": config.model is not None,
-            "trainer.optimizer": bool(config.trainer.optimizer or config.trainer.optimizers),
-            "data.train": config.data.train is not None,
-            "data.eval": bool(config.data.eval),
-            "data.test": config.data.test is not None,
-            "data.collator": config.data.collator != DataSection().collator,
-            "hooks": bool(config.hooks),
+        optimizer = "trainer.optimizers" if config.trainer.optimizers else "trainer.optimizer"
+        given: dict[str, tuple[bool, str]] = {
+            "task": (config.task is not None, "task()"),
+            "model": (config.model is not None, "model()"),
+            optimizer: (bool(config.trainer.optimizer or config.trainer.optimizers), "optimizers(model)"),
+            "data.train": (config.data.train is not None, "train_data()"),
+            "data.eval": (bool(config.data.eval), "eval_data()"),
+            "data.test": (config.data.test is not None, "test_data()"),
+            "data.split": (config.data.split is not None, "train_data()"),
+            "data.collator": (config.data.collator != DataSection().collator, "collator()"),
+            "hooks": (bool(config.hooks), "hooks()"),
+            "writers": (config.writers != RunConfig().writers, "writers()"),
         }
-        for section, is_given in given.items():
+        for section, (is_given, offer) in given.items():
             if is_given and section not in self._used:
                 raise ConfigError(
                     f"{section}: has no effect, for the trainer or task builds this itself. Remove the section, or use "
-                    f"it there through build.{section.rpartition('.')[2]}().",
+                    f"it there through build.{offer}.",
                     where=config.origin(section),
                 )
 
@@ -220,6 +223,7 @@ class Build:
 
     def _parts(self) -> dict[str, Any]:
         if self._splits is None:
+            self._used.add("data.split")
             ratios = self.config.data.split or ()
             if len(ratios) > len(_SPLIT_NAMES):
                 raise ConfigError(

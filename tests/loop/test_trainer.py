@@ -254,7 +254,7 @@ def test_nothing_is_copied_to_the_host_between_log_periods(tmp_path, monkeypatch
         def build_hooks(cls, build):
             return [*build.hooks(), Counting()]
 
-    overrides = ("log.every_steps=5", "trainer.max_steps=10", "evaluation.every_steps=100", "checkpoint.every_steps=100")
+    overrides = ("log.every_steps=5", "trainer.max_steps=10", "evaluation.every_steps=99", "checkpoint.every_steps=99")
     build_trainer(load(tmp_path, *overrides, "hooks=[{type: average_weights}]"), Mine).train()
     assert counts[1] == counts[2] == counts[5]  # steps 1 to 4 waited for nothing
     assert counts[6] > counts[5]  # the log line of step 5 did
@@ -302,7 +302,8 @@ def test_stop_ends_the_run_as_if_the_step_were_the_last(tmp_path):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_every_precision_trains_and_keeps_fp32_weights(tmp_path, precision):
-    trainer = build_trainer(load(tmp_path, f"runtime.precision={precision}", "trainer.max_steps=30", "data.train.noise=0.0"))
+    overrides = (f"runtime.precision={precision}", "trainer.max_steps=30", "data.train.noise=0.0")
+    trainer = build_trainer(load(tmp_path, *overrides))
     trainer.train()
     losses = [line["loss"] for line in lines(tmp_path) if "loss" in line]
     assert losses[-1] < losses[0]
@@ -352,4 +353,5 @@ def test_two_builds_of_one_config_train_to_equal_bits(tmp_path):
         trainer.train()
         weights.append(torch.cat([parameter.flatten() for parameter in trainer.model.parameters()]))
     assert torch.equal(*weights)
-    assert [without_time(line) for line in lines(tmp_path, "a")] == [without_time(line) for line in lines(tmp_path, "b")]
+    first, second = ([without_time(line) for line in lines(tmp_path, name)] for name in ("a", "b"))
+    assert first == second

@@ -39,7 +39,8 @@ def weight(*values):
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), data=st.data())
 def test_plain_losses_weigh_their_samples_whatever_the_pieces(sizes, data):
     total = sum(sizes)
-    x = torch.randn(total, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    x = torch.randn(total, 3, dtype=torch.float64, generator=generator)
     w = nn.Parameter(torch.ones(3, dtype=torch.float64))
     update = make_updater([w], batch_size=total, lr=0.0).begin(total)
     for piece in x.split(sizes):
@@ -158,7 +159,7 @@ def test_optimizers_may_step_apart_with_their_own_rates():
     update.backward((first * 2).sum())
     update.apply(optimizers=("first",))
     assert (first.item(), second.item()) == (-1.0, pytest.approx(0.95))
-    with pytest.raises(ConfigError, match="no optimizer 'third'. Known: first, second"):
+    with pytest.raises(ConfigError, match=r"no optimizer 'third'\. Known: first, second"):
         update.apply(optimizers=("third",))
 
 

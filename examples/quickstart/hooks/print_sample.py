@@ -5,15 +5,12 @@ A hook watches a run without taking part in it: nothing here changes what is lea
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from trainwright import Hook
 from trainwright.data.sources.stdlib_code import unigram_loss
 
-# Not "def " alone: to this tokenizer a space begins the next word, so one without a word is a sight it never had.
-PROMPT = "def _"
+PROMPT = "def "
 
 
 class PrintSample(Hook):
@@ -23,7 +20,7 @@ class PrintSample(Hook):
         self.max_new_tokens = max_new_tokens
 
     def after_train(self) -> None:
-        if int(os.environ.get("RANK", "0")) == 0:
+        if self.trainer.ranks.is_first:
             print(self.compare_losses())
             print(self.sample_code())
 
@@ -35,7 +32,12 @@ class PrintSample(Hook):
     def sample_code(self) -> str:
         tokenizer = self.trainer.train_data.dataset.tokenizer
         device = self.trainer.device
-        prompt = torch.tensor([tokenizer.encode(PROMPT).ids], device=device)
+        # To this tokenizer a space begins the next word, so the model is asked for a word until it has one.
+        prompt = torch.tensor([tokenizer.encode(PROMPT.rstrip()).ids], device=device)
         generator = torch.Generator(device).manual_seed(0)  # the run's own randomness stays as it is
-        tokens = self.trainer.model.generate(prompt, max_new_tokens=self.max_new_tokens, generator=generator)
-        return tokenizer.decode(tokens[0].tolist())
+        for _ in range(50):
+            tokens = self.trainer.model.generate(prompt, max_new_tokens=self.max_new_tokens, generator=generator)
+            text = tokenizer.decode(tokens[0].tolist())
+            if text.startswith(PROMPT):
+                break
+        return text

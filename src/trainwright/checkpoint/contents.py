@@ -155,10 +155,13 @@ def _load_by_name(
             "Was `match` or the model changed?"
         )
     extra = {key: value for key, value in saved.items() if key not in ("state", "groups")}
-    groups = [
-        {**group, "params": own["params"]}
-        for group, own in zip(saved["groups"], optimizer.state_dict()["param_groups"], strict=True)
-    ]
+    own_groups = optimizer.state_dict()["param_groups"]
+    if len(saved["groups"]) != len(own_groups):
+        raise CheckpointError(
+            f"The checkpoint's optimizer {label!r} has {len(saved['groups'])} parameter groups, but the run's has "
+            f"{len(own_groups)}. Build it with the same groups, or start over with --fresh."
+        )
+    groups = [{**group, "params": own["params"]} for group, own in zip(saved["groups"], own_groups, strict=True)]
     state = {numbers[name]: value for name, value in saved["state"].items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups, **extra})
     _undo_casts(optimizer, state)

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from trainwright.checkpoint.store import STEP_NAME
 from trainwright.config import RunConfig
 from trainwright.errors import CheckpointError, ConfigError
 
@@ -72,15 +73,16 @@ def read_config(folder: Path) -> RunConfig | None:
 
 def find_run(run_or_checkpoint: Path) -> tuple[Path, int | None]:
     """Returns the run folder, and the step if the path is one of its checkpoints (or the checkpoints folder)."""
-    path = run_or_checkpoint
+    path = Path(os.path.abspath(run_or_checkpoint))  # noqa: PTH100  # resolve() would follow links
     if (path / CONFIG_FILE).exists():
         return path, None
     if path.name == CHECKPOINTS and (path.parent / CONFIG_FILE).exists():
         return path.parent, None
-    if path.parent.name == CHECKPOINTS and path.name.startswith("step-") and path.is_dir():
-        return path.parent.parent, int(path.name.removeprefix("step-"))
+    step = STEP_NAME.fullmatch(path.name)
+    if step and path.is_dir() and (path.parent.parent / CONFIG_FILE).exists():
+        return path.parent.parent, int(step[1])
     raise CheckpointError(
-        f"{path} is no run folder: it has no {CONFIG_FILE}. Give a folder such as runs/NAME, "
+        f"{run_or_checkpoint} is no run folder: it has no {CONFIG_FILE}. Give a folder such as runs/NAME, "
         "or one of its checkpoints/step-…."
     )
 

@@ -58,7 +58,10 @@ def refuse_changes(saved: RunConfig, config: RunConfig, folder: object) -> None:
     changes = changed_settings(saved, config)
     if not changes:
         return
-    lines = [f"  {config.origin(name)}: {name}: {then!r} → {now!r}" for name, (then, now) in changes.items()]
+    lines = []
+    for name, (then, now) in changes.items():
+        where = config.origin(name)
+        lines.append(f"  {'' if where is None else f'{where}: '}{name}: {then!r} → {now!r}")
     raise CheckpointError(
         f"{folder} was trained with other settings:\n" + "\n".join(lines) + "\n"
         "Set them back, choose another name, go on with the new ones by --accept-changes, or start over with --fresh."
@@ -84,6 +87,8 @@ def pick_step(store: CheckpointStore, step: int | str, *, best: KeepBest | None)
                 f"{store.folder}: no checkpoint is known as the best. Set checkpoint.keep_best, or name a step: "
                 f"{', '.join(map(str, steps))}."
             )
+    elif not str(step).isdecimal():
+        raise CheckpointError(f"step: {step!r} is neither latest, nor best, nor a number.")
     elif int(step) not in steps:
         raise CheckpointError(f"{store.folder} has no step {step}. It has {', '.join(map(str, steps))}.")
     else:

@@ -1,7 +1,8 @@
 """From a list of samples to one batch, on the host. The loop moves it to the device.
 
 A collator is any callable from a list of samples to a nest of tensors; one that packs samples into rows
-of its own defines `split(batch, n)` too, which returns n micro-batches.
+of its own defines `split(batch, n)` too, which returns n micro-batches. One that surely uses no randomness
+may say `draws_nothing = True`, which saves seeding the generators for each batch.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
+from trainwright.errors import DataError
+
 
 class Stack:
     """Stacks equal samples: tensors, arrays and numbers become tensors, texts a list, nests are kept.
@@ -21,16 +24,32 @@ class Stack:
     ((2, 3), [1, 0])
     """
 
+    draws_nothing = True
+
     def __call__(self, samples: list[Any]) -> Any:
         """Returns the batch, on the host."""
         first = samples[0]
         if isinstance(first, Mapping):
-            return {name: _stack([sample[name] for sample in samples]) for name in first}
+            for sample in samples:
+                if sample.keys() != first.keys():
+                    raise DataError(
+                        f"The samples of a batch have different fields: {', '.join(first)}; {', '.join(sample)}. "
+                        "Give all samples the same ones, or write a collator (data.collator)."
+                    )
+            return {name: _stack([sample[name] for sample in samples], repr(name)) for name in first}
         if type(first) in (tuple, list):
-            return type(first)(_stack(list(column)) for column in zip(*samples, strict=True))
-        return _stack(samples)
+            columns = enumerate(zip(*samples, strict=True))
+            return type(first)(_stack(list(column), str(number)) for number, column in columns)
+        return _stack(samples, "")
 
 
-def _stack(values: list[Any]) -> Any:
-    # default_collate walks its type tables for every field of every batch; tensors are by far the common case.
-    return torch.stack(values) if isinstance(values[0], torch.Tensor) else default_collate(values)
+def _stack(values: list[Any], field: str) -> Any:
+    try:
+        # default_collate walks its type tables for every field of every batch; tensors are by far the common case.
+        return torch.stack(values) if isinstance(values[0], torch.Tensor) else default_collate(values)
+    except (RuntimeError, TypeError) as error:
+        shapes = {str(tuple(value.shape)) if hasattr(value, "shape") else type(value).__name__ for value in values}
+        raise DataError(
+            f"The samples of a batch cannot be stacked: field {field} is {' and '.join(sorted(shapes))}. "
+            "Make them equal, or write a collator that pads them (data.collator)."
+        ) from error

@@ -1,7 +1,8 @@
 """Fetches the samples at given positions, each with randomness of its own.
 
 A sample's generators (torch's, Python's, numpy's) are seeded from (seed, position), so it comes out the
-same on any rank, in any worker and after a resume. Step randomness is the loop's. Batching is loader.py's.
+same on any rank, in any worker and after a resume; a collator's from (seed, first position), the same in
+any worker. Step randomness is the loop's. Batching is loader.py's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from trainwright.errors import DataError
 
 Collator = Callable[[list[Any]], Any]
 
-_SAMPLE_STREAM = 0xDA7A  # keeps the samples' seeds apart from the steps' seeds of the same run
+_SAMPLE_STREAM, _BATCH_STREAM = 0xDA7A, 0xBA7C  # keep samples', batches' and steps' seeds of a run apart
 
 
 def count_samples(dataset: Any, label: str) -> int:
@@ -46,25 +47,28 @@ class SampleFetcher(Dataset[Any]):
         self.order = order
         self.collator = collator
         self.seed = seed
-        self.draws_nothing = draws_nothing(dataset)
+        self._dataset_draws = not draws_nothing(dataset)
+        self._collator_draws = not getattr(collator, "draws_nothing", False)
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
-        """Returns the samples at consecutive positions."""
+        """Returns the samples at consecutive positions, with the generators ready for the collator."""
         indices: list[int] = self.order.indices(positions[0], positions[-1] + 1).tolist()
-        if self.draws_nothing:
-            return fetch(self.dataset, indices)
-        return [self._fetch_seeded(position, index) for position, index in zip(positions, indices, strict=True)]
+        if self._dataset_draws:
+            samples = [self._fetch_seeded(*place) for place in zip(positions, indices, strict=True)]
+        else:
+            samples = fetch(self.dataset, indices)
+        if self._collator_draws:
+            # Here, for a worker's loader calls the collator next and nothing of ours in between.
+            _seed_generators(mix_seed(self.seed, _BATCH_STREAM, positions[0]))
+        return samples
 
     def _fetch_seeded(self, position: int, index: int) -> Any:
-        seed = mix_seed(self.seed, _SAMPLE_STREAM, position)
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
+        _seed_generators(mix_seed(self.seed, _SAMPLE_STREAM, position))
         return self.dataset[index]
 
     def fetch_batch(self, start: int, stop: int) -> Any:
         """Fetches and collates in this process, leaving its generators as they were."""
-        if self.draws_nothing:
+        if not (self._dataset_draws or self._collator_draws):
             return self.collator(self.__getitems__(range(start, stop)))
         torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()
         try:
@@ -73,6 +77,12 @@ class SampleFetcher(Dataset[Any]):
             torch.set_rng_state(torch_state)
             random.setstate(python_state)
             np.random.set_state(numpy_state)
+
+
+def _seed_generators(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
 
 
 def fetch(dataset: Any, indices: list[int]) -> list[Any]:

@@ -61,10 +61,12 @@ class Order:
     """The endless order of a dataset's samples: epoch after epoch, each a permutation of its own.
 
     `indices(start, stop)` gives the samples of those global positions. Positions are computed in chunks
-    and the current chunk is kept, for numpy costs about 100 µs a call whatever the length.
+    and the current chunk is kept, for numpy costs about 100 µs an epoch whatever the length.
     """
 
     CHUNK = 8192
+    CHUNK_EPOCHS = 16
+    """The most epochs of a chunk, so that a set of a few samples does not wait for thousands of them."""
 
     def __init__(self, size: int, *, seed: int, shuffle: bool = True) -> None:
         self.size = size
@@ -77,7 +79,7 @@ class Order:
         """Returns the sample index at each global position of start … stop−1."""
         begin = start - self._chunk_start
         if begin < 0 or stop - self._chunk_start > len(self._chunk):
-            length = max(self.CHUNK, stop - start)
+            length = max(min(self.CHUNK, self.CHUNK_EPOCHS * self.size), stop - start)
             self._chunk_start, begin = start, 0
             self._chunk = self._compute(np.arange(start, start + length, dtype=np.int64))
         return self._chunk[begin : begin + stop - start]

@@ -46,7 +46,11 @@ class Part(Dataset[Any]):
         return getattr(self.dataset, name)
 
     def _indices(self, indices: Sequence[int]) -> list[int]:
-        places = np.asarray(indices, dtype=np.int64) + self.start
+        places = np.asarray(indices, dtype=np.int64)
+        # Checked, for the next place belongs to another part; and iterating ends at an IndexError.
+        if places.size and not -len(self) <= places.min() <= places.max() < len(self):
+            raise IndexError(f"index {list(indices)} is outside of a part of {len(self)} samples")
+        places = np.where(places < 0, self.stop, self.start) + places
         whole = permute(places, len(self.dataset), key=mix_seed(self.seed, _SPLIT_STREAM))
         result: list[int] = whole.tolist()
         return result

@@ -28,7 +28,8 @@ class Mean:
     def value(self) -> torch.Tensor | float:
         """The mean itself; an empty one is 0, not NaN, so that a rank without samples adds nothing."""
         if isinstance(self.count, torch.Tensor):
-            return self.total / self.count.clamp(min=1e-12)
+            # Not clamped to something tiny: in 16 bits that is 0 again.
+            return self.total / torch.where(self.count == 0, 1, self.count)
         return self.total / self.count if self.count else self.total * 0.0
 
     def __add__(self, other: Mean) -> Mean:

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 
 from trainwright.errors import TrainwrightError
@@ -43,13 +45,13 @@ class EventStorage:
     """
 
     def __init__(self, *, max_steps: int | None = None) -> None:
-        self.step = 0
-        """The number of the update under way (the first is 1), and between updates that of the last one."""
         self.max_steps = max_steps
         """Where the run ends, for writers that show progress; None if nobody said."""
         self.line: dict[str, Any] = {}
         """The newest line for the writers: `step`, then name → value."""
+        self._step = 0
         self._pending: list[tuple[str, int, Any, Any, Kind]] = []
+        self._traced: dict[str, tuple[torch.Tensor, torch.Tensor, Kind]] = {}
         self._window: Window = {}
         self._histories: dict[str, deque[tuple[int, Any]]] = {}
         self._scope = ""
@@ -61,6 +63,16 @@ class EventStorage:
     def __exit__(self, *_: object) -> None:
         _stack.remove(self)
 
+    @property
+    def step(self) -> int:
+        """The number of the update under way (the first is 1), and between updates that of the last one."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._file_traced()
+        self._step = step
+
     # putting: called in every step, so nothing here may wait, copy to the host or communicate
 
     def put_scalar(self, name: str, value: torch.Tensor | float, smoothing_hint: bool = True) -> None:
@@ -69,11 +81,16 @@ class EventStorage:
         With `smoothing_hint` the log line holds the mean over its window, else the last value. Ignored
         while a checkpointed block is recomputed: its first forward has put the value already.
         """
-        if _is_recomputing():
-            return
-        # Cloned, for the caller may go on changing the tensor before it is drained.
-        settled = value.detach().clone() if isinstance(value, torch.Tensor) else value
-        self._pending.append((self._scope + name, self.step, settled, 1.0, "put" if smoothing_hint else "last"))
+        if not _is_scalar(value):
+            what = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+            raise TrainwrightError(f"put_scalar({name!r}): the value is {what}. Put a number or a one-element tensor.")
+        kind: Kind = "put" if smoothing_hint else "last"
+        if torch.compiler.is_compiling():
+            self._put_traced(self._scope + name, value, kind)
+        elif not _is_recomputing():
+            # Cloned, for the caller may go on changing the tensor before it is drained.
+            settled = value.detach().clone() if isinstance(value, torch.Tensor) else value
+            self._pending.append((self._scope + name, self._step, settled, 1.0, kind))
 
     def put_scalars(
         self, values: Mapping[str, Any] | None = None, /, *, smoothing_hint: bool = True, **more: Any
@@ -85,15 +102,15 @@ class EventStorage:
     def put_metric(self, name: str, value: Any, weight: Any) -> None:
         """Notes a metric of this step: a Mean, a value that weighs `weight`, or an object that is kept as it is."""
         if isinstance(value, Mean):
-            self._pending.append((name, self.step, value.total, value.count, "total"))
-        elif isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
-            self._pending.append((name, self.step, value, weight, "mean"))
+            self._pending.append((name, self._step, value.total, value.count, "total"))
+        elif _is_scalar(value):
+            self._pending.append((name, self._step, value, weight, "mean"))
         else:
             self.put_last(name, value)
 
     def put_last(self, name: str, value: Any) -> None:
         """Notes a value of which a log line holds the last one: a learning rate, a text, a list."""
-        self._pending.append((name, self.step, value, 1.0, "last"))
+        self._pending.append((name, self._step, value, 1.0, "last"))
 
     @contextmanager
     def name_scope(self, name: str) -> Iterator[None]:
@@ -122,6 +139,7 @@ class EventStorage:
 
     def drain(self) -> None:
         """Moves what is pending to the host, in one copy per device and dtype, and files it by name and step."""
+        self._file_traced()
         pending, self._pending = self._pending, []
         values = _to_host([record[2] for record in pending])
         weights = _to_host([record[3] for record in pending])
@@ -145,12 +163,12 @@ class EventStorage:
 
     def publish(self, values: Mapping[str, Any]) -> None:
         """Makes the line that the writers are shown next."""
-        self.line = {"step": self.step, **values}
+        self.line = {"step": self._step, **values}
 
     def remember(self, values: Mapping[str, Any]) -> None:
         """Keeps values that are already whole (an evaluation's) for `latest` and `history`."""
         for name, value in values.items():
-            self._remember(name, self.step, value)
+            self._remember(name, self._step, value)
 
     def state_dict(self, window: Window | None = None) -> dict[str, Any]:
         """Returns the histories and the open window (`window`, where the loop has merged those of all ranks)."""
@@ -159,12 +177,31 @@ class EventStorage:
 
     def load_state_dict(self, state: Mapping[str, Any], *, with_window: bool = True) -> None:
         """Restores `state_dict`; one rank alone takes the window, which already counts all ranks."""
-        self._pending = []
+        self._pending, self._traced = [], {}
         self._window = window_from_state(state["window"]) if with_window else {}
         self._histories = {
             name: deque(((int(step), value) for step, value in values), maxlen=HISTORY_LENGTH)
             for name, values in state["histories"].items()
         }
+
+    def _put_traced(self, name: str, value: torch.Tensor | float, kind: Kind) -> None:
+        """Puts from compiled code: adds up on the device by name, reading neither the step nor any number.
+
+        What traced code reads it is guarded on. A list that grows, or a step that counts, would have the
+        code compiled anew at every call, up to the limit at which torch gives up; the names settle at once.
+        """
+        total = torch.as_tensor(value).detach()
+        total = total.to(torch.promote_types(total.dtype, torch.float32), copy=True)
+        count = torch.ones_like(total)
+        if kind == "put" and name in self._traced:
+            earlier, number, _ = self._traced[name]
+            total, count = total + earlier, count + number
+        self._traced[name] = (total, count, kind)
+
+    def _file_traced(self) -> None:
+        for name, (total, count, kind) in self._traced.items():
+            self._pending.append((name, self._step, total, count, kind))
+        self._traced = {}
 
     def _remember(self, name: str, step: int, value: Any) -> None:
         values = self._histories.setdefault(name, deque(maxlen=HISTORY_LENGTH))
@@ -174,16 +211,19 @@ class EventStorage:
             values.append((step, value))
 
 
+def _is_scalar(value: Any) -> bool:
+    # Real, for numpy's numbers are no Python floats.
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, Real)
+
+
 def _is_recomputing() -> bool:
     """Is this forward a recomputation inside backward? Gradient hooks run there too, but without grad mode."""
-    if torch.compiler.is_compiling():
-        return False
     inside_backward: bool = torch._C._current_graph_task_id() != -1
     return inside_backward and torch.is_grad_enabled()
 
 
 def _to_host(values: list[Any]) -> list[Any]:
-    """Replaces the one-element tensors among the values by numbers, with one copy per device and dtype."""
+    """Replaces tensors and numpy's numbers among the values by Python's, with one copy per device and dtype."""
     hosted = list(values)
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, value in enumerate(values):
@@ -192,6 +232,8 @@ def _to_host(values: list[Any]) -> list[Any]:
                 groups.setdefault((value.device, value.dtype), []).append(index)
             else:
                 hosted[index] = value.detach().cpu().tolist()
+        elif isinstance(value, np.generic):
+            hosted[index] = value.item()
     for indices in groups.values():
         stacked = torch.stack([values[index].detach().reshape(()) for index in indices])
         for index, number in zip(indices, stacked.tolist(), strict=True):

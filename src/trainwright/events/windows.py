@@ -46,6 +46,8 @@ def add_record(window: Window, name: str, step: int, value: Any, weight: Any, ki
     if series is None or series.kind != family:
         series = window[name] = Series(family)
     total = value * weight if kind == "mean" else value
+    if family == "total" and not weight:
+        total = 0.0  # a rank that only stands in may have a NaN (the deviation of one sample), and 0 × NaN is NaN
     place = series.steps.get(step)
     if place is None or family == "last":
         series.steps[step] = [total, weight]

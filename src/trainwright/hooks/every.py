@@ -18,8 +18,8 @@ class Every:
     """
 
     def __init__(self, steps: int) -> None:
-        if steps < 1:
-            raise ConfigError(f"Every({steps}): give a positive number of steps.")
+        if not isinstance(steps, int) or steps < 1:
+            raise ConfigError(f"Every({steps!r}): give a whole, positive number of steps.")
         self.steps = steps
 
     def __call__(self, function: Callable[[Any], None]) -> Hook:

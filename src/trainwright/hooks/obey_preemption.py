@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -14,12 +15,15 @@ from trainwright.loop.hook import Hook
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
+# torchrun and cluster managers pass a signal on that the whole process group has had already: the same wish, twice.
+ECHO_SECONDS = 2.0
+
 
 class ObeyPreemption(Hook):
-    """Turns the first SIGINT or SIGTERM into `trainer.interrupt`; the second acts as if nobody listened."""
+    """Turns the first SIGINT or SIGTERM into `trainer.interrupt`; one well after it acts as if nobody listened."""
 
     def __init__(self) -> None:
-        self.received: int | None = None
+        self._heard_at: float | None = None
         self._previous: dict[int, Any] = {}
 
     def before_train(self) -> None:
@@ -35,6 +39,11 @@ class ObeyPreemption(Hook):
         self._previous = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.close()  # a second signal is for the impatient: it ends the run at once
-        self.received = number
-        self.trainer.interrupt(signal.Signals(number).name)
+        now = time.monotonic()
+        if self._heard_at is None:
+            self._heard_at = now
+            self.trainer.interrupt(signal.Signals(number).name)
+        elif now - self._heard_at > ECHO_SECONDS:
+            # A second signal is for the impatient: it ends the run at once.
+            self.close()
+            signal.raise_signal(number)

@@ -32,13 +32,19 @@ class StopEarly(Hook):
 
     def before_train(self) -> None:
         """Stops at once where the run had been stopped before."""
+        sets = self.trainer.eval_data
+        # Without any set the run was told not to evaluate.
+        if sets and self.metric.partition("/")[0] not in sets:
+            raise ConfigError(
+                f"stop_early.metric: {self.metric!r} names no evaluation set. Give a set and its metric, such as "
+                f"{next(iter(sets))}/loss. Known sets: {', '.join(sets)}."
+            )
         self._stop_if_hopeless()
 
     def after_eval(self, logs: Mapping[str, Any]) -> None:
         """Counts evaluations without improvement."""
-        name = self.metric.rpartition("/")[0]
         if self.metric not in logs:
-            if any(key.startswith(f"{name}/") for key in logs):
+            if any(key.partition("/")[0] == self.metric.partition("/")[0] for key in logs):
                 raise ConfigError(
                     f"stop_early.metric: no evaluation gives {self.metric!r}; it gives {', '.join(logs)}."
                 )

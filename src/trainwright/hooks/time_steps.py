@@ -16,23 +16,25 @@ class TimeSteps(Hook):
     """
 
     def before_train(self) -> None:
-        """Looks up how much a step holds."""
+        """Looks up how many tokens a sample has."""
         data = self.trainer.train_data
         assert data is not None
-        self._samples = data.global_batch_size
-        tokens = getattr(data.dataset, "tokens_per_sample", None)
-        self._tokens = None if tokens is None else self._samples * int(tokens)
+        self._data = data
+        self._tokens_per_sample = getattr(data.dataset, "tokens_per_sample", None)
 
     def before_step(self) -> None:
         """Starts the clock."""
+        self._position = self._data.position
         self._start = time.perf_counter()
 
     def after_step(self) -> None:
         """Stops the clock."""
         seconds = time.perf_counter() - self._start
+        # By position, for a step may take several batches, and the last one may be smaller.
+        samples = self._data.position - self._position
         storage = self.trainer.storage
         storage.put_scalar("seconds_per_step", seconds)
         # As Means, so that a window's speed is all its samples over all its seconds, not a mean of speeds.
-        storage.put_metric("samples_per_second", Mean(self._samples, seconds), 1.0)
-        if self._tokens is not None:
-            storage.put_metric("tokens_per_second", Mean(self._tokens, seconds), 1.0)
+        storage.put_metric("samples_per_second", Mean(samples, seconds), 1.0)
+        if self._tokens_per_sample is not None:
+            storage.put_metric("tokens_per_second", Mean(samples * int(self._tokens_per_sample), seconds), 1.0)

@@ -93,8 +93,8 @@ def evaluate_sets(trainer: Trainer, sets: Mapping[str, EvalData]) -> dict[str, f
     logs: dict[str, float] = {}
     training = [module for module in trainer.model.modules() if module.training]
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    trainer.moments.call("before_eval")
     try:
+        trainer.moments.call("before_eval")
         trainer.model.eval()
         for name, data in sets.items():
             trainer.backend.seed(mix_seed(trainer.config.seed, _EVAL_STREAM, trainer.ranks.rank))
@@ -110,7 +110,9 @@ def evaluate_sets(trainer: Trainer, sets: Mapping[str, EvalData]) -> dict[str, f
         np.random.set_state(numpy_state)
         for module in training:
             module.training = True
-    trainer.moments.call("after_eval", logs)
+    # All of them even if one raises: the step is saved then, and must not be saved with averaged weights.
+    for error in trainer.moments.call_all("after_eval", logs):
+        raise error
     return logs
 
 
@@ -134,7 +136,9 @@ def _evaluate_set(trainer: Trainer, data: EvalData, metrics: Sequence[Configured
             )
         if num_samples:
             for name, value in {**values, **passthrough}.items():
-                averages.add(name, value, num_samples)
+                # What a task aggregates itself has no mean that anybody asked for: a class id, a score for a ranking.
+                if not (aggregates and _is_per_sample(value, num_samples)):
+                    averages.add(name, value, num_samples)
             outputs = getattr(values, "outputs", None) or values
             for metric in metrics:
                 metric.update(outputs, batch)
@@ -162,7 +166,7 @@ def _gather_outputs(values: Mapping[str, Any], num_samples: int, ranks: Ranks) -
     gathered: dict[str, Any] = {}
     for name in dict.fromkeys(name for _, share in shares for name in share):
         parts = [(count, share[name]) for count, share in shares if name in share]
-        if all(isinstance(part, torch.Tensor) and part.ndim and part.shape[0] == count for count, part in parts):
+        if all(_is_per_sample(part, count) for count, part in parts):
             gathered[name] = torch.cat([part for _, part in parts])
         elif all(isinstance(part, list) and len(part) == count for count, part in parts):
             gathered[name] = [item for _, part in parts for item in part]
@@ -172,6 +176,10 @@ def _gather_outputs(values: Mapping[str, Any], num_samples: int, ranks: Ranks) -
         else:
             gathered[name] = parts[0][1]
     return gathered
+
+
+def _is_per_sample(value: Any, num_samples: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == num_samples
 
 
 def _to_host(value: Any) -> Any:

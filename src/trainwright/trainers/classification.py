@@ -5,19 +5,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from trainwright.events import Mean
 from trainwright.loop.outputs import ForwardResult
 from trainwright.loop.trainer import Trainer
 
+IGNORED = -100  # labels of this value do not count, as in torch's cross entropy
+
 
 class ClassificationTrainer(Trainer):
-    """Adds `accuracy` where the forward gives `logits` of shape [..., classes] and the batch has `labels`."""
+    """Adds `accuracy` where the forward gives `logits` [..., classes] and the batch has `labels` [...].
+
+    Labels of −100 do not count, as in the loss. Labels of another shape (soft ones, one score a sample) have
+    no accuracy of this kind, and none is added.
+    """
 
     def run_forward(self, batch: Any) -> ForwardResult:
         """Runs the forward and measures it; nothing leaves the device."""
         result = super().run_forward(batch)
         logits = (result.outputs or {}).get("logits")
-        if logits is not None and isinstance(batch, Mapping) and "labels" in batch:
-            right = (logits.detach().argmax(-1) == batch["labels"]).sum()
-            result.metrics["accuracy"] = Mean(right, batch["labels"].numel())
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        if _are_classes(logits, labels):
+            right = (logits.detach().argmax(-1) == labels).sum()
+            result.metrics["accuracy"] = Mean(right, (labels != IGNORED).sum())
         return result
+
+
+def _are_classes(logits: Any, labels: Any) -> bool:
+    if not (isinstance(logits, torch.Tensor) and isinstance(labels, torch.Tensor)):
+        return False
+    return logits.shape[:-1] == labels.shape and logits.ndim > 0 and logits.shape[-1] > 1

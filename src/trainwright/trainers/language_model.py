@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from trainwright.errors import TrainwrightError
 from trainwright.events import Mean
 from trainwright.loop.trainer import Trainer
 
@@ -22,6 +24,12 @@ class LanguageModelTrainer(Trainer):
     def forward(self, **batch: Any) -> Any:
         """Returns the task's outputs with the loss as a Mean over predicted tokens."""
         outputs = self.task.forward(self.model, batch)
+        if "labels" not in batch or not isinstance(outputs, Mapping) or outputs.get("loss") is None:
+            given = f"a mapping of {', '.join(outputs)}" if isinstance(outputs, Mapping) else type(outputs).__name__
+            raise TrainwrightError(
+                "The language_model trainer needs `labels` in the batch and a mapping with `loss` from the model; "
+                f"the batch has {', '.join(batch)} and the model gave {given}. Change them, or use another trainer."
+            )
         loss = outputs["loss"]
         count = (batch["labels"][..., 1:] != IGNORED).sum()
         if isinstance(loss, torch.Tensor):
@@ -32,5 +40,6 @@ class LanguageModelTrainer(Trainer):
     def eval_end(self, aggregated: Any) -> dict[str, Any]:
         """Adds the perplexity, exp(loss)."""
         logs = super().eval_end(aggregated)
-        logs["perplexity"] = math.exp(min(logs["loss"], 700.0))  # beyond that a float overflows
+        if "loss" in logs:
+            logs["perplexity"] = math.exp(min(logs["loss"], 700.0))  # beyond that a float overflows
         return logs

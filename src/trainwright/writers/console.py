@@ -30,7 +30,7 @@ class ConsoleWriter(Writer):
         line = storage.line
         evaluated = {name: value for name, value in line.items() if "/" in name and not name.startswith("lr/")}
         training = {name: value for name, value in line.items() if name not in evaluated}
-        if "loss" in training:
+        if training.keys() != {"step"}:
             self._show_progress(self._progress(storage, training))
         if evaluated:
             self._console.print(Text(f"step {line['step']}  {_pairs(evaluated)}", style="bold"))

@@ -38,9 +38,12 @@ def cut_back(folder: Path, last_step: int) -> None:
     path = folder / FILE_NAME
     if not path.exists():
         return
-    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= last_step]
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= last_step]
+    if kept == lines:
+        return  # a finished run changes nothing
     replacement = path.with_suffix(".json.part")
-    replacement.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    replacement.write_text("".join(kept), encoding="utf-8")
     replacement.replace(path)
 
 

@@ -1,0 +1,1 @@
+"""Other ways in than a file or a subclass. Each is a thin adapter onto the one loop; none has a loop of its own."""

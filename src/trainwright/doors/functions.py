@@ -1,0 +1,92 @@
+"""The door for functions: a model, a dataset and a forward, in a notebook or a short script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from trainwright.build import build_trainer
+from trainwright.config import RunConfig
+from trainwright.loop.builder import Builder
+from trainwright.loop.hook import Hook
+from trainwright.loop.task import Task
+from trainwright.loop.trainer import Trainer
+
+Forward = Callable[[torch.nn.Module, Any], Any]
+
+
+class FunctionTask(Task):
+    """A task whose forward is a function `forward(model, batch)`."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+
+    def forward(self, model: torch.nn.Module, batch: Any) -> Any:
+        """Calls the function."""
+        return self._forward(model, batch)
+
+
+def train(
+    model: torch.nn.Module,
+    data: Any,
+    *,
+    forward: Forward | None = None,
+    eval_data: Any = None,
+    collator: Callable[[list[Any]], Any] | None = None,
+    hooks: Sequence[Hook] = (),
+    max_steps: int,
+    batch_size: int = 32,
+    lr: float = 1e-3,
+    name: str = "notebook",
+    overrides: Sequence[str] = (),
+    fresh: bool = False,
+) -> Trainer:
+    """Trains a model on a dataset and returns the trainer, which holds the model, the step and the storage.
+
+    `forward(model, batch)` returns a loss, or (loss, metrics); without it the model is called with the
+    batch. `eval_data` is a dataset, or several by name. Any other setting goes into `overrides`, as on
+    the command line: `overrides=["trainer.schedule={type: cosine}"]`. Calling it again continues the run
+    of that name; `fresh=True` starts over.
+    """
+    eval_sets = eval_data if isinstance(eval_data, Mapping) else {} if eval_data is None else {"eval": eval_data}
+
+    class GivenParts(Trainer):
+        """Takes the parts that were given as they are."""
+
+        @classmethod
+        def build_task(cls, build: Builder) -> Task:
+            return build.task() if forward is None else FunctionTask(forward)
+
+        @classmethod
+        def build_model(cls, build: Builder) -> torch.nn.Module:
+            return model
+
+        @classmethod
+        def build_train_data(cls, build: Builder) -> Any:
+            return data
+
+        @classmethod
+        def build_eval_data(cls, build: Builder) -> Mapping[str, Any]:
+            return eval_sets
+
+        @classmethod
+        def build_collator(cls, build: Builder) -> Any:
+            return build.collator() if collator is None else collator
+
+        @classmethod
+        def build_hooks(cls, build: Builder) -> list[Hook]:
+            return [*build.hooks(), *hooks]
+
+    settings = {
+        "name": name,
+        "trainer": {
+            "max_steps": max_steps,
+            "global_batch_size": batch_size,
+            "optimizer": {"type": "adamw", "lr": lr},
+        },
+    }
+    trainer = build_trainer(RunConfig.from_dict(settings, overrides), GivenParts, fresh=fresh)
+    trainer.train()
+    return trainer
