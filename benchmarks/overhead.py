@@ -150,6 +150,7 @@ def run_trainwright(steps):
                     "schedule": {"type": "cosine"},
                 },
                 "checkpoint": {"every_steps": None},
+                "runtime": {"device": "cpu"},
                 "writers": ["json"],
                 "log": {"every_steps": LOG_EVERY},
             }

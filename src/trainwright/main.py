@@ -113,8 +113,12 @@ def _logging_to(path: Path, *, enabled: bool) -> Iterator[None]:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     package = logging.getLogger("trainwright")
     package.addHandler(handler)
+    level = package.level
+    if level == logging.NOTSET:
+        package.setLevel(logging.INFO)  # a script need not set up logging to get a log
     try:
         yield
     finally:
+        package.setLevel(level)
         package.removeHandler(handler)
         handler.close()

@@ -197,6 +197,7 @@ def test_an_adversarial_pair_steps_in_turn(tmp_path):
             },
             "writers": ["json"],
             "log": {"every_steps": 1},
+            "runtime": {"device": "cpu"},
         },
         project_dir=PROJECT,
     )

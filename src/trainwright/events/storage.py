@@ -172,8 +172,9 @@ class EventStorage:
 
     def state_dict(self, window: Window | None = None) -> dict[str, Any]:
         """Returns the histories and the open window (`window`, where the loop has merged those of all ranks)."""
+        own = self.peek_window()
         histories = {name: [list(entry) for entry in values] for name, values in self._histories.items()}
-        return {"window": window_to_state(self.peek_window() if window is None else window), "histories": histories}
+        return {"window": window_to_state(own if window is None else window), "histories": histories}
 
     def load_state_dict(self, state: Mapping[str, Any], *, with_window: bool = True) -> None:
         """Restores `state_dict`; one rank alone takes the window, which already counts all ranks."""

@@ -24,8 +24,8 @@ class ClassificationTrainer(Trainer):
     def run_forward(self, batch: Any) -> ForwardResult:
         """Runs the forward and measures it; nothing leaves the device."""
         result = super().run_forward(batch)
-        logits = (result.outputs or {}).get("logits")
-        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        logits: Any = (result.outputs or {}).get("logits")
+        labels: Any = batch.get("labels") if isinstance(batch, Mapping) else None
         if _are_classes(logits, labels):
             right = (logits.detach().argmax(-1) == labels).sum()
             result.metrics["accuracy"] = Mean(right, (labels != IGNORED).sum())

@@ -1,0 +1,75 @@
+"""Cutting one dataset into parts."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, TensorDataset
+
+from trainwright.data.split import split
+from trainwright.errors import DataError
+
+ratios = st.lists(st.floats(0.05, 100), min_size=2, max_size=4)
+
+
+class Words(Dataset):
+    """Has more to offer than samples."""
+
+    tokens_per_sample = 7
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return f"word {index}"
+
+
+@given(st.integers(200, 2000), ratios, st.integers(0, 2**40))
+def test_parts_are_disjoint_and_cover_the_whole(size, ratios, seed):
+    try:
+        parts = split(range(size), ratios, seed=seed)
+    except DataError:
+        assert min(ratios) / sum(ratios) * size < 1
+        return
+    samples = [sample for part in parts for sample in part]
+    assert sorted(samples) == list(range(size))
+    for part, ratio in zip(parts, ratios, strict=True):
+        assert abs(len(part) - size * ratio / sum(ratios)) <= 1
+
+
+@given(st.integers(0, 2**40))
+def test_a_split_is_a_function_of_seed_and_ratios_alone(seed):
+    first, again = (split(range(100), [90, 10], seed=seed) for _ in range(2))
+    assert list(first[1]) == list(again[1])
+    assert list(first[1]) != list(split(range(100), [90, 10], seed=seed + 1)[1])
+    assert list(first[1]) == list(split(range(100), [0.9, 0.1], seed=seed)[1])
+
+
+def test_parts_are_drawn_from_everywhere():
+    valid = list(split(range(1000), [80, 20], seed=1)[1])
+    assert min(valid) < 100
+    assert max(valid) > 900
+
+
+def test_a_part_reads_like_a_sequence_and_never_reaches_into_another():
+    train, valid = split(range(50), [40, 10], seed=3)
+    assert len(list(train)) == 40
+    assert valid[-1] == list(valid)[9] == valid[9]
+    assert valid.__getitems__([0, -1, 3]) == [valid[0], valid[9], valid[3]]
+    for index in (10, -11):
+        with pytest.raises(IndexError, match="part of 10 samples"):
+            valid[index]
+
+
+def test_a_part_offers_what_its_dataset_offers():
+    part = split(Words(), [30, 10], seed=0)[0]
+    assert part.tokens_per_sample == 7
+    assert not part.draws_nothing
+    with pytest.raises(AttributeError):
+        part.missing  # noqa: B018
+    assert split(TensorDataset(torch.arange(9)), [2, 1], seed=0)[0].draws_nothing
+
+
+def test_a_part_without_samples_is_refused_with_the_arithmetic():
+    with pytest.raises(DataError, match=r"data\.split: \[98, 1, 1\] cuts 10 samples into 10 \+ 0 \+ 0"):
+        split(range(10), [98, 1, 1], seed=0)

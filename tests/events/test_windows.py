@@ -1,0 +1,93 @@
+"""How values add up over puts, ranks and steps."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainwright.events.windows import add_record, merge, summarise, window_from_state, window_to_state
+
+names = st.sampled_from("abc")
+steps = st.integers(1, 4)
+numbers = st.integers(-50, 50).map(float)
+counts = st.integers(0, 5).map(float)
+
+
+def window_of(*records):
+    window = {}
+    for record in records:
+        add_record(window, *record)
+    return window
+
+
+@given(st.lists(st.lists(st.tuples(names, steps, numbers, counts), max_size=8), min_size=1, max_size=4))
+def test_totals_of_all_ranks_add_up_as_in_one_big_window(ranks):
+    apart = merge([window_of(*((*record, "total") for record in rank)) for rank in ranks])
+    together = window_of(*((*record, "total") for rank in ranks for record in rank))
+    assert summarise(apart) == pytest.approx(summarise(together))
+
+
+@given(st.lists(st.tuples(steps, numbers, counts), min_size=1, max_size=8))
+def test_a_mean_over_a_window_is_weighed_exactly(records):
+    window = window_of(*(("a", step, value, weight, "mean") for step, value, weight in records))
+    weight = sum(weight for _, _, weight in records)
+    if weight == 0:
+        assert summarise(window) == {}
+    else:
+        expected = sum(value * weight for _, value, weight in records) / weight
+        assert summarise(window)["a"] == pytest.approx(expected)
+
+
+@given(st.lists(st.dictionaries(st.tuples(names, steps), st.lists(numbers, min_size=1, max_size=3)), max_size=4))
+def test_puts_are_averaged_per_rank_then_over_ranks_then_over_steps(ranks):
+    windows = [
+        window_of(*((name, step, value, 1.0, "put") for (name, step), values in rank.items() for value in values))
+        for rank in ranks
+    ]
+    expected = {}
+    for name in {name for rank in ranks for name, _ in rank}:
+        by_step = []
+        for step in {step for rank in ranks for own, step in rank if own == name}:
+            means = [sum(rank[name, step]) / len(rank[name, step]) for rank in ranks if (name, step) in rank]
+            by_step.append(sum(means) / len(means))
+        expected[name] = sum(by_step) / len(by_step)
+    assert summarise(merge(windows)) == pytest.approx(expected)
+
+
+def test_ranks_without_any_value_change_nothing():
+    window = window_of(("loss", 1, 2.0, 4.0, "mean"))
+    assert summarise(merge([{}, window, {}])) == {"loss": 2.0}
+
+
+def test_of_last_values_the_newest_step_wins_and_of_ranks_the_lowest():
+    first = window_of(("lr", 1, 0.1, 1.0, "last"), ("lr", 2, 0.2, 1.0, "last"))
+    second = window_of(("lr", 2, 9.0, 1.0, "last"), ("note", 1, "hello", 1.0, "last"))
+    assert summarise(merge([first, second])) == {"lr": 0.2, "note": "hello"}
+
+
+def test_a_nan_of_a_rank_that_only_stands_in_adds_nothing():
+    own = window_of(("deviation", 1, 0.5, 4.0, "mean"), ("share", 1, 2.0, 4.0, "total"))
+    stand_in = window_of(("deviation", 1, math.nan, 0.0, "mean"), ("share", 1, math.nan, 0.0, "total"))
+    assert summarise(merge([own, stand_in])) == {"deviation": 0.5, "share": 0.5}
+
+
+def test_a_nan_that_weighs_is_shown():
+    window = window_of(("loss", 1, math.nan, 4.0, "mean"), ("loss", 2, 1.0, 4.0, "mean"))
+    assert math.isnan(summarise(window)["loss"])
+
+
+def test_a_name_that_changes_its_kind_begins_anew():
+    window = window_of(("a", 1, 5.0, 1.0, "put"), ("a", 2, "text", 1.0, "last"))
+    assert summarise(window) == {"a": "text"}
+
+
+@given(st.lists(st.tuples(names, steps, numbers, counts, st.sampled_from(["mean", "total", "put", "last"]))))
+def test_a_saved_window_goes_on_as_if_it_had_not_been_saved(records):
+    half = len(records) // 2
+    whole, resumed = window_of(*records), window_of(*records[:half])
+    resumed = window_from_state(json.loads(json.dumps(window_to_state(resumed))))
+    for record in records[half:]:
+        add_record(resumed, *record)
+    assert summarise(resumed) == summarise(whole)

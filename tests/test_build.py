@@ -1,0 +1,323 @@
+"""From a config to a trainer: the order of parts, the limits, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from trainwright import Hook, RunConfig, Task, Trainer, build_trainer
+from trainwright.build import build_evaluator, build_model
+from trainwright.data.loader import TrainData
+from trainwright.errors import ConfigError, TrainwrightError
+
+PROJECT = Path(__file__).parent / "project"
+
+
+def load(tmp_path, *overrides):
+    return RunConfig.load(PROJECT / "run.yaml", [f"output_dir={tmp_path}", "trainer.max_steps=2", *overrides])
+
+
+def lines_of(tmp_path, name="small"):
+    return [json.loads(line) for line in (tmp_path / name / "metrics.json").read_text().splitlines()]
+
+
+# the whole
+
+
+def test_the_resolved_config_is_saved_and_loads_back_equal(tmp_path):
+    config = load(tmp_path, "trainer.max_steps=null", "trainer.max_epochs=2", "trainer.micro_batch_size=null")
+    trainer = build_trainer(config)
+    saved = RunConfig.load(tmp_path / "small" / "config.yaml")
+    assert saved == trainer.config
+    assert saved.project_dir == PROJECT
+    # 100 samples in batches of 8, of which the last has 4.
+    assert (saved.trainer.max_steps, saved.trainer.micro_batch_size) == (13, 8)
+    assert config.trainer.max_steps is None
+    assert build_trainer(saved).config == saved
+
+
+def test_parts_are_built_in_order(tmp_path):
+    order = []
+
+    class Ordered(Trainer):
+        def post_init(self):
+            order.append("post_init")
+
+    def noting(name):
+        inherited = getattr(Trainer, name).__func__
+
+        def build(cls, *arguments):
+            order.append(name)
+            return inherited(cls, *arguments)
+
+        return classmethod(build)
+
+    names = ["build_task", "build_model", "build_collator", "build_train_data", "build_eval_data"]
+    names += ["build_optimizers", "build_hooks", "build_writers"]
+    for name in names:
+        setattr(Ordered, name, noting(name))
+    build_trainer(load(tmp_path), Ordered)
+    assert order == [*names, "post_init"]
+
+
+def test_two_builds_begin_with_equal_weights_whatever_came_before(tmp_path):
+    first = build_trainer(load(tmp_path, "name=a"))
+    torch.manual_seed(1234)
+    random.random(), np.random.rand()
+    second = build_trainer(load(tmp_path, "name=b"))
+    other_seed = build_trainer(load(tmp_path, "name=c", "seed=8"))
+    assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
+    assert not torch.equal(first.model.layers[0].weight, other_seed.model.layers[0].weight)
+
+
+def test_a_trainer_class_may_be_given_or_named(tmp_path):
+    (tmp_path / "trainers").mkdir()
+    (tmp_path / "parts.py").write_text((PROJECT / "parts.py").read_text())
+    (tmp_path / "trainers" / "mine.py").write_text(
+        "from trainwright import Trainer\n\n\nclass MyTrainer(Trainer):\n    is_mine = True\n"
+    )
+    text = (PROJECT / "run.yaml").read_text().replace("trainer:\n", "trainer:\n  type: mine.MyTrainer\n  warmth: 3\n")
+    (tmp_path / "run.yaml").write_text(text)
+    trainer = build_trainer(RunConfig.load(tmp_path / "run.yaml", [f"output_dir={tmp_path}"]))
+    assert trainer.is_mine
+    assert trainer.config.trainer.warmth == 3
+
+
+def test_a_trainer_type_that_is_no_trainer_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"^override trainer\.type=.*: trainer\.type: parts\.py:Net is not a subclass"):
+        build_trainer(load(tmp_path, "trainer.type=parts.py:Net"))
+
+
+def test_a_trainer_made_by_hand_says_how_to_make_one(tmp_path):
+    with pytest.raises(TrainwrightError, match=r"build_trainer\(config, Trainer\)"):
+        Trainer(load(tmp_path), Task(), torch.nn.Linear(1, 1), None)
+
+
+def test_a_user_s_constructor_passes_the_rest_on(tmp_path):
+    class Mine(Trainer):
+        def __init__(self, config, task, model, optimizer, train_dataset=None, validation_dataset=None, **rest):
+            super().__init__(config, task, model, optimizer, train_dataset, validation_dataset, **rest)
+            self.seen = (list(optimizer), type(train_dataset), list(validation_dataset))
+
+    trainer = build_trainer(load(tmp_path), Mine)
+    assert trainer.seen == (["main"], TrainData, ["valid"])
+    trainer.train()
+
+
+def test_an_evaluator_has_no_training_data_and_writes_no_file(tmp_path):
+    trainer = build_evaluator(load(tmp_path))
+    with trainer.storage:
+        logs = trainer.evaluate()
+    assert set(logs) == {"valid/loss", "valid/accuracy"}
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match="no training data"):
+        trainer.train()
+
+
+def test_the_model_alone_is_built_as_the_run_would(tmp_path):
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "mine.py").write_text(
+        "import torch\nfrom trainwright import Task\n\n\n"
+        "class MyTask(Task):\n    def build_model(self):\n        return torch.nn.Linear(3, 5)\n"
+    )
+    config = RunConfig.from_dict({"task": "mine.MyTask", "output_dir": str(tmp_path)}, project_dir=tmp_path)
+    assert build_model(config).weight.shape == (5, 3)
+
+
+# what is not there yet is refused by name
+
+
+@pytest.mark.parametrize("mode", ["compile", "graph"])
+def test_a_mode_that_is_not_there_yet_is_refused_by_name(tmp_path, mode):
+    with pytest.raises(ConfigError, match=rf"^override runtime\.mode={mode}: runtime\.mode: {mode} is not supported"):
+        build_trainer(load(tmp_path, f"runtime.mode={mode}"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_ranks_in_the_mesh_than_processes_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"^override runtime.*: runtime\.mesh: data 2 is 2 ranks, but the run has 1"):
+        build_trainer(load(tmp_path, "runtime.mesh={data: 2}"))
+
+
+def test_a_mesh_axis_that_is_not_there_yet_is_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"runtime\.mesh\.data: 2, but only the replicate axis"):
+        build_trainer(load(tmp_path, "runtime.mesh={data: 2}"))
+
+
+def test_an_unknown_device_is_refused_by_name(tmp_path):
+    with pytest.raises(ConfigError, match=r"runtime\.device: no device 'gpu'\. Use auto"):
+        build_trainer(load(tmp_path, "runtime.device=gpu"))
+
+
+# limits
+
+
+def seen_by(trainer):
+    """Trains and returns the number of samples of each step."""
+    sizes = []
+    original = trainer.train_step
+
+    def train_step(batch):
+        sizes.append(len(batch["labels"]))
+        return original(batch)
+
+    trainer.train_step = train_step
+    trainer.train()
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("limits", "sizes"),
+    [
+        (["trainer.max_epochs=1"], [8] * 6 + [2]),
+        (["trainer.max_epochs=0.5"], [8, 8, 8, 1]),
+        (["trainer.max_samples=20"], [8, 8, 4]),
+        (["trainer.max_samples=24"], [8, 8, 8]),
+        (["trainer.max_steps=2", "trainer.max_epochs=1", "trainer.max_samples=20"], [8, 8]),
+        (["trainer.max_steps=9", "trainer.max_epochs=1", "trainer.max_samples=20"], [8, 8, 4]),
+    ],
+)
+def test_the_first_limit_that_is_reached_ends_the_run_exactly_there(tmp_path, limits, sizes):
+    trainer = build_trainer(load(tmp_path, "trainer.max_steps=null", *limits))
+    assert trainer.max_steps == len(sizes)
+    assert seen_by(trainer) == sizes
+    assert trainer.step == len(sizes)
+    assert lines_of(tmp_path)[-1]["step"] == len(sizes)
+
+
+def test_an_epoch_sees_each_sample_once(tmp_path):
+    seen = []
+
+    class Noting(Trainer):
+        def train_step(self, batch):
+            seen.extend(batch["x"].sum(1).tolist())
+            return super().train_step(batch)
+
+    overrides = ["trainer.max_steps=null", "trainer.max_epochs=2", "data.train.noise=0"]
+    trainer = build_trainer(load(tmp_path, *overrides), Noting)
+    trainer.train()
+    each = sorted(trainer.train_data.dataset.x.sum(1).tolist())
+    assert sorted(seen[:50]) == pytest.approx(each)
+    assert sorted(seen[50:]) == pytest.approx(each)
+    assert seen[:50] != seen[50:]
+
+
+def test_max_tokens_counts_tokens_per_sample(tmp_path):
+    overrides = ["trainer.max_steps=null", "trainer.max_tokens=100", "data.train.noise=0"]
+
+    class Tokens(Trainer):
+        @classmethod
+        def build_train_data(cls, build):
+            data = build.train_data()
+            data.tokens_per_sample = 5
+            return data
+
+    trainer = build_trainer(load(tmp_path, *overrides), Tokens)
+    assert (trainer.max_steps, trainer.train_data.num_samples) == (3, 20)
+    with pytest.raises(ConfigError, match=r"^override trainer\.max_tokens=100: .*Points does not say.*tokens_per_sample"):
+        build_trainer(load(tmp_path, *overrides))
+
+
+def test_a_run_without_a_limit_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"run\.yaml:7: trainer: no limit\. Give max_steps, max_epochs"):
+        build_trainer(load(tmp_path, "trainer.max_steps=null"))
+
+
+def test_a_run_with_a_ragged_end_continues_after_it(tmp_path):
+    build_trainer(load(tmp_path, "trainer.max_steps=null", "trainer.max_epochs=1")).train()
+    trainer = build_trainer(load(tmp_path, "trainer.max_steps=null", "trainer.max_epochs=2"))
+    assert (trainer.step, trainer.train_data.position) == (7, 50)
+    trainer.train()
+    assert trainer.train_data.position == 100
+
+
+# batches
+
+
+def test_a_batch_that_contradicts_itself_is_refused_with_the_arithmetic(tmp_path):
+    with pytest.raises(ConfigError, match="8 is not micro_batch_size 3 × 1 data rank × a whole number"):
+        build_trainer(load(tmp_path, "trainer.micro_batch_size=3"))
+
+
+@pytest.mark.parametrize("micro", [1, 2, 8])
+def test_the_micro_batch_size_changes_no_loss(tmp_path, micro):
+    overrides = ["model.dropout=0", "log.every_steps=1"]
+    build_trainer(load(tmp_path, *overrides, "name=four")).train()
+    build_trainer(load(tmp_path, *overrides, f"trainer.micro_batch_size={micro}", "name=other")).train()
+    for ours, theirs in zip(lines_of(tmp_path, "four"), lines_of(tmp_path, "other"), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+
+
+# data
+
+
+def test_a_split_gives_three_disjoint_sets_that_cover_all(tmp_path):
+    trainer = build_trainer(load(tmp_path, "data.eval={}", "data.split=[80, 10, 10]", "data.train.noise=0"))
+    sets = [trainer.train_data, trainer.eval_data["valid"], trainer.surroundings.test_data]
+    assert [len(each) for each in sets] == [40, 5, 5]
+    rows = [tuple(each.dataset[index]["x"].tolist()) for each in sets for index in range(len(each))]
+    assert len(set(rows)) == 50
+
+
+def test_more_parts_than_names_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.split: 4 parts, but there are only train, valid, test"):
+        build_trainer(load(tmp_path, "data.eval={}", "data.split=[1, 1, 1, 1]"))
+
+
+def test_without_evaluation_sets_nothing_is_evaluated(tmp_path):
+    assert build_trainer(load(tmp_path, "data.eval={}")).train() == {}
+    assert not any("/" in key for line in lines_of(tmp_path) for key in line)
+
+
+def test_sets_without_a_period_are_evaluated_once_at_the_end(tmp_path):
+    evaluations = []
+
+    class Counting(Hook):
+        def after_eval(self, logs):
+            evaluations.append(self.trainer.step)
+
+    class WithHook(Trainer):
+        @classmethod
+        def build_hooks(cls, build):
+            return [*build.hooks(), Counting()]
+
+    build_trainer(load(tmp_path, "evaluation={}", "trainer.max_steps=4"), WithHook).train()
+    assert evaluations == [4]
+
+
+def test_an_empty_dataset_is_refused_by_name(tmp_path):
+    with pytest.raises(TrainwrightError, match=r"data\.train: Points is empty"):
+        build_trainer(load(tmp_path, "data.train.size=0"))
+
+
+# the run folder
+
+
+def test_a_run_folder_holds_what_the_design_says(tmp_path):
+    from trainwright import run_experiment
+
+    run_experiment(load(tmp_path))
+    names = {path.name for path in (tmp_path / "small").iterdir()}
+    assert names == {"config.yaml", "environment.json", "log.txt", "metrics.json", "checkpoints"}
+    assert "Finished at step 2." in (tmp_path / "small" / "log.txt").read_text()
+
+
+def test_output_dir_is_relative_to_the_current_folder(in_tmp):
+    config = RunConfig.load(PROJECT / "run.yaml", ["trainer.max_steps=1"])
+    build_trainer(config).train()
+    assert (in_tmp / "runs" / "small" / "metrics.json").exists()
+
+
+def test_each_logged_value_is_a_finite_number(tmp_path):
+    build_trainer(load(tmp_path)).train()
+    values = [value for line in lines_of(tmp_path) for value in line.values()]
+    assert values
+    assert all(math.isfinite(value) for value in values)
