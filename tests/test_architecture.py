@@ -145,7 +145,9 @@ def test_nothing_is_read_with_pickle():
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 wrong += [f"{file}:{node.lineno}" for alias in node.names if alias.name in ("pickle", "dill", "shelve")]
-            elif (isinstance(node, ast.ImportFrom) and node.module in ("pickle", "dill", "shelve", "torch.serialization")) or (
+            elif (
+                isinstance(node, ast.ImportFrom) and node.module in ("pickle", "dill", "shelve", "torch.serialization")
+            ) or (
                 isinstance(node, ast.Attribute)
                 and node.attr in ("load", "save")
                 and isinstance(node.value, ast.Name)

@@ -90,7 +90,9 @@ def test_a_trainer_class_may_be_given_or_named(tmp_path):
 
 
 def test_a_trainer_type_that_is_no_trainer_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"^override trainer\.type=.*: trainer\.type: parts\.py:Net is not a subclass"):
+    with pytest.raises(
+        ConfigError, match=r"^override trainer\.type=.*: trainer\.type: parts\.py:Net is not a subclass"
+    ):
         build_trainer(load(tmp_path, "trainer.type=parts.py:Net"))
 
 
@@ -221,12 +223,14 @@ def test_max_tokens_counts_tokens_per_sample(tmp_path):
 
     trainer = build_trainer(load(tmp_path, *overrides), Tokens)
     assert (trainer.max_steps, trainer.train_data.num_samples) == (3, 20)
-    with pytest.raises(ConfigError, match=r"^override trainer\.max_tokens=100: .*Points does not say.*tokens_per_sample"):
+    with pytest.raises(
+        ConfigError, match=r"^override trainer\.max_tokens=100: .*Points does not say.*tokens_per_sample"
+    ):
         build_trainer(load(tmp_path, *overrides))
 
 
 def test_a_run_without_a_limit_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"run\.yaml:7: trainer: no limit\. Give max_steps, max_epochs"):
+    with pytest.raises(ConfigError, match=r"run\.yaml:\d+: trainer: no limit\. Give max_steps, max_epochs"):
         build_trainer(load(tmp_path, "trainer.max_steps=null"))
 
 

@@ -12,11 +12,7 @@ import pytest
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, flags=re.DOTALL)
 COMMANDS = [
-    line
-    for language, text in BLOCKS
-    if not language
-    for line in text.splitlines()
-    if line.startswith("trainwright ")
+    line for language, text in BLOCKS if not language for line in text.splitlines() if line.startswith("trainwright ")
 ]
 
 
@@ -35,7 +31,9 @@ def project(tmp_path_factory):
 
 def run(command, folder):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done
 

@@ -46,21 +46,24 @@ def build_trainer(
     *,
     fresh: bool = False,
     accept_changes: bool = False,
+    evaluates: bool = True,
 ) -> Trainer:
     """Builds a trainer that is ready to `train()`: at step 0, or where the run folder's newest checkpoint is.
 
     `fresh` sets an earlier run of that name aside; `accept_changes` goes on although settings that change
-    the mathematics differ.
+    the mathematics differ; without `evaluates` the evaluation sets are left alone.
     """
     backend, ranks = _join(config)
     folder = run_folders.run_folder(config)
-    config, trainer = _assemble(config, trainer_class, backend, ranks, folder)
+    trainer = _assemble(config, trainer_class, backend, ranks, folder, evaluates=evaluates)
     # Only now is the folder touched: a config with a mistake in it sets nothing aside and leaves nothing behind.
-    step, saved = _find_checkpoint(trainer, config, fresh=fresh, accept_changes=accept_changes)
+    step, saved = _find_checkpoint(trainer, fresh=fresh, accept_changes=accept_changes)
     if step is not None:
-        _resume(trainer, step, saved, keep_settings=accept_changes)
+        restore_checkpoint(trainer, step, keep_settings=accept_changes)
+        _realign(trainer, config)
+        _go_on(trainer, saved)
     if ranks.is_first:
-        run_folders.save_settings(folder, config, backend.describe())
+        run_folders.save_settings(folder, trainer.config, backend.describe())
     ranks.barrier()
     _introduce(trainer)
     return trainer
@@ -93,7 +96,7 @@ def _introduce(trainer: Trainer) -> None:
 def build_evaluator(config: RunConfig, trainer_class: type[Trainer] | None = None) -> Trainer:
     """Builds a trainer without training data, which can `evaluate()`; loads no weights and writes no file."""
     backend, ranks = _join(config)
-    return _assemble(config, trainer_class, backend, ranks, run_folders.run_folder(config), for_training=False)[1]
+    return _assemble(config, trainer_class, backend, ranks, run_folders.run_folder(config), for_training=False)
 
 
 def build_model(config: RunConfig) -> torch.nn.Module:
@@ -131,8 +134,9 @@ def _assemble(
     folder: Path,
     *,
     for_training: bool = True,
-) -> tuple[RunConfig, Trainer]:
-    """Builds every part in order: task, model, data, optimizers, hooks, trainer. Returns the resolved config too."""
+    evaluates: bool = True,
+) -> Trainer:
+    """Builds every part in order: task, model, data, optimizers, hooks, trainer. The trainer's config is resolved."""
     _seed_everything(backend, mix_seed(config.seed, _BUILD_STREAM))
     build = Build(config, ranks=ranks, folder=folder)
     trainer_class = trainer_class or build.trainer_class()
@@ -150,6 +154,8 @@ def _assemble(
     eval_sets = trainer_class.build_eval_data(build)
     eval_data = {name: loaders.for_evaluation(name, each) for name, each in eval_sets.items()}
     test = build.test_data()
+    if not evaluates:
+        eval_data, test = {}, None
     optimizers = _by_name(trainer_class.build_optimizers(build, model)) if for_training else {}
     surroundings = Surroundings(
         backend=backend,
@@ -178,7 +184,7 @@ def _assemble(
     )
     # From here on ranks draw different numbers.
     _seed_everything(backend, mix_seed(config.seed, _RANK_STREAM, ranks.rank))
-    return config, trainer
+    return trainer
 
 
 def _resolved(config: RunConfig, batch: BatchPlan, max_steps: int) -> RunConfig:
@@ -216,7 +222,7 @@ class _Loaders:
                 view=self._view,
                 options=self._options,
             )
-        max_steps, data.num_samples = _limits(self._config, data, self._batch.global_batch_size)
+        max_steps, data.num_samples = _limits(self._config, data)
         return data, max_steps
 
     def for_evaluation(self, name: str, dataset: Any) -> EvalData:
@@ -236,10 +242,10 @@ class _Loaders:
         )
 
 
-def _limits(config: RunConfig, data: TrainData, batch_size: int) -> tuple[int, int | None]:
+def _limits(config: RunConfig, data: TrainData, *, steps_done: int = 0) -> tuple[int, int | None]:
     """Resolves max_steps, max_epochs, max_samples and max_tokens: the first to be reached ends the run.
 
-    Returns the number of steps, and of samples where the last batch is to end in the middle.
+    Returns the number of steps, those done included, and of samples where the last batch may end in the middle.
     """
     trainer = config.trainer
     where = config.origin("trainer")
@@ -257,7 +263,7 @@ def _limits(config: RunConfig, data: TrainData, batch_size: int) -> tuple[int, i
                 where=config.origin("trainer.max_tokens"),
             )
         samples.append(math.ceil(trainer.max_tokens / per_sample))
-    steps = [math.ceil(number / batch_size) for number in samples]
+    steps = [steps_done + math.ceil((number - data.position) / data.global_batch_size) for number in samples]
     if trainer.max_steps is not None:
         steps.append(trainer.max_steps)
     if not steps:
@@ -296,9 +302,7 @@ def _updater(
     )
 
 
-def _find_checkpoint(
-    trainer: Trainer, config: RunConfig, *, fresh: bool, accept_changes: bool
-) -> tuple[int | None, RunConfig | None]:
+def _find_checkpoint(trainer: Trainer, *, fresh: bool, accept_changes: bool) -> tuple[int | None, RunConfig | None]:
     """Prepares the run folder; returns the step to go on from and the config it was trained with.
 
     Refuses changed settings. The first rank looks, and all ranks get its answer.
@@ -316,7 +320,7 @@ def _find_checkpoint(
             step = trainer.surroundings.store.newest_intact()
             saved = run_folders.read_config(trainer.folder)
             if step is not None and saved is not None and not accept_changes:
-                refuse_changes(saved, config, trainer.folder)
+                refuse_changes(saved, trainer.config, trainer.folder)
             if step is None:
                 cut_back(trainer.folder, 0)  # lines of a run that died before its first checkpoint
         except Exception as error:
@@ -327,8 +331,19 @@ def _find_checkpoint(
     return step, saved
 
 
-def _resume(trainer: Trainer, step: int, saved: RunConfig | None, *, keep_settings: bool) -> None:
-    restore_checkpoint(trainer, step, keep_settings=keep_settings)
+def _realign(trainer: Trainer, config: RunConfig) -> None:
+    """Counts the steps anew for a run that goes on after a ragged end, where the last batch was not whole."""
+    data = trainer.train_data
+    assert data is not None
+    if data.position < trainer.step * data.global_batch_size:
+        max_steps, _ = _limits(config, data, steps_done=trainer.step)
+        trainer.max_steps = trainer.storage.max_steps = trainer.surroundings.updater.max_steps = max_steps
+        trainer.config = trainer.config.derive({"trainer.max_steps": max_steps})
+
+
+def _go_on(trainer: Trainer, saved: RunConfig | None) -> None:
+    """Cuts the log back to the restored step, and says from where and with which rates the run goes on."""
+    step = trainer.step
     if trainer.ranks.is_first:
         # A step that was saved before it was written is written again, so its lines go too.
         cut_back(trainer.folder, trainer.step - 1 if trainer.has_unfinished_step else trainer.step)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import logging.handlers
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from trainwright.checkpoint.folder import LOG_FILE, run_folder
 from trainwright.checkpoint.resume import pick_step
 from trainwright.config import RunConfig
 from trainwright.errors import ConfigError
+from trainwright.loop.evaluation import evaluate_sets
 from trainwright.loop.trainer import Trainer
 from trainwright.parallel import mesh
 
@@ -49,19 +51,19 @@ def run_experiment(
     if model_dir is not None:
         folder = Path(os.path.abspath(model_dir))  # noqa: PTH100  # "." has no name; resolve() would follow links
         config = config.derive({"output_dir": str(folder.parent), "name": folder.name})
-    if mode == "train":
-        config = config.derive({"data.eval": {}, "data.test": None, "checkpoint.keep_best": None})
     try:
         if mode == "eval":
             return _evaluate(config, trainer_class, step)
-        trainer = build_trainer(config, trainer_class, fresh=fresh, accept_changes=accept_changes)
-        first_step = trainer.step
-        with _logging_to(trainer.folder / LOG_FILE, enabled=trainer.ranks.is_first):
+        with _log_file() as open_log:
+            evaluates = mode != "train"
+            trainer = build_trainer(
+                config, trainer_class, fresh=fresh, accept_changes=accept_changes, evaluates=evaluates
+            )
+            # A finished run changes nothing, its log included.
+            if trainer.ranks.is_first and not trainer.is_finished:
+                open_log(trainer.folder / LOG_FILE)
             logs = trainer.train()
-            if trainer.step > first_step:
-                _say_how_it_ended(trainer)
-        if trainer.step == first_step:
-            _say_how_it_ended(trainer)  # not in log.txt: a finished run changes nothing
+            _say_how_it_ended(trainer)
         if trainer.interrupted:
             raise Interrupted(trainer.stop_reason)
         return trainer.model, logs
@@ -73,7 +75,9 @@ def _evaluate(
     config: RunConfig, trainer_class: type[Trainer] | None, step: int | str
 ) -> tuple[torch.nn.Module, dict[str, float]]:
     trainer = build_evaluator(config, trainer_class)
-    if not trainer.eval_data and trainer.surroundings.test_data is None:
+    test = trainer.surroundings.test_data
+    sets = trainer.eval_data if test is None else {**trainer.eval_data, test.name: test}
+    if not sets:
         raise ConfigError("data.eval: there is no evaluation set. Name one, such as eval: {valid: {type: …}}.")
     store = trainer.surroundings.store
     chosen = pick_step(store, step, best=config.checkpoint.keep_best)
@@ -83,8 +87,7 @@ def _evaluate(
     trainer.step = chosen
     logger.info("Evaluating %s", store.path(chosen))
     with trainer.storage:
-        logs = trainer.evaluate()
-    return trainer.model, logs
+        return trainer.model, evaluate_sets(trainer, sets)
 
 
 def _say_how_it_ended(trainer: Trainer) -> None:
@@ -104,21 +107,29 @@ def _say_how_it_ended(trainer: Trainer) -> None:
 
 
 @contextmanager
-def _logging_to(path: Path, *, enabled: bool) -> Iterator[None]:
-    """Copies the package's log into the run folder."""
-    if not enabled:
-        yield
-        return
-    handler = logging.FileHandler(path, encoding="utf-8", delay=True)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+def _log_file() -> Iterator[Callable[[Path], None]]:
+    """Keeps the package's log until the run folder is known, then writes it there: yields the call that opens it."""
     package = logging.getLogger("trainwright")
-    package.addHandler(handler)
     level = package.level
     if level == logging.NOTSET:
         package.setLevel(logging.INFO)  # a script need not set up logging to get a log
+    waiting = logging.handlers.MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
+    package.addHandler(waiting)
+    handlers: list[logging.Handler] = [waiting]
+
+    def open_log(path: Path) -> None:
+        file = logging.FileHandler(path, encoding="utf-8")
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        waiting.setTarget(file)
+        waiting.flush()
+        package.removeHandler(waiting)
+        package.addHandler(file)
+        handlers.append(file)
+
     try:
-        yield
+        yield open_log
     finally:
         package.setLevel(level)
-        package.removeHandler(handler)
-        handler.close()
+        for handler in handlers:
+            package.removeHandler(handler)
+            handler.close()

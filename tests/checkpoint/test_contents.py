@@ -80,6 +80,7 @@ def write(store, model, optimizers, *, step=5, hooks=(), unclaimed=None, generat
         generators=generators or [contents.generator_state()],
         step=step,
         has_unfinished_step=False,
+        has_ended=False,
         unclaimed_hook_state=unclaimed or {},
     )
     store.write(step, parts, metrics={})
@@ -162,9 +163,7 @@ def test_renamed_optimizers_are_refused_by_name(store):
     model = net()
     write(store, model, {"main": stepped(model, adamw)})
     with pytest.raises(CheckpointError, match=r"holds the optimizers main, but the run has body, head.*--fresh"):
-        contents.restore_optimizers(
-            store.read(5, "optimizers"), model, {"body": adamw(model), "head": adamw(model)}
-        )
+        contents.restore_optimizers(store.read(5, "optimizers"), model, {"body": adamw(model), "head": adamw(model)})
 
 
 def test_state_for_a_parameter_that_the_optimizer_no_longer_owns_is_refused_by_name(store):
@@ -243,7 +242,7 @@ def test_mismatching_shapes_are_named_with_both(store):
     for strict in (True, False):
         with pytest.raises(
             CheckpointError,
-            match=r"step-00000005 holds another model: 0\.bias: \(4,\) in the checkpoint, \(8,\) in the model; 0\.weight",
+            match=r"holds another model: 0\.bias: \(4,\) in the checkpoint, \(8,\) in the model; 0\.weight",
         ):
             contents.restore_model(store, 5, wider, strict=strict)
 

@@ -48,7 +48,9 @@ def test_preparing_makes_the_folder_and_leaves_nothing_in_it(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_an_error_that_names_it(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"output_dir: the run folder .*file/one cannot be written \(Not a directory\)"):
+    with pytest.raises(
+        ConfigError, match=r"output_dir: the run folder .*file/one cannot be written \(Not a directory\)"
+    ):
         run_folders.prepare(tmp_path / "file" / "one")
 
 

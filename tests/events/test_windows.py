@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainwright.events.windows import add_record, merge, summarise, window_from_state, window_to_state
@@ -22,6 +22,7 @@ def window_of(*records):
     return window
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.tuples(names, steps, numbers, counts), max_size=8), min_size=1, max_size=4))
 def test_totals_of_all_ranks_add_up_as_in_one_big_window(ranks):
     apart = merge([window_of(*((*record, "total") for record in rank)) for rank in ranks])
@@ -29,6 +30,7 @@ def test_totals_of_all_ranks_add_up_as_in_one_big_window(ranks):
     assert summarise(apart) == pytest.approx(summarise(together))
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(steps, numbers, counts), min_size=1, max_size=8))
 def test_a_mean_over_a_window_is_weighed_exactly(records):
     window = window_of(*(("a", step, value, weight, "mean") for step, value, weight in records))
@@ -40,6 +42,7 @@ def test_a_mean_over_a_window_is_weighed_exactly(records):
         assert summarise(window)["a"] == pytest.approx(expected)
 
 
+@settings(deadline=None)
 @given(st.lists(st.dictionaries(st.tuples(names, steps), st.lists(numbers, min_size=1, max_size=3)), max_size=4))
 def test_puts_are_averaged_per_rank_then_over_ranks_then_over_steps(ranks):
     windows = [
@@ -83,6 +86,7 @@ def test_a_name_that_changes_its_kind_begins_anew():
     assert summarise(window) == {"a": "text"}
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(names, steps, numbers, counts, st.sampled_from(["mean", "total", "put", "last"]))))
 def test_a_saved_window_goes_on_as_if_it_had_not_been_saved(records):
     half = len(records) // 2

@@ -14,6 +14,9 @@ import torch
 
 from trainwright.errors import ConfigError
 
+# Where torch's fused AdamW kernel exists in every torch version that we support.
+_FUSED_OPTIMIZERS = frozenset({"cpu", "cuda"})
+
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -46,6 +49,11 @@ class Backend:
     def describe(self) -> str:
         """Names the device for the log."""
         return f"cpu ({torch.get_num_threads()} threads)"
+
+
+def has_fused_optimizers(device: torch.device) -> bool:
+    """Has torch one kernel for a whole optimizer step on this device?"""
+    return device.type in _FUSED_OPTIMIZERS
 
 
 def pick_backend(setting: str, *, local_rank: int = 0, where: object | None = None) -> Backend:

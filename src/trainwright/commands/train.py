@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -56,9 +59,24 @@ def train(
 
     try:
         if fast_dev_run:
-            with tempfile.TemporaryDirectory(prefix="trainwright-") as folder:
-                run_experiment(config.derive({**FAST_DEV_RUN, "output_dir": folder}))
+            with _shared_temporary_folder() as folder:
+                run_experiment(config.derive({**FAST_DEV_RUN, "output_dir": str(folder)}))
         else:
             run_experiment(config, fresh=fresh, accept_changes=accept_changes)
     except Interrupted as interruption:
         sys.exit(SIGNAL_EXIT_CODES.get(str(interruption), 1))
+
+
+@contextmanager
+def _shared_temporary_folder() -> Iterator[Path]:
+    """A folder that every rank of a launch agrees on, for they have one parent, and that the first rank removes."""
+    if "WORLD_SIZE" not in os.environ:
+        with tempfile.TemporaryDirectory(prefix="trainwright-") as folder:
+            yield Path(folder)
+        return
+    shared = Path(tempfile.gettempdir()) / f"trainwright-{os.getppid()}"
+    try:
+        yield shared
+    finally:
+        if os.environ.get("RANK", "0") == "0":
+            shutil.rmtree(shared, ignore_errors=True)

@@ -54,7 +54,8 @@ class SampleFetcher(Dataset[Any]):
         """Returns the samples at consecutive positions, with the generators ready for the collator."""
         indices: list[int] = self.order.indices(positions[0], positions[-1] + 1).tolist()
         if self._dataset_draws:
-            samples = [self._fetch_seeded(*place) for place in zip(positions, indices, strict=True)]
+            dataset, indices = _locate(self.dataset, indices)
+            samples = [self._fetch_seeded(dataset, *place) for place in zip(indices, positions, strict=True)]
         else:
             samples = fetch(self.dataset, indices)
         if self._collator_draws:
@@ -62,9 +63,9 @@ class SampleFetcher(Dataset[Any]):
             _seed_generators(mix_seed(self.seed, _BATCH_STREAM, positions[0]))
         return samples
 
-    def _fetch_seeded(self, position: int, index: int) -> Any:
+    def _fetch_seeded(self, dataset: Any, index: int, position: int) -> Any:
         _seed_generators(mix_seed(self.seed, _SAMPLE_STREAM, position))
-        return self.dataset[index]
+        return dataset[index]
 
     def fetch_batch(self, start: int, stop: int) -> Any:
         """Fetches and collates in this process, leaving its generators as they were."""
@@ -77,6 +78,13 @@ class SampleFetcher(Dataset[Any]):
             torch.set_rng_state(torch_state)
             random.setstate(python_state)
             np.random.set_state(numpy_state)
+
+
+def _locate(dataset: Any, indices: list[int]) -> tuple[Any, list[int]]:
+    """Returns the dataset that a split's part is cut from and the indices there, for all samples in one call."""
+    if hasattr(type(dataset), "indices_in_whole"):
+        return _locate(dataset.dataset, dataset.indices_in_whole(indices))
+    return dataset, indices
 
 
 def _seed_generators(seed: int) -> None:

@@ -8,7 +8,7 @@ See fetch.py for how one sample is fetched, order.py for which.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,7 @@ class TrainData:
     def __len__(self) -> int:
         return self._size
 
-    def batches(self, to_device: Callable[[Iterator[Any]], Iterator[Any]]) -> Iterator[Any]:
+    def batches(self, to_device: Callable[[Iterator[Any]], Iterator[Any]]) -> Generator[Any, None, None]:
         """Returns the batches from `position` on, each counted when it is returned.
 
         `to_device` maps an iterator of host batches to one of device batches and may run ahead of it.
@@ -139,7 +139,7 @@ class EvalData:
     def __len__(self) -> int:
         return self._size
 
-    def batches(self, to_device: Callable[[Iterator[Any]], Iterator[Any]]) -> Iterator[Any]:
+    def batches(self, to_device: Callable[[Iterator[Any]], Iterator[Any]]) -> Generator[Any, None, None]:
         """Returns this rank's batches; every rank gets as many, a stand-in where the ragged end has none for it."""
         spans = ((start, min(start + self._batch_size, self._stop)) for start in range(0, self._stop, self._batch_size))
         for share in to_device(_fetch_spans(self._fetcher, spans, self._view, self._options)):

@@ -53,8 +53,6 @@ def train(
     eval_sets = eval_data if isinstance(eval_data, Mapping) else {} if eval_data is None else {"eval": eval_data}
 
     class GivenParts(Trainer):
-        """Takes the parts that were given as they are."""
-
         @classmethod
         def build_task(cls, build: Builder) -> Task:
             return build.task() if forward is None else FunctionTask(forward)

@@ -174,7 +174,8 @@ class EventStorage:
         """Returns the histories and the open window (`window`, where the loop has merged those of all ranks)."""
         own = self.peek_window()
         histories = {name: [list(entry) for entry in values] for name, values in self._histories.items()}
-        return {"window": window_to_state(own if window is None else window), "histories": histories}
+        state = {"window": window_to_state(own if window is None else window), "histories": histories}
+        return {key: _storable(value) for key, value in state.items()}
 
     def load_state_dict(self, state: Mapping[str, Any], *, with_window: bool = True) -> None:
         """Restores `state_dict`; one rank alone takes the window, which already counts all ranks."""
@@ -215,6 +216,17 @@ class EventStorage:
 def _is_scalar(value: Any) -> bool:
     # Real, for numpy's numbers are no Python floats.
     return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, Real)
+
+
+def _storable(value: Any) -> Any:
+    """Replaces what a checkpoint cannot hold (a user's object as a metric) by its text, as in metrics.json."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _storable(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_storable(item) for item in value]
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _is_recomputing() -> bool:

@@ -11,6 +11,7 @@ from trainwright.checkpoint import contents
 from trainwright.checkpoint.folder import CHECKPOINTS, find_run, read_config
 from trainwright.checkpoint.resume import pick_step
 from trainwright.checkpoint.store import CheckpointStore
+from trainwright.errors import CheckpointError
 
 
 def load_checkpoint(
@@ -22,6 +23,8 @@ def load_checkpoint(
     keep_best) or a number. `strict=False` accepts missing and unexpected weights and names them.
     """
     folder, named_step = find_run(Path(run_or_folder))
+    if named_step is not None and step not in ("latest", named_step):
+        raise CheckpointError(f"{run_or_folder} is one checkpoint, but step {step} is asked for. Give the run folder.")
     config = read_config(folder)
     assert config is not None  # find_run saw it
     store = CheckpointStore(folder / CHECKPOINTS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,8 @@ import torch
 from trainwright.data.loader import EvalData
 from trainwright.data.order import mix_seed
 from trainwright.errors import TrainwrightError
-from trainwright.events import Mean
+from trainwright.events import EventStorage, Mean
+from trainwright.events.windows import merge, summarise
 from trainwright.loop.metrics import ConfiguredMetric
 from trainwright.loop.outputs import ForwardResult
 from trainwright.loop.task import Task, overrides
@@ -70,7 +72,7 @@ class Averages:
 def _as_mean(value: Any, num_samples: int) -> Mean | None:
     if isinstance(value, Mean):
         return Mean(_double(value.total), _double(value.count))
-    if isinstance(value, bool | int | float):
+    if isinstance(value, Real):  # numpy's scalars too
         return Mean(float(value) * num_samples, float(num_samples))
     if isinstance(value, torch.Tensor):
         if value.numel() == 1:
@@ -78,6 +80,10 @@ def _as_mean(value: Any, num_samples: int) -> Mean | None:
         if value.ndim == 1 and value.shape[0] == num_samples:
             return Mean(_double(value).sum(), float(num_samples))
     return None
+
+
+def _is_per_sample(value: Any, num_samples: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == num_samples
 
 
 def _double(value: Any) -> Any:
@@ -98,7 +104,7 @@ def evaluate_sets(trainer: Trainer, sets: Mapping[str, EvalData]) -> dict[str, f
         trainer.model.eval()
         for name, data in sets.items():
             trainer.backend.seed(mix_seed(trainer.config.seed, _EVAL_STREAM, trainer.ranks.rank))
-            values = _evaluate_set(trainer, data, trainer.surroundings.metrics)
+            values = _evaluate_set(trainer, data)
             logs.update({f"{name}/{key}": value for key, value in values.items()})
     except Exception:
         # Hooks undo what they did for the evaluation (averaged weights are swapped back) before anything is saved.
@@ -117,9 +123,25 @@ def evaluate_sets(trainer: Trainer, sets: Mapping[str, EvalData]) -> dict[str, f
 
 
 @torch.no_grad()
-def _evaluate_set(trainer: Trainer, data: EvalData, metrics: Sequence[ConfiguredMetric]) -> dict[str, float]:
-    """Evaluates one set and returns its logs, unprefixed."""
+def _evaluate_set(trainer: Trainer, data: EvalData) -> dict[str, float]:
+    """Evaluates one set and returns its logs, unprefixed.
+
+    What a model puts meanwhile goes into a storage of the set's own, and joins its logs: in the run's
+    storage it would mix with the values of training steps.
+    """
     trainer.eval_name = data.name
+    with EventStorage() as puts:
+        puts.step = trainer.step
+        averages, state = _run_batches(trainer, data)
+    put = summarise(merge(trainer.ranks.gather(puts.take_window())))
+    computed = _compute(trainer.surroundings.metrics, trainer.ranks)
+    trainer.eval_averages = {**put, **averages.over_ranks(trainer.ranks), **computed}
+    return {name: _number(value) for name, value in trainer.eval_end(state).items()}
+
+
+def _run_batches(trainer: Trainer, data: EvalData) -> tuple[Averages, Any]:
+    """Runs every batch of a set; returns the sums and what the task aggregated."""
+    metrics = trainer.surroundings.metrics
     averages = Averages()
     state: Any = None
     aggregates = overrides(trainer.task, "aggregate_logs", Task)
@@ -145,8 +167,7 @@ def _evaluate_set(trainer: Trainer, data: EvalData, metrics: Sequence[Configured
         if aggregates:
             gathered = _gather_outputs({**values, **passthrough}, num_samples, trainer.ranks)
             state = trainer.task.aggregate_logs(state, gathered)
-    trainer.eval_averages = averages.over_ranks(trainer.ranks) | _compute(metrics, trainer.ranks)
-    return {name: _number(value) for name, value in trainer.eval_end(state).items()}
+    return averages, state
 
 
 def _inputs(trainer: Trainer, data: EvalData) -> Iterator[tuple[Any, Mapping[str, Any]]]:
@@ -178,10 +199,6 @@ def _gather_outputs(values: Mapping[str, Any], num_samples: int, ranks: Ranks) -
     return gathered
 
 
-def _is_per_sample(value: Any, num_samples: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == num_samples
-
-
 def _to_host(value: Any) -> Any:
     if isinstance(value, Mean):
         return Mean(float(value.total), float(value.count))
@@ -192,13 +209,15 @@ def _compute(metrics: Sequence[ConfiguredMetric], ranks: Ranks) -> dict[str, flo
     results: dict[str, float] = {}
     means = Averages()
     for metric in metrics:
-        value = metric.metric.compute()
-        if isinstance(value, Mean):
-            means.add(metric.name, value, 1)
-        elif isinstance(value, Mapping):
-            results.update({f"{metric.name}/{name}": float(part) for name, part in value.items()})
-        else:
-            results[metric.name] = float(value)
+        computed = metric.metric.compute()
+        parts = {metric.name: computed}
+        if isinstance(computed, Mapping):
+            parts = {f"{metric.name}/{name}": part for name, part in computed.items()}
+        for name, value in parts.items():
+            if isinstance(value, Mean):
+                means.add(name, value, 1)
+            else:
+                results[name] = float(value)
     # Not called where no metric needs it, the same on every rank.
     return results | means.over_ranks(ranks) if metrics else results
 

@@ -26,8 +26,9 @@ logger = logging.getLogger(__name__)
 class BestSoFar:
     """The best value of the metric that `checkpoint.keep_best` names, over committed and coming checkpoints."""
 
-    def __init__(self, policy: KeepBest | None) -> None:
+    def __init__(self, policy: KeepBest | None, *, where: object | None = None) -> None:
         self._policy = policy
+        self._where = where
         self._value: float | None = None
         self.step: int | None = None
         """The step of the best value; saved when it is reached, whatever the period."""
@@ -39,7 +40,8 @@ class BestSoFar:
         if self._policy.metric not in logs:
             raise ConfigError(
                 f"checkpoint.keep_best.metric: no evaluation gives {self._policy.metric!r}. "
-                f"The last one gave {', '.join(logs) or 'nothing'}."
+                f"The last one gave {', '.join(logs) or 'nothing'}.",
+                where=self._where,
             )
         value = logs[self._policy.metric]
         if is_better(value, self._value, self._policy.mode):
@@ -71,6 +73,7 @@ def save_checkpoint(trainer: Trainer, *, metrics: Mapping[str, float]) -> Path:
             generators=generators,
             step=trainer.step,
             has_unfinished_step=trainer.has_unfinished_step,
+            has_ended=trainer.has_ended,
             unclaimed_hook_state=trainer.unclaimed_hook_state,
         )
         try:
@@ -102,6 +105,7 @@ def restore_checkpoint(trainer: Trainer, step: int, *, keep_settings: bool = Fal
     training = store.read(step, "training")
     trainer.step = trainer.storage.step = int(training["step"])
     trainer.has_unfinished_step = bool(training["has_unfinished_step"])
+    trainer.has_ended = bool(training["has_ended"])
     assert trainer.train_data is not None
     trainer.train_data.load_state_dict(training["data"])
     trainer.storage.load_state_dict(training["events"], with_window=trainer.ranks.is_first)

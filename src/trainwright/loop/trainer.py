@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +91,12 @@ class Trainer:
         self.stop_reason: str | None = None
         self.interrupted = False
         self.eval_averages: dict[str, float] = {}
-        self.best = BestSoFar(config.checkpoint.keep_best)
+        self.best = BestSoFar(config.checkpoint.keep_best, where=config.origin("checkpoint.keep_best.metric"))
         self.unclaimed_hook_state: dict[str, Any] = {}
         self.has_unfinished_step = False
         """Is an update done but not yet evaluated and written? A run resumed there finishes that first."""
+        self.has_ended = False
+        """Was the last step ended as the run's last? A run that is out of data then ends at once when it is resumed."""
         self.moments = Hooks(surroundings.hooks)
         self._updater = surroundings.updater
         self._update: Update | None = None
@@ -172,6 +174,11 @@ class Trainer:
     def step_tensor(self) -> torch.Tensor:
         """The number of updates done, on the device."""
         return self._step_tensor.fill_(self.step)
+
+    @property
+    def is_finished(self) -> bool:
+        """Has the run its steps, all evaluated and written?"""
+        return self.step >= self.max_steps and not self.has_unfinished_step
 
     @property
     def hooks(self) -> list[Hook]:
@@ -270,14 +277,13 @@ class Trainer:
         """Trains until a limit is reached or somebody stops it; returns the last evaluation's logs."""
         if self.train_data is None:
             raise ConfigError("data.train: there is no training data. Name a dataset, or call evaluate().")
-        if self.step >= self.max_steps and not self.has_unfinished_step:
+        if self.is_finished:
             logger.info("The run has its %d steps: nothing is left to do. Raise max_steps to go on.", self.step)
             return self.eval_logs
-        with self._running():
-            iterator = self.train_data.batches(self.backend.to_device)
+        with self._running(), closing(self.train_data.batches(self.backend.to_device)) as iterator:
+            self.train_loop_begin()
             if self.has_unfinished_step:
                 self._end_step()
-            self.train_loop_begin()
             while self.step < self.max_steps and not self._ending:
                 self.epoch = self.train_data.epoch
                 self.storage.step = self.step + 1
@@ -294,7 +300,7 @@ class Trainer:
                 self.samples_in_hand = self.train_data.samples_in_hand
                 result = self.train_step(batch)
                 self.step += 1
-                self.has_unfinished_step = True
+                self.has_unfinished_step, self.has_ended = True, False
                 self._record(result)
                 for act in self.moments.after_step:
                     act()
@@ -356,15 +362,16 @@ class Trainer:
             self.save()
             raise
         self._write_if_due()
-        self.has_unfinished_step = False
+        self.has_unfinished_step, self.has_ended = False, self._is_last
         # Last: the checkpoint then holds every hook's state and the log already has this step.
         self._save_if_due()
 
     def _run_out_of_data(self) -> None:
-        logger.info("The training data ended after step %d.", self.step)
-        self.storage.step = self.step
-        self._ending = _STOP
-        self._end_step()
+        """Ends the last step once more, now as the run's last: its evaluation gets a line of its own."""
+        self.stop("the training data ended")
+        self.storage.step, self._ending = self.step, _STOP
+        if not self.has_ended:
+            self._end_step()
 
     @property
     def _is_last(self) -> bool:
@@ -389,7 +396,7 @@ class Trainer:
             self.evaluated_step = self.step
             self.best.note(self.step, self.eval_logs)
             # Evaluating has brought the ranks together, so a hook's wish to stop can be agreed on at once.
-            self._ending = max(self.ranks.gather(self._wish))
+            self._ending = max(self._ending, *self.ranks.gather(self._wish))
         test = self.surroundings.test_data
         if self._is_last and test is not None:
             logs = self.eval_logs if self.evaluated_step == self.step else {}
@@ -413,7 +420,7 @@ class Trainer:
     def _save_if_due(self) -> None:
         every = self.config.checkpoint.every_steps
         due = self._is_last or self._ending or (every and self.step % every == 0) or self.best.step == self.step
-        if due and self._saved_step != self.step:
+        if due and (self._saved_step != self.step or self.has_ended):
             self.save()
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The devices on which torch's fused AdamW kernel exists in every torch version that we support.
-FUSED_DEVICES = frozenset({"cpu", "cuda"})
+from trainwright.backends import has_fused_optimizers
 
 # torch wraps a class's step() in profiling and hooks when its first object is made. Calling super().step() would run
 # a user's step hooks twice in a process that also made a plain torch AdamW, so we call the function inside the wraps.
@@ -88,4 +87,4 @@ def _tensors_of(entries: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _has_fused_kernel(parameter: Tensor) -> bool:
-    return parameter.is_floating_point() and parameter.device.type in FUSED_DEVICES
+    return parameter.is_floating_point() and has_fused_optimizers(parameter.device)

@@ -38,7 +38,7 @@ def cut_back(folder: Path, last_step: int) -> None:
     path = folder / FILE_NAME
     if not path.exists():
         return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= last_step]
     if kept == lines:
         return  # a finished run changes nothing

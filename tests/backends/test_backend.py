@@ -1,0 +1,57 @@
+"""The verbs of a device, as a CPU does them."""
+
+import pytest
+import torch
+
+from trainwright.backends import Backend, pick_backend
+from trainwright.errors import ConfigError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.fixture
+def backend():
+    return pick_backend("cpu")
+
+
+def test_auto_takes_a_gpu_only_where_there_is_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pick_backend("auto").device.type == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert pick_backend("auto", local_rank=2).device == torch.device("cuda", 2)
+    assert pick_backend("cuda:1", local_rank=2).device == torch.device("cuda", 1)
+    assert type(pick_backend("cpu")) is Backend
+
+
+def test_devices_that_are_not_there_are_refused_with_where_they_are_set(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"run\.yaml:3: runtime\.device: 'cuda', but torch sees no GPU"):
+        pick_backend("cuda", where="run.yaml:3")
+    with pytest.raises(ConfigError, match=r"no device 'gpu'\. Use auto, cpu, cuda"):
+        pick_backend("gpu")
+
+
+def test_a_seed_decides_what_is_drawn(backend):
+    backend.seed(2**63 - 1)
+    first = torch.rand(3)
+    backend.seed(1)
+    assert not torch.equal(torch.rand(3), first)
+    backend.seed(2**63 - 1)
+    assert torch.equal(torch.rand(3), first)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), list(DTYPES.items()))
+def test_a_forward_runs_in_its_precision_and_leaves_it(backend, precision, dtype):
+    linear = torch.nn.Linear(2, 2)
+    with backend.autocast(precision):
+        assert linear(torch.ones(1, 2)).dtype == dtype
+    assert linear(torch.ones(1, 2)).dtype == torch.float32
+
+
+def test_batches_on_a_cpu_are_handed_on_one_by_one(backend):
+    batches = iter([1, 2, 3])
+    handed = backend.to_device(batches)
+    assert next(handed) == 1
+    assert next(batches) == 2  # nothing was fetched ahead
+    assert "cpu" in backend.describe()
+    backend.claim()
