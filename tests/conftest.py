@@ -9,6 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
+
+# The machine may be busy: how long an example takes says nothing of the code.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 PROJECT = Path(__file__).parent / "project"
 

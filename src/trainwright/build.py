@@ -344,6 +344,8 @@ def _realign(trainer: Trainer, config: RunConfig) -> None:
 def _go_on(trainer: Trainer, saved: RunConfig | None) -> None:
     """Cuts the log back to the restored step, and says from where and with which rates the run goes on."""
     step = trainer.step
+    if saved != trainer.config:
+        trainer.ended_under = 0  # stopped then, but perhaps not with the settings of now
     if trainer.ranks.is_first:
         # A step that was saved before it was written is written again, so its lines go too.
         cut_back(trainer.folder, trainer.step - 1 if trainer.has_unfinished_step else trainer.step)

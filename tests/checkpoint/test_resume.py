@@ -163,11 +163,7 @@ class SavesInTheMidst(Trainer):
 def test_a_step_that_was_saved_before_it_was_written_is_written_once(tmp_path, undisturbed):
     with pytest.raises(RuntimeError, match="killed"):
         build_trainer(load(tmp_path), SavesInTheMidst).train()
-    # The final evaluation has a line of its own, for that of step 3 was written before anybody knew it was the last.
-    assert [(line["step"], "loss" in line, "valid/loss" in line) for line in lines_of(tmp_path)] == [
-        (3, True, False),
-        (3, False, True),
-    ]
+    assert [line["step"] for line in lines_of(tmp_path)] == [3]
     build_trainer(load(tmp_path)).train()
     assert lines_of(tmp_path) == lines_of(undisturbed[0])
 

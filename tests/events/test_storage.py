@@ -147,9 +147,9 @@ def test_a_history_keeps_the_newest_values_only(storage):
 
 
 def test_published_and_remembered_values_carry_the_step(storage):
-    storage.publish({"loss": 1.0})
-    storage.remember({"valid/loss": 2.0})
-    assert storage.line == {"step": 1, "loss": 1.0}
+    storage.publish({"loss": torch.tensor(1.0)}, evaluated={"valid/loss": 2.0})
+    assert storage.line == {"step": 1, "loss": 1.0, "valid/loss": 2.0}
+    assert storage.evaluated == {"valid/loss": 2.0}
     assert storage.latest() == {"valid/loss": (2.0, 1)}
 
 

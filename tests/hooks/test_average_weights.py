@@ -83,9 +83,9 @@ def test_swapping_in_and_out_gives_the_exact_bits_back(tmp_path):
     with torch.no_grad():  # the bit patterns that arithmetic would lose
         next(trainer.model.parameters()).flatten()[:4] = torch.tensor([float("nan"), -0.0, 1e-45, 3e38])
     before, averages = weights(trainer), {name: value.clone() for name, value in hook.averages.items()}
-    hook.swap()
+    hook.before_eval()
     assert_equal(weights(trainer), averages)
-    hook.swap()
+    hook.after_eval({})
     for name, value in weights(trainer).items():
         assert torch.equal(value.view(torch.int32), before[name].view(torch.int32))
     assert_equal(hook.averages, averages)

@@ -35,7 +35,9 @@ def show(stream, *lines, max_steps=100):
     writer, storage = ConsoleWriter(stream), EventStorage(max_steps=max_steps)
     for step, values in lines:
         storage.step = step
-        storage.publish(values)
+        evaluated = {name: value for name, value in values.items() if name.startswith("valid/")}
+        training = {name: value for name, value in values.items() if name not in evaluated}
+        storage.publish(training, evaluated=evaluated)
         writer.write(storage)
     writer.close()
     return stream.getvalue()

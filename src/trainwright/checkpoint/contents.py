@@ -41,7 +41,7 @@ def collect(
     generators: list[dict[str, Any]],
     step: int,
     has_unfinished_step: bool,
-    has_ended: bool,
+    ended_under: int,
     unclaimed_hook_state: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Returns a checkpoint's parts. `generators` has one entry a rank; `events` counts all ranks."""
@@ -52,7 +52,7 @@ def collect(
         "training": {
             "step": step,
             "has_unfinished_step": has_unfinished_step,
-            "has_ended": has_ended,
+            "ended_under": ended_under,
             "data": data.state_dict(),
             "hooks": {**unclaimed_hook_state, **{key: hook.state_dict() for key, hook in hooks.items()}},
             "events": dict(events),

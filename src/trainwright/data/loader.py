@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from trainwright.data.fetch import Collator, SampleFetcher, count_samples
 from trainwright.data.order import Order
+from trainwright.events.storage import forget_storages
 
 _WORKER_GRACE_SECONDS = 30
 
@@ -190,6 +191,7 @@ def _stand_in(start: int, stop: int) -> tuple[int, int]:
 
 def _prepare_worker(_: int) -> None:
     """Lets workers outlive a signal to the whole process group until the step is finished and saved."""
+    forget_storages()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Not ignored for ever: a worker that hangs in a user's code must still be possible to end.
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_WORKER_GRACE_SECONDS))

@@ -30,10 +30,15 @@ def get_event_storage() -> EventStorage:
     """Returns the storage of the run that is under way; call it from a model, a dataset, anywhere."""
     if not _stack:
         raise TrainwrightError(
-            "There is no event storage: get_event_storage() answers only during a run. "
+            "There is no event storage: get_event_storage() answers only during a run, and not in a loader's worker. "
             "In a test, use `with EventStorage():` around the call."
         )
     return _stack[-1]
+
+
+def forget_storages() -> None:
+    """Makes `get_event_storage` refuse in a process that nobody drains, such as a forked loader's worker."""
+    _stack.clear()
 
 
 class EventStorage:
@@ -49,9 +54,13 @@ class EventStorage:
         """Where the run ends, for writers that show progress; None if nobody said."""
         self.line: dict[str, Any] = {}
         """The newest line for the writers: `step`, then name → value."""
+        self.evaluated: dict[str, Any] = {}
+        """What of that line an evaluation gave, such as `valid/loss`."""
         self._step = 0
         self._pending: list[tuple[str, int, Any, Any, Kind]] = []
         self._traced: dict[str, tuple[torch.Tensor, torch.Tensor, Kind]] = {}
+        # Of texts, lists and whole tensors only the last is ever shown, so only that is held.
+        self._objects: dict[str, tuple[int, Any]] = {}
         self._window: Window = {}
         self._histories: dict[str, deque[tuple[int, Any]]] = {}
         self._scope = ""
@@ -100,13 +109,35 @@ class EventStorage:
             self.put_scalar(name, value, smoothing_hint=smoothing_hint)
 
     def put_metric(self, name: str, value: Any, weight: Any) -> None:
-        """Notes a metric of this step: a Mean, a value that weighs `weight`, or an object that is kept as it is."""
+        """Notes a metric of this step: a Mean, a value that weighs `weight`, or an object that is kept as it is.
+
+        Detached but not cloned: what `Update.apply` returns aliases nothing.
+        """
         if isinstance(value, Mean):
             self._pending.append((name, self._step, value.total, value.count, "total"))
         elif _is_scalar(value):
-            self._pending.append((name, self._step, value, weight, "mean"))
+            held = value.detach() if isinstance(value, torch.Tensor) else value
+            self._pending.append((name, self._step, held, weight, "mean"))
         else:
-            self.put_last(name, value)
+            self._objects[name] = (self._step, value.detach() if isinstance(value, torch.Tensor) else value)
+
+    def put_result(self, result: Any, *, weight: Any, num_samples: int) -> None:
+        """Notes what an update gave: (loss, metrics, grad_norm, lr); `weight` is what the loss weighs."""
+        try:
+            loss, metrics, grad_norm, lr = result
+        except (TypeError, ValueError):
+            raise TrainwrightError(
+                f"train_step must return (loss, metrics, grad_norm, lr), as update.apply() does; got {result!r}."
+            ) from None
+        self.put_metric("loss", loss, weight)
+        self.put_metric("grad_norm", grad_norm, 1.0)
+        self.put_last("lr", lr)
+        for name, value in metrics.items():
+            if name in ("loss", "grad_norm", "lr"):
+                raise TrainwrightError(
+                    f"A metric is named {name!r}, as a value of the loop's own. Give it another name."
+                )
+            self.put_metric(name, value, num_samples)
 
     def put_last(self, name: str, value: Any) -> None:
         """Notes a value of which a log line holds the last one: a learning rate, a text, a list."""
@@ -147,6 +178,11 @@ class EventStorage:
         for (name, step, _, _, kind), value, weight in zip(pending, values, weights, strict=True):
             add_record(self._window, name, step, value, weight, kind)
             touched[name, step] = None
+        objects, self._objects = self._objects, {}
+        for name, (step, value) in objects.items():
+            held = value.cpu().tolist() if isinstance(value, torch.Tensor) else value
+            add_record(self._window, name, step, held, 1.0, "last")
+            touched[name, step] = None
         for name, step in touched:
             self._remember(name, step, self._window[name].value_at(step))
 
@@ -161,13 +197,11 @@ class EventStorage:
         self.drain()
         return self._window
 
-    def publish(self, values: Mapping[str, Any]) -> None:
-        """Makes the line that the writers are shown next."""
-        self.line = {"step": self._step, **values}
-
-    def remember(self, values: Mapping[str, Any]) -> None:
-        """Keeps values that are already whole (an evaluation's) for `latest` and `history`."""
-        for name, value in values.items():
+    def publish(self, training: Mapping[str, Any], *, evaluated: Mapping[str, Any] | None = None) -> None:
+        """Makes the line that the writers are shown next, of a window's logs and of an evaluation's."""
+        self.evaluated = dict(evaluated or {})
+        self.line = {"step": self._step, **{name: _plain(value) for name, value in training.items()}, **self.evaluated}
+        for name, value in self.evaluated.items():
             self._remember(name, self._step, value)
 
     def state_dict(self, window: Window | None = None) -> dict[str, Any]:
@@ -211,6 +245,13 @@ class EventStorage:
             values[-1] = (step, value)
         else:
             values.append((step, value))
+
+
+def _plain(value: Any) -> Any:
+    """A user's log value as a number, where it is one."""
+    if isinstance(value, Mean):
+        value = value.value
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def _is_scalar(value: Any) -> bool:

@@ -31,13 +31,15 @@ class AverageWeights(Hook):
         self.every_steps = every_steps
         self.evaluate = evaluate
         self.averages: dict[str, torch.Tensor] = {}
-        self.is_swapped = False
+        self._held: dict[str, torch.Tensor] = {}
 
     def before_train(self) -> None:
         """Begins with a copy of the weights, unless a checkpoint brought averages."""
         own = self._parameters()
         for name, parameter in own.items():
-            self.averages.setdefault(name, parameter.detach().clone())
+            # In fp32 at least: a bf16 average would not feel a step of 1 − decay.
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            self.averages.setdefault(name, parameter.detach().to(dtype, copy=True))
         unknown = self.averages.keys() - own.keys()
         if unknown:
             raise CheckpointError(f"The averaged weights hold {', '.join(sorted(unknown))}, which the model lacks.")
@@ -47,28 +49,27 @@ class AverageWeights(Hook):
     def after_step(self) -> None:
         """Moves the averages towards the weights."""
         if self.trainer.step % self.every_steps == 0:
-            weights: list[torch.Tensor] = list(self._parameters().values())
-            torch._foreach_lerp_(list(self.averages.values()), weights, 1.0 - self.decay)
-
-    def before_eval(self) -> None:
-        """Puts the averages into the model."""
-        if self.evaluate and self.averages:
-            self.swap()
-
-    def after_eval(self, logs: Mapping[str, Any]) -> None:
-        """Puts the weights back."""
-        if self.is_swapped:
-            self.swap()
+            averages = list(self.averages.values())
+            own = self._parameters().values()
+            weights = [parameter.to(average.dtype) for parameter, average in zip(own, averages, strict=True)]
+            torch._foreach_lerp_(averages, weights, 1.0 - self.decay)
 
     @torch.no_grad()
-    def swap(self) -> None:
-        """Exchanges weights and averages, one parameter at a time: costs the memory of the largest one."""
+    def before_eval(self) -> None:
+        """Puts the averages into the model; the weights are held meanwhile, which costs their memory once more."""
+        if self.evaluate and self.averages:
+            own = self._parameters()
+            self._held = {name: parameter.detach().clone() for name, parameter in own.items()}
+            for name, parameter in own.items():
+                parameter.copy_(self.averages[name])
+
+    @torch.no_grad()
+    def after_eval(self, logs: Mapping[str, Any]) -> None:
+        """Puts the weights back."""
         for name, parameter in self._parameters().items():
-            average = self.averages[name]
-            held = parameter.detach().clone()
-            parameter.copy_(average)
-            average.copy_(held)
-        self.is_swapped = not self.is_swapped
+            if name in self._held:
+                parameter.copy_(self._held[name])
+        self._held = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the averages."""

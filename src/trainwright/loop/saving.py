@@ -73,7 +73,7 @@ def save_checkpoint(trainer: Trainer, *, metrics: Mapping[str, float]) -> Path:
             generators=generators,
             step=trainer.step,
             has_unfinished_step=trainer.has_unfinished_step,
-            has_ended=trainer.has_ended,
+            ended_under=trainer.ended_under,
             unclaimed_hook_state=trainer.unclaimed_hook_state,
         )
         try:
@@ -105,7 +105,7 @@ def restore_checkpoint(trainer: Trainer, step: int, *, keep_settings: bool = Fal
     training = store.read(step, "training")
     trainer.step = trainer.storage.step = int(training["step"])
     trainer.has_unfinished_step = bool(training["has_unfinished_step"])
-    trainer.has_ended = bool(training["has_ended"])
+    trainer.ended_under = int(training["ended_under"])
     assert trainer.train_data is not None
     trainer.train_data.load_state_dict(training["data"])
     trainer.storage.load_state_dict(training["events"], with_window=trainer.ranks.is_first)

@@ -18,7 +18,6 @@ from trainwright.config import RunConfig
 from trainwright.data.loader import EvalData, TrainData
 from trainwright.data.order import mix_seed
 from trainwright.errors import ConfigError, DataError, TrainwrightError
-from trainwright.events import Mean
 from trainwright.events.windows import merge, summarise
 from trainwright.loop.builder import Builder, Surroundings
 from trainwright.loop.evaluation import EvalLogs, evaluate_sets, read_eval
@@ -95,8 +94,8 @@ class Trainer:
         self.unclaimed_hook_state: dict[str, Any] = {}
         self.has_unfinished_step = False
         """Is an update done but not yet evaluated and written? A run resumed there finishes that first."""
-        self.has_ended = False
-        """Was the last step ended as the run's last? A run that is out of data then ends at once when it is resumed."""
+        self.ended_under = 0
+        """The `max_steps` under which the run ended, by that limit, by `stop` or for lack of data; else 0."""
         self.moments = Hooks(surroundings.hooks)
         self._updater = surroundings.updater
         self._update: Update | None = None
@@ -177,8 +176,8 @@ class Trainer:
 
     @property
     def is_finished(self) -> bool:
-        """Has the run its steps, all evaluated and written?"""
-        return self.step >= self.max_steps and not self.has_unfinished_step
+        """Has the run ended, with its last step evaluated and written? A higher limit lets it go on."""
+        return max(self.step, self.ended_under) >= self.max_steps and not self.has_unfinished_step
 
     @property
     def hooks(self) -> list[Hook]:
@@ -278,7 +277,7 @@ class Trainer:
         if self.train_data is None:
             raise ConfigError("data.train: there is no training data. Name a dataset, or call evaluate().")
         if self.is_finished:
-            logger.info("The run has its %d steps: nothing is left to do. Raise max_steps to go on.", self.step)
+            logger.info("The run has ended at step %d: nothing is left to do. Raise max_steps to go on.", self.step)
             return self.eval_logs
         with self._running(), closing(self.train_data.batches(self.backend.to_device)) as iterator:
             self.train_loop_begin()
@@ -300,8 +299,8 @@ class Trainer:
                 self.samples_in_hand = self.train_data.samples_in_hand
                 result = self.train_step(batch)
                 self.step += 1
-                self.has_unfinished_step, self.has_ended = True, False
-                self._record(result)
+                self.has_unfinished_step, self.ended_under = True, 0
+                self.storage.put_result(result, weight=self._loss_weight, num_samples=self.samples_in_hand)
                 for act in self.moments.after_step:
                     act()
                 self._ending = self.ranks.highest_vote(self._wish)
@@ -362,7 +361,7 @@ class Trainer:
             self.save()
             raise
         self._write_if_due()
-        self.has_unfinished_step, self.has_ended = False, self._is_last
+        self.has_unfinished_step, self.ended_under = False, self.max_steps if self._is_last else 0
         # Last: the checkpoint then holds every hook's state and the log already has this step.
         self._save_if_due()
 
@@ -370,23 +369,15 @@ class Trainer:
         """Ends the last step once more, now as the run's last: its evaluation gets a line of its own."""
         self.stop("the training data ended")
         self.storage.step, self._ending = self.step, _STOP
-        if not self.has_ended:
-            self._end_step()
+        self._end_step()
+
+    @property
+    def _loss_weight(self) -> Any:
+        return self.samples_in_hand if self._update is None else self._update.weight
 
     @property
     def _is_last(self) -> bool:
         return self.step >= self.max_steps or self._ending == _STOP
-
-    def _record(self, result: Any) -> None:
-        """Puts an update's result into the storage; nothing here waits for the device."""
-        loss, metrics, grad_norm, lr = result
-        storage = self.storage
-        weight = self._update.weight if self._update is not None else float(self.samples_in_hand)
-        storage.put_metric("loss", loss.detach() if isinstance(loss, torch.Tensor) else loss, weight)
-        storage.put_metric("grad_norm", grad_norm, 1.0)
-        storage.put_last("lr", lr)
-        for name, value in metrics.items():
-            storage.put_metric(name, value, float(self.samples_in_hand))
 
     def _evaluate_if_due(self) -> None:
         every = self.config.evaluation.every_steps
@@ -407,25 +398,17 @@ class Trainer:
         logs: dict[str, Any] = {}
         if self._is_last or self.step % self.config.log.every_steps == 0:
             self._window_logs = summarise(merge(self.ranks.gather(self.storage.take_window())))
-            logs = {name: _plain(value) for name, value in self.train_loop_end().items()}
+            logs = self.train_loop_end()
             if not self._is_last:
                 self.train_loop_begin()
         evaluated = self.eval_logs if self.evaluated_step == self.step else {}
         if logs or evaluated:
-            self.storage.remember(evaluated)
-            self.storage.publish({**logs, **evaluated})
+            self.storage.publish(logs, evaluated=evaluated)
             for writer in self.surroundings.writers:
                 writer.write(self.storage)
 
     def _save_if_due(self) -> None:
         every = self.config.checkpoint.every_steps
         due = self._is_last or self._ending or (every and self.step % every == 0) or self.best.step == self.step
-        if due and (self._saved_step != self.step or self.has_ended):
+        if due and (self._saved_step != self.step or self.ended_under):
             self.save()
-
-
-def _plain(value: Any) -> Any:
-    """A user's log value as a number, where it is one."""
-    if isinstance(value, Mean):
-        value = value.value
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -255,7 +256,7 @@ def _merge_metric(values: list[tuple[Any, int]]) -> Any:
 
 
 def _is_scalar(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, Real)
 
 
 def _settled(value: Any) -> Any:

@@ -24,11 +24,12 @@ class ConsoleWriter(Writer):
         self._console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._first: tuple[int, float] | None = None
+        self._drawn = float("-inf")
 
     def write(self, storage: EventStorage) -> None:
         """Shows the line."""
         line = storage.line
-        evaluated = {name: value for name, value in line.items() if "/" in name and not name.startswith("lr/")}
+        evaluated = storage.evaluated
         training = {name: value for name, value in line.items() if name not in evaluated}
         if training.keys() != {"step"}:
             self._show_progress(self._progress(storage, training))
@@ -48,7 +49,11 @@ class ConsoleWriter(Writer):
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False, transient=False)
             self._live.start()
-        self._live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+        # Drawn ten times a second at most: it costs half a millisecond, which short steps would feel.
+        is_due = time.monotonic() - self._drawn > 0.1
+        self._live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=is_due)
+        if is_due:
+            self._drawn = time.monotonic()
 
     def _progress(self, storage: EventStorage, training: dict[str, Any]) -> str:
         step = training["step"]
