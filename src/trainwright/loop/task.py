@@ -6,7 +6,8 @@ The default task calls the model with the batch. How updates are made is trainer
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class Task:
                 f"The batch is a {type(batch).__name__}, but model(**batch) needs a mapping. "
                 "Let the collator return a dict, or override Task.forward(model, batch) or Trainer.train_step."
             )
-        if "labels" in batch and not _takes_labels(model):
+        if "labels" in batch and not _takes_labels(type(model).forward):
             return model(**{name: value for name, value in batch.items() if name != "labels"})
         return model(**batch)
 
@@ -65,6 +66,7 @@ def overrides(task: object, method: str, contract: type) -> bool:
     return getattr(type(task), method, None) is not getattr(contract, method)
 
 
-def _takes_labels(model: torch.nn.Module) -> bool:
-    parameters = inspect.signature(type(model).forward).parameters.values()
+@cache  # reading a signature costs 50 µs, too much for every step
+def _takes_labels(forward: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(forward).parameters.values()
     return any(parameter.name == "labels" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

@@ -41,6 +41,15 @@ class ScheduledOptimizer:
     def __post_init__(self) -> None:
         self.base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
 
+    def clear_gradients(self) -> None:
+        """Does what torch's own `zero_grad` does, without its profiling (40 µs); an optimizer's own is called."""
+        if type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+            self.optimizer.zero_grad(set_to_none=True)
+            return
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
     def rate(self, step: int, max_steps: int) -> float:
         """The first group's learning rate in the update that follows `step` updates."""
         return self.base_rates[0] * self.schedule(step, max_steps)
@@ -84,7 +93,7 @@ class Updater:
     def begin(self, num_samples: int) -> Update:
         """Begins an update with cleared gradients; `num_samples` is what a bare loss will weigh."""
         for entry in self.optimizers.values():
-            entry.optimizer.zero_grad(set_to_none=True)
+            entry.clear_gradients()
         return Update(self, self.rates, num_samples)
 
     def owned_by(self, names: tuple[str, ...]) -> _OwnedParameters:
