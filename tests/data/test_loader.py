@@ -1,5 +1,6 @@
 """Batches by global position: any rank, any number of workers, from any position."""
 
+import multiprocessing
 import random
 from itertools import islice
 
@@ -184,3 +185,18 @@ def test_an_evaluation_may_end_after_so_many_batches():
     assert torch.cat(take(data)).tolist() == list(range(8))
     assert len(data) == 10
     assert torch.cat(take(eval_data(list(range(10)), batch_size=4, max_batches=9))).tolist() == list(range(10))
+
+
+def test_a_worker_that_raises_leaves_no_process_behind():
+    class Broken(Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            raise OSError("no such file")
+
+    data = TrainData(Broken(), collator=Stack(), global_batch_size=2, seed=0, options=LoaderOptions(workers=2))
+    with pytest.raises(OSError, match="no such file") as caught:
+        next(data.batches(lambda batches: batches))
+    assert caught.traceback  # still alive, and with it every frame that fetched
+    assert multiprocessing.active_children() == []

@@ -179,9 +179,15 @@ def _fetch_spans(
         generator=torch.Generator(),
         **dict(options.arguments or {}),
     )
-    for batch in loader:
-        own, whole = sizes.pop(0)
-        yield batch, own, whole
+    batches = iter(loader)
+    try:
+        for batch in batches:
+            own, whole = sizes.pop(0)
+            yield batch, own, whole
+    finally:
+        # torch would do it when the iterator dies, but a traceback keeps that alive until the interpreter's exit,
+        # which then waits for workers that still hope to serve.
+        batches._shutdown_workers()  # type: ignore[attr-defined]
 
 
 def _stand_in(start: int, stop: int) -> tuple[int, int]:
