@@ -228,8 +228,8 @@ def test_a_refused_change_says_where_it_is_written_and_what_to_do(tmp_path):
         build_trainer(RunConfig.load(path, [f"output_dir={tmp_path}", "seed=8"]))
     message = str(caught.value)
     lines = [line.split(":")[0] for line in path.read_text().splitlines()]
-    assert f"{path}:{lines.index('model') + 1}: model.width: 8 → 16" in message
-    assert f"{path}:{lines.index('trainer') + 1}: trainer.max_grad_norm: 1.0 → None" in message
+    assert f"/run.yaml:{lines.index('model') + 1}: model.width: 8 → 16" in message
+    assert f"/run.yaml:{lines.index('trainer') + 1}: trainer.max_grad_norm: 1.0 → None" in message
     assert "override seed=8: seed: 7 → 8" in message
     for advice in ("--accept-changes", "--fresh", "another name"):
         assert advice in message

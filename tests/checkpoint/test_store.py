@@ -262,7 +262,7 @@ def test_a_checkpoint_of_a_later_format_is_not_taken_for_damage(two):
     path = two.path(20) / "MANIFEST.json"
     content = json.loads(path.read_text())
     del content["sha256"]
-    path.write_bytes(store_module._render_manifest({**content, "format": 2}))
+    path.write_bytes(store_module.render_manifest({**content, "format": 2}))
     with pytest.raises(CheckpointError, match="The format is 2; this trainwright reads 1"):
         two.newest_intact()
     assert two.path(20).is_dir()

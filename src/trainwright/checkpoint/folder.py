@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainwright.checkpoint.store import STEP_NAME
+from trainwright.checkpoint.manifest import STEP_NAME
 from trainwright.config import RunConfig
 from trainwright.errors import CheckpointError, ConfigError
 

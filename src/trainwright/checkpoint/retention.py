@@ -9,9 +9,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from trainwright.checkpoint.store import CheckpointStore
 from trainwright.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from trainwright.checkpoint.store import CheckpointStore  # it imports torch; the rules below need none
 
 logger = logging.getLogger(__name__)
 

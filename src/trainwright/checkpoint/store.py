@@ -27,14 +27,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from trainwright.checkpoint.encoding import decode, encode
+from trainwright.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    STEP_NAME,
+    UnknownFormatError,
+    read_manifest,
+    render_manifest,
+)
 from trainwright.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-MANIFEST = "MANIFEST.json"
-
-STEP_NAME = re.compile(r"step-(\d{8,})")
 PART_NAME = re.compile(r"[a-z][a-z0-9_-]*")
 
 # Names that readers never take for a checkpoint. A staging folder is not yet one; an aside is a whole one whose
@@ -44,10 +48,6 @@ HIDDEN_NAME = re.compile(r"(\.staging|\.aside|\.trash)-step-(\d{8,})-[0-9a-f]+")
 
 # Where the file system has no locks, a staging folder that nobody touched for so long is taken for a dead writer's.
 SECONDS_OF_SILENCE = 3600.0
-
-
-class _UnknownFormatError(CheckpointError):
-    """A manifest is whole, but of a format that this trainwright does not read."""
 
 
 class CheckpointStore:
@@ -112,7 +112,7 @@ class CheckpointStore:
     def read(self, step: int, part: str, *, device: str = "cpu") -> Any:
         """Return the state of one part with its tensors on `device`. Does not hash: `verify` does."""
         folder = self._committed(step)
-        manifest = _read_manifest(folder)
+        manifest = read_manifest(folder)
         if part not in manifest["parts"]:
             known = ", ".join(manifest["parts"]) or "none"
             raise CheckpointError(f"No part {part!r} was saved. Ask for one of: {known}.", where=folder)
@@ -131,16 +131,16 @@ class CheckpointStore:
 
     def parts(self, step: int) -> list[str]:
         """Return the names of the parts that were saved, in the order they were given."""
-        return list(_read_manifest(self._committed(step))["parts"])
+        return list(read_manifest(self._committed(step))["parts"])
 
     def metrics(self, step: int) -> dict[str, float]:
         """Return the metrics that were saved with the checkpoint, nan included."""
-        return dict(_read_manifest(self._committed(step))["metrics"])
+        return dict(read_manifest(self._committed(step))["metrics"])
 
     def verify(self, step: int) -> None:
         """Compare every file with the manifest, at the price of reading all of it; raise what differs first."""
         folder = self._committed(step)
-        manifest = _read_manifest(folder)
+        manifest = read_manifest(folder)
         if manifest["step"] != step:
             problem = f"The manifest is of step {manifest['step']}, the folder's name says {step}"
             raise CheckpointError(f"{problem}. Rename the folder back.", where=folder)
@@ -154,7 +154,7 @@ class CheckpointStore:
         for step in sorted(self._step_folders(), reverse=True):
             try:
                 self.verify(step)
-            except _UnknownFormatError:
+            except UnknownFormatError:
                 # Not damage: an older trainwright must not hide what a newer one wrote.
                 raise
             except CheckpointError as error:
@@ -297,7 +297,7 @@ def _write_contents(staging: Path, *, step: int, parts: Mapping[str, Any], metri
         "parts": list(parts),
         "files": files,
     }
-    _write_file(staging / MANIFEST, _render_manifest(content))
+    _write_file(staging / MANIFEST, render_manifest(content))
     _sync_folder(staging)
 
 
@@ -331,32 +331,6 @@ def _is_flat(tree: Any) -> bool:
     return all(node == {"$tensor": key} for key, node in tree.items())
 
 
-def _render_manifest(content: Mapping[str, Any]) -> bytes:
-    """Return the manifest's bytes, with a hash of its own: a flipped bit in a metric is damage too."""
-    own = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    return (json.dumps({**content, "sha256": own}, indent=2) + "\n").encode()
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST
-    try:
-        raw = path.read_bytes()
-        content = json.loads(raw)
-        content.pop("sha256")
-        # Written anew from its content it must give the same bytes; this covers the hash and every blank between.
-        fits = _render_manifest(content) == raw
-    except OSError as error:
-        raise CheckpointError(f"The manifest cannot be read: {error}.", where=path) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"The manifest is damaged: {error!r}.", where=path) from error
-    if not fits:
-        raise CheckpointError("The manifest is damaged: it does not fit its own hash.", where=path)
-    if content["format"] != FORMAT:
-        problem = f"The format is {content['format']}; this trainwright reads {FORMAT}"
-        raise _UnknownFormatError(f"{problem}. Use the trainwright that wrote it.", where=path)
-    return dict(content)
-
-
 def _verify_file(path: Path, *, size: int, sha256: str) -> None:
     try:
         found = path.stat().st_size
@@ -374,7 +348,7 @@ def _verify_file(path: Path, *, size: int, sha256: str) -> None:
 def _created(folder: Path) -> str:
     """Return when a checkpoint was made, for choosing between two; an unreadable one is the oldest."""
     try:
-        return str(_read_manifest(folder)["created"])
+        return str(read_manifest(folder)["created"])
     except CheckpointError:
         return ""
 

@@ -1,0 +1,51 @@
+"""MANIFEST.json: what makes a folder a checkpoint, with the size and hash of each of its files and its metrics.
+
+How a checkpoint is written, verified and deleted is store.py's. Imports no torch, so that `trainwright runs`
+answers at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainwright.errors import CheckpointError
+
+FORMAT = 1
+MANIFEST = "MANIFEST.json"
+STEP_NAME = re.compile(r"step-(\d{8,})")
+
+
+class UnknownFormatError(CheckpointError):
+    """A manifest is whole, but of a format that this trainwright does not read."""
+
+
+def render_manifest(content: Mapping[str, Any]) -> bytes:
+    """Return the manifest's bytes, with a hash of its own: a flipped bit in a metric is damage too."""
+    own = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return (json.dumps({**content, "sha256": own}, indent=2) + "\n").encode()
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return what the manifest in `folder` says: format, step, created, metrics, parts, files; or say its damage."""
+    path = folder / MANIFEST
+    try:
+        raw = path.read_bytes()
+        content = json.loads(raw)
+        content.pop("sha256")
+        # Written anew from its content it must give the same bytes; this covers the hash and every blank between.
+        fits = render_manifest(content) == raw
+    except OSError as error:
+        raise CheckpointError(f"The manifest cannot be read: {error}.", where=path) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"The manifest is damaged: {error!r}.", where=path) from error
+    if not fits:
+        raise CheckpointError("The manifest is damaged: it does not fit its own hash.", where=path)
+    if content["format"] != FORMAT:
+        problem = f"The format is {content['format']}; this trainwright reads {FORMAT}"
+        raise UnknownFormatError(f"{problem}. Use the trainwright that wrote it.", where=path)
+    return dict(content)

@@ -1,0 +1,24 @@
+"""DrawRegions: a picture of what was learned, in letters. A hook acts at moments of a run and changes no result."""
+
+import torch
+
+from trainwright import Hook
+
+
+class DrawRegions(Hook):
+    """Draws, after training, the class that the model gives to each place of the plane."""
+
+    def __init__(self, columns=60):
+        self.columns = columns
+
+    def after_train(self):
+        # Other moments: before_train, before_step, after_step, before_eval, after_eval(logs), after_save(path), close.
+        if not self.trainer.ranks.is_first:  # with several processes, one draws
+            return
+        x = torch.linspace(-1, 1, self.columns)
+        y = torch.linspace(1, -1, self.columns // 2)  # a letter is twice as high as it is wide
+        plane = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1).to(self.trainer.device)
+        model = self.trainer.model.eval()
+        with torch.no_grad():
+            classes = model(plane).argmax(-1).tolist()
+        print("\n".join("".join(" .o#@%"[one % 6] for one in row) for row in classes))

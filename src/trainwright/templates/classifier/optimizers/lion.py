@@ -1,0 +1,25 @@
+"""Lion: moves each weight by a fixed amount, in the direction of its momentum's sign (Chen et al., 2023)."""
+
+import torch
+
+
+class Lion(torch.optim.Optimizer):
+    """Any torch optimizer will do. `params` is given by trainwright, the rest by run.yaml; a schedule sets `lr`."""
+
+    def __init__(self, params, lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                # What is kept in self.state is saved with each checkpoint and restored with it.
+                state = self.state[parameter]
+                if not state:
+                    state["momentum"] = torch.zeros_like(parameter)
+                direction = state["momentum"].lerp(parameter.grad, 1 - group["beta1"]).sign()
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.sub_(direction, alpha=group["lr"])
+                state["momentum"].lerp_(parameter.grad, 1 - group["beta2"])
