@@ -70,7 +70,7 @@ def build_trainer(
 
 
 def _introduce(trainer: Trainer) -> None:
-    """Says in two lines what will run, and where."""
+    """Says in a few lines what will run, and where."""
     assert trainer.train_data is not None
     batch, num_parameters = trainer.surroundings.batch, sum(each.numel() for each in trainer.model.parameters())
     processes = f"{trainer.ranks.size} processes, " if trainer.ranks.size > 1 else ""
@@ -83,6 +83,9 @@ def _introduce(trainer: Trainer) -> None:
         trainer.backend.describe(),
         trainer.config.runtime.precision,
     )
+    sets = {**trainer.eval_data, **({"test": trainer.surroundings.test_data} if trainer.surroundings.test_data else {})}
+    if sets:
+        logger.info("Evaluates %s", ", ".join(f"{name} ({len(each):,} samples)" for name, each in sets.items()))
     logger.info(
         "%d steps of %d samples (%d × %d micro-batches); run folder %s",
         trainer.max_steps,

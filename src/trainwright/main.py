@@ -103,7 +103,14 @@ def _say_how_it_ended(trainer: Trainer) -> None:
         logger.info("Stopped at step %d: %s.", trainer.step, trainer.stop_reason)
     else:
         logger.info("Finished at step %d.", trainer.step)
-    logger.info("Run folder: %s", run_folder(trainer.config))
+    folder = run_folder(trainer.config)
+    if trainer.best.step is not None and trainer.best.step in trainer.surroundings.store.steps():
+        where = trainer.surroundings.store.path(trainer.best.step)
+        logger.info("Best %s %.4g, at step %d: %s", trainer.best.metric, trainer.best.value, trainer.best.step, where)
+    logger.info("Run folder: %s", folder)
+    if not trainer.interrupted and trainer.eval_data:
+        step = "best" if trainer.best.step is not None else "latest"
+        logger.info("Next: trainwright evaluate %s --step %s", folder, step)
 
 
 @contextmanager

@@ -39,8 +39,15 @@ def test_labels_are_given_only_to_models_that_take_them():
 
 
 def test_keys_that_the_model_does_not_take_are_an_error():
-    with pytest.raises(TypeError, match="weights"):
+    with pytest.raises(
+        DataError, match=r"test_task\.py:\d+: Spy\.forward has no parameter weights: the batch has x, weights"
+    ):
         Task().forward(Spy(), {"x": X, "weights": X})
+
+
+def test_keys_that_the_model_needs_and_the_batch_lacks_are_an_error():
+    with pytest.raises(DataError, match=r"Spy\.forward needs x: the batch has only labels"):
+        Task().forward(Spy(), {"labels": LABELS})
 
 
 def test_a_batch_that_is_no_mapping_is_refused_with_what_to_override():

@@ -6,8 +6,10 @@ An `if device ==` anywhere else is a missing verb here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +56,14 @@ class Backend:
 def has_fused_optimizers(device: torch.device) -> bool:
     """Has torch one kernel for a whole optimizer step on this device?"""
     return device.type in _FUSED_OPTIMIZERS
+
+
+def memory_in_use() -> int:
+    """Returns the bytes that this process holds: on its GPU where it uses one, else in main memory; 0 if unknown."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/statm")
+    return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.exists() else 0
 
 
 def pick_backend(setting: str, *, local_rank: int = 0, where: object | None = None) -> Backend:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -45,8 +46,11 @@ def train(
         bool, typer.Option("--fast-dev-run", help="Run a few steps of everything and keep nothing.")
     ] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the whole config and stop.")] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Show warnings and errors only.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show every frame of a traceback.")] = False,
 ) -> None:
     """Train the run that a YAML file describes. Running it again continues where it was."""
+    logging.getLogger("trainwright").setLevel(logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO)
     config = RunConfig.load(run, overrides or [])
     if print_config:
         print(config.to_yaml(), end="")

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
 from trainwright.errors import DataError
@@ -53,3 +54,21 @@ def _stack(values: list[Any], field: str) -> Any:
             f"The samples of a batch cannot be stacked: field {field} is {' and '.join(sorted(shapes))}. "
             "Make them equal, or write a collator that pads them (data.collator)."
         ) from error
+
+
+def refuse_lists(batch: Any) -> None:
+    """Refuses a batch without any tensor: the work of a collator that stacks nothing."""
+    # A list of tensors is not looked into: that is the mistake itself.
+    leaves = tree_leaves(batch, is_leaf=lambda value: isinstance(value, list))
+    if not isinstance(batch, Mapping) or not batch or any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return
+    held = ", ".join(f"{name} ({_describe(value)})" for name, value in batch.items())
+    raise DataError(
+        f"There is no tensor in the batch: {held}. Let the collator stack the samples' values into tensors."
+    )
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, list) and value:
+        return f"a list of {len(value)} {type(value[0]).__name__}s"
+    return f"a {type(value).__name__}"

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from trainwright.data.collators import refuse_lists
 from trainwright.data.fetch import Collator, SampleFetcher, count_samples
 from trainwright.data.order import Order
+from trainwright.errors import DataError
 from trainwright.events.storage import forget_storages
 
 _WORKER_GRACE_SECONDS = 30
@@ -73,6 +75,11 @@ class TrainData:
         self._view = view or View()
         self._options = options or LoaderOptions()
         self._size = count_samples(dataset, "data.train")
+        if global_batch_size > self._size:
+            raise DataError(
+                f"trainer.global_batch_size: {global_batch_size} is more than the {self._size} samples of data.train, "
+                f"so that one batch would hold samples twice. Use at most {self._size}."
+            )
         self._fetcher = SampleFetcher(dataset, Order(self._size, seed=seed, shuffle=shuffle), collator, seed)
 
     @property
@@ -89,8 +96,12 @@ class TrainData:
         `to_device` maps an iterator of host batches to one of device batches and may run ahead of it.
         """
         spans = self._spans(self.position)
+        is_first = True
         for share in to_device(_fetch_spans(self._fetcher, spans, self._view, self._options)):
             batch, self.samples_in_hand, global_samples = share
+            if is_first:
+                refuse_lists(batch)
+                is_first = False
             self.position += global_samples
             yield batch
 

@@ -80,6 +80,17 @@ class Hook:
         """Restores `state_dict`, before `before_train`."""
 
 
+def call_each(acts: Iterable[Callable[..., None]], *arguments: Any) -> list[Exception]:
+    """Calls every one even if some raise; returns what they raised."""
+    errors = []
+    for act in acts:
+        try:
+            act(*arguments)
+        except Exception as error:
+            errors.append(error)
+    return errors
+
+
 class Hooks:
     """The hooks of a run. Only methods that a hook overrides are called, so an unused moment costs nothing."""
 
@@ -98,13 +109,7 @@ class Hooks:
 
     def call_all(self, moment: str, *arguments: Any) -> list[Exception]:
         """Calls one moment of every hook even if some raise; returns what they raised."""
-        errors = []
-        for act in self._calls[moment]:
-            try:
-                act(*arguments)
-            except Exception as error:
-                errors.append(error)
-        return errors
+        return call_each(self._calls[moment], *arguments)
 
     def keyed(self) -> dict[str, Hook]:
         """Returns the hooks by the key of their state: class name, and ordinal where a class repeats."""

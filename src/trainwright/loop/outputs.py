@@ -29,12 +29,21 @@ class ForwardResult:
     outputs: Mapping[str, Any] | None = None
 
 
+def refuse_label(error: IndexError) -> None:
+    """Says what torch's "Target 10 is out of bounds." means; any other error is left alone."""
+    if str(error).startswith("Target "):
+        raise TrainwrightError(
+            f"A label is outside of the classes: {error} The outputs have fewer classes than the labels name. "
+            "Labels count from 0, so the model needs one output more than the largest label."
+        ) from error
+
+
 def read_forward(returned: Any, batch: Any, model: torch.nn.Module, num_samples: int) -> ForwardResult:
     """Reads what `forward` returned; anything else than the forms above is an error that shows it."""
     if isinstance(returned, Mean):
         return ForwardResult(returned, num_samples)
     if isinstance(returned, torch.Tensor):
-        if returned.ndim == 0 or not hasattr(model, "criterion"):
+        if returned.ndim == 0 or getattr(model, "criterion", None) is None:
             return ForwardResult(_one_number(returned), num_samples)
         return _with_criterion({"output": returned}, batch, model, num_samples)
     if isinstance(returned, tuple):

@@ -29,9 +29,14 @@ class BestSoFar:
     def __init__(self, policy: KeepBest | None, *, where: object | None = None) -> None:
         self._policy = policy
         self._where = where
-        self._value: float | None = None
+        self.value: float | None = None
         self.step: int | None = None
         """The step of the best value; saved when it is reached, whatever the period."""
+
+    @property
+    def metric(self) -> str | None:
+        """The metric's name, such as valid/loss; None if nobody asks for the best."""
+        return None if self._policy is None else self._policy.metric
 
     def note(self, step: int, logs: Mapping[str, float]) -> None:
         """Takes an evaluation's logs; a NaN is never best."""
@@ -44,15 +49,15 @@ class BestSoFar:
                 where=self._where,
             )
         value = logs[self._policy.metric]
-        if is_better(value, self._value, self._policy.mode):
-            self._value, self.step = value, step
+        if is_better(value, self.value, self._policy.mode):
+            self.value, self.step = value, step
 
     def recall(self, metrics_by_step: Mapping[int, Mapping[str, float]]) -> None:
         """Takes up the best of the checkpoints that are there."""
         if self._policy is None:
             return
         self.step = best_step(metrics_by_step, metric=self._policy.metric, mode=self._policy.mode)
-        self._value = None if self.step is None else metrics_by_step[self.step][self._policy.metric]
+        self.value = None if self.step is None else metrics_by_step[self.step][self._policy.metric]
 
 
 def save_checkpoint(trainer: Trainer, *, metrics: Mapping[str, float]) -> Path:

@@ -5,14 +5,13 @@ The default task calls the model with the batch. How updates are made is trainer
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from trainwright.errors import DataError
+from trainwright.loop.calls import refuse_mismatch, takes
 
 
 class Task:
@@ -40,8 +39,10 @@ class Task:
                 f"The batch is a {type(batch).__name__}, but model(**batch) needs a mapping. "
                 "Let the collator return a dict, or override Task.forward(model, batch) or Trainer.train_step."
             )
-        if "labels" in batch and not _takes_labels(type(model).forward):
-            return model(**{name: value for name, value in batch.items() if name != "labels"})
+        forward = type(model).forward
+        if "labels" in batch and not takes(forward, "labels"):
+            batch = {name: value for name, value in batch.items() if name != "labels"}
+        refuse_mismatch(forward, tuple(batch))
         return model(**batch)
 
     def build_metrics(self) -> dict[str, Any]:
@@ -64,9 +65,3 @@ class Task:
 def overrides(task: object, method: str, contract: type) -> bool:
     """Does this object's class replace a method of its contract?"""
     return getattr(type(task), method, None) is not getattr(contract, method)
-
-
-@cache  # reading a signature costs 50 µs, too much for every step
-def _takes_labels(forward: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(forward).parameters.values()
-    return any(parameter.name == "labels" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

@@ -20,9 +20,10 @@ from trainwright.data.order import mix_seed
 from trainwright.errors import ConfigError, DataError, TrainwrightError
 from trainwright.events.windows import merge, summarise
 from trainwright.loop.builder import Builder, Surroundings
+from trainwright.loop.calls import refuse_mismatch
 from trainwright.loop.evaluation import EvalLogs, evaluate_sets, read_eval
-from trainwright.loop.hook import Hook, Hooks
-from trainwright.loop.outputs import ForwardResult, read_forward
+from trainwright.loop.hook import Hook, Hooks, call_each
+from trainwright.loop.outputs import ForwardResult, read_forward, refuse_label
 from trainwright.loop.pieces import cut
 from trainwright.loop.saving import BestSoFar, save_checkpoint
 from trainwright.loop.task import Task, overrides
@@ -97,7 +98,7 @@ class Trainer:
         self.ended_under = 0
         """The `max_steps` under which the run ended, by that limit, by `stop` or for lack of data; else 0."""
         self.moments = Hooks(surroundings.hooks)
-        self._updater = surroundings.updater
+        self._updater, self._writers = surroundings.updater, surroundings.writers
         self._update: Update | None = None
         self._wish = self._ending = _GO_ON
         self.eval_logs: dict[str, float] = {}
@@ -233,16 +234,23 @@ class Trainer:
     def run_forward(self, batch: Any) -> ForwardResult:
         """Runs `forward` in the run's precision and reads what it returned."""
         with self.backend.autocast(self.config.runtime.precision):
-            if isinstance(batch, Mapping):
-                returned = self.forward(**batch)
-            elif overrides(self, "forward", Trainer):
-                raise DataError(f"forward(**batch) needs a mapping, but the batch is a {type(batch).__name__}.")
-            else:
-                returned = self.task.forward(self.model, batch)
-            result = read_forward(returned, batch, self.model, self.samples_in_hand)
+            try:
+                returned = self._call_forward(batch)
+                result = read_forward(returned, batch, self.model, self.samples_in_hand)
+            except IndexError as error:
+                refuse_label(error)
+                raise
         while self._unchecked_metrics:
             self._unchecked_metrics.pop().require_outputs(result.outputs)
         return result
+
+    def _call_forward(self, batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            refuse_mismatch(type(self).forward, tuple(batch))
+            return self.forward(**batch)
+        if overrides(self, "forward", Trainer):
+            raise DataError(f"forward(**batch) needs a mapping, but the batch is a {type(batch).__name__}.")
+        return self.task.forward(self.model, batch)
 
     # evaluation
 
@@ -347,10 +355,9 @@ class Trainer:
                 if not self.interrupted:
                     self.moments.call("after_train")
             finally:
-                for error in self.moments.call_all("close"):
-                    logger.error("A hook failed to close: %s", error)
-                for writer in self.surroundings.writers:
-                    writer.close()
+                # Whatever fails to close must hide neither the run's own error nor the others' closing.
+                for error in [*self.moments.call_all("close"), *call_each([each.close for each in self._writers])]:
+                    logger.error("A hook or writer failed to close: %s", error)
 
     def _end_step(self) -> None:
         """Evaluates, writes and saves, each where it is due."""
@@ -404,7 +411,7 @@ class Trainer:
         evaluated = self.eval_logs if self.evaluated_step == self.step else {}
         if logs or evaluated:
             self.storage.publish(logs, evaluated=evaluated)
-            for writer in self.surroundings.writers:
+            for writer in self._writers:
                 writer.write(self.storage)
 
     def _save_if_due(self) -> None:

@@ -1,18 +1,27 @@
-"""Shows the run in the terminal: one live line there, plain lines where nobody watches."""
+"""Shows the run in the terminal: one live line there, plain lines where nobody watches.
+
+Silent where the package's log level is above INFO (`-q`).
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 import sys
 import time
+from collections import deque
+from collections.abc import Sequence
 from typing import IO, Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from trainwright.backends import memory_in_use
 from trainwright.events import EventStorage
 from trainwright.writers.writer import Writer
 
+_BARS = "▁▂▃▄▅▆▇█"
 _SPEEDS = ("tokens_per_second", "samples_per_second")
 _HIDDEN = {"step", "seconds_per_step", *_SPEEDS}
 
@@ -25,10 +34,15 @@ class ConsoleWriter(Writer):
         self._live: Live | None = None
         self._first: tuple[int, float] | None = None
         self._drawn = float("-inf")
+        self._losses: deque[float] = deque(maxlen=8)
 
     def write(self, storage: EventStorage) -> None:
         """Shows the line."""
+        if logging.getLogger("trainwright").level > logging.INFO:
+            return
         line = storage.line
+        if "loss" in line:
+            self._losses.append(line["loss"])
         evaluated = storage.evaluated
         training = {name: value for name, value in line.items() if name not in evaluated}
         if training.keys() != {"step"}:
@@ -58,13 +72,18 @@ class ConsoleWriter(Writer):
     def _progress(self, storage: EventStorage, training: dict[str, Any]) -> str:
         step = training["step"]
         of = f"/{storage.max_steps}" if storage.max_steps else ""
-        parts = [f"step {step}{of}", _pairs({name: training[name] for name in training if name not in _HIDDEN})]
+        shown = {name: training[name] for name in training if name not in _HIDDEN}
+        loss = {"loss": shown.pop("loss")} if "loss" in shown else {}
+        bars = sparkline(self._losses) if self._console.is_terminal else ""
+        parts = [f"step {step}{of}", _pairs(loss), bars, _pairs(shown)]
         speed = next((name for name in _SPEEDS if name in training), None)
         if speed is not None:
             parts.append(f"{training[speed]:,.0f} {speed.removesuffix('_per_second')}/s")
         left = self._seconds_left(step, storage.max_steps)
         if left is not None:
             parts.append(f"eta {_duration(left)}")
+        if self._console.is_terminal:
+            parts.append(f"{memory_in_use() / 2**30:.1f} GiB")
         return "  ".join(part for part in parts if part)
 
     def _seconds_left(self, step: int, max_steps: int | None) -> float | None:
@@ -75,6 +94,20 @@ class ConsoleWriter(Writer):
         if max_steps is None or step == first_step:
             return None
         return (time.monotonic() - start) / (step - first_step) * (max_steps - step)
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Draws values as a row of bars, the highest of them full; a value that is not finite is a gap.
+
+    >>> sparkline([3.0, 2.0, 1.0])
+    '█▄▁'
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < 2:
+        return ""
+    low, high = min(finite), max(finite)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[int((value - low) * scale)] if math.isfinite(value) else " " for value in values)
 
 
 def _pairs(values: dict[str, Any]) -> str:

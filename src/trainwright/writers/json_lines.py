@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import IO, Any
 
+from trainwright.errors import TrainwrightError
 from trainwright.events import EventStorage
 from trainwright.writers.writer import Writer
 
@@ -23,8 +24,14 @@ class JsonLinesWriter(Writer):
         """Appends the line. A NaN is written as NaN: a log never hides one."""
         if self._file is None:
             self._file = self.path.open("a", encoding="utf-8")
-        self._file.write(json.dumps(storage.line, default=_as_text) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(storage.line, default=_as_text) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise TrainwrightError(
+                f"{self.path} cannot be written ({error.strerror}). Free some space and run the same command again: "
+                "it goes on from the last checkpoint."
+            ) from error
 
     def close(self) -> None:
         """Closes the file."""

@@ -1,0 +1,50 @@
+"""A traceback for the one who can act on it: the user's frames with their source, everybody else's folded.
+
+Used by the command line. Errors that we explain in words (TrainwrightError) need no traceback at all.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from collections import Counter
+from itertools import groupby
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parent
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
+
+
+def fold(error: BaseException) -> str:
+    """Returns the traceback with frames that are not the user's folded into a line per stretch.
+
+    Without a frame of the user's nothing is folded, for then the mistake is ours.
+    """
+    whole = traceback.TracebackException.from_exception(error)
+    frames = list(whole.stack)
+    if not any(_owner(frame) is None for frame in frames):
+        return "".join(whole.format())
+    lines = ["Traceback (most recent call last; -v shows every frame):\n"]
+    for is_user, group in groupby(frames, key=lambda frame: _owner(frame) is None):
+        stretch = list(group)
+        lines += traceback.StackSummary.from_list(stretch).format() if is_user else [_count(stretch)]
+    return "".join([*lines, *whole.format_exception_only()])
+
+
+def _count(frames: list[traceback.FrameSummary]) -> str:
+    owners = Counter(_owner(frame) for frame in frames)
+    return "  … " + ", ".join(f"{count} frame{'s'[: count > 1]} of {owner}" for owner, count in owners.items()) + "\n"
+
+
+def _owner(frame: traceback.FrameSummary) -> str | None:
+    """Returns the package whose code a frame runs, or None for the user's own."""
+    path = Path(frame.filename)
+    if path.is_relative_to(_PACKAGE):
+        return "trainwright"
+    for library in _LIBRARIES:
+        if path.is_relative_to(library):
+            first = path.relative_to(library).parts
+            if first[0] in ("site-packages", "dist-packages"):
+                first = first[1:]
+            return Path(first[0]).stem
+    return "python" if frame.filename.startswith("<") else None
