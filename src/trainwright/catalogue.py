@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import trainwright
+from trainwright.config import TrainerSection
 from trainwright.config.tree import shown_path
 from trainwright.registry import BUILT_INS, KIND_FOLDERS, PROJECT_PACKAGE
 
@@ -27,9 +29,7 @@ PROVIDED: Mapping[str, tuple[str, ...]] = {
 """What the builder itself passes to a kind of component, beside `project_dir`: no argument of a run file."""
 
 # Reading torch's largest files would only say that these take no argument of a run file.
-_EMPTY_BASES = {"object", "torch.nn.Module", "torch.nn.modules.module.Module", "typing.Generic", "abc.ABC"}
-_EMPTY_BASES |= {"torch.utils.data.Dataset", "torch.utils.data.IterableDataset"}
-_RECORDS = {"typing.NamedTuple"}
+_EMPTY_BASES = {"torch.nn.Module", "torch.utils.data.Dataset", "torch.utils.data.IterableDataset"}
 # Classes that stand beside components in a file, and that no run file can name.
 _BESIDE = ("Error", "Exception", "Enum", "Protocol", "TypedDict")
 
@@ -177,9 +177,10 @@ class _Module:
     def components(self) -> Iterator[_Definition]:
         """Yield what a run file may name: the public classes, and functions that are registered."""
         listed = self.constants.get("__all__")
-        names = None if listed is None else {str(each) for each in _literal(listed) or ()}
+        names = _literal(listed) if listed is not None else None
+        public = {*map(str, names)} if isinstance(names, (list, tuple)) else None
         for name, definition in self.definitions.items():
-            if name.startswith("_") or (names is not None and name not in names):
+            if name.startswith("_") or (public is not None and name not in public):
                 continue
             if isinstance(definition, ast.ClassDef):
                 bases = [ast.unparse(base) for base in definition.bases]
@@ -214,8 +215,7 @@ class _Module:
             return doc
         for node in self.tree.body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == f"{definition.name}.__doc__":
-                texts = [one.value for one in ast.walk(node.value) if isinstance(one, ast.Constant)]
-                return next((text.strip() for text in texts if isinstance(text, str)), "")
+                return _first_text(node.value)
         return ""
 
 
@@ -295,16 +295,23 @@ class _Library:
         hidden = {"self", "cls", "project_dir", *PROVIDED.get(kind, ())}
         if kind == "trainer":
             # Its constructor is called by the builder; what a run file may add is what its code reads of the section.
-            return (
-                Signature(tuple(_trainer_options(definition)))
-                if isinstance(definition, ast.ClassDef)
-                else Signature(())
-            )
+            return Signature(tuple(self._trainer_options(module, definition)))
         if isinstance(definition, _Function):
             found = _arguments(module, definition)
         else:
             found = self._constructor(module, definition, seen=set()) or Signature(())
         return Signature(tuple(one for one in found.parameters if one.name not in hidden), found.open_to)
+
+    def _trainer_options(self, module: _Module, definition: _Definition) -> Iterator[Parameter]:
+        """Yield the options that a user's trainer reads, those of its own bases first."""
+        if module.name.startswith("trainwright.") or not isinstance(definition, ast.ClassDef):
+            return
+        own = _options_read(definition)
+        for base in definition.bases:
+            found = self._find(module.dotted(base), seen=set())
+            if found is not None and found[1] is not definition:
+                yield from (one for one in self._trainer_options(*found) if one.name not in own)
+        yield from own.values()
 
     def _constructor(self, module: _Module, definition: ast.ClassDef, seen: set[str]) -> Signature | None:
         """Return the constructor's arguments; None where neither the class nor a known base has one."""
@@ -346,14 +353,13 @@ class _Library:
         return Signature(own.parameters)
 
     def _inherited(self, dotted: str, seen: set[str]) -> Signature | None:
-        if dotted in _EMPTY_BASES or dotted in _RECORDS or dotted in seen:
+        if dotted in _EMPTY_BASES or dotted in seen or dotted.partition(".")[0] in sys.stdlib_module_names:
             return None
         found = self._find(dotted, seen=set())
         if found is None:
             return Signature((), dotted) if "." in dotted else None
         module, definition = found
-        canonical = f"{module.name}.{definition.name}"
-        if canonical in _EMPTY_BASES or canonical in seen or not isinstance(definition, ast.ClassDef):
+        if f"{module.name}.{definition.name}" in seen or not isinstance(definition, ast.ClassDef):
             return None
         return self._constructor(module, definition, seen)
 
@@ -391,7 +397,7 @@ def _is_record(module: _Module, definition: ast.ClassDef) -> bool:
     """Say whether the fields in the class's body are its arguments."""
     words = [one.func if isinstance(one, ast.Call) else one for one in definition.decorator_list]
     is_dataclass = any(module.dotted(word) == "dataclasses.dataclass" for word in words)
-    return is_dataclass or any(module.dotted(base) in _RECORDS for base in definition.bases)
+    return is_dataclass or any(module.dotted(base) == "typing.NamedTuple" for base in definition.bases)
 
 
 def _fields(module: _Module, definition: ast.ClassDef) -> Iterator[Parameter]:
@@ -410,22 +416,19 @@ def _fields(module: _Module, definition: ast.ClassDef) -> Iterator[Parameter]:
         yield Parameter(node.target.id, None if value is None else module.default(value), annotation)
 
 
-def _trainer_options(definition: ast.ClassDef) -> Iterator[Parameter]:
-    """Yield the settings of its own that a trainer's code reads: `self.config.trainer.NAME`."""
-    from trainwright.config import TrainerSection
-
+def _options_read(definition: ast.ClassDef) -> dict[str, Parameter]:
+    """Return the settings of its own that a trainer's code reads: `self.config.trainer.NAME`."""
     known = {*TrainerSection.model_fields, "options"}
     options: dict[str, str | None] = {}
-    for node in ast.walk(definition):
+    nodes = [node for node in ast.walk(definition) if isinstance(node, ast.Attribute | ast.Call)]
+    for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset)):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("config.trainer"):
             options.setdefault(node.attr, None)
         elif isinstance(node, ast.Call) and len(node.args) == 3 and ast.unparse(node.func) == "getattr":
-            owner, name, default = node.args
-            if ast.unparse(owner).endswith("config.trainer") and isinstance(name, ast.Constant):
-                options[str(name.value)] = ast.unparse(default)
-    for name, default_text in options.items():
-        if name not in known:
-            yield Parameter(name, default_text, "")
+            owner, word, default = node.args
+            if ast.unparse(owner).endswith("config.trainer") and isinstance(word, ast.Constant):
+                options[str(word.value)] = ast.unparse(default)
+    return {name: Parameter(name, default, "") for name, default in options.items() if name not in known}
 
 
 def _registrations(definition: _Definition) -> Iterator[tuple[str, str]]:
@@ -435,6 +438,13 @@ def _registrations(definition: _Definition) -> Iterator[tuple[str, str]]:
             kind, name = (_literal(argument) for argument in one.args)
             if isinstance(kind, str) and isinstance(name, str):
                 yield kind, name
+
+
+def _first_text(expression: ast.expr) -> str:
+    """Return the beginning of a text that is put together: `"…" + f"…"`."""
+    while isinstance(expression, (ast.BinOp, ast.JoinedStr)):
+        expression = expression.left if isinstance(expression, ast.BinOp) else expression.values[0]
+    return str(expression.value).strip() if isinstance(expression, ast.Constant) else ""
 
 
 def _is_literal(expression: ast.expr) -> bool:

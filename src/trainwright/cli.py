@@ -4,28 +4,62 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
 
 import typer
 
+from trainwright import __version__
+from trainwright.commands.check import check
+from trainwright.commands.components import components
+from trainwright.commands.config import config
 from trainwright.commands.evaluate import evaluate
+from trainwright.commands.explain import explain
+from trainwright.commands.new import new
+from trainwright.commands.runs import runs
 from trainwright.commands.train import train
 from trainwright.errors import TrainwrightError
+from trainwright.tracebacks import fold
 
 app = typer.Typer(
     name="trainwright",
     help="Trains any PyTorch model, lets you change any part of the training, and never loses a step.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command()(train)
 app.command()(evaluate)
+app.command()(new)
+app.command()(explain)
+app.command()(check)
+app.command()(components)
+app.command()(config)
+app.command()(runs)
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        try:
+            torch = version("torch")
+        except PackageNotFoundError:
+            torch = "not installed"
+        print(f"trainwright {__version__}")
+        print(f"Python {platform.python_version()} ({sys.executable})")
+        print(f"torch {torch}")
+        print(f"platform {platform.platform()}")
+        raise typer.Exit
 
 
 @app.callback()
-def _root() -> None:
-    """Makes `trainwright` a group of commands even while it has few."""
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the versions of what runs here.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Makes `trainwright` a group of commands; what stands before the command is read here."""
 
 
 def main() -> None:
@@ -36,6 +70,11 @@ def main() -> None:
     except TrainwrightError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except Exception as error:
+        if logging.getLogger("trainwright").level <= logging.DEBUG:
+            raise
+        print(fold(error), end="", file=sys.stderr)
+        sys.exit(1)
 
 
 def _show_log() -> None:

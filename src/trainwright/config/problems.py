@@ -50,7 +50,10 @@ def describe(value: Any) -> str:
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the known word that looks most like `word`, or None where none looks like it."""
     plain = {name.lower().replace("-", "_"): name for name in known}
-    found = difflib.get_close_matches(word.lower().replace("-", "_"), plain, n=1, cutoff=cutoff)
+    wanted = word.lower().replace("-", "_")
+    found = difflib.get_close_matches(wanted, plain, cutoff=cutoff)
+    # One wrong letter is likelier than one too many: adamv is adamw, though difflib finds adam nearer.
+    found.sort(key=lambda name: len(name) != len(wanted) or sum(map(str.__ne__, name, wanted)) > 1)
     return plain[found[0]] if found else None
 
 

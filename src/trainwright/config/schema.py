@@ -131,6 +131,17 @@ class RunConfig(Section):
         """Return where the setting was written, or the nearest key above it; None for a config made in Python."""
         return _nearest_origin(self._origins, tuple(dotted.split(".")))
 
+    def written_at(self, path: KeyPath) -> Origin | None:
+        """Return where exactly this setting was written; None where it has its default, or was made in Python."""
+        words = tuple(map(str, path))
+        if words[:3] == ("data", "eval", "eval") and words[:3] not in self._origins:
+            words = ("data", "eval", *words[3:])  # one bare component, which was given its name here
+        if words in self._origins:
+            return self._origins[words]
+        # A component written as its bare type: `writers: [console]`.
+        is_bare_type = words[-1:] == ("type",) and words != ("trainer", "type")
+        return self._origins.get(words[:-1]) if is_bare_type else None
+
     def __eq__(self, other: object) -> bool:
         return same(self.to_dict(), other.to_dict()) if isinstance(other, RunConfig) else NotImplemented
 

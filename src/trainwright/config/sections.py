@@ -69,14 +69,19 @@ def _named_sets(value: Any) -> Any:
     return value
 
 
-class _LoaderArguments(Section):
+class LoaderArguments(Section):
     """What a user may pass on to the DataLoader."""
 
     prefetch_factor: Count | None = None
+    """Batches that each worker loads ahead."""
     pin_memory: bool | None = None
+    """Whether batches lie in memory that the device can copy from by itself."""
     persistent_workers: bool | None = None
+    """Whether workers live on after an epoch."""
     timeout: Annotated[float, Field(ge=0)] | None = None
+    """Seconds to wait for a worker; 0: for ever."""
     multiprocessing_context: str | None = None
+    """How workers are started: fork, spawn or forkserver."""
 
 
 _LOADER_KEYS_ELSEWHERE: Mapping[str, str] = {
@@ -96,7 +101,7 @@ def _loader_arguments(value: Any) -> Any:
     """Check the DataLoader's arguments; what has its own setting elsewhere is refused with that setting."""
     if not isinstance(value, Mapping):
         return value
-    known = list(_LoaderArguments.model_fields)
+    known = list(LoaderArguments.model_fields)
     wrong = []
     for key in value:
         if key in _LOADER_KEYS_ELSEWHERE:
@@ -105,7 +110,7 @@ def _loader_arguments(value: Any) -> Any:
             wrong.append(Problem((key,), f"the loader takes no such argument. {suggest(str(key), known)}"))
     if wrong:
         raise refuse_all(wrong, value)
-    checked = _LoaderArguments.model_validate(thaw(value))
+    checked = LoaderArguments.model_validate(thaw(value))
     return {key: getattr(checked, key) for key in value}
 
 

@@ -82,8 +82,23 @@ def parse(text: str, origin_at: Callable[[int], Origin | None]) -> Node:
 
 def write(settings: dict[str, Any]) -> str:
     """Return `settings` as YAML that `parse` reads back equal."""
+    return _dump(settings, is_flow=False)
+
+
+def write_inline(value: Any) -> str:
+    """Return one value as YAML on one line, as it may stand after `key: `."""
+    if isinstance(value, dict | list):
+        return _dump(value, is_flow=True).rstrip("\n")
+    # A bare text or number would be followed by the mark of a document's end.
+    return _dump({"key": value}, is_flow=False).removeprefix("key: ").rstrip("\n")
+
+
+def _dump(value: Any, *, is_flow: bool) -> str:
     # Folding long text over lines would only hide it from grep.
-    return yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31)
+    text: str = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=is_flow, sort_keys=False, allow_unicode=True, width=2**31
+    )
+    return text
 
 
 def _explain_syntax(error: yaml.MarkedYAMLError) -> str:

@@ -9,7 +9,9 @@ RUN = Path(__file__).parents[1] / "run.yaml"
 
 
 def train(folder, *overrides):
-    config = RunConfig.load(RUN, [f"output_dir={folder}", "log.every_steps=1", "writers=[json]", "hooks=[]", *overrides])
+    config = RunConfig.load(
+        RUN, [f"output_dir={folder}", "log.every_steps=1", "writers=[json]", "hooks=[]", *overrides]
+    )
     _, logs = run_experiment(config)
     lines = (Path(folder) / config.name / "metrics.json").read_text().splitlines()
     return logs, [json.loads(line)["loss"] for line in lines]

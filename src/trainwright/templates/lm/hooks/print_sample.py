@@ -22,7 +22,7 @@ class PrintSample(Hook):
         generator = torch.Generator().manual_seed(0)  # of its own, so that the run's randomness stays as it is
         tokens = dataset[0]["input_ids"][:1].tolist()
         for _ in range(self.num_tokens):
-            seen = torch.tensor([tokens[-model.max_length :]], device=self.trainer.device)
+            seen = torch.tensor([tokens[-64:]], device=self.trainer.device)
             chances = model(seen)[0, -1].softmax(-1).cpu()
             tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
         decode = dataset.decode if hasattr(dataset, "decode") else dataset.tokenizer.decode

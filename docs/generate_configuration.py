@@ -1,0 +1,123 @@
+"""Writes docs/configuration.md from the schema of run files: `python docs/generate_configuration.py`.
+
+A test compares the file with what this gives, so a setting cannot change without its page.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from trainwright.commands.components import SECTIONS
+from trainwright.commands.config import schema_of_runs
+from trainwright.registry import BUILT_INS, KIND_FOLDERS
+
+PAGE = Path(__file__).with_name("configuration.md")
+
+INTRODUCTION = """\
+# Configuration reference
+
+<!-- Written by docs/generate_configuration.py from the schema; change the docstrings in src/trainwright/config/. -->
+
+A run is one YAML file. These are all of its settings; every one may be left out unless it says *required*, and each
+but `extends` and `project_dir` can be replaced on the command line: `trainwright train run.yaml trainer.max_steps=500`.
+An unknown key or a value of the wrong type is refused with its line.
+
+- `trainwright config run.yaml` prints every setting of a run and where it was written.
+- `trainwright config run.yaml --diff other.yaml` prints what differs between two runs.
+- `trainwright config --schema > run.schema.json` writes this reference for editors. With
+  `# yaml-language-server: $schema=run.schema.json` as the first line of a run file they complete and check it.
+"""
+
+COMPONENTS = """\
+## Components
+
+A component is a mapping with `type`, and the arguments of its constructor beside it: `{type: adamw, lr: 3e-4}`; where
+it needs no argument, the type alone will do: `adamw`. The type is a built-in name, `package.module:Name`,
+`file.py:Name` relative to the run file, or `file.Name` for a file in the folder of its kind beside the run file.
+`trainwright components KIND NAME` shows the parameters of each, your own included.
+"""
+
+
+def generate() -> str:
+    """Return the whole page."""
+    schema = schema_of_runs()
+    definitions = schema["$defs"]
+    parts = [INTRODUCTION, "## The file\n", _table(schema, definitions)]
+    parts += _sections(schema, definitions, "")
+    rows = [
+        f"| {kind} | `{SECTIONS[kind]}` | `{folder}/` | {', '.join(f'`{name}`' for name in BUILT_INS[kind])} |"
+        for kind, folder in KIND_FOLDERS.items()
+    ]
+    head = "| kind | where | your folder | built-in |\n|---|---|---|---|"
+    parts.append(f"{COMPONENTS}\n" + "\n".join([head, *rows]) + "\n")
+    return "\n".join(parts)
+
+
+def _sections(schema: dict[str, Any], definitions: dict[str, Any], prefix: str) -> list[str]:
+    """Return the part of each section below `schema`, in the order of the keys."""
+    parts = []
+    for key, value in schema["properties"].items():
+        section, is_mapping = _section_of(value, definitions)
+        if section is not None:
+            name = f"{prefix}{key}{'.NAME' if is_mapping else ''}"
+            description = section.get("description", value["description"])
+            parts += [f"## {name}\n\n{description}\n", _table(section, definitions)]
+            parts += _sections(section, definitions, f"{name}.")
+    return parts
+
+
+def _section_of(value: dict[str, Any], definitions: dict[str, Any]) -> tuple[dict[str, Any] | None, bool]:
+    """Return the section that a key holds, and whether it holds several by name; components are none."""
+    for choice in value.get("anyOf", [value]):
+        for each, is_mapping in ((choice, False), (choice.get("additionalProperties"), True)):
+            if isinstance(each, dict):
+                found = definitions[each["$ref"].rpartition("/")[2]] if "$ref" in each else each
+                if "properties" in found:
+                    return found, is_mapping
+    return None, False
+
+
+def _table(section: dict[str, Any], definitions: dict[str, Any]) -> str:
+    lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
+    for key, value in section["properties"].items():
+        default = "*required*" if key in section.get("required", ()) else _default(value, definitions)
+        meaning = value.get("description", "").replace("|", "\\|")
+        lines.append(f"| `{key}` | {_value(value)} | {default} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def _default(value: dict[str, Any], definitions: dict[str, Any]) -> str:
+    if "default" in value:
+        return f"`{json.dumps(value['default'])}`"
+    return "see below" if _section_of(value, definitions)[0] else ""
+
+
+def _value(value: dict[str, Any]) -> str:
+    """Return in words what may stand there."""
+    if "anyOf" in value:
+        return " or ".join(dict.fromkeys(_value(choice) for choice in value["anyOf"]))
+    if "$ref" in value:
+        name = value["$ref"].rpartition("/")[2]
+        return f"[{name}](#components)" if name in KIND_FOLDERS else "a section"
+    if "enum" in value:
+        return ", ".join(f"`{each}`" for each in value["enum"])
+    if "const" in value:
+        return f"`{value['const']}`"
+    if value.get("type") == "object":
+        below = value.get("additionalProperties")
+        return f"{_value(below)} by name" if isinstance(below, dict) and below else "a section"
+    if value.get("type") == "array":
+        return f"list of {_value(value['items'])}"
+    words = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true`, `false`"}
+    limit = ""
+    if "exclusiveMinimum" in value:
+        limit = f" > {value['exclusiveMinimum']}"
+    elif "minimum" in value:
+        limit = f" ≥ {value['minimum']}"
+    return words.get(value.get("type", ""), "`null`") + limit
+
+
+if __name__ == "__main__":
+    PAGE.write_text(generate(), encoding="utf-8")

@@ -1,0 +1,158 @@
+"""`trainwright config RUN.yaml`: every setting of a run and where it was written; its schema; two runs compared."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from trainwright.commands.table import show_rows
+from trainwright.config import Component, Frozen, RunConfig, yaml_text
+from trainwright.config.frozen import same, thaw
+from trainwright.config.json_schema import run_schema
+from trainwright.config.sections import Section
+from trainwright.config.tree import KeyPath
+from trainwright.errors import ConfigError
+from trainwright.registry import BUILT_INS
+
+DEFAULT, OVERRIDE = "default", "override"
+_ABSENT = "–"
+# Origins stand in one column, but a long text of one setting must not push all of them out of sight.
+_WIDEST = 60
+
+
+class Setting(NamedTuple):
+    """One line of a config in YAML. A line that only opens a section has no origin."""
+
+    text: str
+    name: str
+    value: Any
+    origin: str
+
+
+def config(
+    run: Annotated[
+        Path | None, typer.Argument(help="The run's YAML file, or its folder.", show_default=False, metavar="RUN")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings to replace, such as trainer.max_steps=500.", show_default=False)
+    ] = None,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON Schema of run files, for your editor.")
+    ] = False,
+    diff: Annotated[
+        Path | None,
+        typer.Option(help="Print only what differs in this file or run folder; exits with 1 if anything does."),
+    ] = None,
+) -> None:
+    """Print every setting of a run, with the place where it was written."""
+    if schema:
+        print(json.dumps(schema_of_runs(), indent=2, ensure_ascii=False))
+        return
+    if run is None:
+        raise ConfigError("which run? Give its YAML file or its folder: trainwright config run.yaml; or --schema.")
+    loaded = _load(run, overrides or [])
+    if diff is None:
+        _show(list(settings_of(loaded)))
+    elif _show_differences(loaded, _load(diff, []), str(run), str(diff)):
+        raise typer.Exit(1)
+
+
+def schema_of_runs() -> dict[str, Any]:
+    """Return the JSON Schema of run files, with the built-in components to complete."""
+    return run_schema({kind: tuple(names) for kind, names in BUILT_INS.items()})
+
+
+def _load(run: Path, overrides: list[str]) -> RunConfig:
+    if not run.is_dir():
+        return RunConfig.load(run, overrides)
+    file = run / "config.yaml"
+    if not file.exists():
+        raise ConfigError(f"{run} is a folder without config.yaml, so no run. Give a YAML file or a folder runs/NAME.")
+    return RunConfig.load(file, overrides)
+
+
+def settings_of(loaded: RunConfig) -> Iterator[Setting]:
+    """Yield every setting as a line of YAML; the lines together load back as an equal config."""
+    yield from _below(loaded, loaded, (), "", "")
+
+
+def _below(loaded: RunConfig, value: Any, path: KeyPath, indent: str, first: str) -> Iterator[Setting]:
+    """Yield the lines below a mapping or a list; `first` begins the first line instead of `indent`."""
+    for key, item in _items(value):
+        inner, lead = (*path, key), first or indent
+        first = ""
+        is_list_item = isinstance(key, int)
+        label = "" if is_list_item else f"{yaml_text.write_inline(key)}:"
+        if not _is_branch(item):
+            text = yaml_text.write_inline(thaw(item))
+            yield Setting(f"{lead}{label} {text}", ".".join(map(str, inner)), item, _origin(loaded, inner))
+        elif is_list_item:
+            yield from _below(loaded, item, inner, f"{indent}  ", f"{lead}- ")
+        else:
+            yield Setting(f"{lead}{label}", ".".join(map(str, inner)), None, "")
+            yield from _below(loaded, item, inner, f"{indent}  ", "")
+
+
+def _items(value: Any) -> list[tuple[str | int, Any]]:
+    if isinstance(value, tuple):
+        return list(enumerate(value))
+    return list(value) if isinstance(value, Section) else list(value.items())
+
+
+def _is_branch(value: Any) -> bool:
+    """Say whether a value has lines of its own: sections, components, mappings, and lists of components."""
+    if isinstance(value, tuple):
+        return any(isinstance(item, Component) for item in value)
+    return isinstance(value, Section) or (isinstance(value, Frozen) and bool(value))
+
+
+def _origin(loaded: RunConfig, path: KeyPath) -> str:
+    where = loaded.written_at(path)
+    if where is None:
+        return DEFAULT
+    return str(where) if where.line else OVERRIDE
+
+
+def _show(settings: list[Setting]) -> None:
+    width = min(max(len(setting.text) for setting in settings), _WIDEST)
+    console = Console(highlight=False, soft_wrap=True)
+    for text, _, _, origin in settings:
+        # As a comment, so that what is printed is a run file again.
+        comment = f"  # {origin}" if origin else ""
+        if not sys.stdout.isatty():
+            print(f"{text:{width}}{comment}".rstrip())
+            continue
+        style = {DEFAULT: "dim", OVERRIDE: "yellow"}.get(origin, "")
+        console.print(Text(f"{text:{width}}", style=style) + Text(comment, style=style or "green"))
+
+
+def _show_differences(one: RunConfig, other: RunConfig, one_name: str, other_name: str) -> bool:
+    """Print each setting that differs, with both origins; say whether there is one."""
+    left, right = ({each.name: each for each in settings_of(each) if each.origin} for each in (one, other))
+    rows = []
+    for name in dict.fromkeys([*left, *right]):
+        first, second = left.get(name), right.get(name)
+        if first is not None and second is not None:
+            is_unset_name = name == "name" and first.origin == second.origin == DEFAULT  # two files, two names
+            is_equal = is_unset_name or same(first.value, second.value)
+        else:
+            # Empty on one side, and spelled out on the other in lines of its own: `task: null` and `task.type: …`.
+            is_equal = any(each.startswith(f"{name}.") for each in (left if first is None else right))
+        if not is_equal:
+            rows.append((name, _described(first), _described(second)))
+    if rows:
+        show_rows(("setting", one_name, other_name), rows)
+    else:
+        print(f"No setting differs between {one_name} and {other_name}.")
+    return bool(rows)
+
+
+def _described(setting: Setting | None) -> str:
+    return _ABSENT if setting is None else f"{yaml_text.write_inline(thaw(setting.value))} ({setting.origin})"

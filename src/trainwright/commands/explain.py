@@ -1,0 +1,82 @@
+"""`trainwright explain run.yaml`: prints the loop as it will run, and who acts in each phase, from which file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainwright.config import RunConfig
+
+if TYPE_CHECKING:
+    from trainwright.explaining import Line
+
+WIDEST = 60  # a longer name pushes its own line, not those of all others
+SHORTEST = 20  # of a remark that has less room nothing is shown
+COLOURS = {"heading": None, "phase": None, "act": "green", "problem": "red"}  # None: readable on any background
+
+
+def explain(
+    run: Annotated[Path, typer.Argument(help="The YAML file of the run.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings to replace, such as trainer.max_steps=500.", show_default=False)
+    ] = None,
+) -> None:
+    """Print the loop as it will run: each phase, and which of your methods and hooks act there. Builds nothing."""
+    config = RunConfig.load(run, overrides or [])
+    from trainwright.explaining import explain as explain_run
+
+    lines = explain_run(config)
+    is_terminal = sys.stdout.isatty()
+    print(f"{run}: how this run goes. * is yours; the rest is trainwright's own or a library's.")
+    columns = shutil.get_terminal_size().columns if is_terminal else None
+    print("\n".join(render(lines, in_colour=is_terminal and "NO_COLOR" not in os.environ, columns=columns)))
+    num_problems = sum(line.kind == "problem" for line in lines)
+    if num_problems:
+        print(
+            f"\n{num_problems} part{'s' if num_problems > 1 else ''} of this run cannot be found: see the lines with !."
+        )
+        raise typer.Exit(1)
+
+
+def render(lines: list[Line], *, in_colour: bool = False, columns: int | None = None) -> list[str]:
+    """Return the lines as text: what acts, from where, and a remark, one below the other.
+
+    With `columns` an act's remark is cut to what is left of the line; names and places never are.
+    """
+    left = [f"{'  ' * line.depth}{_mark(line)}{line.text}" for line in lines]
+    with_columns = [number for number, line in enumerate(lines) if line.kind in ("act", "phase") and _has_more(line)]
+    text_width = max((len(left[number]) for number in with_columns if len(left[number]) <= WIDEST), default=0)
+    place_width = max((len(line.place) for line in lines if len(line.place) <= WIDEST), default=0)
+    texts = []
+    for words, line in zip(left, lines, strict=True):
+        if line.kind == "heading":
+            texts.append("")
+        place = f"  {line.place:<{place_width}}" if line.kind == "act" else ""
+        text = f"{words:<{text_width}}{place}" if _has_more(line) else words
+        remark = line.remark
+        if columns is not None and line.kind == "act" and len(text) + 2 + len(remark) > columns:
+            remark = f"{remark[: max(columns - len(text) - 3, 0)]}…" if columns - len(text) > SHORTEST else ""
+        text = _paint(text, line) if in_colour else text
+        texts.append(f"{text}  {remark}".rstrip() if remark else text.rstrip())
+    return texts
+
+
+def _has_more(line: Line) -> bool:
+    return bool(line.place or line.remark)
+
+
+def _mark(line: Line) -> str:
+    if line.kind == "act":
+        return "* " if line.is_users else "- "
+    return "! " if line.kind == "problem" else ""
+
+
+def _paint(text: str, line: Line) -> str:
+    if line.kind == "act" and not line.is_users:
+        return typer.style(text, dim=True)
+    return typer.style(text, fg=COLOURS[line.kind], bold=line.kind != "act")

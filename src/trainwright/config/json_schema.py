@@ -1,0 +1,154 @@
+"""The JSON Schema of a run file, by which editors complete, explain and check the YAML while it is written.
+
+It follows from the sections (schema.py, sections.py) and refuses nothing that `RunConfig.load` accepts. What needs
+several settings at once, or a component's class, is left to `load` and `check`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from trainwright.config.checks import BUILT_IN_TRAINERS
+from trainwright.config.schema import RunConfig
+from trainwright.config.sections import LoaderArguments
+
+Json: TypeAlias = dict[str, Any]
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+_KINDS: Mapping[str, Mapping[str, str]] = {
+    "RunConfig": {"task": "task", "model": "model", "hooks": "hook", "writers": "writer"},
+    "DataSection": {"train": "dataset", "eval": "dataset", "test": "dataset", "collator": "collator"},
+    "OptimizerSection": {"optimizer": "optimizer", "schedule": "schedule"},
+    "TrainerSection": {"optimizer": "optimizer", "schedule": "schedule"},
+    "EvaluationSection": {"metrics": "metric"},
+}
+"""Which kind of component stands at which key of which section."""
+
+# How pydantic names a limit where a validator of ours stands before its own.
+_LIMITS: Mapping[str, str] = {"gt": "exclusiveMinimum", "ge": "minimum"}
+
+
+def run_schema(type_names: Mapping[str, Sequence[str]]) -> Json:
+    """Return the schema of a run file; `type_names` gives the built-in components of each kind, to complete."""
+    whole = RunConfig.model_json_schema()
+    sections = {**whole.pop("$defs"), "RunConfig": whole}
+    sections = {name: _clean(section) for name, section in sections.items()}
+    for name, kinds in _KINDS.items():
+        for key, kind in kinds.items():
+            properties = sections[name]["properties"]
+            properties[key] = _place_components(properties[key], kind)
+    _widen(sections, type_names)
+    run = sections.pop("RunConfig")
+    run["properties"] = {**_file_keys(), **run["properties"]}
+    components = {kind: _component(kind, names) for kind, names in type_names.items() if kind != "trainer"}
+    return {"$schema": DIALECT, "title": "trainwright run file", **run, "$defs": {**sections, **components}}
+
+
+def _clean(schema: Any) -> Any:
+    """Return pydantic's schema without its own titles, with standard words, and with null where Python says None."""
+    if isinstance(schema, list):
+        return [_clean(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    cleaned: Json = {}
+    for key, value in schema.items():
+        if key == "title" and isinstance(value, str):
+            continue
+        if key == "description" and isinstance(value, str):
+            value = re.sub(r"\bNone\b", "null", " ".join(value.split()))
+        is_length_of_list = key == "minLength" and schema.get("type") == "array"
+        word = "minItems" if is_length_of_list else _LIMITS.get(key, key)
+        cleaned[word] = value if key == "default" else _clean(value)
+    return cleaned
+
+
+def _place_components(schema: Any, kind: str) -> Any:
+    """Put a reference to the component's kind where Component left its mark."""
+    if isinstance(schema, list):
+        return [_place_components(item, kind) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "component" in schema:
+        kept = {key: value for key, value in schema.items() if key != "component"}
+        return {"$ref": f"#/$defs/{kind}", **kept}
+    return {key: _place_components(value, kind) for key, value in schema.items()}
+
+
+def _component(kind: str, type_names: Sequence[str]) -> Json:
+    type_ = {
+        "description": f"A built-in {kind}, package.module:Name, file.py:Name, or file.Name in the folder of its kind.",
+        "anyOf": [{"enum": list(type_names)}, {"type": "string", "minLength": 1}],
+    }
+    properties: Json = {"type": type_}
+    if kind == "model":
+        properties["freeze"] = {
+            "description": "Globs over parameter names that are not trained.",
+            "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+        }
+    whole = {"type": "object", "properties": properties, "required": ["type"], "additionalProperties": True}
+    return {
+        "description": f"A {kind}: its type, with the constructor's arguments beside it; or the type alone.",
+        "anyOf": [whole, type_],
+    }
+
+
+def _widen(sections: Json, type_names: Mapping[str, Sequence[str]]) -> None:
+    """Add what our validators accept beyond the types of the fields, and what they refuse."""
+    properties = {name: section["properties"] for name, section in sections.items()}
+    run, data, trainer = properties["RunConfig"], properties["DataSection"], properties["TrainerSection"]
+    for key in ("data", "trainer", "evaluation", "checkpoint", "log", "runtime"):
+        # pydantic leaves a key's description out where its section says the same words.
+        run[key] = {"description": RunConfig.model_fields[key].description, **_or_null(run[key])}
+    runtime = properties["RuntimeSection"]
+    runtime["mesh"] = _or_null(runtime["mesh"])
+    run["writers"]["default"] = [each.type for each in RunConfig().writers]
+    del run["name"]["default"]  # it is the file's own name
+    data["collator"]["default"] = RunConfig().data.collator.type
+    sets = {**data["eval"], "propertyNames": {"pattern": "^[a-z][a-z0-9_-]*$", "not": {"enum": ["train", "type"]}}}
+    data["eval"] = _any_of(sets, {"$ref": "#/$defs/dataset"}, {"type": "null"})
+    loader = _clean(LoaderArguments.model_json_schema())
+    data["loader"] = _or_null({**loader, "description": data["loader"]["description"]})
+    trainer["optimizers"] = _or_null(trainer["optimizers"])
+    evaluation = properties["EvaluationSection"]
+    evaluation["metrics"] = _or_null(evaluation["metrics"])
+    for mapping in (data["eval"], data["loader"], trainer["optimizers"], evaluation["metrics"]):
+        mapping["default"] = {}
+    match = properties["OptimizerSection"]
+    match["match"] = _any_of(match["match"], {"type": "string"})
+    axes = properties["MeshSection"]
+    for name, axis in axes.items():
+        one = [{"const": -1}, {"type": "integer", "minimum": 1}, {"type": "null"}]
+        axes[name] = {**axis, "anyOf": one}
+    known = [*trainer]
+    trainer["type"]["anyOf"] = [{"enum": [*type_names["trainer"]]}, {"type": trainer["type"].pop("type")}]
+    # With a trainer of one's own further keys are options of one's own; a built-in one has none.
+    sections["TrainerSection"] |= {
+        "additionalProperties": True,
+        "if": {"properties": {"type": {"enum": [*BUILT_IN_TRAINERS]}}},
+        "then": {"propertyNames": {"enum": known}},
+    }
+
+
+def _or_null(schema: Json) -> Json:
+    return _any_of(schema, {"type": "null"})
+
+
+def _any_of(first: Json, *others: Json) -> Json:
+    """Return the schema that any of these fits; the words about the setting stay outside."""
+    about = {key: value for key, value in first.items() if key in ("description", "default")}
+    rest = {key: value for key, value in first.items() if key not in about}
+    return {**about, "anyOf": [rest, *others]}
+
+
+def _file_keys() -> Json:
+    """Return the keys that only the file has: they are resolved when it is read."""
+    names = {"type": "array", "items": {"type": "string"}}
+    extends = "Packaged names or files, relative to this one, that this file is laid over; later ones win."
+    project = "The folder that component files are relative to. Default: the folder of this file."
+    return {
+        "extends": {"description": extends, "anyOf": [{"type": "string"}, names, {"type": "null"}]},
+        "project_dir": {"description": project, "type": "string"},
+    }

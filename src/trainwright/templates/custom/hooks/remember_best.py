@@ -1,0 +1,26 @@
+"""RememberBest: a hook with state. What it keeps is saved with each checkpoint, so a resumed run still knows."""
+
+from trainwright import Hook
+
+
+class RememberBest(Hook):
+    """Says when an evaluation was the best so far, and at the end which one was."""
+
+    def __init__(self, metric):
+        self.metric = metric
+        self.best, self.at_step = None, 0
+
+    def after_eval(self, logs):
+        if self.metric in logs and (self.best is None or logs[self.metric] < self.best):
+            self.best, self.at_step = logs[self.metric], self.trainer.step
+            # self.trainer.stop("good enough") would end the run here; self.trainer.save() would save it.
+
+    def after_train(self):
+        if self.trainer.ranks.is_first:  # with several processes, one speaks
+            print(f"the best {self.metric} was {self.best:.4f}, at step {self.at_step}")
+
+    def state_dict(self):
+        return {"best": self.best, "at_step": self.at_step}
+
+    def load_state_dict(self, state):
+        self.best, self.at_step = state["best"], state["at_step"]

@@ -1,0 +1,40 @@
+"""BothWays: another loss, another step, further logs. Only what differs from trainwright's Trainer stands here."""
+
+import torch
+
+from trainwright import Trainer
+
+
+class BothWays(Trainer):
+    """Learns each wave forwards and backwards in one update."""
+
+    def forward(self, noisy, clean):
+        """Returns the loss of one micro-batch and what else to log; its arguments are the batch's keys."""
+        restored = self.model(noisy)
+        error = (restored - clean).square().mean()
+        roughness = restored.diff(dim=-1).square().mean()
+        return error + self.config.trainer.roughness * roughness, {"error": error, "roughness": roughness}
+
+    def train_step(self, batch):
+        """Makes one update. Without the second `backward` this is trainwright's own step."""
+        update = self.begin_update()
+        for piece in self.micro_batches(batch):
+            update.backward(self.run_forward(piece))
+            turned = {name: wave.flip(-1) for name, wave in piece.items()}
+            update.backward(self.run_forward(turned))
+        result = update.apply()  # reduces over processes, clips, steps; the loss is the mean over all of it
+        result.metrics["step_loss_root"] = result.loss.sqrt()  # metrics are a dict of yours to change
+        return result
+
+    def eval_end(self, aggregated):
+        """Adds to the logs of one evaluation set: how much of the noise is gone."""
+        logs = super().eval_end(aggregated)
+        noise = self.config.data.collator.noise
+        logs["noise_removed"] = 1 - logs["error"] / noise**2
+        return logs
+
+    def train_loop_end(self):
+        """Returns the line that is written every log.every_steps: add to it, or take away."""
+        logs = super().train_loop_end()
+        logs["parameter_norm"] = float(torch.stack([one.detach().norm() for one in self.model.parameters()]).norm())
+        return logs

@@ -1,0 +1,139 @@
+"""`trainwright components`: what a person reads, and that the snippets are run files."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from trainwright import RunConfig, registry
+from trainwright.catalogue import read_catalogue
+from trainwright.cli import app
+from trainwright.commands.components import SECTIONS, snippet
+from trainwright.config.yaml_text import parse
+from trainwright.errors import ComponentError
+
+LION = '''
+class Lion:
+    """Sign momentum."""
+    def __init__(self, params, decay: float, lr=1e-4, betas=(0.9, 0.99), fn=max): pass
+'''
+
+
+@pytest.fixture
+def project(in_tmp):
+    (in_tmp / "optimizers").mkdir()
+    (in_tmp / "optimizers" / "lion.py").write_text(LION)
+    return in_tmp
+
+
+def ask(*arguments):
+    return CliRunner().invoke(app, ["components", *map(str, arguments)])
+
+
+def error_of(*arguments):
+    done = ask(*arguments)
+    assert isinstance(done.exception, ComponentError)
+    return str(done.exception)
+
+
+def test_every_built_in_and_the_user_s_own_have_a_line(project):
+    done = ask()
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    for kind, names in registry.BUILT_INS.items():
+        for name in names:
+            assert any(line.split()[:2] == [kind, name] for line in lines), (kind, name)
+    [line] = [line for line in lines if "lion.Lion" in line]
+    assert "Sign momentum." in line
+    assert line.endswith("decay, lr=0.0001, betas=(0.9, 0.99), fn=max")
+
+
+def test_the_columns_stand_below_each_other(project):
+    header, *rows = ask("optimizer").stdout.splitlines()
+    column = header.index("what it is")
+    assert all(row[column - 1] == " " and row[column] != " " for row in rows)
+
+
+def test_a_kind_lists_only_its_own_also_in_the_plural(project):
+    kinds = {line.split()[0] for line in ask("optimizers").stdout.splitlines()[1:]}
+    assert kinds == {"optimizer"}
+    assert ask("optimizers").stdout == ask("optimizer").stdout
+
+
+def test_another_project_s_folder_or_run_file_can_be_given(project, tmp_path_factory, monkeypatch):
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert "lion.Lion" not in ask("optimizer").stdout
+    assert "lion.Lion" in ask("optimizer", "--project", project).stdout
+    (project / "run.yaml").write_text("seed: 1\n")
+    assert "lion.Lion" in ask("optimizer", "--project", project / "run.yaml").stdout
+    assert "no folder nowhere" in error_of("optimizer", "--project", "nowhere")
+
+
+def test_one_shows_its_docstring_its_place_and_a_snippet_to_paste(project):
+    text = ask("optimizer", "Lion").stdout
+    assert "optimizers/lion.py:2" in text
+    assert "Sign momentum." in text
+    assert text.endswith(
+        "trainer:\n"
+        "  optimizer:\n"
+        "    type: lion.Lion\n"
+        "    decay:  # required (float)\n"
+        "    # lr: 0.0001\n"
+        "    # betas: [0.9, 0.99]\n"
+        "    # fn: …  (in Python: max)\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["lion.Lion", "Lion", "optimizers/lion.py:Lion"])
+def test_one_is_found_by_any_of_its_names(project, name):
+    assert "Sign momentum." in ask("optimizer", name).stdout
+
+
+def test_a_name_alone_is_enough(project):
+    assert ask("cosine").stdout == ask("schedule", "cosine").stdout
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in SECTIONS for name in registry.BUILT_INS[kind]])
+def test_every_snippet_is_a_run_file_with_the_component_in_its_section(in_tmp, kind, name):
+    [entry] = [each for each in read_catalogue(in_tmp, [kind]).entries if each.type == name]
+    (in_tmp / "run.yaml").write_text(snippet(entry))
+    config = RunConfig.load(in_tmp / "run.yaml")
+    path = SECTIONS[kind].replace("NAME", name) + (".0" if kind in ("hook", "writer") else "")
+    assert config.written_at((*path.split("."), "type")) is not None
+    required = {one.name for one in entry.signature.parameters if one.default is None}
+    assert component_in(snippet(entry), path) == {"type": name, **dict.fromkeys(required)}
+    # The defaults stand in comments; without the # they are the constructor's own.
+    spelled_out = component_in(re.sub(r"^( *)# ", r"\1", snippet(entry), flags=re.MULTILINE), path)
+    for one in entry.signature.parameters:
+        if one.default is not None:
+            assert type_free(spelled_out[one.name]) == type_free(ast.literal_eval(one.default))
+
+
+def component_in(text, path):
+    value = parse(text, lambda line: None).plain()
+    for key in path.split("."):
+        value = value[int(key) if key.isdecimal() else key]
+    return value
+
+
+def type_free(value):
+    return list(value) if isinstance(value, tuple) else value
+
+
+def test_an_unknown_kind_or_name_gets_the_nearest(project):
+    assert 'no kind "optimiser". Did you mean "optimizer"? Kinds: trainer,' in error_of("optimiser", "adamw")
+    assert 'no optimizer "adamv". Did you mean "adamw"? Known: adamw,' in error_of("optimizer", "adamv")
+    assert 'no optimizer "lyon". Did you mean "lion.Lion"?' in error_of("optimizer", "lyon")
+    assert 'no kind and no component "cosin". Did you mean "cosine"?' in error_of("cosin")
+
+
+def test_a_file_that_does_not_parse_is_named_and_the_rest_is_shown(project):
+    (project / "optimizers" / "broken.py").write_text("class X(:\n")
+    done = ask("optimizer")
+    assert done.exit_code == 0
+    assert "lion.Lion" in done.stdout
+    assert "warning: optimizers/broken.py:1: not valid Python" in done.stderr
+    assert "may be in a file that cannot be read: optimizers/broken.py:1" in error_of("optimizer", "X")
