@@ -22,7 +22,7 @@ SOURCES = {
 }
 
 ROWS = (
-    ("errors",),
+    ("errors", "log", "tracebacks"),
     ("config", "registry"),
     ("backends", "events", "catalogue"),
     ("models", "data", "parallel"),

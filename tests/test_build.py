@@ -310,7 +310,7 @@ def test_a_run_folder_holds_what_the_design_says(tmp_path):
 
     run_experiment(load(tmp_path))
     names = {path.name for path in (tmp_path / "small").iterdir()}
-    assert names == {"config.yaml", "environment.json", "log.txt", "metrics.json", "checkpoints"}
+    assert names == {"config.yaml", "environment.json", "log.txt", "metrics.json", "checkpoints", ".lock"}
     assert "Finished at step 2." in (tmp_path / "small" / "log.txt").read_text()
 
 

@@ -17,7 +17,7 @@ import torch
 
 from trainwright.backends import Backend, pick_backend
 from trainwright.checkpoint import folder as run_folders
-from trainwright.checkpoint.resume import refuse_changes
+from trainwright.checkpoint.resume import changed_settings, refuse_changes
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.config import BatchPlan, RunConfig, resolve_batch, resolve_mesh
 from trainwright.data.loader import EvalData, LoaderOptions, TrainData, View
@@ -60,9 +60,9 @@ def build_trainer(
     step, saved = _find_checkpoint(trainer, fresh=fresh, accept_changes=accept_changes)
     if step is not None:
         restore_checkpoint(trainer, step, keep_settings=accept_changes)
-        _realign(trainer, config)
+        _realign(trainer, config, always=accept_changes)
         _go_on(trainer, saved)
-    if ranks.is_first:
+    if ranks.is_first and not trainer.is_finished:
         run_folders.save_settings(folder, trainer.config, backend.describe())
     ranks.barrier()
     _introduce(trainer)
@@ -146,7 +146,7 @@ def _assemble(
     task = trainer_class.build_task(build)
     build.take_task(task)
     model = trainer_class.build_model(build).to(backend.device)
-    copy_from_first(model, ranks)
+    copy_from_first([*model.parameters(), *model.buffers()], ranks)
     batch = resolve_batch(config, ranks.size) if for_training else _evaluation_batch(config, ranks.size)
     collator = trainer_class.build_collator(build)
     loaders = _Loaders(config, batch, collator, View(ranks.rank, ranks.size))
@@ -315,6 +315,7 @@ def _find_checkpoint(trainer: Trainer, *, fresh: bool, accept_changes: bool) -> 
     failure: Exception | None = None
     if trainer.ranks.is_first:
         try:
+            run_folders.FolderLock(trainer.folder).refuse_if_held()  # train() takes it
             aside = run_folders.set_aside(trainer.folder) if fresh else None
             if aside is not None:
                 logger.info("The earlier run was set aside: %s", aside)
@@ -322,8 +323,11 @@ def _find_checkpoint(trainer: Trainer, *, fresh: bool, accept_changes: bool) -> 
             trainer.surroundings.store.clean()
             step = trainer.surroundings.store.newest_intact()
             saved = run_folders.read_config(trainer.folder)
-            if step is not None and saved is not None and not accept_changes:
-                refuse_changes(saved, trainer.config, trainer.folder)
+            if step is not None and saved is not None:
+                if not accept_changes:
+                    refuse_changes(saved, trainer.config, trainer.folder)
+                for name, (then, now) in changed_settings(saved, trainer.config).items():
+                    logger.info("Accepted from step %d on: %s: %r → %r", step, name, then, now)
             if step is None:
                 cut_back(trainer.folder, 0)  # lines of a run that died before its first checkpoint
         except Exception as error:
@@ -334,11 +338,11 @@ def _find_checkpoint(trainer: Trainer, *, fresh: bool, accept_changes: bool) -> 
     return step, saved
 
 
-def _realign(trainer: Trainer, config: RunConfig) -> None:
-    """Counts the steps anew for a run that goes on after a ragged end, where the last batch was not whole."""
+def _realign(trainer: Trainer, config: RunConfig, *, always: bool) -> None:
+    """Counts the steps anew for a run that goes on after a ragged end, or (`always`) with another batch size."""
     data = trainer.train_data
     assert data is not None
-    if data.position < trainer.step * data.global_batch_size:
+    if always or data.position < trainer.step * data.global_batch_size:
         max_steps, _ = _limits(config, data, steps_done=trainer.step)
         trainer.max_steps = trainer.storage.max_steps = trainer.surroundings.updater.max_steps = max_steps
         trainer.config = trainer.config.derive({"trainer.max_steps": max_steps})

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from trainwright import __version__
+import trainwright
 from trainwright.commands.check import check
 from trainwright.commands.components import components
 from trainwright.commands.config import config
@@ -21,6 +21,7 @@ from trainwright.commands.new import new
 from trainwright.commands.runs import runs
 from trainwright.commands.train import train
 from trainwright.errors import TrainwrightError
+from trainwright.log import show_log
 from trainwright.tracebacks import fold
 
 app = typer.Typer(
@@ -45,7 +46,7 @@ def _show_version(is_asked: bool) -> None:
             torch = version("torch")
         except PackageNotFoundError:
             torch = "not installed"
-        print(f"trainwright {__version__}")
+        print(f"trainwright {trainwright.__version__}")
         print(f"Python {platform.python_version()} ({sys.executable})")
         print(f"torch {torch}")
         print(f"platform {platform.platform()}")
@@ -64,24 +65,19 @@ def _root(
 
 def main() -> None:
     """Runs the command line; an explained error is shown without a traceback and exits with 2."""
-    _show_log()
+    show_log()
     try:
         app()
     except TrainwrightError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"{_speaker()}error: {error}", file=sys.stderr)
         sys.exit(2)
     except Exception as error:
         if logging.getLogger("trainwright").level <= logging.DEBUG:
             raise
-        print(fold(error), end="", file=sys.stderr)
+        print(_speaker() + fold(error), end="", file=sys.stderr)
         sys.exit(1)
 
 
-def _show_log() -> None:
-    package = logging.getLogger("trainwright")
-    package.setLevel(logging.INFO)
-    # The first rank speaks for all; others are heard when something is wrong.
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    package.addHandler(handler)
+def _speaker() -> str:
+    rank = os.environ.get("RANK", "0")
+    return "" if rank == "0" else f"rank {rank}: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import logging.handlers
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,6 +65,7 @@ def run_experiment(
                 open_log(trainer.folder / LOG_FILE)
             logs = trainer.train()
             _say_how_it_ended(trainer)
+            trainer.ranks.barrier()  # a rank that leaves first would take the others' connections with it
         if trainer.interrupted:
             raise Interrupted(trainer.stop_reason)
         return trainer.model, logs
@@ -80,7 +82,10 @@ def _evaluate(
     if not sets:
         raise ConfigError("data.eval: there is no evaluation set. Name one, such as eval: {valid: {type: …}}.")
     store = trainer.surroundings.store
-    chosen = pick_step(store, step, best=config.checkpoint.keep_best)
+    # The first rank looks for all: a checkpoint may come or go meanwhile.
+    chosen = trainer.ranks.broadcast(
+        pick_step(store, step, best=config.checkpoint.keep_best) if trainer.ranks.is_first else 0
+    )
     contents.restore_model(store, chosen, trainer.model)
     # A hook may evaluate with other weights than the checkpoint's model: the averaged ones.
     contents.restore_hooks(store.read(chosen, "training")["hooks"], trainer.moments.keyed())
@@ -135,6 +140,10 @@ def _log_file() -> Iterator[Callable[[Path], None]]:
 
     try:
         yield open_log
+    except Exception as error:
+        for file in handlers[1:]:  # the terminal gets it from whoever called us
+            file.handle(logging.LogRecord("trainwright", logging.ERROR, __file__, 0, "%s", (error,), sys.exc_info()))
+        raise
     finally:
         package.setLevel(level)
         for handler in handlers:

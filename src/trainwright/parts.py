@@ -65,6 +65,11 @@ class Build:
                     where=self.config.origin(f"model.{key}"),
                 )
         model: torch.nn.Module = self._make("model", "model", section)
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(
+                f"model: {section.type} gives a {type(model).__name__}, not a torch.nn.Module.",
+                where=self.config.origin("model"),
+            )
         _freeze(model, section.reserved.get("freeze", ()), self.config.origin("model.freeze"))
         return model
 
@@ -104,6 +109,9 @@ class Build:
             return {} if valid is None else {"valid": valid}
         self._used.add("data.eval")
         section = self.config.data.eval
+        if "test" in section and self.config.data.test is not None:
+            where = self.config.origin("data.eval.test")
+            raise ConfigError("data.eval.test and data.test would share the name test. Rename the former.", where=where)
         if section:
             return {name: self._dataset(f"data.eval.{name}", component) for name, component in section.items()}
         return {"valid": self._parts()["valid"]} if self.config.data.split else {}
@@ -145,7 +153,7 @@ class Build:
         """The class that `trainer.type` names."""
         where = self.config.origin("trainer.type")
         found = registry.find(
-            "trainer", self.config.trainer.type, project_dir=self.project_dir, where=where, label="trainer.type"
+            "trainer", self.config.trainer.type, project_dir=self.project_dir, where=where, label="trainer"
         )
         if not (isinstance(found, type) and issubclass(found, Trainer)):
             raise ConfigError(f"trainer.type: {self.config.trainer.type} is not a subclass of Trainer.", where=where)

@@ -141,7 +141,7 @@ def find(
     """Return the class or function that `type_name` names; `where` and `label` say who asks, for the error."""
     _check_kind(kind)
     folder = Path(os.path.abspath(project_dir))  # noqa: PTH100  # resolve() would follow links
-    _enter_project(folder)
+    enter_project(folder)
     try:
         target = _find(kind, type_name, folder)
     except ComponentError as error:
@@ -153,10 +153,16 @@ def find(
     return target  # type: ignore[no-any-return]  # callable, as just checked
 
 
+def project_folder() -> Path | None:
+    """Return the folder of the project whose files are loaded, if any."""
+    package = sys.modules.get(PROJECT_PACKAGE)
+    return None if package is None else Path(next(iter(package.__path__)))
+
+
 def import_modules(names: Iterable[str], *, project_dir: str | os.PathLike[str], where: object | None = None) -> None:
     """Import the modules that register components: from Python's path, or else from the project's folder."""
     folder = Path(os.path.abspath(project_dir))  # noqa: PTH100
-    _enter_project(folder)
+    enter_project(folder)
     for name in names:
         try:
             if name.endswith(".py"):
@@ -318,7 +324,7 @@ def _load_file(path: Path, folder: Path) -> ModuleType:
         raise ComponentError(problem) from error
 
 
-def _enter_project(folder: Path) -> None:
+def enter_project(folder: Path) -> None:
     """Make `trainwright_project` this folder; another project's parts are set aside until it comes back."""
     package = sys.modules.get(PROJECT_PACKAGE)
     if package is not None and list(package.__path__) == [str(folder)]:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -137,3 +141,22 @@ def test_a_file_that_does_not_parse_is_named_and_the_rest_is_shown(project):
     assert "lion.Lion" in done.stdout
     assert "warning: optimizers/broken.py:1: not valid Python" in done.stderr
     assert "may be in a file that cannot be read: optimizers/broken.py:1" in error_of("optimizer", "X")
+
+
+def test_in_a_terminal_each_kind_is_a_table_of_its_own_within_the_width(project):
+    ours, theirs = os.openpty()
+    environment = {**os.environ, "COLUMNS": "80", "TERM": "xterm"}
+    command = [sys.executable, "-m", "trainwright", "components", "optimizer"]
+    with subprocess.Popen(command, stdout=theirs, env=environment) as process:
+        os.close(theirs)
+        shown = b""
+        # Reading from a terminal whose other end is closed is an error on Linux, not an end of file.
+        with contextlib.suppress(OSError):
+            while block := os.read(ours, 65_536):
+                shown += block
+    os.close(ours)
+    assert process.returncode == 0
+    lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).splitlines()]
+    assert lines[0] == "optimizer in trainer.optimizer"
+    assert any(line.startswith("lion.Lion  Sign momentum.") for line in lines)
+    assert max(map(len, lines)) <= 80

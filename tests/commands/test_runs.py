@@ -230,7 +230,14 @@ def test_the_names_of_files_are_those_that_a_run_writes():
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
-    [(-5, "0 seconds ago"), (59, "59 seconds ago"), (60, "1 minute ago"), (7300, "2 hours ago"), (2e6, "23 days ago")],
+    [
+        (-5, "just now"),
+        (1, "1 second ago"),
+        (59, "59 seconds ago"),
+        (60, "1 minute ago"),
+        (7300, "2 hours ago"),
+        (2e6, "23 days ago"),
+    ],
 )
 def test_an_age_is_told_in_its_largest_unit(seconds, words):
     assert ago(seconds) == words

@@ -134,9 +134,17 @@ def test_metrics_are_weighed_means_exact_and_other_objects_kept(storage):
 
 
 def test_an_unknown_history_names_the_known_ones(storage):
-    storage.put_scalar("loss", 1.0)
-    with pytest.raises(KeyError, match=r"no value named 'lost'.*known: loss"):
-        storage.history("lost")
+    storage.put_scalar("score", 1.0)
+    with pytest.raises(KeyError, match=r"no value named 'scored'.*known: score"):
+        storage.history("scored")
+
+
+@pytest.mark.parametrize("name", ["step", "loss", "grad_norm", "lr"])
+def test_the_loops_own_names_are_refused(storage, name):
+    with pytest.raises(TrainwrightError, match=f"A metric is named '{name}'"):
+        storage.put_scalar(name, 1.0)
+    with pytest.raises(TrainwrightError, match=f"A metric is named '{name}'"):
+        storage.put_result((1.0, {name: 1.0}, 1.0, 0.1), weight=1, num_samples=1)
 
 
 def test_a_history_keeps_the_newest_values_only(storage):

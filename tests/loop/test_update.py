@@ -42,7 +42,7 @@ def test_plain_losses_weigh_their_samples_whatever_the_pieces(sizes, data):
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     x = torch.randn(total, 3, dtype=torch.float64, generator=generator)
     w = nn.Parameter(torch.ones(3, dtype=torch.float64))
-    update = make_updater([w], batch_size=total, lr=0.0).begin(total)
+    update = make_updater([w], batch_size=total, lr=0.0).begin(lambda: total)
     for piece in x.split(sizes):
         update.backward(ForwardResult(((piece @ w) ** 2).mean(), len(piece)))
     result = update.apply()
@@ -54,7 +54,7 @@ def test_plain_losses_weigh_their_samples_whatever_the_pieces(sizes, data):
 
 def test_means_of_unequal_counts_give_the_mean_over_everything():
     w = weight()
-    update = make_updater([w], lr=0.0).begin(8)
+    update = make_updater([w], lr=0.0).begin(lambda: 8)
     x, y = torch.randn(3, 3), torch.randn(7, 3)
     update.backward(ForwardResult(Mean((x @ w).square().sum(), 3), 4))
     update.backward(ForwardResult(Mean((y @ w).square().sum(), torch.tensor(7)), 4))
@@ -68,7 +68,7 @@ def test_means_of_unequal_counts_give_the_mean_over_everything():
 
 def test_a_piece_without_samples_changes_nothing():
     w = weight()
-    update = make_updater([w], lr=0.0).begin(8)
+    update = make_updater([w], lr=0.0).begin(lambda: 8)
     update.backward(ForwardResult((w * 2).sum(), 8, {"accuracy": 0.5}))
     update.backward(ForwardResult(Mean((w * 1e6).sum(), 1000), 0, {"accuracy": 99.0}))
     result = update.apply()
@@ -78,7 +78,7 @@ def test_a_piece_without_samples_changes_nothing():
 
 def test_a_batch_in_which_nothing_counts_moves_nothing():
     w = weight()
-    update = make_updater([w]).begin(8)
+    update = make_updater([w]).begin(lambda: 8)
     update.backward(ForwardResult(Mean((w * 0).sum(), 0), 8))
     result = update.apply()
     assert w.tolist() == [1.0, -2.0, 3.0]
@@ -88,7 +88,7 @@ def test_a_batch_in_which_nothing_counts_moves_nothing():
 def test_grad_norm_is_measured_before_clipping_and_also_without():
     for limit in (None, 0.5):
         w = weight()
-        update = make_updater([w], lr=1.0, max_grad_norm=limit).begin(8)
+        update = make_updater([w], lr=1.0, max_grad_norm=limit).begin(lambda: 8)
         update.backward((w * torch.tensor([3.0, 0.0, 4.0])).sum())
         result = update.apply()
         assert float(result.grad_norm) == pytest.approx(5.0)
@@ -101,7 +101,7 @@ def test_clipping_equals_torchs_own():
     ours, theirs = nn.Linear(5, 3), nn.Linear(5, 3)
     theirs.load_state_dict(ours.state_dict())
     x = torch.randn(8, 5) * 10
-    update = make_updater(list(ours.parameters()), lr=0.1, max_grad_norm=1.0).begin(8)
+    update = make_updater(list(ours.parameters()), lr=0.1, max_grad_norm=1.0).begin(lambda: 8)
     update.backward(ours(x).square().mean())
     result = update.apply()
     theirs(x).square().mean().backward()
@@ -113,7 +113,7 @@ def test_clipping_equals_torchs_own():
 
 def test_clipping_by_value_bounds_each_element():
     w = weight()
-    update = make_updater([w], lr=1.0, max_grad_value=0.5).begin(8)
+    update = make_updater([w], lr=1.0, max_grad_value=0.5).begin(lambda: 8)
     update.backward((w * torch.tensor([3.0, -0.1, -4.0])).sum())
     update.apply()
     torch.testing.assert_close(w.grad, torch.tensor([0.5, -0.1, -0.5]))
@@ -126,7 +126,7 @@ def test_metrics_of_the_step_reach_the_result():
             return {"num_updates": 1.0}
 
     w = weight()
-    update = make_updater([w], optimizer=Counting([w], lr=0.1)).begin(8)
+    update = make_updater([w], optimizer=Counting([w], lr=0.1)).begin(lambda: 8)
     update.backward(ForwardResult(w.sum(), 4, {"a": torch.tensor(1.0), "b": Mean(3.0, 1), "c": "first"}))
     update.backward(ForwardResult(w.sum(), 12, {"a": torch.tensor(2.0), "b": Mean(1.0, 1), "c": "last"}))
     metrics = update.apply().metrics
@@ -148,14 +148,14 @@ def test_optimizers_may_step_apart_with_their_own_rates():
         ranks=Ranks(),
     )
     updater.set_rates(0)
-    update = updater.begin(1)
+    update = updater.begin(lambda: 1)
     update.backward((first + second).sum())
     result = update.apply(optimizers=("second",))
     assert (first.item(), second.item()) == (1.0, pytest.approx(0.95))
     assert float(result.grad_norm) == 1.0  # of the parameters that were stepped
     assert result.lr == 0.05
     assert result.metrics["lr/first"] == 1.0
-    update = updater.begin(1)
+    update = updater.begin(lambda: 1)
     update.backward((first * 2).sum())
     update.apply(optimizers=("first",))
     assert (first.item(), second.item()) == (-1.0, pytest.approx(0.95))
@@ -165,7 +165,7 @@ def test_optimizers_may_step_apart_with_their_own_rates():
 
 def test_a_loss_without_gradient_is_explained():
     w = weight()
-    update = make_updater([w]).begin(8)
+    update = make_updater([w]).begin(lambda: 8)
     with pytest.raises(TrainwrightError, match=r"The loss has no gradient.*detach"):
         update.backward(torch.tensor(1.0))
     with pytest.raises(TrainwrightError, match="without a backward"):
@@ -174,7 +174,7 @@ def test_a_loss_without_gradient_is_explained():
 
 def test_a_loss_that_touches_no_parameter_is_explained():
     w, other = weight(), weight()
-    update = make_updater([w]).begin(8)
+    update = make_updater([w]).begin(lambda: 8)
     update.backward(other.sum())
     with pytest.raises(TrainwrightError, match="No parameter of the optimizers main got a gradient"):
         update.apply()
@@ -187,7 +187,7 @@ class TestLossScale:
         optimizer = torch.optim.AdamW([w], lr=0.1, fused=fused)
         scale = LossScale(torch.device("cpu"), initial=1024.0)
         updater = make_updater([w], optimizer=optimizer, loss_scale=scale)
-        update = updater.begin(8)
+        update = updater.begin(lambda: 8)
         update.backward((w * float("inf")).sum())
         update.apply()
         assert w.tolist() == [1.0, -2.0, 3.0]
@@ -198,7 +198,7 @@ class TestLossScale:
         moved = []
         for scale in (None, LossScale(torch.device("cpu"), initial=2.0**12)):
             w = weight()
-            update = make_updater([w], max_grad_norm=1.0, loss_scale=scale).begin(8)
+            update = make_updater([w], max_grad_norm=1.0, loss_scale=scale).begin(lambda: 8)
             update.backward((w.square()).sum())
             result = update.apply()
             moved.append((w.detach().clone(), result.grad_norm, result.loss))

@@ -51,7 +51,16 @@ class Assembly:
 def assemble(case: Case, folder: Path) -> Assembly:
     """Builds the trial and notes everything that fails."""
     plan = _plan(case)
-    assembly = Assembly(_trial_config(case.config, plan, folder), plan)
+    assembly = _attempt(Assembly(_trial_config(case.config, plan, folder), plan), case)
+    data: Any = assembly.parts.get("train_data")
+    if assembly.trainer is None and _is_too_small(data, assembly):
+        # Noted; with a smaller batch the rest can still be tried.
+        smaller = {"trainer.global_batch_size": len(data), "trainer.micro_batch_size": len(data)}
+        assembly = _attempt(Assembly(assembly.config.derive(smaller), plan), case)
+    return assembly
+
+
+def _attempt(assembly: Assembly, case: Case) -> Assembly:
     try:
         trainer_class = Build(assembly.config).trainer_class()
         assembly.trainer = build_trainer(assembly.config, _recording(trainer_class, assembly))
@@ -61,6 +70,10 @@ def assemble(case: Case, folder: Path) -> Assembly:
         if assembly.build is not None:
             _build_rest(assembly, trainer_class, failed, case)
     return assembly
+
+
+def _is_too_small(data: Any, assembly: Assembly) -> bool:
+    return hasattr(data, "__len__") and 0 < len(data) < (assembly.config.trainer.global_batch_size or 0)
 
 
 def num_data_ranks(config: RunConfig) -> int:
@@ -91,7 +104,7 @@ def _plan(case: Case) -> BatchPlan | None:
 
 
 def _trial_config(config: RunConfig, plan: BatchPlan | None, folder: Path) -> RunConfig:
-    micro = plan.micro_batch_size if plan is not None else 1
+    micro = plan.micro_batch_size if plan is not None else (config.trainer.micro_batch_size or 1)
     micro_batches = min(plan.accumulation, _MOST_MICRO_BATCHES) if plan is not None else 1
     return config.derive(
         {

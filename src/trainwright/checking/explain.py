@@ -66,9 +66,12 @@ def explain(
     if found is not None:
         return Finding("error", _describe(error), "", found)
     frames = traceback.extract_tb(error.__traceback__)
-    raised = f" It was raised in {shown_path(frames[-1].filename)}:{frames[-1].lineno}." if frames else ""
-    found = place or places.of_setting(config.origin(label), [label.rpartition(".")[2]])
-    return Finding("error", f"{label}: {_describe(error)}", raised.strip(), found)
+    raised = f"It was raised in {shown_path(frames[-1].filename)}:{frames[-1].lineno}." if frames else ""
+    is_ours = bool(frames) and frames[-1].filename.startswith(places.PACKAGE)
+    if place is not None and not is_ours:  # a mistake of our own says nothing of the user's line
+        return Finding("error", _describe(error), raised, place)
+    found = places.of_setting(config.origin(label), [label.rpartition(".")[2]])
+    return Finding("error", f"{label}: {_describe(error)}", raised, found)
 
 
 def from_words(severity: Severity, words: str, place: Place | None) -> Finding:
@@ -90,7 +93,7 @@ def _explain_ours(
     error: TrainwrightError, config: RunConfig, users: UserFiles, *, label: str, place: Place | None
 ) -> Finding:
     words = culprits(error.problem)
-    origin = error.where if isinstance(error.where, Origin) else None
+    origin = _origin_of(error.where)
     named = _setting_named(error.problem, config)
     if origin is None and named is None:
         found = places.of_traceback(error, users) or place
@@ -99,6 +102,14 @@ def _explain_ours(
         return from_words("error", error.problem, found)
     chosen = origin if origin is not None else config.origin(named or label)
     return from_words("error", error.problem, places.of_setting(chosen, words))
+
+
+def _origin_of(where: object) -> Origin | None:
+    """Reads where an error says that it comes from: a setting's origin, or the text `file:line`."""
+    if isinstance(where, Origin):
+        return where
+    file, colon, line = str(where).rpartition(":")
+    return Origin(shown_path(file), int(line)) if colon and line.isdecimal() else None
 
 
 def _setting_named(problem: str, config: RunConfig) -> str | None:

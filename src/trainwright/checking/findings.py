@@ -51,9 +51,10 @@ class Findings:
         self._found: dict[tuple[object, ...], Finding] = {}
 
     def add(self, finding: Finding) -> None:
-        """Adds a finding, unless the same problem was found at the same line."""
-        line = str(finding.place) if finding.place is not None else None
-        self._found.setdefault((finding.severity, line, finding.problem), finding)
+        """Adds a finding, unless the same problem was found at the same line; an error replaces a remark."""
+        key = (str(finding.place) if finding.place is not None else None, finding.problem)
+        if key not in self._found or (finding.severity, self._found[key].severity) == ("error", "remark"):
+            self._found[key] = finding
 
     def __iter__(self) -> Iterator[Finding]:
         return iter(self._found.values())

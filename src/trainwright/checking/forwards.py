@@ -124,7 +124,8 @@ class IdCheck:
         if low >= 0 and high < rows:
             return
         name = self._names.get(id(weight), "its weight").removesuffix(".weight")
-        problem = f"the token ids of {self._set} go from {low} to {high}, but the embedding {name} has num_embeddings = {rows}"
+        has = f"the embedding {name} has num_embeddings = {rows}"
+        problem = f"the token ids of {self._set} go from {low} to {high}, but {has}"
         advice = f"Use num_embeddings ≥ {high + 1} (the vocabulary's size), or another tokenizer."
         advice = advice if low >= 0 else "Ids must not be negative: -100 marks labels, not inputs."
         self._case.add("error", f"{problem}: ids must lie in 0 … {rows - 1}.", advice, place)
@@ -168,8 +169,8 @@ def check_ownership(trainer: Trainer, case: Case) -> None:
     }
     left = [name for name, one in trainer.model.named_parameters() if one.requires_grad and id(one) not in owned]
     if left:
-        function = type(trainer).build_optimizers
-        place = places.of_function(function, case.users) or case.setting("trainer.optimizer")
+        users_class: Any = type(trainer).__mro__[1]  # below the trial's own, which only records
+        place = places.of_function(users_class.build_optimizers, case.users) or case.setting("trainer.optimizer")
         advice = "Pass them to an optimizer, or freeze them (model.freeze, requires_grad_(False))."
         case.add("remark", f"no optimizer owns {_listed(left)}: these parameters are never updated.", advice, place)
 

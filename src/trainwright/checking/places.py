@@ -68,7 +68,10 @@ def of_setting(origin: Origin | None, words: Iterable[str] = ()) -> Place | None
         text = origin.file.removeprefix("override ")
         return Place(origin.file, 0, text, _find_word(text, words))
     text = _source_line(origin.file, origin.line)
-    return Place(origin.file, origin.line, text, _find_word(text, words))
+    columns = _find_word(text, words)
+    if columns is None and origin.line == 1:
+        text = ""  # the file as a whole: a section that it lacks has no line
+    return Place(origin.file, origin.line, text, columns)
 
 
 def of_frame(frame: FrameType) -> Place:

@@ -77,18 +77,22 @@ def check_components(case: Case) -> int:
 def _check_arguments(target: Callable[..., Any], named: Named, case: Case) -> None:
     """Notes each argument that the class does not take at its own line, and all that it lacks at the component's."""
     try:
-        parameters = list(inspect.signature(target).parameters)
+        parameters = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):
         return  # a builtin without a signature: building it will tell
+    provided = (*named.provided, "project_dir")
+    # Stand-ins for what is needed, so that each wrong argument is told of by itself, with all parameters.
+    by_name = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    needed = {one.name: None for one in by_name if one.default is one.empty and one.name not in provided}
     known = {}
     for name, value in named.arguments.items():
         where = case.config.origin(f"{named.label}.{name}")
+        arguments = {**needed, name: value}
         try:
-            registry.check_arguments(target, {name: value}, label=named.label, where=where, provided=parameters)
+            registry.check_arguments(target, arguments, label=named.label, where=where, provided=provided)
             known[name] = value
         except ConfigError as error:
             case.note(error, label=named.label)
-    provided = (*named.provided, "project_dir")
     try:
         where = case.config.origin(named.label)
         registry.check_arguments(target, known, label=named.label, where=where, provided=provided)

@@ -10,6 +10,7 @@ import contextlib
 import io
 import linecache
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from traceback import FrameSummary
@@ -38,8 +39,7 @@ def check_trace(
     try:
         # What the user prints was printed by the eager pass already.
         with _quiet(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            torch._dynamo.reset()
-            explained = torch._dynamo.explain(forward)(*args, **kwargs)
+            breaks = list(_breaks(forward, args, kwargs))
     except Exception as error:
         problem = f"torch.compile cannot trace this forward: {_first_line(str(error))}"
         findings.add(Finding("remark", problem, "The eager mode is not affected.", fallback))
@@ -47,13 +47,43 @@ def check_trace(
     finally:
         with contextlib.suppress(Exception):
             torch._dynamo.reset()
-    for reason in explained.break_reasons:
-        place = _innermost(reason.user_stack, users)
+    for reason, stack in breaks:
+        place = _innermost(stack, users)
         if place is not None and str(place) in known:
             continue
-        words = f"a compiled graph breaks here: {_first_line(str(reason.reason))}"
-        advice = "Rewrite it with torch's own operations, or move it out of forward into a hook."
-        findings.add(Finding(severity if place is not None else "remark", words, advice, place or fallback))
+        words = f"a compiled graph breaks here: {_title(reason)}"
+        findings.add(Finding(severity if place is not None else "remark", words, _hint(reason), place or fallback))
+
+
+def _breaks(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, Iterable[FrameSummary]]]:
+    """Yields each break: what Dynamo says of it, and the stack that led there."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    explained = torch._dynamo.explain(forward)(*args, **kwargs)
+    for each in explained.break_reasons:
+        yield str(each.reason), each.user_stack
+    # A break before any operation leaves no graph to explain; it is only counted, and found by asking for one graph.
+    told = {_first_line(str(each.reason)) for each in explained.break_reasons}
+    counted = [str(reason) for reason in counters["graph_break"] if _first_line(str(reason)) not in told]
+    if not counted:
+        return
+    torch._dynamo.reset()
+    first = _first_break(torch.compile(forward, backend="eager", fullgraph=True), args, kwargs)
+    for reason in counted:
+        is_first = first is not None and _first_line(str(first)) == _first_line(reason)
+        yield reason, getattr(first, "real_stack", ()) if is_first else ()
+
+
+def _first_break(compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exception | None:
+    try:
+        compiled(*args, **kwargs)
+    except Exception as error:
+        return error
+    return None
 
 
 def _innermost(stack: Iterable[FrameSummary], users: UserFiles) -> Place | None:
@@ -65,6 +95,19 @@ def _innermost(stack: Iterable[FrameSummary], users: UserFiles) -> Place | None:
     if frame.colno is not None and frame.end_colno is not None and frame.end_lineno == line:
         columns = (frame.colno, frame.end_colno)
     return Place(shown_path(frame.filename), line, linecache.getline(frame.filename, line).rstrip("\n"), columns)
+
+
+def _title(reason: str) -> str:
+    if reason.startswith("generic_jump"):
+        return "a tensor decides a Python branch."
+    explained = re.search(r"Explanation: (.+?)(?:\.`? (?=[A-Z])|\.?$)", reason, re.MULTILINE)
+    return f"{_first_line(reason).rstrip('.')}: {explained[1].replace('`', '')}." if explained else _first_line(reason)
+
+
+def _hint(reason: str) -> str:
+    """Returns Dynamo's first hint that a user can act on, or our own."""
+    hints = [each for each in re.findall(r"Hint: (.+)", reason) if "issue" not in each and "fundamental" not in each]
+    return hints[0] if hints else "Rewrite it with torch's own operations, or move it out of forward into a hook."
 
 
 def _first_line(text: str) -> str:

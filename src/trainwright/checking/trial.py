@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trainwright.checking import forwards
+from trainwright.checking import forwards, places
 from trainwright.checking.assembly import Assembly, assemble, num_data_ranks, num_steps
 from trainwright.checking.batches import check_batch
 from trainwright.checking.explain import Case
@@ -22,6 +22,7 @@ from trainwright.checking.findings import AlreadyReported, Finding, Severity
 from trainwright.checking.report import Report
 from trainwright.checking.trace import check_trace
 from trainwright.checking.watch import Sighting, Watch, watching
+from trainwright.errors import DataError, TrainwrightError
 from trainwright.loop.evaluation import evaluate_sets
 from trainwright.loop.hook import Hooks
 from trainwright.loop.saving import restore_checkpoint, save_checkpoint
@@ -54,12 +55,13 @@ def _check_data(assembly: Assembly, case: Case) -> set[str]:
     """Tries the first batch of every set; returns the names of those that cannot be used."""
     parts = assembly.parts
     plan, collator, train_data = assembly.plan, parts.get("collator"), parts.get("train_data")
-    if plan is None or collator is None or train_data is None:
+    if collator is None or train_data is None:
         return {"train"}
+    is_cut = plan is not None and plan.accumulation > 1
     check = partial(
         check_batch, collator=collator, batch_size=assembly.config.trainer.global_batch_size or 1, case=case
     )
-    unusable = set() if check(train_data, label="data.train", is_cut=plan.accumulation > 1) else {"train"}
+    unusable = set() if check(train_data, label="data.train", is_cut=is_cut) else {"train"}
     for name, dataset in (parts.get("eval_data") or {}).items():
         if not check(dataset, label=f"data.eval.{name}", is_cut=False):
             unusable.add(name)
@@ -67,28 +69,31 @@ def _check_data(assembly: Assembly, case: Case) -> set[str]:
 
 
 def _state_facts(trainer: Trainer, assembly: Assembly, case: Case, report: Report) -> None:
-    """Writes what the run is into the report; a batch larger than the data is a remark."""
+    """Writes what the run is into the report, and notes a batch that is larger than the data."""
     plan, data = assembly.plan, trainer.train_data
-    assert plan is not None
     assert data is not None
     parameters = list(trainer.model.parameters())
     total, trained = (sum(one.numel() for one in each) for each in (parameters, filter(_is_trained, parameters)))
     trains = "" if trained == total else f", {trained:,} of them trained"
     sets = [f"{name} {len(each):,}" for name, each in _all_sets(trainer).items()]
+    report.facts.append(f"{type(trainer.model).__name__} with {total:,} parameters{trains}")
+    report.facts.append(", ".join([f"{len(data):,} samples", *sets]))
+    if plan is None:
+        return
     ranks = num_data_ranks(case.config)
-    on_ranks = f" × {ranks} ranks" if ranks > 1 else ""
-    report.facts += [
-        f"{type(trainer.model).__name__} with {total:,} parameters{trains}",
-        ", ".join([f"{len(data):,} samples", *sets]),
-        f"{num_steps(case.config, plan, data):,} steps of {plan.global_batch_size} samples "
-        f"(micro-batch {plan.micro_batch_size}{on_ranks} × accumulation {plan.accumulation})",
-    ]
-    if plan.global_batch_size > len(data):
-        problem = (
-            f"a batch of {plan.global_batch_size} is larger than the {len(data)} samples: it holds some of them twice."
-        )
-        advice = f"Use trainer.global_batch_size ≤ {len(data)}, unless that is meant."
-        case.add("remark", problem, advice, case.setting("trainer.global_batch_size"))
+    factors = [f"micro-batch {plan.micro_batch_size}", *([f"{ranks} ranks"] if ranks > 1 else [])]
+    product = " × ".join([*factors, f"accumulation {plan.accumulation}"])
+    report.facts.append(f"{num_steps(case.config, plan, data):,} steps of {plan.global_batch_size} samples ({product})")
+    if plan.global_batch_size > len(data):  # the trial's own batch may be smaller
+        case.note(_too_large(plan.global_batch_size, len(data)), label="trainer.global_batch_size")
+
+
+def _too_large(batch_size: int, num_samples: int) -> DataError:
+    """What the run's own TrainData would say."""
+    return DataError(
+        f"trainer.global_batch_size: {batch_size} is more than the {num_samples} samples of data.train, "
+        f"so that one batch would hold samples twice. Use at most {num_samples}."
+    )
 
 
 def _is_trained(parameter: torch.nn.Parameter) -> bool:
@@ -204,21 +209,25 @@ class Trial:
         try:
             if not trainer.surroundings.store.steps():
                 save_checkpoint(trainer, metrics={})
-            step = trainer.surroundings.store.steps()[-1]
-            before = _snapshot(trainer)
-            _forget(trainer)
-            restore_checkpoint(trainer, step)
-            different = [name for name, value in _snapshot(trainer).items() if not _same(before.get(name), value)]
-            different += [name for name in before if name not in _snapshot(trainer)]
         except (Exception, SystemExit) as error:
             self.case.note(error, label="checkpoint")
             return
-        if different:
-            problem = f"a checkpoint reads back different: {', '.join(different[:6])}."
-            advice = "Check state_dict and load_state_dict of the model and the optimizer: a resumed run would diverge."
-            self.case.add("error", problem, advice, self.case.setting("trainer.optimizer"))
+        advice = "Check state_dict and load_state_dict of the model and the optimizer: a resumed run would diverge."
+        place = self.case.setting("trainer.optimizer")
+        try:
+            different = _differences(trainer)
+        except TrainwrightError as error:
+            self.case.note(error, label="trainer.optimizer")
+        except Exception as error:
+            found = places.of_traceback(error, self.case.users) or place
+            problem = f"a checkpoint cannot be read back: {type(error).__name__}: {error}."
+            self.case.add("error", problem, advice, found)
         else:
-            self.report.checked.append("a checkpoint, read back bit-equal")
+            if different:
+                problem = f"a checkpoint reads back different: {', '.join(different[:6])}."
+                self.case.add("error", problem, advice, place)
+            else:
+                self.report.checked.append("a checkpoint, read back bit-equal")
 
     def report_graph_safety(self) -> None:
         """Notes what would break a compiled graph: an error where the run's mode is one, else a remark."""
@@ -242,7 +251,7 @@ class Trial:
             kwargs,
             users=self.case.users,
             severity=severity,
-            noted=[str(each.place) for each in sightings],
+            noted=[str(each.place) for each in sightings if each.is_direct],
             fallback=self.case.setting("model.type", ["model"]),
             findings=self.case.findings,
         )
@@ -265,6 +274,15 @@ def _finding_of(sighting: Sighting, severity: Severity, mode: str) -> Finding:
         )
     effect = f"runtime.mode {mode} cannot capture this" if mode in _GRAPH_MODES else "this would break a compiled graph"
     return Finding(severity, f"{effect}: {use.what}.", use.fix, sighting.place)
+
+
+def _differences(trainer: Trainer) -> list[str]:
+    """Reads the newest checkpoint into the emptied trainer; returns what differs from before."""
+    before = _snapshot(trainer)
+    _forget(trainer)
+    restore_checkpoint(trainer, trainer.surroundings.store.steps()[-1])
+    after = _snapshot(trainer)
+    return [name for name in {**before, **after} if not _same(before.get(name), after.get(name))]
 
 
 def _snapshot(trainer: Trainer) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from trainwright.checkpoint.encoding import encode
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.errors import CheckpointError
 
@@ -48,7 +49,7 @@ def collect(
     names = _names_by_parameter(model)
     return {
         "model": model.state_dict(),
-        "optimizers": {name: _by_name(optimizer, names) for name, optimizer in optimizers.items()},
+        "optimizers": {name: _state_by_name(optimizer, names) for name, optimizer in optimizers.items()},
         "training": {
             "step": step,
             "has_unfinished_step": has_unfinished_step,
@@ -60,6 +61,12 @@ def collect(
             "generators": generators,
         },
     }
+
+
+def refuse_unsavable(hooks: Mapping[str, Stateful]) -> None:
+    """Refuses a hook whose state no checkpoint can hold, before the run rather than at its first save."""
+    for key, hook in hooks.items():
+        encode(hook.state_dict(), name=f"hooks.{key}")
 
 
 def generator_state() -> dict[str, Any]:
@@ -111,6 +118,11 @@ def restore_optimizers(
     names = _names_by_parameter(model)
     for name, optimizer in optimizers.items():
         saved = state[name]
+        if saved["class"] != type(optimizer).__name__:
+            logger.warning(
+                "The state of %s's %s does not fit %s: it starts anew.", name, saved["class"], type(optimizer)
+            )
+            continue
         if keep_settings:
             saved = {**saved, "groups": optimizer.state_dict()["param_groups"]}
         _load_by_name(optimizer, saved, names, label=name)
@@ -136,13 +148,14 @@ def _ordered_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -
     return [names.get(id(parameter), f"#{number}") for number, parameter in enumerate(parameters)]
 
 
-def _by_name(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+def _state_by_name(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """An optimizer's state dict with names in place of numbers, so that it survives another order of parameters."""
     ordered = _ordered_names(optimizer, names)
     state = optimizer.state_dict()
     groups = [{**group, "params": [ordered[number] for number in group["params"]]} for group in state["param_groups"]]
     extra = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
-    return {"state": {ordered[number]: value for number, value in state["state"].items()}, "groups": groups, **extra}
+    by_name = {ordered[number]: value for number, value in state["state"].items()}
+    return {"class": type(optimizer).__name__, "state": by_name, "groups": groups, **extra}
 
 
 def _load_by_name(
@@ -156,7 +169,7 @@ def _load_by_name(
             f"The checkpoint's optimizer {label!r} has state for {', '.join(unknown[:5])}, which it does not own now. "
             "Was `match` or the model changed?"
         )
-    extra = {key: value for key, value in saved.items() if key not in ("state", "groups")}
+    extra = {key: value for key, value in saved.items() if key not in ("class", "state", "groups")}
     own_groups = optimizer.state_dict()["param_groups"]
     if len(saved["groups"]) != len(own_groups):
         raise CheckpointError(

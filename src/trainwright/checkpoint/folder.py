@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -18,10 +19,16 @@ from trainwright.checkpoint.manifest import STEP_NAME
 from trainwright.config import RunConfig
 from trainwright.errors import CheckpointError, ConfigError
 
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None  # type: ignore[assignment]
+
 CONFIG_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"
 LOG_FILE = "log.txt"
 CHECKPOINTS = "checkpoints"
+LOCK_FILE = ".lock"
 
 
 def run_folder(config: RunConfig) -> Path:
@@ -38,6 +45,52 @@ def set_aside(folder: Path) -> Path | None:
         number += 1
     folder.rename(aside)
     return aside
+
+
+class FolderLock:
+    """Keeps a second process out of a run folder while one trains in it; the system frees it when that one dies.
+
+    A POSIX record lock belongs to this process alone: forked loader workers, which may outlive a killed run for
+    some seconds, do not hold it.
+    """
+
+    def __init__(self, folder: Path, *, enabled: bool = True) -> None:
+        self._path = folder / LOCK_FILE
+        self._enabled = enabled and fcntl is not None
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> FolderLock:
+        if self._enabled:
+            self._file = self._path.open("a+", encoding="utf-8")
+            self._take(self._file)
+            self._file.truncate(0)
+            self._file.write(f"process {os.getpid()} on {platform.node()}")
+            self._file.flush()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()  # which frees the lock
+            self._file = None
+
+    def refuse_if_held(self) -> None:
+        """Raises if another process holds the lock; touches nothing."""
+        if self._enabled and self._path.exists():
+            with self._path.open("r+", encoding="utf-8") as file:
+                self._take(file)
+
+    def _take(self, file: IO[str]) -> None:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            file.close()
+            raise CheckpointError(
+                f"{self._path.parent} is in use by {holder}. Wait for it, end it, or choose another name."
+            ) from error
+        except OSError:
+            """A file system without locks: the run goes on without one."""
 
 
 def prepare(folder: Path) -> None:

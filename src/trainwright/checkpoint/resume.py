@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainwright.checkpoint.retention import best_step
+from trainwright.checkpoint.retention import best_step, metrics_by_step
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.config import KeepBest, RunConfig
 from trainwright.errors import CheckpointError
@@ -74,14 +74,14 @@ def pick_step(store: CheckpointStore, step: int | str, *, best: KeepBest | None)
     if not steps:
         raise CheckpointError(f"{store.folder} holds no checkpoint. Train first, or give another run.")
     if step == "latest":
-        newest = store.newest_intact()
+        newest = store.newest_intact(set_aside=False)
         if newest is None:
             raise CheckpointError(f"{store.folder} holds no intact checkpoint; the damaged ones were set aside.")
         return newest
     if step == "best":
         chosen = None
         if best is not None:
-            chosen = best_step({each: store.metrics(each) for each in steps}, metric=best.metric, mode=best.mode)
+            chosen = best_step(metrics_by_step(store), metric=best.metric, mode=best.mode)
         if chosen is None:
             raise CheckpointError(
                 f"{store.folder}: no checkpoint is known as the best. Set checkpoint.keep_best, or name a step: "

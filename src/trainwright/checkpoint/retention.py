@@ -55,21 +55,27 @@ def is_better(value: float, best: float | None, mode: str) -> bool:
     return value < best if mode == "min" else value > best
 
 
+def metrics_by_step(store: CheckpointStore) -> dict[int, dict[str, float]]:
+    """Return the metrics of every checkpoint; one whose manifest cannot be read is left out with a warning."""
+    known: dict[int, dict[str, float]] = {}
+    for step in store.steps():
+        try:
+            known[step] = store.metrics(step)
+        except CheckpointError as error:
+            logger.warning("Left out when comparing checkpoints: %s", error)
+    return known
+
+
 def prune(store: CheckpointStore, *, keep_last: int | None, metric: str | None = None, mode: str = "min") -> list[int]:
     """Delete by policy and return the deleted steps; never the newest, never the best by `metric`.
 
     One whose manifest cannot be read neither counts nor is deleted: as one of the last it would push out an intact
     one, and `newest_intact` will set it aside. One that cannot be deleted is named in a warning; training goes on.
     """
-    metrics_by_step: dict[int, dict[str, float]] = {}
-    for step in store.steps():
-        try:
-            metrics_by_step[step] = store.metrics(step)
-        except CheckpointError as error:
-            logger.warning("Left out when choosing checkpoints to delete: %s", error)
-    best = None if metric is None else best_step(metrics_by_step, metric=metric, mode=mode)
+    known = metrics_by_step(store)
+    best = None if metric is None else best_step(known, metric=metric, mode=mode)
     deleted = []
-    for step in to_delete(list(metrics_by_step), keep_last=keep_last, best=best):
+    for step in to_delete(list(known), keep_last=keep_last, best=best):
         try:
             store.delete(step)
         except CheckpointError as error:

@@ -147,8 +147,11 @@ class CheckpointStore:
         for name, expected in manifest["files"].items():
             _verify_file(folder / name, size=expected["size"], sha256=expected["sha256"])
 
-    def newest_intact(self) -> int | None:
-        """Return the newest step that verifies, or None; damaged newer ones are renamed and named in a warning."""
+    def newest_intact(self, *, set_aside: bool = True) -> int | None:
+        """Return the newest step that verifies, or None; damaged newer ones are renamed and named in a warning.
+
+        Only the run itself may set aside: a reader beside it could have met a checkpoint that was being replaced.
+        """
         damaged: list[str] = []
         intact = None
         for step in sorted(self._step_folders(), reverse=True):
@@ -158,7 +161,7 @@ class CheckpointStore:
                 # Not damage: an older trainwright must not hide what a newer one wrote.
                 raise
             except CheckpointError as error:
-                damaged.append(f"{error} {self._set_aside(step)}")
+                damaged.append(f"{error} {self._set_aside(step)}" if set_aside else str(error))
                 continue
             intact = step
             break

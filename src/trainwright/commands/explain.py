@@ -21,13 +21,13 @@ COLOURS = {"heading": None, "phase": None, "act": "green", "problem": "red"}  # 
 
 
 def explain(
-    run: Annotated[Path, typer.Argument(help="The YAML file of the run.", show_default=False)],
+    run: Annotated[Path, typer.Argument(help="The run's YAML file, or its folder.", show_default=False)],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Settings to replace, such as trainer.max_steps=500.", show_default=False)
     ] = None,
 ) -> None:
     """Print the loop as it will run: each phase, and which of your methods and hooks act there. Builds nothing."""
-    config = RunConfig.load(run, overrides or [])
+    config = RunConfig.load(run / "config.yaml" if run.is_dir() else run, overrides or [])
     from trainwright.explaining import explain as explain_run
 
     lines = explain_run(config)

@@ -134,8 +134,8 @@ def _read_checkpoints(folder: Path, problems: list[str]) -> tuple[bool, dict[int
     has_steps = False
     for path in _listed(folder):
         match = STEP_NAME.fullmatch(path.name)
-        if match is None:
-            continue
+        if match is None or not path.is_dir():
+            continue  # not ours, or deleted by the run while we look
         has_steps = True
         try:
             manifest = read_manifest(path)
@@ -237,8 +237,8 @@ def _row(run: RunSummary, now: float) -> tuple[str, ...]:
 
 def ago(seconds: float) -> str:
     """Return an age in words, in the largest unit of which there is at least one."""
-    for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
-        if seconds >= length:
-            number = math.floor(seconds / length)
+    for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60), ("second", 1)):
+        number = math.floor(seconds / length)
+        if number >= 1:
             return f"{number} {unit}{'s' if number > 1 else ''} ago"
-    return f"{max(math.floor(seconds), 0)} seconds ago"
+    return "just now"

@@ -16,10 +16,12 @@ def show_rows(header: Sequence[str], rows: Iterable[Sequence[str]], *, wrapped: 
     Plain lines keep one row a line, whatever its length, so that they can be searched and cut.
     """
     listed = [list(row) for row in rows]
-    console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
-    if not console.is_terminal:
-        for line in aligned([header, *listed]):
-            print(line)
+    lines = aligned([header, *listed])
+    console = Console(highlight=False)
+    # A table that is too wide would be cut; whole lines are not, and `file:line` must stay whole.
+    is_too_wide = not wrapped and max(map(len, lines)) > console.width
+    if not sys.stdout.isatty() or is_too_wide:
+        print("\n".join(lines))
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for number, name in enumerate(header):

@@ -15,6 +15,8 @@ from typing import Annotated
 import typer
 
 from trainwright.config import RunConfig
+from trainwright.launch.local import die_with_launcher, launch
+from trainwright.log import show_log
 
 SIGNAL_EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 """How a run leaves that was interrupted and saved its step: as a shell would say it, 128 + the signal."""
@@ -50,15 +52,14 @@ def train(
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show every frame of a traceback.")] = False,
 ) -> None:
     """Train the run that a YAML file describes. Running it again continues where it was."""
-    logging.getLogger("trainwright").setLevel(logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO)
+    show_log(logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO)
     config = RunConfig.load(run, overrides or [])
     if print_config:
         print(config.to_yaml(), end="")
         return
     if nproc > 1 and "WORLD_SIZE" not in os.environ:
-        from trainwright.launch.local import relaunch
-
-        relaunch(nproc, sys.argv[1:])
+        sys.exit(launch(nproc, sys.argv[1:]))
+    die_with_launcher()
     from trainwright.main import Interrupted, run_experiment
 
     try:

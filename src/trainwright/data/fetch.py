@@ -8,10 +8,12 @@ any worker. Step randomness is the loop's. Batching is loader.py's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
+from trainwright import registry
 from trainwright.data.order import Order, mix_seed
 from trainwright.data.randomness import Watch, seed_generators
 from trainwright.errors import DataError
@@ -23,6 +25,8 @@ _SAMPLE_STREAM, _BATCH_STREAM = 0xDA7A, 0xBA7C  # keep samples', batches' and st
 
 def count_samples(dataset: Any, label: str) -> int:
     """Returns the number of samples, or says why the dataset cannot be used."""
+    if isinstance(dataset, DataLoader):
+        raise DataError(f"{label}: this is a DataLoader. Give its dataset: batches are made by the run itself.")
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise DataError(
             f"{label}: {type(dataset).__name__} has no `__getitem__`, so its order could not be resumed exactly. "
@@ -52,6 +56,10 @@ class SampleFetcher(Dataset[Any]):
         self._dataset_may_draw = not draws_nothing(dataset)
         self._collator_may_draw = not getattr(collator, "draws_nothing", False)
         self._was_seen_drawing = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A spawned worker unpickles the dataset, which is in the state, after it has called the function.
+        return _make_in_project, (registry.project_folder(),), self.__dict__
 
     def fetch_batch(self, start: int, stop: int) -> Any:
         """Fetches and collates in this process, leaving its generators as they were."""
@@ -108,6 +116,12 @@ class SampleFetcher(Dataset[Any]):
     def _seed_for_collator(self, positions: Sequence[int]) -> None:
         if self._collator_may_draw:
             seed_generators(mix_seed(self.seed, _BATCH_STREAM, positions[0]))
+
+
+def _make_in_project(folder: Path | None) -> SampleFetcher:
+    if folder is not None:
+        registry.enter_project(folder)
+    return SampleFetcher.__new__(SampleFetcher)
 
 
 def _locate(dataset: Any, indices: list[int]) -> tuple[Any, list[int]]:

@@ -9,6 +9,7 @@ import torch
 
 from trainwright.build import build_trainer
 from trainwright.config import RunConfig
+from trainwright.log import show_log
 from trainwright.loop.builder import Builder
 from trainwright.loop.hook import Hook
 from trainwright.loop.task import Task
@@ -77,14 +78,10 @@ def train(
         def build_hooks(cls, build: Builder) -> list[Hook]:
             return [*build.hooks(), *hooks]
 
-    settings = {
-        "name": name,
-        "trainer": {
-            "max_steps": max_steps,
-            "global_batch_size": batch_size,
-            "optimizer": {"type": "adamw", "lr": lr},
-        },
-    }
+    optimizer = {"type": "adamw", "lr": lr}
+    limits = {"max_steps": max_steps, "global_batch_size": batch_size}
+    settings = {"name": name, "trainer": {**limits, "optimizer": optimizer}}
+    show_log()
     trainer = build_trainer(RunConfig.from_dict(settings, overrides), GivenParts, fresh=fresh)
     trainer.train()
     return trainer

@@ -20,6 +20,8 @@ from trainwright.errors import TrainwrightError
 from trainwright.events.mean import Mean
 from trainwright.events.windows import Kind, Window, add_record, window_from_state, window_to_state
 
+RESERVED = frozenset({"step", "loss", "grad_norm", "lr"})
+"""The names of the loop's own values in a log line."""
 HISTORY_LENGTH = 500  # values kept per name; also what a checkpoint carries
 
 # A plain list, not a ContextVar: torch.compile traces through it.
@@ -93,6 +95,7 @@ class EventStorage:
         if not _is_scalar(value):
             what = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
             raise TrainwrightError(f"put_scalar({name!r}): the value is {what}. Put a number or a one-element tensor.")
+        _refuse_reserved(self._scope + name)
         kind: Kind = "put" if smoothing_hint else "last"
         if torch.compiler.is_compiling():
             self._put_traced(self._scope + name, value, kind)
@@ -133,11 +136,11 @@ class EventStorage:
         self.put_metric("grad_norm", grad_norm, 1.0)
         self.put_last("lr", lr)
         for name, value in metrics.items():
-            if name in ("loss", "grad_norm", "lr"):
-                raise TrainwrightError(
-                    f"A metric is named {name!r}, as a value of the loop's own. Give it another name."
-                )
-            self.put_metric(name, value, num_samples)
+            _refuse_reserved(name)
+            if name.startswith("lr/"):
+                self.put_last(name, value)
+            else:
+                self.put_metric(name, value, num_samples)
 
     def put_last(self, name: str, value: Any) -> None:
         """Notes a value of which a log line holds the last one: a learning rate, a text, a list."""
@@ -184,7 +187,8 @@ class EventStorage:
             add_record(self._window, name, step, held, 1.0, "last")
             touched[name, step] = None
         for name, step in touched:
-            self._remember(name, step, self._window[name].value_at(step))
+            if step in self._window[name].steps:  # a name that changed its kind meanwhile began anew
+                self._remember(name, step, self._window[name].value_at(step))
 
     def take_window(self) -> Window:
         """Returns the values since the last call and begins a new window."""
@@ -245,6 +249,11 @@ class EventStorage:
             values[-1] = (step, value)
         else:
             values.append((step, value))
+
+
+def _refuse_reserved(name: str) -> None:
+    if name in RESERVED:
+        raise TrainwrightError(f"A metric is named {name!r}, as a value of the loop's own. Give it another name.")
 
 
 def _plain(value: Any) -> Any:

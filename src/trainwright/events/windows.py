@@ -31,8 +31,9 @@ class Series:
         if self.kind == "last":
             return self.steps[max(self.steps)][0]
         if self.kind == "put":
-            return sum(_divide(total, count) for total, count in self.steps.values()) / len(self.steps)
-        totals, counts = zip(*self.steps.values(), strict=True)
+            return sum(_divide(total, count) for _, (total, count) in sorted(self.steps.items())) / len(self.steps)
+        # In the order of steps, so that the sum's rounding does not depend on where a checkpoint cut the window.
+        totals, counts = zip(*(pair for _, pair in sorted(self.steps.items())), strict=True)
         return _divide(sum(totals), sum(counts))
 
 

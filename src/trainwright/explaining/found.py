@@ -74,7 +74,8 @@ def find_all(config: RunConfig) -> Found:
     except TrainwrightError as error:
         found.problems["imports"] = str(error)
     for label, kind, component in components_of(config):
-        find(label, kind, component.type, component.origin)
+        # The type may have been overridden in a component that the file begins: its own place says more.
+        find(label, kind, component.type, config.written_at((*label.split("."), "type")) or component.origin)
     trainer = find("trainer", "trainer", config.trainer.type, config.origin("trainer.type"))
     if isinstance(trainer, type) and issubclass(trainer, Trainer):
         found.trainer = trainer

@@ -29,6 +29,11 @@ def load_checkpoint(
     assert config is not None  # find_run saw it
     store = CheckpointStore(folder / CHECKPOINTS)
     chosen = pick_step(store, step if named_step is None else named_step, best=config.checkpoint.keep_best)
+    if config.model is None and config.task is None and config.trainer.type == "trainer":
+        raise CheckpointError(
+            f"{folder} was made from a model object, of which it keeps no recipe. Make the model yourself and load "
+            f"{store.path(chosen) / 'model.safetensors'} into it with safetensors.torch.load_model."
+        )
     model = build_model(config)
     contents.restore_model(store, chosen, model, strict=strict)
     return model.to(device).eval()

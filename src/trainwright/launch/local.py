@@ -1,22 +1,53 @@
-"""Starts several processes on this machine through torchrun, in place of this process."""
+"""Starts several processes on this machine with torch's elastic launcher, and answers with their exit code.
+
+Torch is imported only when something is launched. What a worker does is the same command, with RANK set.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
+import uuid
 from collections.abc import Sequence
 
+_LAUNCHED = "TRAINWRIGHT_LAUNCHED"
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
-def relaunch(num_processes: int, arguments: Sequence[str]) -> None:
-    """Replaces this process by torchrun, which runs `python -m trainwright ARGUMENTS` on every rank.
 
-    Replaced, not started beside: a kill then reaches torchrun itself and leaves no orphans.
+def launch(num_processes: int, arguments: Sequence[str]) -> int:
+    """Runs `python -m trainwright ARGUMENTS` on every rank; returns 0, or the first failing rank's exit code.
+
+    A signal is passed on to the workers, which finish and save their step; the code is then 128 + the signal.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-    # After `--` torchrun takes none of our options for its own.
-    command += ["-m", "--", "trainwright", *arguments]
-    # Without this torchrun sets it too, but with a warning; on a CPU more threads than cores are slower than one.
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # More threads than cores are slower than one, and torch would say so with a warning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execv(sys.executable, command)
+    os.environ[_LAUNCHED] = "1"
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "trainwright", *arguments)
+    except ChildFailedError as error:
+        return max(failure.exitcode for failure in error.failures.values()) if error.failures else 1
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def die_with_launcher() -> None:
+    """Asks Linux to send this worker SIGTERM when its launcher dies, so that a killed launcher leaves no orphans."""
+    if os.environ.get(_LAUNCHED) and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

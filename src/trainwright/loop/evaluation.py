@@ -6,14 +6,14 @@ comes from the trainer's `eval_step`; when an evaluation is due is trainer.py's.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
+from trainwright.checkpoint.contents import generator_state, restore_generators
 from trainwright.data.loader import EvalData
 from trainwright.data.order import mix_seed
 from trainwright.errors import TrainwrightError
@@ -23,6 +23,7 @@ from trainwright.loop.metrics import ConfiguredMetric
 from trainwright.loop.outputs import ForwardResult
 from trainwright.loop.task import Task, overrides
 from trainwright.parallel.collectives import Ranks
+from trainwright.parallel.replicate import copy_from_first
 
 if TYPE_CHECKING:
     from trainwright.loop.trainer import Trainer
@@ -77,7 +78,7 @@ def _as_mean(value: Any, num_samples: int) -> Mean | None:
     if isinstance(value, torch.Tensor):
         if value.numel() == 1:
             return Mean(_double(value).reshape(()) * num_samples, float(num_samples))
-        if value.ndim == 1 and value.shape[0] == num_samples:
+        if value.shape[0] == num_samples == value.numel():  # [n] and [n, 1] alike
             return Mean(_double(value).sum(), float(num_samples))
     return None
 
@@ -91,29 +92,31 @@ def _double(value: Any) -> Any:
 
 
 def evaluate_sets(trainer: Trainer, sets: Mapping[str, EvalData]) -> dict[str, float]:
-    """Evaluates several sets and returns their logs, each prefixed with its set's name.
+    """Evaluates several sets and returns their logs, each prefixed with its set's name, the same on every rank.
 
-    Training goes on as if it had not happened: modes of modules and generators are put back. Torch's
-    generators need no care, for every step seeds them anew.
+    Training goes on as if it had not happened: modes of modules and generators are put back.
     """
     logs: dict[str, float] = {}
     training = [module for module in trainer.model.modules() if module.training]
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+    generators = generator_state()
     try:
         trainer.moments.call("before_eval")
+        copy_from_first(trainer.model.buffers(), trainer.ranks)  # running means are each rank's own until now
         trainer.model.eval()
         for name, data in sets.items():
             trainer.backend.seed(mix_seed(trainer.config.seed, _EVAL_STREAM, trainer.ranks.rank))
             values = _evaluate_set(trainer, data)
             logs.update({f"{name}/{key}": value for key, value in values.items()})
+        # A user's own metric may differ between ranks; what is decided by it (best, stop) must not.
+        logs = trainer.ranks.broadcast(logs)
     except Exception:
         # Hooks undo what they did for the evaluation (averaged weights are swapped back) before anything is saved.
         trainer.moments.call_all("after_eval", {})
         raise
     finally:
         trainer.eval_name = None
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
+        restore_generators(generators)
+        trainer.seed_step()
         for module in training:
             module.training = True
     # All of them even if one raises: the step is saved then, and must not be saved with averaged weights.
@@ -130,60 +133,101 @@ def _evaluate_set(trainer: Trainer, data: EvalData) -> dict[str, float]:
     storage it would mix with the values of training steps.
     """
     trainer.eval_name = data.name
-    with EventStorage() as puts:
+    one_pass = _Pass(trainer)
+    failure: Exception | None = None
+    with EventStorage() as puts, closing(data.batches(trainer.backend.to_device)) as iterator:
         puts.step = trainer.step
-        averages, state = _run_batches(trainer, data)
-    put = summarise(merge(trainer.ranks.gather(puts.take_window())))
-    computed = _compute(trainer.surroundings.metrics, trainer.ranks)
-    trainer.eval_averages = {**put, **averages.over_ranks(trainer.ranks), **computed}
-    return {name: _number(value) for name, value in trainer.eval_end(state).items()}
-
-
-def _run_batches(trainer: Trainer, data: EvalData) -> tuple[Averages, Any]:
-    """Runs every batch of a set; returns the sums and what the task aggregated."""
-    metrics = trainer.surroundings.metrics
-    averages = Averages()
-    state: Any = None
-    aggregates = overrides(trainer.task, "aggregate_logs", Task)
-    for metric in metrics:
-        metric.metric.reset()
-    trainer.eval_begin()
-    for batch, passthrough in _inputs(trainer, data):
-        num_samples = data.samples_in_hand
-        trainer.samples_in_hand = num_samples
-        values = trainer.eval_step(batch)
-        if not isinstance(values, Mapping):
-            raise TrainwrightError(
-                f"eval_step must return a mapping of metrics; it returned a {type(values).__name__}."
-            )
-        if num_samples:
-            for name, value in {**values, **passthrough}.items():
-                # What a task aggregates itself has no mean that anybody asked for: a class id, a score for a ranking.
-                if not (aggregates and _is_per_sample(value, num_samples)):
-                    averages.add(name, value, num_samples)
-            outputs = getattr(values, "outputs", None) or values
-            for metric in metrics:
-                metric.update(outputs, batch)
-        if aggregates:
-            gathered = _gather_outputs({**values, **passthrough}, num_samples, trainer.ranks)
-            state = trainer.task.aggregate_logs(state, gathered)
-    return averages, state
-
-
-def _inputs(trainer: Trainer, data: EvalData) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    iterator = data.batches(trainer.backend.to_device)
-    while True:
         try:
-            inputs = trainer.next_eval_inputs(iterator)
-        except StopIteration:
-            return
-        yield inputs
+            one_pass.run(iterator, data)
+        except Exception as error:
+            failure = error
+        # Before anything else that ranks do together: if one failed, all must leave here.
+        shares = trainer.ranks.gather((puts.take_window(), one_pass.num_updates, _describe(failure)))
+    _refuse_failure(failure, [text for _, _, text in shares])
+    put = summarise(merge([window for window, _, _ in shares]))
+    averages = one_pass.averages.over_ranks(trainer.ranks)
+    computed = _compute(
+        trainer.surroundings.metrics, trainer.ranks, min(updates for _, updates, _ in shares), data.name
+    )
+    trainer.eval_averages = {**put, **averages, **computed}
+    return {name: _number(value) for name, value in trainer.eval_end(one_pass.state).items()}
 
 
-def _gather_outputs(values: Mapping[str, Any], num_samples: int, ranks: Ranks) -> dict[str, Any]:
+class _Pass:
+    """One rank's pass over a set: the sums, and what the task aggregates."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.averages = Averages()
+        self.state: Any = None
+        self.num_updates = 0
+        """Batches of this rank that held samples."""
+        self._trainer = trainer
+        self._aggregates = overrides(trainer.task, "aggregate_logs", Task)
+
+    def run(self, iterator: Iterator[Any], data: EvalData) -> None:
+        """Runs every batch."""
+        trainer = self._trainer
+        for metric in trainer.surroundings.metrics:
+            metric.metric.reset()
+        trainer.eval_begin()
+        while True:
+            try:
+                batch, passthrough = trainer.next_eval_inputs(iterator)
+            except StopIteration:
+                return
+            trainer.samples_in_hand = data.samples_in_hand
+            self._take_batch(batch, passthrough, data.samples_in_hand)
+
+    def _take_batch(self, batch: Any, passthrough: Mapping[str, Any], num_samples: int) -> None:
+        failure: Exception | None = None
+        values: dict[str, Any] = {}
+        try:
+            values = self._step(batch, passthrough, num_samples)
+        except Exception as error:
+            if not self._aggregates:
+                raise
+            failure = error  # the other ranks are about to gather: they must hear of it there
+        if self._aggregates:
+            gathered = _gather_outputs(values, num_samples, failure, self._trainer.ranks)
+            self.state = self._trainer.task.aggregate_logs(self.state, gathered)
+
+    def _step(self, batch: Any, passthrough: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
+        logs = self._trainer.eval_step(batch)
+        if not isinstance(logs, Mapping):
+            raise TrainwrightError(f"eval_step must return a mapping of metrics; it returned a {type(logs).__name__}.")
+        values = {**logs, **passthrough}
+        if num_samples:
+            self.num_updates += 1
+            for name, value in values.items():
+                # What a task aggregates itself has no mean that anybody asked for: a class id, a score for a ranking.
+                if not (self._aggregates and _is_per_sample(value, num_samples)):
+                    self.averages.add(name, value, num_samples)
+            for metric in self._trainer.surroundings.metrics:
+                metric.update(getattr(logs, "outputs", None) or logs, batch)
+        return values
+
+
+def _describe(failure: Exception | None) -> str | None:
+    return None if failure is None else repr(failure)
+
+
+def _refuse_failure(own: Exception | None, failures: list[str | None]) -> None:
+    """Raises on every rank if any failed: the failure itself there, and what it was elsewhere."""
+    if own is not None:
+        raise own
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise TrainwrightError(f"The evaluation failed on rank {rank}: {failure}")
+
+
+def _gather_outputs(
+    values: Mapping[str, Any], num_samples: int, failure: Exception | None, ranks: Ranks
+) -> dict[str, Any]:
     """Brings one batch's values of all ranks to every host: per-sample ones in sample order, scalars averaged."""
     own = {name: _to_host(value) for name, value in values.items()} if num_samples else {}
-    shares = [(count, share) for count, share in ranks.gather((num_samples, own)) if count]
+    everybodys = ranks.gather((num_samples, own, _describe(failure)))
+    _refuse_failure(failure, [text for _, _, text in everybodys])
+    shares = [(count, share) for count, share, _ in everybodys if count]
     gathered: dict[str, Any] = {}
     for name in dict.fromkeys(name for _, share in shares for name in share):
         parts = [(count, share[name]) for count, share in shares if name in share]
@@ -205,7 +249,12 @@ def _to_host(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
-def _compute(metrics: Sequence[ConfiguredMetric], ranks: Ranks) -> dict[str, float]:
+def _compute(metrics: Sequence[ConfiguredMetric], ranks: Ranks, fewest_updates: int, set_name: str) -> dict[str, float]:
+    if fewest_updates == 0 and any(isinstance(metric.metric, torch.nn.Module) for metric in metrics):
+        raise TrainwrightError(
+            f"The set {set_name} has fewer samples than there are ranks ({ranks.size}), and torchmetrics cannot join "
+            "ranks of which one saw none. Evaluate on fewer processes, or use a larger set."
+        )
     results: dict[str, float] = {}
     means = Averages()
     for metric in metrics:

@@ -6,9 +6,12 @@ scalars into `self.trainer.storage`). The moments stand in the loop of trainer.p
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from trainwright.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainwright.loop.trainer import Trainer
@@ -96,6 +99,8 @@ class Hooks:
 
     def __init__(self, hooks: Iterable[Hook]) -> None:
         self.all = list(hooks)
+        for hook in self.all:
+            _refuse_misspelt(hook)
         self._calls: dict[str, list[Callable[..., None]]] = {
             moment: [getattr(hook, moment) for hook in self.all if _overrides(hook, moment)] for moment in MOMENTS
         }
@@ -121,6 +126,15 @@ class Hooks:
             number = sum(type(other).__name__ == name for other in keyed.values()) + 1
             keyed[name if number == 1 else f"{name}#{number}"] = hook
         return keyed
+
+
+def _refuse_misspelt(hook: Hook) -> None:
+    """Refuses a method that is almost a moment: it would never be called."""
+    for name, value in vars(type(hook)).items():
+        if callable(value) and not name.startswith("_") and not hasattr(Hook, name):
+            close = difflib.get_close_matches(name, MOMENTS, n=1, cutoff=0.85)
+            if close:
+                raise ConfigError(f"{type(hook).__name__}.{name} is no moment of a hook. Did you mean {close[0]}?")
 
 
 def _overrides(hook: Hook, moment: str) -> bool:

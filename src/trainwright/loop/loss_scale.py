@@ -24,7 +24,8 @@ class LossScale:
         """Adjusts the scale after an update; `overflowed` is a 0-dim bool on the device."""
         self._good_updates.add_(1).mul_(~overflowed)
         grown = self._good_updates == self._growth_interval
-        self.scale.mul_(torch.where(overflowed, 0.5, torch.where(grown, 2.0, 1.0)))
+        # Not below 2^-14: a scale that has run down to 0 in a bad stretch would never come back.
+        self.scale.mul_(torch.where(overflowed, 0.5, torch.where(grown, 2.0, 1.0))).clamp_(min=2.0**-14)
         self._good_updates.mul_(~grown)
 
     def step(self, optimizer: torch.optim.Optimizer, overflowed: torch.Tensor) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def read_forward(returned: Any, batch: Any, model: torch.nn.Module, num_samples:
         if returned.ndim == 0 or getattr(model, "criterion", None) is None:
             return ForwardResult(_one_number(returned), num_samples)
         return _with_criterion({"output": returned}, batch, model, num_samples)
-    if isinstance(returned, tuple):
+    if isinstance(returned, tuple) and not hasattr(returned, "loss"):
         return ForwardResult(*_read_pair(returned, num_samples))
     if isinstance(returned, Mapping):
         outputs = {name: value for name, value in returned.items() if name != "loss"}
@@ -95,9 +96,11 @@ def _with_criterion(outputs: Mapping[str, Any], batch: Any, model: torch.nn.Modu
 def _one_number(loss: Any) -> torch.Tensor:
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return loss if loss.ndim == 0 else loss.reshape(())
+    advice = "Reduce it with .mean(), or return Mean(total, count)."
+    if isinstance(loss, Real):
+        advice = "A number has no gradient: remove the .item() or float() on its way."
     raise TrainwrightError(
-        f"The loss must be one number in a tensor, or a Mean; forward gave {_describe(loss)}. "
-        "Reduce it with .mean(), or return Mean(total, count)."
+        f"The loss must be one number in a tensor, or a Mean; forward gave {_describe(loss)}. {advice}"
     )
 
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.checkpoint import contents
-from trainwright.checkpoint.retention import best_step, is_better, prune
+from trainwright.checkpoint.retention import best_step, is_better, metrics_by_step, prune
 from trainwright.config import KeepBest
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.events.windows import merge
 from trainwright.loop.loss_scale import LossScale
+from trainwright.parallel.replicate import copy_from_first
 
 if TYPE_CHECKING:
     from trainwright.loop.trainer import Trainer
@@ -63,6 +64,7 @@ class BestSoFar:
 def save_checkpoint(trainer: Trainer, *, metrics: Mapping[str, float]) -> Path:
     """Writes the state of all ranks as one checkpoint; the first rank writes, all wait for the commit."""
     store, ranks = trainer.surroundings.store, trainer.ranks
+    copy_from_first(trainer.model.buffers(), ranks)  # what is saved is then what every rank goes on with
     window = merge(ranks.gather(trainer.storage.peek_window()))
     generators = ranks.gather(contents.generator_state())
     failure: CheckpointError | None = None
@@ -117,12 +119,12 @@ def restore_checkpoint(trainer: Trainer, step: int, *, keep_settings: bool = Fal
     _restore_loss_scale(trainer.loss_scale, training["loss_scale"])
     trainer.unclaimed_hook_state = contents.restore_hooks(training["hooks"], trainer.moments.keyed())
     if trainer.ranks.rank < len(training["generators"]):  # a rank that is new begins with its own seed
-        contents.restore_generators(training["generators"][trainer.ranks.rank])
-    metrics = {saved: store.metrics(saved) for saved in store.steps()} if trainer.ranks.is_first else {}
-    metrics = trainer.ranks.broadcast(metrics)
+        trainer.saved_generators = training["generators"][trainer.ranks.rank]
+    metrics = trainer.ranks.broadcast(metrics_by_step(store) if trainer.ranks.is_first else {})
     trainer.best.recall(metrics)
     trainer.eval_logs = dict(metrics.get(step, {}))
     trainer.evaluated_step = step if trainer.eval_logs else -1
+    trainer.reported = set() if trainer.has_unfinished_step else set(trainer.eval_logs)
 
 
 def _restore_loss_scale(loss_scale: LossScale | None, state: Any) -> None:

@@ -7,13 +7,16 @@ update.py's, one pass over a set evaluation.py's, what a checkpoint holds saving
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, KeysView, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trainwright.checkpoint.contents import refuse_unsavable, restore_generators
+from trainwright.checkpoint.folder import FolderLock
 from trainwright.config import RunConfig
 from trainwright.data.loader import EvalData, TrainData
 from trainwright.data.order import mix_seed
@@ -76,11 +79,6 @@ class Trainer:
         )
         self.train_data = train_dataset
         self.eval_data: dict[str, EvalData] = dict(validation_dataset or {})
-        self.step = 0
-        self.epoch = 0
-        self.eval_name: str | None = None
-        self.samples_in_hand = 0
-        """How many samples the batch in hand has on this rank: what a plain loss or metric weighs."""
         self.surroundings = surroundings
         self.loss_scale = surroundings.updater.loss_scale
         self.backend = surroundings.backend
@@ -88,30 +86,44 @@ class Trainer:
         self.storage = surroundings.storage
         self.device = self.backend.device
         self.max_steps = surroundings.max_steps
-        self.stop_reason: str | None = None
-        self.interrupted = False
-        self.eval_averages: dict[str, float] = {}
-        self.best = BestSoFar(config.checkpoint.keep_best, where=config.origin("checkpoint.keep_best.metric"))
-        self.unclaimed_hook_state: dict[str, Any] = {}
-        self.has_unfinished_step = False
-        """Is an update done but not yet evaluated and written? A run resumed there finishes that first."""
-        self.ended_under = 0
-        """The `max_steps` under which the run ended, by that limit, by `stop` or for lack of data; else 0."""
         self.moments = Hooks(surroundings.hooks)
         self._updater, self._writers = surroundings.updater, surroundings.writers
-        self._update: Update | None = None
-        self._wish = self._ending = _GO_ON
-        self.eval_logs: dict[str, float] = {}
-        """The logs of the last evaluation, the test set's included; `evaluated_step` says when that was."""
-        self.evaluated_step = -1
-        self._window_logs: dict[str, Any] = {}
-        self._saved_step = -1
         self._step_tensor = torch.zeros((), dtype=torch.int64, device=self.device)
         # Checked against the first training forward, so that a wrong name does not wait for the first evaluation.
         self._unchecked_metrics = [] if overrides(self, "eval_step", Trainer) else list(surroundings.metrics)
         for hook in surroundings.hooks:
             hook.trainer = self
+        self._begin_at_zero()
         self.post_init()
+
+    def _begin_at_zero(self) -> None:
+        """Sets what says where the run stands; a checkpoint restores some of it (loop/saving.py)."""
+        self.step = 0
+        self.epoch = 0
+        self.eval_name: str | None = None
+        self.samples_in_hand = 0
+        """How many samples the batch in hand has on this rank: what a plain loss or metric weighs."""
+        self.stop_reason: str | None = None
+        self.interrupted = False
+        self.eval_averages: dict[str, float] = {}
+        keep_best, where = self.config.checkpoint.keep_best, self.config.origin("checkpoint.keep_best.metric")
+        self.best = BestSoFar(keep_best, where=where)
+        self.unclaimed_hook_state: dict[str, Any] = {}
+        self.has_unfinished_step = False
+        """Is an update done but not yet evaluated and written? A run resumed there finishes that first."""
+        self.ended_under = 0
+        """The `max_steps` under which the run ended, by that limit, by `stop` or for lack of data; else 0."""
+        self._update: Update | None = None
+        self._wish = self._ending = _GO_ON
+        self.eval_logs: dict[str, float] = {}
+        """The logs of the last evaluation, the test set's included; `evaluated_step` says when that was."""
+        self.evaluated_step = -1
+        self.reported: set[str] = set()
+        """The names of those logs that the writers have been shown."""
+        self.saved_generators: Mapping[str, Any] | None = None
+        self._window_logs: dict[str, Any] = {}
+        self._saved_step = -1
+        self._is_mid_step = self._wants_save = self._warned_of_nan = False
 
     # construction: `build` offers the defaults; return something else to change them
 
@@ -215,7 +227,7 @@ class Trainer:
 
     def begin_update(self) -> Update:
         """Begins an update with cleared gradients; end it with `apply()`."""
-        self._update = self._updater.begin(self.samples_in_hand)
+        self._update = self._updater.begin(lambda: self.samples_in_hand)
         return self._update
 
     def micro_batches(self, batch: Any) -> Iterator[Any]:
@@ -289,14 +301,14 @@ class Trainer:
             return self.eval_logs
         with self._running(), closing(self.train_data.batches(self.backend.to_device)) as iterator:
             self.train_loop_begin()
-            if self.has_unfinished_step:
+            if self.has_unfinished_step or self._ending == _STOP:
                 self._end_step()
             while self.step < self.max_steps and not self._ending:
                 self.epoch = self.train_data.epoch
                 self.storage.step = self.step + 1
                 self._updater.set_rates(self.step)
-                # Randomness is a function of the step, so a resumed or rolled-back run draws the same numbers.
-                self.backend.seed(mix_seed(self.config.seed, _STEP_STREAM, self.step, self.ranks.rank))
+                self.seed_step()
+                self._is_mid_step = True
                 for act in self.moments.before_step:
                     act()
                 try:
@@ -320,38 +332,55 @@ class Trainer:
         return evaluate_sets(self, self.eval_data)
 
     def save(self) -> Path:
-        """Saves a checkpoint of this step and returns its folder."""
-        path = save_checkpoint(self, metrics=self.eval_logs if self.evaluated_step == self.step else {})
-        if not self.has_unfinished_step:
-            self._saved_step = self.step
+        """Saves a checkpoint of this step, on every rank alike, and returns its folder.
+
+        In the midst of a step it is saved at the step's end, when every hook has had its turn.
+        """
+        if self._is_mid_step:
+            self._wants_save = True
+            return self.surroundings.store.path(self.step)
+        self._wants_save = False
+        path = save_checkpoint(self, metrics={name: self.eval_logs[name] for name in self._fresh_eval_names()})
+        self._saved_step = -1 if self.has_unfinished_step else self.step
         self.moments.call("after_save", path)
         return path
+
+    def seed_step(self) -> None:
+        """Seeds torch's generators for this step.
+
+        Randomness is a function of the step, so a resumed or rolled-back run draws the same numbers.
+        """
+        self.backend.seed(mix_seed(self.config.seed, _STEP_STREAM, self.step, self.ranks.rank))
 
     def stop(self, reason: str) -> None:
         """Ends the run after this step, as if it were the last: evaluated, written and saved.
 
         On several ranks any one may ask; after an evaluation all stop at once, else one step later.
         """
-        self.stop_reason = reason
-        self._wish = max(self._wish, _STOP)
+        if self._wish == _GO_ON:
+            self._wish, self.stop_reason = _STOP, reason
 
     def interrupt(self, reason: str) -> None:
         """Saves after this step and leaves; running the same command again goes on as if nothing had happened."""
-        self.stop_reason = reason
-        self._wish = _INTERRUPT
+        self._wish, self.stop_reason = _INTERRUPT, reason
 
     # the loop's own steps
 
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Runs before_train and after_train around the loop, and closes hooks and writers whatever happens."""
-        with self.storage:
+        with FolderLock(self.folder, enabled=self.ranks.is_first), self.storage:
             try:
                 self.moments.call("before_train")
+                refuse_unsavable(self.moments.keyed())
+                if self.saved_generators is not None:  # only now, for a hook may have drawn in before_train
+                    restore_generators(self.saved_generators)
                 self._ending = max(self.ranks.gather(self._wish))
                 yield
                 self.ranks.settle_votes()
-                self.interrupted = self._ending == _INTERRUPT
+                # The rank that was asked knows why.
+                self.stop_reason = max(self.ranks.gather((self._wish, self.stop_reason or "")))[1] or None
+                self.interrupted = self._ending == _INTERRUPT and not self.is_finished
                 if not self.interrupted:
                     self.moments.call("after_train")
             finally:
@@ -365,10 +394,12 @@ class Trainer:
             self._evaluate_if_due()
         except Exception:
             # The update is done and good: keep it, then say what went wrong.
+            self._is_mid_step = False
             self.save()
             raise
         self._write_if_due()
         self.has_unfinished_step, self.ended_under = False, self.max_steps if self._is_last else 0
+        self._is_mid_step = False
         # Last: the checkpoint then holds every hook's state and the log already has this step.
         self._save_if_due()
 
@@ -388,34 +419,48 @@ class Trainer:
 
     def _evaluate_if_due(self) -> None:
         every = self.config.evaluation.every_steps
-        due = self._is_last or (every and self.step % every == 0)
-        if due and self.eval_data and self.evaluated_step != self.step:
-            self.eval_logs = evaluate_sets(self, self.eval_data)
-            self.evaluated_step = self.step
-            self.best.note(self.step, self.eval_logs)
-            # Evaluating has brought the ranks together, so a hook's wish to stop can be agreed on at once.
-            self._ending = max(self._ending, *self.ranks.gather(self._wish))
+        if not (self._is_last or (every and self.step % every == 0)):
+            return
+        if self.evaluated_step != self.step:
+            self.eval_logs, self.evaluated_step, self.reported = {}, self.step, set()
+            if self.eval_data:
+                self.eval_logs = evaluate_sets(self, self.eval_data)
+                self.best.note(self.step, self.eval_logs)
+                # Evaluating has brought the ranks together, so a hook's wish to stop can be agreed on at once.
+                self._ending = max(self._ending, *self.ranks.gather(self._wish))
         test = self.surroundings.test_data
-        if self._is_last and test is not None:
-            logs = self.eval_logs if self.evaluated_step == self.step else {}
-            self.eval_logs = {**logs, **evaluate_sets(self, {test.name: test})}
-            self.evaluated_step = self.step
+        if self._is_last and test is not None and not any(name.startswith("test/") for name in self.eval_logs):
+            self.eval_logs = {**self.eval_logs, **evaluate_sets(self, {test.name: test})}
 
     def _write_if_due(self) -> None:
         logs: dict[str, Any] = {}
         if self._is_last or self.step % self.config.log.every_steps == 0:
             self._window_logs = summarise(merge(self.ranks.gather(self.storage.take_window())))
             logs = self.train_loop_end()
+            self._warn_of_nan(logs)
             if not self._is_last:
                 self.train_loop_begin()
-        evaluated = self.eval_logs if self.evaluated_step == self.step else {}
+        evaluated = {name: self.eval_logs[name] for name in self._fresh_eval_names() - self.reported}
         if logs or evaluated:
+            self.reported |= evaluated.keys()
             self.storage.publish(logs, evaluated=evaluated)
             for writer in self._writers:
                 writer.write(self.storage)
 
+    def _warn_of_nan(self, logs: Mapping[str, Any]) -> None:
+        loss = logs.get("loss")
+        if isinstance(loss, float) and not math.isfinite(loss) and not self._warned_of_nan and self.ranks.is_first:
+            self._warned_of_nan = True
+            logger.warning(
+                "Step %d: the loss is %s. Lower the learning rate, or set trainer.max_grad_norm.", self.step, loss
+            )
+
     def _save_if_due(self) -> None:
         every = self.config.checkpoint.every_steps
         due = self._is_last or self._ending or (every and self.step % every == 0) or self.best.step == self.step
-        if due and (self._saved_step != self.step or self.ended_under):
+        if self._wants_save or (due and (self._saved_step != self.step or self.ended_under)):
             self.save()
+
+    def _fresh_eval_names(self) -> KeysView[str]:
+        """The names that an evaluation of this very step gave."""
+        return (self.eval_logs if self.evaluated_step == self.step else {}).keys()

@@ -90,11 +90,11 @@ class Updater:
         """Writes the learning rates of the update that follows `step` updates into the optimizers."""
         self.rates = {name: entry.set_rate(step, self.max_steps) for name, entry in self.optimizers.items()}
 
-    def begin(self, num_samples: int) -> Update:
-        """Begins an update with cleared gradients; `num_samples` is what a bare loss will weigh."""
+    def begin(self, count_samples: Callable[[], int]) -> Update:
+        """Begins an update with cleared gradients; `count_samples` tells what a bare loss weighs when it comes."""
         for entry in self.optimizers.values():
             entry.clear_gradients()
-        return Update(self, self.rates, num_samples)
+        return Update(self, self.rates, count_samples)
 
     def owned_by(self, names: tuple[str, ...]) -> _OwnedParameters:
         """Returns the parameters of the named optimizers."""
@@ -129,10 +129,10 @@ class _OwnedParameters:
 class Update:
     """One update under way: any number of `backward`, then one `apply`."""
 
-    def __init__(self, updater: Updater, rates: dict[str, float], num_samples: int) -> None:
+    def __init__(self, updater: Updater, rates: dict[str, float], count_samples: Callable[[], int]) -> None:
         self._updater = updater
         self._rates = rates
-        self._num_samples = num_samples
+        self._count_samples = count_samples
         self._losses: list[tuple[Loss, int]] = []
         self._metrics: dict[str, list[tuple[Any, int]]] = {}
         self.weight: torch.Tensor | float = 0.0
@@ -145,11 +145,13 @@ class Update:
         total / global_batch_size, which keeps fp16 in range whatever the counts are.
         """
         if not isinstance(result, ForwardResult):
-            result = ForwardResult(result, self._num_samples)
+            result = ForwardResult(result, self._count_samples())
         loss, num_samples = result.loss, result.num_samples
+        if num_samples == 0:
+            # Not even multiplied by 0, for a NaN would stay one. The forward has run, which is all that ranks share.
+            self._losses.append((Mean(0.0, 0.0), 0))
+            return
         if isinstance(loss, Mean):
-            if num_samples == 0:
-                loss = Mean(loss.total * 0.0, loss.count * 0.0)
             scaled = loss.total / self._updater.global_batch_size
         else:
             share = num_samples / self._updater.global_batch_size
@@ -175,6 +177,10 @@ class Update:
         owned = updater.owned_by(names)
         loss, factor = self._reduce(owned)
         gradients = owned.gradients()
+        if any(gradient.is_sparse for gradient in gradients):
+            raise TrainwrightError(
+                "A parameter has a sparse gradient, which is not supported. Use Embedding(sparse=False)."
+            )
         if not gradients:
             raise TrainwrightError(
                 f"No parameter of the optimizers {', '.join(names)} got a gradient. Does the loss depend on them?"
@@ -209,8 +215,7 @@ class Update:
         self.weight = count
         # A batch without anything to count (all labels ignored) moves nothing, rather than dividing by zero.
         counted = count.clamp(min=1e-12)
-        dtype = (first.total if isinstance(first, Mean) else first).dtype  # type: ignore[union-attr]  # checked in backward
-        return (total / counted).to(dtype), torch.where(count > 0, batch_size / counted, 0.0)
+        return (total / counted).to(owned.parameters[0].dtype), torch.where(count > 0, batch_size / counted, 0.0)
 
     def _prepare_gradients(
         self, gradients: list[torch.Tensor], factor: torch.Tensor | float

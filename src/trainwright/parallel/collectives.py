@@ -76,3 +76,4 @@ class Ranks:
         """Waits for the vote that is under way, so that the control group is free for other verbs."""
         if self._vote is not None:
             self._vote[1].wait()
+            self._vote = None

@@ -6,7 +6,7 @@ and frozen parameters included, because it looks at gradients and not at modules
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,8 @@ class GradientSum:
     """Sums `.grad` of the parameters over ranks in place."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], ranks: Ranks) -> None:
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        # Frozen ones too: a hook may unfreeze them later, and one without a gradient costs a flag.
+        self._parameters = list(parameters)
         self._ranks = ranks
 
     def reduce(self, totals: torch.Tensor) -> None:
@@ -84,8 +85,8 @@ class GradientSum:
 
 
 @torch.no_grad()
-def copy_from_first(model: torch.nn.Module, ranks: Ranks) -> None:
-    """Gives every rank the first rank's parameters and buffers, so that replicas begin equal whatever built them."""
+def copy_from_first(tensors: Iterable[torch.Tensor], ranks: Ranks) -> None:
+    """Gives every rank the first rank's values: parameters at the start, running means before they are used."""
     if ranks.size > 1:
-        for tensor in [*model.parameters(), *model.buffers()]:
+        for tensor in tensors:
             dist.broadcast(tensor.data, src=0)

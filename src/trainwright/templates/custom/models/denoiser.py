@@ -15,6 +15,7 @@ class Denoiser(nn.Module):
 
     def forward(self, noisy):
         hidden = self.encode(noisy).tanh()
-        # A value put from anywhere during a run joins the log line. It stays on the device until then; nothing waits.
-        get_event_storage().put_scalar("saturated", (hidden.detach().abs() > 0.9).float().mean())
+        if self.training:  # there is a storage only during a run, and the trained model is to work without one
+            # A value put from anywhere joins the log line. It stays on the device until then; nothing waits for it.
+            get_event_storage().put_scalar("saturated", (hidden.detach().abs() > 0.9).float().mean())
         return self.decode(hidden)

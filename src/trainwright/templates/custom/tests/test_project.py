@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
-from trainwright import RunConfig, run_experiment
+import torch
+
+from trainwright import RunConfig, load_checkpoint, run_experiment
 
 RUN = Path(__file__).parents[1] / "run.yaml"
 
@@ -21,6 +23,12 @@ def test_it_learns(tmp_path, capsys):
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert logs["valid/noise_removed"] > 0.2
     assert "the best valid/loss was" in capsys.readouterr().out
+
+
+def test_the_trained_model_works_outside_of_a_run(tmp_path):
+    train(tmp_path, "trainer.max_steps=1")
+    model = load_checkpoint(tmp_path / "waves")
+    assert model(torch.zeros(1, 64)).shape == (1, 64)
 
 
 def test_every_part_has_its_say_in_the_log(tmp_path):

@@ -1,0 +1,304 @@
+"""`trainwright explain`: the loop as it will run, read from the classes alone."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from trainwright import RunConfig, Trainer
+from trainwright.cli import app
+from trainwright.commands.explain import render
+from trainwright.commands.new import Kind, template_folder
+from trainwright.explaining import explain
+from trainwright.explaining.story import DEFAULT_HOOKS
+from trainwright.loop.hook import MOMENTS
+from trainwright.parts import Build
+
+PARTS = '''
+"""Parts that must never be made."""
+import torch
+from trainwright import Hook, Task, Trainer
+
+raise_in_constructors = True
+
+
+class Mine(Trainer):
+    """My trainer."""
+
+    @classmethod
+    def build_model(cls, build):
+        """Makes a model of mine."""
+        return build.model()
+
+    @classmethod
+    def build_hooks(cls, build):
+        return build.hooks()
+
+    @torch.no_grad()
+    def next_train_inputs(self, iterator):
+        """Takes
+        the next."""
+        return next(iterator)
+
+    def eval_end(self, aggregated):
+        return super().eval_end(aggregated)
+
+    def save(self):
+        """Saves elsewhere too."""
+        return super().save()
+
+
+class Further(Mine):
+    def eval_end(self, aggregated):
+        """First of three."""
+        return super().eval_end(aggregated)
+
+
+class Learns(Task):
+    """What I learn."""
+
+    def __init__(self):
+        raise RuntimeError("made")
+
+    def build_model(self):
+        """Makes the task's model."""
+
+    def build_dataset(self, split):
+        """Makes the task's data."""
+
+    def forward(self, model, batch):
+        """Runs the model my way."""
+
+    def aggregate_logs(self, state, outputs):
+        """Collects."""
+
+
+class Acts(Hook):
+    def __init__(self, every_steps=5):
+        raise RuntimeError("made")
+
+    def after_step(self):
+        """Acts at times."""
+
+
+class NoHook:
+    def after_eval(self, logs):
+        """Inherits from nothing."""
+
+
+def made_by_a_function():
+    raise RuntimeError("made")
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        raise RuntimeError("made")
+
+    def forward(self, x):
+        """Computes."""
+
+
+class Data:
+    def __init__(self):
+        raise RuntimeError("made")
+'''
+
+RUN = """
+model: {type: parts.py:Net}
+data: {train: {type: parts.py:Data}, eval: {valid: {type: parts.py:Data}}}
+trainer: {max_steps: 30, global_batch_size: 8, micro_batch_size: 4, optimizer: {type: sgd, lr: 0.1}}
+evaluation: {every_steps: 10}
+checkpoint: {every_steps: null, keep_best: {metric: valid/loss}}
+"""
+
+
+@pytest.fixture
+def project(in_tmp):
+    Path("parts.py").write_text(PARTS)
+    Path("run.yaml").write_text(RUN)
+    return in_tmp
+
+
+def lines_of(*overrides):
+    """Each line as its words, with the runs of spaces between columns made two."""
+    rendered = render(explain(RunConfig.load("run.yaml", overrides)))
+    return [re.sub(" {2,}", "  ", line.strip()) for line in rendered]
+
+
+def below(lines, phase):
+    """The lines of the acts below a phase."""
+    start = next(number for number, line in enumerate(lines) if line.split("  ")[0] == phase)
+    acts = []
+    for line in lines[start + 1 :]:
+        if not line.startswith(("* ", "- ", "! ")):
+            break
+        acts.append(" ".join(line.split()))
+    return acts
+
+
+def place(name, text=PARTS):
+    """`parts.py:line` of a definition."""
+    return f"parts.py:{next(n for n, line in enumerate(text.splitlines(), 1) if line.strip().startswith(name))}"
+
+
+def test_nothing_is_built(project):
+    lines = lines_of("trainer.type=parts.py:Mine", "task=parts.py:Learns", "hooks=[parts.py:Acts]")
+    assert "made" not in "\n".join(lines)
+    assert not list(project.glob("runs"))
+
+
+def test_the_phases_stand_in_the_order_of_the_loop(project):
+    lines = [line.split("  ")[0] for line in lines_of()]
+    order = ["before_train", "while step < max_steps:", "before_step", "batch = next_train_inputs(iterator)"]
+    order += ["result = train_step(batch)", "step += 1", "after_step", "evaluate", "before_eval", "eval_step"]
+    order += ["eval_end", "after_eval", "write", "train_loop_end", "save", "after_save", "after_train", "close"]
+    places = [lines.index(phase) for phase in order]
+    assert places == sorted(places)
+    assert set(MOMENTS) - {"on_incident"} <= set(lines)
+
+
+def test_a_phase_that_nobody_changes_says_so_in_one_line(project):
+    lines = lines_of()
+    assert "batch = next_train_inputs(iterator)  trainwright's own" in lines
+    assert "after_save  no hook" in lines
+
+
+def test_limits_periods_and_batches_are_told(project):
+    lines = lines_of()
+    assert "The loop: up to 30 steps; 8 samples a step in 2 micro-batches" in lines
+    assert "evaluate  valid: every 10 steps, and at the end" in lines
+    assert "write  every 10 steps, and at the end" in lines
+    assert "save  once, at the end; and when valid/loss is the lowest so far" in lines
+    first_of = lines_of("trainer.max_epochs=2")
+    assert any("until the first of 30 steps, 2 epochs" in line for line in first_of)
+    assert "evaluate  never: there is no evaluation set (data.eval)" in lines_of("data.eval={}", "checkpoint={}")
+
+
+def test_an_override_is_shown_with_its_line_and_first_words(project):
+    lines = lines_of("trainer.type=parts.py:Mine")
+    # A decorator's line is not where a reader looks: the def is.
+    where = place("def next_train_inputs")
+    assert below(lines, "batch = next_train_inputs(iterator)") == [f"* Mine.next_train_inputs {where} Takes"]
+
+
+def test_calls_of_super_are_followed_in_their_order(project):
+    lines = lines_of("trainer.type=parts.py:Further")
+    acts = [line.split()[1] for line in below(lines, "eval_end")]
+    assert acts == ["Further.eval_end", "Mine.eval_end", "Trainer.eval_end"]
+    assert [line[0] for line in below(lines, "eval_end")] == ["*", "*", "-"]
+
+
+def test_an_override_outside_of_the_phases_is_named_too(project):
+    lines = lines_of("trainer.type=parts.py:Mine")
+    assert below(lines, "also replaced")[0] == f"* Mine.save {place('def save')} Saves elsewhere too."
+
+
+def test_construction_says_who_builds_what(project):
+    lines = lines_of()
+    assert below(lines, "model") == [f"* parts.py:Net (run.yaml:2) {place('class Net')}"]
+    assert below(lines, "data.eval")[0].startswith("* valid: parts.py:Data (run.yaml:3) ")
+    assert below(lines, "writers")[0].startswith("- console (default) trainwright/writers/console.py:")
+
+
+def test_a_trainer_that_builds_a_part_itself_comes_before_its_section(project):
+    lines = lines_of("trainer.type=parts.py:Mine")
+    first, second = below(lines, "model")
+    assert first == f"* Mine.build_model {place('def build_model')} Makes a model of mine."
+    assert "what it asks `build` for" in second
+    hooks = next(line for line in lines if line.startswith("hooks, in the order"))
+    assert "it may add or drop hooks" in hooks
+
+
+def test_a_task_wins_over_sections_and_says_which_have_no_effect(project):
+    lines = lines_of("task=parts.py:Learns")
+    first, second = below(lines, "model")
+    assert "Learns.build_model" in first
+    assert "has no effect and will be refused" in second
+    assert any("Runs the model my way." in line for line in below(lines, "forward, for each micro-batch"))
+    assert any("Collects." in line for line in below(lines, "aggregate_logs"))
+    assert any(line.startswith("evaluate  the sets of Learns.build_dataset: every 10") for line in lines)
+
+
+def test_hooks_act_in_their_order_with_their_periods(project):
+    Path("act.py").write_text('def act(trainer):\n    """Acts."""\n')
+    hooks = "hooks=[{type: every, steps: 7, call: act.py:act}, parts.py:Acts, parts.py:NoHook]"
+    lines = lines_of(hooks)
+    acts = below(lines, "after_step")
+    assert acts[0].startswith("- TimeSteps.after_step trainwright/hooks/time_steps.py:")
+    assert acts[1] == "* act act.py:1 every 7 steps: Acts."
+    assert acts[2].endswith("every 5 steps: Acts at times.")
+    assert below(lines, "after_eval") == [f"* NoHook.after_eval {place('def after_eval')} Inherits from nothing."]
+
+
+def test_a_hook_that_a_function_makes_is_said_to_be_unknown_until_then(project):
+    acts = below(lines_of("hooks=[parts.py:made_by_a_function]"), "hooks, in the order of their calls")
+    assert acts[-1].endswith("makes a hook; when that acts is known only once it is made")
+
+
+def test_the_default_hooks_are_those_that_a_run_gets(project):
+    config = RunConfig.load("run.yaml")
+    assert [type(hook) for hook in Build(config).hooks()] == list(DEFAULT_HOOKS)
+
+
+def test_every_overridable_method_of_a_trainer_is_somewhere_in_the_story(project):
+    names = [name for name, value in vars(Trainer).items() if not name.startswith("_") and callable(value)]
+    methods = "\n".join(f"    def {name}(self, *rest): pass" for name in names if not name.startswith("build_"))
+    builders = [name for name in vars(Trainer) if name.startswith("build_")]
+    methods += "\n" + "\n".join(f"    @classmethod\n    def {name}(cls, *rest): pass" for name in builders)
+    Path("all.py").write_text(f"from trainwright import Trainer\n\nclass All(Trainer):\n{methods}\n")
+    text = "\n".join(lines_of("trainer.type=all.py:All"))
+    assert [name for name in [*names, *builders] if f"All.{name}" not in text] == []
+
+
+def test_what_cannot_be_found_is_a_line_of_its_own_and_the_rest_goes_on(project):
+    Path("broken.py").write_text("def f(:\n")
+    done = CliRunner().invoke(
+        app, ["explain", "run.yaml", "model.type=parts.py:Nett", "trainer.optimizer.type=broken.py:Fast", "hooks=[no]"]
+    )
+    assert done.exit_code == 1
+    assert '! override model.type=parts.py:Nett: model.type: parts.py has no "Nett". Did you mean "Net"?' in done.output
+    assert "broken.py cannot be imported: SyntaxError" in done.output
+    assert 'no hook "no"' in done.output
+    assert "close" in done.output
+    assert "3 parts of this run cannot be found" in done.output
+
+
+def test_a_trainer_that_cannot_be_found_leaves_trainwrights_own(project):
+    lines = lines_of("trainer.type=parts.py:Net")
+    assert "! trainer.type: parts.py:Net is not a subclass of Trainer." in below(lines, "trainer")
+    assert "eval_step  trainwright's own" in lines
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_every_written_project_explains_itself_in_plain_lines(kind, in_tmp, monkeypatch):
+    shutil.copytree(template_folder(kind), "mine")
+    monkeypatch.chdir("mine")
+    done = CliRunner().invoke(app, ["explain", "run.yaml"])
+    assert done.exit_code == 0, done.output
+    assert "\x1b" not in done.output
+    files = [
+        path.as_posix()
+        for folder in ("trainers", "models", "optimizers", "collators", "hooks")
+        for path in Path(folder).glob("*.py")
+    ]
+    assert [file for file in files if f" {file}:" not in done.output] == []
+
+
+def test_a_run_folder_is_explained_by_its_saved_config(project):
+    Path("runs/first").mkdir(parents=True)
+    RunConfig.load("run.yaml", ["trainer.max_steps=77"]).save("runs/first/config.yaml")
+    done = CliRunner().invoke(app, ["explain", "runs/first"])
+    assert done.exit_code == 0, done.output
+    assert "up to 77 steps" in done.output
+
+
+def test_in_a_terminal_remarks_are_cut_but_no_name_and_no_place(project):
+    lines = explain(RunConfig.load("run.yaml"))
+    plain, narrow = render(lines), render(lines, columns=130)
+    assert max(map(len, narrow)) <= 130
+    assert any(line.endswith("…") for line in narrow)
+    for whole, cut in zip(plain, narrow, strict=True):
+        assert cut.removesuffix("…").rstrip() in whole
+    assert any("\x1b[" in line for line in render(lines, in_colour=True))

@@ -1,0 +1,146 @@
+"""The pages of docs/, done as a reader would: files written, commands typed, and what is shown compared with the page.
+
+A block without a language holds commands; one with a language is a file, whose name its first line tells; `text` is
+what the command above shows, with … for what may differ.
+"""
+
+import logging
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainwright import cli
+from trainwright.commands.new import Kind, template_folder
+
+DOCS = Path(__file__).parents[1] / "docs"
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+
+
+def blocks_of(text):
+    return BLOCK.findall(text)
+
+
+def sections_of(page):
+    """Each `###` section of a page: heading → text."""
+    parts = re.split(r"^### (.+)$", (DOCS / page).read_text("utf-8"), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.fixture(autouse=True)
+def _package_log_as_before():
+    """`main` shows the package's log for the rest of its process; here other tests follow."""
+    package = logging.getLogger("trainwright")
+    handlers, level = list(package.handlers), package.level
+    yield
+    package.handlers[:] = handlers
+    package.setLevel(level)
+
+
+class Reader:
+    """Somebody who does what a page says, in a folder of their own."""
+
+    def __init__(self, monkeypatch, capfd):
+        self.monkeypatch = monkeypatch
+        self.capfd = capfd
+        self.shown = ""
+        self.typed = []
+
+    def read(self, blocks):
+        for language, text in blocks:
+            if language == "text":
+                self.compare(text)
+            elif language:
+                self.write(text)
+            else:
+                self.shown = ""
+                for line in text.splitlines():
+                    self.type(line)
+
+    def write(self, text):
+        name = re.match(r"# (\S+)\n", text)
+        assert name, f"a block does not begin with its file's name: {text[:60]}"
+        Path(name[1]).parent.mkdir(exist_ok=True)
+        Path(name[1]).write_text(text)
+
+    def type(self, line):
+        program, *arguments = shlex.split(line, comments=True)
+        self.typed.append(line)
+        if program == "cd":
+            self.monkeypatch.chdir(arguments[0])
+        elif program == "trainwright":
+            self.shown += self.run(arguments)
+        else:
+            assert program == "python", line
+            done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+            assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+            self.shown += done.stdout + done.stderr
+
+    def run(self, arguments):
+        """Calls the entry point as the installed script does."""
+        package = logging.getLogger("trainwright")
+        handlers = list(package.handlers)
+        self.monkeypatch.setattr(sys, "argv", ["trainwright", *arguments])
+        self.exit_code = 0
+        self.capfd.readouterr()
+        try:
+            cli.main()
+        except SystemExit as left:
+            self.exit_code = left.code or 0
+        finally:
+            package.handlers[:] = handlers
+        out, err = self.capfd.readouterr()
+        return out + err
+
+    def compare(self, expected):
+        """Each line of the page is a line of what was shown, but for spaces and what … stands for."""
+        shown = [" ".join(line.split()) for line in self.shown.splitlines()]
+        for line in filter(str.strip, expected.splitlines()):
+            pattern = ".*".join(re.escape(part) for part in " ".join(line.split()).split("…"))
+            assert any(re.fullmatch(f"{pattern},?", one) for one in shown), f"not shown: {line}\n{self.shown}"
+
+
+@pytest.fixture
+def reader(in_tmp, monkeypatch, capfd):
+    return Reader(monkeypatch, capfd)
+
+
+def test_getting_started_works_from_the_first_line_to_the_last(reader):
+    text = (DOCS / "getting_started.md").read_text("utf-8")
+    for block in blocks_of(text):
+        reader.read([block])
+        if not block[0]:
+            assert reader.exit_code == 0, reader.shown
+    reader.type("python use.py")
+    assert "tensor([[" in reader.shown
+
+
+def test_getting_started_takes_ten_commands():
+    text = (DOCS / "getting_started.md").read_text("utf-8")
+    assert sum(len(block.splitlines()) for language, block in blocks_of(text) if not language) == 10
+
+
+ERRORS = sections_of("errors.md")
+
+
+@pytest.mark.parametrize("heading", ERRORS)
+def test_each_error_reads_as_its_page_says(heading, reader):
+    if heading == "There is no GPU" and torch.cuda.is_available():
+        pytest.skip("here is one")
+    shutil.copytree(template_folder(Kind.CLASSIFIER), "project")
+    reader.monkeypatch.chdir("project")
+    blocks = blocks_of(ERRORS[heading])
+    assert [language for language, _ in blocks if language in ("", "text")] == ["", "text"]
+    reader.read(blocks)
+    assert reader.exit_code in (1, 2)
+
+
+def test_the_pages_link_to_files_that_there_are():
+    for page in DOCS.glob("*.md"):
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text("utf-8")):
+            assert (DOCS / target).exists(), f"{page.name} links to {target}"
