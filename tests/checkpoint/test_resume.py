@@ -335,3 +335,38 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_refused(store):
 def test_a_run_without_checkpoints_is_a_clear_error(tmp_path):
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         pick_step(CheckpointStore(tmp_path / "none"), "latest", best=None)
+
+
+def test_another_optimizer_starts_anew_where_the_change_is_accepted(tmp_path, caplog):
+    build_trainer(load(tmp_path, "trainer.max_steps=4")).train()
+    changed = load(tmp_path, "trainer.optimizer={type: sgd, lr: 0.1}")
+    with caplog.at_level(logging.INFO, logger="trainwright"):
+        trainer = build_trainer(changed, accept_changes=True)
+    assert "Accepted from step 4 on: trainer.optimizer.type: 'adamw' → 'sgd'" in caplog.text
+    assert "it starts anew" in caplog.text
+    trainer.train()
+    assert trainer.step == 12
+
+
+def test_a_damaged_older_manifest_does_not_stand_in_the_way(tmp_path):
+    keep = ("checkpoint={every_steps: 4, keep_best: {metric: valid/loss}, keep_last: null}", "evaluation.every_steps=4")
+    build_trainer(load(tmp_path, *keep)).train()
+    (tmp_path / "small" / "checkpoints" / "step-00000004" / "MANIFEST.json").write_text("{")
+    assert build_trainer(load(tmp_path, *keep, "trainer.max_steps=16")).step == 12
+    store = CheckpointStore(tmp_path / "small" / "checkpoints")
+    assert pick_step(store, "best", best=load(tmp_path, *keep).checkpoint.keep_best) in (8, 12)
+
+
+def test_a_reader_sets_nothing_aside(tmp_path):
+    build_trainer(load(tmp_path)).train()
+    newest = tmp_path / "small" / "checkpoints" / "step-00000012"
+    (newest / "model.safetensors").write_bytes(b"short")
+    assert pick_step(CheckpointStore(newest.parent), "latest", best=None) == 8
+    assert newest.exists()
+
+
+def test_a_run_that_has_ended_keeps_its_config_when_its_limit_is_lowered(tmp_path):
+    run_experiment(load(tmp_path))
+    before = (tmp_path / "small" / "config.yaml").read_text()
+    run_experiment(load(tmp_path, "trainer.max_steps=5"))
+    assert (tmp_path / "small" / "config.yaml").read_text() == before

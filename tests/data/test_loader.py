@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
+from trainwright import registry
 from trainwright.data.collators import Stack
 from trainwright.data.loader import EvalData, LoaderOptions, TrainData, View
 
@@ -200,3 +201,13 @@ def test_a_worker_that_raises_leaves_no_process_behind():
         next(data.batches(lambda batches: batches))
     assert caught.traceback  # still alive, and with it every frame that fetched
     assert multiprocessing.active_children() == []
+
+
+def test_spawned_workers_find_the_projects_classes(tmp_path):
+    folder = tmp_path / "datasets"
+    folder.mkdir()
+    (folder / "mine.py").write_text("class Mine(list):\n    pass\n")
+    mine = registry.find("dataset", "mine.Mine", project_dir=tmp_path)
+    options = LoaderOptions(1, {"multiprocessing_context": "spawn"})
+    data = TrainData(mine(range(8)), collator=Stack(), global_batch_size=4, seed=0, shuffle=False, options=options)
+    assert next(data.batches(lambda batches: batches)).tolist() == [0, 1, 2, 3]

@@ -115,6 +115,55 @@ class Interrupted(Trainer):
         return [*build.hooks(), StopAtThree()]
 
 
+class FailsOnOneRank(Trainer):
+    def eval_step(self, batch):
+        if self.ranks.rank == self.ranks.size - 1:
+            raise ValueError("no evaluation on the last rank")
+        return super().eval_step(batch)
+
+
+class LocalMetric:
+    """A metric that differs between ranks, as a user's may."""
+
+    def reset(self):
+        self.calls = getattr(self, "calls", 0) + 1
+
+    def update(self, outputs, labels):
+        """Takes nothing."""
+
+    def compute(self):
+        return float(self.calls if RANK == 0 else -self.calls)
+
+
+class LocalMetricTask(Task):
+    def build_metrics(self):
+        return {"local": LocalMetric()}
+
+
+class LocalMetrics(Trainer):
+    @classmethod
+    def build_task(cls, build):
+        return LocalMetricTask()
+
+
+class WithBatchNorm(Trainer):
+    @classmethod
+    def build_model(cls, build):
+        model = build.model()
+        model.layers.insert(1, torch.nn.BatchNorm1d(8))
+        return model
+
+
+class Unfreezing(Trainer):
+    def post_init(self):
+        self.model.layers[0].weight.requires_grad_(False)
+
+    def train_step(self, batch):
+        if self.step == 2:
+            self.model.layers[0].weight.requires_grad_(True)
+        return super().train_step(batch)
+
+
 def load(folder, name, *overrides):
     return RunConfig.load(
         PROJECT / "run.yaml",
@@ -124,6 +173,30 @@ def load(folder, name, *overrides):
             *overrides,
         ],
     )
+
+
+def second_half(folder, no_metrics):
+    """What only several ranks can get wrong."""
+    results = {}
+    try:
+        build_trainer(load(folder, "fails", no_metrics), FailsOnOneRank).train()
+    except Exception as error:
+        own = f"{type(error).__name__}: {error}"
+    failed = build_trainer(load(folder, "fails", no_metrics))
+    results["fails"] = [failed.ranks.gather(own), failed.step]
+    best = "checkpoint={every_steps: null, keep_best: {metric: valid/local, mode: max}}"
+    local = build_trainer(load(folder, "local", no_metrics, best, "evaluation.every_steps=4"), LocalMetrics)
+    local.train()
+    results["local"] = local.ranks.gather((local.step, local.best.step))
+    norm = "trainer.schedule={type: constant}"
+    build_trainer(load(folder, "norm", no_metrics, norm), WithBatchNorm).train()
+    build_trainer(load(folder, "norm-parts", no_metrics, norm, "trainer.max_steps=5"), WithBatchNorm).train()
+    build_trainer(load(folder, "norm-parts", no_metrics, norm), WithBatchNorm).train()
+    unfreezing = build_trainer(load(folder, "unfreezing", no_metrics), Unfreezing)
+    unfreezing.train()
+    weights = torch.cat([parameter.detach().flatten() for parameter in unfreezing.model.parameters()])
+    results["unfrozen_equal"] = all(torch.equal(weights, other) for other in unfreezing.ranks.gather(weights))
+    return results
 
 
 def main(folder):
@@ -154,6 +227,7 @@ def main(folder):
         again = build_trainer(load(folder, "interrupted", no_metrics))
         again.train()
         results["interrupted"] = [steps, again.step]
+        results.update(second_half(folder, no_metrics))
     if RANK == 0:
         (Path(folder) / "results.json").write_text(json.dumps(results))
 

@@ -96,6 +96,29 @@ def test_a_signal_to_one_rank_ends_all_at_the_same_step(folders):
     assert after == 12
 
 
+def test_an_evaluation_that_fails_on_one_rank_fails_on_all_and_keeps_the_step(folders):
+    (first, second), step = results(folders[1])["fails"]
+    assert first == "TrainwrightError: The evaluation failed on rank 1: ValueError('no evaluation on the last rank')"
+    assert second == "ValueError: no evaluation on the last rank"
+    assert step == 5
+
+
+def test_a_metric_that_differs_between_ranks_decides_alike_on_all(folders):
+    assert results(folders[1])["local"] == [[12, 12], [12, 12]]
+
+
+def test_running_means_are_resumed_exactly(folders):
+    whole, parts = (
+        {line["step"]: line["valid/loss"] for line in lines(folders[1], name) if "valid/loss" in line}
+        for name in ("norm", "norm-parts")
+    )
+    assert {step: parts[step] for step in whole} == whole
+
+
+def test_a_parameter_that_is_unfrozen_later_stays_equal_on_all_ranks(folders):
+    assert results(folders[1])["unfrozen_equal"]
+
+
 def test_a_run_of_two_processes_goes_on_in_one_and_back(folders, tmp_path):
     def train(name, steps, *options):
         overrides = [f"output_dir={tmp_path}", f"name={name}", "model.dropout=0.0", f"trainer.max_steps={steps}"]

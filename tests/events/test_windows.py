@@ -95,3 +95,14 @@ def test_a_saved_window_goes_on_as_if_it_had_not_been_saved(records):
     for record in records[half:]:
         add_record(resumed, *record)
     assert summarise(resumed) == summarise(whole)
+
+
+def test_the_sum_does_not_depend_on_the_order_in_which_steps_came():
+    values = {1: 0.1, 2: 1e16, 3: -1e16, 4: 0.3}
+    summaries = set()
+    for order in ([1, 2, 3, 4], [4, 2, 1, 3]):
+        window = {}
+        for step in order:
+            add_record(window, "loss", step, values[step], 1.0, "mean")
+        summaries.add(summarise(window)["loss"])
+    assert len(summaries) == 1

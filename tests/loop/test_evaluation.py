@@ -534,3 +534,18 @@ def test_a_script_may_evaluate_a_model_that_puts_scalars(tmp_path):
             return super().forward(**batch)
 
     assert build_trainer(load(tmp_path), Putting).evaluate().keys() == {"valid/loss", "valid/accuracy", "valid/seen"}
+
+
+def test_a_column_of_per_sample_values_is_averaged_like_a_row(tmp_path):
+    class Columns(Trainer):
+        def eval_step(self, batch):
+            return {"row": batch["x"][:, 0], "column": batch["x"][:, :1]}
+
+    logs = build_trainer(load(tmp_path, "evaluation={batch_size: 8}"), Columns).evaluate()
+    assert logs["valid/row"] == pytest.approx(logs["valid/column"])
+
+
+def test_two_sets_named_test_are_refused(tmp_path):
+    overrides = ["data.eval={test: {type: 'parts.py:Points'}}", "data.test={type: 'parts.py:Points'}"]
+    with pytest.raises(ConfigError, match=r"data\.eval\.test and data\.test would share the name test"):
+        build_trainer(load(tmp_path, *overrides))

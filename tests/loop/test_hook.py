@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from trainwright.errors import ConfigError
 from trainwright.loop.hook import MOMENTS, Hook, Hooks
 
 
@@ -96,3 +97,12 @@ def test_a_hook_that_does_not_inherit_and_keeps_nothing_has_no_state():
         pass
 
     assert Hooks([Duck(), Quiet()]).keyed().keys() == {"Quiet"}
+
+
+def test_a_method_that_is_almost_a_moment_is_refused():
+    class Misspelt(Hook):
+        def after_stp(self):
+            """Would never be called."""
+
+    with pytest.raises(ConfigError, match=r"Misspelt\.after_stp is no moment of a hook\. Did you mean after_step\?"):
+        Hooks([Misspelt()])

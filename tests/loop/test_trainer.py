@@ -1,6 +1,8 @@
 """The loop and its override points, on a real small run."""
 
 import json
+import os
+import random
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,9 @@ import torch
 from torch import nn
 
 from trainwright import Hook, Mean, RunConfig, StepResult, Trainer, build_trainer, get_event_storage
-from trainwright.errors import DataError, TrainwrightError
+from trainwright.checkpoint.store import CheckpointStore
+from trainwright.errors import CheckpointError, DataError, TrainwrightError
+from trainwright.loop.hook import Hooks
 
 PROJECT = Path(__file__).parents[1] / "project"
 
@@ -356,3 +360,161 @@ def test_two_builds_of_one_config_train_to_equal_bits(tmp_path):
     assert torch.equal(*weights)
     first, second = ([without_time(line) for line in lines(tmp_path, name)] for name in ("a", "b"))
     assert first == second
+
+
+# what hooks may do in the midst of a step, and how runs end
+
+
+def with_hooks(*hooks):
+    class Mine(Trainer):
+        @classmethod
+        def build_hooks(cls, build):
+            return [*build.hooks(), *hooks]
+
+    return Mine
+
+
+def final_state(tmp_path, name):
+    store = CheckpointStore(tmp_path / name / "checkpoints")
+    training = store.read(store.steps()[-1], "training")
+    return store.read(store.steps()[-1], "model"), training["hooks"], training["generators"]
+
+
+def test_a_save_in_the_midst_of_a_step_holds_every_hooks_turn(tmp_path):
+    class Saver(Hook):
+        def after_step(self):
+            if self.trainer.step == 3:
+                self.path = self.trainer.save()
+
+        def after_eval(self, logs):
+            self.trainer.save()
+
+    saver = Saver()
+    trainer = build_trainer(load(tmp_path, "hooks=[{type: average_weights, decay: 0.5}]"), with_hooks(saver))
+    # Registered before the averages: at its turn they have not moved yet, and in after_eval they are still swapped in.
+    trainer.moments = Hooks([*trainer.hooks[:2], saver, trainer.hooks[2]])
+    trainer.train()
+    store = trainer.surroundings.store
+    assert saver.path == store.path(3)
+    states = {step: store.read(step, "training")["hooks"]["AverageWeights"]["averages"] for step in store.steps()}
+    for step, averages in states.items():
+        assert not torch.equal(store.read(step, "model")["layers.0.weight"], averages["layers.0.weight"])
+
+
+def test_an_interruption_and_a_stop_in_one_step_lose_nothing_of_the_end(tmp_path):
+    class Both(Hook):
+        def after_eval(self, logs):
+            self.trainer.stop("enough")
+
+        def after_step(self):
+            if self.trainer.step == 5:
+                self.trainer.interrupt("SIGTERM")
+
+        def before_train(self):
+            if self.trainer.step == 5:
+                self.trainer.stop("still enough")
+
+    overrides = ("data.test={type: 'parts.py:Points', size: 9}", "evaluation.every_steps=5")
+    first = build_trainer(load(tmp_path, *overrides), with_hooks(Both()))
+    first.train()
+    assert (first.interrupted, first.stop_reason) == (True, "SIGTERM")
+    second = build_trainer(load(tmp_path, *overrides), with_hooks(Both()))
+    logs = second.train()
+    assert (second.step, second.interrupted, second.is_finished) == (5, False, True)
+    assert "test/loss" in logs
+    assert [sorted(name.split("/")[0] for name in line if "/" in name) for line in lines(tmp_path)][-2:] == [
+        ["valid", "valid"],
+        ["test", "test"],
+    ]
+
+
+def test_a_signal_in_the_very_last_step_is_a_finished_run(tmp_path):
+    ended = []
+
+    class Late(Hook):
+        def after_step(self):
+            if self.trainer.step == 12:
+                self.trainer.interrupt("SIGTERM")
+
+        def after_train(self):
+            ended.append(self.trainer.step)
+
+    trainer = build_trainer(load(tmp_path), with_hooks(Late()))
+    trainer.train()
+    assert ended == [12]
+    assert not trainer.interrupted
+
+
+def test_a_hook_that_draws_before_training_changes_nothing_of_a_resumed_run(tmp_path):
+    class Drawing(Hook):
+        def __init__(self):
+            self.drawn = []
+
+        def before_train(self):
+            random.random()
+
+        def after_step(self):
+            self.drawn.append(random.random())
+
+    class Leaving(Hook):
+        def after_step(self):
+            if self.trainer.step == 6:
+                self.trainer.interrupt("test")
+
+    whole, first, second = Drawing(), Drawing(), Drawing()
+    build_trainer(load(tmp_path, "name=whole"), with_hooks(whole)).train()
+    build_trainer(load(tmp_path, "name=parts"), with_hooks(first, Leaving())).train()
+    build_trainer(load(tmp_path, "name=parts"), with_hooks(second)).train()
+    assert first.drawn + second.drawn == whole.drawn
+
+
+def test_an_evaluation_before_a_step_leaves_its_randomness_alone(tmp_path):
+    class Early(Hook):
+        def before_step(self):
+            self.trainer.evaluate()
+
+    build_trainer(load(tmp_path, "name=plain", "model.dropout=0.5")).train()
+    build_trainer(load(tmp_path, "name=early", "model.dropout=0.5"), with_hooks(Early())).train()
+    plain, early = ([line.get("loss") for line in lines(tmp_path, name)] for name in ("plain", "early"))
+    assert plain == early
+
+
+def test_a_bare_loss_of_a_micro_batch_weighs_that_micro_batch(tmp_path):
+    class Bare(Trainer):
+        def train_step(self, batch):
+            update = self.begin_update()
+            for piece in self.micro_batches(batch):
+                update.backward(self.model(**piece)["loss"])
+            return update.apply()
+
+    overrides = ("trainer.max_steps=null", "trainer.max_samples=11", "model.dropout=0.0", "log.every_steps=1")
+    build_trainer(load(tmp_path, "name=ours", *overrides)).train()
+    build_trainer(load(tmp_path, "name=bare", *overrides), Bare).train()
+    ours, bare = ([line["loss"] for line in lines(tmp_path, name)] for name in ("ours", "bare"))
+    assert ours == pytest.approx(bare, rel=1e-6)
+
+
+def test_a_nan_is_warned_of_once(tmp_path, caplog):
+    config = load(tmp_path, "trainer.optimizer={type: sgd, lr: 1e30}", "trainer.max_grad_norm=null", "data.eval={}")
+    with caplog.at_level("WARNING", logger="trainwright"):
+        build_trainer(config).train()
+    assert caplog.text.count("the loss is nan. Lower the learning rate") == 1
+
+
+def test_a_second_process_is_kept_out_of_the_folder(tmp_path):
+    seen = []
+
+    class Intruder(Hook):
+        def after_step(self):
+            if self.trainer.step == 1:
+                child = os.fork()
+                if child == 0:
+                    try:
+                        build_trainer(load(tmp_path))
+                    except CheckpointError as error:
+                        os._exit(0 if f"is in use by process {os.getppid()}" in str(error) else 1)
+                    os._exit(2)
+                seen.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    build_trainer(load(tmp_path), with_hooks(Intruder())).train()
+    assert seen == [0]

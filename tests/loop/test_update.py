@@ -180,6 +180,24 @@ def test_a_loss_that_touches_no_parameter_is_explained():
         update.apply()
 
 
+def test_a_stand_in_may_even_be_nan():
+    w = weight()
+    update = make_updater([w], lr=0.0).begin(lambda: 8)
+    update.backward(ForwardResult((w * 2).sum(), 8))
+    update.backward(ForwardResult((w * float("nan")).sum(), 0))
+    result = update.apply()
+    torch.testing.assert_close(w.grad, torch.full((3,), 2.0))
+    assert float(result.loss) == 4.0
+
+
+def test_sparse_gradients_are_refused_by_name():
+    embedding = nn.Embedding(4, 2, sparse=True)
+    update = make_updater(list(embedding.parameters())).begin(lambda: 8)
+    update.backward(embedding(torch.tensor([1])).sum())
+    with pytest.raises(TrainwrightError, match="sparse gradient"):
+        update.apply()
+
+
 class TestLossScale:
     @pytest.mark.parametrize("fused", [True, False])
     def test_an_overflow_skips_the_update_and_halves_the_scale(self, fused):
@@ -204,6 +222,12 @@ class TestLossScale:
             moved.append((w.detach().clone(), result.grad_norm, result.loss))
         for plain, scaled in zip(*moved, strict=True):
             torch.testing.assert_close(plain, scaled)
+
+    def test_the_scale_never_runs_down_to_zero(self):
+        scale = LossScale(torch.device("cpu"))
+        for _ in range(300):
+            scale.follow(torch.tensor(True))
+        assert float(scale.scale) > 0
 
     def test_the_scale_grows_after_the_interval_and_its_state_is_restored(self):
         scale = LossScale(torch.device("cpu"), initial=2.0, growth_interval=3)
