@@ -39,7 +39,7 @@ def run(command, folder):
 
 
 def test_every_command_works_in_order(project):
-    assert len(COMMANDS) == 5
+    assert len(COMMANDS) == 6
     outputs = [
         run([sys.executable, "-m", *shlex.split(command, comments=True)], project).stdout for command in COMMANDS
     ]
