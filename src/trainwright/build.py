@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from trainwright.backends import Backend, pick_backend
@@ -22,6 +20,7 @@ from trainwright.checkpoint.store import CheckpointStore
 from trainwright.config import BatchPlan, RunConfig, resolve_batch, resolve_mesh
 from trainwright.data.loader import EvalData, LoaderOptions, TrainData, View
 from trainwright.data.order import mix_seed
+from trainwright.data.randomness import seed_generators
 from trainwright.errors import ConfigError
 from trainwright.events import EventStorage
 from trainwright.loop.builder import Surroundings
@@ -124,9 +123,8 @@ def _join(config: RunConfig) -> tuple[Backend, Ranks]:
 
 
 def _seed_everything(backend: Backend, seed: int) -> None:
+    seed_generators(seed)
     backend.seed(seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
 
 
 def _assemble(

@@ -54,11 +54,30 @@ class Constant(Schedule):
         return 1.0
 
 
-class Polynomial(Schedule):
-    """Falls from exactly 1.0 at the peak to exactly `minimum` at the last update, as (1 − progress) ** power.
+class Decay(Schedule):
+    """Falls from exactly 1.0 at the peak to exactly `minimum` at the last update; a subclass says how.
 
     `minimum` is a fraction of the base rate. A run that ends at its peak has nothing left to decay and stays at 1.0.
     """
+
+    def __init__(
+        self, *, minimum: float = 0.0, warmup_steps: int | None = None, warmup_fraction: float | None = None
+    ) -> None:
+        super().__init__(warmup_steps=warmup_steps, warmup_fraction=warmup_fraction)
+        _check_fraction("minimum", minimum)
+        self.minimum = minimum
+
+    def after_warmup(self, step: int, *, peak: int, max_steps: int) -> float:
+        """Returns the height of the progress, above the minimum."""
+        return _above(self.height(_progress(step, peak, max_steps - 1)), self.minimum)
+
+    def height(self, progress: float) -> float:
+        """Returns the height at a progress of 0 … 1: exactly 1.0 at 0 and exactly 0.0 at 1."""
+        raise NotImplementedError(f"{type(self).__name__} must define height(progress).")
+
+
+class Polynomial(Decay):
+    """Falls as (1 − progress) ** power, from exactly 1.0 at the peak to exactly `minimum` at the last update."""
 
     def __init__(
         self,
@@ -68,47 +87,31 @@ class Polynomial(Schedule):
         warmup_steps: int | None = None,
         warmup_fraction: float | None = None,
     ) -> None:
-        super().__init__(warmup_steps=warmup_steps, warmup_fraction=warmup_fraction)
+        super().__init__(minimum=minimum, warmup_steps=warmup_steps, warmup_fraction=warmup_fraction)
         _check_number("power", power)
         if not 0.0 < power < math.inf:
             raise ConfigError(f"power is {power}. Use a positive number; 1 is a straight line.", where="schedule")
-        _check_fraction("minimum", minimum)
         self.power = power
-        self.minimum = minimum
 
-    def after_warmup(self, step: int, *, peak: int, max_steps: int) -> float:
+    def height(self, progress: float) -> float:
         """Returns the power of what remains of the run."""
-        return _above((1.0 - _progress(step, peak, max_steps - 1)) ** self.power, self.minimum)
+        return float((1.0 - progress) ** self.power)
 
 
-class Linear(Schedule):
+class Linear(Decay):
     """Falls on a straight line from exactly 1.0 at the peak to exactly `minimum` at the last update."""
 
-    def __init__(
-        self, *, minimum: float = 0.0, warmup_steps: int | None = None, warmup_fraction: float | None = None
-    ) -> None:
-        super().__init__(warmup_steps=warmup_steps, warmup_fraction=warmup_fraction)
-        _check_fraction("minimum", minimum)
-        self.minimum = minimum
-
-    def after_warmup(self, step: int, *, peak: int, max_steps: int) -> float:
+    def height(self, progress: float) -> float:
         """Returns what remains of the run, as a fraction."""
-        return _above(_linear(_progress(step, peak, max_steps - 1)), self.minimum)
+        return _linear(progress)
 
 
-class Cosine(Schedule):
+class Cosine(Decay):
     """Falls on half a cosine from exactly 1.0 at the peak to exactly `minimum` at the last update."""
 
-    def __init__(
-        self, *, minimum: float = 0.0, warmup_steps: int | None = None, warmup_fraction: float | None = None
-    ) -> None:
-        super().__init__(warmup_steps=warmup_steps, warmup_fraction=warmup_fraction)
-        _check_fraction("minimum", minimum)
-        self.minimum = minimum
-
-    def after_warmup(self, step: int, *, peak: int, max_steps: int) -> float:
+    def height(self, progress: float) -> float:
         """Returns the half cosine of the progress."""
-        return _above(_cosine(_progress(step, peak, max_steps - 1)), self.minimum)
+        return _cosine(progress)
 
 
 class InverseSquareRoot(Schedule):
