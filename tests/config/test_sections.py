@@ -34,7 +34,7 @@ def test_a_wrong_name_of_a_set_is_refused(name):
         (
             {"pin_memry": True},
             'data.loader.pin_memry: the loader takes no such argument. Did you mean "pin_memory"? Known: '
-            "prefetch_factor, pin_memory, persistent_workers, timeout, multiprocessing_context.",
+            "prefetch_factor, pin_memory, timeout, multiprocessing_context.",
         ),
         ({"pin_memory": "yes"}, 'data.loader.pin_memory: must be true or false, got the text "yes".'),
         ({"prefetch_factor": 0}, "data.loader.prefetch_factor: must be more than 0, got 0."),

@@ -76,8 +76,6 @@ class LoaderArguments(Section):
     """Batches that each worker loads ahead."""
     pin_memory: bool | None = None
     """Whether batches lie in memory that the device can copy from by itself."""
-    persistent_workers: bool | None = None
-    """Whether workers live on after an epoch."""
     timeout: Annotated[float, Field(ge=0)] | None = None
     """Seconds to wait for a worker; 0: for ever."""
     multiprocessing_context: str | None = None
