@@ -74,13 +74,14 @@ def _introduce(trainer: Trainer) -> None:
     batch, num_parameters = trainer.surroundings.batch, sum(each.numel() for each in trainer.model.parameters())
     processes = f"{trainer.ranks.size} processes, " if trainer.ranks.size > 1 else ""
     logger.info(
-        "%s: %s parameters, %s samples, %s%s, %s",
+        "%s: %s parameters, %s samples, %s%s, %s, %s",
         trainer.config.name,
         f"{num_parameters:,}",
         f"{len(trainer.train_data):,}",
         processes,
         trainer.backend.describe(),
         trainer.config.runtime.precision,
+        trainer.config.runtime.mode,
     )
     sets = {**trainer.eval_data, **({"test": trainer.surroundings.test_data} if trainer.surroundings.test_data else {})}
     if sets:

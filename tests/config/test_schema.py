@@ -62,7 +62,7 @@ def test_origins_are_lines_of_the_file(example):
     assert str(example.origin("trainer.schedule.warmup_steps")) == "run.yaml:18"
     assert str(example.origin("trainer.global_batch_size")) == "run.yaml:11"
     assert str(example.origin("log.every_steps")) == "run.yaml:1"
-    assert str(example.trainer.schedule.origin) == "run.yaml:16"
+    assert str(example.trainer.schedule.origin) == "run.yaml:17"  # where its type stands
     assert str(example.hooks[0].origin) == "run.yaml:21"
 
 

@@ -16,7 +16,7 @@ from trainwright import registry
 from trainwright.checking import places
 from trainwright.checking.explain import Case, culprits, from_words
 from trainwright.checking.findings import Findings
-from trainwright.config import Component, Origin, RunConfig
+from trainwright.config import Component, Origin, RunConfig, resolve_batch
 from trainwright.errors import ConfigError
 
 _LOCATED = re.compile(r"(?P<file>.+?):(?P<line>\d+): (?P<words>.*)")
@@ -71,6 +71,11 @@ def check_components(case: Case) -> int:
         case.users.include(target)
         if each.kind != "trainer":  # its section is no list of arguments: its keys were checked with the config
             _check_arguments(target, each, case)
+    if case.findings.count("error"):  # else the build finds it, and goes on with a batch that fits
+        try:
+            resolve_batch(config, 1)
+        except ConfigError as error:
+            case.note(error, label="trainer")
     return len(components)
 
 

@@ -185,7 +185,7 @@ def _nearest_origin(origins: Mapping[KeyPath, Origin], path: KeyPath) -> Origin 
 def _locate(value: Any, path: KeyPath, origin_of: Callable[[KeyPath], Origin | None]) -> Any:
     """Return `value` with every Component in it located; arguments are left alone."""
     if isinstance(value, Component):
-        return value.located_at(origin_of(path))
+        return value.located_at(origin_of((*path, "type")))  # an override may have named another class
     if isinstance(value, tuple):
         return tuple(_locate(item, (*path, index), origin_of) for index, item in enumerate(value))
     if isinstance(value, Frozen):
