@@ -518,3 +518,9 @@ def test_a_second_process_is_kept_out_of_the_folder(tmp_path):
 
     build_trainer(load(tmp_path), with_hooks(Intruder())).train()
     assert seen == [0]
+
+
+def test_the_names_of_a_line_keep_their_order(tmp_path):
+    build_trainer(load(tmp_path)).train()
+    evaluated = [[name for name in line if "/" in name] for line in lines(tmp_path)]
+    assert {tuple(names) for names in evaluated if names} == {("valid/loss", "valid/accuracy")}

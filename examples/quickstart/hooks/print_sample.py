@@ -32,12 +32,15 @@ class PrintSample(Hook):
     def sample_code(self) -> str:
         tokenizer = self.trainer.train_data.dataset.tokenizer
         device = self.trainer.device
-        # To this tokenizer a space begins the next word, so the model is asked for a word until it has one.
-        prompt = torch.tensor([tokenizer.encode(PROMPT.rstrip()).ids], device=device)
+        # To this tokenizer a space begins the next word, so the model is asked for a word until it has one; the empty
+        # lines before say that a function begins here.
+        prompt = torch.tensor([tokenizer.encode("\n\n\n" + PROMPT.rstrip()).ids], device=device)
         generator = torch.Generator(device).manual_seed(0)  # the run's own randomness stays as it is
         for _ in range(50):
-            tokens = self.trainer.model.generate(prompt, max_new_tokens=self.max_new_tokens, generator=generator)
-            text = tokenizer.decode(tokens[0].tolist())
+            tokens = self.trainer.model.generate(
+                prompt, max_new_tokens=self.max_new_tokens, temperature=0.5, generator=generator
+            )
+            text = tokenizer.decode(tokens[0].tolist()).lstrip()
             if text.startswith(PROMPT):
                 break
         return text

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, KeysView, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -340,7 +340,7 @@ class Trainer:
             self._wants_save = True
             return self.surroundings.store.path(self.step)
         self._wants_save = False
-        path = save_checkpoint(self, metrics={name: self.eval_logs[name] for name in self._fresh_eval_names()})
+        path = save_checkpoint(self, metrics=self._fresh_eval_logs)
         self._saved_step = -1 if self.has_unfinished_step else self.step
         self.moments.call("after_save", path)
         return path
@@ -440,7 +440,7 @@ class Trainer:
             self._warn_of_nan(logs)
             if not self._is_last:
                 self.train_loop_begin()
-        evaluated = {name: self.eval_logs[name] for name in self._fresh_eval_names() - self.reported}
+        evaluated = {name: value for name, value in self._fresh_eval_logs.items() if name not in self.reported}
         if logs or evaluated:
             self.reported |= evaluated.keys()
             self.storage.publish(logs, evaluated=evaluated)
@@ -461,6 +461,7 @@ class Trainer:
         if self._wants_save or (due and (self._saved_step != self.step or self.ended_under)):
             self.save()
 
-    def _fresh_eval_names(self) -> KeysView[str]:
-        """The names that an evaluation of this very step gave."""
-        return (self.eval_logs if self.evaluated_step == self.step else {}).keys()
+    @property
+    def _fresh_eval_logs(self) -> dict[str, float]:
+        """What an evaluation of this very step gave."""
+        return self.eval_logs if self.evaluated_step == self.step else {}
