@@ -230,6 +230,24 @@ def test_a_broken_install_of_an_extra(tmp_path, monkeypatch):
     assert "pip install" in message
 
 
+def test_a_sample_that_cannot_be_read_is_named(tmp_path):
+    source = (
+        "class Broken:\n    def __len__(self):\n        return 40\n\n"
+        "    def __getitem__(self, index):\n        return {}[index]\n"
+    )
+    train = ("{type: parts.py:Points, size: 50, noise: 0.1}", "{type: mine.py:Broken}")
+    path = project_with(tmp_path, source, train=train)
+    with pytest.raises(KeyError) as caught:
+        build_trainer(RunConfig.load(path)).train()
+    assert re.fullmatch(r"while reading sample \d+ of Broken", caught.value.__notes__[0])
+
+
+def test_a_rate_that_is_no_number(tmp_path):
+    message = fails(tmp_path, "trainer.optimizer.lr=fast", error=ConfigError)
+    text = "override trainer.optimizer.lr=fast: trainer.optimizer.lr: must be a number, got the text 'fast'."
+    assert message == text
+
+
 def test_a_train_step_that_returns_nothing(tmp_path):
     class Mine(Trainer):
         def train_step(self, batch):

@@ -218,6 +218,9 @@ class Build:
         return registry.instantiate(kind, component, label=label, **provided)
 
     def _optimizer(self, label: str, component: Component, owned: Mapping[str, Any]) -> torch.optim.Optimizer:
+        if isinstance(component.arguments.get("lr"), str):
+            problem = f"{label}.lr: must be a number, got the text {component.lr!r}."
+            raise ConfigError(problem, where=self.config.origin(f"{label}.lr"))
         optimizer: torch.optim.Optimizer = self._make("optimizer", label, component, params=list(owned.values()))
         return optimizer
 

@@ -107,7 +107,7 @@ class SampleFetcher(Dataset[Any]):
             samples = []
             for position, index in zip(positions, indices, strict=True):
                 seed_generators(mix_seed(self.seed, _SAMPLE_STREAM, position))
-                samples.append(dataset[index])
+                samples.append(_read(dataset, index))
         else:
             samples = fetch(self.dataset, indices)
         self._seed_for_collator(positions)
@@ -136,7 +136,15 @@ def fetch(dataset: Any, indices: list[int]) -> list[Any]:
     if hasattr(dataset, "__getitems__"):
         samples: list[Any] = dataset.__getitems__(indices)
         return samples
-    return [dataset[index] for index in indices]
+    return [_read(dataset, index) for index in indices]
+
+
+def _read(dataset: Any, index: int) -> Any:
+    try:
+        return dataset[index]
+    except Exception as error:
+        error.add_note(f"while reading sample {index} of {type(dataset).__name__}")
+        raise
 
 
 def draws_nothing(dataset: Any) -> bool:
