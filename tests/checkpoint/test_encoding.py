@@ -191,7 +191,9 @@ def test_a_bare_tensor_is_named_after_its_part():
 
 
 def test_restored_arrays_can_be_written_to():
-    through_files({"seen": np.zeros(3)})["seen"][0] = 1
+    restored = through_files({"seen": np.zeros(3)})["seen"]
+    restored[0] = 1
+    assert restored.tolist() == [1, 0, 0]
 
 
 def test_integers_of_ten_thousand_digits_come_back():

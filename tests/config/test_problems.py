@@ -41,4 +41,4 @@ def test_problems_are_raised_together_in_the_order_of_the_file():
 
 
 def test_no_problem_is_no_error():
-    raise_all([], lambda path: None)
+    assert raise_all([], lambda path: None) is None
