@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trainwright import registry
+from trainwright import built_ins, registry
 from trainwright.config.checks import BUILT_IN_TRAINERS
 
 PACKAGE = Path(__file__).parents[1] / "src" / "trainwright"
@@ -22,7 +22,7 @@ SOURCES = {
 }
 
 ROWS = (
-    ("errors", "log", "tracebacks"),
+    ("errors", "log", "tracebacks", "built_ins"),
     ("config", "registry"),
     ("backends", "events", "catalogue"),
     ("models", "data", "parallel"),
@@ -207,20 +207,20 @@ def test_rooms_without_torch_do_not_import_it_at_module_level(room):
 
 
 def test_the_config_knows_the_registry_s_trainers():
-    assert set(BUILT_IN_TRAINERS) - NOT_YET_SHIPPED == set(registry.BUILT_INS["trainer"])
+    assert set(BUILT_IN_TRAINERS) - NOT_YET_SHIPPED == set(built_ins.BUILT_INS["trainer"])
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [(kind, name) for kind, names in registry.BUILT_INS.items() for name in names]
+    ("kind", "name"), [(kind, name) for kind, names in built_ins.BUILT_INS.items() for name in names]
 )
 def test_each_built_in_is_there(kind, name):
-    module, _, attribute = registry.BUILT_INS[kind][name].partition(":")
+    module, _, attribute = built_ins.BUILT_INS[kind][name].partition(":")
     assert callable(getattr(importlib.import_module(module), attribute))
     assert registry.find(kind, name, project_dir=Path.cwd()) is not None
 
 
 def test_the_kinds_of_built_ins_are_the_kinds_of_folders():
-    assert registry.BUILT_INS.keys() == registry.KIND_FOLDERS.keys()
+    assert built_ins.BUILT_INS.keys() == built_ins.KIND_FOLDERS.keys()
 
 
 def test_each_module_says_what_it_is():

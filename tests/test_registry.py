@@ -7,9 +7,10 @@ import sys
 import pytest
 
 from trainwright import registry
+from trainwright.built_ins import BUILT_INS, KIND_FOLDERS
 from trainwright.config import Component, Origin
 from trainwright.errors import ComponentError, DataError
-from trainwright.registry import BUILT_INS, KIND_FOLDERS, check_arguments, find, import_modules, instantiate, register
+from trainwright.registry import check_arguments, find, import_modules, instantiate, register
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import trainwright
+from trainwright.built_ins import BUILT_INS, KIND_FOLDERS
 from trainwright.config import TrainerSection
 from trainwright.config.tree import shown_path
-from trainwright.registry import BUILT_INS, KIND_FOLDERS, PROJECT_PACKAGE
+from trainwright.registry import PROJECT_PACKAGE
 
 PROVIDED: Mapping[str, tuple[str, ...]] = {
     "trainer": ("config", "task", "model", "optimizer", "train_dataset", "validation_dataset", "surroundings"),

@@ -12,7 +12,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from trainwright import RunConfig, registry
+from trainwright import RunConfig, built_ins
 from trainwright.catalogue import read_catalogue
 from trainwright.cli import app
 from trainwright.commands.components import SECTIONS, snippet
@@ -47,7 +47,7 @@ def test_every_built_in_and_the_user_s_own_have_a_line(project):
     done = ask()
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
-    for kind, names in registry.BUILT_INS.items():
+    for kind, names in built_ins.BUILT_INS.items():
         for name in names:
             assert any(line.split()[:2] == [kind, name] for line in lines), (kind, name)
     [line] = [line for line in lines if "lion.Lion" in line]
@@ -100,7 +100,7 @@ def test_a_name_alone_is_enough(project):
     assert ask("cosine").stdout == ask("schedule", "cosine").stdout
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in SECTIONS for name in registry.BUILT_INS[kind]])
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in SECTIONS for name in built_ins.BUILT_INS[kind]])
 def test_every_snippet_is_a_run_file_with_the_component_in_its_section(in_tmp, kind, name):
     [entry] = [each for each in read_catalogue(in_tmp, [kind]).entries if each.type == name]
     (in_tmp / "run.yaml").write_text(snippet(entry))

@@ -1,0 +1,63 @@
+"""The short names that a run file may use, as a table of strings: nothing heavy is imported before it is needed.
+
+How a name becomes a class is in registry.py. `tests/test_architecture.py` looks every entry up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+KIND_FOLDERS: Mapping[str, str] = {
+    "trainer": "trainers",
+    "model": "models",
+    "optimizer": "optimizers",
+    "schedule": "schedules",
+    "dataset": "datasets",
+    "collator": "collators",
+    "hook": "hooks",
+    "writer": "writers",
+    "metric": "metrics",
+    "task": "tasks",
+}
+"""Each kind of component, and the folder beside the YAML file where its files are looked for."""
+
+BUILT_INS: Mapping[str, Mapping[str, str]] = {
+    "trainer": {
+        "trainer": "trainwright.loop.trainer:Trainer",
+        "language_model": "trainwright.trainers.language_model:LanguageModelTrainer",
+        "classification": "trainwright.trainers.classification:ClassificationTrainer",
+    },
+    "model": {"llama": "trainwright.models.llama:Llama"},
+    "optimizer": {
+        "adamw": "trainwright.optim.adamw:AdamW",
+        "sgd": "torch.optim:SGD",
+        "adam": "torch.optim:Adam",
+    },
+    "schedule": {
+        "constant": "trainwright.optim.schedules:Constant",
+        "linear": "trainwright.optim.schedules:Linear",
+        "cosine": "trainwright.optim.schedules:Cosine",
+        "inverse_square_root": "trainwright.optim.schedules:InverseSquareRoot",
+        "polynomial": "trainwright.optim.schedules:Polynomial",
+        "step": "trainwright.optim.schedules:Step",
+        "warmup_stable_decay": "trainwright.optim.schedules:WarmupStableDecay",
+    },
+    "dataset": {
+        "stdlib_code": "trainwright.data.sources.stdlib_code:StdlibCode",
+        "digits": "trainwright.data.sources.digits:Digits",
+    },
+    "collator": {"stack": "trainwright.data.collators:Stack"},
+    "hook": {
+        "time_steps": "trainwright.hooks.time_steps:TimeSteps",
+        "average_weights": "trainwright.hooks.average_weights:AverageWeights",
+        "stop_early": "trainwright.hooks.stop_early:StopEarly",
+        "every": "trainwright.hooks.every:every_from_config",
+    },
+    "writer": {
+        "console": "trainwright.writers.console:ConsoleWriter",
+        "json": "trainwright.writers.json_lines:JsonLinesWriter",
+        "tensorboard": "trainwright.writers.tensorboard:TensorBoardWriter",
+    },
+    "metric": {"accuracy": "trainwright.loop.metrics:Accuracy"},
+    "task": {"task": "trainwright.loop.task:Task"},
+}
