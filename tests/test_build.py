@@ -272,7 +272,7 @@ def test_a_split_gives_three_disjoint_sets_that_cover_all(tmp_path):
 
 
 def test_more_parts_than_names_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"data\.split: 4 parts, but there are only train, valid, test"):
+    with pytest.raises(ConfigError, match=r"data\.split: must be a list of at most 3, got a list of 4"):
         build_trainer(load(tmp_path, "data.eval={}", "data.split=[1, 1, 1, 1]"))
 
 

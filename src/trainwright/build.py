@@ -18,9 +18,14 @@ from trainwright.checkpoint import folder as run_folders
 from trainwright.checkpoint.resume import changed_settings, refuse_changes
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.config import BatchPlan, RunConfig, resolve_batch, resolve_mesh
-from trainwright.data.loader import EvalData, LoaderOptions, TrainData, View
+from trainwright.data.failures import OnError
+from trainwright.data.loader import EvalData, TrainData
 from trainwright.data.order import mix_seed
 from trainwright.data.randomness import seed_generators
+from trainwright.data.stream import is_stream
+from trainwright.data.stream_loader import EvalStream, EvaluationData, StreamData, TrainingData
+from trainwright.data.view import View
+from trainwright.data.workers import LoaderOptions
 from trainwright.errors import ConfigError
 from trainwright.events import EventStorage
 from trainwright.loop.builder import Surroundings
@@ -74,10 +79,10 @@ def _introduce(trainer: Trainer) -> None:
     batch, num_parameters = trainer.surroundings.batch, sum(each.numel() for each in trainer.model.parameters())
     processes = f"{trainer.ranks.size} processes, " if trainer.ranks.size > 1 else ""
     logger.info(
-        "%s: %s parameters, %s samples, %s%s, %s, %s",
+        "%s: %s parameters, %s, %s%s, %s, %s",
         trainer.config.name,
         f"{num_parameters:,}",
-        f"{len(trainer.train_data):,}",
+        describe_size(trainer.train_data),
         processes,
         trainer.backend.describe(),
         trainer.config.runtime.precision,
@@ -85,7 +90,7 @@ def _introduce(trainer: Trainer) -> None:
     )
     sets = {**trainer.eval_data, **({"test": trainer.surroundings.test_data} if trainer.surroundings.test_data else {})}
     if sets:
-        logger.info("Evaluates %s", ", ".join(f"{name} ({len(each):,} samples)" for name, each in sets.items()))
+        logger.info("Evaluates %s", ", ".join(f"{name} ({describe_size(each)})" for name, each in sets.items()))
     logger.info(
         "%d steps of %d samples (%d × %d micro-batches); run folder %s",
         trainer.max_steps,
@@ -94,6 +99,11 @@ def _introduce(trainer: Trainer) -> None:
         batch.accumulation * trainer.ranks.size,
         trainer.folder,
     )
+
+
+def describe_size(data: TrainingData | EvaluationData) -> str:
+    """Says how many samples there are, where that is known."""
+    return f"{len(data):,} samples" if isinstance(data, (TrainData, EvalData)) else "a stream"
 
 
 def build_evaluator(config: RunConfig, trainer_class: type[Trainer] | None = None) -> Trainer:
@@ -148,7 +158,7 @@ def _assemble(
     copy_from_first([*model.parameters(), *model.buffers()], ranks)
     batch = resolve_batch(config, ranks.size) if for_training else _evaluation_batch(config, ranks.size)
     collator = trainer_class.build_collator(build)
-    loaders = _Loaders(config, batch, collator, View(ranks.rank, ranks.size))
+    loaders = _Loaders(config, batch, collator, ranks, folder)
     train_data, max_steps = None, 0
     if for_training:
         train_data, max_steps = loaders.for_training(trainer_class.build_train_data(build))
@@ -203,56 +213,69 @@ def _resolved(config: RunConfig, batch: BatchPlan, max_steps: int) -> RunConfig:
 class _Loaders:
     """Wraps datasets into what the loop iterates over."""
 
-    def __init__(self, config: RunConfig, batch: BatchPlan, collator: Any, view: View) -> None:
+    def __init__(self, config: RunConfig, batch: BatchPlan, collator: Any, ranks: Ranks, folder: Path) -> None:
         self._config = config
         self._batch = batch
-        self._collator = collator
-        self._view = view
-        self._options = LoaderOptions(config.data.workers, config.data.loader)
+        self._agree = ranks.sum_counts
+        self._num_ranks = ranks.size
+        data = config.data
+        self._common: dict[str, Any] = {
+            "collator": collator,
+            "seed": config.seed,
+            "view": View(ranks.rank, ranks.size),
+            "options": LoaderOptions(data.workers, data.loader),
+            "on_error": OnError(skips=data.on_error == "skip", at_most=data.max_skipped, folder=folder),
+        }
 
-    def for_training(self, dataset: Any) -> tuple[TrainData, int]:
-        """Returns the training stream and the number of steps that the run's limits allow."""
-        if isinstance(dataset, TrainData):
+    def for_training(self, dataset: Any) -> tuple[TrainingData, int]:
+        """Returns the training batches and the number of steps that the run's limits allow."""
+        section, batch_size = self._config.data, self._batch.global_batch_size
+        data: TrainingData
+        if isinstance(dataset, (TrainData, StreamData)):
             data = dataset
-        else:
-            data = TrainData(
+        elif is_stream(dataset):
+            data = StreamData(
                 dataset,
-                collator=self._collator,
-                global_batch_size=self._batch.global_batch_size,
-                seed=self._config.seed,
-                shuffle=self._config.data.shuffle,
-                view=self._view,
-                options=self._options,
+                global_batch_size=batch_size,
+                shuffle=section.shuffle,
+                block_size=section.shuffle_buffer,
+                agree=self._agree,
+                **self._common,
             )
+        else:
+            data = TrainData(dataset, global_batch_size=batch_size, shuffle=section.shuffle, **self._common)
         max_steps, data.num_samples = _limits(self._config, data)
         return data, max_steps
 
-    def for_evaluation(self, name: str, dataset: Any) -> EvalData:
+    def for_evaluation(self, name: str, dataset: Any) -> EvaluationData:
         """Returns an evaluation set's batches."""
-        if isinstance(dataset, EvalData):
+        if isinstance(dataset, (EvalData, EvalStream)):
             return dataset
-        batch_size = self._config.evaluation.batch_size or self._batch.micro_batch_size * self._view.size
-        return EvalData(
-            dataset,
-            name=name,
-            collator=self._collator,
-            global_batch_size=batch_size,
-            seed=self._config.seed,
-            view=self._view,
-            options=self._options,
-            max_batches=self._config.evaluation.max_batches,
+        arguments = {
+            "name": name,
+            "global_batch_size": self._config.evaluation.batch_size or self._batch.micro_batch_size * self._num_ranks,
+            "max_batches": self._config.evaluation.max_batches,
+            **self._common,
+        }
+        return (
+            EvalStream(dataset, agree=self._agree, **arguments)
+            if is_stream(dataset)
+            else EvalData(dataset, **arguments)
         )
 
 
-def _limits(config: RunConfig, data: TrainData, *, steps_done: int = 0) -> tuple[int, int | None]:
+def _limits(config: RunConfig, data: TrainingData, *, steps_done: int = 0) -> tuple[int, int | None]:
     """Resolves max_steps, max_epochs, max_samples and max_tokens: the first to be reached ends the run.
 
     Returns the number of steps, those done included, and of samples where the last batch may end in the middle.
+    A stream's epochs are no number of samples: they are the passes after which it ends.
     """
     trainer = config.trainer
     where = config.origin("trainer")
     samples = []
-    if trainer.max_epochs is not None:
+    if isinstance(data, StreamData):
+        data.num_passes = _num_passes(config)
+    elif trainer.max_epochs is not None:
         samples.append(round(trainer.max_epochs * len(data)))
     if trainer.max_samples is not None:
         samples.append(trainer.max_samples)
@@ -265,12 +288,30 @@ def _limits(config: RunConfig, data: TrainData, *, steps_done: int = 0) -> tuple
                 where=config.origin("trainer.max_tokens"),
             )
         samples.append(math.ceil(trainer.max_tokens / per_sample))
-    steps = [steps_done + math.ceil((number - data.position) / data.global_batch_size) for number in samples]
+    steps = [steps_done + math.ceil((number - data.places) / data.global_batch_size) for number in samples]
     if trainer.max_steps is not None:
         steps.append(trainer.max_steps)
+    if not steps and isinstance(data, StreamData):
+        raise ConfigError(
+            "trainer: data.train is a stream, of which nobody knows the length. Give max_steps or max_samples too: "
+            "schedules need an end. The run ends earlier if the stream does.",
+            where=where,
+        )
     if not steps:
         raise ConfigError("trainer: no limit. Give max_steps, max_epochs, max_samples or max_tokens.", where=where)
     return min(steps), min(samples) if samples else None
+
+
+def _num_passes(config: RunConfig) -> int:
+    """How often a stream is read: once, or max_epochs times."""
+    epochs = config.trainer.max_epochs or 1
+    if epochs != int(epochs):
+        raise ConfigError(
+            f"trainer.max_epochs: {epochs:g}, but data.train is a stream, of which nobody knows the half. "
+            "Use a whole number, or max_samples.",
+            where=config.origin("trainer.max_epochs"),
+        )
+    return int(epochs)
 
 
 def _evaluation_batch(config: RunConfig, num_ranks: int) -> BatchPlan:
@@ -341,7 +382,7 @@ def _realign(trainer: Trainer, config: RunConfig, *, always: bool) -> None:
     """Counts the steps anew for a run that goes on after a ragged end, or (`always`) with another batch size."""
     data = trainer.train_data
     assert data is not None
-    if always or data.position < trainer.step * data.global_batch_size:
+    if always or data.places < trainer.step * data.global_batch_size:
         max_steps, _ = _limits(config, data, steps_done=trainer.step)
         trainer.max_steps = trainer.storage.max_steps = trainer.surroundings.updater.max_steps = max_steps
         trainer.config = trainer.config.derive({"trainer.max_steps": max_steps})

@@ -6,6 +6,7 @@ setting without effect is a bug. The order in which parts are made is build.py's
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,7 +17,9 @@ import torch
 from trainwright import registry
 from trainwright.checkpoint.folder import run_folder
 from trainwright.config import Component, DataSection, RunConfig
-from trainwright.data.split import split
+from trainwright.data.components import DatasetBuilder
+from trainwright.data.split import sizes_by_ratio, split
+from trainwright.data.stream import is_stream
 from trainwright.errors import ConfigError
 from trainwright.hooks.obey_preemption import ObeyPreemption
 from trainwright.hooks.time_steps import TimeSteps
@@ -27,7 +30,7 @@ from trainwright.loop.trainer import Trainer
 from trainwright.parallel.collectives import Ranks
 from trainwright.writers.writer import Writer
 
-_SPLIT_NAMES = ("train", "valid", "test")
+logger = logging.getLogger(__name__)
 
 
 class Build:
@@ -41,6 +44,7 @@ class Build:
         self._task: Task | None = None
         self._used: set[str] = set()
         self._splits: dict[str, Any] | None = None
+        self._datasets = DatasetBuilder(project_dir=self.project_dir, seed=config.seed, process=config.data.process)
         registry.import_modules(config.imports, project_dir=self.project_dir, where=config.origin("imports"))
 
     # what a Trainer's build_* methods may ask for
@@ -98,7 +102,7 @@ class Build:
         if self._task_builds_data():
             return self._task.build_dataset("train")  # type: ignore[union-attr]  # just asked
         self._used.add("data.train")
-        if self.config.data.split:
+        if self.config.data.cut_off:
             return self._parts()["train"]
         return self._dataset("data.train", self.config.data.train)
 
@@ -114,7 +118,7 @@ class Build:
             raise ConfigError("data.eval.test and data.test would share the name test. Rename the former.", where=where)
         if section:
             return {name: self._dataset(f"data.eval.{name}", component) for name, component in section.items()}
-        return {"valid": self._parts()["valid"]} if self.config.data.split else {}
+        return {name: part for name, part in self._parts().items() if name == "valid"}
 
     def test_data(self) -> Any:
         """The dataset that is evaluated once, at the end, or None."""
@@ -123,7 +127,7 @@ class Build:
         self._used.add("data.test")
         if self.config.data.test is not None:
             return self._dataset("data.test", self.config.data.test)
-        return self._parts().get("test") if self.config.data.split else None
+        return self._parts().get("test")
 
     def collator(self) -> Callable[[list[Any]], Any]:
         """The `data.collator` section."""
@@ -227,23 +231,41 @@ class Build:
     def _dataset(self, label: str, component: Component | None) -> Any:
         if component is None:
             raise ConfigError(f"{label}: there is no dataset. Name one, such as {{type: datasets/mine.py:Mine}}.")
-        return self._make("dataset", label, component)
+        return self._datasets.build(label, component)
 
     def _task_builds_data(self) -> bool:
         return self._task is not None and overrides(self._task, "build_dataset", Task)
 
     def _parts(self) -> dict[str, Any]:
+        """The parts that `data.split` cuts, by name; an evaluation set that gets no sample is left out."""
         if self._splits is None:
-            self._used.add("data.split")
-            ratios = self.config.data.split or ()
-            if len(ratios) > len(_SPLIT_NAMES):
-                raise ConfigError(
-                    f"data.split: {len(ratios)} parts, but there are only {', '.join(_SPLIT_NAMES)}.",
-                    where=self.config.origin("data.split"),
-                )
-            whole = self._dataset("data.train", self.config.data.train)
-            self._splits = dict(zip(_SPLIT_NAMES, split(whole, ratios, seed=self.config.seed), strict=False))
+            self._splits = {}
+            if self.config.data.cut_off:
+                self._used.add("data.split")
+                self._splits = self._cut(self._dataset("data.train", self.config.data.train))
         return self._splits
+
+    def _cut(self, whole: Any) -> dict[str, Any]:
+        data, where = self.config.data, self.config.origin("data.split")
+        if is_stream(whole) or hasattr(type(whole), "make_order"):
+            kind = "a stream" if is_stream(whole) else "a mixture"
+            raise ConfigError(f"data.split: data.train is {kind}, which is not cut. Give data.eval.", where=where)
+        if isinstance(data.split, tuple):
+            sizes = sizes_by_ratio(len(whole), data.split)
+        else:
+            rest = [getattr(data.split, name) for name in data.cut_off]
+            sizes = [len(whole) - sum(rest), *rest]
+            if sizes[0] < 1:
+                raise ConfigError(
+                    f"data.split: {' + '.join(map(str, rest))} samples are cut off from {len(whole)}, which leaves "
+                    "none for training.",
+                    where=where,
+                )
+        parts = dict(zip(("train", *data.cut_off), split(whole, sizes, seed=self.config.seed), strict=True))
+        for name in [name for name, part in parts.items() if not len(part)]:
+            logger.warning("data.split: %d samples are too few for a set %s: there is none.", len(whole), name)
+            del parts[name]
+        return parts
 
 
 def _freeze(model: torch.nn.Module, globs: Any, where: object | None) -> None:

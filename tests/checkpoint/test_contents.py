@@ -75,7 +75,7 @@ def write(store, model, optimizers, *, step=5, hooks=(), unclaimed=None, generat
         optimizers=optimizers,
         hooks=Hooks(hooks).keyed(),
         events={"window": {}, "histories": {}},
-        data=State(40),
+        data={"position": 40},
         loss_scale=None,
         generators=generators or [contents.generator_state()],
         step=step,

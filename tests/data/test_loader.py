@@ -13,7 +13,9 @@ from torch.utils.data import Dataset
 
 from trainwright import registry
 from trainwright.data.collators import Stack
-from trainwright.data.loader import EvalData, LoaderOptions, TrainData, View
+from trainwright.data.loader import EvalData, TrainData
+from trainwright.data.view import View
+from trainwright.data.workers import LoaderOptions
 
 WORKERS = LoaderOptions(2, {"prefetch_factor": 3})
 num_ranks = st.integers(1, 4)

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 
 from trainwright.data.collators import Stack
-from trainwright.data.fetch import SampleFetcher
+from trainwright.data.fetch import SampleFetcher, Span
 from trainwright.data.order import Order
-from trainwright.data.split import split
+from trainwright.data.split import sizes_by_ratio, split
 from trainwright.errors import DataError
 
 ratios = st.lists(st.floats(0.05, 100), min_size=2, max_size=4)
@@ -31,16 +31,17 @@ def whole(part):
     return part.__getitems__(range(len(part)))
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.integers(200, 2000), ratios, st.integers(0, 2**40))
+def by_ratio(dataset, ratios, seed):
+    return split(dataset, sizes_by_ratio(len(dataset), ratios), seed=seed)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 2000), ratios, st.integers(0, 2**40))
 def test_parts_are_disjoint_and_cover_the_whole(size, ratios, seed):
-    try:
-        parts = split(range(size), ratios, seed=seed)
-    except DataError:
-        assert min(ratios) / sum(ratios) * size < 1
-        return
+    parts = by_ratio(range(size), ratios, seed)
     samples = [sample for part in parts for sample in whole(part)]
     assert sorted(samples) == list(range(size))
+    assert len(parts[0]) >= 1  # what is trained on is never empty, even of one sample
     for part, ratio in zip(parts, ratios, strict=True):
         assert abs(len(part) - size * ratio / sum(ratios)) <= 1
 
@@ -48,14 +49,20 @@ def test_parts_are_disjoint_and_cover_the_whole(size, ratios, seed):
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**40))
 def test_a_split_is_a_function_of_seed_and_ratios_alone(seed):
-    first, again = (split(range(100), [90, 10], seed=seed) for _ in range(2))
+    first, again = (by_ratio(range(100), [90, 10], seed) for _ in range(2))
     assert whole(first[1]) == whole(again[1])
-    assert whole(first[1]) != whole(split(range(100), [90, 10], seed=seed + 1)[1])
-    assert whole(first[1]) == whole(split(range(100), [0.9, 0.1], seed=seed)[1])
+    assert whole(first[1]) != whole(by_ratio(range(100), [90, 10], seed + 1)[1])
+    assert whole(first[1]) == whole(by_ratio(range(100), [0.9, 0.1], seed)[1])
+
+
+def test_a_billion_samples_are_split_without_a_list():
+    train, valid = split(range(10**9), [10**9 - 1000, 1000], seed=1)
+    assert len(set(whole(valid))) == 1000
+    assert train[0] not in whole(valid)
 
 
 def test_parts_are_drawn_from_everywhere():
-    valid = whole(split(range(1000), [80, 20], seed=1)[1])
+    valid = whole(by_ratio(range(1000), [80, 20], 1)[1])
     assert min(valid) < 100
     assert max(valid) > 900
 
@@ -76,7 +83,7 @@ def test_a_part_offers_what_its_dataset_offers():
     assert not part.draws_nothing
     with pytest.raises(AttributeError):
         part.missing  # noqa: B018
-    assert split(TensorDataset(torch.arange(9)), [2, 1], seed=0)[0].draws_nothing
+    assert split(TensorDataset(torch.arange(9)), [6, 3], seed=0)[0].draws_nothing
 
 
 def test_a_part_of_a_dataset_that_draws_is_located_once_a_batch_and_gives_the_same():
@@ -93,11 +100,11 @@ def test_a_part_of_a_dataset_that_draws_is_located_once_a_batch_and_gives_the_sa
             return super().indices_in_whole(indices)
 
     part.__class__ = Watched
-    batch = SampleFetcher(part, Order(30, seed=1, shuffle=False), Stack(), 1).fetch_batch(0, 8)
+    batch = SampleFetcher(part, Order(30, seed=1, shuffle=False), Stack(), 1).fetch(Span(0, 8)).batch
     assert set(calls) == {8}  # all samples at once, never one by one
     assert batch[:, 0].tolist() == part.indices_in_whole(range(8))
 
 
-def test_a_part_without_samples_is_refused_with_the_arithmetic():
-    with pytest.raises(DataError, match=r"data\.split: \[98, 1, 1\] cuts 10 samples into 10 \+ 0 \+ 0"):
-        split(range(10), [98, 1, 1], seed=0)
+def test_sizes_that_do_not_make_the_whole_are_refused_with_the_arithmetic():
+    with pytest.raises(DataError, match=r"data\.split: parts of 8 \+ 1 samples do not make 10"):
+        split(range(10), [8, 1], seed=0)

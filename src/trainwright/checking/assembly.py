@@ -86,7 +86,7 @@ def num_steps(config: RunConfig, plan: BatchPlan, data: Any) -> int:
     """Returns how many updates the limits allow with the real run's batch (as build.py counts them)."""
     trainer = config.trainer
     samples = [math.inf if trainer.max_samples is None else trainer.max_samples]
-    if trainer.max_epochs is not None:
+    if trainer.max_epochs is not None and hasattr(data, "__len__"):
         samples.append(round(trainer.max_epochs * len(data)))
     per_sample = getattr(data.dataset, "tokens_per_sample", None)
     if trainer.max_tokens is not None and per_sample:

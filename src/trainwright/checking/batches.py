@@ -7,6 +7,7 @@ differ in fields or shapes, and lists where tensors should be.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import islice
 from numbers import Number
 from typing import Any
 
@@ -17,6 +18,9 @@ from trainwright.checking.explain import Case
 from trainwright.checking.findings import Place
 from trainwright.data.fetch import count_samples, fetch
 from trainwright.data.loader import EvalData, TrainData
+from trainwright.data.stream import is_stream
+from trainwright.data.stream_loader import EvalStream, StreamData
+from trainwright.errors import DataError
 
 
 def check_batch(
@@ -26,13 +30,13 @@ def check_batch(
 
     `is_cut` says that a batch is cut into micro-batches, which a list cannot be.
     """
-    if isinstance(dataset, (TrainData, EvalData)):
+    if isinstance(dataset, (TrainData, EvalData, StreamData, EvalStream)):
         dataset = dataset.dataset
     source = _source_of(dataset)
-    at_sample = places.of_return(getattr(type(source), "__getitem__", type(source)), case.users)
+    reads = "__iter__" if is_stream(source) else "__getitem__"
+    at_sample = places.of_return(getattr(type(source), reads, type(source)), case.users)
     try:
-        size = count_samples(dataset, label)
-        samples = fetch(dataset, list(range(min(batch_size, size))))
+        samples = _first_samples(dataset, batch_size, label)
     except Exception as error:
         case.note(error, label=label, place=at_sample)
         return False
@@ -48,6 +52,15 @@ def check_batch(
             case.add("error", f"{label}: {difference}", advice, at_sample)
         return False
     return _check_lists(batch, collator, is_cut=is_cut, case=case)
+
+
+def _first_samples(dataset: Any, number: int, label: str) -> list[Any]:
+    if not is_stream(dataset):
+        return fetch(dataset, list(range(min(number, count_samples(dataset, label)))))
+    samples = list(islice(iter(dataset), number))
+    if not samples:
+        raise DataError(f"{label}: {type(dataset).__name__} is empty. Check the path or filter that makes it.")
+    return samples
 
 
 def _source_of(dataset: Any) -> Any:

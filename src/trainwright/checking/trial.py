@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from trainwright.build import describe_size
 from trainwright.checking import forwards, places
 from trainwright.checking.assembly import Assembly, assemble, num_data_ranks, num_steps
 from trainwright.checking.batches import check_batch
@@ -22,6 +23,7 @@ from trainwright.checking.findings import AlreadyReported, Finding, Severity
 from trainwright.checking.report import Report
 from trainwright.checking.trace import check_trace
 from trainwright.checking.watch import Sighting, Watch, watching
+from trainwright.data.loader import TrainData
 from trainwright.errors import DataError, TrainwrightError
 from trainwright.loop.evaluation import evaluate_sets
 from trainwright.loop.hook import Hooks
@@ -75,16 +77,16 @@ def _state_facts(trainer: Trainer, assembly: Assembly, case: Case, report: Repor
     parameters = list(trainer.model.parameters())
     total, trained = (sum(one.numel() for one in each) for each in (parameters, filter(_is_trained, parameters)))
     trains = "" if trained == total else f", {trained:,} of them trained"
-    sets = [f"{name} {len(each):,}" for name, each in _all_sets(trainer).items()]
+    sets = [f"{name} {describe_size(each).removesuffix(' samples')}" for name, each in _all_sets(trainer).items()]
     report.facts.append(f"{type(trainer.model).__name__} with {total:,} parameters{trains}")
-    report.facts.append(", ".join([f"{len(data):,} samples", *sets]))
+    report.facts.append(", ".join([describe_size(data), *sets]))
     if plan is None:
         return
     ranks = num_data_ranks(case.config)
     factors = [f"micro-batch {plan.micro_batch_size}", *([f"{ranks} ranks"] if ranks > 1 else [])]
     product = " × ".join([*factors, f"accumulation {plan.accumulation}"])
     report.facts.append(f"{num_steps(case.config, plan, data):,} steps of {plan.global_batch_size} samples ({product})")
-    if plan.global_batch_size > len(data):  # the trial's own batch may be smaller
+    if isinstance(data, TrainData) and plan.global_batch_size > len(data):  # the trial's own batch may be smaller
         case.note(_too_large(plan.global_batch_size, len(data)), label="trainer.global_batch_size")
 
 

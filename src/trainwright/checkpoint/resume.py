@@ -31,6 +31,8 @@ FREE_SETTINGS = (
     "data.loader",
     "data.eval",
     "data.test",
+    "data.on_error",
+    "data.max_skipped",
     "evaluation",
     "checkpoint",
     "hooks",

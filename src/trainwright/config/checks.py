@@ -68,7 +68,7 @@ def _check_optimizers(trainer: TrainerSection) -> list[Problem]:
 def _check_keep_best(keep_best: KeepBest, data: DataSection, *, sets_are_known: bool) -> list[Problem]:
     path = ("checkpoint", "keep_best", "metric")
     set_name, slash, metric = keep_best.metric.partition("/")
-    sets = [*data.eval, *(["valid"] if data.split is not None and "valid" not in data.eval else [])]
+    sets = list(data.eval) or [name for name in data.cut_off if name != "test"]
     example = f"{sets[0] if sets else 'valid'}/loss"
     if not slash or not set_name or not metric:
         text = f"must be a set and its metric, such as {example}; got {describe(keep_best.metric)}."

@@ -20,7 +20,13 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 _KINDS: Mapping[str, Mapping[str, str]] = {
     "RunConfig": {"task": "task", "model": "model", "hooks": "hook", "writers": "writer"},
-    "DataSection": {"train": "dataset", "eval": "dataset", "test": "dataset", "collator": "collator"},
+    "DataSection": {
+        "train": "dataset",
+        "eval": "dataset",
+        "test": "dataset",
+        "process": "dataset",
+        "collator": "collator",
+    },
     "OptimizerSection": {"optimizer": "optimizer", "schedule": "schedule"},
     "TrainerSection": {"optimizer": "optimizer", "schedule": "schedule"},
     "EvaluationSection": {"metrics": "metric"},
@@ -109,6 +115,8 @@ def _widen(sections: Json, type_names: Mapping[str, Sequence[str]]) -> None:
     data["collator"]["default"] = RunConfig().data.collator.type
     sets = {**data["eval"], "propertyNames": {"pattern": "^[a-z][a-z0-9_-]*$", "not": {"enum": ["train", "type"]}}}
     data["eval"] = _any_of(sets, {"$ref": "#/$defs/dataset"}, {"type": "null"})
+    ratios = {"type": "array", "items": {"type": "number", "exclusiveMinimum": 0}, "minItems": 2, "maxItems": 3}
+    data["split"] = {**data["split"], "anyOf": [ratios, {"$ref": "#/$defs/SplitSizes"}, {"type": "null"}]}
     loader = _clean(LoaderArguments.model_json_schema())
     data["loader"] = _or_null({**loader, "description": data["loader"]["description"]})
     trainer["optimizers"] = _or_null(trainer["optimizers"])

@@ -119,12 +119,14 @@ _EXPECTED: Mapping[str, str] = {
     "greater_than": "more than {gt:g}",
     "greater_than_equal": "at least {ge:g}",
     "too_short": "a list of at least {min_length}",
+    "too_long": "a list of at most {max_length}",
 }
 
 
 def _explain_one(details: ErrorDetails, root: type[BaseModel]) -> Problem:
     # Pydantic marks a wrong key of a mapping with "[key]"; for the user it is the mapping's own problem.
-    path = tuple(part for part in details["loc"] if part != "[key]")
+    # What pydantic adds in brackets ("[key]", the tags of a union) is no part of the file.
+    path = tuple(part for part in details["loc"] if not str(part).startswith("["))
     kind, value = details["type"], details["input"]
     if kind == "refused":
         return Problem(path, details["msg"])

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from trainwright.config.component import Component
 from trainwright.config.frozen import Frozen, freeze, thaw
@@ -112,6 +112,25 @@ def _loader_arguments(value: Any) -> Any:
     return {key: getattr(checked, key) for key in value}
 
 
+class SplitSizes(Section):
+    """How many samples are cut from train for evaluation; the rest is for training."""
+
+    valid: Count | None = None
+    """Samples of the set `valid`; None: there is none."""
+    test: Count | None = None
+    """Samples of the test set; None: there is none."""
+
+
+def _kind_of_split(value: Any) -> str:
+    return "[sizes]" if isinstance(value, (Mapping, SplitSizes)) else "[ratios]"
+
+
+Ratios: TypeAlias = Annotated[
+    tuple[Positive, ...], BeforeValidator(_tuple), Field(min_length=2, max_length=3), Tag("[ratios]")
+]
+Sizes: TypeAlias = Annotated[SplitSizes, Tag("[sizes]")]
+
+
 class DataSection(Section):
     """Where samples come from and how they become batches."""
 
@@ -121,8 +140,10 @@ class DataSection(Section):
     """The named evaluation sets. One bare component is named `eval`. Empty: no evaluation."""
     test: Component | None = None
     """Evaluated once, at the end; it never chooses a checkpoint."""
-    split: Annotated[tuple[Positive, ...], BeforeValidator(_tuple), Field(min_length=2)] | None = None
-    """Ratios that cut train into train, valid and test; None: train is used whole."""
+    split: Annotated[Ratios | Sizes, Discriminator(_kind_of_split)] | None = None
+    """Cuts train into train, valid and test: by ratios, or with the sizes of valid and test. None: it is used whole."""
+    process: Component | None = None
+    """A function that each row goes through once; the result is kept on disk and shared by all runs that need it."""
     collator: Component = Field(default_factory=lambda: Component("stack"))
     """Makes one batch of a list of samples."""
     workers: Annotated[Whole, Field(ge=0)] = 0
@@ -131,6 +152,19 @@ class DataSection(Section):
     """Further arguments of the DataLoader, such as prefetch_factor."""
     shuffle: bool = True
     """Whether each epoch has its own order, drawn from the seed."""
+    shuffle_buffer: Count = 1000
+    """Rows of a stream that are shuffled with each other; at most as many are read again when a run goes on."""
+    on_error: Literal["raise", "skip"] = "raise"
+    """What a row that cannot be read does: ends the run, or is left out and listed in skipped_rows.json."""
+    max_skipped: Count = 100
+    """Rows that may be left out before the run ends after all."""
+
+    @property
+    def cut_off(self) -> tuple[str, ...]:
+        """The names of the sets that `split` cuts off from train."""
+        if isinstance(self.split, SplitSizes):
+            return tuple(name for name, size in self.split if size is not None)
+        return ("valid", "test")[: len(self.split) - 1] if self.split else ()
 
 
 class OptimizerSection(Section):

@@ -2,20 +2,23 @@
 
 A sample's generators (torch's, Python's, numpy's) are seeded from (seed, position), so it comes out the
 same on any rank, in any worker and after a resume; a collator's from (seed, first position), the same in
-any worker. Step randomness is the loop's. Batching is loader.py's.
+any worker. Step randomness is the loop's. Which positions make a batch is loader.py's; workers are workers.py's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from trainwright import registry
-from trainwright.data.order import Order, mix_seed
+from trainwright.data.order import Indices, mix_seed
 from trainwright.data.randomness import Watch, seed_generators
+from trainwright.data.stream import has_index
+from trainwright.data.view import View
 from trainwright.errors import DataError
 
 Collator = Callable[[list[Any]], Any]
@@ -23,14 +26,88 @@ Collator = Callable[[list[Any]], Any]
 _SAMPLE_STREAM, _BATCH_STREAM = 0xDA7A, 0xBA7C  # keep samples', batches' and steps' seeds of a run apart
 
 
+@dataclass(frozen=True)
+class Failure:
+    """A row that cannot be read."""
+
+    source: str
+    row: int
+    error: str
+    lane: int | None = None
+    """The lane of a stream that has several."""
+
+    @classmethod
+    def of(cls, error: Exception, *, source: str, row: int, lane: int | None = None) -> Failure:
+        """Describes an exception."""
+        return cls(source, row, f"{type(error).__name__}: {error}", lane)
+
+    def describe(self) -> str:
+        """Says in words which row it is, and what is wrong with it."""
+        lane = "" if self.lane is None else f" of lane {self.lane}"
+        return f"row {self.row}{lane} of {self.source} cannot be read ({self.error})"
+
+    def annotate(self, error: Exception) -> None:
+        """Notes the row on the exception itself, for its traceback."""
+        lane = "" if self.lane is None else f" of lane {self.lane}"
+        error.add_note(f"while reading sample {self.row}{lane} of {self.source}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what is known, as one line of a list of failures."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+class Span(NamedTuple):
+    """A rank's positions of one batch: what a SampleFetcher is asked for."""
+
+    start: int
+    stop: int
+    num_all: int = 0
+    """Positions of the whole batch, over all ranks."""
+    is_stand_in: bool = False
+    """Has the rank no position of its own here? Then it fetches one before, and takes part with weight 0."""
+
+    @classmethod
+    def of(cls, start: int, stop: int, view: View) -> Span:
+        """Returns a rank's span of the batch at these positions."""
+        own_start, own_stop = view.part(start, stop)
+        if own_stop > own_start:
+            return cls(own_start, own_stop, stop - start)
+        return cls(max(own_start - 1, 0), max(own_start, 1), stop - start, is_stand_in=True)
+
+
+class Fetched(NamedTuple):
+    """A rank's share of one batch."""
+
+    batch: Any
+    num_samples: int
+    """How many samples count; 0 for a stand-in, which only takes part."""
+    failures: tuple[Failure, ...] = ()
+    """Rows that were left out because they cannot be read."""
+    cursors: tuple[tuple[int, Any], ...] = ()
+    """Where a stream can be entered again: (lane, cursor)."""
+    is_over: bool = False
+    """Have all lanes that it comes from ended?"""
+
+
+class OrderLike(Protocol):
+    """What the fetcher asks of an order (order.py, mix.py): which sample stands at which position."""
+
+    size: int
+    """Samples per epoch."""
+
+    def indices(self, start: int, stop: int) -> Indices:
+        """Returns the sample at each global position of start … stop−1."""
+        ...
+
+
 def count_samples(dataset: Any, label: str) -> int:
     """Returns the number of samples, or says why the dataset cannot be used."""
     if isinstance(dataset, DataLoader):
         raise DataError(f"{label}: this is a DataLoader. Give its dataset: batches are made by the run itself.")
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+    if not has_index(dataset):
         raise DataError(
-            f"{label}: {type(dataset).__name__} has no `__getitem__`, so its order could not be resumed exactly. "
-            "Use a map-style dataset, which has `__len__` and `__getitem__`."
+            f"{label}: {type(dataset).__name__} has neither `__getitem__` nor `__iter__`. Give it `__len__` and "
+            "`__getitem__`, or `__iter__` where it can only be read as a stream."
         )
     try:
         size = len(dataset)
@@ -47,11 +124,14 @@ class SampleFetcher(Dataset[Any]):
     Seeding changes nothing where nobody draws, so it is done only for a dataset or collator that was seen drawing.
     """
 
-    def __init__(self, dataset: Any, order: Order, collator: Collator, seed: int) -> None:
+    def __init__(
+        self, dataset: Any, order: OrderLike, collator: Collator, seed: int, *, skips_errors: bool = False
+    ) -> None:
         self.dataset = dataset
         self.order = order
         self.collator = collator
         self.seed = seed
+        self._skips_errors = skips_errors
         self._watch = Watch()
         self._dataset_may_draw = not draws_nothing(dataset)
         self._collator_may_draw = not getattr(collator, "draws_nothing", False)
@@ -59,69 +139,106 @@ class SampleFetcher(Dataset[Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A spawned worker unpickles the dataset, which is in the state, after it has called the function.
-        return _make_in_project, (registry.project_folder(),), self.__dict__
+        return make_in_project, (SampleFetcher, registry.project_folder()), self.__dict__
 
-    def fetch_batch(self, start: int, stop: int) -> Any:
+    def fetch(self, span: Span) -> Fetched:
         """Fetches and collates in this process, leaving its generators as they were."""
-        positions = range(start, stop)
         if not (self._dataset_may_draw or self._collator_may_draw):
-            return self.collator(self._fetch(positions))
+            return self._collate(span, *self._read(span))
         watch = self._watch
         watch.begin()
         if not self._was_seen_drawing:
             try:
-                batch = self.collator(self._fetch(positions))
+                fetched = self._collate(span, *self._read(span))
             except BaseException:
                 watch.restore()
                 raise
             if not watch.saw_a_draw():
-                return batch
+                return fetched
             self._was_seen_drawing = True
         try:
-            return self.collator(self._fetch_seeded(positions))
+            samples, failures = self._read_seeded(span)
+            self._seed_for_collator(span)
+            return self._collate(span, samples, failures)
         finally:
             watch.restore()
 
-    def __getitems__(self, positions: Sequence[int]) -> list[Any]:
-        """Returns the samples at consecutive positions, with the generators ready for the collator.
-
-        A worker's loader calls this, then the collator, and nothing of ours in between. The worker's own
-        generators are nobody's, so they need no restoring.
-        """
-        if not self._was_seen_drawing:
+    def __getitems__(self, span: Span) -> Fetched:
+        """Fetches and collates in a worker, whose own generators are nobody's and need no restoring."""
+        if not self._was_seen_drawing and self._dataset_may_draw:
             self._watch.begin()
-            samples = self._fetch(positions)
-            if not self._dataset_may_draw or not self._watch.saw_a_draw():
-                self._seed_for_collator(positions)
-                return samples
-            self._was_seen_drawing = True
-        return self._fetch_seeded(positions)
+            samples, failures = self._read(span)
+            self._was_seen_drawing = self._watch.saw_a_draw()
+        if self._was_seen_drawing or not self._dataset_may_draw:
+            samples, failures = self._read_seeded(span)
+        self._seed_for_collator(span)
+        return self._collate(span, samples, failures)
 
-    def _fetch(self, positions: Sequence[int]) -> list[Any]:
-        return fetch(self.dataset, self.order.indices(positions[0], positions[-1] + 1).tolist())
+    def describe(self, span: Span) -> str:
+        """Names the samples at these positions."""
+        indices = self._indices(span)
+        shown = ", ".join(map(str, indices[:16])) + (", …" if len(indices) > 16 else "")
+        return f"positions {span.start} to {span.stop - 1}, which are samples {shown}"
 
-    def _fetch_seeded(self, positions: Sequence[int]) -> list[Any]:
-        indices: list[int] = self.order.indices(positions[0], positions[-1] + 1).tolist()
-        if self._dataset_may_draw:
-            dataset, indices = _locate(self.dataset, indices)
-            samples = []
-            for position, index in zip(positions, indices, strict=True):
+    def _indices(self, span: Span) -> list[int]:
+        found: list[int] = self.order.indices(span.start, span.stop).tolist()
+        return found
+
+    def _collate(self, span: Span, samples: list[Any], failures: list[Failure]) -> Fetched:
+        return Fetched(self.collator(samples), 0 if span.is_stand_in else len(samples), tuple(failures))
+
+    def _read(self, span: Span) -> tuple[list[Any], list[Failure]]:
+        indices = self._indices(span)
+        if not self._skips_errors:
+            return fetch(self.dataset, indices), []
+        try:
+            return fetch(self.dataset, indices), []
+        except Exception:
+            return self._read_one_by_one(span, indices)
+
+    def _read_seeded(self, span: Span) -> tuple[list[Any], list[Failure]]:
+        if not self._dataset_may_draw:
+            return self._read(span)
+        indices = self._indices(span)
+        if self._skips_errors:
+            return self._read_one_by_one(span, indices)
+        dataset, indices = _locate(self.dataset, indices)
+        samples = []
+        for position, index in zip(range(span.start, span.stop), indices, strict=True):
+            seed_generators(mix_seed(self.seed, _SAMPLE_STREAM, position))
+            samples.append(_read(dataset, index))
+        return samples, []
+
+    def _read_one_by_one(self, span: Span, indices: list[int]) -> tuple[list[Any], list[Failure]]:
+        """Reads what can be read. Where nothing can, the nearest sample before stands in, for a batch needs one."""
+        samples, failures = [], []
+        dataset, indices = _locate(self.dataset, indices)
+        source = type(dataset).__name__
+        for position, index in zip(range(span.start, span.stop), indices, strict=True):
+            if self._dataset_may_draw:
                 seed_generators(mix_seed(self.seed, _SAMPLE_STREAM, position))
-                samples.append(_read(dataset, index))
-        else:
-            samples = fetch(self.dataset, indices)
-        self._seed_for_collator(positions)
-        return samples
+            try:
+                samples.append(dataset[index])
+            except Exception as error:
+                failures.append(Failure.of(error, source=source, row=index))
+        if samples:
+            return samples, failures
+        if span.start == 0:
+            raise DataError(f"data.on_error: skip, but {failures[0].describe()}, nor can any sample before it.")
+        neighbour = Span(span.start - 1, span.start)
+        samples, before = self._read_one_by_one(neighbour, self._indices(neighbour))
+        return samples, [*failures, *before]
 
-    def _seed_for_collator(self, positions: Sequence[int]) -> None:
+    def _seed_for_collator(self, span: Span) -> None:
         if self._collator_may_draw:
-            seed_generators(mix_seed(self.seed, _BATCH_STREAM, positions[0]))
+            seed_generators(mix_seed(self.seed, _BATCH_STREAM, span.start))
 
 
-def _make_in_project(folder: Path | None) -> SampleFetcher:
+def make_in_project(kind: type[Any], folder: Path | None) -> Any:
+    """Makes an empty object in a spawned worker, where the project's own classes must be found first."""
     if folder is not None:
         registry.enter_project(folder)
-    return SampleFetcher.__new__(SampleFetcher)
+    return object.__new__(kind)
 
 
 def _locate(dataset: Any, indices: list[int]) -> tuple[Any, list[int]]:
@@ -131,7 +248,7 @@ def _locate(dataset: Any, indices: list[int]) -> tuple[Any, list[int]]:
     return dataset, indices
 
 
-def fetch(dataset: Any, indices: list[int]) -> list[Any]:
+def fetch(dataset: Any, indices: Sequence[int]) -> list[Any]:
     """Returns the samples, with one call where the dataset offers `__getitems__`."""
     if hasattr(dataset, "__getitems__"):
         samples: list[Any] = dataset.__getitems__(indices)
@@ -143,7 +260,7 @@ def _read(dataset: Any, index: int) -> Any:
     try:
         return dataset[index]
     except Exception as error:
-        error.add_note(f"while reading sample {index} of {type(dataset).__name__}")
+        Failure.of(error, source=type(dataset).__name__, row=index).annotate(error)
         raise
 
 

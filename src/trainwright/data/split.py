@@ -1,6 +1,6 @@
 """Cuts one dataset into disjoint parts that cover it, without an id list.
 
-A part is a range of places under a keyed permutation, so membership depends on (seed, ratios, size) alone.
+A part is a range of places under a keyed permutation, so membership depends on (seed, sizes) alone.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ class Part(Dataset[Any]):
         return result
 
 
-def split(dataset: Any, ratios: Sequence[float], *, seed: int) -> list[Part]:
-    """Cuts a dataset by ratios (renormalised): disjoint, exhaustive, and no part empty."""
-    size = len(dataset)
+def sizes_by_ratio(size: int, ratios: Sequence[float]) -> list[int]:
+    """Returns how many samples each part gets; the first at least one, the others none where there are too few."""
     total = sum(ratios)
-    edges = [round(size * sum(ratios[:count]) / total) for count in range(len(ratios) + 1)]
-    parts = [Part(dataset, start, stop, seed=seed) for start, stop in pairwise(edges)]
-    if not all(len(part) for part in parts):
-        sizes = " + ".join(str(len(part)) for part in parts)
-        raise DataError(
-            f"data.split: {list(ratios)} cuts {size} samples into {sizes}, which leaves a part empty. "
-            "Use larger ratios for the small parts, or fewer parts."
-        )
-    return parts
+    edges = [0, *(max(1, round(size * sum(ratios[:count]) / total)) for count in range(1, len(ratios) + 1))]
+    return [stop - start for start, stop in pairwise(edges)]
+
+
+def split(dataset: Any, sizes: Sequence[int], *, seed: int) -> list[Part]:
+    """Cuts a dataset into parts of these sizes, which together are the whole: disjoint and exhaustive."""
+    if sum(sizes) != len(dataset) or min(sizes) < 0:
+        raise DataError(f"data.split: parts of {' + '.join(map(str, sizes))} samples do not make {len(dataset)}.")
+    edges = [sum(sizes[:count]) for count in range(len(sizes) + 1)]
+    return [Part(dataset, start, stop, seed=seed) for start, stop in pairwise(edges)]

@@ -140,8 +140,11 @@ class _Construction(_Writer):
         return Act(f"{name} ({where})", found.place, f"{prefix}{found.remark}", found.is_users)
 
     def _cut(self) -> str:
-        ratios = self.config.data.split
-        return f"data.train is cut {' : '.join(f'{one:g}' for one in ratios)} by data.split" if ratios else ""
+        split, names = self.config.data.split, self.config.data.cut_off
+        if isinstance(split, tuple):
+            return f"data.train is cut {' : '.join(f'{one:g}' for one in split)} by data.split"
+        sizes = " and ".join(f"{getattr(split, name):,} samples for {name}" for name in names)
+        return f"data.split cuts {sizes} off from data.train" if names else ""
 
     def _hooks(self) -> None:
         acts = self.trainer_acts("build_hooks")
@@ -263,12 +266,12 @@ class _Loop(_Writer):
     def _evaluate(self) -> None:
         when = self._when(self.config.evaluation.every_steps)
         builders = self.trainer_acts("build_eval_data") or self.task_acts("build_dataset")
-        sets = [*self.config.data.eval] or (["valid"] if self.config.data.split else [])
+        sets = [*self.config.data.eval] or [name for name in self.config.data.cut_off if name != "test"]
         if not sets and not builders and self.config.data.test is None:
             self.out.append(Line("phase", "evaluate", 1, remark="never: there is no evaluation set (data.eval)"))
             return
         names = f"the sets of {builders[0].name}" if builders else ", ".join(sets)
-        has_test = self.config.data.test is not None or len(self.config.data.split or ()) > 2
+        has_test = self.config.data.test is not None or "test" in self.config.data.cut_off
         test = "; test once, at the end" if has_test else ""
         self.out.append(Line("phase", "evaluate", 1, remark=f"{names}: {when}{test}" if names else "test, at the end"))
         self._moment("before_eval", 2)

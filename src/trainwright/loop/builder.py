@@ -15,7 +15,7 @@ import torch
 from trainwright.backends import Backend
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.config import BatchPlan, RunConfig
-from trainwright.data.loader import EvalData
+from trainwright.data.stream_loader import EvaluationData
 from trainwright.events import EventStorage
 from trainwright.loop.hook import Hook
 from trainwright.loop.metrics import ConfiguredMetric
@@ -70,4 +70,4 @@ class Surroundings:
     folder: Path
     store: CheckpointStore
     metrics: list[ConfiguredMetric] = field(default_factory=list)
-    test_data: EvalData | None = None
+    test_data: EvaluationData | None = None

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainwright.checkpoint.contents import generator_state, restore_generators
-from trainwright.data.loader import EvalData
 from trainwright.data.order import mix_seed
+from trainwright.data.stream_loader import EvaluationData
 from trainwright.errors import TrainwrightError
 from trainwright.events import EventStorage, Mean
 from trainwright.events.windows import merge, summarise
@@ -91,7 +91,7 @@ def _double(value: Any) -> Any:
     return value.detach().double() if isinstance(value, torch.Tensor) else float(value)
 
 
-def evaluate_sets(trainer: Trainer, sets: Mapping[str, EvalData]) -> dict[str, float]:
+def evaluate_sets(trainer: Trainer, sets: Mapping[str, EvaluationData]) -> dict[str, float]:
     """Evaluates several sets and returns their logs, each prefixed with its set's name, the same on every rank.
 
     Training goes on as if it had not happened: modes of modules and generators are put back.
@@ -126,7 +126,7 @@ def evaluate_sets(trainer: Trainer, sets: Mapping[str, EvalData]) -> dict[str, f
 
 
 @torch.no_grad()
-def _evaluate_set(trainer: Trainer, data: EvalData) -> dict[str, float]:
+def _evaluate_set(trainer: Trainer, data: EvaluationData) -> dict[str, float]:
     """Evaluates one set and returns its logs, unprefixed.
 
     What a model puts meanwhile goes into a storage of the set's own, and joins its logs: in the run's
@@ -164,7 +164,7 @@ class _Pass:
         self._trainer = trainer
         self._aggregates = overrides(trainer.task, "aggregate_logs", Task)
 
-    def run(self, iterator: Iterator[Any], data: EvalData) -> None:
+    def run(self, iterator: Iterator[Any], data: EvaluationData) -> None:
         """Runs every batch."""
         trainer = self._trainer
         for metric in trainer.surroundings.metrics:

@@ -67,15 +67,16 @@ def save_checkpoint(trainer: Trainer, *, metrics: Mapping[str, float]) -> Path:
     copy_from_first(trainer.model.buffers(), ranks)  # what is saved is then what every rank goes on with
     window = merge(ranks.gather(trainer.storage.peek_window()))
     generators = ranks.gather(contents.generator_state())
+    assert trainer.train_data is not None
+    data = trainer.train_data.merge_states(ranks.gather(trainer.train_data.state_dict()))
     failure: CheckpointError | None = None
     if ranks.is_first:
-        assert trainer.train_data is not None
         parts = contents.collect(
             model=trainer.model,
             optimizers=trainer.optimizers,
             hooks=trainer.moments.keyed(),
             events=trainer.storage.state_dict(window),
-            data=trainer.train_data,
+            data=data,
             loss_scale=trainer.loss_scale,
             generators=generators,
             step=trainer.step,

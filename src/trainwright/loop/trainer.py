@@ -18,8 +18,8 @@ import torch
 from trainwright.checkpoint.contents import refuse_unsavable, restore_generators
 from trainwright.checkpoint.folder import FolderLock
 from trainwright.config import RunConfig
-from trainwright.data.loader import EvalData, TrainData
 from trainwright.data.order import mix_seed
+from trainwright.data.stream_loader import EvaluationData, TrainingData
 from trainwright.errors import ConfigError, DataError, TrainwrightError
 from trainwright.events.windows import merge, summarise
 from trainwright.loop.builder import Builder, Surroundings
@@ -61,8 +61,8 @@ class Trainer:
         task: Task,
         model: torch.nn.Module,
         optimizer: Any,
-        train_dataset: TrainData | None = None,
-        validation_dataset: Mapping[str, EvalData] | None = None,
+        train_dataset: TrainingData | None = None,
+        validation_dataset: Mapping[str, EvaluationData] | None = None,
         **rest: Any,
     ) -> None:
         surroundings: Surroundings | None = rest.pop("surroundings", None)
@@ -78,7 +78,7 @@ class Trainer:
             dict(optimizer) if isinstance(optimizer, Mapping) else {"main": optimizer}
         )
         self.train_data = train_dataset
-        self.eval_data: dict[str, EvalData] = dict(validation_dataset or {})
+        self.eval_data: dict[str, EvaluationData] = dict(validation_dataset or {})
         self.surroundings = surroundings
         self.loss_scale = surroundings.updater.loss_scale
         self.backend = surroundings.backend
@@ -435,6 +435,8 @@ class Trainer:
     def _write_if_due(self) -> None:
         logs: dict[str, Any] = {}
         if self._is_last or self.step % self.config.log.every_steps == 0:
+            for name, count in (self.train_data.counts if self.train_data else {}).items():
+                self.storage.put_scalar(f"samples/{name}", count, smoothing_hint=False)
             self._window_logs = summarise(merge(self.ranks.gather(self.storage.take_window())))
             logs = self.train_loop_end()
             self._warn_of_nan(logs)

@@ -55,6 +55,14 @@ class Ranks:
             dist.all_reduce(tensor)
         return tensor
 
+    def sum_counts(self, *counts: int) -> tuple[int, ...]:
+        """Returns each count summed over all ranks; a message between hosts, no device is waited for."""
+        if self.size == 1:
+            return counts
+        tensor = torch.tensor(counts)
+        dist.all_reduce(tensor, group=self._control)
+        return tuple(tensor.tolist())
+
     def highest_vote(self, vote: int) -> int:
         """Returns the highest vote that any rank cast at the call before; this call's vote is under way.
 

@@ -1,0 +1,113 @@
+"""Builds a dataset from its component in the config: nested sources first, `data.process` on each of them.
+
+    {type: pack, length: 512, source: {type: mix, sources: {a: {type: …, weight: 3}, b: {type: …, weight: 1}}}}
+
+A component may hold others: `source` one, `sources` several by name, each with a `weight` beside its arguments.
+Which section becomes which set is parts.py's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainwright import registry
+from trainwright.config import Component
+from trainwright.data.process_stream import ProcessedStream
+from trainwright.data.stream import is_stream
+from trainwright.errors import ConfigError
+
+
+class DatasetBuilder:
+    """Builds the datasets of one run, each with its sources."""
+
+    def __init__(self, *, project_dir: Path, seed: int, process: Component | None = None) -> None:
+        self._project_dir = project_dir
+        self._seed = seed
+        self._process = process
+
+    def build(self, label: str, component: Component) -> Any:
+        """Returns the dataset that a component names; `label` says where it stands, for errors."""
+        nested = self._build_nested(label, component)
+        if not nested:
+            return self._apply_process(component, self._make(label, component, {}))
+        return self._make(label, component, nested)
+
+    def _make(self, label: str, component: Component, nested: Mapping[str, Any]) -> Any:
+        arguments = {name: value for name, value in component.arguments.items() if name not in nested}
+        target = registry.find(
+            "dataset", component.type, project_dir=self._project_dir, where=component.origin, label=label
+        )
+        provided = dict(nested)
+        names = _parameter_names(target)
+        if "run_seed" in names:
+            provided["run_seed"] = self._seed
+        if isinstance(arguments.get("args"), Mapping) and "args" in names:
+            # create_dataset(path, args) reads them as attributes.
+            provided["args"] = Namespace(**component.to_dict()["args"])
+            del arguments["args"]
+        plain = Component(component.type, **arguments).located_at(component.origin)
+        return registry.instantiate("dataset", plain, project_dir=self._project_dir, label=label, **provided)
+
+    def _build_nested(self, label: str, component: Component) -> dict[str, Any]:
+        """Returns the datasets that stand in `source` and `sources`, and the sources' weights."""
+        nested: dict[str, Any] = {}
+        inner = component.arguments.get("source")
+        if isinstance(inner, Mapping) and _is_component(inner):
+            nested["source"] = self.build(f"{label}.source", self._nested(component, inner))
+        several = component.arguments.get("sources")
+        if isinstance(several, Mapping) and several and all(_is_component(each) for each in several.values()):
+            weights = {name: each["weight"] for name, each in several.items() if "weight" in each}
+            if weights and len(weights) < len(several):
+                missing = ", ".join(name for name in several if name not in weights)
+                raise ConfigError(f"{label}.sources: no weight for {missing}. Give all a weight, or none.")
+            nested["sources"] = {
+                name: self.build(f"{label}.sources.{name}", self._nested(component, each, without=("weight",)))
+                for name, each in several.items()
+            }
+            if weights:
+                nested["weights"] = weights
+        return nested
+
+    def _nested(self, outer: Component, values: Mapping[str, Any], without: tuple[str, ...] = ()) -> Component:
+        kept = {name: value for name, value in values.items() if name not in without}
+        return Component.from_mapping(kept).located_at(outer.origin)
+
+    def _apply_process(self, component: Component, dataset: Any) -> Any:
+        if self._process is None:
+            return dataset
+        function: Callable[..., Any] = registry.find(
+            "dataset",
+            self._process.type,
+            project_dir=self._project_dir,
+            where=self._process.origin,
+            label="data.process",
+        )
+        arguments = {name: value for name, value in self._process.to_dict().items() if name != "type"}
+        registry.check_arguments(
+            function, arguments, label="data.process", where=self._process.origin, provided=_first_parameter(function)
+        )
+        from trainwright.data.process import describe_input, processed  # needs the package datasets
+
+        if is_stream(dataset):
+            return ProcessedStream(dataset, function, arguments)
+        return processed(dataset, function, arguments=arguments, input_key=describe_input(component.to_dict(), dataset))
+
+
+def _is_component(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("type"), str)
+
+
+def _first_parameter(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The row's parameter, whatever its name: it is no argument of the run file."""
+    return _parameter_names(function)[:1]
+
+
+def _parameter_names(target: Callable[..., Any]) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(target).parameters)
+    except (TypeError, ValueError):  # a class that is written in C tells nothing
+        return ()

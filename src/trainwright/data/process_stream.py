@@ -1,0 +1,96 @@
+"""Sends each row of a stream through a function, as it is read; data with an index is processed once (process.py)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+# Asking a source for its state may cost as much as a row, so it is asked once for this many of them.
+_ROWS_PER_ANCHOR = 64
+
+Function = Callable[..., Any]
+
+
+def outputs_of(returned: Any) -> list[Any]:
+    """Returns the samples that a row became: one, several of a list, or none for None."""
+    if returned is None:
+        return []
+    return list(returned) if isinstance(returned, list) else [returned]
+
+
+class ProcessedStream:
+    """A stream of what `function(row, **arguments)` returns: a sample, a list of samples, or None to drop the row.
+
+    It is cut and resumed as its source is: where that can go on from a state, so can this, for at most 64 rows again.
+    """
+
+    def __init__(self, source: Any, function: Function, arguments: Mapping[str, Any]) -> None:
+        self.source = source
+        self.function = function
+        self.arguments = dict(arguments)
+        self._start: Mapping[str, Any] | None = None
+        self._rows: _Rows | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        # Only what the source can do: a method that is always there would promise too much.
+        if name.startswith("__") or name == "source":
+            raise AttributeError(name)
+        own = {"state_dict": self._state, "load_state_dict": self._load_state, "shard": self._shard}
+        offered = getattr(self.source, name)
+        return own.get(name, offered)
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self._start = self._start, None
+        self._rows = _Rows(self, start)
+        return self._rows
+
+    def _shard(self, num_shards: int, index: int) -> ProcessedStream:
+        part = self.source.shard(num_shards=num_shards, index=index)
+        return ProcessedStream(part, self.function, self.arguments)
+
+    def _state(self) -> dict[str, Any] | None:
+        return None if self._rows is None else self._rows.state()
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        self._start = state
+
+
+class _Rows:
+    """One iteration; after a row that raised it goes on with the next, if its source does."""
+
+    def __init__(self, stream: ProcessedStream, start: Mapping[str, Any] | None) -> None:
+        self._stream = stream
+        self._can_resume = hasattr(stream.source, "state_dict")
+        self._anchor: Any = None
+        self._rows_since = self._num_given = 0
+        self._outputs: list[Any] = []
+        if start is not None and start["source"] is not None:
+            stream.source.load_state_dict(copy.deepcopy(start["source"]))
+            self._anchor = start["source"]
+        self._iterator = iter(stream.source)
+        if start is not None:
+            for _ in range(start["rows"]):
+                self._next_row()
+            self._num_given = int(start["given"])
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        while self._num_given >= len(self._outputs):
+            self._next_row()
+        self._num_given += 1
+        return self._outputs[self._num_given - 1]
+
+    def _next_row(self) -> None:
+        if self._can_resume and self._rows_since >= _ROWS_PER_ANCHOR:
+            self._anchor, self._rows_since = copy.deepcopy(self._stream.source.state_dict()), 0
+        self._outputs, self._num_given = [], 0
+        row = next(self._iterator)
+        self._rows_since += 1
+        self._outputs = outputs_of(self._stream.function(row, **self._stream.arguments))
+
+    def state(self) -> dict[str, Any]:
+        """Returns where the source was last asked, the rows since, and how many samples of the last were given."""
+        return {"source": self._anchor, "rows": self._rows_since, "given": self._num_given}

@@ -1,0 +1,267 @@
+"""Batches from a stream, for training (shuffled in blocks, pass after pass) and evaluation (once, in order).
+
+The state is small: how far each lane has been used, and a cursor from which it can be read again. Lanes are counted
+once, at the start of a run, and saved with it, so another number of ranks or workers later changes nothing in the
+order. Where a lane has ended its places stay empty, until all have ended; ranks agree on that at each batch, by one
+small message between hosts. Data with an index is loader.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from trainwright.data.collators import refuse_lists
+from trainwright.data.failures import OnError
+from trainwright.data.fetch import Collator, Fetched
+from trainwright.data.lane_fetcher import LaneFetcher, Layout, Request, choose_layout
+from trainwright.data.lanes import Cursor, Reading
+from trainwright.data.loader import EvalData, TrainData
+from trainwright.data.view import View
+from trainwright.data.workers import LoaderOptions, ToDevice, deliver
+from trainwright.errors import DataError
+
+TrainingData: TypeAlias = "TrainData | StreamData"
+EvaluationData: TypeAlias = "EvalData | EvalStream"
+
+Agree = Callable[[int, int], tuple[int, ...]]
+"""Sums counts over the ranks."""
+
+BLOCK_SIZE = 1000
+"""Rows that are shuffled with each other, and at most read again by a run that goes on."""
+
+
+def _alone(*counts: int) -> tuple[int, ...]:
+    return counts
+
+
+class _Progress:
+    """How far a pass over a stream has come: what has been returned of each lane."""
+
+    def __init__(self, layout: Layout, *, block_size: int) -> None:
+        self.layout = layout
+        self.block_size = block_size
+        self.batch = 0
+        self.places = 0
+        """Places of all batches so far, empty ones included."""
+        self.used = [0] * layout.num_lanes
+        self.cursors: dict[int, dict[int, Cursor]] = {lane: {} for lane in range(layout.num_lanes)}
+
+    def requests(self, view: View, batch_size: int, limit: int | None) -> Iterator[Request]:
+        """Yields this rank's request for each further batch, without an end unless `limit` places are given."""
+        batch, places, used = self.batch, self.places, list(self.used)
+        while limit is None or places < limit:
+            size = batch_size if limit is None else min(batch_size, limit - places)
+            own = view.part(0, size)
+            runs = []
+            for column, (start, stop) in self._columns(size):
+                lane = self.layout.lane(batch, column)
+                first, last = max(start, own[0]), min(stop, own[1])
+                if first < last:
+                    runs.append((lane, used[lane] + first - start, last - first))
+                used[lane] += stop - start
+            yield Request(batch, size, tuple(runs))
+            batch, places = batch + 1, places + size
+
+    def note(self, request: Request, fetched: Fetched) -> None:
+        """Counts a batch that is returned, and keeps the cursors that a resumed run could need."""
+        for column, (start, stop) in self._columns(request.size):
+            self.used[self.layout.lane(request.batch, column)] += stop - start
+        self.batch, self.places = request.batch + 1, self.places + request.size
+        for lane, cursor in fetched.cursors:
+            self.cursors[lane][cursor.row] = cursor
+        for lane in {lane for lane, _ in fetched.cursors}:
+            needed = self.entry(lane).row
+            self.cursors[lane] = {row: each for row, each in self.cursors[lane].items() if row >= needed}
+
+    def entry(self, lane: int) -> Cursor:
+        """Returns the last known cursor from which the rest of a lane can be read."""
+        block_start = self.used[lane] // self.block_size * self.block_size
+        rows = [row for row in self.cursors[lane] if row <= block_start]
+        return self.cursors[lane][max(rows)] if rows else Cursor()
+
+    def _columns(self, size: int) -> Iterator[tuple[int, tuple[int, int]]]:
+        for column in range(self.layout.columns):
+            yield column, View(column, self.layout.columns).part(0, size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the progress as plain values."""
+        entries = {lane: self.entry(lane) for lane in range(self.layout.num_lanes)}
+        return {
+            "batch": self.batch,
+            "places": self.places,
+            "columns": self.layout.columns,
+            "used": list(self.used),
+            "cursors": {str(lane): {"row": each.row, "state": each.state} for lane, each in entries.items()},
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], *, block_size: int) -> _Progress:
+        """Takes up a saved progress."""
+        used = [int(number) for number in state["used"]]
+        progress = cls(Layout(state["columns"], len(used) // state["columns"]), block_size=block_size)
+        progress.batch, progress.places, progress.used = int(state["batch"]), int(state["places"]), used
+        for lane, cursor in state["cursors"].items():
+            progress.cursors[int(lane)] = {int(cursor["row"]): Cursor(int(cursor["row"]), cursor["state"])}
+        return progress
+
+
+class StreamData:
+    """The training batches of a stream, from where a run stands; ends after `num_passes` or `num_samples`."""
+
+    def __init__(
+        self,
+        stream: Any,
+        *,
+        collator: Collator,
+        global_batch_size: int,
+        seed: int,
+        shuffle: bool = True,
+        block_size: int = BLOCK_SIZE,
+        view: View | None = None,
+        options: LoaderOptions | None = None,
+        on_error: OnError | None = None,
+        agree: Agree | None = None,
+    ) -> None:
+        self.dataset = stream
+        self.collator = collator
+        self.global_batch_size = global_batch_size
+        self.num_samples: int | None = None
+        """Places after which the stream is left, in the middle of a pass too; None: when it ends."""
+        self.num_passes = 1
+        self.position = 0
+        """Samples returned so far, over all ranks."""
+        self.epoch = 0
+        """The pass over the stream; `num_passes` when all have ended."""
+        self.samples_in_hand = 0
+        self._seed, self._shuffle, self._block_size = seed, shuffle, block_size
+        self._view = view or View()
+        self._options = options or LoaderOptions()
+        self._on_error = on_error or OnError()
+        self._agree: Agree = agree or _alone
+        self._places_before = 0
+        self._progress = self._begin_pass()
+
+    def _begin_pass(self) -> _Progress:
+        layout = choose_layout(self.dataset, self._view.size, self._options.workers)
+        return _Progress(layout, block_size=self._block_size)
+
+    def batches(self, to_device: ToDevice) -> Generator[Any, None, None]:
+        """Returns the batches from here on, each counted when it is returned."""
+        while self.epoch < self.num_passes:
+            has_ended = yield from self._one_pass(to_device)
+            if not has_ended:
+                return
+            self.epoch += 1
+            self._places_before += self._progress.places
+            self._progress = self._begin_pass()
+
+    def _one_pass(self, to_device: ToDevice) -> Generator[Any, None, bool]:
+        """Yields the rest of a pass; returns whether it has ended, rather than met the limit."""
+        progress = self._progress
+        lanes = range(progress.layout.num_lanes)
+        reading = Reading(
+            self._seed, self.epoch, self._block_size, self._shuffle, self._on_error.skips, progress.layout.num_lanes
+        )
+        cursors = {lane: progress.entry(lane) for lane in lanes}
+        fetcher = LaneFetcher(self.dataset, progress.layout, reading, cursors, self.collator)
+        limit = None if self.num_samples is None else self.num_samples - self._places_before
+        requests = progress.requests(self._view, self.global_batch_size, limit)
+        num_silent = 0
+        for batch, request, fetched in deliver(fetcher, requests, self._options, to_device, label="data.train"):
+            if request.batch == 0:
+                refuse_lists(batch)
+            self._on_error.note(fetched.failures)
+            progress.note(request, fetched)
+            self.samples_in_hand = fetched.num_samples
+            total, num_alive = self._agree(fetched.num_samples, int(not fetched.is_over))
+            num_silent = 0 if num_alive else num_silent + 1
+            if total:
+                self.position += total
+                yield batch
+            elif num_silent == progress.layout.groups:
+                return True
+        return False
+
+    @property
+    def places(self) -> int:
+        """Places of all batches so far, those included that stayed empty where a lane had ended."""
+        return self._places_before + self._progress.places
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Empty: what a stream is mixed of is counted where it is read, in workers."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns where this rank stands; `merge_states` joins the ranks' states."""
+        return {
+            "position": self.position,
+            "epoch": self.epoch,
+            "places_before": self._places_before,
+            "progress": self._progress.state_dict(),
+        }
+
+    @staticmethod
+    def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Joins the ranks' states: each knows cursors of the lanes that it reads, all agree on the rest."""
+        merged = {**states[0], "progress": dict(states[0]["progress"])}
+        merged["progress"]["cursors"] = {
+            lane: max((each["progress"]["cursors"][lane] for each in states), key=lambda cursor: cursor["row"])
+            for lane in merged["progress"]["cursors"]
+        }
+        return merged
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where a run stood, with the lanes that it had."""
+        if "progress" not in state:
+            raise DataError("data.train is a stream now, but the checkpoint was made with data that has an index.")
+        self.position, self.epoch = int(state["position"]), int(state["epoch"])
+        self._places_before = int(state["places_before"])
+        self._progress = _Progress.from_state(state["progress"], block_size=self._block_size)
+
+
+class EvalStream:
+    """One evaluation set that is a stream: each sample once, in its order, whatever the number of ranks."""
+
+    def __init__(
+        self,
+        stream: Any,
+        *,
+        name: str,
+        collator: Collator,
+        global_batch_size: int,
+        seed: int,
+        view: View | None = None,
+        options: LoaderOptions | None = None,
+        on_error: OnError | None = None,
+        agree: Agree | None = None,
+        max_batches: int | None = None,
+    ) -> None:
+        self.dataset = stream
+        self.name = name
+        self.collator = collator
+        self.samples_in_hand = 0
+        self._on_error = on_error or OnError()
+        self._reading = Reading(seed, 0, BLOCK_SIZE, shuffle=False, skips_errors=self._on_error.skips)
+        self._batch_size = global_batch_size
+        self._limit = None if max_batches is None else max_batches * global_batch_size
+        self._view = view or View()
+        self._options = options or LoaderOptions()
+        self._agree: Agree = agree or _alone
+
+    def batches(self, to_device: ToDevice) -> Generator[Any, None, None]:
+        """Returns this rank's batches; every rank gets as many, a stand-in where it has no sample."""
+        # One lane, read by every rank: samples keep the stream's order, in which ranks' results are joined.
+        progress = _Progress(Layout(), block_size=BLOCK_SIZE)
+        fetcher = LaneFetcher(self.dataset, progress.layout, self._reading, {}, self.collator)
+        requests = progress.requests(self._view, self._batch_size, self._limit)
+        label = f"data.eval.{self.name}"
+        for batch, _, fetched in deliver(fetcher, requests, self._options, to_device, label=label):
+            self._on_error.note(fetched.failures)
+            self.samples_in_hand = fetched.num_samples
+            total, num_alive = self._agree(fetched.num_samples, int(not fetched.is_over))
+            if not num_alive:
+                return
+            if total:
+                yield batch

@@ -1,0 +1,188 @@
+"""Lets a fetcher serve requests, in this process or in workers, in the order in which they are made.
+
+    for batch, request, fetched in deliver(fetcher, requests, options, to_device): ...
+
+A worker that dies (a crash, or the kernel out of memory) ends the run with the samples that it was reading.
+What a request is, and what is fetched for it, is the fetcher's: fetch.py for data with an index, stream_loader.py
+for streams.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.sharedctypes import RawArray
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from trainwright.data.fetch import Fetched
+from trainwright.errors import DataError
+from trainwright.events.storage import forget_storages
+
+_WORKER_GRACE_SECONDS = 30
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """How batches are fetched; none of it changes what is in them."""
+
+    workers: int = 0
+    arguments: Mapping[str, Any] | None = None
+    """Further arguments of torch's DataLoader, used when there are workers."""
+
+
+class Fetcher(Protocol):
+    """What serves requests."""
+
+    def fetch(self, request: Any) -> Fetched:
+        """Serves in the run's own process, whose generators must be left as they were."""
+        ...
+
+    def __getitems__(self, request: Any) -> Fetched:
+        """Serves in a worker."""
+        ...
+
+    def describe(self, request: Any) -> str:
+        """Says which samples a request asks for."""
+        ...
+
+
+ToDevice = Callable[[Iterator[Any]], Iterator[Any]]
+"""Maps an iterator of host batches to one of device batches; it may run ahead of what is asked for."""
+
+
+def deliver(
+    fetcher: Fetcher, requests: Iterator[Any], options: LoaderOptions, to_device: ToDevice, *, label: str
+) -> Generator[tuple[Any, Any, Fetched], None, None]:
+    """Yields each batch on the device, with its request and all that was fetched for it."""
+    # What belongs to a batch waits here, for the device needs none of it.
+    arrived: deque[tuple[Any, Fetched]] = deque()
+
+    def host_batches() -> Iterator[Any]:
+        for request, fetched in _serve(fetcher, requests, options, label=label):
+            arrived.append((request, fetched))
+            yield fetched.batch
+
+    for batch in to_device(host_batches()):
+        yield batch, *arrived.popleft()
+
+
+def _serve(
+    fetcher: Fetcher, requests: Iterator[Any], options: LoaderOptions, *, label: str
+) -> Generator[tuple[Any, Fetched], None, None]:
+    """Yields each request with what was fetched for it; requests are made ahead of their answers."""
+    if options.workers == 0:
+        for request in requests:
+            yield request, fetcher.fetch(request)
+        return
+    waiting: deque[Any] = deque()
+
+    def noted() -> Iterator[Any]:
+        for request in requests:
+            waiting.append(request)
+            yield request
+
+    in_hand = RawArray("q", [-1] * options.workers)
+    loader: DataLoader[Any] = DataLoader(
+        _Numbered(fetcher, in_hand),
+        batch_sampler=enumerate(noted()),  # type: ignore[arg-type]  # any iterable of requests
+        collate_fn=_as_it_is,  # type: ignore[arg-type]  # the fetcher has collated already
+        num_workers=options.workers,
+        worker_init_fn=_prepare_worker,
+        # The loader draws a seed at its start; from a generator of its own, for the run's is not to be disturbed.
+        generator=torch.Generator(),
+        **dict(options.arguments or {}),
+    )
+    with _without_child_signals():
+        answers: Any = iter(loader)
+    num_answered = 0
+    try:
+        for fetched in answers:
+            yield waiting.popleft(), fetched
+            num_answered += 1
+    except RuntimeError as error:
+        raise _explain(error, fetcher, answers, in_hand, waiting, num_answered, label) from error
+    finally:
+        # torch would do it when the iterator dies, but a traceback keeps that alive until the interpreter's exit,
+        # which then waits for workers that still hope to serve.
+        answers._shutdown_workers()
+
+
+class _Numbered(Dataset[Any]):
+    """A fetcher in a worker, which notes the number of the request in hand where the run can read it."""
+
+    def __init__(self, fetcher: Fetcher, in_hand: Any) -> None:
+        self._fetcher = fetcher
+        self._in_hand = in_hand
+
+    def __getitems__(self, numbered: tuple[int, Any]) -> Fetched:
+        number, request = numbered
+        worker = get_worker_info()
+        assert worker is not None
+        self._in_hand[worker.id] = number
+        fetched = self._fetcher.__getitems__(request)
+        self._in_hand[worker.id] = -1
+        return fetched
+
+
+def _as_it_is(fetched: Fetched) -> Fetched:
+    return fetched
+
+
+@contextmanager
+def _without_child_signals() -> Iterator[None]:
+    """Keeps torch from raising out of a signal handler, in the midst of a step, when a worker dies.
+
+    It asks after its workers whenever it waits for them, and there we can say what they were reading.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before if before is not None else signal.SIG_DFL)
+
+
+def _explain(
+    error: RuntimeError,
+    fetcher: Fetcher,
+    answers: Any,
+    in_hand: Any,
+    waiting: deque[Any],
+    num_answered: int,
+    label: str,
+) -> Exception:
+    """Returns what a worker's death means; any other error as it is."""
+    dead = [number for number, each in enumerate(answers._workers) if not each.is_alive()]
+    if not dead or not str(error).startswith("DataLoader worker"):
+        return error
+    worker = dead[0]
+    code = answers._workers[worker].exitcode
+    cause = f"ended with exit code {code}"
+    if code is not None and code < 0:
+        cause = f"was killed by {signal.Signals(-code).name}"
+        if -code == signal.SIGKILL:
+            cause += ", which is what the kernel does when memory runs out"
+    # Requests before `num_answered` are no longer waiting; the one in hand is.
+    place = in_hand[worker] - num_answered
+    reading = fetcher.describe(waiting[place]) if 0 <= place < len(waiting) else "nothing yet"
+    return DataError(
+        f"{label}: worker {worker} {cause}, while reading {reading}. "
+        "Look at those samples, or lower data.workers or data.loader.prefetch_factor."
+    )
+
+
+def _prepare_worker(_: int) -> None:
+    """Lets workers outlive a signal to the whole process group until the step is finished and saved."""
+    forget_storages()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Not ignored for ever: a worker that hangs in a user's code must still be possible to end.
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_WORKER_GRACE_SECONDS))

@@ -1,0 +1,120 @@
+"""Rows that cannot be read: named, or left out, listed and counted."""
+
+import json
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from trainwright.data.collators import Stack
+from trainwright.data.failures import OnError
+from trainwright.data.fetch import Failure
+from trainwright.data.loader import EvalData, TrainData
+from trainwright.data.workers import LoaderOptions
+from trainwright.errors import DataError
+
+OPTIONS = [LoaderOptions(), LoaderOptions(2)]
+
+
+class Torn(Dataset):
+    """Some rows cannot be read; the others draw."""
+
+    def __init__(self, broken, size=12):
+        self.broken, self.size = broken, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        if index in self.broken:
+            raise ValueError(f"row {index} is torn")
+        return torch.tensor([index, torch.rand(()).item()], dtype=torch.float64)
+
+
+class TornInBatches(Torn):
+    draws_nothing = True
+
+    def __getitem__(self, index):
+        super().__getitem__(index)
+        return torch.tensor([index, 0], dtype=torch.float64)
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+def train_data(dataset, on_error, options=OPTIONS[0], **arguments):
+    return TrainData(
+        dataset, collator=Stack(), global_batch_size=4, seed=5, on_error=on_error, options=options, **arguments
+    )
+
+
+def rows(data):
+    return [batch[: data.samples_in_hand, 0].int().tolist() for batch in data.batches(iter)]
+
+
+@pytest.mark.parametrize("dataset", [Torn, TornInBatches])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_rows_that_cannot_be_read_are_left_out_of_their_batches(tmp_path, dataset, options):
+    on_error = OnError(skips=True, folder=tmp_path)
+    data = train_data(dataset({2, 5}), on_error, options, shuffle=False, num_samples=12)
+    assert rows(data) == [[0, 1, 3], [4, 6, 7], [8, 9, 10, 11]]
+    listed = [json.loads(line) for line in (tmp_path / "skipped_rows.json").read_text().splitlines()]
+    assert listed == [
+        {"source": dataset.__name__, "row": row, "error": f"ValueError: row {row} is torn"} for row in (2, 5)
+    ]
+
+
+def test_leaving_rows_out_changes_nothing_in_the_others():
+    whole = [batch for batch in train_data(Torn(set()), None, num_samples=12).batches(iter)]
+    torn = [batch for batch in train_data(Torn({2, 5}), OnError(skips=True), num_samples=12).batches(iter)]
+    for batch, rest in zip(whole, torn, strict=True):
+        assert [row for row in batch.tolist() if row[0] not in (2, 5)] == rest.tolist()
+
+
+def test_a_batch_of_which_nothing_is_left_repeats_its_neighbour():
+    on_error = OnError(skips=True)
+    assert rows(train_data(Torn({4, 5, 6, 7}), on_error, shuffle=False, num_samples=12)) == [
+        [0, 1, 2, 3],
+        [3],
+        [8, 9, 10, 11],
+    ]
+    with pytest.raises(DataError, match="nor can any sample before it"):
+        rows(train_data(Torn({0, 1, 2, 3}), OnError(skips=True), shuffle=False, num_samples=12))
+
+
+def test_evaluation_leaves_them_out_too(tmp_path):
+    on_error = OnError(skips=True, folder=tmp_path)
+    data = EvalData(Torn({2}), name="valid", collator=Stack(), global_batch_size=4, seed=1, on_error=on_error)
+    assert rows(data) == [[0, 1, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_too_many_end_the_run_with_the_last_of_them(tmp_path):
+    on_error = OnError(skips=True, at_most=2, folder=tmp_path)
+    data = train_data(Torn({1, 5, 9}), on_error, shuffle=False, num_samples=12)
+    with pytest.raises(
+        DataError, match=r"row 9 of Torn cannot be read \(ValueError: row 9 is torn\), .*makes 3 such rows.*is 2"
+    ):
+        rows(data)
+
+
+def test_a_row_is_listed_once_over_epochs_and_resumed_runs(tmp_path):
+    for _ in range(2):
+        on_error = OnError(skips=True, at_most=2, folder=tmp_path)
+        rows(train_data(Torn({1, 5}), on_error, num_samples=36))
+    assert len((tmp_path / "skipped_rows.json").read_text().splitlines()) == 2
+
+
+def test_a_torn_line_of_the_list_is_no_obstacle(tmp_path):
+    (tmp_path / "skipped_rows.json").write_text(
+        '{"source": "Torn", "row": 1, "error": "ValueError: row 1 is torn"}\n{"so'
+    )
+    OnError(skips=True, folder=tmp_path).note(
+        [Failure("Torn", 1, "ValueError: row 1 is torn"), Failure("Torn", 2, "x")]
+    )
+    assert len((tmp_path / "skipped_rows.json").read_text().splitlines()) == 2
+
+
+def test_without_skipping_the_row_is_named_on_the_error_itself():
+    with pytest.raises(ValueError, match="row 5 is torn") as caught:
+        rows(train_data(Torn({5}), OnError(), shuffle=False, num_samples=12))
+    assert "while reading sample 5 of Torn" in caught.value.__notes__

@@ -1,0 +1,247 @@
+"""Batches from streams: any number of ranks and workers, any end, any interruption."""
+
+import threading
+from itertools import islice
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.data.streams import Fragile, Noisy, Plain, Seeking
+
+from trainwright.data.collators import Stack
+from trainwright.data.failures import OnError
+from trainwright.data.stream_loader import EvalStream, StreamData
+from trainwright.data.view import View
+from trainwright.data.workers import LoaderOptions
+from trainwright.errors import DataError
+
+WORKERS = LoaderOptions(2, {"prefetch_factor": 2})
+num_ranks = st.integers(1, 4)
+
+
+def stream_data(stream, *, batch_size=4, block_size=5, passes=1, state=None, **arguments):
+    data = StreamData(
+        stream, collator=Stack(), global_batch_size=batch_size, block_size=block_size, seed=3, **arguments
+    )
+    data.num_passes = passes
+    if state is not None:
+        data.load_state_dict(state)
+    return data
+
+
+def take(data, count=None):
+    """The samples that count of the next batches."""
+    batches = islice(data.batches(iter), count)
+    return [batch[: data.samples_in_hand].tolist() for batch in batches]
+
+
+class Together:
+    """Sums counts over threads that stand for ranks."""
+
+    def __init__(self, size):
+        self.given = {}
+        self.barrier = threading.Barrier(size)
+
+    def for_rank(self, rank):
+        def agree(*counts):
+            self.given[rank] = counts
+            self.barrier.wait(20)
+            total = tuple(map(sum, zip(*self.given.values(), strict=True)))
+            self.barrier.wait(20)
+            return total
+
+        return agree
+
+
+def on_ranks(size, make, count=None):
+    """What each rank gets, batch by batch, and the ranks' joined state."""
+    together, shares, states, errors = Together(size), {}, {}, []
+
+    def run(rank):
+        try:
+            data = make(View(rank, size), together.for_rank(rank))
+            shares[rank] = take(data, count)
+            states[rank] = data.state_dict() if isinstance(data, StreamData) else {}
+        except Exception as error:
+            errors.append(error)
+            together.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    batches = [sum(shares_of_batch, []) for shares_of_batch in zip(*(shares[r] for r in range(size)), strict=True)]
+    joined = [states[rank] for rank in range(size)]
+    return batches, StreamData.merge_states(joined) if states[0] else None
+
+
+def flat(batches):
+    return [sample for batch in batches for sample in batch]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 12), num_ranks, st.booleans())
+def test_a_plain_iterable_gives_each_row_once_and_the_same_order_on_any_number_of_ranks(
+    size, batch_size, block_size, ranks, shuffle
+):
+    arguments = {"batch_size": batch_size, "block_size": block_size, "shuffle": shuffle}
+    alone = take(stream_data(Plain(size), **arguments))
+    assert sorted(flat(alone)) == list(range(size))
+    together, _ = on_ranks(ranks, lambda view, agree: stream_data(Plain(size), view=view, agree=agree, **arguments))
+    assert together == alone
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 9), num_ranks)
+def test_shards_of_any_lengths_give_each_row_once(size, num_shards, batch_size, ranks):
+    batches, _ = on_ranks(
+        ranks,
+        lambda view, agree: stream_data(
+            Seeking.of(size, num_shards), view=view, agree=agree, batch_size=max(batch_size, ranks)
+        ),
+    )
+    assert sorted(flat(batches)) == list(range(size))
+
+
+def test_where_shards_divide_evenly_a_rank_reads_only_its_own():
+    streams = {}
+
+    def make(view, agree):
+        streams[view.rank] = Seeking([list(range(10)), list(range(10, 20))])
+        return stream_data(streams[view.rank], view=view, agree=agree)
+
+    on_ranks(2, make)
+    assert sorted(streams[0].rows_read) == list(range(10))
+    assert sorted(streams[1].rows_read) == list(range(10, 20))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 60), st.integers(1, 6), st.integers(0, 12), num_ranks, num_ranks)
+def test_a_resumed_run_goes_on_exactly_even_with_another_number_of_ranks(size, num_shards, before, ranks, later):
+    def make(state=None):
+        return lambda view, agree: stream_data(
+            Seeking.of(size, num_shards), view=view, agree=agree, batch_size=5, state=state
+        )
+
+    whole, _ = on_ranks(ranks, make())
+    first, state = on_ranks(ranks, make(), before)
+    rest, _ = on_ranks(later, make(state))
+    assert first + rest == whole
+
+
+@pytest.mark.parametrize("make", [Plain, Noisy, lambda size: Seeking.of(size, 4), lambda size: Seeking.of(size, 1)])
+def test_workers_and_resume_change_nothing(make):
+    own = take(stream_data(make(40), options=LoaderOptions()))
+    if not hasattr(make(40), "shard"):  # shards are dealt to workers too, which gives another, equally fixed order
+        assert take(stream_data(make(40), options=WORKERS)) == own
+    whole = take(stream_data(make(40), options=WORKERS))
+    first = stream_data(make(40), options=WORKERS)
+    begun = take(first, 4)
+    assert begun + take(stream_data(make(40), options=WORKERS, state=first.state_dict())) == whole
+    assert begun + take(stream_data(make(40), options=LoaderOptions(), state=first.state_dict())) == whole
+
+
+def test_resuming_reads_no_more_than_a_block_again():
+    stream = Seeking([list(range(1000))])
+    first = stream_data(stream, block_size=10)
+    take(first, 200)
+    again = Seeking([list(range(1000))])
+    take(stream_data(again, block_size=10, state=first.state_dict()), 1)
+    assert again.rows_read[0] == 790
+    assert len(again.rows_read) <= 20
+
+
+def test_a_stream_without_state_is_read_again_from_its_start_and_says_so(caplog):
+    first = stream_data(Plain(30))
+    begun = take(first, 4)
+    with caplog.at_level("INFO"):
+        rest = take(stream_data(Plain(30), state=first.state_dict()))
+    assert begun + rest == take(stream_data(Plain(30)))
+    assert "Plain has no state_dict: its first 15 rows are read again" in caplog.text
+
+
+def test_passes_have_orders_of_their_own_and_end_with_a_smaller_batch():
+    data = stream_data(Plain(10), passes=2)
+    batches = take(data)
+    assert [len(batch) for batch in batches] == [4, 4, 2, 4, 4, 2]
+    first, second = flat(batches[:3]), flat(batches[3:])
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    assert (data.position, data.epoch) == (20, 2)
+
+
+def test_a_run_stopped_in_its_second_pass_goes_on_there():
+    whole = take(stream_data(Noisy(10), passes=3))
+    first = stream_data(Noisy(10), passes=3)
+    begun = take(first, 4)
+    assert first.epoch == 1
+    assert begun + take(stream_data(Noisy(10), passes=3, state=first.state_dict())) == whole
+
+
+def test_a_limit_of_samples_ends_in_the_middle_of_a_batch():
+    data = stream_data(Plain(40), shuffle=False)
+    data.num_samples = 6
+    assert take(data) == [[0, 1, 2, 3], [4, 5]]
+    data.num_samples = 12
+    assert take(data) == [[6, 7, 8, 9], [10, 11]]
+
+
+def test_an_iterator_that_ends_for_good_is_named_in_its_second_pass():
+    once = iter([torch.tensor(row) for row in range(8)])
+    data = stream_data(once, passes=2)
+    with pytest.raises(DataError, match=r"gave no sample in pass 2.*fresh iterator"):
+        take(data)
+
+
+def test_an_empty_stream_is_refused():
+    with pytest.raises(DataError, match="Plain gave no sample in pass 1"):
+        take(stream_data(Plain(0)))
+
+
+def test_a_row_that_cannot_be_read_is_named():
+    with pytest.raises(ValueError, match="row 7 is torn") as caught:
+        take(stream_data(Fragile(20, {7})))
+    assert caught.value.__notes__ == ["while reading sample 7 of Fragile"]
+
+
+@pytest.mark.parametrize("options", [LoaderOptions(), WORKERS])
+def test_rows_that_cannot_be_read_are_skipped_and_listed(tmp_path, options):
+    broken = {0, 7, 8, 9, 10, 11, 12, 13, 19}
+    on_error = OnError(skips=True, folder=tmp_path)
+    data = stream_data(Fragile(20, broken), options=options, on_error=on_error, shuffle=False)
+    assert flat(take(data)) == [row for row in range(20) if row not in broken]
+    listed = (tmp_path / "skipped_rows.json").read_text().splitlines()
+    assert len(listed) == len(broken)
+    assert listed[1] == '{"source": "Fragile", "row": 7, "error": "ValueError: row 7 is torn"}'
+
+
+def test_a_generator_that_raised_cannot_be_skipped_for_it_would_look_like_the_end():
+    class Broken(Plain):
+        def __iter__(self):
+            yield torch.tensor(0)
+            raise ValueError("torn")
+
+    with pytest.raises(DataError, match=r"row 1 of Broken cannot be read .*torn.*generator"):
+        take(stream_data(Broken(5), on_error=OnError(skips=True)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 9), num_ranks)
+def test_evaluation_gives_each_row_once_in_order_on_any_number_of_ranks(size, batch_size, ranks):
+    def make(view, agree):
+        return EvalStream(
+            Plain(size), name="valid", collator=Stack(), global_batch_size=batch_size, seed=1, view=view, agree=agree
+        )
+
+    batches, _ = on_ranks(ranks, make)
+    assert flat(batches) == list(range(size))
+    assert all(len(batch) == batch_size for batch in batches[:-1])
+
+
+def test_evaluation_may_be_limited_to_a_number_of_batches():
+    data = EvalStream(Plain(40), name="valid", collator=Stack(), global_batch_size=4, seed=1, max_batches=2)
+    assert take(data) == take(data) == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -1,0 +1,94 @@
+"""Workers that die, hang and answer in order."""
+
+import os
+import signal
+import sys
+
+import pytest
+import torch
+from tests.data.streams import Plain
+from torch.utils.data import Dataset
+
+from trainwright.data.collators import Stack
+from trainwright.data.loader import TrainData
+from trainwright.data.stream_loader import StreamData
+from trainwright.data.workers import LoaderOptions
+from trainwright.errors import DataError
+
+
+class Deadly(Dataset):
+    """Ends the process that reads sample 13."""
+
+    def __init__(self, end):
+        self.end = end
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        if index == 13:
+            self.end()
+        return torch.tensor(index)
+
+
+class DeadlyStream(Plain):
+    def __iter__(self):
+        for row in range(self.size):
+            if row == 13:
+                kill()
+            yield torch.tensor(row)
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave():
+    os._exit(3)
+
+
+def read_all(dataset):
+    data = TrainData(
+        dataset, collator=Stack(), global_batch_size=4, seed=1, shuffle=False, options=LoaderOptions(2), num_samples=20
+    )
+    return [batch.tolist() for batch in data.batches(iter)]
+
+
+def test_a_worker_that_is_killed_ends_the_run_with_the_samples_it_was_reading():
+    with pytest.raises(DataError) as caught:
+        read_all(Deadly(kill))
+    assert str(caught.value).startswith(
+        "data.train: worker 1 was killed by SIGKILL, which is what the kernel does when memory runs out, while "
+        "reading positions 12 to 15, which are samples 12, 13, 14, 15."
+    )
+
+
+def test_a_worker_that_leaves_is_named_with_its_exit_code():
+    with pytest.raises(DataError, match=r"worker 1 ended with exit code 3, while reading positions 12 to 15"):
+        read_all(Deadly(leave))
+
+
+def test_a_worker_that_dies_over_a_stream_names_batch_and_places():
+    data = StreamData(DeadlyStream(20), collator=Stack(), global_batch_size=4, seed=1, options=LoaderOptions(1))
+    with pytest.raises(DataError, match=r"killed by SIGKILL.*while reading batch 0, places 0 to 3 of lane 0"):
+        list(data.batches(iter))
+
+
+def test_an_error_in_a_worker_keeps_its_type_and_names_the_sample():
+    def fail():
+        raise OSError("no such file")
+
+    with pytest.raises(OSError, match="no such file") as caught:
+        read_all(Deadly(fail))
+    assert "while reading sample 13 of Deadly" in str(caught.value)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGCHLD"), reason="signals of Unix")
+def test_a_worker_s_death_does_not_interrupt_the_step_in_hand():
+    before = signal.getsignal(signal.SIGCHLD)
+    data = TrainData(Deadly(lambda: None), collator=Stack(), global_batch_size=4, seed=1, options=LoaderOptions(1))
+    batches = data.batches(iter)
+    next(batches)
+    assert signal.getsignal(signal.SIGCHLD) == before
+    batches.close()
+    assert sys.exc_info() == (None, None, None)
