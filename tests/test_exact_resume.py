@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.data.kinds import SOURCES
 
-from trainwright import Hook, RunConfig, Trainer, build_trainer
+from trainwright import Hook, RunConfig, build_trainer
 from trainwright.checkpoint.store import CheckpointStore
+from trainwright.parts import Build
 
 PROJECT = Path(__file__).parent / "project"
 TIMED = ("_per_second", "_per_step")
@@ -34,7 +36,7 @@ class KillAt(Hook):
 def run_in_child(config, *, signal_at=None, number=signal.SIGKILL):
     """Trains in a forked child and returns how it ended: an exit code, or minus the signal."""
 
-    class Killed(Trainer):
+    class Killed(Build(config).trainer_class()):
         @classmethod
         def build_hooks(cls, build):
             return [*build.hooks(), *([KillAt(signal_at, number)] if signal_at else [])]
@@ -98,6 +100,20 @@ def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(case, tmp_path):
     def config(name):
         overrides = (f"name={name}", f"output_dir={tmp_path}", *EVERYTHING, *CASES[case])
         return RunConfig.load(PROJECT / "run.yaml", overrides)
+
+    assert run_in_child(config("undisturbed")) == 0
+    assert run_in_child(config("killed"), signal_at=6) == -signal.SIGKILL
+    assert run_in_child(config("killed"), signal_at=10) == -signal.SIGKILL
+    assert run_in_child(config("killed")) == 0
+    assert_same(what_is_left(tmp_path / "undisturbed"), what_is_left(tmp_path / "killed"))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_killed_run_over_any_source_ends_with_the_bits_of_an_undisturbed_one(source, workers, tmp_path):
+    def config(name):
+        overrides = (f"name={name}", f"output_dir={tmp_path}", f"data.workers={workers}", "data.shuffle_buffer=20")
+        return RunConfig.load(PROJECT / "run.yaml", (*overrides, *SOURCES[source]))
 
     assert run_in_child(config("undisturbed")) == 0
     assert run_in_child(config("killed"), signal_at=6) == -signal.SIGKILL

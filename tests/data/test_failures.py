@@ -65,8 +65,8 @@ def test_rows_that_cannot_be_read_are_left_out_of_their_batches(tmp_path, datase
 
 
 def test_leaving_rows_out_changes_nothing_in_the_others():
-    whole = [batch for batch in train_data(Torn(set()), None, num_samples=12).batches(iter)]
-    torn = [batch for batch in train_data(Torn({2, 5}), OnError(skips=True), num_samples=12).batches(iter)]
+    whole = list(train_data(Torn(set()), None, num_samples=12).batches(iter))
+    torn = list(train_data(Torn({2, 5}), OnError(skips=True), num_samples=12).batches(iter))
     for batch, rest in zip(whole, torn, strict=True):
         assert [row for row in batch.tolist() if row[0] not in (2, 5)] == rest.tolist()
 

@@ -43,7 +43,7 @@ def test_parts_are_disjoint_and_cover_the_whole(size, ratios, seed):
     assert sorted(samples) == list(range(size))
     assert len(parts[0]) >= 1  # what is trained on is never empty, even of one sample
     for part, ratio in zip(parts, ratios, strict=True):
-        assert abs(len(part) - size * ratio / sum(ratios)) <= 1
+        assert abs(len(part) - size * ratio / sum(ratios)) < 2  # rounded, and the first may have one too many
 
 
 @settings(max_examples=50, deadline=None)

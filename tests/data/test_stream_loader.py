@@ -74,7 +74,7 @@ def on_ranks(size, make, count=None):
         thread.join()
     if errors:
         raise errors[0]
-    batches = [sum(shares_of_batch, []) for shares_of_batch in zip(*(shares[r] for r in range(size)), strict=True)]
+    batches = [flat(each) for each in zip(*(shares[rank] for rank in range(size)), strict=True)]
     joined = [states[rank] for rank in range(size)]
     return batches, StreamData.merge_states(joined) if states[0] else None
 

@@ -1,11 +1,12 @@
 """Small parts that tests train with: a dataset that draws random numbers, a net with dropout, and the like."""
 
+import copy
 import random
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 
 class Points(Dataset):
@@ -38,3 +39,63 @@ class Net(nn.Module):
     def forward(self, x, labels=None):
         logits = self.layers(x)
         return {"loss": None if labels is None else self.criterion(logits, labels), "logits": logits}
+
+
+class PointStream(IterableDataset):
+    """The same points as a stream that can only be iterated."""
+
+    def __init__(self, size=100, seed=0, noise=0.0):
+        self.points = Points(size, seed, noise)
+
+    def __iter__(self):
+        return (self.points[index] for index in range(len(self.points)))
+
+
+class ShardedPoints(PointStream):
+    """The same points as a stream of four shards, which goes on from a state."""
+
+    num_shards = 4
+
+    def __init__(self, size=100, seed=0, noise=0.0):
+        super().__init__(size, seed, noise)
+        self.indices = list(range(size))
+        self.start = self.next = 0
+
+    def shard(self, num_shards, index):
+        part = copy.copy(self)
+        part.indices = self.indices[index::num_shards]
+        return part
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.start = state["next"]
+
+    def __iter__(self):
+        self.next, self.start = self.start, 0
+        while self.next < len(self.indices):
+            self.next += 1
+            yield self.points[self.indices[self.next - 1]]
+
+
+class Documents(Dataset):
+    """Documents of 1 to 30 tokens."""
+
+    def __init__(self, size=120):
+        lengths = np.random.default_rng(0).integers(1, 31, size)
+        self.documents = [[(7 * number + place) % 50 for place in range(n)] for number, n in enumerate(lengths)]
+
+    def __len__(self):
+        return len(self.documents)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.documents[index]}
+
+
+class DocumentStream(ShardedPoints):
+    """The same documents as a stream."""
+
+    def __init__(self, size=120):
+        super().__init__(size)
+        self.points = Documents(size)

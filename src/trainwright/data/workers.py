@@ -9,6 +9,7 @@ for streams.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections import deque
@@ -183,6 +184,7 @@ def _explain(
 def _prepare_worker(_: int) -> None:
     """Lets workers outlive a signal to the whole process group until the step is finished and saved."""
     forget_storages()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or each worker would take every core
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Not ignored for ever: a worker that hangs in a user's code must still be possible to end.
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_WORKER_GRACE_SECONDS))
