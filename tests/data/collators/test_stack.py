@@ -1,4 +1,4 @@
-"""From samples to a batch."""
+"""Samples of equal shape, stacked."""
 
 from collections import namedtuple
 

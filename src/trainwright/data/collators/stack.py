@@ -1,8 +1,6 @@
-"""From a list of samples to one batch, on the host. The loop moves it to the device.
+"""Stack: the collator for samples that are equal in shape already, whatever they hold.
 
-A collator is any callable from a list of samples to a nest of tensors; one that packs samples into rows
-of its own defines `split(batch, n)` too, which returns n micro-batches. One that surely uses no randomness
-may say `draws_nothing = True`, which saves seeding the generators for each batch.
+Also here: the check that a collator made tensors at all. Samples of unequal length are padded.py's.
 """
 
 from __future__ import annotations

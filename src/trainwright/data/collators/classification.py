@@ -1,0 +1,146 @@
+"""Classification: features, texts or tokens with one class each; names of classes become numbers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainwright.data.collators.padded import Padded
+from trainwright.data.collators.padding import IGNORED_LABEL
+from trainwright.data.collators.samples import Columns, columns_of, names_of, sample_error, stack_column
+from trainwright.data.collators.tokenize import encode_column
+from trainwright.data.tokenizer import TextTokenizer, load_tokenizer
+from trainwright.errors import ConfigError, DataError
+
+
+class Classification:
+    """Gives `labels`, int64 [samples], beside the samples' inputs: padded tokens, tokenized texts, or stacked features.
+
+    The class stands in the field `label`, or by default in `labels` or `label`: a number, or a name of `classes`,
+    whose place is then its number. A tokenizer turns the field `text` into `input_ids`; samples that already have
+    `input_ids` need one only for its padding token.
+
+    >>> collator = Classification(classes=["cat", "dog"])
+    >>> batch = collator([{"x": [0.5, 1.0], "label": "dog"}, {"x": [1, 0], "label": "cat"}])
+    >>> batch["x"].tolist(), batch["labels"].tolist()
+    ([[0.5, 1.0], [1.0, 0.0]], [1, 0])
+    """
+
+    draws_nothing = True
+
+    def __init__(
+        self,
+        *,
+        classes: Sequence[str | int] | None = None,
+        label: str | None = None,
+        tokenizer: str | os.PathLike[str] | TextTokenizer | None = None,
+        text: str = "text",
+        pad_token_id: int | None = None,
+        max_length: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        buckets: Sequence[int] = (),
+        drop: Sequence[str] = (),
+        vocab_size: int | None = None,
+        project_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.labels = Labels(classes=classes, field=label)
+        self.text = text
+        self.drop = names_of("drop", drop)
+        self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer, project_dir=project_dir)
+        self.padded: Padded | None = None
+        if tokenizer is not None or pad_token_id is not None:
+            self.padded = Padded(
+                tokenizer=self.tokenizer,
+                pad_token_id=pad_token_id,
+                max_length=max_length,
+                pad_to_multiple_of=pad_to_multiple_of,
+                buckets=buckets,
+                make_labels=False,
+                vocab_size=vocab_size,
+            )
+        elif max_length or pad_to_multiple_of or buckets or vocab_size:
+            raise ConfigError(
+                "max_length, pad_to_multiple_of, buckets and vocab_size are for tokens, and nothing says which token "
+                "pads. Give a tokenizer or pad_token_id, or remove them."
+            )
+
+    def __call__(self, samples: list[Any]) -> dict[str, Tensor]:
+        """Returns the batch, on the host."""
+        columns = columns_of(samples, drop=self.drop)
+        labels = self.labels.take(columns)
+        if labels is None:
+            raise DataError(
+                f'The samples have no "{self.labels.field or "label"}"; they have {", ".join(columns) or "no fields"}. '
+                "Set label to the field that holds the class."
+            )
+        return {**self._collate_inputs(columns), "labels": labels}
+
+    def _collate_inputs(self, columns: Columns) -> dict[str, Tensor]:
+        if "input_ids" not in columns and self.tokenizer is not None and self.padded is not None:
+            if self.text not in columns:
+                raise DataError(
+                    f'A tokenizer is given, and the samples have no "{self.text}"; they have {", ".join(columns)}. '
+                    "Set text to the field that holds the text."
+                )
+            texts = columns.pop(self.text)
+            longest = self.padded.width.max_length
+            columns["input_ids"] = encode_column(self.tokenizer, texts, self.text, max_length=longest)
+        if "input_ids" not in columns:
+            return {name: stack_column(column, name) for name, column in columns.items()}
+        if self.padded is None:
+            raise DataError("The samples have input_ids, and nothing says which token pads. Give pad_token_id.")
+        return self.padded.collate(columns)
+
+
+class Labels:
+    """From the classes of a batch's samples to numbers."""
+
+    def __init__(self, *, classes: Sequence[str | int] | None, field: str | None) -> None:
+        if classes is not None and (isinstance(classes, str) or len(set(classes)) != len(classes) or not classes):
+            raise ConfigError(f"classes is {classes!r}. Give a list of different names, such as [cat, dog].")
+        self.field = field
+        self.numbers: Mapping[Any, int] | None = None
+        if classes is not None:
+            self.numbers = {name: number for number, name in enumerate(classes)}
+
+    def take(self, columns: Columns) -> Tensor | None:
+        """Removes the field of labels from the columns and returns them as numbers; None where there is none."""
+        names = [self.field] if self.field is not None else ["labels", "label"]
+        name = next((name for name in names if name in columns), None)
+        if name is None:
+            return None
+        return torch.tensor([self._number(value, name, place) for place, value in enumerate(columns.pop(name))])
+
+    def _number(self, value: Any, field: str, place: int) -> int:
+        if isinstance(value, (Tensor, np.ndarray)) and value.ndim == 0:
+            value = value.item()
+        if isinstance(value, (np.integer, np.bool_, np.str_)):
+            value = value.item()
+        if self.numbers is not None and isinstance(value, (str, int)) and value in self.numbers:
+            return self.numbers[value]
+        if isinstance(value, str):
+            if self.numbers is None:
+                raise sample_error(
+                    place, field, f"is the text {value!r:.40}. List the names of all classes: classes: […]."
+                )
+            raise sample_error(
+                place, field, f"is {value!r:.40}, which is none of classes: {self._known()}. Add it there."
+            )
+        if not isinstance(value, int):
+            raise sample_error(place, field, f"is a {type(value).__name__}, {value!r:.40}. Give one class a sample.")
+        number = int(value)
+        has_names = self.numbers is not None and all(isinstance(name, str) for name in self.numbers)
+        limit = float("inf") if self.numbers is None else len(self.numbers) if has_names else 0
+        if number != IGNORED_LABEL and not 0 <= number < limit:
+            known = "from 0" if self.numbers is None else f"of classes: {self._known()}"
+            raise sample_error(place, field, f"is the class {number}. Classes are whole numbers {known}.")
+        return number
+
+    def _known(self) -> str:
+        names = [str(name) for name in self.numbers or ()]
+        return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")

@@ -1,0 +1,344 @@
+"""One small interface to every tokenizer: a tokenizer.json, a folder in Hugging Face's layout, or plain bytes.
+
+    load_tokenizer(name_or_path) → TextTokenizer → encode, decode, the ids of special tokens
+
+Nothing is read before the first use, and nothing is ever downloaded. Who pads and cuts the tokens is collators/.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainwright.errors import DataError
+
+BYTES = "bytes"
+"""The built-in tokenizer's name: 256 byte values, then the four tokens of BYTES_SPECIAL."""
+
+BYTES_SPECIAL: Mapping[str, int] = {"pad": 256, "bos": 257, "eos": 258, "mask": 259}
+
+ROLES = ("pad", "eos", "bos", "mask", "unk", "cls", "sep")
+
+# What tokenizers without a configuration file call their special tokens; taken only where one is marked special.
+USUAL_NAMES: Mapping[str, tuple[str, ...]] = {
+    "pad": ("[PAD]", "<pad>", "<|pad|>"),
+    "eos": ("</s>", "<eos>", "[EOS]", "<|endoftext|>", "<|end_of_text|>"),
+    "bos": ("<s>", "<bos>", "[BOS]", "<|begin_of_text|>"),
+    "mask": ("[MASK]", "<mask>", "<|mask|>"),
+    "unk": ("[UNK]", "<unk>"),
+    "cls": ("[CLS]", "<cls>"),
+    "sep": ("[SEP]", "<sep>"),
+}
+
+
+class Engine(Protocol):
+    """What turns texts into tokens: plain bytes, the tokenizers library, or transformers."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        ...
+
+    @property
+    def roles(self) -> Mapping[str, int]:
+        """The tokens of those ROLES that this tokenizer has."""
+        ...
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """All tokens that stand for no text."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Returns the tokens of each text."""
+        ...
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        """Returns the text."""
+        ...
+
+
+def load_tokenizer(
+    name_or_path: str | os.PathLike[str] | TextTokenizer,
+    *,
+    project_dir: str | os.PathLike[str] | None = None,
+    add_special_tokens: bool = True,
+) -> TextTokenizer:
+    """Returns the tokenizer of this name or path; one that is loaded already comes back as it is.
+
+    A relative path begins at `project_dir`, which is the folder of the run file.
+
+    >>> tokenizer = load_tokenizer("bytes")
+    >>> tokenizer.encode("hé"), tokenizer.decode([104, 195, 169, tokenizer.eos_id]), tokenizer.vocab_size
+    ([104, 195, 169], 'hé', 260)
+    """
+    if isinstance(name_or_path, TextTokenizer):
+        return name_or_path
+    return TextTokenizer(name_or_path, project_dir=project_dir, add_special_tokens=add_special_tokens)
+
+
+class TextTokenizer:
+    """A tokenizer that is read at its first use, and again by each worker that it is pickled to.
+
+    `add_special_tokens` keeps the tokens that the tokenizer itself puts around a text, such as [CLS] and [SEP];
+    `bytes` puts none. Cutting and padding that a tokenizer.json asks for are left to the collator.
+    """
+
+    def __init__(
+        self,
+        name_or_path: str | os.PathLike[str],
+        *,
+        project_dir: str | os.PathLike[str] | None = None,
+        add_special_tokens: bool = True,
+    ) -> None:
+        self.name = os.fspath(name_or_path)
+        # Made absolute at once, for a worker or a later call may stand in another folder.
+        self.path = Path(os.path.abspath(Path(project_dir or ".") / Path(self.name).expanduser()))  # noqa: PTH100
+        self.add_special_tokens = add_special_tokens
+        self._loaded: Engine | None = None
+        self._affixes: tuple[list[int], list[int]] | None = None
+
+    def __repr__(self) -> str:
+        return f"TextTokenizer({self.name!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_loaded": None}
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of ids, special ones included: one more than the largest."""
+        return self._engine.vocab_size
+
+    @property
+    def pad_id(self) -> int | None:
+        """The token that fills short samples up; None where the tokenizer has none."""
+        return self._engine.roles.get("pad")
+
+    @property
+    def eos_id(self) -> int | None:
+        """The token that ends a text; None where the tokenizer has none."""
+        return self._engine.roles.get("eos")
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that begins a text; None where the tokenizer has none."""
+        return self._engine.roles.get("bos")
+
+    @property
+    def mask_id(self) -> int | None:
+        """The token that hides another; None where the tokenizer has none."""
+        return self._engine.roles.get("mask")
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """All tokens that stand for no text."""
+        return self._engine.special_ids
+
+    @property
+    def affixes(self) -> tuple[list[int], list[int]]:
+        """The tokens that stand before and after the text of each sample, both empty without `add_special_tokens`."""
+        if self._affixes is None:
+            self._affixes = ([], [])
+            if self.add_special_tokens:
+                [bare] = self._engine.encode_batch(["a"], add_special_tokens=False)
+                [full] = self._engine.encode_batch(["a"], add_special_tokens=True)
+                starts = [start for start in range(len(full)) if full[start : start + len(bare)] == bare]
+                if bare and starts:
+                    self._affixes = (full[: starts[0]], full[starts[0] + len(bare) :])
+        return self._affixes
+
+    def encode(self, text: str, *, max_length: int | None = None) -> list[int]:
+        """Returns the tokens of one text."""
+        return self.encode_batch([text], max_length=max_length)[0]
+
+    def encode_batch(
+        self, texts: Sequence[str], *, max_length: int | None = None, add_special_tokens: bool | None = None
+    ) -> list[list[int]]:
+        """Returns the tokens of each text; a longer one is cut at its end, before the tokens that close it."""
+        add = self.add_special_tokens if add_special_tokens is None else add_special_tokens
+        try:
+            encoded = self._engine.encode_batch(texts, add_special_tokens=add)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise _unfit_text(texts, error) from error
+        if max_length is None or all(len(ids) <= max_length for ids in encoded):
+            return encoded
+        closing = self.affixes[1] if add else []
+        return [cut_text(ids, closing, max_length) for ids in encoded]
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Returns the text of tokens, which may also be an array or a tensor."""
+        plain = [int(one) for one in ids]
+        wrong = next((one for one in plain if not 0 <= one < self.vocab_size), None)
+        if wrong is not None:
+            raise DataError(
+                f"{wrong} is no token of {self.name}, whose tokens are 0 … {self.vocab_size - 1}. "
+                "Decode input_ids; labels hold -100 where nothing is to be learnt."
+            )
+        return self._engine.decode(plain, skip_special_tokens=skip_special_tokens)
+
+    @property
+    def _engine(self) -> Engine:
+        if self._loaded is None:
+            self._loaded = _Bytes() if self.name == BYTES else _read(self.name, self.path)
+        return self._loaded
+
+
+def cut_text(ids: list[int], closing: list[int], max_length: int) -> list[int]:
+    """Returns at most `max_length` tokens; what is cut is the text's end, not the tokens that close it."""
+    if len(ids) <= max_length:
+        return ids
+    if max_length <= len(closing):
+        raise DataError(
+            f"max_length is {max_length}, and the tokenizer closes each text with {len(closing)} special tokens. "
+            "Raise it, or set add_special_tokens to false."
+        )
+    return ids[: max_length - len(closing)] + closing
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """Each byte of a text's UTF-8 is a token."""
+
+    vocab_size: int = 256 + len(BYTES_SPECIAL)
+    roles: Mapping[str, int] = field(default_factory=lambda: dict(BYTES_SPECIAL))
+    special_ids: frozenset[int] = frozenset(BYTES_SPECIAL.values())
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("not all are texts")
+        return [list(text.encode()) for text in texts]
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        names = {} if skip_special_tokens else {number: f"<{role}>" for role, number in BYTES_SPECIAL.items()}
+        pieces = [bytes([one]) if one < 256 else names.get(one, "").encode() for one in ids]
+        return b"".join(pieces).decode(errors="replace")
+
+
+class _Library:
+    """A tokenizer.json, by the tokenizers library."""
+
+    def __init__(self, file: Path) -> None:
+        from tokenizers import Tokenizer
+
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises plain Exceptions
+            raise DataError(
+                f"This is no tokenizer that the tokenizers library can read: {error}. Save it again.", where=file
+            ) from error
+        # Some files ask for 128 tokens whatever the text; widths are the collator's alone.
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {token.content: number for number, token in added.items() if token.special}
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may leave gaps
+        self.roles = _find_roles(file.parent, vocabulary, special)
+        self.special_ids = frozenset({*special.values(), *self.roles.values()})
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+
+class _Transformers:
+    """A folder without tokenizer.json, by transformers."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise DataError(
+                "This folder holds no tokenizer.json, and other formats are read by transformers, which is not "
+                "installed. Install it: pip install 'trainwright[transformers]'.",
+                where=folder,
+            ) from error
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:  # whatever the many tokenizer classes raise
+            found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
+            raise DataError(
+                f"This folder holds no tokenizer.json, and transformers cannot read a tokenizer from it either: "
+                f"{type(error).__name__}: {error} The folder holds: {found}.",
+                where=folder,
+            ) from error
+        self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        numbers = {role: getattr(self._tokenizer, f"{role}_token_id", None) for role in ROLES}
+        self.roles = {role: number for role, number in numbers.items() if number is not None}
+        self.special_ids = frozenset(self._tokenizer.all_special_ids)
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        ids: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
+        return ids
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+
+def _read(name: str, path: Path) -> Engine:
+    """Reads a file, a folder, or what Hugging Face's cache holds under this name."""
+    folder = path if path.is_dir() else _cached(name)
+    if path.is_file():
+        return _Library(path)
+    if folder is None:
+        raise DataError(
+            f'There is no tokenizer "{name}". Looked for: the file or folder {path}; the model "{name}" in Hugging '
+            f"Face's cache on this machine. Give a tokenizer.json, a folder that holds one, or {BYTES}."
+        )
+    return _Library(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else _Transformers(folder)
+
+
+def _cached(name: str) -> Path | None:
+    """Returns the folder of a model that was downloaded earlier."""
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = (try_to_load_from_cache(name, file) for file in ("tokenizer.json", "tokenizer_config.json"))
+    return next((Path(file).parent for file in found if isinstance(file, str)), None)
+
+
+def _find_roles(folder: Path, vocabulary: Mapping[str, int], special: Mapping[str, int]) -> dict[str, int]:
+    """Returns each role's token: as the files beside the tokenizer say, else by its usual name."""
+    told: dict[str, Any] = {}
+    for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
+        if file.is_file():
+            try:
+                told |= json.loads(file.read_text("utf-8"))
+            except (ValueError, TypeError) as error:
+                raise DataError(
+                    f"This is no JSON object: {error}. Repair the file, or remove it.", where=file
+                ) from error
+    roles = {}
+    for role in ROLES:
+        named = told.get(f"{role}_token")
+        text = named.get("content") if isinstance(named, Mapping) else named
+        if text is None and not told:
+            text = next((usual for usual in USUAL_NAMES[role] if usual in special), None)
+        if isinstance(text, str) and text in vocabulary:
+            roles[role] = vocabulary[text]
+    return roles
+
+
+def _unfit_text(texts: Sequence[Any], error: Exception) -> DataError:
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            return DataError(f"Text {number} (counted from 0) is a {type(text).__name__}, {text!r:.60}. Give texts.")
+        try:
+            text.encode()
+        except UnicodeEncodeError as broken:
+            return DataError(
+                f"Text {number} (counted from 0) is no valid Unicode: {broken}. Read its file as UTF-8 "
+                'with errors="replace".'
+            )
+    return DataError(f"The texts cannot be tokenized: {error}.")
