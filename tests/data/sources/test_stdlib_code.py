@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from trainwright.data.cache import rename_unless_taken
 from trainwright.data.sources import stdlib_code
 from trainwright.data.sources.stdlib_code import END_OF_FILE, StdlibCode, choose_files, list_source_files, unigram_loss
 from trainwright.errors import ConfigError, DataError
@@ -132,7 +133,7 @@ def test_a_folder_that_another_process_finished_first_stands(tmp_path):
     (folder := tmp_path / "folder").mkdir()
     (staging / "train.npy").write_text("ours")
     (folder / "train.npy").write_text("theirs")
-    stdlib_code._rename_unless_taken(staging, folder)
+    rename_unless_taken(staging, folder)
     assert (folder / "train.npy").read_text() == "theirs"
 
 

@@ -27,6 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from trainwright.data.cache import cache_root, rename_unless_taken
 from trainwright.errors import ConfigError, DataError
 
 PARTS = ("train", "valid")
@@ -116,13 +117,13 @@ class StdlibCode(Dataset[dict[str, Tensor]]):
         Needed only to choose when the seconds are spent. Several processes may prepare at once: each works in a
         folder of its own, the first to finish renames it into place and the others throw theirs away.
         """
-        folder = _cache_root(self.cache_dir) / _cache_name(self.recipe)
+        folder = cache_root(self.cache_dir) / _cache_name(self.recipe)
         if not folder.is_dir():
             folder.parent.mkdir(parents=True, exist_ok=True)
             staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
             try:
                 _write_tokens(self.recipe, staging)
-                _rename_unless_taken(staging, folder)
+                rename_unless_taken(staging, folder)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
         return folder
@@ -190,13 +191,6 @@ def _check_arguments(
         raise ConfigError(
             f"max_megabytes is {max_megabytes}. Use a positive number, or null for all files.", where="stdlib_code"
         )
-
-
-def _cache_root(cache_dir: str | Path | None) -> Path:
-    """Returns the folder that holds the caches of all recipes."""
-    if cache_dir is not None:
-        return Path(cache_dir).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trainwright"
 
 
 def _library_folder() -> Path:
@@ -285,12 +279,3 @@ def _train_tokenizer(texts: list[str], *, vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
     return tokenizer
-
-
-def _rename_unless_taken(staging: Path, folder: Path) -> None:
-    """Moves the finished folder into place in one act; where another process was first, its folder stands."""
-    try:
-        staging.rename(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise

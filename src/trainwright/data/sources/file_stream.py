@@ -1,0 +1,263 @@
+"""FileStream: the rows of text files one after the other, read where the files are, from any place at the same cost.
+
+A stream is a list of pieces: whole files, and stretches of large ones cut at the borders of rows. Its shards are runs
+of pieces; its state is a piece and a byte in it. Compressed files cannot be entered in the middle: going on reads
+that one file again from its start.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch.utils.data import IterableDataset
+
+from trainwright.data.sources.formats import Format, RowError
+from trainwright.data.sources.locations import FileLocation, Paths, find_files
+from trainwright.data.sources.records import BYTE_ORDER_MARK
+from trainwright.errors import ConfigError, DataError
+
+SHARD_MEGABYTES = 64.0
+"""How much of a large file one shard holds, in units of 2**20 bytes."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a file; its borders move on to the next row, those of neighbours to the same one."""
+
+    location: FileLocation
+    begin: int = 0
+    end: int | None = None
+    """None: up to the end of the file."""
+
+
+@dataclass
+class _Place:
+    """Where an iteration stands: the next row begins at or behind this byte of this piece."""
+
+    piece: int = 0
+    offset: int | None = None
+    """None: at the start of the piece."""
+    line: int = 0
+    """The lines of the piece before, for messages."""
+
+
+class FileStream(IterableDataset[dict[str, Any]]):
+    """The rows of text files as a stream, which can be cut into `num_shards` shards and entered anywhere."""
+
+    draws_nothing = True  # the loader need not seed each sample
+
+    def __init__(
+        self,
+        path: Paths,
+        file_format: Format,
+        *,
+        shard_megabytes: float = SHARD_MEGABYTES,
+        project_dir: str | Path | None = None,
+    ) -> None:
+        if not shard_megabytes > 0:
+            raise ConfigError(f"shard_megabytes is {shard_megabytes}. Use a positive number.")
+        self.path = path
+        self.format = file_format
+        self._shard_bytes = max(1, round(shard_megabytes * 2**20))
+        self._project_dir = Path(project_dir or ".").absolute()  # a worker may stand in another folder
+        self._pieces: list[Piece] | None = None
+        self._start: dict[str, Any] | None = None
+        self._iterator: FileStreamIterator | None = None
+
+    @property
+    def num_shards(self) -> int:
+        """How many shards there can be at most."""
+        return len(self.pieces)
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """What the stream reads, in order; the file systems are asked at first use."""
+        if self._pieces is None:
+            found = find_files(self.path, suffixes=self.format.suffixes, project_dir=self._project_dir)
+            self._pieces = [piece for location in found for piece in self._cut(location)]
+        return self._pieces
+
+    def shard(self, num_shards: int, index: int) -> FileStream:
+        """Returns one of `num_shards` disjoint parts, which one after the other are the whole."""
+        part = FileStream(self.path, self.format, project_dir=self._project_dir)
+        part._shard_bytes = self._shard_bytes
+        part._pieces = share_of(self.pieces, num_shards, index)
+        return part
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns where the iteration begun last stands."""
+        if self._iterator is None:
+            return dict(self._start or _as_state(_Place()))
+        return self._iterator.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Lets the next iteration begin there."""
+        self._start = dict(state)
+        self._iterator = None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        start = self._start or _as_state(_Place())
+        self._start = None
+        self._iterator = FileStreamIterator(self.pieces, self.format, _Place(**start))
+        return self._iterator
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_iterator": None}  # an open file cannot be pickled
+
+    def _cut(self, location: FileLocation) -> list[Piece]:
+        records, size = self.format.records, location.size
+        if records is None or not records.can_be_cut or location.compression or not size or size <= self._shard_bytes:
+            return [Piece(location)]
+        borders = list(range(0, size, self._shard_bytes))
+        return [Piece(location, begin, end) for begin, end in zip(borders, [*borders[1:], None], strict=True)]
+
+
+class FileStreamIterator:
+    """One iteration. After a row that raised, it goes on with the next; after a file that cannot be opened, too."""
+
+    def __init__(self, pieces: list[Piece], file_format: Format, place: _Place) -> None:
+        self._pieces = pieces
+        self._format = file_format
+        self._place = place
+        self._opened: _OpenPiece | None = None
+
+    def __iter__(self) -> FileStreamIterator:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        while self._place.piece < len(self._pieces):
+            if self._opened is None:
+                self._open()
+            opened = self._opened
+            assert opened is not None
+            record = self._read(opened)
+            if record is None:
+                self._leave_piece()
+                continue
+            if self._format.records is None:
+                self._leave_piece()  # before decoding: an error must not bring the same file again
+            else:
+                self._place.offset, self._place.line = opened.place, opened.line
+            try:
+                return self._format.decode(record, opened.header)
+            except RowError as error:
+                raise DataError(f"{opened.describe()}: {error}") from error.__cause__
+        raise StopIteration
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the place of the next row."""
+        return _as_state(self._place)
+
+    def _open(self) -> None:
+        piece = self._pieces[self._place.piece]
+        try:
+            self._opened = _OpenPiece(piece, self._format, self._place)
+        except Exception as error:  # each file system has errors of its own
+            self._fail(piece, error)
+
+    def _read(self, opened: _OpenPiece) -> bytes | None:
+        try:
+            return opened.read()
+        except Exception as error:  # a broken archive, a lost connection
+            self._fail(opened.piece, error)
+
+    def _fail(self, piece: Piece, error: Exception) -> NoReturn:
+        self._leave_piece()
+        if isinstance(error, DataError):
+            raise error
+        raise DataError(f"{piece.location.name} cannot be read: {type(error).__name__}: {error}") from error
+
+    def _leave_piece(self) -> None:
+        if self._opened is not None:
+            self._opened.file.close()
+            self._opened = None
+        self._place = _Place(self._place.piece + 1)
+
+
+class _OpenPiece:
+    """A piece being read."""
+
+    def __init__(self, piece: Piece, file_format: Format, place: _Place) -> None:
+        self.piece = piece
+        self.file = piece.location.open_content()
+        self.header = b""
+        self.place = 0
+        self.line = 0
+        self._records = file_format.records
+        self._is_done = False
+        self._taken: list[bytes] = []
+        self._end: int | None = None
+        try:
+            self._enter(file_format, place)
+        except BaseException:
+            self.file.close()
+            raise
+
+    def read(self) -> bytes | None:
+        """Returns the next record, or None at the end of the piece."""
+        if self._records is None:
+            content = None if self._is_done else self.file.read()
+            self._is_done = True
+            return content
+        self._taken = self._records.take(self._next_line)
+        return self._records.record(self._taken) or None
+
+    def describe(self) -> str:
+        """Names the file and where the record read last begins in it."""
+        name = self.piece.location.name
+        if self._records is None:
+            return name
+        skipped = next((number for number, line in enumerate(self._taken) if line.strip(b"\r\n")), 0)
+        if self.piece.begin:  # how many lines come before the piece is not known
+            return f"{name} byte {self.place - sum(map(len, self._taken[skipped:]))}"
+        return f"{name} line {self.line - len(self._taken) + skipped + 1}"
+
+    def _enter(self, file_format: Format, place: _Place) -> None:
+        """Moves to the first record to read, past the header and whatever was read before."""
+        records, piece = self._records, self.piece
+        if records is not None and (piece.begin or piece.end is not None):
+            self._end = None if piece.end is None else records.cut(self.file, piece.end)
+            self.place = records.cut(self.file, piece.begin)
+            self.file.seek(self.place)
+        if self.place == 0 and self.file.peek(len(BYTE_ORDER_MARK)).startswith(BYTE_ORDER_MARK):
+            self.place += len(self.file.read(len(BYTE_ORDER_MARK)))
+        if records is not None and file_format.has_header:
+            self.header = records.record(records.take(self._next_line))
+        if place.offset is not None and place.offset > self.place:
+            _seek(self.file, place.offset)
+            self.place, self.line = place.offset, place.line
+
+    def _next_line(self) -> bytes:
+        if self._end is not None and self.place >= self._end:
+            return b""  # here the next piece begins
+        line = self.file.readline()
+        self.place += len(line)
+        self.line += bool(line)
+        return line
+
+
+def share_of(pieces: list[Any], num_shards: int, index: int) -> list[Any]:
+    """Returns a contiguous share of the pieces; the shares in order are all of them."""
+    if not 0 <= index < num_shards <= len(pieces):
+        raise ConfigError(
+            f"Shard {index} of {num_shards} was asked for, of a stream that can be cut into {len(pieces)} shards."
+        )
+    count = len(pieces)
+    return pieces[count * index // num_shards : count * (index + 1) // num_shards]
+
+
+def _seek(file: io.BufferedReader, place: int) -> None:
+    try:
+        file.seek(place)
+    except ValueError:
+        # A server that sends a file only as a whole: what lies between is read and thrown away.
+        while (left := place - file.tell()) > 0 and file.read(min(left, 1 << 20)):
+            pass
+
+
+def _as_state(place: _Place) -> dict[str, Any]:
+    return {"piece": place.piece, "offset": place.offset, "line": place.line}

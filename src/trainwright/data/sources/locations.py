@@ -1,0 +1,206 @@
+"""Where files are: what a `path` of a run file names, on this machine or behind a URL, and how such a file is opened.
+
+A path is a file, a glob, a folder or a list of those; `s3://…`, `https://…`, `memory://…` go through fsspec. Nothing
+here knows what is in the files. Remote and compressed files can be read in place, or fetched into the cache once.
+"""
+
+from __future__ import annotations
+
+import bz2
+import difflib
+import glob
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from trainwright.data.cache import cache_root, staged_file
+from trainwright.errors import ConfigError, DataError
+
+Paths = str | Path | Sequence[str | Path]
+
+COMPRESSIONS: dict[str, Callable[[Any], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+
+# Few large reads: a remote file pays a round trip for each, a local one a system call.
+_BUFFER_BYTES = 1 << 20
+
+# What tells one content of a remote file from the next; which of them there are depends on the file system.
+_VERSION_FACTS = ("size", "mtime", "created", "last_modified", "LastModified", "etag", "ETag", "md5Hash", "Content-MD5")
+
+
+@dataclass(frozen=True)
+class FileLocation:
+    """One file: a local path or a URL, and its size in bytes where the file system tells it."""
+
+    name: str
+    size: int | None
+
+    @property
+    def is_remote(self) -> bool:
+        """Is it behind a URL?"""
+        return "://" in self.name
+
+    @property
+    def compression(self) -> str | None:
+        """The suffix that says how the file is compressed, or None."""
+        suffix = Path(self.name).suffix.lower()
+        return suffix if suffix in COMPRESSIONS else None
+
+    def open(self) -> IO[bytes]:
+        """Opens the file's stored bytes to read and to seek in."""
+        if not self.is_remote:
+            return Path(self.name).open("rb", buffering=_BUFFER_BYTES)
+        files, path = _open_file_system(self.name)
+        return io.BufferedReader(files.open(path, "rb"), _BUFFER_BYTES)
+
+    def open_content(self) -> io.BufferedReader:
+        """Opens the content, decompressed. Seeking forward in a compressed file reads what lies between."""
+        file = self.open()
+        if self.compression is not None:
+            return io.BufferedReader(COMPRESSIONS[self.compression](file), _BUFFER_BYTES)
+        return file  # type: ignore[return-value]  # a buffered binary file is one
+
+    def fetch(self, cache_dir: str | Path | None) -> Path:
+        """Returns a local file with the content: the file itself, or else a copy in the cache, made once."""
+        if not self.is_remote and self.compression is None:
+            return Path(self.name)
+        facts = json.dumps([self.name, *self._version()], default=str)
+        stem = self.name.rstrip("/").replace("\\", "/").rpartition("/")[2].removesuffix(self.compression or "")
+        digest = hashlib.sha256(facts.encode()).hexdigest()[:24]
+        copy = cache_root(cache_dir) / "files" / f"{digest}-{stem[-80:]}"
+        if not copy.is_file():
+            with staged_file(copy) as target, self.open_content() as source:
+                shutil.copyfileobj(source, target, 8 * _BUFFER_BYTES)
+        return copy
+
+    def _version(self) -> list[Any]:
+        if not self.is_remote:
+            facts = Path(self.name).stat()
+            return [facts.st_size, facts.st_mtime_ns]
+        files, path = _open_file_system(self.name)
+        found = files.info(path)
+        # For http the key is made of the address alone, so what the server tells is added.
+        return [files.ukey(path), *(found.get(fact) for fact in _VERSION_FACTS)]
+
+
+def find_files(paths: Paths, *, suffixes: Sequence[str], project_dir: str | Path | None) -> list[FileLocation]:
+    """Returns the files that `paths` name, in the order given, those of a folder or a glob sorted by name.
+
+    Of a folder these are all files below it with one of `suffixes`, compressed ones too; hidden ones are left out.
+    """
+    given = [paths] if isinstance(paths, str | Path) else list(paths)
+    if not given:
+        raise ConfigError("path is an empty list. Name at least one file, glob or folder.")
+    found: list[FileLocation] = []
+    for path in given:
+        text = os.fspath(path).removeprefix("file://")
+        found += _find_remote(text, suffixes) if "://" in text else _find_local(text, suffixes, project_dir)
+    return found
+
+
+def _find_local(text: str, suffixes: Sequence[str], project_dir: str | Path | None) -> list[FileLocation]:
+    path = Path(project_dir or ".").absolute() / Path(text).expanduser()
+    if path.is_file():
+        names = [path]
+    elif path.is_dir():
+        below = (each.relative_to(path) for each in path.rglob("*"))
+        names = [path / each for each in sorted(below) if _is_wanted(each.parts, suffixes)]
+    else:
+        names = sorted(Path(name) for name in glob.glob(str(path), recursive=True))  # noqa: PTH207  # Path.glob takes no whole path
+    files = [FileLocation(str(name), name.stat().st_size) for name in names if name.is_file()]
+    if not files:
+        raise _nothing_found(text, str(path), path.is_dir(), suffixes, _nearest_local(path))
+    return files
+
+
+def _find_remote(url: str, suffixes: Sequence[str]) -> list[FileLocation]:
+    files, path = _open_file_system(url)
+    try:
+        if glob.has_magic(path) and not url.startswith(("http://", "https://")):  # there a ? begins the query
+            found = files.glob(path, detail=True)
+        elif files.isfile(path):
+            found = {path: files.info(path)}
+        else:
+            below = files.find(path, detail=True) if files.isdir(path) else {}
+            root = path.rstrip("/") + "/"
+            found = {name: each for name, each in below.items() if _is_wanted(_parts(name, root), suffixes)}
+    except Exception as error:  # each file system has errors of its own
+        raise DataError(
+            f"path: {url} cannot be looked up: {type(error).__name__}: {error}. Check the address and the access to it."
+        ) from error
+    located = [
+        FileLocation(files.unstrip_protocol(name), each.get("size"))
+        for name, each in sorted(found.items())
+        if each.get("type") == "file"
+    ]
+    if not located:
+        raise _nothing_found(url, url, bool(found), suffixes, _nearest_remote(files, path))
+    return located
+
+
+def _open_file_system(url: str) -> tuple[Any, str]:
+    """Returns the file system of a URL and the path in it.
+
+    Asked for anew at each use, never kept: those with an event loop do not survive a fork into a worker.
+    """
+    import fsspec  # type: ignore[import-untyped]  # it comes without types
+
+    try:
+        files, path = fsspec.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise DataError(f"path: {url} cannot be opened: {error}.") from error
+    return files, path
+
+
+def _is_wanted(parts: Sequence[str], suffixes: Sequence[str]) -> bool:
+    if any(part.startswith(".") for part in parts):
+        return False
+    name = parts[-1].lower()
+    for compression in COMPRESSIONS:
+        name = name.removesuffix(compression)
+    return name.endswith(tuple(suffixes))
+
+
+def _parts(name: str, root: str) -> list[str]:
+    return name.removeprefix(root).strip("/").split("/")
+
+
+def _nothing_found(given: str, whole: str, is_folder: bool, suffixes: Sequence[str], nearest: str | None) -> DataError:
+    place = given if given == whole else f"{given} ({whole})"
+    if is_folder:
+        return DataError(
+            f"path: the folder {place} holds no file that ends in {', '.join(suffixes)}. "
+            "Name the files with a glob if they end otherwise."
+        )
+    hint = f' Did you mean "{nearest}"?' if nearest else " Relative paths start at the project folder."
+    return DataError(f"path: no file {place}.{hint}")
+
+
+def _nearest_local(path: Path) -> str | None:
+    """Returns the existing name that is nearest to the first part of the path that does not exist."""
+    missing = path
+    while not missing.parent.is_dir() and missing.parent != missing:
+        missing = missing.parent
+    try:
+        beside = [each.name for each in missing.parent.iterdir()]
+    except OSError:
+        return None  # a folder that may not be listed: the message does without a suggestion
+    close = difflib.get_close_matches(missing.name, beside, n=1)
+    return str(missing.parent / close[0]) if close else None
+
+
+def _nearest_remote(files: Any, path: str) -> str | None:
+    folder, _, name = path.rstrip("/").rpartition("/")
+    try:
+        beside = [str(each).rstrip("/").rpartition("/")[2] for each in files.ls(folder, detail=False)]
+    except Exception:  # a place that cannot be listed: the message does without a suggestion
+        return None
+    close = difflib.get_close_matches(name, beside, n=1)
+    return str(files.unstrip_protocol(f"{folder}/{close[0]}")) if close else None

@@ -1,0 +1,364 @@
+"""Rows of Parquet files: `parquet` in a run file, by index or as a stream.
+
+A file is read a row group at a time, which is its smallest part; the row groups used last are kept. Columns of number
+lists become tensors (int64, float32), all else plain Python values. Needs pyarrow, of the `datasets` extra.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from trainwright.data.sources.file_stream import share_of
+from trainwright.data.sources.files import refuse_cache
+from trainwright.data.sources.formats import check_columns
+from trainwright.data.sources.locations import FileLocation, Paths, find_files
+from trainwright.errors import DataError
+
+SUFFIXES = (".parquet", ".pq")
+
+_KEPT_BYTES = 256 << 20
+"""How much of decoded row groups is kept for the next batches."""
+
+# Shards are row groups while it is cheap to ask every file how many it has, else files.
+_MOST_FILES_TO_ASK = 64
+
+# A stream turns this many rows at a time into Python values.
+_ROWS_AT_A_TIME = 256
+
+
+def parquet(
+    path: Paths,
+    *,
+    columns: Sequence[str] | None = None,
+    streaming: bool = False,
+    cache_dir: str | Path | None = None,
+    project_dir: str | Path | None = None,
+) -> ParquetRows | ParquetStream:
+    """Rows of Parquet files as dicts; `columns` names those to read, which saves reading the others.
+
+    `path` is a file, a glob, a folder (all its .parquet files), a URL, or a list of those. By index, a shuffled order
+    reads a row group for nearly every row once the data exceeds the 256 MB that are kept: use streaming for more.
+    """
+    if streaming:
+        refuse_cache(cache_dir)
+        return ParquetStream(path, columns=columns, project_dir=project_dir)
+    return ParquetRows(path, columns=columns, cache_dir=cache_dir, project_dir=project_dir)
+
+
+class ParquetRows(Dataset[dict[str, Any]]):
+    """The rows of Parquet files by index; remote files are first copied into the cache."""
+
+    draws_nothing = True  # the loader need not seed each sample
+
+    def __init__(
+        self,
+        path: Paths,
+        *,
+        columns: Sequence[str] | None = None,
+        cache_dir: str | Path | None = None,
+        project_dir: str | Path | None = None,
+    ) -> None:
+        self.path = path
+        self.columns = check_columns(columns, "parquet")
+        self._cache_dir = cache_dir
+        self._project_dir = Path(project_dir or ".").absolute()  # a worker may stand in another folder
+        self._groups: list[tuple[FileLocation, int]] | None = None
+        self._ends = np.empty(0, np.int64)
+        self._tables: OrderedDict[int, Any] = OrderedDict()
+
+    def __len__(self) -> int:
+        self._load()
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Returns the samples of a batch, with one visit to each row group."""
+        count = len(self)
+        for index in indices:
+            if not -count <= index < count:
+                raise IndexError(f"Index {index} is outside the {count} rows of {self.path}.")
+        rows = np.asarray(indices, np.int64) % max(count, 1)
+        groups = np.searchsorted(self._ends, rows, side="right")
+        samples: list[Any] = [None] * len(rows)
+        for group in np.unique(groups).tolist():
+            places = np.flatnonzero(groups == group)
+            table = self._table(group)
+            first = int(self._ends[group]) - table.num_rows
+            for place, sample in zip(places.tolist(), to_samples(table.take(rows[places] - first)), strict=True):
+                samples[place] = sample
+        return samples
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tables": OrderedDict()}  # a worker keeps row groups of its own
+
+    def _load(self) -> list[tuple[FileLocation, int]]:
+        if self._groups is None:
+            found = find_files(self.path, suffixes=SUFFIXES, project_dir=self._project_dir)
+            groups, counts = [], []
+            for location in found:
+                local = location.fetch(self._cache_dir)
+                here = FileLocation(str(local), local.stat().st_size)
+                with _OpenFile(here, self.columns) as opened:
+                    counts += opened.rows_of_groups()
+                groups += [(here, number) for number in range(opened.num_groups)]
+            self._ends = np.cumsum(np.array(counts, np.int64))
+            self._groups = groups
+        return self._groups
+
+    def _table(self, group: int) -> Any:
+        table = self._tables.get(group)
+        if table is not None:
+            self._tables.move_to_end(group)
+            return table
+        location, number = self._load()[group]
+        with _OpenFile(location, self.columns) as opened:
+            table = opened.read_group(number)
+        self._tables[group] = table
+        while len(self._tables) > 1 and sum(each.nbytes for each in self._tables.values()) > _KEPT_BYTES:
+            self._tables.popitem(last=False)
+        return table
+
+
+class _Piece(NamedTuple):
+    """Row groups of a file, from `begin` up to `end`; None is the last."""
+
+    location: FileLocation
+    begin: int = 0
+    end: int | None = None
+
+
+class ParquetStream(IterableDataset[dict[str, Any]]):
+    """The rows of Parquet files as a stream; its state is a row group and a row in it."""
+
+    draws_nothing = True  # the loader need not seed each sample
+
+    def __init__(
+        self, path: Paths, *, columns: Sequence[str] | None = None, project_dir: str | Path | None = None
+    ) -> None:
+        self.path = path
+        self.columns = check_columns(columns, "parquet")
+        self._project_dir = Path(project_dir or ".").absolute()  # a worker may stand in another folder
+        self._pieces: list[_Piece] | None = None
+        self._start: dict[str, int] | None = None
+        self._iterator: ParquetIterator | None = None
+
+    @property
+    def num_shards(self) -> int:
+        """How many shards there can be at most: one for each row group, or for each file where there are many."""
+        return len(self.pieces)
+
+    @property
+    def pieces(self) -> list[_Piece]:
+        """What the stream reads, in order; the file systems are asked at first use."""
+        if self._pieces is None:
+            found = find_files(self.path, suffixes=SUFFIXES, project_dir=self._project_dir)
+            if len(found) > _MOST_FILES_TO_ASK:
+                self._pieces = [_Piece(location) for location in found]
+            else:
+                self._pieces = [piece for location in found for piece in self._cut(location)]
+        return self._pieces
+
+    def shard(self, num_shards: int, index: int) -> ParquetStream:
+        """Returns one of `num_shards` disjoint parts, which one after the other are the whole."""
+        part = ParquetStream(self.path, columns=self.columns, project_dir=self._project_dir)
+        part._pieces = share_of(self.pieces, num_shards, index)
+        return part
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns where the iteration begun last stands."""
+        if self._iterator is None:
+            return dict(self._start or _START)
+        return self._iterator.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Lets the next iteration begin there."""
+        self._start = dict(state)
+        self._iterator = None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self._iterator = ParquetIterator(self.pieces, self.columns, **(self._start or _START))
+        self._start = None
+        return self._iterator
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_iterator": None}  # an open file cannot be pickled
+
+    def _cut(self, location: FileLocation) -> list[_Piece]:
+        with _OpenFile(location, self.columns) as opened:
+            # A file without rows is a piece too, so that there is at least one.
+            return [_Piece(location, group, group + 1) for group in range(opened.num_groups)] or [_Piece(location)]
+
+
+_START = {"piece": 0, "group": 0, "row": 0}
+
+
+class ParquetIterator:
+    """One iteration. A row group that cannot be read raises once and is then passed over."""
+
+    def __init__(
+        self, pieces: list[_Piece], columns: Sequence[str] | None, *, piece: int, group: int, row: int
+    ) -> None:
+        self._pieces = pieces
+        self._columns = columns
+        self._piece = piece
+        self._group = group  # counted from the piece's first
+        self._row = row
+        self._opened: _OpenFile | None = None
+        self._table: Any = None
+        self._samples: list[dict[str, Any]] = []
+        self._first = 0
+
+    def __iter__(self) -> ParquetIterator:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        while self._piece < len(self._pieces):
+            if self._table is None and not self._read_group():
+                self._leave_piece()
+                continue
+            if self._row >= self._table.num_rows:
+                self._leave_group()
+                continue
+            if not self._first <= self._row < self._first + len(self._samples):
+                self._convert_rows()
+            self._row += 1
+            return self._samples[self._row - 1 - self._first]
+        raise StopIteration
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns the place of the next row."""
+        return {"piece": self._piece, "group": self._group, "row": self._row}
+
+    def _read_group(self) -> bool:
+        """Reads the row group that is next; False where the piece has no more."""
+        piece = self._pieces[self._piece]
+        try:
+            if self._opened is None:
+                self._opened = _OpenFile(piece.location, self._columns)
+        except DataError:
+            self._leave_piece()
+            raise
+        number = piece.begin + self._group
+        if number >= (self._opened.num_groups if piece.end is None else piece.end):
+            return False
+        try:
+            self._table = self._opened.read_group(number)
+        except DataError:
+            self._leave_group()
+            raise
+        return True
+
+    def _convert_rows(self) -> None:
+        """Turns the next rows of the row group into samples."""
+        try:
+            self._samples = to_samples(self._table.slice(self._row, _ROWS_AT_A_TIME))
+        except Exception as error:  # values that Python cannot hold
+            place = f"{self._pieces[self._piece].location.name} at row {self._row} of a row group"
+            self._leave_group()
+            raise DataError(f"{place}: {type(error).__name__}: {error}") from error
+        self._first = self._row
+
+    def _leave_group(self) -> None:
+        self._table, self._samples = None, []
+        self._group, self._row = self._group + 1, 0
+
+    def _leave_piece(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+        self._table, self._samples = None, []
+        self._piece, self._group, self._row = self._piece + 1, 0, 0
+
+
+class _OpenFile:
+    """A Parquet file being read; its errors name it."""
+
+    def __init__(self, location: FileLocation, columns: Sequence[str] | None) -> None:
+        module = _pyarrow_parquet()
+        self._name = location.name
+        self._columns = None if columns is None else list(columns)
+        self._file: Any = None
+        try:
+            self._file = location.open()
+            self._parquet = module.ParquetFile(self._file)
+        except Exception as error:  # each file system has errors of its own, and Arrow has too
+            if self._file is not None:
+                self._file.close()
+            raise DataError(f"{self._name} is no Parquet file: {type(error).__name__}: {error}") from error
+        self.num_groups: int = self._parquet.metadata.num_row_groups
+        known = self._parquet.schema_arrow.names
+        missing = [name for name in self._columns or () if name not in known]
+        if missing:
+            self.close()
+            raise DataError(f"{self._name}: no column {', '.join(missing)}. There are: {', '.join(known)}.")
+
+    def __enter__(self) -> _OpenFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def rows_of_groups(self) -> list[int]:
+        """Returns how many rows each row group has."""
+        return [self._parquet.metadata.row_group(number).num_rows for number in range(self.num_groups)]
+
+    def read_group(self, number: int) -> Any:
+        """Returns the table of a row group."""
+        try:
+            table = self._parquet.read_row_group(number, columns=self._columns, use_threads=False)
+        except Exception as error:
+            raise DataError(f"{self._name} row group {number}: {type(error).__name__}: {error}") from error
+        return table if self._columns is None else table.select(self._columns)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._parquet.close()
+        self._file.close()
+
+
+def to_samples(table: Any) -> list[dict[str, Any]]:
+    """Returns the rows of an Arrow table as dicts; lists of numbers become tensors, those with gaps stay lists."""
+    columns = {name: _to_values(table.column(name)) for name in table.column_names}
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _to_values(column: Any) -> list[Any]:
+    import pyarrow as pa  # type: ignore[import-untyped]  # it comes without types
+    import pyarrow.compute as pc  # type: ignore[import-untyped]
+
+    kind = column.type
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if not is_list or not (pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)):
+        values: list[Any] = column.to_pylist()
+        return values
+    lists = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], kind)
+    flat = lists.flatten()
+    dtype = np.int64 if pa.types.is_integer(kind.value_type) else np.float32
+    if lists.null_count or flat.null_count:
+        # Decided row by row: what a row becomes must not depend on its neighbours.
+        values = column.to_pylist()
+        return [each if each is None or None in each else torch.from_numpy(np.array(each, dtype)) for each in values]
+    # A copy, for Arrow's memory must not be written to and a sample may be.
+    numbers = torch.from_numpy(flat.to_numpy(zero_copy_only=False).astype(dtype, copy=True))
+    lengths: list[int] = pc.list_value_length(lists).to_pylist()
+    return list(torch.split(numbers, lengths))
+
+
+def _pyarrow_parquet() -> Any:
+    try:
+        import pyarrow.parquet  # type: ignore[import-untyped]  # it comes without types
+    except ImportError as error:
+        raise DataError(
+            'The dataset "parquet" needs pyarrow, which is not installed. '
+            "Install it: pip install 'trainwright[datasets]'."
+        ) from error
+    return pyarrow.parquet

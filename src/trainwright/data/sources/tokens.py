@@ -1,0 +1,254 @@
+"""Tokens: token files mapped into memory, as blocks of equal length or as the documents that they hold.
+
+A .bin file is nothing but the tokens, in the `dtype` that its reader has to know; a .npy file knows its own. Also here:
+`write_tokens`, which makes such files. Tokenizing is not done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from trainwright.data.cache import staged_file
+from trainwright.data.sources.locations import Paths, find_files
+from trainwright.errors import ConfigError, DataError
+
+SUFFIXES = (".bin", ".npy")
+DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+
+_SCAN_TOKENS = 16 << 20
+_NPY_HEADER_BYTES = 128
+
+
+class Tokens(Dataset[dict[str, Tensor]]):
+    """Blocks of `sequence_length` tokens; `labels` equal `input_ids`, and the model shifts them.
+
+    `path` is a file, a glob, a folder (all its .bin and .npy files), a URL, or a list of those; remote files are copied
+    into the cache first. A block never reaches across files, and the last incomplete one of each is left out.
+    With `documents` a sample is a document instead, its end (`end_of_document`) included, and `lengths` tells how long
+    each is; one longer than `sequence_length`, where that is given, comes in pieces of at most so many tokens.
+    """
+
+    draws_nothing = True  # the loader need not seed each sample
+
+    def __init__(
+        self,
+        path: Paths,
+        sequence_length: int | None = None,
+        *,
+        dtype: str = "uint16",
+        documents: bool = False,
+        end_of_document: int | None = None,
+        cache_dir: str | Path | None = None,
+        project_dir: str | Path | None = None,
+    ) -> None:
+        if dtype not in DTYPES:
+            raise ConfigError(f'dtype is "{dtype}". Use one of: {", ".join(DTYPES)}.', where="tokens")
+        if documents and end_of_document is None:
+            raise ConfigError("documents: true needs end_of_document, the token that ends each.", where="tokens")
+        if not documents and sequence_length is None:
+            raise ConfigError("sequence_length is missing: how many tokens has a block?", where="tokens")
+        if not documents and end_of_document is not None:
+            raise ConfigError("end_of_document has no effect without documents: true. Remove it.", where="tokens")
+        if sequence_length is not None and sequence_length < 2:
+            raise ConfigError(
+                f"sequence_length is {sequence_length}. Use at least 2: a block of one token has no next token.",
+                where="tokens",
+            )
+        self.path = path
+        self.sequence_length = sequence_length
+        self.dtype = dtype
+        self.end_of_document = end_of_document
+        self.cache_dir = cache_dir
+        self._project_dir = Path(project_dir or ".").absolute()  # a worker may stand in another folder
+        self._files: list[npt.NDArray[Any]] | None = None
+        self._samples: _Samples | None = None
+
+    @property
+    def tokens_per_sample(self) -> int | None:
+        """The tokens in each block, all of which count; None for documents, whose lengths differ."""
+        return self.sequence_length if self.end_of_document is None else None
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """The tokens of every sample."""
+        samples = self._load()[1]
+        if samples.lengths is None:
+            assert self.sequence_length is not None
+            return np.broadcast_to(np.int64(self.sequence_length), (len(self),))  # one number in memory
+        return samples.lengths
+
+    def __len__(self) -> int:
+        return int(self._load()[1].ends[-1])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Returns the samples of a batch; torch's loader prefers this to one call a sample."""
+        count = len(self)
+        samples = []
+        for index in indices:
+            if not -count <= index < count:
+                raise IndexError(f"Index {index} is outside the {count} samples of {self.path}.")
+            tokens = self._read(index % count).astype(np.int64)
+            # Labels have memory of their own: a collator may write -100 into them.
+            samples.append({"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(tokens.copy())})
+        return samples
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A spawned worker maps the files itself; pickling the maps would copy all tokens to it.
+        return {**self.__dict__, "_files": None}
+
+    def _read(self, index: int) -> npt.NDArray[Any]:
+        files, samples = self._load()
+        number = int(np.searchsorted(samples.ends, index, side="right"))
+        if samples.starts is None or samples.lengths is None:
+            assert self.sequence_length is not None
+            first = int(samples.ends[number - 1]) if number else 0
+            start, length = (index - first) * self.sequence_length, self.sequence_length
+        else:
+            start, length = int(samples.starts[index]), int(samples.lengths[index])
+        return files[number][start : start + length]
+
+    def _load(self) -> tuple[list[npt.NDArray[Any]], _Samples]:
+        if self._files is None:
+            found = find_files(self.path, suffixes=SUFFIXES, project_dir=self._project_dir)
+            self._files = [_map_tokens(each.fetch(self.cache_dir), self.dtype) for each in found]
+        if self._samples is None:
+            samples = self._find_samples(self._files)
+            if not samples.ends[-1]:
+                total = sum(map(len, self._files))
+                wanted = f"one block of {self.sequence_length}" if self.end_of_document is None else "one document"
+                raise DataError(f"{self.path} holds {total} tokens, less than {wanted}. Check the path, or use more.")
+            self._samples = samples
+        return self._files, self._samples
+
+    def _find_samples(self, files: list[npt.NDArray[Any]]) -> _Samples:
+        if self.end_of_document is None:
+            assert self.sequence_length is not None
+            return _Samples(np.cumsum([len(tokens) // self.sequence_length for tokens in files]))
+        spans = [_find_documents(tokens, self.end_of_document) for tokens in files]
+        if self.sequence_length is not None:
+            spans = [_cut_long_ones(starts, lengths, self.sequence_length) for starts, lengths in spans]
+        return _Samples(
+            np.cumsum([len(starts) for starts, _ in spans]),
+            np.concatenate([starts for starts, _ in spans]),
+            np.concatenate([lengths for _, lengths in spans]),
+        )
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Where the samples lie."""
+
+    ends: npt.NDArray[np.int64]
+    """The samples in each file and those before it."""
+    starts: npt.NDArray[np.int64] | None = None
+    """Where each begins in its file; None for blocks, whose places follow from their number."""
+    lengths: npt.NDArray[np.int64] | None = None
+
+
+def write_tokens(
+    path: str | Path,
+    arrays: Iterable[Any],
+    dtype: str = "uint16",
+    *,
+    end_of_document: int | None = None,
+) -> int:
+    """Writes documents, each a row of tokens, into one .bin or .npy file and returns the number of tokens.
+
+    `arrays` may be a generator: one document is in memory at a time. `end_of_document` is written behind each. The file
+    appears, or replaces an older one, when all is written.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     count = write_tokens(f"{folder}/train.npy", [[5, 6, 7], [8, 9]], end_of_document=0)
+    ...     dataset = Tokens(f"{folder}/train.npy", documents=True, end_of_document=0)
+    ...     count, dataset.lengths.tolist(), dataset[1]["input_ids"].tolist()
+    (7, [4, 3], [8, 9, 0])
+    """
+    path = Path(path)
+    if path.suffix not in SUFFIXES or dtype not in DTYPES:
+        raise ConfigError(
+            f"write_tokens: {path.name} in {dtype}. Use a name that ends in {' or '.join(SUFFIXES)} "
+            f"and one of: {', '.join(DTYPES)}."
+        )
+    ending = np.array([] if end_of_document is None else [end_of_document], np.int64)
+    count = 0
+    with staged_file(path) as file:
+        if path.suffix == ".npy":
+            file.write(bytes(_NPY_HEADER_BYTES))  # filled in when the count is known
+        for number, document in enumerate(arrays):
+            tokens = _fit(np.concatenate([np.asarray(document, np.int64).reshape(-1), ending]), dtype, number)
+            file.write(tokens.tobytes())
+            count += len(tokens)
+        if path.suffix == ".npy":
+            file.seek(0)
+            file.write(_npy_header(dtype, count))
+    return count
+
+
+def _fit(tokens: npt.NDArray[Any], dtype: str, number: int) -> npt.NDArray[Any]:
+    bounds = np.iinfo(dtype)
+    if len(tokens) and not bounds.min <= tokens.min() <= tokens.max() <= bounds.max:
+        raise DataError(
+            f"write_tokens: document {number} has tokens from {tokens.min()} to {tokens.max()}, "
+            f"but {dtype} holds {bounds.min} to {bounds.max}. Use a wider dtype."
+        )
+    return tokens.astype(np.dtype(dtype).newbyteorder("<"))
+
+
+def _npy_header(dtype: str, count: int) -> bytes:
+    """Returns the header of numpy's file format 1.0, padded to a fixed length."""
+    described = np.dtype(dtype).newbyteorder("<").str
+    facts = f"{{'descr': '{described}', 'fortran_order': False, 'shape': ({count},), }}"
+    start = b"\x93NUMPY\x01\x00" + (_NPY_HEADER_BYTES - 10).to_bytes(2, "little")
+    return start + facts.encode().ljust(_NPY_HEADER_BYTES - 11) + b"\n"
+
+
+def _map_tokens(path: Path, dtype: str) -> npt.NDArray[Any]:
+    """Returns the file's tokens, mapped and read only where touched."""
+    try:
+        if path.name.endswith(".npy"):
+            tokens: npt.NDArray[Any] = np.load(path, mmap_mode="r")
+        elif path.stat().st_size == 0:
+            return np.empty(0, dtype)
+        else:
+            tokens = np.memmap(path, np.dtype(dtype).newbyteorder("<"), mode="r")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is no file of tokens in {dtype}: {error}") from error
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise DataError(f"{path} holds {tokens.dtype} {tokens.shape}. Use a file with one row of whole numbers.")
+    return tokens
+
+
+def _find_documents(tokens: npt.NDArray[Any], end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Returns the start and the length of each document; what follows the last end is one more."""
+    pieces = [
+        np.flatnonzero(tokens[start : start + _SCAN_TOKENS] == end) + (start + 1)
+        for start in range(0, len(tokens), _SCAN_TOKENS)
+    ]
+    ends = np.concatenate([np.zeros(1, np.int64), *pieces])
+    if ends[-1] != len(tokens):
+        ends = np.append(ends, len(tokens))
+    return ends[:-1], np.diff(ends)
+
+
+def _cut_long_ones(
+    starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], longest: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    pieces = -(-lengths // longest)
+    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # of a piece in its document
+    return (
+        np.repeat(starts, pieces) + number * longest,
+        np.minimum(longest, np.repeat(lengths, pieces) - number * longest),
+    )

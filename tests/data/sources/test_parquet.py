@@ -1,0 +1,134 @@
+"""Parquet: the same rows by index and as a stream, row group by row group, from any place and in any shards."""
+
+from __future__ import annotations
+
+import pickle
+import uuid
+
+import fsspec
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from trainwright.data.sources import parquet as parquet_module
+from trainwright.data.sources.parquet import parquet
+from trainwright.errors import ConfigError, DataError
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+ROWS = [{"n": n, "t": f"text {n}" if n % 5 else None, "nest": {"a": [str(n)]}} for n in range(23)]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three files, one of them without rows, with row groups of four."""
+    schema = pa.Table.from_pylist(ROWS).schema
+    for name, rows in {"a": ROWS[:10], "b": [], "c": ROWS[10:]}.items():
+        pq.write_table(pa.Table.from_pylist(rows, schema), tmp_path / f"{name}.parquet", row_group_size=4)
+    return tmp_path
+
+
+def test_rows_are_the_same_by_index_and_as_a_stream_in_any_shards(folder):
+    rows = parquet(folder)
+    assert len(rows) == 23
+    assert rows.__getitems__([22, 0, -1, 7, 0]) == [ROWS[22], ROWS[0], ROWS[22], ROWS[7], ROWS[0]]
+    stream = parquet(folder, streaming=True)
+    assert list(stream) == ROWS == [rows[index] for index in range(23)]
+    assert list(stream) == ROWS
+    assert stream.num_shards == 3 + 1 + 4
+    for num_shards in range(1, 9):
+        shards = [stream.shard(num_shards, index) for index in range(num_shards)]
+        assert [row for shard in shards for row in shard] == ROWS
+
+
+@pytest.mark.parametrize("most_files", [64, 2])
+def test_a_stream_goes_on_after_any_prefix(folder, monkeypatch, most_files):
+    monkeypatch.setattr(parquet_module, "_MOST_FILES_TO_ASK", most_files)
+    monkeypatch.setattr(parquet_module, "_ROWS_AT_A_TIME", 3)
+    stream = parquet(folder, streaming=True)
+    assert stream.num_shards == (8 if most_files == 64 else 3)
+    iterator = iter(stream)
+    for start in range(24):
+        other = pickle.loads(pickle.dumps(stream))
+        other.load_state_dict(stream.state_dict())
+        assert list(other) == ROWS[start:]
+        assert list(other) == ROWS
+        next(iterator, None)
+
+
+def test_resuming_reads_only_the_row_groups_that_are_left(folder, monkeypatch):
+    read = []
+    original = parquet_module._OpenFile.read_group
+    monkeypatch.setattr(
+        parquet_module._OpenFile, "read_group", lambda file, number: read.append(number) or original(file, number)
+    )
+    stream = parquet(folder / "c.parquet", streaming=True)
+    stream.load_state_dict({"piece": 3, "group": 0, "row": 0})
+    assert list(stream) == ROWS[22:]
+    assert read == [3]
+
+
+def test_row_groups_used_last_are_kept_within_a_bound(folder, monkeypatch):
+    rows = parquet(folder)
+    rows.__getitems__(range(23))
+    assert len(rows._tables) == 7
+    monkeypatch.setattr(parquet_module, "_KEPT_BYTES", 0)
+    rows.__getitems__(range(23))
+    other = pickle.loads(pickle.dumps(rows))
+    assert not other._tables
+    other.__getitems__(range(23))
+    assert len(other._tables) == 1
+
+
+def test_lists_of_numbers_become_tensors_and_those_with_gaps_stay_lists(tmp_path):
+    table = pa.table(
+        {
+            "input_ids": pa.array([[1, 2], [], [3]], pa.list_(pa.uint16())),
+            "scores": pa.array([[0.5], [1.5], [2.5]], pa.list_(pa.float64(), 1)),
+            "gaps": pa.array([[1, None], None, [3]]),
+        }
+    )
+    pq.write_table(table, tmp_path / "x.parquet")
+    for rows in (parquet("x.parquet", project_dir=tmp_path), [*parquet(tmp_path, streaming=True)]):
+        assert [rows[index]["input_ids"].tolist() for index in range(3)] == [[1, 2], [], [3]]
+        assert rows[0]["input_ids"].dtype == torch.int64
+        assert rows[2]["scores"].dtype == torch.float32
+        assert rows[2]["scores"].tolist() == [2.5]
+        assert [rows[index]["gaps"] for index in range(2)] == [[1, None], None]
+        assert torch.equal(rows[2]["gaps"], torch.tensor([3]))
+
+
+def test_only_the_columns_asked_for_are_read_in_their_order(folder):
+    assert list(parquet(folder, columns=["t", "n"])[1]) == ["t", "n"]
+    assert list(next(iter(parquet(folder, columns=["t", "n"], streaming=True)))) == ["t", "n"]
+    with pytest.raises(DataError, match=r"a\.parquet: no column x. There are: n, t, nest"):
+        len(parquet(folder, columns=["x"]))
+
+
+def test_remote_files_are_read_both_ways(folder, tmp_path):
+    url = f"memory://{uuid.uuid4().hex}"
+    for name in "abc":
+        fsspec.filesystem("memory").pipe(f"{url}/{name}.parquet", (folder / f"{name}.parquet").read_bytes())
+    assert list(parquet(url, streaming=True)) == ROWS
+    assert parquet(url, cache_dir=tmp_path / "cache").__getitems__(range(23)) == ROWS
+
+
+def test_a_file_that_is_no_parquet_raises_once_and_the_next_follows(folder, monkeypatch):
+    monkeypatch.setattr(parquet_module, "_MOST_FILES_TO_ASK", 0)
+    (folder / "b.parquet").write_bytes(b"no parquet at all")
+    iterator = iter(parquet(folder, streaming=True))
+    assert [next(iterator) for _ in range(10)] == ROWS[:10]
+    with pytest.raises(DataError, match=r"b\.parquet is no Parquet file: ArrowInvalid"):
+        next(iterator)
+    assert list(iterator) == ROWS[10:]
+
+
+def test_rows_are_read_in_a_worker(folder):
+    loader = DataLoader(parquet(folder, columns=["n"]), batch_size=10, num_workers=1)
+    assert [number for batch in loader for number in batch["n"].tolist()] == list(range(23))
+
+
+def test_a_cache_for_a_stream_is_refused(folder):
+    with pytest.raises(ConfigError, match="no effect"):
+        parquet(folder, streaming=True, cache_dir=folder)
