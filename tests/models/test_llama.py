@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from trainwright.data.pack import pack
 from trainwright.errors import ConfigError, DataError
 from trainwright.models.llama import IGNORED_LABEL, Llama, default_intermediate_size
 
@@ -84,6 +85,100 @@ def test_a_mask_of_ones_changes_nothing():
     tokens = random_tokens(2, 7)
     with_mask = model(tokens, attention_mask=torch.ones_like(tokens))["logits"]
     torch.testing.assert_close(with_mask, model(tokens)["logits"], atol=1e-5, rtol=1e-5)
+
+
+def packed_rows(*lengths, length, borders="documents"):
+    """One row of random documents, as data/pack.py makes it, and the documents."""
+    documents = [random_tokens(size + 3)[3:] for size in lengths]
+    packed = pack([{"input_ids": document} for document in documents], length=length, borders=borders)
+    assert len(packed) == 1
+    row = {name: values[None] for name, values in packed[0].items()}
+    placed = [documents[number] for number, _, _ in packed.plan.row(0)]
+    return row, placed
+
+
+@pytest.mark.parametrize("borders", ["documents", "mask"])
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+def test_packed_documents_have_the_logits_of_each_alone(num_kv_heads, borders):
+    model = small_llama(num_kv_heads=num_kv_heads, initializer_range=0.3)
+    row, documents = packed_rows(9, 1, 6, 8, length=28, borders=borders)
+    logits = model(**row)["logits"]
+    assert logits.isfinite().all()
+    start = 0
+    for document in documents:
+        alone = model(document[None])["logits"]
+        torch.testing.assert_close(logits[:, start : start + len(document)], alone, atol=1e-5, rtol=1e-5)
+        start += len(document)
+
+
+def test_packed_documents_have_the_mean_loss_of_all_their_predicted_tokens():
+    model = small_llama(initializer_range=0.3)
+    row, documents = packed_rows(9, 2, 7, length=24)
+    sums = [model(document[None], document[None])["loss"] * (len(document) - 1) for document in documents]
+    torch.testing.assert_close(model(**row)["loss"], sum(sums) / (8 + 1 + 6), atol=1e-5, rtol=1e-5)
+
+
+def test_no_gradient_passes_from_one_packed_document_to_another():
+    model = small_llama(initializer_range=0.3)
+    row, documents = packed_rows(9, 6, 8, length=28)
+    inputs = []
+    model.model.embed_tokens.register_forward_hook(lambda *call: inputs.append(call[2].requires_grad_()) or call[2])
+    logits = model(**row)["logits"]
+    borders = row["document_ids"][0]
+    for number in range(-1, len(documents)):
+        [gradient] = torch.autograd.grad(logits[0, borders == number].square().sum(), inputs[0], retain_graph=True)
+        assert gradient[0, borders == number].abs().sum(dim=-1).gt(0).all()
+        assert gradient[0, borders != number].eq(0).all()
+
+
+def test_padding_of_a_packed_row_is_not_in_the_loss():
+    model = small_llama(initializer_range=0.3)
+    row, _ = packed_rows(9, 6, length=20)
+    expected = model(**row)["loss"]
+    row["input_ids"][row["document_ids"] < 0] = 5
+    torch.testing.assert_close(model(**row)["loss"], expected, atol=0, rtol=0)
+
+
+def test_transformers_takes_packed_rows_with_a_mask():
+    model = small_llama(initializer_range=0.3)
+    reference = reference_llama(model)
+    reference.load_state_dict(model.state_dict())
+    row, _ = packed_rows(9, 6, 8, length=28, borders="mask")
+    theirs = reference(**row)
+    ours = model(**row)
+    torch.testing.assert_close(ours["logits"], theirs.logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ours["loss"], theirs.loss, atol=1e-5, rtol=1e-5)
+
+
+def test_positions_that_are_given_in_order_change_no_bit():
+    model = small_llama(num_kv_heads=2, initializer_range=0.3)
+    tokens = random_tokens(2, 12)
+    expected = model(tokens)["logits"]
+    assert torch.equal(model(tokens, position_ids=torch.arange(12).repeat(2, 1))["logits"], expected)
+    assert not torch.allclose(model(tokens, position_ids=torch.arange(0, 24, 2).repeat(2, 1))["logits"], expected)
+
+
+def test_documents_and_padding_can_both_be_masked():
+    model = small_llama(initializer_range=0.3)
+    tokens = random_tokens(1, 8)
+    padded = torch.cat((torch.zeros(1, 3, dtype=torch.int64), tokens), dim=1)
+    mask = torch.tensor([[0] * 3 + [1] * 8])
+    borders = torch.tensor([[0] * 7 + [1] * 4])
+    logits = model(padded, attention_mask=mask, document_ids=borders)["logits"]
+    torch.testing.assert_close(logits[:, 3:7], model(tokens[:, :4])["logits"], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits[:, 7:], model(tokens[:, 4:])["logits"], atol=1e-5, rtol=1e-5)
+
+
+def test_a_mask_of_four_dims_must_be_bool():
+    with pytest.raises(DataError, match=r"\(1, 1, 4, 4\) is torch.float32"):
+        small_llama()(random_tokens(1, 4), attention_mask=torch.zeros(1, 1, 4, 4))
+
+
+def test_the_graph_of_packed_rows_has_no_breaks():
+    model = small_llama(num_kv_heads=2)
+    row, _ = packed_rows(9, 6, length=20)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**row)["loss"], model(**row)["loss"])
 
 
 def test_no_position_sees_a_later_token():

@@ -16,7 +16,7 @@ from trainwright.errors import ConfigError, DataError
 # The label that the loss skips; torch's and transformers' convention.
 IGNORED_LABEL = -100
 
-# (cosines, sines) of the rotation angles, each [S, W / 2].
+# (cosines, sines) of the rotation angles, each [S, W / 2], or [B, 1, S, W / 2] where rows have positions of their own.
 Rotations = tuple[Tensor, Tensor]
 
 
@@ -86,20 +86,29 @@ class Llama(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
     ) -> dict[str, Tensor | None]:
         """Maps tokens [B, S] to logits [B, S, vocabulary] and, given labels, their mean loss.
 
         `labels` are the same tokens as `input_ids`, with -100 where there is nothing to learn; they are shifted here,
         so that position i is scored on token i + 1. `attention_mask` [B, S] is 0 at padding. With padding on the
         right it is not needed, since no token sees a later one; without it attention takes its fastest kernel.
+        As [B, 1, S, S] it is bool and taken as it is: True where a query may see a key.
+
+        Rows that hold several documents (data/pack.py) come with `position_ids` [B, S], each token's place in its
+        own document, and `document_ids` [B, S], which are equal for tokens that may see each other (-1: padding).
         """
         if input_ids.shape[-1] > self.max_positions:
             raise DataError(
                 f"The model has {self.max_positions} positions (max_positions) but the sequences hold "
                 f"{input_ids.shape[-1]} tokens. Shorten the sequences or raise model.max_positions."
             )
-        logits = self.lm_head(self.model(input_ids, attention_mask))
+        logits = self.lm_head(self.model(input_ids, attention_mask, position_ids, document_ids))
         if labels is None:
             return {"loss": None, "logits": logits}
         # The labels are shifted, not the logits: cutting a position off the logits would copy them all.
@@ -152,13 +161,21 @@ class Decoder(nn.Module):
         self.head_size = head_size
         self.rope_theta = rope_theta
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
         """Runs every layer with the same rotations and mask, which are made once."""
         hidden: Tensor = self.embed_tokens(input_ids)
-        rotations = rotary_angles(
-            length=input_ids.shape[1], head_size=self.head_size, theta=self.rope_theta, device=input_ids.device
-        )
-        mask = None if attention_mask is None else causal_mask(attention_mask)
+        if position_ids is None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device, dtype=torch.float32)
+        else:
+            positions = position_ids[:, None].float()  # the dim of size 1 stands for the heads
+        rotations = rotary_angles(positions, head_size=self.head_size, theta=self.rope_theta)
+        mask = visible_keys(attention_mask, document_ids)
         for layer in self.layers:
             hidden = layer(hidden, rotations, mask)
         normalised: Tensor = self.norm(hidden)
@@ -241,14 +258,14 @@ def default_intermediate_size(hidden_size: int) -> int:
     return -(-8 * hidden_size // (3 * 64)) * 64
 
 
-def rotary_angles(*, length: int, head_size: int, theta: float, device: torch.device) -> Rotations:
-    """Returns the cosines and sines by which positions 0 … length − 1 rotate each pair of a head's features.
+def rotary_angles(positions: Tensor, *, head_size: int, theta: float) -> Rotations:
+    """Returns the cosines and sines by which each position (float32) rotates each pair of a head's features.
 
     They are worked out in every forward pass instead of kept in a buffer: a few tiny kernels, for which a model may
     be made on the meta device or cast to 16 bits without its positions being lost or blurred.
     """
-    exponents = torch.arange(0, head_size, 2, device=device, dtype=torch.float32) / head_size
-    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] / theta**exponents
+    exponents = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32) / head_size
+    angles = positions[..., None] / theta**exponents
     return angles.cos(), angles.sin()
 
 
@@ -260,6 +277,18 @@ def rotate(heads: Tensor, rotations: Rotations) -> Tensor:
     return rotated.type_as(heads)  # the angles are float32 and would promote 16-bit heads
 
 
+def visible_keys(attention_mask: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
+    """Returns a mask [B, 1, S, S], True where a query may see a key, or None where causality alone decides."""
+    visible = None
+    if attention_mask is not None:
+        visible = _checked_mask(attention_mask) if attention_mask.dim() == 4 else causal_mask(attention_mask)
+    if document_ids is not None:
+        # Padding (-1) is a document of its own: it sees itself, so no query is left without a key.
+        same = (document_ids[:, None, :, None] == document_ids[:, None, None, :]).tril()
+        visible = same if visible is None else visible & same
+    return visible
+
+
 def causal_mask(attention_mask: Tensor) -> Tensor:
     """Returns a mask [B, 1, S, S], True where a query may see a key: not later, and not padding (0)."""
     length = attention_mask.shape[-1]
@@ -267,6 +296,15 @@ def causal_mask(attention_mask: Tensor) -> Tensor:
     visible = ones.tril() & attention_mask.bool()[:, None, None, :]
     # Padding sees itself: a row without any visible key would be a softmax over nothing, which is nan.
     return visible | ones.triu().tril()
+
+
+def _checked_mask(attention_mask: Tensor) -> Tensor:
+    if attention_mask.dtype != torch.bool:
+        raise DataError(
+            f"attention_mask {tuple(attention_mask.shape)} is {attention_mask.dtype}. A mask of four dims says which "
+            "key each query may see and must be bool (True: may see); one of two dims is 0 at padding."
+        )
+    return attention_mask
 
 
 def _sample(logits: Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:

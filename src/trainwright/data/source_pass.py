@@ -1,0 +1,65 @@
+"""One pass over a stream inside of another stream: what mix_stream.py and pack_stream.py read their sources with.
+
+It remembers what a source cannot be relied on to say: where it stands before its first sample was taken, and that a
+generator which raised will never give another sample.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from inspect import isgenerator
+from typing import Any
+
+from trainwright.errors import DataError
+
+
+class SourcePass:
+    """Takes the samples of one pass from a source that may be opened only when its first sample is needed.
+
+    `state` is what an earlier pass's `state` returned, None for the start; `epoch` is None where nobody set one.
+    """
+
+    def __init__(self, source: Any, *, state: Any = None, epoch: int | None = None) -> None:
+        self.has_ended = False
+        # Each pass has a source of its own, for `state_dict` tells only of the iteration that was begun last.
+        self._source = copy.copy(source) if hasattr(source, "state_dict") else source
+        self._start = state
+        self._epoch = epoch
+        self._iterator: Iterator[Any] | None = None
+        self._has_begun = False
+
+    def take(self) -> Any:
+        """Returns the next sample, or raises StopIteration at the end; after any other error it can go on."""
+        if self._iterator is None:
+            self._iterator = self._open()
+        try:
+            sample = next(self._iterator)
+        except StopIteration:
+            self.has_ended = True
+            raise
+        except Exception as error:
+            self._has_begun = True
+            if isgenerator(self._iterator):
+                # A generator that raised is finished: asking on would look like the end of the data.
+                self.has_ended = True
+                raise DataError(
+                    f"{type(self._source).__name__} raised {type(error).__name__}: {error}. Its iteration is a "
+                    "generator, which cannot go on after an error, so what follows in it is lost. Catch the error in "
+                    "it, or return an object with `__next__` from `__iter__`."
+                ) from error
+            raise
+        self._has_begun = True
+        return sample
+
+    def state(self) -> Any:
+        """Returns where the next sample is, for another pass to begin there; the source must have a `state_dict`."""
+        # Before its first sample a source may still tell of the pass before.
+        return self._source.state_dict() if self._has_begun else self._start
+
+    def _open(self) -> Iterator[Any]:
+        if self._epoch is not None and hasattr(self._source, "set_epoch"):
+            self._source.set_epoch(self._epoch)
+        if self._start is not None:
+            self._source.load_state_dict(self._start)
+        return iter(self._source)
