@@ -37,6 +37,7 @@ def test_the_names_that_the_design_promises_are_there():
         "run_experiment",
         "build_trainer",
         "load_checkpoint",
+        "load_hf_dataset",
         "EventStorage",
         "get_event_storage",
     }

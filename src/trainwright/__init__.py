@@ -24,6 +24,7 @@ _PUBLIC = {
     "build_trainer": "trainwright.build",
     "get_event_storage": "trainwright.events",
     "load_checkpoint": "trainwright.export.load",
+    "load_hf_dataset": "trainwright.data.processing.hf_dataset",
     "register": "trainwright.registry",
     "run_experiment": "trainwright.main",
     "train": "trainwright.doors.functions",
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from trainwright.build import build_trainer as build_trainer
     from trainwright.config import Component as Component
     from trainwright.config import RunConfig as RunConfig
+    from trainwright.data.processing.hf_dataset import load_hf_dataset as load_hf_dataset
     from trainwright.doors.functions import train as train
     from trainwright.events import EventStorage as EventStorage
     from trainwright.events import Mean as Mean

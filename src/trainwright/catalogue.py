@@ -26,6 +26,7 @@ PROVIDED: Mapping[str, tuple[str, ...]] = {
     "trainer": ("config", "task", "model", "optimizer", "train_dataset", "validation_dataset", "surroundings"),
     "optimizer": ("params",),
     "writer": ("folder",),
+    "dataset": ("run_seed",),
 }
 """What the builder itself passes to a kind of component, beside `project_dir`: no argument of a run file."""
 

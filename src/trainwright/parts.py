@@ -231,7 +231,13 @@ class Build:
     def _dataset(self, label: str, component: Component | None) -> Any:
         if component is None:
             raise ConfigError(f"{label}: there is no dataset. Name one, such as {{type: datasets/mine.py:Mine}}.")
-        return self._datasets.build(label, component)
+        dataset = self._datasets.build(label, component)
+        if label != "data.train" and getattr(dataset, "weights", None) and hasattr(type(dataset), "make_order"):
+            raise ConfigError(
+                f"{label}: weights have no effect in an evaluation, which sees each sample once. Leave them out.",
+                where=self.config.origin(label),
+            )
+        return dataset
 
     def _task_builds_data(self) -> bool:
         return self._task is not None and overrides(self._task, "build_dataset", Task)

@@ -1,5 +1,6 @@
 """Cutting one dataset into parts."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,6 +20,13 @@ class Words(Dataset):
     """Has more to offer than samples."""
 
     tokens_per_sample = 7
+
+    @property
+    def lengths(self):
+        return np.array([len(self[index]) for index in range(40)])
+
+    def make_order(self):
+        """Says in which order all words are read."""
 
     def __len__(self):
         return 40
@@ -81,8 +89,10 @@ def test_a_part_offers_what_its_dataset_offers():
     part = split(Words(), [30, 10], seed=0)[0]
     assert part.tokens_per_sample == 7
     assert not part.draws_nothing
-    with pytest.raises(AttributeError):
-        part.missing  # noqa: B018
+    assert part.lengths.tolist() == [len(word) for word in whole(part)]
+    for name in ("missing", "make_order"):
+        assert not hasattr(part, name)
+    assert not hasattr(split(range(9), [6, 3], seed=0)[0], "lengths")
     assert split(TensorDataset(torch.arange(9)), [6, 3], seed=0)[0].draws_nothing
 
 

@@ -11,6 +11,7 @@ from tests.data.streams import Fragile, Noisy, Plain, Seeking
 
 from trainwright.data.collators import Stack
 from trainwright.data.failures import OnError
+from trainwright.data.mix import mix
 from trainwright.data.stream_loader import EvalStream, StreamData
 from trainwright.data.view import View
 from trainwright.data.workers import LoaderOptions
@@ -197,6 +198,44 @@ def test_an_iterator_that_ends_for_good_is_named_in_its_second_pass():
         take(data)
 
 
+@pytest.mark.parametrize("options", [LoaderOptions(), WORKERS])
+def test_the_samples_of_each_source_of_a_mixture_are_counted_over_ranks_and_resumes(options):
+    def make():
+        return mix({"small": Seeking([list(range(10))]), "large": Seeking([list(range(10, 40))])}, run_seed=1)
+
+    first = stream_data(make(), options=options)
+    begun = flat(take(first, 4))
+    assert first.counts == {"small": sum(row < 10 for row in begun), "large": sum(row >= 10 for row in begun)}
+    later = stream_data(make(), options=options, state=first.state_dict())
+    take(later)
+    assert later.counts == {"small": 10, "large": 30}
+    _, state = on_ranks(2, lambda view, agree: stream_data(make(), view=view, agree=agree))
+    assert state["counts"] == {"small": 10, "large": 30}
+
+
+@pytest.mark.parametrize("num_shards", [1, 4])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_of_hugging_face_itself_is_read_once_and_resumed_exactly(workers, num_shards):
+    datasets = pytest.importorskip("datasets")
+
+    def make():
+        rows = datasets.Dataset.from_dict({"x": list(range(50))})
+        return rows.to_iterable_dataset(num_shards=num_shards).with_format("torch")
+
+    def data(state=None):
+        return stream_data(make(), options=LoaderOptions(workers), passes=2, state=state, batch_size=6)
+
+    def rows(stream, count=None):
+        batches = islice(stream.batches(iter), count)
+        return [batch["x"][: stream.samples_in_hand].tolist() for batch in batches]
+
+    whole = rows(data())
+    assert sorted(flat(whole)) == sorted([*range(50), *range(50)])
+    for before in (1, 4, 9, 12):
+        first = data()
+        assert rows(first, before) + rows(data(first.state_dict())) == whole
+
+
 def test_an_empty_stream_is_refused():
     with pytest.raises(DataError, match="Plain gave no sample in pass 1"):
         take(stream_data(Plain(0)))
@@ -225,7 +264,7 @@ def test_a_generator_that_raised_cannot_be_skipped_for_it_would_look_like_the_en
             yield torch.tensor(0)
             raise ValueError("torn")
 
-    with pytest.raises(DataError, match=r"row 1 of Broken cannot be read .*torn.*generator"):
+    with pytest.raises(DataError, match=r"Broken raised ValueError: torn.*generator"):
         take(stream_data(Broken(5), on_error=OnError(skips=True)))
 
 

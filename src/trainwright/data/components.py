@@ -16,7 +16,7 @@ from typing import Any
 
 from trainwright import registry
 from trainwright.config import Component
-from trainwright.data.process_stream import ProcessedStream
+from trainwright.data.processing.stream import ProcessedStream
 from trainwright.data.stream import is_stream
 from trainwright.errors import ConfigError
 
@@ -90,7 +90,7 @@ class DatasetBuilder:
         registry.check_arguments(
             function, arguments, label="data.process", where=self._process.origin, provided=_first_parameter(function)
         )
-        from trainwright.data.process import describe_input, processed  # needs the package datasets
+        from trainwright.data.processing.process import describe_input, processed  # needs the package datasets
 
         if is_stream(dataset):
             return ProcessedStream(dataset, function, arguments)

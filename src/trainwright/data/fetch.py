@@ -85,6 +85,8 @@ class Fetched(NamedTuple):
     """Rows that were left out because they cannot be read."""
     cursors: tuple[tuple[int, Any], ...] = ()
     """Where a stream can be entered again: (lane, cursor)."""
+    sources: tuple[str, ...] = ()
+    """Which source of a mixed stream each sample is from."""
     is_over: bool = False
     """Have all lanes that it comes from ended?"""
 

@@ -8,7 +8,6 @@ for, and when the data has ended, stream_loader.py's.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from trainwright.data.fetch import Collator, Failure, Fetched, make_in_project
 from trainwright.data.lanes import ENDED, Cursor, Lane, Reading
 from trainwright.data.order import mix_seed
 from trainwright.data.randomness import Watch, seed_generators
+from trainwright.data.source_pass import own_copy
 from trainwright.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -115,19 +115,29 @@ class LaneFetcher(Dataset[Any]):
     def _fetch(self, request: Request) -> Fetched:
         samples: list[Any] = []
         failures: list[Failure] = []
+        sources: list[str] = []
         num_ended = 0
-        for lane, first, count in request.runs:
-            found = [self._lane(lane).read(place) for place in range(first, first + count)]
-            num_ended += all(each is ENDED for each in found)
-            failures += [each for each in found if isinstance(each, Failure)]
-            samples += [each for each in found if each is not ENDED and not isinstance(each, Failure)]
+        for number, first, count in request.runs:
+            lane = self._lane(number)
+            for place in range(first, first + count):
+                sample = lane.read(place)
+                if sample is ENDED:
+                    num_ended += place == first
+                    break
+                if isinstance(sample, Failure):
+                    failures.append(sample)
+                    continue
+                samples.append(sample)
+                if lane.latest_source is not None:
+                    sources.append(lane.latest_source)
         if samples:
             self._stand_in = samples[-1]
         reading, first_place = self._reading, request.runs[0][1] if request.runs else 0
         standing = samples or [self._find_stand_in()]
         seed_generators(mix_seed(reading.seed, _COLLATOR_STREAM, reading.epoch, request.batch, first_place))
         batch = self._collator(standing)
-        return Fetched(batch, len(samples), tuple(failures), self._take_cursors(), num_ended == len(request.runs))
+        is_over = num_ended == len(request.runs)
+        return Fetched(batch, len(samples), tuple(failures), self._take_cursors(), tuple(sources), is_over)
 
     def _lane(self, number: int) -> Lane:
         if number not in self._lanes:
@@ -145,8 +155,7 @@ class LaneFetcher(Dataset[Any]):
         for number in range(self._layout.num_lanes):
             if self._stand_in is not ENDED:
                 break
-            # A copy, for a stream's state is that of the iteration begun last.
-            first = Lane(copy.copy(self._part(number)), number, Cursor(), self._reading).read(0)
+            first = Lane(own_copy(self._part(number)), number, Cursor(), self._reading).read(0)
             self._stand_in = ENDED if isinstance(first, Failure) else first
         if self._stand_in is ENDED:
             advice = "Check the path or filter that makes it."

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
-from inspect import isgenerator
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,8 @@ import numpy as np
 from trainwright.data.fetch import Failure, draws_nothing
 from trainwright.data.order import mix_seed, permute
 from trainwright.data.randomness import seed_generators
-from trainwright.errors import DataError
+from trainwright.data.source_pass import SourcePass
+from trainwright.data.stream import StreamBrokenError
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +61,18 @@ class Lane:
         self._number = number
         self._reading = reading
         self._may_draw = not draws_nothing(stream)
-        self._stream = copy.copy(stream) if cursor.state is not None else stream
+        self._source = type(stream).__name__
+        self._can_resume = hasattr(stream, "state_dict")
         self._row = self._entered.row
         self._rows: list[Any] = []
+        self._sources: list[str] | None = [] if hasattr(stream, "source_names") else None
+        """The source of each row, where the stream is a mixture of several."""
+        self.latest_source: str | None = None
+        """The source of the sample that was returned last."""
         self._block = self._row // reading.block_size
         self._order: list[int] | None = None
         self._has_ended = False
-        self._rows_iterator = self._open()
+        self._pass = SourcePass(stream, state=copy.deepcopy(self._entered.state), epoch=reading.epoch)
         if self._row < cursor.row:
             logger.info(
                 "%s has no state_dict: its first %d rows are read again to go on.", type(stream).__name__, cursor.row
@@ -79,57 +83,56 @@ class Lane:
 
         Places must not go back beyond the block in hand.
         """
+        found = self._find(place)
+        if found is None:
+            return ENDED
+        self.latest_source = None if self._sources is None else self._sources[found]
+        return self._rows[found]
+
+    def _find(self, place: int) -> int | None:
+        """Returns where in the block in hand a place is, or None behind the end."""
         block, place = divmod(place, self._reading.block_size)
         while self._block < block:
             self._read_up_to(self._reading.block_size)  # the rest of the block in hand, which nobody asked for
             if self._has_ended:
-                return ENDED
+                return None
             self._enter_next_block()
         if self._reading.shuffle:
             self._read_up_to(self._reading.block_size)
-            return self._rows[self._shuffled(place)] if place < len(self._rows) else ENDED
+            return self._shuffled(place) if place < len(self._rows) else None
         self._read_up_to(place + 1)
-        return self._rows[place] if place < len(self._rows) else ENDED
-
-    def _open(self) -> Iterator[Any]:
-        if hasattr(self._stream, "set_epoch"):
-            self._stream.set_epoch(self._reading.epoch)
-        if self._entered.state is not None:
-            self._stream.load_state_dict(copy.deepcopy(self._entered.state))
-        self._seed(_BLOCK_STREAM, 0)
-        return iter(self._stream)
+        return place if place < len(self._rows) else None
 
     def _enter_next_block(self) -> None:
         self._block += 1
         self._rows, self._order = [], None
-        state = copy.deepcopy(self._stream.state_dict()) if hasattr(self._stream, "state_dict") else None
+        self._sources = None if self._sources is None else []
+        state = copy.deepcopy(self._pass.state()) if self._can_resume else None
         self.cursors.append((self._number, Cursor(self._row, state)))
 
     def _read_up_to(self, count: int) -> None:
         while len(self._rows) < count and not self._has_ended:
-            self._seed(_ROW_STREAM, self._row)
+            if self._may_draw:
+                reading = self._reading
+                seed_generators(mix_seed(reading.seed, _ROW_STREAM, reading.epoch, self._number, self._row))
             try:
-                sample = next(self._rows_iterator)
+                sample = self._pass.take()
             except StopIteration:
                 self._has_ended = True
                 return
             except Exception as error:
                 sample = self._take(error)
             self._rows.append(sample)
+            if self._sources is not None:
+                self._sources.append(self._pass.source.latest_source)
             self._row += 1
 
     def _take(self, error: Exception) -> Failure:
         lane = self._number if self._reading.num_lanes > 1 else None
-        failure = Failure.of(error, source=type(self._stream).__name__, row=self._row, lane=lane)
-        if not self._reading.skips_errors:
+        failure = Failure.of(error, source=self._source, row=self._row, lane=lane)
+        if not self._reading.skips_errors or isinstance(error, StreamBrokenError):
             failure.annotate(error)
             raise error
-        if isgenerator(self._rows_iterator):
-            # A generator that raised is finished: asking on would look like the end of the data.
-            raise DataError(
-                f"data.on_error: skip, but {failure.describe()}, and its iteration is a generator, which cannot go on "
-                "after an error. Catch the error in it, or return an object with `__next__` from `__iter__`."
-            ) from error
         return failure
 
     def _shuffled(self, place: int) -> int:
@@ -138,7 +141,3 @@ class Lane:
             key = mix_seed(reading.seed, _BLOCK_STREAM, reading.epoch, self._number, self._block)
             self._order = permute(np.arange(size, dtype=np.int64), size, key=key).tolist()
         return self._order[place]
-
-    def _seed(self, kind: int, row: int) -> None:
-        if self._may_draw:
-            seed_generators(mix_seed(self._reading.seed, kind, self._reading.epoch, self._number, row))

@@ -79,10 +79,10 @@ class MixedStream:
         """Says which pass begins next: each has its own order of choices."""
         self._epoch = epoch
 
-    def counts(self) -> dict[str, int]:
-        """Returns how many samples each source gave in the pass begun last, or in all of it after a resume."""
-        taken: dict[str, int] = self._state_dict(with_sources=False)["taken"]
-        return taken
+    @property
+    def latest_source(self) -> str | None:
+        """The source of the sample that was given last."""
+        return None if self._pass is None else self._pass.latest_source
 
     def __iter__(self) -> MixedPass:
         start, self._start = self._start, None
@@ -97,10 +97,10 @@ class MixedStream:
         mixed._epoch = self._epoch
         return mixed
 
-    def _state_dict(self, *, with_sources: bool = True) -> State:
+    def _state_dict(self) -> State:
         if self._start is not None:
             return self._start
-        return self._initial_state() if self._pass is None else self._pass.state(with_sources=with_sources)
+        return self._initial_state() if self._pass is None else self._pass.state()
 
     def _load_state_dict(self, state: Mapping[str, Any]) -> None:
         if list(state["taken"]) != self.source_names:
@@ -135,6 +135,7 @@ class MixedPass:
             for name, source in mixed.sources.items()
             if name not in self._ended
         }
+        self.latest_source: str | None = None
         self._block = -1
         self._names: list[str] = []
         self._places: list[int] = []
@@ -159,12 +160,13 @@ class MixedPass:
                 raise
             self._choice += 1
             self._taken[name] += 1
+            self.latest_source = name
             return sample
         raise StopIteration
 
-    def state(self, *, with_sources: bool = True) -> State:
+    def state(self) -> State:
         """Returns where the next sample is: what the sources say, and how far the choice between them is."""
-        states = {name: source.state() for name, source in self._passes.items()} if with_sources else {}
+        states = {name: source.state() for name, source in self._passes.items()}
         return {
             "epoch": self._epoch,
             "choice": self._choice,

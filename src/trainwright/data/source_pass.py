@@ -1,4 +1,4 @@
-"""One pass over a stream inside of another stream: what mix_stream.py and pack_stream.py read their sources with.
+"""One pass over a stream: what lanes.py, and streams that are made of others, read their sources with.
 
 It remembers what a source cannot be relied on to say: where it stands before its first sample was taken, and that a
 generator which raised will never give another sample.
@@ -11,7 +11,14 @@ from collections.abc import Iterator
 from inspect import isgenerator
 from typing import Any
 
-from trainwright.errors import DataError
+from trainwright.data.stream import StreamBrokenError
+
+
+def own_copy(stream: Any) -> Any:
+    """Returns a stream that shares no position with this one: a `state_dict` tells only of the iteration begun last."""
+    if type(stream).__module__.startswith("datasets."):
+        return stream.shard(num_shards=1, index=0)  # Hugging Face's streams share their position with plain copies
+    return copy.copy(stream)
 
 
 class SourcePass:
@@ -22,8 +29,7 @@ class SourcePass:
 
     def __init__(self, source: Any, *, state: Any = None, epoch: int | None = None) -> None:
         self.has_ended = False
-        # Each pass has a source of its own, for `state_dict` tells only of the iteration that was begun last.
-        self._source = copy.copy(source) if hasattr(source, "state_dict") else source
+        self.source = own_copy(source) if hasattr(source, "state_dict") else source
         self._start = state
         self._epoch = epoch
         self._iterator: Iterator[Any] | None = None
@@ -43,8 +49,8 @@ class SourcePass:
             if isgenerator(self._iterator):
                 # A generator that raised is finished: asking on would look like the end of the data.
                 self.has_ended = True
-                raise DataError(
-                    f"{type(self._source).__name__} raised {type(error).__name__}: {error}. Its iteration is a "
+                raise StreamBrokenError(
+                    f"{type(self.source).__name__} raised {type(error).__name__}: {error}. Its iteration is a "
                     "generator, which cannot go on after an error, so what follows in it is lost. Catch the error in "
                     "it, or return an object with `__next__` from `__iter__`."
                 ) from error
@@ -55,11 +61,11 @@ class SourcePass:
     def state(self) -> Any:
         """Returns where the next sample is, for another pass to begin there; the source must have a `state_dict`."""
         # Before its first sample a source may still tell of the pass before.
-        return self._source.state_dict() if self._has_begun else self._start
+        return self.source.state_dict() if self._has_begun else self._start
 
     def _open(self) -> Iterator[Any]:
-        if self._epoch is not None and hasattr(self._source, "set_epoch"):
-            self._source.set_epoch(self._epoch)
+        if self._epoch is not None and hasattr(self.source, "set_epoch"):
+            self.source.set_epoch(self._epoch)
         if self._start is not None:
-            self._source.load_state_dict(self._start)
-        return iter(self._source)
+            self.source.load_state_dict(self._start)
+        return iter(self.source)

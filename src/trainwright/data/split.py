@@ -17,6 +17,7 @@ from trainwright.data.order import mix_seed, permute
 from trainwright.errors import DataError
 
 _SPLIT_STREAM = 0x5311  # keeps the split's permutation apart from the epochs' ones of the same seed
+_OF_THE_WHOLE = ("make_order", "source_of", "plan", "fill", "sizes")
 
 
 class Part(Dataset[Any]):
@@ -40,10 +41,16 @@ class Part(Dataset[Any]):
         return fetch(self.dataset, self.indices_in_whole(indices))
 
     def __getattr__(self, name: str) -> Any:
-        # What else a dataset offers (its tokenizer, tokens_per_sample) it offers through its parts too.
-        if name.startswith("__") or name == "dataset":
+        # What else a dataset offers (its tokenizer, tokens_per_sample) it offers through its parts too, but not what
+        # it says of its samples by their number.
+        if name.startswith("__") or name in ("dataset", *_OF_THE_WHOLE):
             raise AttributeError(name)
         return getattr(self.dataset, name)
+
+    @property
+    def lengths(self) -> Any:
+        """The length of each sample of the part, where the dataset knows them."""
+        return self.dataset.lengths[self.indices_in_whole(range(len(self)))]
 
     def indices_in_whole(self, indices: Sequence[int]) -> list[int]:
         """Returns where samples of this part stand in the whole; a call costs about 200 µs, however many they are."""

@@ -12,6 +12,12 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from trainwright.errors import DataError
+
+
+class StreamBrokenError(DataError):
+    """An error after which a stream cannot go on: no row that could be left out."""
+
 
 def is_stream(dataset: Any) -> bool:
     """Can this dataset only be iterated? One that offers both, an index and iteration, is read by its index."""

@@ -24,7 +24,7 @@ from trainwright.errors import DataError
 TrainingData: TypeAlias = "TrainData | StreamData"
 EvaluationData: TypeAlias = "EvalData | EvalStream"
 
-Agree = Callable[[int, int], tuple[int, ...]]
+Agree = Callable[..., tuple[int, ...]]
 """Sums counts over the ranks."""
 
 BLOCK_SIZE = 1000
@@ -134,6 +134,8 @@ class StreamData:
         self.epoch = 0
         """The pass over the stream; `num_passes` when all have ended."""
         self.samples_in_hand = 0
+        self.counts: dict[str, int] = dict.fromkeys(getattr(stream, "source_names", ()), 0)
+        """How many of the samples so far came from each source of a mixture; empty where there is but one."""
         self._seed, self._shuffle, self._block_size = seed, shuffle, block_size
         self._view = view or View()
         self._options = options or LoaderOptions()
@@ -174,7 +176,7 @@ class StreamData:
             self._on_error.note(fetched.failures)
             progress.note(request, fetched)
             self.samples_in_hand = fetched.num_samples
-            total, num_alive = self._agree(fetched.num_samples, int(not fetched.is_over))
+            total, num_alive = self._agree_on(fetched)
             num_silent = 0 if num_alive else num_silent + 1
             if total:
                 self.position += total
@@ -183,15 +185,17 @@ class StreamData:
                 return True
         return False
 
+    def _agree_on(self, fetched: Fetched) -> tuple[int, int]:
+        """Counts the batch over all ranks; returns its samples, and the ranks whose lanes have not all ended."""
+        own = [fetched.sources.count(name) for name in self.counts]
+        total, num_alive, *shares = self._agree(fetched.num_samples, int(not fetched.is_over), *own)
+        self.counts = {name: self.counts[name] + share for name, share in zip(self.counts, shares, strict=True)}
+        return total, num_alive
+
     @property
     def places(self) -> int:
         """Places of all batches so far, those included that stayed empty where a lane had ended."""
         return self._places_before + self._progress.places
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Empty: what a stream is mixed of is counted where it is read, in workers."""
-        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns where this rank stands; `merge_states` joins the ranks' states."""
@@ -199,6 +203,7 @@ class StreamData:
             "position": self.position,
             "epoch": self.epoch,
             "places_before": self._places_before,
+            "counts": dict(self.counts),
             "progress": self._progress.state_dict(),
         }
 
@@ -218,6 +223,7 @@ class StreamData:
             raise DataError("data.train is a stream now, but the checkpoint was made with data that has an index.")
         self.position, self.epoch = int(state["position"]), int(state["epoch"])
         self._places_before = int(state["places_before"])
+        self.counts = {name: int(count) for name, count in state["counts"].items()}
         self._progress = _Progress.from_state(state["progress"], block_size=self._block_size)
 
 

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from trainwright.data.source_pass import SourcePass
+from trainwright.data.stream import StreamBrokenError
+
+logger = logging.getLogger(__name__)
 
 # Asking a source for its state may cost as much as a row, so it is asked once for this many of them.
 _ROWS_PER_ANCHOR = 64
@@ -29,6 +35,7 @@ class ProcessedStream:
         self.source = source
         self.function = function
         self.arguments = dict(arguments)
+        self.epoch: int | None = None
         self._start: Mapping[str, Any] | None = None
         self._rows: _Rows | None = None
 
@@ -39,6 +46,10 @@ class ProcessedStream:
         own = {"state_dict": self._state, "load_state_dict": self._load_state, "shard": self._shard}
         offered = getattr(self.source, name)
         return own.get(name, offered)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tells the source which pass begins next."""
+        self.epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
         start, self._start = self._start, None
@@ -62,16 +73,13 @@ class _Rows:
     def __init__(self, stream: ProcessedStream, start: Mapping[str, Any] | None) -> None:
         self._stream = stream
         self._can_resume = hasattr(stream.source, "state_dict")
-        self._anchor: Any = None
+        self._anchor: Any = None if start is None else start["source"]
         self._rows_since = self._num_given = 0
         self._outputs: list[Any] = []
-        if start is not None and start["source"] is not None:
-            stream.source.load_state_dict(copy.deepcopy(start["source"]))
-            self._anchor = start["source"]
-        self._iterator = iter(stream.source)
+        self._source = SourcePass(stream.source, state=copy.deepcopy(self._anchor), epoch=stream.epoch)
         if start is not None:
             for _ in range(start["rows"]):
-                self._next_row()
+                self._read_again()
             self._num_given = int(start["given"])
 
     def __iter__(self) -> Iterator[Any]:
@@ -85,11 +93,29 @@ class _Rows:
 
     def _next_row(self) -> None:
         if self._can_resume and self._rows_since >= _ROWS_PER_ANCHOR:
-            self._anchor, self._rows_since = copy.deepcopy(self._stream.source.state_dict()), 0
-        self._outputs, self._num_given = [], 0
-        row = next(self._iterator)
-        self._rows_since += 1
+            self._anchor, self._rows_since = copy.deepcopy(self._source.state()), 0
+        try:
+            row = self._source.take()
+        except StopIteration:
+            raise  # the last row stays the last
+        except Exception:
+            self._pass_over()
+            raise
+        self._pass_over()
         self._outputs = outputs_of(self._stream.function(row, **self._stream.arguments))
+
+    def _read_again(self) -> None:
+        """Reads a row that was read before; what was wrong with it has been said."""
+        try:
+            self._next_row()
+        except StreamBrokenError:
+            raise
+        except Exception as error:
+            logger.debug("Passed over again: %s", error)
+
+    def _pass_over(self) -> None:
+        self._rows_since += 1
+        self._outputs, self._num_given = [], 0
 
     def state(self) -> dict[str, Any]:
         """Returns where the source was last asked, the rows since, and how many samples of the last were given."""

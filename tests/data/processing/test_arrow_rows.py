@@ -1,0 +1,110 @@
+"""Samples in a folder of Arrow files."""
+
+import multiprocessing
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from trainwright.data.collators import Stack
+from trainwright.data.loader import TrainData
+from trainwright.data.processing import arrow_rows
+from trainwright.data.processing.arrow_rows import ArrowRows, ArrowRowWriter
+from trainwright.data.processing.build_once import MAKER_FILE
+from trainwright.errors import DataError
+
+
+@pytest.fixture
+def small_batches(monkeypatch):
+    monkeypatch.setattr(arrow_rows, "_BATCH_ROWS", 3)
+
+
+def write(folder, samples):
+    writer = ArrowRowWriter(folder)
+    for sample in samples:
+        writer.add(sample)
+    writer.finish()
+    (folder / MAKER_FILE).touch()
+    return ArrowRows(folder)
+
+
+def test_samples_come_back_by_index_over_many_batches(tmp_path, small_batches):
+    rows = write(tmp_path, [{"input_ids": [n] * (n + 1), "text": str(n)} for n in range(10)])
+    assert len(rows) == 10
+    assert rows.columns == ["input_ids", "text"]
+    assert [sample["text"] for sample in rows] == list("0123456789")
+    assert [sample["input_ids"].tolist() for sample in rows.__getitems__([9, 0, 4, -1])] == [
+        [9] * 10, [0], [4] * 5, [9] * 10,
+    ]  # fmt: skip
+    assert rows.__getitems__([]) == []
+
+
+@pytest.mark.parametrize("index", [10, -11])
+def test_an_index_outside_is_refused(tmp_path, index):
+    rows = write(tmp_path, [{"a": 1}] * 10)
+    with pytest.raises(IndexError, match="outside of 10 samples"):
+        rows[index]
+
+
+def test_lengths_are_the_tokens_of_each_sample(tmp_path, small_batches):
+    rows = write(tmp_path, [{"input_ids": list(range(n))} for n in (3, 0, 5, 2)])
+    assert isinstance(rows.lengths, np.ndarray)
+    assert rows.lengths.tolist() == [3, 0, 5, 2]
+
+
+def test_without_input_ids_there_are_no_lengths(tmp_path):
+    assert not hasattr(write(tmp_path, [{"text": "a"}]), "lengths")
+
+
+def test_a_key_that_a_sample_lacks_is_none(tmp_path, small_batches):
+    rows = write(tmp_path, [{"a": 1}, {"a": 2, "b": "x"}, {"a": 3}, {"a": 4}, {"c": [1]}])
+    assert rows[0] == {"a": 1, "b": None, "c": None}
+    assert rows[4]["a"] is None
+    assert rows[4]["c"].tolist() == [1]
+
+
+def test_a_column_that_turns_from_whole_numbers_to_floats_is_of_floats_everywhere(tmp_path, small_batches):
+    rows = write(tmp_path, [{"x": [1, 2], "y": 1}] * 3 + [{"x": [0.5], "y": 0.5}])
+    assert rows[0]["x"].dtype == rows[3]["x"].dtype == torch.float32
+    assert isinstance(rows[0]["y"], float)
+
+
+def test_values_of_two_kinds_in_one_column_are_refused_with_its_name(tmp_path, small_batches):
+    with pytest.raises(DataError, match=r'"x" in samples 0 to 2 cannot be one column'):
+        write(tmp_path, [{"x": 1}, {"x": "a"}, {"x": 2}])
+    with pytest.raises(DataError, match=r"Samples 3 to 4 have other types than those before.* x "):
+        write(tmp_path, [{"x": 1}] * 3 + [{"x": "a"}] * 2)
+
+
+def test_a_batch_is_written_when_it_has_many_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(arrow_rows, "_BATCH_BYTES", 1000)
+    rows = write(tmp_path, [{"x": torch.zeros(60)}] * 20)
+    assert len(rows.open().starts) - 1 == 4
+
+
+def test_opening_waits_until_the_first_use_and_a_copy_opens_for_itself(tmp_path):
+    rows = ArrowRows(tmp_path / "not there yet")
+    with pytest.raises(DataError, match="are gone"):
+        len(rows)
+    rows = write(tmp_path, [{"x": [1]}])
+    assert len(rows) == 1
+    assert b"arrow_rows" in pickle.dumps(rows)
+    assert len(pickle.dumps(rows)) < 500
+    assert pickle.loads(pickle.dumps(rows))[0]["x"].tolist() == [1]
+
+
+def test_a_spawned_loader_reads_the_same(tmp_path):
+    rows = write(tmp_path, [{"x": [n, n]} for n in range(6)])
+    len(rows)
+    context = multiprocessing.get_context("spawn")
+    batches = list(DataLoader(rows, batch_size=4, num_workers=1, multiprocessing_context=context))
+    assert [batch["x"][:, 0].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_our_loader_reads_it_without_watching_for_draws(tmp_path):
+    rows = write(tmp_path, [{"x": [n]} for n in range(10)])
+    data = TrainData(rows, collator=Stack(), global_batch_size=4, seed=0, shuffle=False)
+    assert rows.draws_nothing
+    assert next(data.batches(iter))["x"].tolist() == [[0], [1], [2], [3]]

@@ -1,0 +1,128 @@
+"""Datasets from their components: nested ones, functions, and rows that go through a function first."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainwright import Component
+from trainwright.data.components import DatasetBuilder
+from trainwright.data.mix import Mix
+from trainwright.data.mix_stream import MixedStream
+from trainwright.errors import ConfigError, DataError, TrainwrightError
+
+FILE = """
+from torch.utils.data import Dataset, IterableDataset
+
+
+class Rows(Dataset):
+    def __init__(self, size, first=0):
+        self.size, self.first = size, first
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        if not 0 <= index < self.size:
+            raise IndexError(index)
+        return {"input_ids": [self.first + index] * (1 + index % 3)}
+
+
+class Stream(IterableDataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        return iter(Rows(self.size))
+
+
+def create_dataset(path, args):
+    return Rows(args.size, first=len(path))
+
+
+def longer(row, by=1):
+    return {"input_ids": row["input_ids"] * by}
+
+
+def cut(row):
+    return None if row["input_ids"][0] % 2 else [{"input_ids": [token]} for token in row["input_ids"]]
+"""
+
+
+@pytest.fixture
+def build(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "datasets").mkdir()
+    (tmp_path / "datasets" / "rows.py").write_text(FILE)
+
+    def build(process=None, **settings):
+        process = None if process is None else Component.from_mapping(process)
+        builder = DatasetBuilder(project_dir=Path(tmp_path), seed=3, process=process)
+        return builder.build("data.train", Component.from_mapping(settings))
+
+    return build
+
+
+def tokens(dataset):
+    return [torch.as_tensor(sample["input_ids"]).tolist() for sample in dataset]
+
+
+def test_sources_nest(build):
+    inner = {"a": {"type": "rows.Rows", "size": 30, "weight": 3}, "b": {"type": "rows.Rows", "size": 9, "weight": 1}}
+    mixed = build(type="mix", sources=inner)
+    assert isinstance(mixed, Mix)
+    assert mixed.weights == {"a": 3, "b": 1}
+    without = {name: {key: value for key, value in each.items() if key != "weight"} for name, each in inner.items()}
+    packed = build(type="pack", length=8, source={"type": "mix", "sources": without})
+    assert sum(len(row["input_ids"]) for row in packed) == len(packed) * 8
+
+
+def test_weights_may_be_given_beside_the_sources(build):
+    sources = {"a": {"type": "rows.Rows", "size": 30}, "b": {"type": "rows.Rows", "size": 9}}
+    assert build(type="mix", sources=sources, weights={"a": 1, "b": 1}).weights == {"a": 1, "b": 1}
+
+
+def test_a_weight_that_is_missing_is_named(build):
+    sources = {"a": {"type": "rows.Rows", "size": 30, "weight": 1}, "b": {"type": "rows.Rows", "size": 9}}
+    with pytest.raises(ConfigError, match=r"data\.train\.sources: no weight for b"):
+        build(type="mix", sources=sources)
+
+
+def test_an_error_in_a_nested_source_says_where_it_stands(build):
+    with pytest.raises(TrainwrightError, match=r'data\.train\.source\.source.*no argument "sise"'):
+        build(type="pack", length=8, source={"type": "pack", "length": 4, "source": {"type": "rows.Rows", "sise": 3}})
+
+
+def test_a_function_of_a_path_and_args_reads_them_as_attributes(build):
+    dataset = build(type="rows.create_dataset", path="abc", args={"size": 4})
+    assert tokens(dataset)[0] == [3]
+    assert len(dataset) == 4
+
+
+def test_rows_go_through_a_function_before_they_are_mixed_or_packed(build):
+    assert tokens(build({"type": "rows.longer", "by": 2}, type="rows.Rows", size=3)) == [[0] * 2, [1] * 4, [2] * 6]
+    packed = build({"type": "rows.longer", "by": 2}, type="pack", length=4, source={"type": "rows.Rows", "size": 2})
+    assert sorted(tokens(packed)) == [[0, 0, 0, 0], [1, 1, 1, 1]] or len(packed) == 2
+
+
+def test_a_row_may_become_several_or_none(build):
+    expected = [[0], [2], [2], [2]]
+    assert tokens(build({"type": "rows.cut"}, type="rows.Rows", size=4)) == expected
+    assert tokens(build({"type": "rows.cut"}, type="rows.Stream", size=4)) == expected
+
+
+def test_a_wrong_argument_of_the_function_is_named(build):
+    with pytest.raises(TrainwrightError, match=r'data\.process: longer takes no argument "bye".*Did you mean "by"'):
+        build({"type": "rows.longer", "bye": 2}, type="rows.Rows", size=3)
+
+
+def test_an_index_and_a_stream_are_mixed_as_streams(build):
+    mixed = build(type="mix", sources={"a": {"type": "rows.Rows", "size": 3}, "b": {"type": "rows.Stream", "size": 2}})
+    assert isinstance(mixed, MixedStream)
+    assert mixed.run_seed == 3
+    assert sorted(tokens(mixed)) == [[0], [0], [1, 1], [1, 1], [2, 2, 2]]
+
+
+def test_a_path_that_is_missing_is_named(build):
+    with pytest.raises(DataError, match=r"nowhere\.jsonl"):
+        len(build(type="json_lines", path="nowhere.jsonl"))
