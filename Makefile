@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: quickstart test test-slow lint format types benchmark clean help
+.PHONY: quickstart test test-slow lint format types benchmark benchmark-data clean help
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -34,6 +34,9 @@ format: $(VENV)/.installed-dev ## Format the code.
 benchmark: $(VENV)/.installed-dev ## Measure the loop's overhead against its peers.
 	$(INSTALL) --editable '.[benchmarks]'
 	$(BIN)/python benchmarks/overhead.py
+
+benchmark-data: $(VENV)/.installed-dev ## Measure the handling of data against its peers.
+	$(BIN)/python benchmarks/data.py --output benchmarks/results
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

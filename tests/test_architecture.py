@@ -30,7 +30,7 @@ ROWS = (
     ("loop",),
     ("trainers", "hooks"),
     ("build",),
-    ("export", "launch", "checking", "explaining"),
+    ("export", "launch", "checking", "explaining", "looking"),
     ("main",),
     ("doors", "commands"),
     ("cli",),

@@ -244,7 +244,7 @@ class _Loaders:
             )
         else:
             data = TrainData(dataset, global_batch_size=batch_size, shuffle=section.shuffle, **self._common)
-        max_steps, data.num_samples = _limits(self._config, data)
+        max_steps, data.num_samples = limits(self._config, data)
         return data, max_steps
 
     def for_evaluation(self, name: str, dataset: Any) -> EvaluationData:
@@ -264,7 +264,7 @@ class _Loaders:
         )
 
 
-def _limits(config: RunConfig, data: TrainingData, *, steps_done: int = 0) -> tuple[int, int | None]:
+def limits(config: RunConfig, data: TrainingData, *, steps_done: int = 0) -> tuple[int, int | None]:
     """Resolves max_steps, max_epochs, max_samples and max_tokens: the first to be reached ends the run.
 
     Returns the number of steps, those done included, and of samples where the last batch may end in the middle.
@@ -383,7 +383,7 @@ def _realign(trainer: Trainer, config: RunConfig, *, always: bool) -> None:
     data = trainer.train_data
     assert data is not None
     if always or data.places < trainer.step * data.global_batch_size:
-        max_steps, _ = _limits(config, data, steps_done=trainer.step)
+        max_steps, _ = limits(config, data, steps_done=trainer.step)
         trainer.max_steps = trainer.storage.max_steps = trainer.surroundings.updater.max_steps = max_steps
         trainer.config = trainer.config.derive({"trainer.max_steps": max_steps})
 

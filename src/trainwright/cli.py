@@ -15,6 +15,7 @@ import trainwright
 from trainwright.commands.check import check
 from trainwright.commands.components import components
 from trainwright.commands.config import config
+from trainwright.commands.data import data
 from trainwright.commands.evaluate import evaluate
 from trainwright.commands.explain import explain
 from trainwright.commands.new import new
@@ -35,6 +36,7 @@ app.command()(evaluate)
 app.command()(new)
 app.command()(explain)
 app.command()(check)
+app.command()(data)
 app.command()(components)
 app.command()(config)
 app.command()(runs)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from trainwright.errors import TrainwrightError
+from trainwright import RunConfig, build_trainer
+from trainwright.errors import DataError, TrainwrightError
 from trainwright.events import Mean
 from trainwright.loop.outputs import read_forward
 
+PROJECT = Path(__file__).parents[1] / "project"
 LOGITS = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
 BATCH = {"x": torch.zeros(2, 4), "labels": torch.tensor([0, 1])}
 
@@ -127,3 +130,19 @@ def test_what_is_missing_for_a_loss_is_named(returned, model, batch, missing):
 def test_anything_else_is_an_error_that_shows_it(returned, shown):
     with pytest.raises(TrainwrightError, match=shown):
         read(returned)
+
+
+def test_a_token_outside_of_the_vocabulary_is_named_with_the_embedding(tmp_path):
+    config = RunConfig.load(
+        PROJECT / "run.yaml",
+        [
+            f"output_dir={tmp_path}",
+            "model={type: llama, vocab_size: 20, hidden_size: 8, num_layers: 1, num_heads: 1}",
+            "data.train={type: pack, length: 32, source: {type: parts.py:Documents}}",
+            *("data.eval={}", "evaluation.metrics={}", "trainer.type=language_model"),
+        ],
+    )
+    with pytest.raises(
+        DataError, match=r"input_ids holds ids from 0 to 49, but .* model\.embed_tokens has 20"
+    ):
+        build_trainer(config).train()

@@ -47,9 +47,9 @@ class TrainData:
         self.position = 0
         self.samples_in_hand = 0
         """This rank's samples in the batch that was returned last."""
-        self._view = view or View()
-        self._options = options or LoaderOptions()
-        self._on_error = on_error or OnError()
+        self.view = view or View()
+        self.options = options or LoaderOptions()
+        self.on_error = on_error or OnError()
         self._size = count_samples(dataset, "data.train")
         if global_batch_size > self._size:
             raise DataError(
@@ -57,10 +57,10 @@ class TrainData:
                 f"so that one batch would hold samples twice. Use at most {self._size}."
             )
         if hasattr(type(dataset), "make_order"):
-            self._order = dataset.make_order(seed=seed, shuffle=shuffle, global_batch_size=global_batch_size)
+            self.order = dataset.make_order(seed=seed, shuffle=shuffle, global_batch_size=global_batch_size)
         else:
-            self._order = Order(self._size, seed=seed, shuffle=shuffle)
-        self._fetcher = SampleFetcher(dataset, self._order, collator, seed, skips_errors=self._on_error.skips)
+            self.order = Order(self._size, seed=seed, shuffle=shuffle)
+        self._seed = seed
 
     @property
     def epoch(self) -> int:
@@ -78,18 +78,19 @@ class TrainData:
     @property
     def counts(self) -> dict[str, int]:
         """How many of the samples so far came from each source of a mixture; empty where there is but one."""
-        counts: dict[str, int] = self._order.counts(self.position) if hasattr(self._order, "counts") else {}
+        counts: dict[str, int] = self.order.counts(self.position) if hasattr(self.order, "counts") else {}
         return counts
 
     def batches(self, to_device: ToDevice) -> Generator[Any, None, None]:
         """Returns the batches from `position` on, each counted when it is returned."""
-        spans = (Span.of(start, stop, self._view) for start, stop in self._spans(self.position))
+        spans = (Span.of(start, stop, self.view) for start, stop in self._spans(self.position))
+        fetcher = SampleFetcher(self.dataset, self.order, self.collator, self._seed, skips_errors=self.on_error.skips)
         is_first = True
-        for batch, span, fetched in deliver(self._fetcher, spans, self._options, to_device, label="data.train"):
+        for batch, span, fetched in deliver(fetcher, spans, self.options, to_device, label="data.train"):
             if is_first:
                 refuse_lists(batch)
                 is_first = False
-            self._on_error.note(fetched.failures)
+            self.on_error.note(fetched.failures)
             self.samples_in_hand = fetched.num_samples
             self.position += span.num_all
             yield batch
@@ -138,14 +139,14 @@ class EvalData:
         self.name = name
         self.collator = collator
         self.samples_in_hand = 0
-        self._view = view or View()
-        self._options = options or LoaderOptions()
-        self._on_error = on_error or OnError()
+        self.view = view or View()
+        self.options = options or LoaderOptions()
+        self.on_error = on_error or OnError()
         self._size = count_samples(dataset, f"data.eval.{name}")
-        self._batch_size = global_batch_size
+        self.global_batch_size = global_batch_size
         self._stop = self._size if max_batches is None else min(self._size, max_batches * global_batch_size)
-        order = Order(self._size, seed=seed, shuffle=False)
-        self._fetcher = SampleFetcher(dataset, order, collator, seed, skips_errors=self._on_error.skips)
+        self.order = Order(self._size, seed=seed, shuffle=False)
+        self._seed = seed
 
     def __len__(self) -> int:
         return self._size
@@ -153,11 +154,12 @@ class EvalData:
     def batches(self, to_device: ToDevice) -> Generator[Any, None, None]:
         """Returns this rank's batches; every rank gets as many, a stand-in where the ragged end has none for it."""
         spans = (
-            Span.of(start, min(start + self._batch_size, self._stop), self._view)
-            for start in range(0, self._stop, self._batch_size)
+            Span.of(start, min(start + self.global_batch_size, self._stop), self.view)
+            for start in range(0, self._stop, self.global_batch_size)
         )
+        fetcher = SampleFetcher(self.dataset, self.order, self.collator, self._seed, skips_errors=self.on_error.skips)
         label = f"data.eval.{self.name}"
-        for batch, _, fetched in deliver(self._fetcher, spans, self._options, to_device, label=label):
-            self._on_error.note(fetched.failures)
+        for batch, _, fetched in deliver(fetcher, spans, self.options, to_device, label=label):
+            self.on_error.note(fetched.failures)
             self.samples_in_hand = fetched.num_samples
             yield batch

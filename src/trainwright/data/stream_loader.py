@@ -137,15 +137,15 @@ class StreamData:
         self.counts: dict[str, int] = dict.fromkeys(getattr(stream, "source_names", ()), 0)
         """How many of the samples so far came from each source of a mixture; empty where there is but one."""
         self._seed, self._shuffle, self._block_size = seed, shuffle, block_size
-        self._view = view or View()
-        self._options = options or LoaderOptions()
-        self._on_error = on_error or OnError()
+        self.view = view or View()
+        self.options = options or LoaderOptions()
+        self.on_error = on_error or OnError()
         self._agree: Agree = agree or _alone
         self._places_before = 0
         self._progress = self._begin_pass()
 
     def _begin_pass(self) -> _Progress:
-        layout = choose_layout(self.dataset, self._view.size, self._options.workers)
+        layout = choose_layout(self.dataset, self.view.size, self.options.workers)
         return _Progress(layout, block_size=self._block_size)
 
     def batches(self, to_device: ToDevice) -> Generator[Any, None, None]:
@@ -163,17 +163,17 @@ class StreamData:
         progress = self._progress
         lanes = range(progress.layout.num_lanes)
         reading = Reading(
-            self._seed, self.epoch, self._block_size, self._shuffle, self._on_error.skips, progress.layout.num_lanes
+            self._seed, self.epoch, self._block_size, self._shuffle, self.on_error.skips, progress.layout.num_lanes
         )
         cursors = {lane: progress.entry(lane) for lane in lanes}
         fetcher = LaneFetcher(self.dataset, progress.layout, reading, cursors, self.collator)
         limit = None if self.num_samples is None else self.num_samples - self._places_before
-        requests = progress.requests(self._view, self.global_batch_size, limit)
+        requests = progress.requests(self.view, self.global_batch_size, limit)
         num_silent = 0
-        for batch, request, fetched in deliver(fetcher, requests, self._options, to_device, label="data.train"):
+        for batch, request, fetched in deliver(fetcher, requests, self.options, to_device, label="data.train"):
             if request.batch == 0:
                 refuse_lists(batch)
-            self._on_error.note(fetched.failures)
+            self.on_error.note(fetched.failures)
             progress.note(request, fetched)
             self.samples_in_hand = fetched.num_samples
             total, num_alive = self._agree_on(fetched)
@@ -248,23 +248,24 @@ class EvalStream:
         self.name = name
         self.collator = collator
         self.samples_in_hand = 0
-        self._on_error = on_error or OnError()
-        self._reading = Reading(seed, 0, BLOCK_SIZE, shuffle=False, skips_errors=self._on_error.skips)
-        self._batch_size = global_batch_size
+        self.on_error = on_error or OnError()
+        self._seed = seed
+        self.global_batch_size = global_batch_size
         self._limit = None if max_batches is None else max_batches * global_batch_size
-        self._view = view or View()
-        self._options = options or LoaderOptions()
+        self.view = view or View()
+        self.options = options or LoaderOptions()
         self._agree: Agree = agree or _alone
 
     def batches(self, to_device: ToDevice) -> Generator[Any, None, None]:
         """Returns this rank's batches; every rank gets as many, a stand-in where it has no sample."""
         # One lane, read by every rank: samples keep the stream's order, in which ranks' results are joined.
         progress = _Progress(Layout(), block_size=BLOCK_SIZE)
-        fetcher = LaneFetcher(self.dataset, progress.layout, self._reading, {}, self.collator)
-        requests = progress.requests(self._view, self._batch_size, self._limit)
+        reading = Reading(self._seed, 0, BLOCK_SIZE, shuffle=False, skips_errors=self.on_error.skips)
+        fetcher = LaneFetcher(self.dataset, progress.layout, reading, {}, self.collator)
+        requests = progress.requests(self.view, self.global_batch_size, self._limit)
         label = f"data.eval.{self.name}"
-        for batch, _, fetched in deliver(fetcher, requests, self._options, to_device, label=label):
-            self._on_error.note(fetched.failures)
+        for batch, _, fetched in deliver(fetcher, requests, self.options, to_device, label=label):
+            self.on_error.note(fetched.failures)
             self.samples_in_hand = fetched.num_samples
             total, num_alive = self._agree(fetched.num_samples, int(not fetched.is_over))
             if not num_alive:

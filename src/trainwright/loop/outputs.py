@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from trainwright.errors import TrainwrightError
+from trainwright.errors import DataError, TrainwrightError
 from trainwright.events import Mean
 
 Loss = torch.Tensor | Mean
@@ -30,8 +30,23 @@ class ForwardResult:
     outputs: Mapping[str, Any] | None = None
 
 
-def refuse_label(error: IndexError) -> None:
-    """Says what torch's "Target 10 is out of bounds." means; any other error is left alone."""
+def refuse_ids(error: IndexError, batch: Any, model: torch.nn.Module) -> None:
+    """Says what torch's "Target 10 is out of bounds." and "index out of range" mean; other errors are left alone."""
+    if str(error).startswith("index out of range") and isinstance(batch, Mapping):
+        rows = {
+            name: module.num_embeddings
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Embedding)
+        }
+        for name, value in batch.items():
+            if not isinstance(value, torch.Tensor) or value.is_floating_point() or not value.numel() or not rows:
+                continue
+            low, high, smallest = int(value.min()), int(value.max()), min(rows, key=rows.__getitem__)
+            if name != "labels" and not 0 <= low <= high < rows[smallest]:
+                raise DataError(
+                    f"{name} holds ids from {low} to {high}, but the embedding {smallest} has {rows[smallest]} rows. "
+                    "Give the model the vocabulary of the tokenizer, or pad with an id of it."
+                ) from error
     if str(error).startswith("Target "):
         raise TrainwrightError(
             f"A label is outside of the classes: {error} The outputs have fewer classes than the labels name. "

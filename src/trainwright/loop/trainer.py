@@ -26,7 +26,7 @@ from trainwright.loop.builder import Builder, Surroundings
 from trainwright.loop.calls import refuse_mismatch
 from trainwright.loop.evaluation import EvalLogs, evaluate_sets, read_eval
 from trainwright.loop.hook import Hook, Hooks, call_each
-from trainwright.loop.outputs import ForwardResult, read_forward, refuse_label
+from trainwright.loop.outputs import ForwardResult, read_forward, refuse_ids
 from trainwright.loop.pieces import cut
 from trainwright.loop.saving import BestSoFar, save_checkpoint
 from trainwright.loop.task import Task, overrides
@@ -250,7 +250,7 @@ class Trainer:
                 returned = self._call_forward(batch)
                 result = read_forward(returned, batch, self.model, self.samples_in_hand)
             except IndexError as error:
-                refuse_label(error)
+                refuse_ids(error, batch, self.model)
                 raise
         while self._unchecked_metrics:
             self._unchecked_metrics.pop().require_outputs(result.outputs)
