@@ -234,6 +234,7 @@ class _Loaders:
         if isinstance(dataset, (TrainData, StreamData)):
             data = dataset
         elif is_stream(dataset):
+            self._refuse_grouping("is a stream")
             data = StreamData(
                 dataset,
                 global_batch_size=batch_size,
@@ -243,9 +244,22 @@ class _Loaders:
                 **self._common,
             )
         else:
-            data = TrainData(dataset, global_batch_size=batch_size, shuffle=section.shuffle, **self._common)
+            if hasattr(type(dataset), "make_order"):
+                self._refuse_grouping("is a mixture")
+            data = TrainData(
+                dataset,
+                global_batch_size=batch_size,
+                shuffle=section.shuffle,
+                group_by_length=section.group_by_length,
+                **self._common,
+            )
         max_steps, data.num_samples = limits(self._config, data)
         return data, max_steps
+
+    def _refuse_grouping(self, why: str) -> None:
+        if self._config.data.group_by_length:
+            where = self._config.origin("data.group_by_length")
+            raise ConfigError(f"data.group_by_length: has no effect, for data.train {why}. Remove it.", where=where)
 
     def for_evaluation(self, name: str, dataset: Any) -> EvaluationData:
         """Returns an evaluation set's batches."""

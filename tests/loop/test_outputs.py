@@ -142,7 +142,5 @@ def test_a_token_outside_of_the_vocabulary_is_named_with_the_embedding(tmp_path)
             *("data.eval={}", "evaluation.metrics={}", "trainer.type=language_model"),
         ],
     )
-    with pytest.raises(
-        DataError, match=r"input_ids holds ids from 0 to 49, but .* model\.embed_tokens has 20"
-    ):
+    with pytest.raises(DataError, match=r"input_ids holds ids from 0 to 49, but .* model\.embed_tokens has 20"):
         build_trainer(config).train()

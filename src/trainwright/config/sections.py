@@ -152,6 +152,8 @@ class DataSection(Section):
     """Further arguments of the DataLoader, such as prefetch_factor."""
     shuffle: bool = True
     """Whether each epoch has its own order, drawn from the seed."""
+    group_by_length: bool = False
+    """Whether a batch holds samples of about equal length, which needs less padding."""
     shuffle_buffer: Count = 1000
     """Rows of a stream that are shuffled with each other; at most as many are read again when a run goes on."""
     on_error: Literal["raise", "skip"] = "raise"

@@ -13,6 +13,7 @@ from typing import Any
 from trainwright.data.collators import refuse_lists
 from trainwright.data.failures import OnError
 from trainwright.data.fetch import Collator, SampleFetcher, Span, count_samples
+from trainwright.data.length_order import LengthOrder, lengths_of
 from trainwright.data.order import Order
 from trainwright.data.view import View
 from trainwright.data.workers import LoaderOptions, ToDevice, deliver
@@ -35,6 +36,7 @@ class TrainData:
         global_batch_size: int,
         seed: int,
         shuffle: bool = True,
+        group_by_length: bool = False,
         view: View | None = None,
         options: LoaderOptions | None = None,
         on_error: OnError | None = None,
@@ -56,8 +58,12 @@ class TrainData:
                 f"trainer.global_batch_size: {global_batch_size} is more than the {self._size} samples of data.train, "
                 f"so that one batch would hold samples twice. Use at most {self._size}."
             )
-        if hasattr(type(dataset), "make_order"):
-            self.order = dataset.make_order(seed=seed, shuffle=shuffle, global_batch_size=global_batch_size)
+        self.order: Any
+        arguments = {"seed": seed, "shuffle": shuffle, "global_batch_size": global_batch_size}
+        if group_by_length:
+            self.order = LengthOrder(lengths_of(dataset, "data.train"), **arguments)
+        elif hasattr(type(dataset), "make_order"):
+            self.order = dataset.make_order(**arguments)
         else:
             self.order = Order(self._size, seed=seed, shuffle=shuffle)
         self._seed = seed

@@ -148,7 +148,8 @@ def read_training(config: RunConfig, dataset: Any, collator: Collator, plan: Bat
         stream = StreamData(dataset, block_size=section.shuffle_buffer, options=options, **common)
         stream.options = LoaderOptions()
         return Reading(stream, keeper, listed, view, plan.global_batch_size)
-    return Reading(TrainData(dataset, **common), keeper, listed, view, plan.global_batch_size)
+    data = TrainData(dataset, group_by_length=section.group_by_length, **common)
+    return Reading(data, keeper, listed, view, plan.global_batch_size)
 
 
 def read_evaluation(
