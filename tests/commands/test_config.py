@@ -159,7 +159,7 @@ def test_names_differ_only_where_somebody_gave_one(project):
 
 def fits(value, schema, root):
     """A small reader of JSON Schema: does the value fit? Refuses a word that it does not know."""
-    known = {"$schema", "$defs", "title", "description", "default", "minLength", "minItems", "pattern"}
+    known = {"$schema", "$defs", "title", "description", "default", "minLength", "minItems", "maxItems", "pattern"}
     for word, rule in schema.items():
         if word == "$ref":
             good = fits(value, root["$defs"][rule.removeprefix("#/$defs/")], root)

@@ -55,9 +55,8 @@ class LengthOrder:
             indices = indices[np.argsort(self._lengths[indices], kind="stable")]
             batches = [indices[begin : begin + self._batch_size] for begin in range(0, len(indices), self._batch_size)]
             # The last one may be short: it stays last, so that the others begin where batches begin.
-            turns = permute(
-                np.arange(len(batches) - 1), len(batches) - 1, key=mix_seed(self._seed, _WINDOW_STREAM, window)
-            )
+            num_whole, key = len(batches) - 1, mix_seed(self._seed, _WINDOW_STREAM, window)
+            turns = permute(np.arange(num_whole), num_whole, key=key)
             self._sorted = np.concatenate([*(batches[turn] for turn in turns.tolist()), batches[-1]])
             self._window = window
         return self._sorted
@@ -68,7 +67,7 @@ def lengths_of(dataset: Any, label: str) -> Any:
     lengths = getattr(dataset, "lengths", None)
     if lengths is None:
         raise DataError(
-            f"data.group_by_length: {label} is a {type(dataset).__name__}, which does not know the lengths of its samples. "
-            "Give it an attribute `lengths`, or tokenize it with data.process, whose result has them."
+            f"data.group_by_length: {label} is a {type(dataset).__name__}, which does not know the lengths of its "
+            "samples. Give it an attribute `lengths`, or tokenize it with data.process, whose result has them."
         )
     return lengths

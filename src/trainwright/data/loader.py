@@ -59,7 +59,7 @@ class TrainData:
                 f"so that one batch would hold samples twice. Use at most {self._size}."
             )
         self.order: Any
-        arguments = {"seed": seed, "shuffle": shuffle, "global_batch_size": global_batch_size}
+        arguments: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "global_batch_size": global_batch_size}
         if group_by_length:
             self.order = LengthOrder(lengths_of(dataset, "data.train"), **arguments)
         elif hasattr(type(dataset), "make_order"):

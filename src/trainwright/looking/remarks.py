@@ -77,8 +77,8 @@ def remarks_on_batch(batch: Batch, sample: Any, collated: Any) -> Iterable[str]:
     if batch.padding is not None and batch.padding > MOST_PADDING:
         yield (
             f"{100 * batch.padding:.0f} % of the batch is padding (by {batch.padding_by}), which is computed and "
-            "thrown away. Pack the samples into rows (type: pack), or sort them by length so that a batch holds "
-            "equal ones; buckets of the collator padded keep the number of widths small."
+            "thrown away. Pack the samples into rows (type: pack), or set data.group_by_length, so that a batch holds "
+            "samples of about equal length."
         )
     for field in batch.fields:
         if _is_broken(field):
