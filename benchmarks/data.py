@@ -50,9 +50,9 @@ def run_section(name: str, folder: Path, *, rounds: int, quick: bool) -> Any:
         # Three are enough where one takes a quarter of a minute.
         return data_order.measure(rounds=min(rounds, 3), size=size, sizes_of_ours=others)
     if name == "resume":
-        return data_resume.measure(folder, rounds=min(rounds, 3), late=20_010 if quick else 1_000_010)
+        return data_resume.measure(folder, rounds=rounds, late=20_010 if quick else 1_000_010)
     num_tokens, row_lengths = (100_000, (1024,)) if quick else (3_000_000, (1024, 2048))
-    return data_packing.measure(rounds=min(rounds, 5), num_tokens=num_tokens, row_lengths=row_lengths)
+    return data_packing.measure(rounds=rounds, num_tokens=num_tokens, row_lengths=row_lengths)
 
 
 def describe_run() -> dict[str, Any]:

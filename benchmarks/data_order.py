@@ -54,9 +54,10 @@ def measure_here(name: str, size: int) -> Measured:
     """Measures one contender in this process, which must be fresh."""
     import torch
 
+    import trainwright.data.order  # noqa: F401  # before the clock starts, like torch
+
     torch.set_num_threads(1)
-    for _ in zip(range(2), MAKERS[name](10 * BATCH), strict=False):
-        pass  # imports, and what libraries allocate once
+    torch.randperm(BATCH)  # what torch sets up once
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
     batches = MAKERS[name](size)

@@ -144,3 +144,12 @@ def test_the_pages_link_to_files_that_there_are():
     for page in DOCS.glob("*.md"):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text("utf-8")):
             assert (DOCS / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_page_on_data_works_from_the_first_line_to_the_last(reader, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for block in blocks_of((DOCS / "data.md").read_text("utf-8")):
+        reader.read([block])
+        if not block[0]:
+            assert reader.exit_code == 0, reader.shown
+    assert "Finished at step 40." in Path("runs/stream/log.txt").read_text()

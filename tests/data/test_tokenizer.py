@@ -1,6 +1,5 @@
 """Tokenizers by file, by folder and by name, none of which is downloaded."""
 
-import doctest
 import json
 import pickle
 
@@ -11,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from trainwright.data import tokenizer as module
 from trainwright.data.tokenizer import TextTokenizer, load_tokenizer
 from trainwright.errors import DataError
 
@@ -186,7 +184,3 @@ def test_a_folder_without_any_tokenizer_says_what_it_holds(tmp_path):
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(DataError, match=r"(?s)holds no tokenizer\.json.*The folder holds: notes\.txt\."):
         load_tokenizer(tmp_path).encode("a")
-
-
-def test_the_examples_of_the_docstrings_hold():
-    assert doctest.testmod(module) == (0, 2)

@@ -1,1 +1,7 @@
-"""From rows to batches: order.py says which sample comes when, loader.py fetches it, collators.py batches it."""
+"""From rows to batches.
+
+    sources/ → processing/, mix.py, pack.py, split.py → order.py or lanes.py → loader.py or stream_loader.py, collators/
+
+Data with an index is read by position (order.py, fetch.py, loader.py), a stream row by row (stream.py, lanes.py,
+lane_fetcher.py, stream_loader.py); both are served by workers.py. components.py builds what a run file names.
+"""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import doctest
 import pickle
 import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -138,8 +136,3 @@ def test_files_that_hold_no_tokens_are_named(tmp_path):
 def test_settings_that_cannot_work_are_refused(options, problem):
     with pytest.raises(ConfigError, match=problem):
         Tokens("x.bin", **options)
-
-
-def test_the_example_runs():
-    assert doctest.testmod(tokens_module).failed == 0
-    assert Path(tokens_module.__file__).read_text("utf-8").count(">>>") > 0
