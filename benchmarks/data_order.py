@@ -6,11 +6,11 @@ Each trial is a process of its own, which prints what it measured: memory that w
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from data_rounds import Measured, median, table, take_turns
@@ -50,6 +50,15 @@ MAKERS: dict[str, Callable[[int], Iterator[list[int]]]] = {
 }
 
 
+def read_memory(field: str) -> float:
+    """Megabytes that this process has now (VmRSS) or had at most (VmHWM); Linux only.
+
+    getrusage's ru_maxrss does not serve: it begins with what the process that started this one had.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024 / 1e6
+
+
 def measure_here(name: str, size: int) -> Measured:
     """Measures one contender in this process, which must be fresh."""
     import torch
@@ -58,7 +67,7 @@ def measure_here(name: str, size: int) -> Measured:
 
     torch.set_num_threads(1)
     torch.randperm(BATCH)  # what torch sets up once
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = read_memory("VmRSS")
     began = time.perf_counter()
     batches = MAKERS[name](size)
     next(batches)
@@ -68,8 +77,7 @@ def measure_here(name: str, size: int) -> Measured:
     for _ in range(num_batches):
         next(batches)
     each = (time.perf_counter() - start) / num_batches * 1e6
-    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    return {FIRST: first, MEMORY: kilobytes * 1024 / 1e6, EACH: each}
+    return {FIRST: first, MEMORY: read_memory("VmHWM") - before, EACH: each}
 
 
 def measure_apart(name: str, size: int) -> Measured:

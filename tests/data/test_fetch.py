@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from trainwright.data.collators import Stack
 from trainwright.data.fetch import SampleFetcher, Span, count_samples, draws_nothing
 from trainwright.data.order import Order
+from trainwright.data.randomness import seed_generators
 from trainwright.errors import DataError
 
 
@@ -74,6 +75,35 @@ def test_a_collator_that_draws_is_a_function_of_seed_and_position_too():
     torch.manual_seed(99)
     assert torch.equal(fetcher(dataset, add_noise).fetch(Span(4, 8)).batch, first)
     assert not torch.equal(fetcher(dataset, add_noise).fetch(Span(8, 12)).batch, first)
+
+
+class Moody(Noise):
+    """Draws from one generator or another, or from none, as the sample is."""
+
+    def __getitem__(self, index):
+        draws = [torch.rand(()).item()] if index % 2 else []
+        draws += [random.random()] if index % 3 == 0 else []
+        draws += [np.random.rand()] if index == 7 else []
+        return torch.tensor([index, sum(draws)], dtype=torch.float64)
+
+
+def shake_some(samples):
+    first = int(samples[0][0])
+    noise = random.random() if first % 2 else torch.rand(()).item() if first % 3 else 0.0
+    return Stack()(samples) + noise
+
+
+def test_what_was_fetched_before_changes_nothing_whoever_draws_from_what():
+    used = fetcher(Moody(), shake_some)
+    for start in range(24):
+        span = Span(start, start + 2)
+        before = generator_states()
+        expected = fetcher(Moody(), shake_some).fetch(span).batch
+        assert torch.equal(used.fetch(span).batch, expected)
+        assert generator_states() == before
+        seed_generators(start)  # a worker's own generators are nobody's
+        assert torch.equal(fetcher(Moody(), shake_some).__getitems__(span).batch, expected)
+        assert torch.equal(used.__getitems__(span).batch, expected)
 
 
 def test_a_dataset_that_draws_nothing_is_fetched_in_one_call():

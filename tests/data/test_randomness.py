@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import re
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ DRAWS = {
     "numpy": np.random.rand,
     "numpy normal": np.random.randn,
     "numpy integer": lambda: np.random.randint(10),
-    "a whole turn of numpy's generator": lambda: [np.random.rand() for _ in range(312)],
+    "numpy, a whole turn of its generator": lambda: [np.random.rand() for _ in range(312)],
 }
 
 
@@ -35,12 +36,13 @@ def test_every_draw_is_seen_and_undone(draw):
     watch = Watch()
     watch.begin()
     before = states()
-    assert not watch.saw_a_draw()
+    assert not watch.drawn()
     DRAWS[draw]()
-    assert watch.saw_a_draw()
+    assert watch.drawn() == {re.split("[ ,]", draw)[0]}
+    assert not watch.drawn(but=frozenset({re.split("[ ,]", draw)[0]}))
     watch.restore()
     assert states() == before
-    assert not watch.saw_a_draw()
+    assert not watch.drawn()
 
 
 def test_a_normal_number_that_numpy_held_back_is_seen():
@@ -50,7 +52,7 @@ def test_a_normal_number_that_numpy_held_back_is_seen():
     watch.begin()
     before = states()
     np.random.randn()  # changes no word of the generator
-    assert watch.saw_a_draw()
+    assert watch.drawn() == {"numpy"}
     watch.restore()
     assert states() == before
 
@@ -62,9 +64,9 @@ def test_another_kind_of_numpy_generator_is_watched_too():
         watch = Watch()
         watch.begin()
         before = states()
-        assert not watch.saw_a_draw()
+        assert not watch.drawn()
         np.random.rand()
-        assert watch.saw_a_draw()
+        assert watch.drawn() == {"numpy"}
         watch.restore()
         assert states() == before
     finally:
@@ -75,5 +77,5 @@ def test_a_watch_that_travels_to_another_process_looks_anew():
     watch = Watch()
     watch.begin()
     travelled = pickle.loads(pickle.dumps(watch))
-    assert travelled._python is not watch._python
-    assert travelled._python._memory is None
+    assert travelled._generators is not watch._generators
+    assert travelled._generators["python"]._memory is None

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from trainwright import registry
-from trainwright.data.order import Indices, mix_seed
-from trainwright.data.randomness import Watch, seed_generators
+from trainwright.data.order import Indices, chain_seed
+from trainwright.data.randomness import SEEDERS, Watch, seed_generators
 from trainwright.data.stream import has_index
 from trainwright.data.view import View
 from trainwright.errors import DataError
@@ -123,7 +123,8 @@ def count_samples(dataset: Any, label: str) -> int:
 class SampleFetcher(Dataset[Any]):
     """Fetches the samples at global positions, each with its own randomness; runs in workers too.
 
-    Seeding changes nothing where nobody draws, so it is done only for a dataset or collator that was seen drawing.
+    Seeding changes nothing where nobody draws, so only generators are seeded that were seen drawn from: samples are
+    fetched, and where they or the collator drew from another one, fetched again with that one seeded too.
     """
 
     def __init__(
@@ -132,12 +133,13 @@ class SampleFetcher(Dataset[Any]):
         self.dataset = dataset
         self.order = order
         self.collator = collator
-        self.seed = seed
+        self._sample_seeds, self._batch_seeds = chain_seed(seed, _SAMPLE_STREAM), chain_seed(seed, _BATCH_STREAM)
         self._skips_errors = skips_errors
         self._watch = Watch()
         self._dataset_may_draw = not draws_nothing(dataset)
         self._collator_may_draw = not getattr(collator, "draws_nothing", False)
-        self._was_seen_drawing = False
+        self._drawn_by_samples: frozenset[str] = frozenset()
+        self._drawn_by_collator: frozenset[str] = frozenset()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A spawned worker unpickles the dataset, which is in the state, after it has called the function.
@@ -147,40 +149,53 @@ class SampleFetcher(Dataset[Any]):
         """Fetches and collates in this process, leaving its generators as they were."""
         if not (self._dataset_may_draw or self._collator_may_draw):
             return self._collate(span, *self._read(span))
-        watch = self._watch
-        watch.begin()
-        if not self._was_seen_drawing:
-            try:
-                fetched = self._collate(span, *self._read(span))
-            except BaseException:
-                watch.restore()
-                raise
-            if not watch.saw_a_draw():
-                return fetched
-            self._was_seen_drawing = True
+        self._watch.begin()
         try:
-            samples, failures = self._read_seeded(span)
-            self._seed_for_collator(span)
-            return self._collate(span, samples, failures)
-        finally:
-            watch.restore()
+            while (fetched := self._attempt(span)) is None:
+                self._watch.restore()
+        except BaseException:
+            self._watch.restore()
+            raise
+        seeded = self._drawn_by_samples | self._drawn_by_collator
+        if seeded:
+            self._watch.restore(seeded)
+        return fetched
 
     def __getitems__(self, span: Span) -> Fetched:
         """Fetches and collates in a worker, whose own generators are nobody's and need no restoring."""
-        if not self._was_seen_drawing and self._dataset_may_draw:
+        if not (self._dataset_may_draw or self._collator_may_draw):
+            return self._collate(span, *self._read(span))
+        self._watch.begin()
+        while (fetched := self._attempt(span)) is None:
             self._watch.begin()
-            samples, failures = self._read(span)
-            self._was_seen_drawing = self._watch.saw_a_draw()
-        if self._was_seen_drawing or not self._dataset_may_draw:
-            samples, failures = self._read_seeded(span)
-        self._seed_for_collator(span)
-        return self._collate(span, samples, failures)
+        return fetched
 
     def describe(self, span: Span) -> str:
         """Names the samples at these positions."""
         indices = self._indices(span)
         shown = ", ".join(map(str, indices[:16])) + (", …" if len(indices) > 16 else "")
         return f"positions {span.start} to {span.stop - 1}, which are samples {shown}"
+
+    def _attempt(self, span: Span) -> Fetched | None:
+        """Fetches and collates; None where a generator was drawn from that was not seeded, and is noted now."""
+        samples, failures = self._read(span)
+        if self._dataset_may_draw:
+            surprise = self._watch.drawn(but=self._drawn_by_samples)
+            if surprise:
+                self._drawn_by_samples |= surprise
+                return None
+        seeded = self._drawn_by_samples
+        if self._collator_may_draw:
+            seeded |= self._drawn_by_collator
+            if seeded:
+                seed_generators(chain_seed(span.start, state=self._batch_seeds) >> 1, seeded)
+        fetched = self._collate(span, samples, failures)
+        if self._collator_may_draw:
+            surprise = self._watch.drawn(but=seeded)
+            if surprise:
+                self._drawn_by_collator |= surprise
+                return None
+        return fetched
 
     def _indices(self, span: Span) -> list[int]:
         found: list[int] = self.order.indices(span.start, span.stop).tolist()
@@ -191,38 +206,34 @@ class SampleFetcher(Dataset[Any]):
 
     def _read(self, span: Span) -> tuple[list[Any], list[Failure]]:
         indices = self._indices(span)
-        if not self._skips_errors:
-            return fetch(self.dataset, indices), []
-        try:
-            return fetch(self.dataset, indices), []
-        except Exception:
-            return self._read_one_by_one(span, indices)
-
-    def _read_seeded(self, span: Span) -> tuple[list[Any], list[Failure]]:
-        if not self._dataset_may_draw:
-            return self._read(span)
-        indices = self._indices(span)
-        if self._skips_errors:
-            return self._read_one_by_one(span, indices)
-        dataset, indices = _locate(self.dataset, indices)
-        samples = []
-        for position, index in zip(range(span.start, span.stop), indices, strict=True):
-            seed_generators(mix_seed(self.seed, _SAMPLE_STREAM, position))
-            samples.append(_read(dataset, index))
-        return samples, []
+        if not self._drawn_by_samples:
+            try:
+                return fetch(self.dataset, indices), []
+            except Exception:
+                if not self._skips_errors:
+                    raise
+        return self._read_one_by_one(span, indices)
 
     def _read_one_by_one(self, span: Span, indices: list[int]) -> tuple[list[Any], list[Failure]]:
-        """Reads what can be read. Where nothing can, the nearest sample before stands in, for a batch needs one."""
+        """Reads each sample with generators of its own, and leaves out what cannot be read where that is wished.
+
+        Where nothing can be read, the nearest sample before stands in, for a batch needs one.
+        """
         samples, failures = [], []
         dataset, indices = _locate(self.dataset, indices)
-        source = type(dataset).__name__
+        seeders = [SEEDERS[name] for name in self._drawn_by_samples]
         for position, index in zip(range(span.start, span.stop), indices, strict=True):
-            if self._dataset_may_draw:
-                seed_generators(mix_seed(self.seed, _SAMPLE_STREAM, position))
+            seed = chain_seed(position, state=self._sample_seeds) >> 1
+            for seed_one in seeders:
+                seed_one(seed)
             try:
                 samples.append(dataset[index])
             except Exception as error:
-                failures.append(Failure.of(error, source=source, row=index))
+                failure = Failure.of(error, source=type(dataset).__name__, row=index)
+                if not self._skips_errors:
+                    failure.annotate(error)
+                    raise
+                failures.append(failure)
         if samples:
             return samples, failures
         if span.start == 0:
@@ -230,10 +241,6 @@ class SampleFetcher(Dataset[Any]):
         neighbour = Span(span.start - 1, span.start)
         samples, before = self._read_one_by_one(neighbour, self._indices(neighbour))
         return samples, [*failures, *before]
-
-    def _seed_for_collator(self, span: Span) -> None:
-        if self._collator_may_draw:
-            seed_generators(mix_seed(self.seed, _BATCH_STREAM, span.start))
 
 
 def make_in_project(kind: type[Any], folder: Path | None) -> Any:

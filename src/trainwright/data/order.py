@@ -18,43 +18,52 @@ Indices = npt.NDArray[np.int64]
 
 def mix_seed(*numbers: int) -> int:
     """Returns a 63-bit seed that depends on all numbers and their order (splitmix64, chained)."""
-    state = 0x9E3779B97F4A7C15
+    return chain_seed(*numbers) >> 1
+
+
+def chain_seed(*numbers: int, state: int = 0x9E3779B97F4A7C15) -> int:
+    """Returns the state of a chain of numbers, to which others can be added; halved it is a seed."""
     for number in numbers:
         state = (state ^ (number & _MASK64)) + 0x9E3779B97F4A7C15 & _MASK64
         state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
         state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK64
         state ^= state >> 31
-    return state >> 1
+    return state
 
 
 def permute(places: Indices, size: int, *, key: int) -> Indices:
     """Returns where each place of 0 … size−1 goes under the key's permutation.
 
-    The network permutes the smallest 4^k that holds `size`; values that land outside are sent through
-    again until they land inside, which keeps it a permutation and takes fewer than 4 passes on average.
+    The network permutes the smallest power of two that holds `size`; values that land outside are sent through
+    again until they land inside, which keeps it a permutation and takes fewer than 2 passes on average.
     """
-    if size == 1:
+    if size <= 1:
         return np.zeros_like(places)
-    half_bits = ((size - 1).bit_length() + 1) // 2
+    num_bits = (size - 1).bit_length()
     keys = [np.uint64(mix_seed(key, number)) for number in range(_ROUNDS)]
-    values = _feistel(places.astype(np.uint64), np.uint64(half_bits), keys)
+    values = _feistel(places.astype(np.uint64), num_bits, keys)
     outside = np.flatnonzero(values >= size)
     while outside.size:
-        values[outside] = _feistel(values[outside], np.uint64(half_bits), keys)
+        values[outside] = _feistel(values[outside], num_bits, keys)
         outside = outside[values[outside] >= size]
     return values.astype(np.int64)
 
 
-def _feistel(values: npt.NDArray[np.uint64], half_bits: np.uint64, keys: list[np.uint64]) -> npt.NDArray[np.uint64]:
-    mask = (np.uint64(1) << half_bits) - np.uint64(1)
-    left, right = values >> half_bits, values & mask
-    for key in keys:
+def _feistel(values: npt.NDArray[np.uint64], num_bits: int, keys: list[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Sends each value through the network; with an odd number of bits the halves differ by one, and change places."""
+    right_bits, left_bits = np.uint64(num_bits // 2), np.uint64(num_bits - num_bits // 2)
+    one = np.uint64(1)
+    masks = ((one << left_bits) - one, (one << right_bits) - one)
+    left, right = values >> right_bits, values & masks[1]
+    for number, key in enumerate(keys):
         # A multiply-xorshift hash of the right half; overflow of uint64 is meant.
         mixed = (right + key) * np.uint64(0xD6E8FEB86659FD93)
         mixed ^= mixed >> np.uint64(32)
         mixed *= np.uint64(0xD6E8FEB86659FD93)
-        left, right = right, left ^ ((mixed >> np.uint64(29)) & mask)
-    return (left << half_bits) | right
+        mixed >>= np.uint64(29)
+        mixed &= masks[number % 2]
+        left, right = right, left ^ mixed
+    return (left << right_bits) | right
 
 
 class Order:
