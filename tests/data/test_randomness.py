@@ -79,3 +79,15 @@ def test_a_watch_that_travels_to_another_process_looks_anew():
     travelled = pickle.loads(pickle.dumps(watch))
     assert travelled._generators is not watch._generators
     assert travelled._generators["python"]._memory is None
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**62 + 5])
+def test_seeding_is_that_of_the_libraries_themselves(seed):
+    random.gauss(0, 1)  # holds a number back
+    np.random.randn()
+    seed_generators(seed)
+    own = states()
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    assert states() == own
