@@ -14,7 +14,7 @@ import torch
 from trainwright import Hook, RunConfig, Task, Trainer, build_trainer
 from trainwright.build import build_evaluator, build_model
 from trainwright.data.loader import TrainData
-from trainwright.errors import ConfigError, TrainwrightError
+from trainwright.errors import ConfigError, DataError, TrainwrightError
 
 PROJECT = Path(__file__).parent / "project"
 
@@ -325,3 +325,41 @@ def test_each_logged_value_is_a_finite_number(tmp_path):
     values = [value for line in lines_of(tmp_path) for value in line.values()]
     assert values
     assert all(math.isfinite(value) for value in values)
+
+
+def test_data_that_has_changed_since_the_checkpoint_is_refused_unless_accepted(tmp_path):
+    trainer = build_trainer(load(tmp_path, "trainer.max_steps=4"))
+    trainer.train()
+
+    class Larger(Trainer):
+        @classmethod
+        def build_train_data(cls, build):
+            return [*build.train_data(), *build.train_data()]
+
+    with pytest.raises(DataError, match=r"data\.train has 100 samples now, and had 50 at the checkpoint"):
+        build_trainer(load(tmp_path), Larger)
+    assert build_trainer(load(tmp_path), Larger, accept_changes=True).step == 4
+
+
+def test_a_data_loader_is_refused_by_name(tmp_path):
+    class Loader(Trainer):
+        @classmethod
+        def build_train_data(cls, build):
+            return torch.utils.data.DataLoader(build.train_data(), batch_size=4)
+
+    with pytest.raises(DataError, match=r"data\.train: this is a DataLoader\. Give its dataset"):
+        build_trainer(load(tmp_path), Loader)
+
+
+def test_grouping_by_length_is_refused_where_it_would_do_nothing(tmp_path):
+    for train in ("{type: parts.py:PointStream}", "{type: mix, sources: {a: {type: parts.py:Points}}}"):
+        with pytest.raises(ConfigError, match=r"data\.group_by_length: has no effect, for data\.train is a"):
+            build_trainer(load(tmp_path, f"data.train={train}", "data.group_by_length=true"))
+
+
+def test_a_stream_needs_an_end_and_whole_epochs(tmp_path):
+    stream = "data.train={type: parts.py:PointStream}"
+    with pytest.raises(ConfigError, match=r"a stream, of which nobody knows the length\. Give max_steps"):
+        build_trainer(load(tmp_path, stream, "trainer.max_steps=null", "trainer.max_epochs=2"))
+    with pytest.raises(ConfigError, match=r"trainer\.max_epochs: 1\.5, but data\.train is a stream"):
+        build_trainer(load(tmp_path, stream, "trainer.max_epochs=1.5"))

@@ -11,6 +11,7 @@ from trainwright import RunConfig, Task, Trainer, Writer, build_trainer
 from trainwright.errors import ConfigError
 from trainwright.hooks.obey_preemption import ObeyPreemption
 from trainwright.hooks.time_steps import TimeSteps
+from trainwright.parts import Build
 
 PROJECT = Path(__file__).parent / "project"
 
@@ -388,3 +389,55 @@ def test_imported_modules_register_parts(tmp_path):
 def test_an_import_that_is_not_there_is_refused_with_its_place(tmp_path):
     with pytest.raises(ConfigError, match=r"^override imports=.*no module \"nowhere_at_all\""):
         build_trainer(load(tmp_path, "imports=[nowhere_at_all]"))
+
+
+# data
+
+
+def documents_of(dataset):
+    return {tuple(document["input_ids"]) for document in dataset.source}
+
+
+def test_packed_data_is_cut_by_document_not_by_row(tmp_path):
+    packed = "data.train={type: pack, length: 16, source: {type: parts.py:Documents}}"
+    build = Build(load(tmp_path, packed, "data.eval={}", "data.split={valid: 30, test: 10}"))
+    train, valid, test = build.train_data(), build.eval_data()["valid"], build.test_data()
+    assert [len(each.source) for each in (train, valid, test)] == [80, 30, 10]
+    assert not documents_of(train) & documents_of(valid)
+
+
+def test_a_stream_and_a_mixture_are_not_cut(tmp_path):
+    for train, kind in (
+        ("{type: parts.py:PointStream}", "a stream"),
+        ("{type: mix, sources: {a: {type: parts.py:Points}}}", "a mixture"),
+    ):
+        build = Build(load(tmp_path, f"data.train={train}", "data.eval={}", "data.split=[9, 1]"))
+        with pytest.raises(ConfigError, match=rf"data\.split: data\.train is {kind}, which is not cut"):
+            build.train_data()
+
+
+def test_a_part_that_gets_no_sample_is_left_out(tmp_path, caplog):
+    build = Build(load(tmp_path, "data.train.size=9", "data.eval={}", "data.split=[98, 1, 1]"))
+    assert len(build.train_data()) == 9
+    assert build.eval_data() == {}
+    assert build.test_data() is None
+    assert "9 samples are too few for a set valid" in caplog.text
+
+
+def test_a_split_that_leaves_nothing_to_train_on_is_refused(tmp_path):
+    build = Build(load(tmp_path, "data.eval={}", "data.split={valid: 40, test: 10}"))
+    with pytest.raises(ConfigError, match=r"40 \+ 10 samples are cut off from 50, which leaves none for training"):
+        build.train_data()
+    with pytest.raises(ConfigError, match=r"data\.split: cuts nothing off"):
+        load(tmp_path, "data.split={}")
+
+
+def test_weights_of_an_evaluation_set_are_refused(tmp_path):
+    valid = "data.eval={valid: {type: mix, sources: {a: {type: parts.py:Points, weight: 1}}}}"
+    with pytest.raises(ConfigError, match=r"data\.eval\.valid: weights have no effect in an evaluation"):
+        Build(load(tmp_path, valid)).eval_data()
+
+
+def test_process_is_refused_where_a_trainer_builds_the_data(tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.process: has no effect"):
+        build_trainer(load(tmp_path, "data.train=null", "data.eval={}", "data.process={type: x.y}"), OwnTrainData)

@@ -19,6 +19,7 @@ from trainwright.checkpoint.resume import changed_settings, refuse_changes
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.config import BatchPlan, RunConfig, resolve_batch, resolve_mesh
 from trainwright.data.failures import OnError
+from trainwright.data.fetch import refuse_loader
 from trainwright.data.loader import EvalData, TrainData
 from trainwright.data.order import mix_seed
 from trainwright.data.randomness import seed_generators
@@ -230,6 +231,7 @@ class _Loaders:
     def for_training(self, dataset: Any) -> tuple[TrainingData, int]:
         """Returns the training batches and the number of steps that the run's limits allow."""
         section, batch_size = self._config.data, self._batch.global_batch_size
+        refuse_loader(dataset, "data.train")
         data: TrainingData
         if isinstance(dataset, (TrainData, StreamData)):
             data = dataset
@@ -265,6 +267,7 @@ class _Loaders:
         """Returns an evaluation set's batches."""
         if isinstance(dataset, (EvalData, EvalStream)):
             return dataset
+        refuse_loader(dataset, f"data.eval.{name}")
         arguments = {
             "name": name,
             "global_batch_size": self._config.evaluation.batch_size or self._batch.micro_batch_size * self._num_ranks,
@@ -302,7 +305,9 @@ def limits(config: RunConfig, data: TrainingData, *, steps_done: int = 0) -> tup
                 where=config.origin("trainer.max_tokens"),
             )
         samples.append(math.ceil(trainer.max_tokens / per_sample))
-    steps = [steps_done + math.ceil((number - data.places) / data.global_batch_size) for number in samples]
+    size = data.global_batch_size  # a batch after a ragged end is short too, so that batches begin at its multiples
+    left = [math.ceil(number / size) - data.places // size if number > data.places else 0 for number in samples]
+    steps = [steps_done + number for number in left]
     if trainer.max_steps is not None:
         steps.append(trainer.max_steps)
     if not steps and isinstance(data, StreamData):

@@ -117,6 +117,8 @@ class Build:
             where = self.config.origin("data.eval.test")
             raise ConfigError("data.eval.test and data.test would share the name test. Rename the former.", where=where)
         if section:
+            if "valid" in self.config.data.cut_off:
+                logger.warning("data.split: nobody uses its part valid, for data.eval wins. Cut off no such part.")
             return {name: self._dataset(f"data.eval.{name}", component) for name, component in section.items()}
         return {name: part for name, part in self._parts().items() if name == "valid"}
 
@@ -205,6 +207,7 @@ class Build:
             "data.eval": (bool(config.data.eval), "eval_data()"),
             "data.test": (config.data.test is not None, "test_data()"),
             "data.split": (config.data.split is not None, "train_data()"),
+            "data.process": (config.data.process is not None, "train_data()"),
             "data.collator": (config.data.collator != DataSection().collator, "collator()"),
             "hooks": (bool(config.hooks), "hooks()"),
             "writers": (config.writers != RunConfig().writers, "writers()"),
@@ -231,6 +234,7 @@ class Build:
     def _dataset(self, label: str, component: Component | None) -> Any:
         if component is None:
             raise ConfigError(f"{label}: there is no dataset. Name one, such as {{type: datasets/mine.py:Mine}}.")
+        self._used.add("data.process")
         dataset = self._datasets.build(label, component)
         if label != "data.train" and getattr(dataset, "weights", None) and hasattr(type(dataset), "make_order"):
             raise ConfigError(
@@ -256,6 +260,8 @@ class Build:
         if is_stream(whole) or hasattr(type(whole), "make_order"):
             kind = "a stream" if is_stream(whole) else "a mixture"
             raise ConfigError(f"data.split: data.train is {kind}, which is not cut. Give data.eval.", where=where)
+        if hasattr(type(whole), "repack"):  # its documents are cut apart: pieces of one must not be in two sets
+            return {name: whole.repack(part) for name, part in self._cut(whole.source).items()}
         if isinstance(data.split, tuple):
             sizes = sizes_by_ratio(len(whole), data.split)
         else:

@@ -7,13 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.data.cache import cache_root, staged_file
+from trainwright.data.cache import cache_root, staged_file, sync_folder
 
 
 def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_root(None) == tmp_path / "trainwright"
     assert cache_root("~/mine") == Path("~/mine").expanduser()
+
+
+def test_a_folder_that_is_synced_stays_as_it_is(tmp_path):
+    (tmp_path / "file").touch()
+    sync_folder(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(FileNotFoundError):
+        sync_folder(tmp_path / "nothing")
 
 
 def test_a_staged_file_appears_only_when_all_is_written(tmp_path):

@@ -88,6 +88,19 @@ def test_a_weight_that_is_missing_is_named(build):
         build(type="mix", sources=sources)
 
 
+def test_weights_in_two_places_are_refused(build):
+    sources = {"a": {"type": "rows.Rows", "size": 30, "weight": 1}, "b": {"type": "rows.Rows", "size": 9, "weight": 1}}
+    with pytest.raises(ConfigError, match=r"data\.train\.weights: the sources have a weight each already"):
+        build(type="mix", sources=sources, weights={"a": 1, "b": 1})
+    with pytest.raises(ConfigError, match=r"weights is \[1, 2\]. Give a mapping"):
+        build(type="mix", sources={"a": {"type": "rows.Rows", "size": 30}}, weights=[1, 2])
+
+
+def test_a_function_that_is_not_there_is_named_as_one(build):
+    with pytest.raises(TrainwrightError, match=r"data\.process\.type: no function 'rows2.cut'.*datasets/clean\.py"):
+        build({"type": "rows2.cut"}, type="rows.Rows", size=3)
+
+
 def test_an_error_in_a_nested_source_says_where_it_stands(build):
     with pytest.raises(TrainwrightError, match=r'data\.train\.source\.source.*no argument "sise"'):
         build(type="pack", length=8, source={"type": "pack", "length": 4, "source": {"type": "rows.Rows", "sise": 3}})

@@ -4,12 +4,13 @@ import json
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from trainwright.data.collators import Stack
 from trainwright.data.failures import OnError
 from trainwright.data.fetch import Failure
 from trainwright.data.loader import EvalData, TrainData
+from trainwright.data.mix import mix
 from trainwright.data.workers import LoaderOptions
 from trainwright.errors import DataError
 
@@ -60,7 +61,8 @@ def test_rows_that_cannot_be_read_are_left_out_of_their_batches(tmp_path, datase
     assert rows(data) == [[0, 1, 3], [4, 6, 7], [8, 9, 10, 11]]
     listed = [json.loads(line) for line in (tmp_path / "skipped_rows.json").read_text().splitlines()]
     assert listed == [
-        {"source": dataset.__name__, "row": row, "error": f"ValueError: row {row} is torn"} for row in (2, 5)
+        {"of": "data.train", "source": dataset.__name__, "row": row, "error": f"ValueError: row {row} is torn"}
+        for row in (2, 5)
     ]
 
 
@@ -71,15 +73,46 @@ def test_leaving_rows_out_changes_nothing_in_the_others():
         assert [row for row in batch.tolist() if row[0] not in (2, 5)] == rest.tolist()
 
 
-def test_a_batch_of_which_nothing_is_left_repeats_its_neighbour():
-    on_error = OnError(skips=True)
-    assert rows(train_data(Torn({4, 5, 6, 7}), on_error, shuffle=False, num_samples=12)) == [
-        [0, 1, 2, 3],
-        [3],
-        [8, 9, 10, 11],
+def test_a_batch_of_which_nothing_is_left_has_a_stand_in_that_counts_nothing():
+    data = train_data(Torn({4, 5, 6, 7}), OnError(skips=True), shuffle=False, num_samples=12)
+    batches = [(batch[:, 0].tolist(), data.samples_in_hand) for batch in data.batches(iter)]
+    assert batches == [([0, 1, 2, 3], 4), ([3], 0), ([8, 9, 10, 11], 4)]
+    first = train_data(Torn({0, 1, 2, 3}), OnError(skips=True), shuffle=False, num_samples=8)
+    assert [(batch[:, 0].tolist(), first.samples_in_hand) for batch in first.batches(iter)] == [
+        ([4], 0),
+        ([4, 5, 6, 7], 4),
     ]
-    with pytest.raises(DataError, match="nor can any sample before it"):
-        rows(train_data(Torn({0, 1, 2, 3}), OnError(skips=True), shuffle=False, num_samples=12))
+    with pytest.raises(DataError, match="no sample of Torn can be read"):
+        rows(train_data(Torn(set(range(12))), OnError(skips=True), num_samples=4))
+
+
+def test_the_same_row_of_two_sets_is_listed_twice_and_an_address_in_its_error_counts_once(tmp_path):
+    class Addressed(Torn):
+        def __getitem__(self, index):
+            if index in self.broken:
+                raise ValueError(f"{object()} is torn")
+            return super().__getitem__(index)
+
+    on_error = OnError(skips=True, at_most=2, folder=tmp_path)
+    rows(train_data(Addressed({5}), on_error, num_samples=60))
+    rows(EvalData(Addressed({5}), name="v", collator=Stack(), global_batch_size=4, seed=1, on_error=on_error))
+    listed = [json.loads(line) for line in (tmp_path / "skipped_rows.json").read_text().splitlines()]
+    assert [(line["of"], line["row"]) for line in listed] == [("data.train", 5), ("data.eval.v", 5)]
+
+
+def test_a_row_of_a_mixture_is_named_by_its_source(tmp_path):
+    on_error = OnError(skips=True, folder=tmp_path)
+    mixed = mix({"good": Torn(set()), "bad": Torn({3})})
+    rows(train_data(mixed, on_error, num_samples=24))
+    listed = json.loads((tmp_path / "skipped_rows.json").read_text())
+    assert (listed["source"], listed["row"]) == ("source bad", 3)
+
+
+@pytest.mark.parametrize("dataset", [TornInBatches({5}), Subset(Torn({5}), range(12))])
+def test_a_row_that_fails_among_a_batch_that_is_fetched_at_once_is_named(dataset):
+    with pytest.raises(ValueError, match="row 5 is torn") as caught:
+        rows(train_data(dataset, OnError(), shuffle=False, num_samples=12))
+    assert f"while reading sample 5 of {type(dataset).__name__}" in caught.value.__notes__
 
 
 def test_evaluation_leaves_them_out_too(tmp_path):
@@ -105,9 +138,7 @@ def test_a_row_is_listed_once_over_epochs_and_resumed_runs(tmp_path):
 
 
 def test_a_torn_line_of_the_list_is_no_obstacle(tmp_path):
-    (tmp_path / "skipped_rows.json").write_text(
-        '{"source": "Torn", "row": 1, "error": "ValueError: row 1 is torn"}\n{"so'
-    )
+    (tmp_path / "skipped_rows.json").write_text('{"of": "data.train", "source": "Torn", "row": 1, "error": "x"}\n{"so')
     OnError(skips=True, folder=tmp_path).note(
         [Failure("Torn", 1, "ValueError: row 1 is torn"), Failure("Torn", 2, "x")]
     )

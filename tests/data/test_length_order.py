@@ -44,6 +44,13 @@ def test_batches_are_more_equal_than_chance_and_in_no_order_of_length():
     assert abs(np.corrcoef(np.arange(len(widths)), widths)[0, 1]) < 0.2
 
 
+def test_later_epochs_are_as_equal_though_they_begin_within_a_batch():
+    lengths = np.random.default_rng(0).integers(1, 1000, 6403)
+    batches = lengths[order(lengths, batch_size=32).indices(0, 3 * 6400)].reshape(3, -1, 32)
+    for epoch in batches:
+        assert epoch.sum() / (epoch.max(axis=1) * 32).sum() > 0.93
+
+
 def test_seeds_and_epochs_differ_and_without_shuffling_samples_of_a_window_are_the_dataset_s_own():
     lengths = np.random.default_rng(0).integers(1, 9, 300)
     first, second = order(lengths).indices(0, 600).reshape(2, 300).tolist()

@@ -47,10 +47,10 @@ def test_the_state_before_the_first_sample_is_where_it_begins():
     source = Numbers(3)
     list(source)  # it now says that it stands at its end
     assert SourcePass(source).state() is None
-    reading = SourcePass(source, state={"place": 2})
-    assert reading.state() == {"place": 2}
+    reading = SourcePass(source, state={"row": 2, "source": {"place": 2}})
+    assert reading.state() == {"row": 2, "source": {"place": 2}}
     assert reading.take() == 3
-    assert reading.state() == {"place": 3}
+    assert reading.state() == {"row": 3, "source": {"place": 3}}
     with pytest.raises(StopIteration):
         reading.take()
     assert reading.has_ended
@@ -60,7 +60,7 @@ def test_passes_over_one_source_have_states_of_their_own():
     source = Numbers(5)
     first, second = SourcePass(source), SourcePass(source)
     assert [first.take(), first.take(), second.take()] == [1, 2, 1]
-    assert (first.state(), second.state()) == ({"place": 2}, {"place": 1})
+    assert (first.state(), second.state()) == ({"row": 2, "source": {"place": 2}}, {"row": 1, "source": {"place": 1}})
 
 
 def test_the_source_is_told_the_epoch_if_one_was_set():

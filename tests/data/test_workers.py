@@ -2,7 +2,8 @@
 
 import os
 import signal
-import sys
+import time
+from itertools import islice
 
 import pytest
 import torch
@@ -80,15 +81,59 @@ def test_an_error_in_a_worker_keeps_its_type_and_names_the_sample():
 
     with pytest.raises(OSError, match="no such file") as caught:
         read_all(Deadly(fail))
-    assert "while reading sample 13 of Deadly" in str(caught.value)
+    assert "while reading sample 13 of Deadly" in caught.value.__notes__
+    assert any(note.startswith("in worker 1, at ") and "in fail" in note for note in caught.value.__notes__)
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGCHLD"), reason="signals of Unix")
+class NeedsTwoError(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def test_an_error_that_cannot_travel_is_told_all_the_same():
+    def fail():
+        raise NeedsTwoError(1, 2)
+
+    with pytest.raises(RuntimeError, match="1 and 2"):
+        read_all(Deadly(fail))
+
+
+class Slow(Deadly):
+    def __getitem__(self, index):
+        if index == 13:
+            time.sleep(60)
+        return torch.tensor(index)
+
+
+def test_a_worker_that_hangs_is_named_with_its_samples():
+    data = TrainData(
+        Slow(None),
+        collator=Stack(),
+        global_batch_size=4,
+        seed=1,
+        shuffle=False,
+        options=LoaderOptions(2, {"timeout": 1}),
+    )
+    with pytest.raises(DataError, match=r"within data\.loader\.timeout.*while reading positions 12 to 15"):
+        list(islice(data.batches(iter), 5))
+
+
 def test_a_worker_s_death_does_not_interrupt_the_step_in_hand():
-    before = signal.getsignal(signal.SIGCHLD)
-    data = TrainData(Deadly(lambda: None), collator=Stack(), global_batch_size=4, seed=1, options=LoaderOptions(1))
+    data = TrainData(
+        Deadly(kill), collator=Stack(), global_batch_size=4, seed=1, shuffle=False, options=LoaderOptions(1)
+    )
     batches = data.batches(iter)
-    next(batches)
-    assert signal.getsignal(signal.SIGCHLD) == before
-    batches.close()
-    assert sys.exc_info() == (None, None, None)
+    assert next(batches).tolist() == [0, 1, 2, 3]
+    time.sleep(0.5)  # a long step, in which the worker dies over sample 13
+    assert next(batches).tolist() == [4, 5, 6, 7]
+    with pytest.raises(DataError, match="killed by SIGKILL"):
+        list(batches)
+
+
+def test_an_error_of_a_worker_is_not_its_own_cause():
+    def fail():
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken") as caught:
+        read_all(Deadly(fail))
+    assert caught.value.__cause__ is None

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from trainwright.config.component import Component
 from trainwright.config.frozen import Frozen, freeze, thaw
@@ -78,7 +78,7 @@ class LoaderArguments(Section):
     """Whether batches lie in memory that the device can copy from by itself."""
     timeout: Annotated[float, Field(ge=0)] | None = None
     """Seconds to wait for a worker; 0: for ever."""
-    multiprocessing_context: str | None = None
+    multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = None
     """How workers are started: fork, spawn or forkserver."""
 
 
@@ -119,6 +119,12 @@ class SplitSizes(Section):
     """Samples of the set `valid`; None: there is none."""
     test: Count | None = None
     """Samples of the test set; None: there is none."""
+
+    @model_validator(mode="after")
+    def _cuts_something(self) -> SplitSizes:
+        if self.valid is None and self.test is None:
+            raise refuse((), "cuts nothing off. Give valid, test or both: {valid: 100, test: 100}.", {})
+        return self
 
 
 def _kind_of_split(value: Any) -> str:

@@ -6,6 +6,7 @@ run that is killed leaves nothing half done and several processes may make the s
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -19,6 +20,21 @@ def cache_root(cache_dir: str | Path | None) -> Path:
     if cache_dir is not None:
         return Path(cache_dir).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trainwright"
+
+
+def sync_folder(folder: Path) -> None:
+    """Puts the names in `folder` on the disk; without it a rename may be undone by a power cut."""
+    if os.name == "nt":
+        return  # Windows opens no folders
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network mounts cannot sync folders; there a power cut is the server's concern.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def rename_unless_taken(staging: Path, folder: Path) -> None:

@@ -18,7 +18,7 @@ from trainwright import registry
 from trainwright.config import Component
 from trainwright.data.processing.stream import ProcessedStream
 from trainwright.data.stream import is_stream
-from trainwright.errors import ConfigError
+from trainwright.errors import ComponentError, ConfigError
 
 
 class DatasetBuilder:
@@ -61,6 +61,11 @@ class DatasetBuilder:
         several = component.arguments.get("sources")
         if isinstance(several, Mapping) and several and all(_is_component(each) for each in several.values()):
             weights = {name: each["weight"] for name, each in several.items() if "weight" in each}
+            if weights and "weights" in component.arguments:
+                raise ConfigError(
+                    f"{label}.weights: the sources have a weight each already. Keep one of the two.",
+                    where=component.origin,
+                )
             if weights and len(weights) < len(several):
                 missing = ", ".join(name for name in several if name not in weights)
                 raise ConfigError(f"{label}.sources: no weight for {missing}. Give all a weight, or none.")
@@ -76,16 +81,22 @@ class DatasetBuilder:
         kept = {name: value for name, value in values.items() if name not in without}
         return Component.from_mapping(kept).located_at(outer.origin)
 
+    def _find_process(self, process: Component) -> Callable[..., Any]:
+        try:
+            return registry.find("dataset", process.type, project_dir=self._project_dir)
+        except ComponentError as error:
+            if error.problem.startswith("no dataset "):
+                raise ComponentError(
+                    f"data.process.type: no function {process.type!r}. Name one by its file, such as clean.tokenize "
+                    "for one in datasets/clean.py, or by its import path, my_pkg.module:name.",
+                    where=process.origin,
+                ) from error
+            raise ComponentError(f"data.process.type: {error.problem}", where=process.origin) from error
+
     def _apply_process(self, component: Component, dataset: Any) -> Any:
         if self._process is None:
             return dataset
-        function: Callable[..., Any] = registry.find(
-            "dataset",
-            self._process.type,
-            project_dir=self._project_dir,
-            where=self._process.origin,
-            label="data.process",
-        )
+        function = self._find_process(self._process)
         arguments = {name: value for name, value in self._process.to_dict().items() if name != "type"}
         registry.check_arguments(
             function, arguments, label="data.process", where=self._process.origin, provided=_first_parameter(function)

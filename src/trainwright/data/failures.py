@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from trainwright.data.fetch import Failure
@@ -29,26 +30,29 @@ class OnError:
         self._file = None if folder is None else folder / SKIPPED_ROWS
         self._known: set[Failure] | None = None
 
-    def note(self, failures: Sequence[Failure]) -> None:
-        """Lists rows that were left out; raises where they are too many."""
+    def note(self, failures: Sequence[Failure], *, of: str = "data.train") -> None:
+        """Lists rows of a set that were left out; raises where they are too many."""
         if not failures:
             return
         if self._known is None:
             self._known = self._read()
-        for failure in failures:
+        for failure in (replace(each, of=of) for each in failures):
             if failure in self._known:
                 continue
             self._known.add(failure)
+            self._list(failure)
             if len(self._known) > self._at_most:
                 raise DataError(
                     f"data.on_error: skip, but {failure.describe()}, which makes {len(self._known)} such rows, and "
                     f"data.max_skipped is {self._at_most}. They are listed in {self._file}. Mend the data or raise it."
                 )
             logger.warning("Left out: %s.", failure.describe())
-            if self._file is not None:
-                # One write of one short line, appended: ranks may list rows at the same time.
-                with self._file.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(failure.to_dict()) + "\n")
+
+    def _list(self, failure: Failure) -> None:
+        if self._file is not None:
+            # One write of one short line, appended: ranks may list rows at the same time.
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(failure.to_dict()) + "\n")
 
     def _read(self) -> set[Failure]:
         if self._file is None or not self._file.exists():

@@ -8,7 +8,7 @@ any worker. Step randomness is the loop's. Which positions make a batch is loade
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -28,16 +28,18 @@ _SAMPLE_STREAM, _BATCH_STREAM = 0xDA7A, 0xBA7C  # keep samples', batches' and st
 
 @dataclass(frozen=True)
 class Failure:
-    """A row that cannot be read."""
+    """A row that cannot be read. Two are the same if the row is: messages may hold addresses."""
 
     source: str
     row: int
-    error: str
+    error: str = field(compare=False)
     lane: int | None = None
     """The lane of a stream that has several."""
+    of: str = "data.train"
+    """The set that the row belongs to."""
 
     @classmethod
-    def of(cls, error: Exception, *, source: str, row: int, lane: int | None = None) -> Failure:
+    def from_error(cls, error: Exception, *, source: str, row: int, lane: int | None = None) -> Failure:
         """Describes an exception."""
         return cls(source, row, f"{type(error).__name__}: {error}", lane)
 
@@ -53,7 +55,8 @@ class Failure:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what is known, as one line of a list of failures."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        facts = {"of": self.of, **asdict(self)}
+        return {name: value for name, value in facts.items() if value is not None}
 
 
 class Span(NamedTuple):
@@ -87,8 +90,8 @@ class Fetched(NamedTuple):
     """Where a stream can be entered again: (lane, cursor)."""
     sources: tuple[str, ...] = ()
     """Which source of a mixed stream each sample is from."""
-    is_over: bool = False
-    """Have all lanes that it comes from ended?"""
+    ended: tuple[int, ...] = ()
+    """The lanes of a stream that the reader knows to have ended."""
 
 
 class OrderLike(Protocol):
@@ -102,10 +105,15 @@ class OrderLike(Protocol):
         ...
 
 
-def count_samples(dataset: Any, label: str) -> int:
-    """Returns the number of samples, or says why the dataset cannot be used."""
+def refuse_loader(dataset: Any, label: str) -> None:
+    """Refuses torch's DataLoader, which would look like a stream of samples."""
     if isinstance(dataset, DataLoader):
         raise DataError(f"{label}: this is a DataLoader. Give its dataset: batches are made by the run itself.")
+
+
+def count_samples(dataset: Any, label: str) -> int:
+    """Returns the number of samples, or says why the dataset cannot be used."""
+    refuse_loader(dataset, label)
     if not has_index(dataset):
         raise DataError(
             f"{label}: {type(dataset).__name__} has neither `__getitem__` nor `__iter__`. Give it `__len__` and "
@@ -202,7 +210,19 @@ class SampleFetcher(Dataset[Any]):
         return found
 
     def _collate(self, span: Span, samples: list[Any], failures: list[Failure]) -> Fetched:
-        return Fetched(self.collator(samples), 0 if span.is_stand_in else len(samples), tuple(failures))
+        num_samples = 0 if span.is_stand_in else len(samples)
+        return Fetched(self.collator(samples or self._find_stand_in(span)), num_samples, tuple(failures))
+
+    def _find_stand_in(self, span: Span) -> list[Any]:
+        """Returns a sample for a span of which none can be read: it takes part in the step, and counts nothing."""
+        for distance in range(1, self.order.size):
+            for position in (span.start - distance, span.stop - 1 + distance):
+                if position >= 0:
+                    near = Span(position, position + 1)
+                    samples, _ = self._read_one_by_one(near, self._indices(near))
+                    if samples:
+                        return samples
+        raise DataError(f"data.on_error: skip, but no sample of {type(self.dataset).__name__} can be read.")
 
     def _read(self, span: Span) -> tuple[list[Any], list[Failure]]:
         indices = self._indices(span)
@@ -215,10 +235,7 @@ class SampleFetcher(Dataset[Any]):
         return self._read_one_by_one(span, indices)
 
     def _read_one_by_one(self, span: Span, indices: list[int]) -> tuple[list[Any], list[Failure]]:
-        """Reads each sample with generators of its own, and leaves out what cannot be read where that is wished.
-
-        Where nothing can be read, the nearest sample before stands in, for a batch needs one.
-        """
+        """Reads each sample with generators of its own, and leaves out what cannot be read where that is wished."""
         samples, failures = [], []
         dataset, indices = _locate(self.dataset, indices)
         seeders = [SEEDERS[name] for name in self._drawn_by_samples]
@@ -229,18 +246,12 @@ class SampleFetcher(Dataset[Any]):
             try:
                 samples.append(dataset[index])
             except Exception as error:
-                failure = Failure.of(error, source=type(dataset).__name__, row=index)
+                failure = _failure(error, dataset, index)
                 if not self._skips_errors:
                     failure.annotate(error)
                     raise
                 failures.append(failure)
-        if samples:
-            return samples, failures
-        if span.start == 0:
-            raise DataError(f"data.on_error: skip, but {failures[0].describe()}, nor can any sample before it.")
-        neighbour = Span(span.start - 1, span.start)
-        samples, before = self._read_one_by_one(neighbour, self._indices(neighbour))
-        return samples, [*failures, *before]
+        return samples, failures
 
 
 def make_in_project(kind: type[Any], folder: Path | None) -> Any:
@@ -260,16 +271,36 @@ def _locate(dataset: Any, indices: list[int]) -> tuple[Any, list[int]]:
 def fetch(dataset: Any, indices: Sequence[int]) -> list[Any]:
     """Returns the samples, with one call where the dataset offers `__getitems__`."""
     if hasattr(dataset, "__getitems__"):
-        samples: list[Any] = dataset.__getitems__(indices)
+        try:
+            samples: list[Any] = dataset.__getitems__(indices)
+        except Exception as error:
+            _name_the_row(error, *_locate(dataset, list(indices)))
+            raise
         return samples
     return [_read(dataset, index) for index in indices]
+
+
+def _name_the_row(error: Exception, dataset: Any, indices: list[int]) -> None:
+    """Notes on an error which of several samples it is about: the first that fails alone too."""
+    for index in indices:
+        try:
+            dataset[index]
+        except Exception as again:
+            _failure(again, dataset, index).annotate(error)
+            return
+
+
+def _failure(error: Exception, dataset: Any, index: int) -> Failure:
+    """Describes a row by its source: one in a mixture of several is counted in that."""
+    name, row = dataset.locate(index) if hasattr(type(dataset), "locate") else (type(dataset).__name__, index)
+    return Failure.from_error(error, source=name, row=row)
 
 
 def _read(dataset: Any, index: int) -> Any:
     try:
         return dataset[index]
     except Exception as error:
-        Failure.of(error, source=type(dataset).__name__, row=index).annotate(error)
+        _failure(error, dataset, index).annotate(error)
         raise
 
 

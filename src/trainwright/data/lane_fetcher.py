@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from itertools import count
 from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
@@ -77,7 +78,7 @@ class LaneFetcher(Dataset[Any]):
     """Fetches and collates places of lanes; runs in workers too, each with lanes opened as they are needed."""
 
     def __init__(
-        self, stream: Any, layout: Layout, reading: Reading, cursors: Mapping[int, Cursor], collator: Collator
+        self, stream: Any, *, layout: Layout, reading: Reading, cursors: Mapping[int, Cursor], collator: Collator
     ) -> None:
         self._stream = stream
         self._layout = layout
@@ -85,6 +86,7 @@ class LaneFetcher(Dataset[Any]):
         self._cursors = dict(cursors)
         self._collator = collator
         self._lanes: dict[int, Lane] = {}
+        self._ended: set[int] = set()
         self._stand_in: Any = ENDED
         self._watch = Watch()
 
@@ -116,13 +118,12 @@ class LaneFetcher(Dataset[Any]):
         samples: list[Any] = []
         failures: list[Failure] = []
         sources: list[str] = []
-        num_ended = 0
-        for number, first, count in request.runs:
+        for number, first, num_places in request.runs:
             lane = self._lane(number)
-            for place in range(first, first + count):
+            for place in range(first, first + num_places):
                 sample = lane.read(place)
                 if sample is ENDED:
-                    num_ended += place == first
+                    self._ended.add(number)
                     break
                 if isinstance(sample, Failure):
                     failures.append(sample)
@@ -136,13 +137,14 @@ class LaneFetcher(Dataset[Any]):
         standing = samples or [self._find_stand_in()]
         seed_generators(mix_seed(reading.seed, _COLLATOR_STREAM, reading.epoch, request.batch, first_place))
         batch = self._collator(standing)
-        is_over = num_ended == len(request.runs)
-        return Fetched(batch, len(samples), tuple(failures), self._take_cursors(), tuple(sources), is_over)
+        return Fetched(
+            batch, len(samples), tuple(failures), self._take_cursors(), tuple(sources), ended=tuple(self._ended)
+        )
 
     def _lane(self, number: int) -> Lane:
         if number not in self._lanes:
             cursor = self._cursors.get(number, Cursor())
-            self._lanes[number] = Lane(self._part(number), number, cursor, self._reading)
+            self._lanes[number] = Lane(self._part(number), number=number, cursor=cursor, reading=self._reading)
         return self._lanes[number]
 
     def _part(self, number: int) -> Any:
@@ -152,15 +154,16 @@ class LaneFetcher(Dataset[Any]):
 
     def _find_stand_in(self) -> Any:
         """Returns a sample for a rank that has none: its last, or the first that any lane gives."""
-        for number in range(self._layout.num_lanes):
-            if self._stand_in is not ENDED:
-                break
-            first = Lane(own_copy(self._part(number)), number, Cursor(), self._reading).read(0)
-            self._stand_in = ENDED if isinstance(first, Failure) else first
+        lanes = iter(range(self._layout.num_lanes))
+        while self._stand_in is ENDED and (number := next(lanes, None)) is not None:
+            lane = Lane(own_copy(self._part(number)), number=number, cursor=Cursor(), reading=self._reading)
+            samples = (lane.read(place) for place in count())
+            self._stand_in = next(sample for sample in samples if not isinstance(sample, Failure))
         if self._stand_in is ENDED:
-            advice = "Check the path or filter that makes it."
-            if self._reading.epoch:
-                advice = "If it can be iterated only once, return a fresh iterator from each `__iter__`."
+            advice = (
+                "Check the path or filter that makes it; if it can be iterated only once, return a fresh iterator from "
+                "each `__iter__`."
+            )
             raise DataError(f"{type(self._stream).__name__} gave no sample in pass {self._reading.epoch + 1}. {advice}")
         return self._stand_in
 

@@ -2,7 +2,8 @@
 
     order of an epoch → windows of many batches → sorted by length → cut into batches → batches shuffled
 
-Still a pure function of (seed, position), and windows end with their epoch, so each epoch covers every sample once.
+Still a pure function of (seed, position). Windows end with their epoch, so each epoch covers every sample once, and
+begin where batches do: what an epoch has before its first whole batch is a small window of its own.
 """
 
 from __future__ import annotations
@@ -29,36 +30,39 @@ class LengthOrder:
         self._order = Order(self.size, seed=seed, shuffle=shuffle)
         self._seed = seed
         self._batch_size = global_batch_size
-        self._window_size = min(BATCHES_PER_WINDOW * global_batch_size, self.size)
-        self._windows_per_epoch = -(-self.size // self._window_size)
-        self._window = -1
+        self._window_size = BATCHES_PER_WINDOW * global_batch_size
+        self._window = (-1, -1)
         self._sorted: Indices = np.empty(0, dtype=np.int64)
 
     def indices(self, start: int, stop: int) -> Indices:
         """Returns the sample index at each global position of start … stop−1."""
         pieces = []
         while start < stop:
-            epoch, place = divmod(start, self.size)
-            number, offset = divmod(place, self._window_size)
-            window = self._sort(epoch, number)
-            piece = window[offset : offset + stop - start]
+            first, last = self._find_window(start)
+            piece = self._sort(first, last)[start - first : stop - first]
             pieces.append(piece)
             start += len(piece)
         return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
 
-    def _sort(self, epoch: int, number: int) -> Indices:
-        window = epoch * self._windows_per_epoch + number
-        if window != self._window:
-            start = epoch * self.size + number * self._window_size
-            stop = min(start + self._window_size, (epoch + 1) * self.size)
-            indices = self._order.indices(start, stop)
+    def _find_window(self, position: int) -> tuple[int, int]:
+        """Returns the first position of a window and the one behind its last."""
+        begin = position // self.size * self.size
+        aligned = -(-begin // self._batch_size) * self._batch_size
+        if position < aligned:
+            return begin, min(aligned, begin + self.size)
+        first = aligned + (position - aligned) // self._window_size * self._window_size
+        return first, min(first + self._window_size, begin + self.size)
+
+    def _sort(self, first: int, last: int) -> Indices:
+        if (first, last) != self._window:
+            indices = self._order.indices(first, last)
             indices = indices[np.argsort(self._lengths[indices], kind="stable")]
             batches = [indices[begin : begin + self._batch_size] for begin in range(0, len(indices), self._batch_size)]
             # The last one may be short: it stays last, so that the others begin where batches begin.
-            num_whole, key = len(batches) - 1, mix_seed(self._seed, _WINDOW_STREAM, window)
+            num_whole, key = len(batches) - 1, mix_seed(self._seed, _WINDOW_STREAM, first)
             turns = permute(np.arange(num_whole), num_whole, key=key)
             self._sorted = np.concatenate([*(batches[turn] for turn in turns.tolist()), batches[-1]])
-            self._window = window
+            self._window = (first, last)
         return self._sorted
 
 

@@ -7,6 +7,7 @@ See fetch.py for how one sample is fetched, order.py for which; data without an 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from trainwright.data.order import Order
 from trainwright.data.view import View
 from trainwright.data.workers import LoaderOptions, ToDevice, deliver
 from trainwright.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 
 class TrainData:
@@ -103,26 +106,38 @@ class TrainData:
 
     def _spans(self, position: int) -> Iterator[tuple[int, int]]:
         while self.num_samples is None or position < self.num_samples:
-            stop = position + self.global_batch_size
+            # After a ragged end the next batch is short too: batches then begin again where an order cuts them.
+            stop = (position // self.global_batch_size + 1) * self.global_batch_size
             if self.num_samples is not None:
                 stop = min(stop, self.num_samples)
             yield position, stop
             position = stop
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the position: samples returned so far, over all ranks."""
-        return {"position": self.position}
+        """Returns the position, samples returned so far over all ranks, and what else the order depends on."""
+        return {"position": self.position, "num_samples": self._size, "global_batch_size": self.global_batch_size}
 
     @staticmethod
     def merge_states(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """Joins the ranks' states, which are all the same."""
         return states[0]
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, accept_changes: bool = False) -> None:
         """Goes on at a saved position, whatever the number of ranks and workers was."""
         if "progress" in state:
             raise DataError("data.train has an index now, but the checkpoint was made with a stream.")
         self.position = int(state["position"])
+        before = int(state.get("num_samples", self._size))
+        if before != self._size:
+            problem = f"data.train has {self._size:,} samples now, and had {before:,} at the checkpoint"
+            if not accept_changes:
+                raise DataError(
+                    f"{problem}, so that what follows is another order. Put the data back, or go on in spite of it "
+                    "with --accept-changes."
+                )
+            logger.warning("%s: samples of this epoch may come twice, or not at all.", problem)
+        elif state.get("global_batch_size") != self.global_batch_size and not isinstance(self.order, Order):
+            logger.warning("The order depends on the batch size: samples of this epoch may come twice, or not at all.")
 
 
 class EvalData:
@@ -166,6 +181,6 @@ class EvalData:
         fetcher = SampleFetcher(self.dataset, self.order, self.collator, self._seed, skips_errors=self.on_error.skips)
         label = f"data.eval.{self.name}"
         for batch, _, fetched in deliver(fetcher, spans, self.options, to_device, label=label):
-            self.on_error.note(fetched.failures)
+            self.on_error.note(fetched.failures, of=label)
             self.samples_in_hand = fetched.num_samples
             yield batch

@@ -69,6 +69,15 @@ class Mix(Dataset[Any]):
         if self.weights is not None:
             block_shares(self.weights)  # a wrong weight is said before any data is read
 
+    def locate(self, index: int) -> tuple[str, int]:
+        """Returns the source of a sample, and its number there."""
+        before = 0
+        for name, size in self.sizes.items():
+            if index < before + size:
+                return f"source {name}", index - before
+            before += size
+        raise IndexError(index)
+
     @cached_property
     def sizes(self) -> dict[str, int]:
         """The number of samples of each source."""
@@ -154,6 +163,9 @@ def refuse_a_mixture_in_order(source: Any, *, name: str, reader: str) -> None:
 
 
 def _check_arguments(sources: Mapping[str, Any], weights: Mapping[str, float] | None) -> None:
+    for setting, value in (("sources", sources), ("weights", weights)):
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError(f"{setting} is {value!r}. Give a mapping by name, such as {{a: …, b: …}}.", where="mix")
     if not sources:
         raise ConfigError("sources is empty. Name at least one dataset.", where="mix")
     for name, source in sources.items():

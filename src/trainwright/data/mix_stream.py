@@ -13,7 +13,7 @@ import numpy as np
 
 from trainwright.data.fetch import draws_nothing
 from trainwright.data.mix_order import BLOCK, Choices, block_shares
-from trainwright.data.order import mix_seed, permute
+from trainwright.data.order import chain_seed, mix_seed, permute
 from trainwright.data.source_pass import SourcePass
 from trainwright.data.stream import is_stream
 from trainwright.errors import DataError
@@ -44,6 +44,7 @@ class MixedStream:
         }
         self.draws_nothing = all(draws_nothing(source) for source in self.sources.values())
         self._epoch = 0
+        self._seed: int | None = None
         self._start: State | None = None
         self._pass: MixedPass | None = None
 
@@ -79,6 +80,10 @@ class MixedStream:
         """Says which pass begins next: each has its own order of choices."""
         self._epoch = epoch
 
+    def seed_rows(self, seed: int) -> None:
+        """Says with which randomness rows are read: each with its own, so that one can be read again."""
+        self._seed = seed
+
     @property
     def latest_source(self) -> str | None:
         """The source of the sample that was given last."""
@@ -86,7 +91,7 @@ class MixedStream:
 
     def __iter__(self) -> MixedPass:
         start, self._start = self._start, None
-        self._pass = MixedPass(self, start or self._initial_state())
+        self._pass = MixedPass(self, start or self._initial_state(), seed=self._seed)
         return self._pass
 
     def _shard(self, num_shards: int, index: int) -> MixedStream:
@@ -124,15 +129,20 @@ class MixedStream:
 class MixedPass:
     """One pass over a mixture, from a state of it."""
 
-    def __init__(self, mixed: MixedStream, state: State) -> None:
+    def __init__(self, mixed: MixedStream, state: State, *, seed: int | None) -> None:
         self._mixed = mixed
         self._epoch = int(state["epoch"])
         self._choice = int(state["choice"])
         self._ended: list[str] = list(state["ended"])
         self._taken: dict[str, int] = dict(state["taken"])
         self._passes = {
-            name: SourcePass(source, state=state["sources"].get(name), epoch=self._epoch)
-            for name, source in mixed.sources.items()
+            name: SourcePass(
+                source,
+                state=state["sources"].get(name),
+                epoch=self._epoch,
+                seed=None if seed is None else chain_seed(number, state=seed),
+            )
+            for number, (name, source) in enumerate(mixed.sources.items())
             if name not in self._ended
         }
         self.latest_source: str | None = None

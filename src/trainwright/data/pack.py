@@ -83,6 +83,10 @@ class PackedDocuments(Dataset[dict[str, Tensor]]):
         self.tokens_per_sample = row_format.length
         self.draws_nothing = draws_nothing(source)
 
+    def repack(self, source: Any) -> PackedDocuments:
+        """Packs other documents in the same way: those of a part of the source."""
+        return PackedDocuments(source, row_format=self.row_format, reader=self.reader, run_seed=self.run_seed)
+
     @cached_property
     def plan(self) -> Plan:
         """Which piece of which document stands where in which row."""

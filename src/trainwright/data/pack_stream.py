@@ -35,6 +35,7 @@ class PackedStream:
         self.tokens_per_sample = row_format.length
         self.draws_nothing = draws_nothing(source)
         self._epoch: int | None = None
+        self._seed: int | None = None
         self._start: State | None = None
         self._pass: PackedPass | None = None
 
@@ -70,9 +71,13 @@ class PackedStream:
         """Tells the source which pass begins next, where it wants to know."""
         self._epoch = epoch
 
+    def seed_rows(self, seed: int) -> None:
+        """Says with which randomness documents are read: each with its own, so that one can be read again."""
+        self._seed = seed
+
     def __iter__(self) -> PackedPass:
         start, self._start = self._start, None
-        self._pass = PackedPass(self, start or _START, epoch=self._epoch)
+        self._pass = PackedPass(self, start or _START, epoch=self._epoch, seed=self._seed)
         return self._pass
 
     def _shard(self, num_shards: int, index: int) -> PackedStream:
@@ -102,10 +107,10 @@ class PackedPass:
     reported twice.
     """
 
-    def __init__(self, packed: PackedStream, state: Mapping[str, Any], *, epoch: int | None) -> None:
+    def __init__(self, packed: PackedStream, state: Mapping[str, Any], *, epoch: int | None, seed: int | None) -> None:
         self._format = packed.row_format
         self._reader = packed.reader
-        self._source = SourcePass(packed.source, state=state["source"], epoch=epoch)
+        self._source = SourcePass(packed.source, state=state["source"], epoch=epoch, seed=seed)
         self._has_state = hasattr(packed.source, "state_dict")
         self._row = Row(self._format)
         self._row_start: State = {name: state[name] for name in ("source", "offset", "ended")}

@@ -1,7 +1,8 @@
 """One pass over a stream: what lanes.py, and streams that are made of others, read their sources with.
 
 It remembers what a source cannot be relied on to say: where it stands before its first sample was taken, and that a
-generator which raised will never give another sample.
+generator which raised will never give another sample. A stream that is made of others may read a row of theirs again
+when it goes on, so it reads each with generators of the row's own (`seed_rows`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from collections.abc import Iterator
 from inspect import isgenerator
 from typing import Any
 
+from trainwright.data.fetch import draws_nothing
+from trainwright.data.order import chain_seed
+from trainwright.data.randomness import seed_generators
 from trainwright.data.stream import StreamBrokenError
 
 
@@ -24,19 +28,26 @@ def own_copy(stream: Any) -> Any:
 class SourcePass:
     """Takes the samples of one pass from a source that may be opened only when its first sample is needed.
 
-    `state` is what an earlier pass's `state` returned, None for the start; `epoch` is None where nobody set one.
+    `state` is what an earlier pass's `state` returned, None for the start; `epoch` is None where nobody set one. With
+    `seed` each row is taken with generators seeded for it; without, with those that it finds.
     """
 
-    def __init__(self, source: Any, *, state: Any = None, epoch: int | None = None) -> None:
+    def __init__(self, source: Any, *, state: Any = None, epoch: int | None = None, seed: int | None = None) -> None:
         self.has_ended = False
         self.source = own_copy(source) if hasattr(source, "state_dict") else source
-        self._start = state
+        self._row: int = 0 if state is None else state["row"]
+        self._start: Any = None if state is None else state["source"]
         self._epoch = epoch
+        self._seed = seed
+        # A source that is made of others seeds their rows, and needs no seeding of its own.
+        self._seeds_rows = seed is not None and not hasattr(source, "seed_rows") and not draws_nothing(source)
         self._iterator: Iterator[Any] | None = None
         self._has_begun = False
 
     def take(self) -> Any:
         """Returns the next sample, or raises StopIteration at the end; after any other error it can go on."""
+        if self._seeds_rows:
+            seed_generators(chain_seed(self._row, state=self._seed or 0) >> 1)
         if self._iterator is None:
             self._iterator = self._open()
         try:
@@ -46,6 +57,7 @@ class SourcePass:
             raise
         except Exception as error:
             self._has_begun = True
+            self._row += 1
             if isgenerator(self._iterator):
                 # A generator that raised is finished: asking on would look like the end of the data.
                 self.has_ended = True
@@ -56,16 +68,20 @@ class SourcePass:
                 ) from error
             raise
         self._has_begun = True
+        self._row += 1
         return sample
 
     def state(self) -> Any:
         """Returns where the next sample is, for another pass to begin there; the source must have a `state_dict`."""
         # Before its first sample a source may still tell of the pass before.
-        return self.source.state_dict() if self._has_begun else self._start
+        source = self.source.state_dict() if self._has_begun else self._start
+        return None if source is None else {"row": self._row, "source": source}
 
     def _open(self) -> Iterator[Any]:
         if self._epoch is not None and hasattr(self.source, "set_epoch"):
             self.source.set_epoch(self._epoch)
+        if self._seed is not None and hasattr(self.source, "seed_rows"):
+            self.source.seed_rows(self._seed)
         if self._start is not None:
             self.source.load_state_dict(self._start)
         return iter(self.source)

@@ -8,7 +8,7 @@ small message between hosts. Data with an index is loader.py's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from trainwright.data.collators import refuse_lists
@@ -29,6 +29,8 @@ Agree = Callable[..., tuple[int, ...]]
 
 BLOCK_SIZE = 1000
 """Rows that are shuffled with each other, and at most read again by a run that goes on."""
+UNSHUFFLED_BLOCK_SIZE = 100
+"""Rows that are read at once where nothing is shuffled."""
 
 
 def _alone(*counts: int) -> tuple[int, ...]:
@@ -51,7 +53,8 @@ class _Progress:
         """Yields this rank's request for each further batch, without an end unless `limit` places are given."""
         batch, places, used = self.batch, self.places, list(self.used)
         while limit is None or places < limit:
-            size = batch_size if limit is None else min(batch_size, limit - places)
+            size = batch_size - places % batch_size  # short after a ragged end, as with data that has an index
+            size = size if limit is None else min(size, limit - places)
             own = view.part(0, size)
             runs = []
             for column, (start, stop) in self._columns(size):
@@ -80,6 +83,13 @@ class _Progress:
         rows = [row for row in self.cursors[lane] if row <= block_start]
         return self.cursors[lane][max(rows)] if rows else Cursor()
 
+    def num_alive(self, view: View, batch_size: int, ended: Collection[int]) -> int:
+        """Counts the lanes that a rank answers for, those of columns that begin in its places, and that go on."""
+        first, last = view.part(0, batch_size)
+        columns = [column for column, (start, _) in self._columns(batch_size) if first <= start < last]
+        lanes = [self.layout.lane(group, column) for group in range(self.layout.groups) for column in columns]
+        return sum(lane not in ended for lane in lanes)
+
     def _columns(self, size: int) -> Iterator[tuple[int, tuple[int, int]]]:
         for column in range(self.layout.columns):
             yield column, View(column, self.layout.columns).part(0, size)
@@ -91,15 +101,17 @@ class _Progress:
             "batch": self.batch,
             "places": self.places,
             "columns": self.layout.columns,
+            "block_size": self.block_size,
             "used": list(self.used),
             "cursors": {str(lane): {"row": each.row, "state": each.state} for lane, each in entries.items()},
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any], *, block_size: int) -> _Progress:
-        """Takes up a saved progress."""
+    def from_state(cls, state: Mapping[str, Any]) -> _Progress:
+        """Takes up a saved progress, with the lanes and blocks that it had."""
         used = [int(number) for number in state["used"]]
-        progress = cls(Layout(state["columns"], len(used) // state["columns"]), block_size=block_size)
+        layout = Layout(state["columns"], len(used) // state["columns"])
+        progress = cls(layout, block_size=int(state["block_size"]))
         progress.batch, progress.places, progress.used = int(state["batch"]), int(state["places"]), used
         for lane, cursor in state["cursors"].items():
             progress.cursors[int(lane)] = {int(cursor["row"]): Cursor(int(cursor["row"]), cursor["state"])}
@@ -136,17 +148,15 @@ class StreamData:
         self.samples_in_hand = 0
         self.counts: dict[str, int] = dict.fromkeys(getattr(stream, "source_names", ()), 0)
         """How many of the samples so far came from each source of a mixture; empty where there is but one."""
-        self._seed, self._shuffle, self._block_size = seed, shuffle, block_size
+        self._seed, self._shuffle = seed, shuffle
+        self._block_size = block_size if shuffle else min(block_size, UNSHUFFLED_BLOCK_SIZE)
         self.view = view or View()
         self.options = options or LoaderOptions()
         self.on_error = on_error or OnError()
         self._agree: Agree = agree or _alone
         self._places_before = 0
-        self._progress = self._begin_pass()
-
-    def _begin_pass(self) -> _Progress:
-        layout = choose_layout(self.dataset, self.view.size, self.options.workers)
-        return _Progress(layout, block_size=self._block_size)
+        layout = choose_layout(stream, self.view.size, self.options.workers)
+        self._progress = _Progress(layout, block_size=self._block_size)
 
     def batches(self, to_device: ToDevice) -> Generator[Any, None, None]:
         """Returns the batches from here on, each counted when it is returned."""
@@ -156,39 +166,43 @@ class StreamData:
                 return
             self.epoch += 1
             self._places_before += self._progress.places
-            self._progress = self._begin_pass()
+            self._progress = _Progress(self._progress.layout, block_size=self._block_size)
 
     def _one_pass(self, to_device: ToDevice) -> Generator[Any, None, bool]:
         """Yields the rest of a pass; returns whether it has ended, rather than met the limit."""
-        progress = self._progress
-        lanes = range(progress.layout.num_lanes)
+        progress, layout = self._progress, self._progress.layout
         reading = Reading(
-            self._seed, self.epoch, self._block_size, self._shuffle, self.on_error.skips, progress.layout.num_lanes
+            seed=self._seed,
+            epoch=self.epoch,
+            block_size=progress.block_size,
+            shuffle=self._shuffle,
+            skips_errors=self.on_error.skips,
+            num_lanes=layout.num_lanes,
         )
-        cursors = {lane: progress.entry(lane) for lane in lanes}
-        fetcher = LaneFetcher(self.dataset, progress.layout, reading, cursors, self.collator)
+        cursors = {lane: progress.entry(lane) for lane in range(layout.num_lanes)}
+        fetcher = LaneFetcher(self.dataset, layout=layout, reading=reading, cursors=cursors, collator=self.collator)
         limit = None if self.num_samples is None else self.num_samples - self._places_before
         requests = progress.requests(self.view, self.global_batch_size, limit)
-        num_silent = 0
+        ended: set[int] = set()
         for batch, request, fetched in deliver(fetcher, requests, self.options, to_device, label="data.train"):
             if request.batch == 0:
                 refuse_lists(batch)
             self.on_error.note(fetched.failures)
             progress.note(request, fetched)
             self.samples_in_hand = fetched.num_samples
-            total, num_alive = self._agree_on(fetched)
-            num_silent = 0 if num_alive else num_silent + 1
+            ended.update(fetched.ended)
+            total, num_alive = self._agree_on(fetched, progress.num_alive(self.view, self.global_batch_size, ended))
             if total:
                 self.position += total
                 yield batch
-            elif num_silent == progress.layout.groups:
+            elif not num_alive:
                 return True
         return False
 
-    def _agree_on(self, fetched: Fetched) -> tuple[int, int]:
-        """Counts the batch over all ranks; returns its samples, and the ranks whose lanes have not all ended."""
+    def _agree_on(self, fetched: Fetched, num_alive: int) -> tuple[int, int]:
+        """Counts the batch over all ranks; returns its samples, and the lanes that have not ended."""
         own = [fetched.sources.count(name) for name in self.counts]
-        total, num_alive, *shares = self._agree(fetched.num_samples, int(not fetched.is_over), *own)
+        total, num_alive, *shares = self._agree(fetched.num_samples, num_alive, *own)
         self.counts = {name: self.counts[name] + share for name, share in zip(self.counts, shares, strict=True)}
         return total, num_alive
 
@@ -217,14 +231,19 @@ class StreamData:
         }
         return merged
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where a run stood, with the lanes that it had."""
+    def load_state_dict(self, state: Mapping[str, Any], *, accept_changes: bool = False) -> None:
+        """Goes on where a run stood, with its lanes; another `shuffle_buffer` holds from the next pass on."""
         if "progress" not in state:
             raise DataError("data.train is a stream now, but the checkpoint was made with data that has an index.")
+        if self.global_batch_size < state["progress"]["columns"]:
+            raise DataError(
+                f"trainer.global_batch_size: {self.global_batch_size} is less than the {state['progress']['columns']} "
+                "lanes that the run was begun with, and a batch takes from each. Use at least as many."
+            )
         self.position, self.epoch = int(state["position"]), int(state["epoch"])
         self._places_before = int(state["places_before"])
         self.counts = {name: int(count) for name, count in state["counts"].items()}
-        self._progress = _Progress.from_state(state["progress"], block_size=self._block_size)
+        self._progress = _Progress.from_state(state["progress"])
 
 
 class EvalStream:
@@ -259,16 +278,32 @@ class EvalStream:
     def batches(self, to_device: ToDevice) -> Generator[Any, None, None]:
         """Returns this rank's batches; every rank gets as many, a stand-in where it has no sample."""
         # One lane, read by every rank: samples keep the stream's order, in which ranks' results are joined.
-        progress = _Progress(Layout(), block_size=BLOCK_SIZE)
-        reading = Reading(self._seed, 0, BLOCK_SIZE, shuffle=False, skips_errors=self.on_error.skips)
-        fetcher = LaneFetcher(self.dataset, progress.layout, reading, {}, self.collator)
+        progress = _Progress(Layout(), block_size=UNSHUFFLED_BLOCK_SIZE)
+        reading = Reading(
+            seed=self._seed,
+            epoch=0,
+            block_size=progress.block_size,
+            shuffle=False,
+            skips_errors=self.on_error.skips,
+        )
+        fetcher = LaneFetcher(self.dataset, layout=progress.layout, reading=reading, cursors={}, collator=self.collator)
         requests = progress.requests(self.view, self.global_batch_size, self._limit)
         label = f"data.eval.{self.name}"
-        for batch, _, fetched in deliver(fetcher, requests, self.options, to_device, label=label):
-            self.on_error.note(fetched.failures)
-            self.samples_in_hand = fetched.num_samples
-            total, num_alive = self._agree(fetched.num_samples, int(not fetched.is_over))
-            if not num_alive:
-                return
-            if total:
-                yield batch
+        is_settled = False
+        try:
+            for batch, _, fetched in deliver(fetcher, requests, self.options, to_device, label=label):
+                self.on_error.note(fetched.failures, of=label)
+                self.samples_in_hand = fetched.num_samples
+                own_alive = progress.num_alive(self.view, self.global_batch_size, fetched.ended)
+                total, num_alive, num_gone = self._agree(fetched.num_samples, own_alive, 0)
+                is_settled = num_gone > 0 or (not total and not num_alive)
+                if is_settled:
+                    return
+                if total:
+                    yield batch
+            self._agree(0, 0, 0)
+            is_settled = True
+        finally:
+            # A rank that leaves before the others, because its batch or its step failed, says so where they ask next.
+            if not is_settled:
+                self._agree(0, 0, 1)

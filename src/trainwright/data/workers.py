@@ -12,10 +12,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from multiprocessing.sharedctypes import RawArray
 from typing import Any, Protocol
 
@@ -105,10 +107,21 @@ def _serve(
     num_answered = 0
     try:
         for fetched in answers:
+            if isinstance(fetched, Exception):
+                raise fetched
             yield waiting.popleft(), fetched
             num_answered += 1
-    except RuntimeError as error:
-        raise _explain(error, fetcher, answers, in_hand, waiting, num_answered, label) from error
+    except (RuntimeError, OSError, EOFError) as error:
+        explained = _explain(error, answers=answers, in_hand=list(in_hand), num_answered=num_answered)
+        if explained is None:
+            raise
+        worker, cause = explained
+        # Requests that were answered are no longer waiting; the one in hand is.
+        place = -1 if worker is None else in_hand[worker] - num_answered
+        reading = f", while reading {fetcher.describe(waiting[place])}" if 0 <= place < len(waiting) else ""
+        raise DataError(
+            f"{label}: {cause}{reading}. Look at those samples, or lower data.workers or data.loader.prefetch_factor."
+        ) from error
     finally:
         # torch would do it when the iterator dies, but a traceback keeps that alive until the interpreter's exit,
         # which then waits for workers that still hope to serve.
@@ -122,18 +135,38 @@ class _Numbered(Dataset[Any]):
         self._fetcher = fetcher
         self._in_hand = in_hand
 
-    def __getitems__(self, numbered: tuple[int, Any]) -> Fetched:
+    def __getitems__(self, numbered: tuple[int, Any]) -> Fetched | Exception:
         number, request = numbered
         worker = get_worker_info()
         assert worker is not None
         self._in_hand[worker.id] = number
-        fetched = self._fetcher.__getitems__(request)
-        self._in_hand[worker.id] = -1
-        return fetched
+        try:
+            return self._fetcher.__getitems__(request)
+        except Exception as error:
+            return _for_travel(error, worker.id)
+        finally:
+            self._in_hand[worker.id] = -1
 
 
-def _as_it_is(fetched: Fetched) -> Fetched:
+def _as_it_is(fetched: Fetched | Exception) -> Fetched | Exception:
     return fetched
+
+
+def _for_travel(error: Exception, worker: int) -> Exception:
+    """Returns an error to be raised in the run's process; one that cannot go there is raised here, for torch to tell.
+
+    torch makes a long text of every error's traceback; what a user needs of it is one line.
+    """
+    *_, innermost = traceback.walk_tb(error.__traceback__)
+    frame, line = innermost
+    error.add_note(f"in worker {worker}, at {frame.f_code.co_filename}:{line} in {frame.f_code.co_name}")
+    try:
+        travelled = ForkingPickler.loads(ForkingPickler.dumps(error))
+    except Exception:
+        raise error from None
+    if type(travelled) is not type(error) or str(travelled) != str(error):
+        raise error
+    return error
 
 
 @contextmanager
@@ -146,39 +179,35 @@ def _without_child_signals() -> Iterator[None]:
         yield
         return
     before = signal.getsignal(signal.SIGCHLD)
+    if before is None or str(getattr(before, "__module__", "")).startswith("torch."):
+        before = signal.SIG_DFL  # torch sets its handler once in a process, perhaps for an earlier loader
     try:
         yield
     finally:
-        signal.signal(signal.SIGCHLD, before if before is not None else signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, before)
 
 
-def _explain(
-    error: RuntimeError,
-    fetcher: Fetcher,
-    answers: Any,
-    in_hand: Any,
-    waiting: deque[Any],
-    num_answered: int,
-    label: str,
-) -> Exception:
-    """Returns what a worker's death means; any other error as it is."""
+def _explain(error: Exception, *, answers: Any, in_hand: list[int], num_answered: int) -> tuple[int | None, str] | None:
+    """Returns the worker that died or hangs, and what happened to it; None for any other error."""
+    if str(error).startswith("DataLoader timed out"):
+        slowest = in_hand.index(num_answered) if num_answered in in_hand else None
+        return slowest, f"no batch came within data.loader.timeout ({error})"
+    # A worker that leaves in the midst of an answer is met as a broken connection.
+    is_connection = isinstance(error, (ConnectionError, EOFError))
+    if not is_connection and not str(error).startswith("DataLoader worker"):
+        return None
+    for each in answers._workers:
+        each.join(1.0 if is_connection else 0.0)
     dead = [number for number, each in enumerate(answers._workers) if not each.is_alive()]
-    if not dead or not str(error).startswith("DataLoader worker"):
-        return error
-    worker = dead[0]
-    code = answers._workers[worker].exitcode
+    if not dead:
+        return None
+    code = answers._workers[dead[0]].exitcode
     cause = f"ended with exit code {code}"
     if code is not None and code < 0:
         cause = f"was killed by {signal.Signals(-code).name}"
         if -code == signal.SIGKILL:
             cause += ", which is what the kernel does when memory runs out"
-    # Requests before `num_answered` are no longer waiting; the one in hand is.
-    place = in_hand[worker] - num_answered
-    reading = fetcher.describe(waiting[place]) if 0 <= place < len(waiting) else "nothing yet"
-    return DataError(
-        f"{label}: worker {worker} {cause}, while reading {reading}. "
-        "Look at those samples, or lower data.workers or data.loader.prefetch_factor."
-    )
+    return dead[0], f"worker {dead[0]} {cause}"
 
 
 def _prepare_worker(_: int) -> None:

@@ -61,7 +61,7 @@ class FailureList(OnError):  # noqa: N818  # no exception: what is done about fa
         super().__init__(skips=skips)
         self.failures: list[Failure] = []
 
-    def note(self, failures: Sequence[Failure]) -> None:
+    def note(self, failures: Sequence[Failure], *, of: str = "data.train") -> None:
         """Keeps them, each once."""
         self.failures += [each for each in dict.fromkeys(failures) if each not in self.failures]
 

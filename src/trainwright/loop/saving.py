@@ -115,7 +115,7 @@ def restore_checkpoint(trainer: Trainer, step: int, *, keep_settings: bool = Fal
     trainer.has_unfinished_step = bool(training["has_unfinished_step"])
     trainer.ended_under = int(training["ended_under"])
     assert trainer.train_data is not None
-    trainer.train_data.load_state_dict(training["data"])
+    trainer.train_data.load_state_dict(training["data"], accept_changes=keep_settings)
     trainer.storage.load_state_dict(training["events"], with_window=trainer.ranks.is_first)
     _restore_loss_scale(trainer.loss_scale, training["loss_scale"])
     trainer.unclaimed_hook_state = contents.restore_hooks(training["hooks"], trainer.moments.keyed())

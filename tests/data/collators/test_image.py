@@ -143,3 +143,10 @@ def test_fields_that_are_missing_or_double_are_refused():
 def test_arguments_that_cannot_work_are_refused(arguments, problem):
     with pytest.raises(ConfigError, match=problem):
         Image(**arguments)
+
+
+def test_bytes_beside_floats_are_scaled_too():
+    white = [{"image": np.full(shape, 255, np.uint8)} for shape in ((8, 8, 3), (10, 7, 3))]
+    assert Image(size=8)(white)["pixel_values"].amax((1, 2, 3)).tolist() == pytest.approx([1.0, 1.0])
+    mixed = [{"image": np.full((4, 4), 255, np.uint8)}, {"image": np.ones((4, 4), np.float32)}]
+    assert Image()(mixed)["pixel_values"].unique().tolist() == [1.0]

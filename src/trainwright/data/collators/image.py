@@ -86,6 +86,8 @@ class Image:
                     f"is a picture of {_shown(picture)}, that of sample 0 of {_shown(pictures[0])} "
                     "(channels × height × width). Set size and channels to make them equal.",
                 )
+        if len({picture.dtype for picture in pictures}) > 1:
+            pictures = [_to_float(picture) for picture in pictures]  # or bytes beside floats would stay 0 … 255
         batch = {"pixel_values": self._finish(torch.stack(pictures), field)}
         labels = self.labels.take(columns)
         batch |= {name: stack_column(column, name) for name, column in columns.items()}

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from trainwright.data.fetch import draws_nothing
 from trainwright.data.source_pass import SourcePass
 from trainwright.data.stream import StreamBrokenError
 
@@ -36,6 +37,8 @@ class ProcessedStream:
         self.function = function
         self.arguments = dict(arguments)
         self.epoch: int | None = None
+        self.seed: int | None = None
+        self.draws_nothing = draws_nothing(source) and bool(getattr(function, "draws_nothing", False))
         self._start: Mapping[str, Any] | None = None
         self._rows: _Rows | None = None
 
@@ -50,6 +53,10 @@ class ProcessedStream:
     def set_epoch(self, epoch: int) -> None:
         """Tells the source which pass begins next."""
         self.epoch = epoch
+
+    def seed_rows(self, seed: int) -> None:
+        """Says with which randomness rows are read: each with its own, so that one can be read again."""
+        self.seed = seed
 
     def __iter__(self) -> Iterator[Any]:
         start, self._start = self._start, None
@@ -76,7 +83,9 @@ class _Rows:
         self._anchor: Any = None if start is None else start["source"]
         self._rows_since = self._num_given = 0
         self._outputs: list[Any] = []
-        self._source = SourcePass(stream.source, state=copy.deepcopy(self._anchor), epoch=stream.epoch)
+        self._source = SourcePass(
+            stream.source, state=copy.deepcopy(self._anchor), epoch=stream.epoch, seed=stream.seed
+        )
         if start is not None:
             for _ in range(start["rows"]):
                 self._read_again()
