@@ -128,7 +128,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_and_the_known(tmp_path):
         find, "optimizer", "adamv", project_dir=tmp_path, where=Origin("run.yaml", 3), label="trainer.optimizer"
     )
     assert text == (
-        'run.yaml:3: trainer.optimizer.type: no optimizer "adamv". Did you mean "adamw"? Known: adam, adamw, sgd; '
+        'run.yaml:3: trainer.optimizer.type: no optimizer "adamv". Did you mean "adamw"? Known: adam, adamw, lion, muon, sgd; '
         "in optimizers/: lion.Lion; or give an import path such as my_pkg.module:Name, a file such as "
         f"optimizers/mine.py:Name, or mine.Name for a file in {tmp_path / 'optimizers'}."
     )
@@ -211,7 +211,7 @@ def test_an_unknown_kind_is_refused(tmp_path):
 
 
 def test_a_registered_class_or_function_is_found_by_name(tmp_path):
-    @register("optimizer", "lion")
+    @register("optimizer", "tiger")
     class Lion:
         pass
 
@@ -219,21 +219,21 @@ def test_a_registered_class_or_function_is_found_by_name(tmp_path):
     def wave():
         return "hello"
 
-    assert find("optimizer", "lion", project_dir=tmp_path) is Lion
+    assert find("optimizer", "tiger", project_dir=tmp_path) is Lion
     assert find("hook", "wave", project_dir=tmp_path)() == "hello"
-    assert register("optimizer", "lion")(Lion) is Lion
+    assert register("optimizer", "tiger")(Lion) is Lion
 
 
 def test_a_taken_name_is_refused_with_both_places():
-    @register("optimizer", "lion")
+    @register("optimizer", "tiger")
     class Lion:
         pass
 
     class Other:
         pass
 
-    text = refusal_of(register("optimizer", "lion"), Other)
-    assert text.startswith('The optimizer "lion" is registered already, by ')
+    text = refusal_of(register("optimizer", "tiger"), Other)
+    assert text.startswith('The optimizer "tiger" is registered already, by ')
     assert "Lion (" in text
     assert "Other (" in text
     assert "test_registry.py:" in text
@@ -245,7 +245,7 @@ def test_imported_modules_register_from_the_path_or_the_project(tmp_path):
     write(tmp_path / "my_parts_pkg" / "parts.py", text)
     write(tmp_path / "my_parts_pkg" / "__init__.py", "from . import parts\n")
     import_modules(["json", "my_parts_pkg"], project_dir=tmp_path)
-    assert find("optimizer", "lion", project_dir=tmp_path).__module__ == "trainwright_project.my_parts_pkg.parts"
+    assert find("optimizer", "tiger", project_dir=tmp_path).__module__ == "trainwright_project.my_parts_pkg.parts"
     import_modules(["my_parts_pkg.parts", "my_parts_pkg/parts.py"], project_dir=tmp_path)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "AutoModel": "trainwright.models.auto",
     "Component": "trainwright.config",
     "EventStorage": "trainwright.events",
     "Every": "trainwright.hooks.every",
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from trainwright.loop.trainer import Trainer as Trainer
     from trainwright.loop.update import StepResult as StepResult
     from trainwright.main import run_experiment as run_experiment
+    from trainwright.models.auto import AutoModel as AutoModel
     from trainwright.registry import register as register
     from trainwright.writers.writer import Writer as Writer
 

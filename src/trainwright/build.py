@@ -115,7 +115,7 @@ def build_evaluator(config: RunConfig, trainer_class: type[Trainer] | None = Non
 
 def build_model(config: RunConfig) -> torch.nn.Module:
     """Builds the model alone, as the run's trainer and task would; loads no weights."""
-    build = Build(config)
+    build = Build(config, loads_weights=False)
     trainer_class = build.trainer_class()
     build.take_task(trainer_class.build_task(build))
     return trainer_class.build_model(build)

@@ -18,6 +18,8 @@ from trainwright.commands.config import config
 from trainwright.commands.data import data
 from trainwright.commands.evaluate import evaluate
 from trainwright.commands.explain import explain
+from trainwright.commands.export import export
+from trainwright.commands.generate import generate
 from trainwright.commands.new import new
 from trainwright.commands.runs import runs
 from trainwright.commands.train import train
@@ -33,6 +35,8 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(evaluate)
+app.command()(export)
+app.command()(generate)
 app.command()(new)
 app.command()(explain)
 app.command()(check)

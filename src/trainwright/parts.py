@@ -27,6 +27,9 @@ from trainwright.loop.hook import Hook
 from trainwright.loop.metrics import ConfiguredMetric
 from trainwright.loop.task import Task, overrides
 from trainwright.loop.trainer import Trainer
+from trainwright.models.from_config import build_model_section
+from trainwright.optim.param_groups import make_optimizer
+from trainwright.optim.parameter_kinds import classify_parameters
 from trainwright.parallel.collectives import Ranks
 from trainwright.writers.writer import Writer
 
@@ -36,11 +39,19 @@ logger = logging.getLogger(__name__)
 class Build:
     """Offers each part as the config describes it (see loop/builder.py), and notes which sections were used."""
 
-    def __init__(self, config: RunConfig, *, ranks: Ranks | None = None, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        ranks: Ranks | None = None,
+        folder: Path | None = None,
+        loads_weights: bool = True,
+    ) -> None:
         self.config = config
         self.project_dir = config.project_dir
         self._ranks = ranks or Ranks()
         self._folder = folder or run_folder(config)
+        self._loads_weights = loads_weights
         self._task: Task | None = None
         self._used: set[str] = set()
         self._splits: dict[str, Any] | None = None
@@ -62,20 +73,12 @@ class Build:
         section = self.config.model
         if section is None:
             raise ConfigError("model: there is none. Name one, such as {type: llama, …} or {type: models/net.py:Net}.")
-        for key in section.reserved:
-            if key != "freeze":
-                raise ConfigError(
-                    f"model.{key} is not supported in this version. Remove it.",
-                    where=self.config.origin(f"model.{key}"),
-                )
-        model: torch.nn.Module = self._make("model", "model", section)
-        if not isinstance(model, torch.nn.Module):
-            raise ConfigError(
-                f"model: {section.type} gives a {type(model).__name__}, not a torch.nn.Module.",
-                where=self.config.origin("model"),
-            )
-        _freeze(model, section.reserved.get("freeze", ()), self.config.origin("model.freeze"))
-        return model
+        return build_model_section(
+            section,
+            project_dir=Path(self.project_dir),
+            origin=self.config.origin,
+            loads_weights=self._loads_weights,
+        )
 
     def optimizers(self, model: torch.nn.Module) -> dict[str, torch.optim.Optimizer]:
         """The `trainer.optimizer` section over all parameters, or each of `trainer.optimizers` over its own."""
@@ -90,10 +93,10 @@ class Build:
                     "trainer.optimizer: there is none. Name one, such as {type: adamw, lr: 1e-3}.",
                     where=self.config.origin("trainer"),
                 )
-            return {"main": self._optimizer("trainer.optimizer", trainer.optimizer, trainable)}
+            return {"main": self._optimizer("trainer.optimizer", trainer.optimizer, trainable, model)}
         shares = _share_out(trainable, {name: entry.match for name, entry in trainer.optimizers.items()}, self.config)
         return {
-            name: self._optimizer(f"trainer.optimizers.{name}.optimizer", entry.optimizer, shares[name])
+            name: self._optimizer(f"trainer.optimizers.{name}.optimizer", entry.optimizer, shares[name], model)
             for name, entry in trainer.optimizers.items()
         }
 
@@ -224,12 +227,25 @@ class Build:
         provided = {"project_dir": self.project_dir, **provided}
         return registry.instantiate(kind, component, label=label, **provided)
 
-    def _optimizer(self, label: str, component: Component, owned: Mapping[str, Any]) -> torch.optim.Optimizer:
+    def _optimizer(
+        self, label: str, component: Component, owned: Mapping[str, Any], model: torch.nn.Module
+    ) -> torch.optim.Optimizer:
         if isinstance(component.arguments.get("lr"), str):
             problem = f"{label}.lr: must be a number, got the text {component.lr!r}."
             raise ConfigError(problem, where=self.config.origin(f"{label}.lr"))
-        optimizer: torch.optim.Optimizer = self._make("optimizer", label, component, params=list(owned.values()))
-        return optimizer
+        arguments = dict(component.arguments)
+        groups = arguments.pop("groups", ())
+        bare = Component(component.type, **arguments).located_at(component.origin)
+        target = registry.find("optimizer", bare.type, project_dir=self.project_dir, where=bare.origin, label=label)
+        # Asked for by name: a constructor that takes any keyword would be handed it too.
+        extra = {"kinds": classify_parameters(model)} if getattr(target, "needs_parameter_kinds", False) else {}
+        return make_optimizer(
+            lambda params: self._make("optimizer", label, bare, params=params, **extra),
+            owned,
+            groups,
+            label=label,
+            where=self.config.origin(f"{label}.groups"),
+        )
 
     def _dataset(self, label: str, component: Component | None) -> Any:
         if component is None:
@@ -278,15 +294,6 @@ class Build:
             logger.warning("data.split: %d samples are too few for a set %s: there is none.", len(whole), name)
             del parts[name]
         return parts
-
-
-def _freeze(model: torch.nn.Module, globs: Any, where: object | None) -> None:
-    for glob in [globs] if isinstance(globs, str) else globs:
-        matched = [parameter for name, parameter in model.named_parameters() if fnmatchcase(name, glob)]
-        if not matched:
-            raise ConfigError(f"model.freeze: no parameter matches {glob!r}.", where=where)
-        for parameter in matched:
-            parameter.requires_grad_(False)
 
 
 def _share_out(

@@ -403,6 +403,13 @@ def test_rows_that_cannot_be_read_are_skipped_and_listed(tmp_path, options):
     assert '"source": "Fragile", "row": 7, "error": "ValueError: row 7 is torn"' in listed[1]
 
 
+def test_an_error_on_the_way_back_to_the_place_is_no_end_of_the_data():
+    first = stream_data(Plain(30))
+    take(first, 5)
+    with pytest.raises(ValueError, match="row 2 is torn"):
+        take(stream_data(Fragile(30, {2}), state=first.state_dict()))
+
+
 def test_a_generator_that_raised_cannot_be_skipped_for_it_would_look_like_the_end():
     class Broken(Plain):
         def __iter__(self):

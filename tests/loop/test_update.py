@@ -1,5 +1,7 @@
 """One update: its gradient is exactly that of Σtotal / Σcount, clipped and stepped as asked."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +13,9 @@ from trainwright.events import Mean
 from trainwright.loop.loss_scale import LossScale
 from trainwright.loop.outputs import ForwardResult
 from trainwright.loop.update import ScheduledOptimizer, Updater
+from trainwright.optim.adamw import AdamW
+from trainwright.optim.lion import Lion
+from trainwright.optim.muon import Muon
 from trainwright.parallel.collectives import Ranks
 
 
@@ -136,6 +141,48 @@ def test_metrics_of_the_step_reach_the_result():
     assert metrics["num_updates"] == 1.0
 
 
+def test_metrics_of_several_optimizers_carry_their_names():
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            return {"moved": self.param_groups[0]["lr"]}
+
+    first, second = weight(1.0), weight(1.0)
+    optimizers = {"first": Counting([first], lr=1.0), "second": Counting([second], lr=0.1)}
+    updater = Updater(
+        {name: ScheduledOptimizer(each, constant) for name, each in optimizers.items()},
+        global_batch_size=1,
+        max_steps=10,
+        ranks=Ranks(),
+    )
+    updater.set_rates(0)
+    update = updater.begin(lambda: 1)
+    update.backward((first + second).sum())
+    metrics = update.apply().metrics
+    assert (metrics["moved/first"], metrics["moved/second"]) == (1.0, 0.1)
+    assert "moved" not in metrics
+
+
+def test_each_group_follows_the_schedule_from_its_own_rate():
+    first, second = weight(1.0), weight(1.0)
+    optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second], "lr": 0.01}], lr=0.1)
+    scheduled = ScheduledOptimizer(optimizer, lambda step, max_steps: 1.0 - step / max_steps)
+    assert scheduled.set_rate(5, 10) == 0.05
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.005]
+
+
+@pytest.mark.parametrize("limit", [None, 1.0])
+def test_gradients_are_repaired_before_they_are_measured_and_clipped(limit):
+    w = weight()
+    optimizer = AdamW([w], lr=0.1, repair_nan=True)
+    update = make_updater([w], optimizer=optimizer, max_grad_norm=limit).begin(lambda: 8)
+    update.backward((w * torch.tensor([0.6, float("nan"), 0.8])).sum())
+    result = update.apply()
+    assert float(result.grad_norm) == pytest.approx(1.0)
+    assert float(result.metrics["nan_gradients"]) == 1.0
+    torch.testing.assert_close(w.grad, torch.tensor([0.6, 0.0, 0.8]))
+
+
 def test_optimizers_may_step_apart_with_their_own_rates():
     first, second = weight(1.0), weight(1.0)
     updater = Updater(
@@ -211,6 +258,27 @@ class TestLossScale:
         assert w.tolist() == [1.0, -2.0, 3.0]
         assert float(scale.scale) == 512.0
         assert not any(bool((state["exp_avg"] != 0).any()) for state in optimizer.state.values())
+
+    def test_an_overflow_is_seen_even_where_gradients_would_be_repaired(self):
+        w = weight()
+        scale = LossScale(torch.device("cpu"), initial=1024.0)
+        optimizer = AdamW([w], lr=0.1, repair_nan=True)
+        update = make_updater([w], optimizer=optimizer, loss_scale=scale).begin(lambda: 8)
+        update.backward((w * float("inf")).sum())
+        update.apply()
+        assert w.tolist() == [1.0, -2.0, 3.0]
+        assert float(scale.scale) == 512.0
+
+    @pytest.mark.parametrize("make", [Lion, partial(Muon, ns_dtype="fp32")], ids=["lion", "muon"])
+    def test_our_optimizers_skip_an_overflow_without_a_look_from_the_host(self, make, monkeypatch):
+        w, bias = nn.Parameter(torch.ones(2, 3)), weight()
+        scale = LossScale(torch.device("cpu"), initial=1024.0)
+        updater = make_updater([w, bias], optimizer=make([w, bias], lr=0.1), loss_scale=scale)
+        update = updater.begin(lambda: 8)
+        update.backward((w * float("inf")).sum() + bias.sum())
+        monkeypatch.setattr(torch.Tensor, "item", None)  # a look would fail
+        update.apply()
+        assert (w.tolist(), bias.tolist()) == ([[1.0] * 3] * 2, [1.0, -2.0, 3.0])
 
     def test_a_scaled_update_equals_an_unscaled_one(self):
         moved = []

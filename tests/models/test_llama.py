@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.models.folders import reference
 
 from trainwright.data.pack import pack
 from trainwright.errors import ConfigError, DataError
@@ -68,6 +69,95 @@ def test_rope_theta_is_that_of_transformers():
     reference.load_state_dict(model.state_dict())
     tokens = random_tokens(1, 32)
     torch.testing.assert_close(model(tokens)["logits"], reference(input_ids=tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Mistral"])
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 4.0}, LLAMA3])
+@pytest.mark.parametrize("tied", [True, False])
+def test_folders_of_three_types_give_the_logits_of_transformers(tmp_path, kind, scaling, tied):
+    changes = {"Llama": {"attention_bias": True}, "Mistral": {"sliding_window": None, "head_dim": 12}}.get(kind, {})
+    rope = {**(scaling or {"rope_type": "default"}), "rope_theta": 500.0}
+    theirs = reference(kind, rope_parameters=rope, tie_word_embeddings=tied, rms_norm_eps=1e-3, **changes)
+    theirs.save_pretrained(tmp_path)
+    model = Llama.from_pretrained(tmp_path).eval()
+    assert model.settings["rope_scaling"] == scaling
+    tokens = random_tokens(2, 50)
+    ours, expected = model(tokens, tokens), theirs(input_ids=tokens, labels=tokens)
+    torch.testing.assert_close(ours["logits"], expected.logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ours["loss"], expected.loss, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 4.0}, LLAMA3])
+@pytest.mark.parametrize("bias", ["none", "qkv", "all"])
+def test_transformers_reads_what_is_written_and_gives_the_same_logits(tmp_path, scaling, bias):
+    transformers = pytest.importorskip("transformers")
+    model = small_llama(
+        initializer_range=0.2, num_kv_heads=2, head_size=10, rope_scaling=scaling, attention_bias=bias, rope_theta=300.0
+    ).eval()
+    model.save_pretrained(tmp_path / "model")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    assert type(theirs).__name__ == ("Qwen2ForCausalLM" if bias == "qkv" else "LlamaForCausalLM")
+    tokens = random_tokens(2, 30)
+    torch.testing.assert_close(model(tokens)["logits"], theirs(input_ids=tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_settings_in_the_words_of_earlier_configs_are_read():
+    old = {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}, "hidden_size": 64}
+    settings = Llama.settings_from_hugging_face(old)
+    assert settings["rope_theta"] == 5e5
+    assert settings["rope_scaling"] == {"rope_type": "linear", "factor": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
+        ({"mlp_bias": True}, "mlp_bias: True"),
+        ({"attention_dropout": 0.1}, r"attention_dropout: 0\.1"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "linear needs the numbers factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor: 0\.5"),
+        ({"model_type": "mistral"}, "sliding window of 4096"),
+        ({"model_type": "mistral", "sliding_window": 128}, "sliding window of 128"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64}, "sliding window of 64"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 8}, "sliding window of 8"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name_and_value(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        Llama.settings_from_hugging_face({"model_type": "llama", **changes})
+
+
+def test_seventy_billion_weights_are_built_without_memory():
+    with torch.device("meta"):
+        model = Llama.from_preset("llama3-70b")
+    assert sum(each.numel() for each in model.parameters()) == 70_553_706_496
+    assert all(each.is_meta for each in model.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("preset", "num_weights"),
+    [
+        ("tinyllama-1.1b", 1_100_048_384),
+        ("llama3-1b", 1_235_814_400),
+        ("llama3-8b", 8_030_261_248),
+        ("qwen2-0.5b", 494_032_768),
+    ],
+)
+def test_presets_have_the_published_numbers_of_weights(preset, num_weights):
+    with torch.device("meta"):
+        model = Llama.from_preset(preset)
+    assert sum(each.numel() for each in model.parameters()) == num_weights
 
 
 def test_left_padding_leaves_the_real_tokens_alone():
@@ -302,6 +392,8 @@ def test_too_long_sequences_are_refused_with_both_lengths():
         ({"num_kv_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
         ({"num_layers": 0}, "num_layers is 0"),
         ({"dropout": 1.0}, r"dropout is 1\.0"),
+        ({"head_size": 7}, "head_size is 7"),
+        ({"attention_bias": "some"}, "attention_bias is 'some'. Use one of: none, qkv, all"),
     ],
 )
 def test_impossible_sizes_are_refused_by_name(changes, message):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from tests.optim import references
 
 from trainwright.optim.adamw import AdamW
 
@@ -107,3 +110,70 @@ def test_saved_state_continues_the_same_course():
 
 def test_betas_may_be_a_list_as_yaml_gives_it():
     assert AdamW(parameters(), betas=[0.9, 0.95]).param_groups[0]["betas"] == (0.9, 0.95)
+
+
+def test_updates_are_those_of_the_rule():
+    weights = references.make_weights((4, 3), (5,))
+    gradients = references.make_gradients(weights, 6)
+    expected = [
+        references.adamw(weight.detach(), each, lr=0.02)
+        for weight, each in zip(weights, zip(*gradients, strict=True), strict=True)
+    ]
+    references.drive(AdamW(weights, lr=0.02), weights, gradients)
+    for weight, reference in zip(weights, expected, strict=True):
+        torch.testing.assert_close(weight.detach().double(), reference, rtol=1e-5, atol=1e-6)
+
+
+def test_repair_counts_what_is_not_finite_and_treats_it_as_zero():
+    weights, others = parameters(), parameters()
+    bad = torch.randn(5, 3)
+    bad[0] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    bad[1, 0] = 1e30  # its square is infinite
+    metrics = references.drive(AdamW(weights, lr=0.1, repair_nan=True), weights, [[bad, bad * 1.0]])
+    assert metrics["nan_gradients"].item() == 8
+    repaired = bad.clone()
+    repaired[0] = repaired[1, 0] = 0.0
+    references.drive(AdamW(others, lr=0.1), others, [[repaired, repaired]])
+    assert references.all_equal(weights, others)
+
+
+def test_repair_leaves_state_finite_and_counts_each_step_anew():
+    weights = parameters()
+    optimizer = AdamW(weights, repair_nan=True)
+    for gradient, count in ((torch.nan, 30), (1.0, 0)):
+        metrics = references.drive(optimizer, weights, [[torch.full_like(w, gradient) for w in weights]])
+        assert metrics["nan_gradients"].item() == count
+    assert all(value.isfinite().all() for state in optimizer.state.values() for value in state.values())
+
+
+def test_repair_may_be_for_one_group_only():
+    weights = parameters()
+    optimizer = AdamW([{"params": weights[:1], "repair_nan": True}, {"params": weights[1:]}])
+    metrics = references.drive(optimizer, weights, [[torch.full_like(w, torch.nan) for w in weights]])
+    assert metrics["nan_gradients"].item() == 15
+    assert weights[0].isfinite().all()
+    assert weights[1].isnan().all()
+
+
+def test_update_norm_is_what_the_step_changed():
+    weights = parameters()
+    before = references.values(weights)
+    gradients = references.make_gradients(weights, 1)
+    norm = references.drive(AdamW(weights, lr=0.1, report=True), weights, gradients)["update_norm"]
+    moved = torch.cat([(old - new).flatten() for old, new in zip(before, references.values(weights), strict=True)])
+    torch.testing.assert_close(norm, moved.norm())
+
+
+def test_a_copy_and_a_state_saved_before_these_options_existed_still_step():
+    weights = parameters()
+    optimizer = AdamW(weights, repair_nan=True)
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        for key in ("repair_nan", "report", "state_dtype"):
+            del group[key]
+    optimizer.load_state_dict(state)
+    assert "nan_gradients" in references.drive(optimizer, weights, references.make_gradients(weights, 1))
+    copied = copy.deepcopy(optimizer)
+    assert "nan_gradients" in references.drive(
+        copied, copied.param_groups[0]["params"], references.make_gradients(weights, 1)
+    )

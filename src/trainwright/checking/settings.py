@@ -18,6 +18,8 @@ from trainwright.checking.explain import Case, culprits, from_words
 from trainwright.checking.findings import Findings
 from trainwright.config import Component, Origin, RunConfig, resolve_batch
 from trainwright.errors import ConfigError
+from trainwright.models.model import Model
+from trainwright.models.transformers_models import is_transformers_class
 
 _LOCATED = re.compile(r"(?P<file>.+?):(?P<line>\d+): (?P<words>.*)")
 
@@ -85,12 +87,19 @@ def _check_arguments(target: Callable[..., Any], named: Named, case: Case) -> No
         parameters = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):
         return  # a builtin without a signature: building it will tell
+    if named.kind == "model" and isinstance(target, type) and is_transformers_class(target):
+        return  # it takes a config, whose keywords stand in the run file: building it will tell
     provided = (*named.provided, "project_dir")
+    if named.kind == "model" and ("preset" in named.arguments or _is_pretrained(case.config)):
+        provided = (*provided, *(one.name for one in parameters))  # what the run file leaves out is known from there
     # Stand-ins for what is needed, so that each wrong argument is told of by itself, with all parameters.
     by_name = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     needed = {one.name: None for one in by_name if one.default is one.empty and one.name not in provided}
     known = {}
+    elsewhere = _read_elsewhere(named.kind, target)
     for name, value in named.arguments.items():
+        if name in elsewhere:
+            continue
         where = case.config.origin(f"{named.label}.{name}")
         arguments = {**needed, name: value}
         try:
@@ -103,6 +112,18 @@ def _check_arguments(target: Callable[..., Any], named: Named, case: Case) -> No
         registry.check_arguments(target, known, label=named.label, where=where, provided=provided)
     except ConfigError as error:
         case.note(error, label=named.label)
+
+
+def _is_pretrained(config: RunConfig) -> bool:
+    return config.model is not None and "pretrained" in config.model.reserved
+
+
+def _read_elsewhere(kind: str, target: Callable[..., Any]) -> tuple[str, ...]:
+    """Returns arguments that the builder reads, and that no constructor takes."""
+    if kind == "optimizer":
+        return ("groups",)
+    is_ours = isinstance(target, type) and issubclass(target, Model)
+    return ("preset",) if kind == "model" and is_ours else ()
 
 
 def _components(config: RunConfig) -> Iterator[Named]:

@@ -105,7 +105,11 @@ class DatasetBuilder:
 
         if is_stream(dataset):
             return ProcessedStream(dataset, function, arguments)
-        return processed(dataset, function, arguments=arguments, input_key=describe_input(component.to_dict(), dataset))
+        target = registry.find("dataset", component.type, project_dir=self._project_dir)
+        key = describe_input(
+            component.to_dict(), dataset, target=target, project_dir=self._project_dir, run_seed=self._seed
+        )
+        return processed(dataset, function, arguments=arguments, input_key=key)
 
 
 def _is_component(value: Any) -> bool:

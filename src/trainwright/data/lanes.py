@@ -69,6 +69,7 @@ class Lane:
         self._block = self._row // reading.block_size - 1
         self._rows: list[tuple[Any, str | None]] = []
         self._has_ended = False
+        self._error: Exception | None = None
         self._seed = chain_seed(reading.seed, _ROW_STREAM, reading.epoch, number)
         # A stream that is made of others seeds their rows one by one; the rest is seeded block by block.
         is_made_of_others = hasattr(stream, "seed_rows")
@@ -89,6 +90,8 @@ class Lane:
         """
         block, place = divmod(place, self._reading.block_size)
         while self._block < block:
+            if self._error is not None:
+                raise self._error
             if self._has_ended:
                 return ENDED
             self._read_block()
@@ -127,7 +130,7 @@ class Lane:
         if self._reading.skips_errors and not isinstance(error, StreamBrokenError):
             return failure
         failure.annotate(error)
-        self._has_ended = True  # nobody goes on behind it
+        self._error, self._has_ended = error, True  # nobody goes on behind it
         return error
 
     def _order(self, size: int) -> list[int]:

@@ -297,7 +297,9 @@ class Trainer:
         if self.train_data is None:
             raise ConfigError("data.train: there is no training data. Name a dataset, or call evaluate().")
         if self.is_finished:
-            advice = "Raise max_steps" if self.step >= self.max_steps else "It stopped before max_steps: raise max_epochs"
+            advice = (
+                "Raise max_steps" if self.step >= self.max_steps else "It stopped before max_steps: raise max_epochs"
+            )
             logger.info("The run has ended at step %d: nothing is left to do. %s to go on.", self.step, advice)
             return self.eval_logs
         with self._running(), closing(self.train_data.batches(self.backend.to_device)) as iterator:

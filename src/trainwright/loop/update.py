@@ -185,10 +185,17 @@ class Update:
             raise TrainwrightError(
                 f"No parameter of the optimizers {', '.join(names)} got a gradient. Does the loss depend on them?"
             )
+        for name in names:
+            repair = getattr(updater.optimizers[name].optimizer, "repair_gradients", None)
+            # Before the norm, which one nan would spoil. With a loss scale an overflow must show: it skips the update.
+            if repair is not None and updater.loss_scale is None:
+                repair()
         grad_norm, overflowed = self._prepare_gradients(gradients, factor)
         metrics = self._merged_metrics()
         for name in names:
-            metrics.update(self._step(updater.optimizers[name].optimizer, overflowed))
+            returned = self._step(updater.optimizers[name].optimizer, overflowed)
+            is_only = len(updater.optimizers) == 1
+            metrics.update(returned if is_only else {f"{key}/{name}": value for key, value in returned.items()})
         if overflowed is not None and updater.loss_scale is not None:
             metrics["loss_scale"] = updater.loss_scale.scale.clone()
             updater.loss_scale.follow(overflowed)

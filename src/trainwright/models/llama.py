@@ -1,5 +1,6 @@
 """Llama: a decoder-only transformer with rotary positions, grouped-query attention and a SwiGLU MLP.
 
+The same file is Qwen 2 (biases on queries, keys and values) and Mistral (heads of a width of their own).
 Parameters are named as in transformers' LlamaForCausalLM, so its weights load as they are.
 Shapes in comments: batch B, sequence S, hidden width D, query heads H, key-value heads K, head width W.
 Training lives in trainers/language_model.py; splitting over devices lives in parallel/.
@@ -7,26 +8,45 @@ Training lives in trainers/language_model.py; splitting over devices lives in pa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainwright.errors import ConfigError, DataError
+from trainwright.models.generation import KeyValueCache, LayerCache, generate
+from trainwright.models.layers.checks import check_counts, check_dropouts
+from trainwright.models.layers.masks import IGNORED_LABEL, next_tokens, visible_keys
+from trainwright.models.layers.rotary import Rotations, checked_scaling, rotary_angles, rotate
+from trainwright.models.layers.settings import keywords_of, refuse_other_values
+from trainwright.models.model import Model
 
-# The label that the loss skips; torch's and transformers' convention.
-IGNORED_LABEL = -100
+BIASES = ("none", "qkv", "all")
+"""Which projections of the attention have a bias: none (Llama), those of queries, keys and values (Qwen 2), or all."""
 
-# (cosines, sines) of the rotation angles, each [S, W / 2], or [B, 1, S, W / 2] where rows have positions of their own.
-Rotations = tuple[Tensor, Tensor]
+# What config.json must say, if anything, of things that this file does in one way only.
+SUPPORTED = {"hidden_act": "silu", "mlp_bias": False, "attention_dropout": 0.0, "partial_rotary_factor": 1.0}
 
 
-class Llama(nn.Module):
+class Llama(Model):
     """Predicts the next token at every position.
 
     `forward` returns `{"loss": ..., "logits": ...}`; the loss is `criterion` over all tokens with a label, or None
     without labels. `intermediate_size` defaults to 8/3 of the hidden size, rounded up to a multiple of 64: three
     matrices of that width hold as many weights as the two of a classic MLP that is four times as wide as the model.
+    `head_size` defaults to an equal share of the hidden size, `num_kv_heads` to `num_heads`. `rope_scaling` is
+    `{rope_type: linear, factor: 2.0}` or Llama 3's (layers/rotary.py); `attention_bias` is one of BIASES.
     """
+
+    hugging_face_types = ("llama", "qwen2", "mistral")
+    hugging_face_architectures = MappingProxyType(
+        {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "mistral": "MistralForCausalLM"}
+    )
+    hugging_face_prefix = "model"
+    ignored_keys = ("model.layers.*.self_attn.rotary_emb.inv_freq",)  # computed; old files hold it
 
     def __init__(
         self,
@@ -36,42 +56,37 @@ class Llama(nn.Module):
         num_layers: int = 4,
         num_heads: int = 4,
         num_kv_heads: int | None = None,
+        head_size: int | None = None,
         intermediate_size: int | None = None,
         max_positions: int = 2048,
         rope_theta: float = 10000.0,
+        rope_scaling: Mapping[str, Any] | None = None,
+        attention_bias: str = "none",
         norm_eps: float = 1e-5,
         tie_embeddings: bool = True,
         dropout: float = 0.0,
         initializer_range: float = 0.02,
     ) -> None:
-        super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_layers": num_layers}
-        sizes |= {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "max_positions": max_positions}
-        _check_sizes(sizes, dropout=dropout)
+        intermediate_size = intermediate_size or default_intermediate_size(hidden_size)
+        rope_scaling = checked_scaling(rope_scaling)
+        settings = keywords_of(locals())
+        super().__init__()
+        _check_settings(settings)
+        head_size = settings["head_size"] = head_size or hidden_size // num_heads
+        self.settings = settings
         self.vocab_size = vocab_size
         self.max_positions = max_positions
         self.tie_embeddings = tie_embeddings
         self.initializer_range = initializer_range
         self.model = Decoder(
             embed_tokens=nn.Embedding(vocab_size, hidden_size),
-            layers=[
-                DecoderLayer(
-                    hidden_size=hidden_size,
-                    num_heads=num_heads,
-                    num_kv_heads=num_kv_heads,
-                    intermediate_size=intermediate_size or default_intermediate_size(hidden_size),
-                    norm_eps=norm_eps,
-                    dropout=dropout,
-                )
-                for _ in range(num_layers)
-            ],
+            layers=[DecoderLayer(settings) for _ in range(num_layers)],
             norm=nn.RMSNorm(hidden_size, eps=norm_eps),
-            head_size=hidden_size // num_heads,
-            rope_theta=rope_theta,
+            settings=settings,
         )
         self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
-        self.criterion = nn.CrossEntropyLoss(ignore_index=IGNORED_LABEL)
+        self.criterion: nn.Module = nn.CrossEntropyLoss(ignore_index=IGNORED_LABEL)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -79,6 +94,8 @@ class Llama(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=self.initializer_range)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
             elif isinstance(module, nn.RMSNorm):
                 module.reset_parameters()
         if self.tie_embeddings:
@@ -92,6 +109,7 @@ class Llama(nn.Module):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> dict[str, Tensor | None]:
         """Maps tokens [B, S] to logits [B, S, vocabulary] and, given labels, their mean loss.
 
@@ -102,22 +120,24 @@ class Llama(nn.Module):
 
         Rows that hold several documents (data/pack.py) come with `position_ids` [B, S], each token's place in its
         own document, and `document_ids` [B, S], which are equal for tokens that may see each other (-1: padding).
+
+        With a `cache` (generation.py) the tokens go on from those that it holds, and are added to it.
         """
-        if input_ids.shape[-1] > self.max_positions:
+        length = input_ids.shape[-1] + (0 if cache is None else cache.length)
+        if length > self.max_positions:
             raise DataError(
                 f"The model has {self.max_positions} positions (max_positions) but the sequences hold "
-                f"{input_ids.shape[-1]} tokens. Shorten the sequences or raise model.max_positions."
+                f"{length} tokens. Shorten the sequences or raise model.max_positions."
             )
-        logits = self.lm_head(self.model(input_ids, attention_mask, position_ids, document_ids))
+        if cache is not None and not (attention_mask is None and position_ids is None and document_ids is None):
+            raise DataError("A cache goes with whole rows: leave out attention_mask, position_ids and document_ids.")
+        logits = self.lm_head(self.model(input_ids, attention_mask, position_ids, document_ids, cache))
         if labels is None:
             return {"loss": None, "logits": logits}
-        # The labels are shifted, not the logits: cutting a position off the logits would copy them all.
-        next_tokens = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
         # In float32, as the log of a sum over the vocabulary loses too much in 16 bits.
-        loss = self.criterion(logits.flatten(0, 1).float(), next_tokens.flatten())
+        loss = self.criterion(logits.flatten(0, 1).float(), next_tokens(labels).flatten())
         return {"loss": loss, "logits": logits}
 
-    @torch.no_grad()
     def generate(
         self,
         input_ids: Tensor,
@@ -129,17 +149,80 @@ class Llama(nn.Module):
     ) -> Tensor:
         """Returns `input_ids` [B, S] with `max_new_tokens` sampled tokens appended to each row.
 
-        Each token is drawn from the `top_k` likeliest (all, if None); temperature 0 takes the likeliest. There is no
-        key-value cache: a token costs a forward pass over all tokens before it (the last `max_positions` of them).
+        Each token is drawn from the `top_k` likeliest (all, if None); temperature 0 takes the likeliest. To have the
+        tokens one by one, or to stop at some, use generation.py's `generate`.
         """
-        was_training = self.training
-        self.eval()
-        for _ in range(max_new_tokens):
-            logits = self(input_ids[:, -self.max_positions :])["logits"][:, -1].float()
-            chosen = _sample(logits, temperature=temperature, top_k=top_k, generator=generator)
-            input_ids = torch.cat((input_ids, chosen), dim=1)
-        self.train(was_training)
-        return input_ids
+        chosen = generate(
+            self,
+            input_ids,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            generator=generator,
+        )
+        return torch.cat((input_ids, *(tokens[:, None] for tokens in chosen)), dim=1)
+
+    @property
+    def hugging_face_type(self) -> str:
+        """The type that was read, where it can have this model's biases; else the one that can."""
+        by_bias = {"qkv": "qwen2", "all": "llama"}.get(self.settings["attention_bias"])
+        read = self.hugging_face_config.get("model_type", "llama")
+        return by_bias or ("llama" if read == "qwen2" else str(read))
+
+    @classmethod
+    def settings_from_hugging_face(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the keywords for a config.json of Llama, Qwen 2 or Mistral; what it lacks has the usual defaults."""
+        kind = config.get("model_type", "llama")
+        refuse_other_values(config, SUPPORTED, model="Llama")
+        _refuse_sliding_window(config)
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+        refuse_other_values(rope, {"partial_rotary_factor": 1.0}, model="Llama")
+        num_heads = config.get("num_attention_heads", 32)
+        biases = "qkv" if kind == "qwen2" else "all" if config.get("attention_bias") else "none"
+        return {
+            "vocab_size": config.get("vocab_size", 32000),
+            "hidden_size": config.get("hidden_size", 4096),
+            "num_layers": config.get("num_hidden_layers", 32),
+            "num_heads": num_heads,
+            "num_kv_heads": config.get("num_key_value_heads", 8 if kind == "mistral" else num_heads),
+            "head_size": config.get("head_dim"),
+            "intermediate_size": config.get("intermediate_size", {"mistral": 14336, "qwen2": 22016}.get(kind, 11008)),
+            "max_positions": config.get("max_position_embeddings", 2048),
+            "rope_theta": theta,
+            "rope_scaling": checked_scaling({key: rope[key] for key in rope if key != "partial_rotary_factor"}),
+            "attention_bias": biases,
+            "norm_eps": config.get("rms_norm_eps", 1e-6),
+            "tie_embeddings": config.get("tie_word_embeddings", False),
+            "initializer_range": config.get("initializer_range", 0.02),
+        }
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """Returns what transformers' LlamaConfig calls these settings, with the rotation in its old and new words."""
+        own = self.settings
+        kind = self.hugging_face_type
+        rope = own["rope_scaling"]
+        by_kind: dict[str, Any] = {"llama": {"attention_bias": own["attention_bias"] == "all", "mlp_bias": False}}
+        by_kind |= {"mistral": {"sliding_window": None}, "qwen2": {"use_sliding_window": False}}
+        return {
+            **by_kind[kind],
+            "hidden_act": "silu",
+            "attention_dropout": 0.0,
+            "vocab_size": own["vocab_size"],
+            "hidden_size": own["hidden_size"],
+            "num_hidden_layers": own["num_layers"],
+            "num_attention_heads": own["num_heads"],
+            "num_key_value_heads": own["num_kv_heads"],
+            "head_dim": own["head_size"],
+            "intermediate_size": own["intermediate_size"],
+            "max_position_embeddings": own["max_positions"],
+            "rope_theta": own["rope_theta"],
+            "rope_scaling": rope,
+            "rope_parameters": {**(rope or {"rope_type": "default"}), "rope_theta": own["rope_theta"]},
+            "rms_norm_eps": own["norm_eps"],
+            "tie_word_embeddings": own["tie_embeddings"],
+            "initializer_range": own["initializer_range"],
+        }
 
 
 class Decoder(nn.Module):
@@ -151,15 +234,15 @@ class Decoder(nn.Module):
         embed_tokens: nn.Embedding,
         layers: list[DecoderLayer],
         norm: nn.RMSNorm,
-        head_size: int,
-        rope_theta: float,
+        settings: Mapping[str, Any],
     ) -> None:
         super().__init__()
         self.embed_tokens = embed_tokens
         self.layers = nn.ModuleList(layers)
         self.norm = norm
-        self.head_size = head_size
-        self.rope_theta = rope_theta
+        self.head_size: int = settings["head_size"]
+        self.rope_theta: float = settings["rope_theta"]
+        self.rope_scaling: Mapping[str, Any] | None = settings["rope_scaling"]
 
     def forward(
         self,
@@ -167,17 +250,26 @@ class Decoder(nn.Module):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Runs every layer with the same rotations and mask, which are made once."""
         hidden: Tensor = self.embed_tokens(input_ids)
         if position_ids is None:
-            positions = torch.arange(input_ids.shape[1], device=input_ids.device, dtype=torch.float32)
+            start = 0 if cache is None else cache.length
+            end = start + input_ids.shape[1]
+            positions = torch.arange(start, end, device=input_ids.device, dtype=torch.float32)
         else:
             positions = position_ids[:, None].float()  # the dim of size 1 stands for the heads
-        rotations = rotary_angles(positions, head_size=self.head_size, theta=self.rope_theta)
-        mask = visible_keys(attention_mask, document_ids)
-        for layer in self.layers:
-            hidden = layer(hidden, rotations, mask)
+        rotations = rotary_angles(positions, head_size=self.head_size, theta=self.rope_theta, scaling=self.rope_scaling)
+        if cache is None:
+            mask = visible_keys(attention_mask, document_ids)
+            for layer in self.layers:
+                hidden = layer(hidden, rotations, mask)
+        else:
+            mask = cache.visible_keys(input_ids)
+            for number, layer in enumerate(self.layers):
+                hidden = layer(hidden, rotations, mask, cache.layer(number))
+            cache.advance(input_ids.shape[1])
         normalised: Tensor = self.norm(hidden)
         return normalised
 
@@ -185,26 +277,26 @@ class Decoder(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention, then the MLP; each reads a normalised copy of the residual stream [B, S, D] and adds to it."""
 
-    def __init__(
-        self,
-        *,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        intermediate_size: int,
-        norm_eps: float,
-        dropout: float,
-    ) -> None:
+    def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__()
+        hidden_size, norm_eps = settings["hidden_size"], settings["norm_eps"]
         self.input_layernorm = nn.RMSNorm(hidden_size, eps=norm_eps)
-        self.self_attn = Attention(hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        self.self_attn = Attention(
+            hidden_size=hidden_size,
+            num_heads=settings["num_heads"],
+            num_kv_heads=settings["num_kv_heads"],
+            head_size=settings["head_size"],
+            bias=settings["attention_bias"],
+        )
         self.post_attention_layernorm = nn.RMSNorm(hidden_size, eps=norm_eps)
-        self.mlp = SwiGLU(hidden_size=hidden_size, intermediate_size=intermediate_size)
-        self.dropout = nn.Dropout(dropout)
+        self.mlp = SwiGLU(hidden_size=hidden_size, intermediate_size=settings["intermediate_size"])
+        self.dropout = nn.Dropout(settings["dropout"])
 
-    def forward(self, hidden: Tensor, rotations: Rotations, mask: Tensor | None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, rotations: Rotations, mask: Tensor | None, cache: LayerCache | None = None
+    ) -> Tensor:
         """Returns the residual stream after this layer; dropout falls on what is added, never on the stream."""
-        attended: Tensor = self.dropout(self.self_attn(self.input_layernorm(hidden), rotations, mask))
+        attended: Tensor = self.dropout(self.self_attn(self.input_layernorm(hidden), rotations, mask, cache))
         hidden = hidden + attended
         transformed: Tensor = self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
         return hidden + transformed
@@ -213,22 +305,30 @@ class DecoderLayer(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention in which each of the K key-value heads serves H / K query heads."""
 
-    def __init__(self, *, hidden_size: int, num_heads: int, num_kv_heads: int) -> None:
+    def __init__(
+        self, *, hidden_size: int, num_heads: int, num_kv_heads: int, head_size: int | None = None, bias: str = "none"
+    ) -> None:
         super().__init__()
-        self.head_size = hidden_size // num_heads
+        self.head_size = hidden_size // num_heads if head_size is None else head_size
         self.is_grouped = num_kv_heads != num_heads
-        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_size, bias=False)
-        self.k_proj = nn.Linear(hidden_size, num_kv_heads * self.head_size, bias=False)
-        self.v_proj = nn.Linear(hidden_size, num_kv_heads * self.head_size, bias=False)
-        self.o_proj = nn.Linear(num_heads * self.head_size, hidden_size, bias=False)
+        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_size, bias=bias != "none")
+        self.k_proj = nn.Linear(hidden_size, num_kv_heads * self.head_size, bias=bias != "none")
+        self.v_proj = nn.Linear(hidden_size, num_kv_heads * self.head_size, bias=bias != "none")
+        self.o_proj = nn.Linear(num_heads * self.head_size, hidden_size, bias=bias == "all")
 
-    def forward(self, hidden: Tensor, rotations: Rotations, mask: Tensor | None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, rotations: Rotations, mask: Tensor | None, cache: LayerCache | None = None
+    ) -> Tensor:
         """Mixes positions: [B, S, D] → [B, S, D]. Without a mask attention is causal over the whole sequence."""
         queries = rotate(self._split_heads(self.q_proj(hidden)), rotations)  # [B, H, S, W]
         keys = rotate(self._split_heads(self.k_proj(hidden)), rotations)  # [B, K, S, W]
         values = self._split_heads(self.v_proj(hidden))  # [B, K, S, W]
+        is_causal = mask is None
+        if cache is not None:
+            is_causal = is_causal and not cache.length  # a single token sees all that came before
+            keys, values = cache.extend(keys, values)
         mixed = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=self.is_grouped
+            queries, keys, values, attn_mask=mask, is_causal=is_causal, enable_gqa=self.is_grouped
         )
         output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return output
@@ -258,82 +358,41 @@ def default_intermediate_size(hidden_size: int) -> int:
     return -(-8 * hidden_size // (3 * 64)) * 64
 
 
-def rotary_angles(positions: Tensor, *, head_size: int, theta: float) -> Rotations:
-    """Returns the cosines and sines by which each position (float32) rotates each pair of a head's features.
-
-    They are worked out in every forward pass instead of kept in a buffer: a few tiny kernels, for which a model may
-    be made on the meta device or cast to 16 bits without its positions being lost or blurred.
-    """
-    exponents = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32) / head_size
-    angles = positions[..., None] / theta**exponents
-    return angles.cos(), angles.sin()
-
-
-def rotate(heads: Tensor, rotations: Rotations) -> Tensor:
-    """Rotates features i and i + W/2 of each head [B, heads, S, W] by their position's angle."""
-    cosines, sines = rotations
-    first, second = heads.chunk(2, dim=-1)
-    rotated = torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
-    return rotated.type_as(heads)  # the angles are float32 and would promote 16-bit heads
-
-
-def visible_keys(attention_mask: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
-    """Returns a mask [B, 1, S, S], True where a query may see a key, or None where causality alone decides."""
-    visible = None
-    if attention_mask is not None:
-        visible = _checked_mask(attention_mask) if attention_mask.dim() == 4 else causal_mask(attention_mask)
-    if document_ids is not None:
-        # Padding (-1) is a document of its own: it sees itself, so no query is left without a key.
-        same = (document_ids[:, None, :, None] == document_ids[:, None, None, :]).tril()
-        visible = same if visible is None else visible & same
-    return visible
-
-
-def causal_mask(attention_mask: Tensor) -> Tensor:
-    """Returns a mask [B, 1, S, S], True where a query may see a key: not later, and not padding (0)."""
-    length = attention_mask.shape[-1]
-    ones = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device)
-    visible = ones.tril() & attention_mask.bool()[:, None, None, :]
-    # Padding sees itself: a row without any visible key would be a softmax over nothing, which is nan.
-    return visible | ones.triu().tril()
-
-
-def _checked_mask(attention_mask: Tensor) -> Tensor:
-    if attention_mask.dtype != torch.bool:
-        raise DataError(
-            f"attention_mask {tuple(attention_mask.shape)} is {attention_mask.dtype}. A mask of four dims says which "
-            "key each query may see and must be bool (True: may see); one of two dims is 0 at padding."
+def _refuse_sliding_window(config: Mapping[str, Any]) -> None:
+    """Refuses what sees only the last tokens: every layer here sees all tokens before."""
+    kind = config.get("model_type")
+    window = config.get("sliding_window", 4096) if kind == "mistral" else None
+    if kind == "qwen2" and config.get("use_sliding_window"):
+        window = config.get("sliding_window", 4096)
+    if window is not None or "sliding_attention" in (config.get("layer_types") or ()):
+        raise ConfigError(
+            f"config.json asks for a sliding window of {window or config.get('sliding_window')} tokens, but Llama "
+            "attends to all tokens before. Train this model by transformers' own class: "
+            "model.type: transformers:AutoModelForCausalLM."
         )
-    return attention_mask
 
 
-def _sample(logits: Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """Draws one token per row of the logits [B, vocabulary]: returns [B, 1]."""
-    if temperature <= 0:
-        return logits.argmax(dim=-1, keepdim=True)
-    candidates = logits.shape[-1] if top_k is None else min(top_k, logits.shape[-1])
-    values, tokens = logits.topk(candidates, dim=-1)
-    chosen = torch.multinomial((values / temperature).softmax(dim=-1), 1, generator=generator)
-    return tokens.gather(-1, chosen)
-
-
-def _check_sizes(sizes: dict[str, int], *, dropout: float) -> None:
+def _check_settings(settings: Mapping[str, Any]) -> None:
     """Refuses sizes that cannot make a model, before any weight is made."""
-    for name, size in sizes.items():
-        if size < 1:
-            raise ConfigError(f"{name} is {size}. Use a whole number of at least 1.", where="model")
-    hidden_size, num_heads, num_kv_heads = sizes["hidden_size"], sizes["num_heads"], sizes["num_kv_heads"]
-    if hidden_size % (2 * num_heads):
+    names = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "max_positions")
+    check_counts(**{name: settings[name] for name in names})
+    check_dropouts(dropout=settings["dropout"])
+    hidden_size, num_heads, num_kv_heads = settings["hidden_size"], settings["num_heads"], settings["num_kv_heads"]
+    if settings["head_size"] is None and hidden_size % (2 * num_heads):
         raise ConfigError(
             f"hidden_size {hidden_size} does not split into {num_heads} heads of an even width, which rotary "
-            f"positions need. Use a multiple of {2 * num_heads}, or another num_heads.",
+            f"positions need. Use a multiple of {2 * num_heads}, another num_heads, or set head_size.",
             where="model",
         )
+    if settings["head_size"] is not None and (settings["head_size"] < 2 or settings["head_size"] % 2):
+        raise ConfigError(f"head_size is {settings['head_size']}. Rotary positions need an even one.", where="model")
     if num_heads % num_kv_heads:
         raise ConfigError(
             f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}: each key-value head serves "
             "equally many query heads. Change one of the two.",
             where="model",
         )
-    if not 0.0 <= dropout < 1.0:
-        raise ConfigError(f"dropout is {dropout}. Use a probability from 0 up to, not including, 1.", where="model")
+    if settings["attention_bias"] not in BIASES:
+        raise ConfigError(
+            f"attention_bias is {settings['attention_bias']!r}. Use one of: {', '.join(BIASES)}.", where="model"
+        )

@@ -75,3 +75,9 @@ def test_samples_and_arguments_that_do_not_fit_are_refused():
         Classification(classes=["a", "a"])
     with pytest.raises(ConfigError, match="Give a tokenizer or pad_token_id, or remove them"):
         Classification(max_length=8)
+
+
+def test_the_tokenizer_is_there_for_those_who_look_for_it():
+    assert Classification(tokenizer="bytes").tokenizer.name == "bytes"
+    assert Classification(pad_token_id=0).tokenizer is None
+    assert Classification().tokenizer is None

@@ -44,7 +44,7 @@ def test_samples_come_back_by_index_over_many_batches(tmp_path, small_batches):
 @pytest.mark.parametrize("index", [10, -11])
 def test_an_index_outside_is_refused(tmp_path, index):
     rows = write(tmp_path, [{"a": 1}] * 10)
-    with pytest.raises(IndexError, match="outside of 10 samples"):
+    with pytest.raises(IndexError, match="outside of the 10 samples"):
         rows[index]
 
 
@@ -58,11 +58,63 @@ def test_without_input_ids_there_are_no_lengths(tmp_path):
     assert not hasattr(write(tmp_path, [{"text": "a"}]), "lengths")
 
 
-def test_a_key_that_a_sample_lacks_is_none(tmp_path, small_batches):
-    rows = write(tmp_path, [{"a": 1}, {"a": 2, "b": "x"}, {"a": 3}, {"a": 4}, {"c": [1]}])
-    assert rows[0] == {"a": 1, "b": None, "c": None}
-    assert rows[4]["a"] is None
-    assert rows[4]["c"].tolist() == [1]
+def plain(value):
+    """A nest with its tensors as dtype, shape and numbers, which can be compared."""
+    if isinstance(value, torch.Tensor):
+        return (str(value.dtype), tuple(value.shape), value.tolist())
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list) else value
+
+
+def test_each_sample_has_the_keys_that_it_had(tmp_path, small_batches):
+    samples = [{"a": 1}, {"a": 2, "b": "x"}, {"a": 3, "b": None}, {"a": 4}, {"c": "y"}, {"b": "z"}, {"d": 5}]
+    rows = write(tmp_path, samples)
+    assert list(rows) == samples
+    assert rows.columns == ["a", "b", "c", "d"]
+
+
+def test_each_dict_in_a_sample_has_the_keys_that_it_had(tmp_path, small_batches):
+    samples = [
+        {"m": {"a": 1}},
+        {"m": {"b": "x"}},
+        {"m": {}},
+        {"m": {"a": 2}},
+        {"m": None},
+        {"turns": [{"who": "me"}, {"what": {"x": "1"}}, {"what": {"y": "2", "x": None}}]},
+        {"turns": []},
+        {"turns": [{"who": "me", "what": {}}]},
+        {"m": {"c": {"d": 1.5}}},
+    ]
+    assert list(write(tmp_path, samples)) == samples
+
+
+def test_empty_arrays_have_the_dtype_and_shape_that_they_had(tmp_path, small_batches):
+    samples = [
+        {"x": torch.zeros(0, 3)},
+        {"x": np.zeros((2, 0), np.float32)},
+        {"x": torch.ones(1, 2)},
+        {"x": torch.zeros(0, 0, dtype=torch.uint8)},
+        {"y": torch.zeros(0, dtype=torch.bool), "m": {"x": torch.zeros(0)}},
+        {"y": [torch.zeros(0, 2), torch.zeros(0, 2)], "m": {"x": torch.zeros(4, dtype=torch.int64)}},
+        {"z": [torch.zeros(0, 2), torch.zeros(0)]},
+    ]
+    expected = [{**sample} for sample in samples]
+    expected[1] = {"x": torch.zeros(2, 0)}
+    expected[5]["y"] = torch.zeros(2, 0, 2)
+    assert plain(list(write(tmp_path, samples))) == plain(expected)
+
+
+def test_samples_that_are_all_alike_need_no_forms_and_those_that_are_not_do_not_cost_a_file_each(tmp_path):
+    write(tmp_path, [{"x": [1], "m": {"a": 1}}] * 3)
+    assert b"__form__" not in (tmp_path / "rows-00000.arrow").read_bytes()
+    other = tmp_path / "other"
+    other.mkdir()
+    rows = write(other, [{"x": torch.zeros(n % 2)} for n in range(20)])
+    assert len(list(other.glob("rows-*.arrow"))) == 1
+    assert [len(sample["x"]) for sample in rows] == [0, 1] * 10
+    with pytest.raises(TypeError, match="__form__"):
+        ArrowRowWriter(tmp_path).add({"__form__": 1})
 
 
 def test_a_column_that_turns_from_whole_numbers_to_floats_is_of_floats_everywhere(tmp_path, small_batches):

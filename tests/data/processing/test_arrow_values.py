@@ -85,6 +85,35 @@ def test_what_cannot_be_stored_is_named_with_its_place():
         to_storable([2**70], "x")
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        [1e300],
+        [1, -1e300],
+        np.array([[1.0], [1e39]]),
+        [[1.0], [1e300]],
+        [np.float64(1e300)],
+        {"y": torch.tensor([1e300], dtype=torch.float64)},
+    ],
+)
+def test_a_number_that_float32_cannot_hold_is_refused_by_name(value):
+    with pytest.raises(TypeError, match=r"^x.*holds 1e\+3.*, which does not fit into float32"):
+        to_storable(value, "x")
+
+
+def test_numbers_without_a_sign_come_back_or_are_refused():
+    (found,) = there_and_back(np.array([2**63 - 1], np.uint64))
+    assert found.tolist() == [2**63 - 1]
+    with pytest.raises(TypeError, match="x holds 9223372036854775808, which does not fit into int64"):
+        to_storable(np.array([2**63], np.uint64), "x")
+
+
+def test_infinities_and_single_numbers_of_any_size_come_back():
+    (found,) = there_and_back([float("inf"), float("-inf")])
+    assert found.tolist() == [float("inf"), float("-inf")]
+    assert there_and_back(1e300, torch.tensor(0.1, dtype=torch.float64)) == [1e300, 0.1]
+
+
 numbers = st.integers(min_value=-(2**63), max_value=2**63 - 1)
 
 

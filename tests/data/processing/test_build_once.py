@@ -179,8 +179,16 @@ def test_an_earlier_launch_with_the_same_name_is_another_one(tmp_path, monkeypat
     entry = tmp_path / "entry"
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert has_ended_well(fork(lambda: build_once(entry, write_word("old"))))
-    monkeypatch.setattr(module, "_STARTED", time.time())
+    started = time.time()
+    monkeypatch.setattr(module, "_process_started", lambda: started)
     assert (build_once(entry, write_word("new"), rebuild=True) / "word").read_text() == "new"
+
+
+def test_when_a_process_started_does_not_depend_on_when_it_asks():
+    first = module._process_started()
+    time.sleep(0.02)
+    assert abs(module._process_started() - first) < 0.01
+    assert first < time.time() - 0.02
 
 
 def test_who_waits_goes_on_while_the_maker_already_makes_a_further_build(tmp_path):

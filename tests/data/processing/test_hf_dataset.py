@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import trainwright
-from trainwright.data.processing.hf_dataset import _Place, load_hf_dataset
+from trainwright.data.processing.hf_dataset import _Origin, load_hf_dataset
 from trainwright.errors import DataError
 
 ROWS = [{"text": "ab" * n, "label": n % 2} for n in range(6)]
@@ -51,7 +51,7 @@ def load(tmp_path):
     ],
 )
 def test_a_name_on_the_hub_is_read_with_its_config_and_split(path, name, config, split):
-    assert _Place.read(path) == _Place(name=name, config=config, split=split)
+    assert _Origin.read(path) == _Origin(name=name, config=config, split=split)
 
 
 @pytest.mark.parametrize("path", ["hf://", "hf://a b", "hf://imdb:", "hf://a/b/c/d/e", "no/such/file.json"])

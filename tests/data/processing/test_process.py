@@ -139,9 +139,32 @@ def test_an_error_names_the_row_and_the_source_and_nothing_is_kept(run, tmp_path
 def test_a_row_that_cannot_be_read_is_named(run):
     class Broken(Texts):
         def __getitem__(self, index):
-            return 1 // 0
+            return {"text": str(1 // (index - 7))}
 
-    with pytest.raises(DataError, match="Rows 0 to 9 of Broken cannot be read: ZeroDivisionError"):
+    with pytest.raises(DataError, match=r"^Row 7 of Broken cannot be read: ZeroDivisionError.*data.on_error") as found:
+        run(encode, Broken())
+    assert isinstance(found.value.__cause__, ZeroDivisionError)
+
+
+def test_a_row_with_words_of_its_own_is_named_too(run):
+    class Broken(Texts):
+        def __getitem__(self, index):
+            if index == 4:
+                raise DataError("line 5 is torn.")
+            return super().__getitem__(index)
+
+    with pytest.raises(DataError, match=r"^Row 4 of Broken cannot be read: line 5 is torn\. Nothing is cached"):
+        run(encode, Broken())
+
+
+def test_rows_that_cannot_be_read_together_are_named_as_such(run):
+    class Broken(Texts):
+        def __getitems__(self, indices):
+            if len(indices) > 1:
+                raise MemoryError("too many")
+            return [self[index] for index in indices]
+
+    with pytest.raises(DataError, match=r"^Rows 0 to 9 of Broken cannot be read: MemoryError: too many"):
         run(encode, Broken())
 
 

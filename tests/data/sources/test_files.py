@@ -6,8 +6,10 @@ import bz2
 import csv as python_csv
 import gzip
 import io
+import itertools
 import json
 import lzma
+import os
 import pickle
 import tempfile
 import uuid
@@ -300,9 +302,68 @@ def test_resuming_reads_from_the_place_and_not_from_the_start(tmp_path, monkeypa
     lines = []
     original = file_stream._OpenPiece._next_line
     monkeypatch.setattr(file_stream._OpenPiece, "_next_line", lambda piece: lines.append(original(piece)) or lines[-1])
-    stream.load_state_dict({"piece": 0, "offset": 8 * 99_999, "line": 99_999})
+    stream.load_state_dict({**stream.state_dict(), "offset": 8 * 99_999, "line": 99_999})
     assert texts(stream) == ["0099999"]
     assert len(lines) == 2
+
+
+def lines_in(folder, taken=0, state=None):
+    """Reads so many lines of a folder, or the rest, and returns them with the state."""
+    stream = text(folder, unit="line", streaming=True, shard_megabytes=6 / 2**20)
+    if state is not None:
+        stream.load_state_dict(json.loads(json.dumps(state)))
+    found = [row["text"] for row in (itertools.islice(stream, taken) if taken else stream)]
+    return found, stream.state_dict()
+
+
+def write_lines(folder, *names):
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        (folder / f"{name}.txt").write_text("".join(f"{name}{number}\n" for number in range(4)))
+
+
+@pytest.mark.parametrize("taken", [1, 3, 6, 8, 12])
+def test_a_stream_whose_files_before_its_place_have_changed_does_not_go_on(tmp_path, taken):
+    write_lines(tmp_path, "b", "c", "d")
+    head, state = lines_in(tmp_path, taken)
+    write_lines(tmp_path, "a")
+    with pytest.raises(DataError, match=r"piece \d .*was [bcd]\.txt \(12 bytes\).*is [abcd]\.txt \(12 bytes\)"):
+        lines_in(tmp_path, state=state)
+    (tmp_path / "a.txt").unlink()
+    assert head + lines_in(tmp_path, state=state)[0] == [f"{name}{number}" for name in "bcd" for number in range(4)]
+
+
+def test_a_file_that_grew_is_another_one(tmp_path):
+    write_lines(tmp_path, "b")
+    state = lines_in(tmp_path, 1)[1]
+    (tmp_path / "b.txt").write_text("b0\nb1\nb2\nb3\nb4\n")
+    with pytest.raises(DataError, match=r"was b\.txt \(12 bytes\) from 0 to 6, .* is b\.txt \(15 bytes\)"):
+        lines_in(tmp_path, state=state)
+
+
+def test_a_stream_goes_on_with_files_behind_its_place_and_in_a_folder_that_moved(tmp_path):
+    write_lines(tmp_path / "here", "b", "c")
+    head, state = lines_in(tmp_path / "here", 5)
+    (tmp_path / "here").rename(tmp_path / "there")
+    write_lines(tmp_path / "there", "d")
+    assert head + lines_in(tmp_path / "there", state=state)[0] == [
+        f"{name}{number}" for name in "bcd" for number in range(4)
+    ]
+    start = text(tmp_path / "there", streaming=True).state_dict()
+    write_lines(tmp_path / "there", "a")
+    assert len(lines_in(tmp_path / "there", state=start)[0]) == 16
+
+
+@pytest.mark.parametrize("make", [text, json_lines, csv])
+def test_rows_by_index_have_a_fingerprint_that_changes_with_the_files(tmp_path, make):
+    end = {text: "txt", json_lines: "jsonl", csv: "csv"}[make]
+    (tmp_path / f"x.{end}").write_text('{"a": 1}\n')
+    before = make(tmp_path).fingerprint
+    assert make(tmp_path).fingerprint == before
+    os.utime(tmp_path / f"x.{end}", ns=(1, 1))
+    touched = make(tmp_path).fingerprint
+    (tmp_path / f"x.{end}").rename(tmp_path / f"y.{end}")
+    assert len({before, touched, make(tmp_path).fingerprint}) == 3
 
 
 def test_the_constructor_touches_no_disk(tmp_path):

@@ -60,6 +60,17 @@ def test_files_are_read_by_index_with_numbers_as_tensors(project):
     assert numbers([pickle.loads(pickle.dumps(rows))[3]]) == [3]
 
 
+def test_the_fingerprint_changes_with_the_rows_and_the_columns(project):
+    def fingerprint(**options):
+        return huggingface("json", data_files=FILES, project_dir=project, **options).fingerprint
+
+    before = fingerprint()
+    assert fingerprint() == before
+    assert fingerprint(columns=["n"]) != before
+    (project / "data" / "b.jsonl").write_text('{"n": 70, "ids": [1], "ragged": [], "t": "x"}\n')
+    assert fingerprint() != before
+
+
 def test_a_stream_gives_the_same_rows_in_any_shards(project):
     stream = stream_of(project)
     assert is_stream(stream)

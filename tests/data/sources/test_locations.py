@@ -9,7 +9,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from trainwright.data.sources.locations import FileLocation, find_files
+from trainwright.data.sources.locations import FileLocation, find_files, remote_version
 from trainwright.errors import ConfigError, DataError
 
 
@@ -41,6 +41,35 @@ def test_a_file_a_glob_a_folder_and_a_list_are_found_in_order(tmp_path):
         "a.txt",
         "b.txt",
     ]
+
+
+def labels(paths, folder):
+    return [each.label for each in find_files(paths, suffixes=(".txt",), project_dir=folder)]
+
+
+def test_a_label_is_the_name_below_what_was_asked_for(tmp_path, memory):
+    write(tmp_path, "data/a.txt", "data/sub/b.txt", "data/odd[1].txt")
+    url, files = memory
+    for name in ("a.txt", "sub/b.txt"):
+        files.pipe(f"{url}/{name}", b"x")
+    assert labels("data", tmp_path) == ["a.txt", "odd[1].txt", "sub/b.txt"]
+    assert labels(["data/sub/b.txt", "data/odd[1].txt"], tmp_path) == ["b.txt", "odd[1].txt"]
+    assert labels("data/**/*.txt", tmp_path) == ["a.txt", "odd[1].txt", "sub/b.txt"]
+    assert labels("da*/sub/b.txt", tmp_path) == ["data/sub/b.txt"]
+    assert labels([url, f"{url}/sub/b.txt", f"{url}/*/b.txt"], tmp_path) == ["a.txt", "sub/b.txt", "b.txt", "sub/b.txt"]
+
+
+def test_what_a_server_tells_changes_with_the_file(memory):
+    url, files = memory
+    files.pipe(f"{url}/a.txt", b"one")
+    for asked in (url, f"{url}/a.txt", f"{url}/*.txt"):
+        before = remote_version(asked)
+        assert before == remote_version(asked)
+        files.pipe(f"{url}/a.txt", b"other" + before[0][1].encode())
+        assert len(before) == 1
+        assert remote_version(asked) != before
+    for unknown in ("", "plain", "odd://x", "memory://", f"{url}/nothing", "a word ://x", "s3:/x"):
+        assert remote_version(unknown) in (None, [])
 
 
 def test_a_missing_file_is_named_with_the_nearest_one(tmp_path):

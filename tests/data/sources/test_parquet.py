@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import pickle
 import uuid
 
@@ -64,7 +66,12 @@ def test_resuming_reads_only_the_row_groups_that_are_left(folder, monkeypatch):
         parquet_module._OpenFile, "read_group", lambda file, number: read.append(number) or original(file, number)
     )
     stream = parquet(folder / "c.parquet", streaming=True)
-    stream.load_state_dict({"piece": 3, "group": 0, "row": 0})
+    iterator = iter(stream)
+    for _ in range(12):
+        next(iterator)
+    state = stream.state_dict()
+    read.clear()
+    stream.load_state_dict({**state, "piece": 3, "row": 0, "in": {**state["in"], "number": 3, "begin": 3, "end": 4}})
     assert list(stream) == ROWS[22:]
     assert read == [3]
 
@@ -97,6 +104,45 @@ def test_lists_of_numbers_become_tensors_and_those_with_gaps_stay_lists(tmp_path
         assert rows[2]["scores"].tolist() == [2.5]
         assert [rows[index]["gaps"] for index in range(2)] == [[1, None], None]
         assert torch.equal(rows[2]["gaps"], torch.tensor([3]))
+
+
+@pytest.mark.parametrize("taken", [1, 4, 11, 23])
+def test_a_stream_whose_files_before_its_place_have_changed_does_not_go_on(folder, taken):
+    stream = parquet(folder, streaming=True)
+    head = list(itertools.islice(stream, taken))
+    state = stream.state_dict()
+    pq.write_table(pa.table({"n": [1]}), folder / "0.parquet")
+    with pytest.raises(DataError, match=r"was [ac]\.parquet \(\d+ bytes\) from \d to \d, .* is [0abc]\.parquet"):
+        parquet(folder, streaming=True).load_state_dict(state)
+    (folder / "0.parquet").unlink()
+    stream = parquet(folder, streaming=True)
+    stream.load_state_dict(state)
+    assert head + list(stream) == ROWS
+
+
+def test_a_list_with_a_number_that_does_not_fit_keeps_its_type_and_its_neighbours_do_not(tmp_path):
+    table = pa.table(
+        {
+            "whole": pa.array([[2**63 + 5], [1], []], pa.list_(pa.uint64())),
+            "real": pa.array([[0.5], [1e300, float("inf")], [float("inf")]], pa.list_(pa.float64())),
+            "gaps": pa.array([[2**63 + 5], None, [7]], pa.list_(pa.uint64())),
+        }
+    )
+    pq.write_table(table, tmp_path / "x.parquet")
+    for rows in (parquet("x.parquet", project_dir=tmp_path), [*parquet(tmp_path, streaming=True)]):
+        for name in ("whole", "real", "gaps"):
+            assert [rows[n][name] if rows[n][name] is None else rows[n][name].tolist() for n in range(3)] == table[
+                name
+            ].to_pylist()
+        assert [rows[n]["whole"].dtype for n in range(3)] == [torch.uint64, torch.int64, torch.int64]
+        assert [rows[n]["real"].dtype for n in range(3)] == [torch.float32, torch.float64, torch.float32]
+        assert [rows[n]["gaps"].dtype for n in (0, 2)] == [torch.uint64, torch.int64]
+
+
+def test_the_fingerprint_changes_with_the_files(folder):
+    before = parquet(folder).fingerprint
+    os.utime(folder / "a.parquet", ns=(1, 1))
+    assert parquet(folder).fingerprint != before
 
 
 def test_only_the_columns_asked_for_are_read_in_their_order(folder):

@@ -74,7 +74,7 @@ def test_a_sample_is_int64_and_its_labels_have_memory_of_their_own(tmp_path):
     assert dataset.tokens_per_sample == 2
     sample["labels"].fill_(-100)
     assert sample["input_ids"].tolist() == [3, 4]
-    with pytest.raises(IndexError, match="outside the 2 samples"):
+    with pytest.raises(IndexError, match="outside of the 2 samples"):
         dataset[2]
 
 
@@ -82,6 +82,14 @@ def test_a_scan_in_small_steps_finds_the_same_documents(tmp_path, monkeypatch):
     monkeypatch.setattr(tokens_module, "_SCAN_TOKENS", 2)
     write_tokens(tmp_path / "x.npy", [[1, 2], [3], [4, 5, 6]], end_of_document=0)
     assert Tokens(tmp_path / "x.npy", documents=True, end_of_document=0).lengths.tolist() == [3, 2, 4]
+
+
+def test_the_fingerprint_changes_with_the_files(tmp_path):
+    write_tokens(tmp_path / "a.bin", [[1, 2, 3]])
+    before = Tokens(tmp_path, 2).fingerprint
+    assert Tokens(tmp_path, 2).fingerprint == before
+    write_tokens(tmp_path / "a.bin", [[4, 5, 6]])
+    assert Tokens(tmp_path, 2).fingerprint != before
 
 
 def test_a_worker_maps_the_files_itself(tmp_path):

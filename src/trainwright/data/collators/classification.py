@@ -13,8 +13,8 @@ from torch import Tensor
 from trainwright.data.collators.padded import Padded
 from trainwright.data.collators.padding import IGNORED_LABEL
 from trainwright.data.collators.samples import Columns, columns_of, names_of, sample_error, stack_column
-from trainwright.data.collators.tokenize import encode_column
-from trainwright.data.tokenizer import TextTokenizer, load_tokenizer
+from trainwright.data.collators.tokenize import encode_missing
+from trainwright.data.tokenizer import TextTokenizer
 from trainwright.errors import ConfigError, DataError
 
 
@@ -51,23 +51,24 @@ class Classification:
         self.labels = Labels(classes=classes, field=label)
         self.text = text
         self.drop = names_of("drop", drop)
-        self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer, project_dir=project_dir)
         self.padded: Padded | None = None
         if tokenizer is not None or pad_token_id is not None:
             self.padded = Padded(
-                tokenizer=self.tokenizer,
+                tokenizer=tokenizer,
                 pad_token_id=pad_token_id,
                 max_length=max_length,
                 pad_to_multiple_of=pad_to_multiple_of,
                 buckets=buckets,
                 make_labels=False,
                 vocab_size=vocab_size,
+                project_dir=project_dir,
             )
         elif max_length or pad_to_multiple_of or buckets or vocab_size:
             raise ConfigError(
                 "max_length, pad_to_multiple_of, buckets and vocab_size are for tokens, and nothing says which token "
                 "pads. Give a tokenizer or pad_token_id, or remove them."
             )
+        self.tokenizer = None if self.padded is None else self.padded.tokenizer
 
     def __call__(self, samples: list[Any]) -> dict[str, Tensor]:
         """Returns the batch, on the host."""
@@ -81,15 +82,8 @@ class Classification:
         return {**self._collate_inputs(columns), "labels": labels}
 
     def _collate_inputs(self, columns: Columns) -> dict[str, Tensor]:
-        if "input_ids" not in columns and self.tokenizer is not None and self.padded is not None:
-            if self.text not in columns:
-                raise DataError(
-                    f'A tokenizer is given, and the samples have no "{self.text}"; they have {", ".join(columns)}. '
-                    "Set text to the field that holds the text."
-                )
-            texts = columns.pop(self.text)
-            longest = self.padded.width.max_length
-            columns["input_ids"] = encode_column(self.tokenizer, texts, self.text, max_length=longest)
+        if self.padded is not None and self.tokenizer is not None:
+            encode_missing(columns, self.padded, self.text)
         if "input_ids" not in columns:
             return {name: stack_column(column, name) for name, column in columns.items()}
         if self.padded is None:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from trainwright.data.collators.padded import Padded
 from trainwright.data.collators.padding import IGNORED_LABEL
-from trainwright.data.collators.samples import columns_of, names_of, require
-from trainwright.data.collators.tokenize import encode_column
-from trainwright.data.tokenizer import TextTokenizer, load_tokenizer
+from trainwright.data.collators.samples import columns_of, names_of
+from trainwright.data.collators.tokenize import encode_missing
+from trainwright.data.tokenizer import TextTokenizer
 from trainwright.errors import ConfigError, DataError
 
 
@@ -64,7 +64,6 @@ class MaskedLanguageModel:
             raise ConfigError(
                 "Nothing says which token hides others. Give a tokenizer, or mask_token_id and vocab_size."
             )
-        self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer, project_dir=project_dir)
         self.text = text
         self.mask_probability = mask_probability
         self.mask_fraction = mask_fraction
@@ -75,14 +74,16 @@ class MaskedLanguageModel:
         self._given_mask_id = mask_token_id
         self._tables: tuple[Tensor, Tensor] | None = None
         self.padded = Padded(
-            tokenizer=self.tokenizer,
+            tokenizer=tokenizer,
             pad_token_id=pad_token_id,
             max_length=max_length,
             pad_to_multiple_of=pad_to_multiple_of,
             buckets=buckets,
             make_labels=False,
             vocab_size=vocab_size,
+            project_dir=project_dir,
         )
+        self.tokenizer = self.padded.tokenizer
 
     @property
     def mask_token_id(self) -> int:
@@ -101,14 +102,7 @@ class MaskedLanguageModel:
             raise DataError(
                 "The samples have labels, and this collator makes its own: the hidden tokens. Add drop: [labels]."
             )
-        if "input_ids" not in columns:
-            texts = require(columns, self.text, "Give input_ids, or set text to the field that holds the text.")
-            del columns[self.text]
-            if self.tokenizer is None:
-                raise DataError(f'The samples have no "input_ids" but "{self.text}". Give a tokenizer.')
-            columns["input_ids"] = encode_column(
-                self.tokenizer, texts, self.text, max_length=self.padded.width.max_length
-            )
+        encode_missing(columns, self.padded, self.text)
         batch = self.padded.collate(columns)
         may_hide = batch["attention_mask"].bool()
         if "special_tokens_mask" in batch:

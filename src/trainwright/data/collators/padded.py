@@ -105,11 +105,11 @@ class Padded:
         lengths = [len(row) for row in rows]
         width = self.width.of(lengths, "input_ids")
         kept = self.width.cut(lengths)
-        batch = {"input_ids": self._pad_tokens(rows, kept, width, "input_ids", self.pad_token_id)}
+        batch = {"input_ids": self._pad_tokens(rows, "input_ids", kept=kept, width=width, value=self.pad_token_id)}
         if "attention_mask" not in columns:
             batch["attention_mask"] = torch.from_numpy(mark_tokens(kept, width, side=self.side))
         if "labels" not in columns and self.make_labels:
-            batch["labels"] = self._pad(rows, kept, width, IGNORED_LABEL, np.int64)
+            batch["labels"] = self._pad(rows, kept=kept, width=width, value=IGNORED_LABEL)
         for name, column in columns.items():
             if name == "input_ids":
                 continue
@@ -117,17 +117,18 @@ class Padded:
                 batch[name] = stack_column(column, name)
             elif name in ("labels", *TOKEN_FIELDS):
                 value = int(self.pad_values.get(name, IGNORED_LABEL if name == "labels" else 0))
-                batch[name] = self._pad_tokens(token_rows(column, name), kept, width, name, value)
+                batch[name] = self._pad_tokens(token_rows(column, name), name, kept=kept, width=width, value=value)
             else:
                 others = number_rows(column, name)
                 _check_equal_vectors(others, name)
-                batch[name] = self._pad(others, kept, width, self.pad_values.get(name, 0), others[0].dtype)
+                fill = self.pad_values.get(name, 0)
+                batch[name] = self._pad(others, kept=kept, width=width, value=fill, dtype=others[0].dtype)
         return batch
 
     def _pad_tokens(
-        self, rows: list[npt.NDArray[Any]], kept: Sequence[int], width: int, field: str, value: int
+        self, rows: list[npt.NDArray[Any]], field: str, *, kept: Sequence[int], width: int, value: int
     ) -> Tensor:
-        tokens = self._pad(rows, kept, width, value, np.int64)
+        tokens = self._pad(rows, kept=kept, width=width, value=value)
         if field == "input_ids":
             check_tokens(tokens.numpy(), field, self.vocab_size)
         elif field == "labels" and self.vocab_size is not None:
@@ -135,7 +136,13 @@ class Padded:
         return tokens
 
     def _pad(
-        self, rows: list[npt.NDArray[Any]], kept: Sequence[int], width: int, value: float, dtype: npt.DTypeLike
+        self,
+        rows: list[npt.NDArray[Any]],
+        *,
+        kept: Sequence[int],
+        width: int,
+        value: float,
+        dtype: npt.DTypeLike = np.int64,
     ) -> Tensor:
         if self.width.max_length is not None:
             rows = [row[:length] for row, length in zip(rows, kept, strict=True)]

@@ -135,6 +135,17 @@ class Tokenize:
         return number
 
 
+def encode_missing(columns: Columns, padded: Padded, field: str) -> None:
+    """Puts `input_ids` in the place of the texts in `field`, unless the samples already have tokens."""
+    if "input_ids" in columns:
+        return
+    texts = require(columns, field, "Give input_ids, or set text to the field that holds the text.")
+    if padded.tokenizer is None:
+        raise DataError(f'The samples have no "input_ids" but "{field}". Give a tokenizer.')
+    del columns[field]
+    columns["input_ids"] = encode_column(padded.tokenizer, texts, field, max_length=padded.width.max_length)
+
+
 def encode_column(
     tokenizer: TextTokenizer, texts: list[Any], field: str, *, max_length: int | None = None, **options: bool
 ) -> list[list[int]]:

@@ -1,11 +1,11 @@
 """Samples in a folder of Arrow files: written in pieces of bounded memory, read by index from a memory map.
 
-    rows-00000.arrow …  record batches; a new file begins where the columns' types change
+    rows-00000.arrow …  record batches; a new file begins where the columns or their types change
     schema.arrow        the types of all files together
     index.json          the files, and how many rows each of their batches holds
     lengths.npy         the tokens of every sample, where there are input_ids
 
-How a value looks when it comes back is in arrow_values.py.
+How a value looks when it comes back is in arrow_values.py; what no column can say of a sample, in forms.py.
 """
 
 from __future__ import annotations
@@ -14,21 +14,24 @@ import json
 import os
 import weakref
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
+from trainwright.data.indices import positive_indices
 from trainwright.data.processing.arrow_values import Reader, import_arrow, make_reader, size_of, to_storable
 from trainwright.data.processing.build_once import hold_for_reading
+from trainwright.data.processing.forms import Empty, forms_of, restore
 from trainwright.errors import DataError
 
 # A batch is what is in memory while writing; both bounds, for rows may be pictures or single numbers.
 _BATCH_ROWS, _BATCH_BYTES = 10_000, 16 * 2**20
 _TOKENS = "input_ids"
+_FORM = "__form__"  # the column of the samples' forms, in files that need one
 _INDEX_FILE, _SCHEMA_FILE, _LENGTHS_FILE = "index.json", "schema.arrow", "lengths.npy"
 _OPEN_BATCHES = 4096  # readers kept at hand: about 2 kB each and column
 
@@ -40,6 +43,8 @@ class ArrowRowWriter:
         self._arrow = import_arrow()
         self._folder = folder
         self._samples: list[dict[str, Any]] = []
+        self._empties: list[list[Empty]] = []
+        self._has_forms = False
         self._num_bytes = 0
         self._files: list[dict[str, Any]] = []
         self._schema: Any = None
@@ -50,8 +55,12 @@ class ArrowRowWriter:
 
     def add(self, sample: Mapping[str, Any]) -> None:
         """Adds a sample; what Arrow has no type for raises TypeError, naming the key."""
-        stored = {str(key): to_storable(value, str(key)) for key, value in sample.items()}
+        empties: list[Empty] = []
+        stored = {str(key): to_storable(value, str(key), empties, place=(str(key),)) for key, value in sample.items()}
+        if _FORM in stored:
+            raise TypeError(f'"{_FORM}" is a key of the cache itself; call it otherwise')
         self._samples.append(stored)
+        self._empties.append(empties)
         self._num_bytes += sum(map(size_of, stored.values()))
         tokens = stored.get(_TOKENS)
         self._lengths.append(0 if tokens is None or isinstance(tokens, (int, float)) else len(tokens))
@@ -80,9 +89,14 @@ class ArrowRowWriter:
             return
         names = list(dict.fromkeys(name for sample in self._samples for name in sample))
         columns = [self._column(name) for name in names]
+        schema = self._arrow.RecordBatch.from_arrays(columns, names=names).schema
+        forms = forms_of(self._samples, self._empties)
+        self._has_forms = self._has_forms or any(forms)
+        if self._has_forms:  # from here on in every batch: else a new file would begin with every other one
+            columns, names = [*columns, self._arrow.array(forms, self._arrow.string())], [*names, _FORM]
         batch = self._arrow.RecordBatch.from_arrays(columns, names=names)
         try:
-            schemas = [self._schema, batch.schema] if self._schema is not None else [batch.schema]
+            schemas = [self._schema, schema] if self._schema is not None else [schema]
             self._schema = self._arrow.unify_schemas(schemas, promote_options="permissive")
         except self._arrow.ArrowException as error:
             raise DataError(
@@ -97,7 +111,7 @@ class ArrowRowWriter:
             self._files.append({"name": name, "batch_rows": []})
         self._writer.write_batch(batch)
         self._files[-1]["batch_rows"].append(batch.num_rows)
-        self._samples, self._num_bytes = [], 0
+        self._samples, self._empties, self._num_bytes = [], [], 0
 
     def _column(self, name: str) -> Any:
         try:
@@ -113,7 +127,7 @@ class ArrowRows(Dataset[dict[str, Any]]):
     """The samples in a folder that ArrowRowWriter has made, by index.
 
     A list of numbers is a tensor (int64, float32, bool, uint8), also a nested one unless it is ragged: then it is
-    a list of tensors. Numbers, texts, bytes and dicts are what they were; a key that a sample lacks is None.
+    a list of tensors. Numbers, texts, bytes and dicts are what they were, each with the keys that it had.
     Opened at first use and, in a spawned worker, by the worker itself.
     """
 
@@ -149,17 +163,10 @@ class ArrowRows(Dataset[dict[str, Any]]):
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Returns the samples of a batch, finding their places in one search."""
         opened = self.open()
-        places = np.asarray(indices, dtype=np.int64)
-        size = int(opened.starts[-1])
-        if places.size and not -size <= places.min() <= places.max() < size:
-            raise IndexError(f"index {list(indices)} is outside of {size} samples")
-        places = np.where(places < 0, places + size, places)
+        places = positive_indices(indices, size=int(opened.starts[-1]), of="samples")
         batches = np.searchsorted(opened.starts, places, side="right") - 1
         rows = places - opened.starts[batches]
-        return [
-            {name: read(row) for name, read in opened.readers(batch)}
-            for batch, row in zip(batches.tolist(), rows.tolist(), strict=True)
-        ]
+        return [opened.read(batch, row) for batch, row in zip(batches.tolist(), rows.tolist(), strict=True)]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for index in range(len(self)):
@@ -181,6 +188,15 @@ class ArrowRows(Dataset[dict[str, Any]]):
         return {**self.__dict__, "_opened": None}
 
 
+class _Readers(NamedTuple):
+    """How the rows of a batch are read."""
+
+    of_columns: list[tuple[str, Reader]]
+    """Each column's name, and the function from a row to its value."""
+    forms: Any
+    """The column of forms, or None."""
+
+
 class _OpenFiles:
     """The memory maps of one folder, kept from being removed while this object lives."""
 
@@ -196,10 +212,18 @@ class _OpenFiles:
         self._places = [(number, batch) for number, file in enumerate(index["files"]) for batch in _of(file)]
         self._paths = [folder / file["name"] for file in index["files"]]
         self._files: dict[int, Any] = {}
-        self._readers: dict[int, list[tuple[str, Reader]]] = {}
+        self._readers: dict[int, _Readers] = {}
 
-    def readers(self, batch: int) -> list[tuple[str, Reader]]:
-        """Returns each column's name and the function from a row of the batch to its value."""
+    def read(self, batch: int, row: int) -> dict[str, Any]:
+        """Returns the sample in a row of a batch."""
+        readers, forms = self._find_readers(batch)
+        sample = {name: read(row) for name, read in readers}
+        form = None if forms is None else forms[row].as_py()
+        if form is not None:
+            restore(sample, form)
+        return sample
+
+    def _find_readers(self, batch: int) -> _Readers:
         found = self._readers.get(batch)
         if found is None:
             if len(self._readers) >= _OPEN_BATCHES:
@@ -207,21 +231,19 @@ class _OpenFiles:
             found = self._readers[batch] = self._make_readers(batch)
         return found
 
-    def _make_readers(self, batch: int) -> list[tuple[str, Callable[[int], Any]]]:
+    def _make_readers(self, batch: int) -> _Readers:
         number, place = self._places[batch]
         if number not in self._files:
             self._files[number] = self._arrow.ipc.open_file(self._arrow.memory_map(str(self._paths[number])))
         columns = self._files[number].get_batch(place)
-        readers: list[tuple[str, Reader]] = []
-        for field in self.schema:
-            is_there = field.name in columns.schema.names
-            readers.append((field.name, make_reader(columns.column(field.name), field.type) if is_there else _nothing))
-        return readers
+        names = columns.schema.names
+        readers = [
+            (field.name, make_reader(columns.column(field.name), field.type))
+            for field in self.schema
+            if field.name in names
+        ]
+        return _Readers(readers, columns.column(_FORM) if _FORM in names else None)
 
 
 def _of(file: Mapping[str, Any]) -> range:
     return range(len(file["batch_rows"]))
-
-
-def _nothing(_: int) -> None:
-    return None

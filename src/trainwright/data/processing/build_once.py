@@ -11,6 +11,7 @@ process.py's.
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import logging
 import os
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainwright.data.cache import sync_folder
 from trainwright.errors import DataError
 
 try:
@@ -40,9 +42,6 @@ _BUILD, _STAGING = "build-", ".staging-"
 CACHE_TAG = "CACHEDIR.TAG"
 _CACHE_TAG_TEXT = "Signature: 8a477f597d28d172789f06886806bc55\n# Made by trainwright; may be deleted at any time.\n"
 
-_STARTED = time.time()
-# A process id alone does not tell: a container that starts again often has the same one.
-_PROCESS_TOKEN = secrets.token_hex(4)
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS, _SAY_EVERY_SECONDS = 0.02, 0.5, 30.0
 
 Report = Callable[[str], None]
@@ -194,7 +193,22 @@ def _try_lock(descriptor: int) -> bool | None:
 
 
 def _this_process() -> str:
-    return f"{platform.node()}-{os.getpid()}-{_PROCESS_TOKEN}"
+    return f"{platform.node()}-{os.getpid()}-{_process_token()}"
+
+
+@functools.cache
+def _process_token() -> str:
+    """Returns a word of this process: its id alone does not tell, for a container that starts again often has the same.
+
+    What a process forks has the word too, but another id.
+    """
+    return secrets.token_hex(4)
+
+
+def _process_started() -> float:
+    """Returns the time at which this process loaded `logging`, which notes it: about when it started."""
+    record = logging.makeLogRecord({})
+    return record.created - record.relativeCreated / 1000
 
 
 def _write_maker(staging: Path) -> None:
@@ -209,7 +223,8 @@ def _was_made_by_our_job(build: Path) -> bool:
     if job.num_ranks < 2:
         return False
     maker: dict[str, Any] = json.loads((build / MAKER_FILE).read_text(encoding="utf-8"))
-    return bool(maker["job"] == job.name and maker["process"] != _this_process() and maker["at"] > _STARTED)
+    is_of_our_launch = maker["job"] == job.name and maker["at"] > _process_started()
+    return bool(is_of_our_launch and maker["process"] != _this_process())
 
 
 def _rename_into_place(staging: Path, entry: Path) -> Path:
@@ -224,7 +239,7 @@ def _rename_into_place(staging: Path, entry: Path) -> Path:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EACCES) or not built.exists():
                 raise
         else:
-            _sync_folder(entry)
+            sync_folder(entry)
             return built
     raise DataError(f"No free build number in {entry}. Remove that folder.")
 
@@ -266,19 +281,4 @@ def _sync_all(folder: Path) -> None:
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Puts the names in `folder` on the disk; without it a rename may be undone by a power cut."""
-    if fcntl is None:
-        return  # Windows opens no folders
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network mounts cannot sync folders; there a power cut is the server's concern.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
+    sync_folder(folder)

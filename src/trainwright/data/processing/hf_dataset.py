@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from trainwright.data.processing.arrow_rows import ArrowRows
 from trainwright.data.processing.build_once import tag_as_cache
 from trainwright.data.processing.fingerprint import fingerprint_function, name_of
 from trainwright.data.processing.process import describe_input, processed
+from trainwright.data.sources.hub import fingerprint_rows, import_datasets, network_use
 from trainwright.errors import DataError
 
 _HUB = "hf://"
@@ -64,11 +64,11 @@ def load_hf_dataset(
     `rebuild` processes anew and takes the place of the kept samples; who still reads the earlier ones can go on.
     `offline` never touches the network: what was fetched before is used.
     """
-    source = _Place.read(path)
+    source = _Origin.read(path)
     rows = _load(source, cache_dir=cache_dir, offline=offline)
     function = _Keep(process_fn, None if columns is None else tuple(columns))
     return processed(
-        _Rows(rows),
+        _LibraryRows(rows),
         function,
         input_key=describe_input({"type": "load_hf_dataset", "path": source.file or str(path)}, None),
         cache_dir=cache_dir,
@@ -79,7 +79,7 @@ def load_hf_dataset(
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Origin:
     """Where the rows are: a name on the hub, or a local file or folder."""
 
     split: str
@@ -88,7 +88,7 @@ class _Place:
     file: str = ""
 
     @classmethod
-    def read(cls, path: str | Path) -> _Place:
+    def read(cls, path: str | Path) -> _Origin:
         text = os.fspath(path)
         if text.startswith(_HUB):
             return cls._read_hub(text)
@@ -103,7 +103,7 @@ class _Place:
         return cls(file=text, split="train")
 
     @classmethod
-    def _read_hub(cls, text: str) -> _Place:
+    def _read_hub(cls, text: str) -> _Origin:
         name, colon, split = text.removeprefix(_HUB).strip("/").partition(":")
         words = [word.replace("!", "/") for word in name.split("/")]
         if not all(re.fullmatch(r"[\w./*-]+", word) for word in words) or (colon and not split):
@@ -125,12 +125,12 @@ class _Place:
         return cls(name="/".join(owner), config=None if config == "*" else config, split=split or "train")
 
 
-class _Rows:
+class _LibraryRows:
     """The rows of a `datasets.Dataset`, with its fingerprint for the cache's key."""
 
     def __init__(self, rows: Any) -> None:
         self._rows = rows
-        self.fingerprint = f"{rows._fingerprint} {list(rows.features.items())}"
+        self.fingerprint = fingerprint_rows(rows)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -180,35 +180,30 @@ def _as_it_is(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _load(place: _Place, *, cache_dir: str | Path | None, offline: bool) -> Any:
+def _load(origin: _Origin, *, cache_dir: str | Path | None, offline: bool) -> Any:
     """Returns the rows as a `datasets.Dataset`."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(
-            "load_hf_dataset needs the package datasets. Install it: pip install 'trainwright[datasets]'."
-        ) from error
+    datasets = import_datasets("load_hf_dataset")
     # With a cache_dir all of it is there, also what `datasets` fetches and converts.
     own_cache = None if cache_dir is None else cache_root(cache_dir) / "datasets"
     if own_cache is not None:
         tag_as_cache(own_cache)
     try:
-        with _no_network(datasets) if offline else nullcontext():
-            if place.file:
-                return _load_local(datasets, Path(place.file).expanduser(), place.split, own_cache)
+        with network_use(offline=True if offline else None):
+            if origin.file:
+                return _load_local(datasets, Path(origin.file).expanduser(), split=origin.split, cache=own_cache)
             where = None if own_cache is None else str(own_cache)
-            return datasets.load_dataset(place.name, place.config, split=place.split, cache_dir=where)
+            return datasets.load_dataset(origin.name, origin.config, split=origin.split, cache_dir=where)
     except DataError:
         raise
     except Exception as error:
-        shown = f"{place.file or _HUB + place.name}:{place.split}"
+        shown = f"{origin.file or _HUB + origin.name}:{origin.split}"
         advice = "Check the name, the config, the split and the network."
         if offline:
             advice = "offline=True uses only what was fetched before: fetch it once without."
         raise DataError(f"load_hf_dataset: {shown} cannot be read: {type(error).__name__}: {error} {advice}") from error
 
 
-def _load_local(datasets: Any, path: Path, split: str, cache: Path | None) -> Any:
+def _load_local(datasets: Any, path: Path, *, split: str, cache: Path | None) -> Any:
     cache_dir = None if cache is None else str(cache)
     if path.is_dir() and any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
         saved = datasets.load_from_disk(str(path))
@@ -229,19 +224,3 @@ def _load_local(datasets: Any, path: Path, split: str, cache: Path | None) -> An
         )
     named = [str(file) for file in files]
     return datasets.load_dataset(reader, data_files={"train": named}, split="train", cache_dir=cache_dir)
-
-
-@contextmanager
-def _no_network(datasets: Any) -> Iterator[None]:
-    """Keeps `datasets` and the hub's client from the network; both read these settings at each request."""
-    import huggingface_hub.constants
-
-    places: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
-    before = [place.HF_HUB_OFFLINE for place in places]
-    for place in places:
-        place.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        for place, value in zip(places, before, strict=True):
-            place.HF_HUB_OFFLINE = value

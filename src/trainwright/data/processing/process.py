@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from trainwright.data.cache import cache_root
 from trainwright.data.fetch import count_samples, fetch
@@ -37,7 +37,7 @@ __all__ = ["ProcessFunction", "describe_input", "processed"]
 
 logger = logging.getLogger(__name__)
 
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
 """Raised when the same key would be written otherwise, so that no old cache is taken for a current one."""
 
 _FOLDER = "processed"
@@ -156,12 +156,8 @@ class _Work:
             seed_generators(mix_seed(0, _SOURCE_STREAM, start))
             try:
                 samples = fetch(self.source, list(range(start, stop)))
-            except TrainwrightError:
-                raise  # it already says in words what is wrong
             except Exception as error:
-                raise DataError(
-                    f"Rows {start} to {stop - 1} of {self.source_name} cannot be read: {_words(error)}."
-                ) from error
+                self._raise_unreadable(error, start, stop)
             for row, sample in enumerate(samples, start):
                 now = time.monotonic()
                 if now - said_at >= _SAY_EVERY_SECONDS:
@@ -170,6 +166,20 @@ class _Work:
                     report(progress)
                     logger.info("%s: %s", self._name, progress)
                 yield row, sample
+
+    def _raise_unreadable(self, error: Exception, start: int, stop: int) -> NoReturn:
+        """Raises the error of a failed read with the row that it comes from, found by reading them one by one."""
+        rows, found = f"Rows {start} to {stop - 1}", error
+        for row in range(start, stop):
+            try:
+                fetch(self.source, [row])
+            except Exception as own:
+                rows, found = f"Row {row}", own
+                break
+        raise DataError(
+            f"{rows} of {self.source_name} cannot be read: {_words(found)}. Nothing is cached: mend the data, or leave "
+            "the row out of it; data.on_error does not apply to rows that are read for data.process."
+        ) from found
 
     def _call(self, row: int, sample: Any) -> list[Mapping[str, Any]]:
         """Returns the samples that one row becomes."""
@@ -204,7 +214,9 @@ def _kind(value: Any) -> str:
 
 
 def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(".: ")
+    # Ours already say in words what is wrong.
+    words = str(error) if isinstance(error, TrainwrightError) else f"{type(error).__name__}: {error}"
+    return words.rstrip(".: ")
 
 
 def _file_name(name: str) -> str:

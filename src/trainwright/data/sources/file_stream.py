@@ -1,8 +1,8 @@
 """FileStream: the rows of text files one after the other, read where the files are, from any place at the same cost.
 
-A stream is a list of pieces: whole files, and stretches of large ones cut at the borders of rows. Its shards are runs
-of pieces; its state is a piece and a byte in it. Compressed files cannot be entered in the middle: going on reads
-that one file again from its start.
+A stream is a list of pieces: whole files, and stretches of large ones, whose borders move on to the next row, those
+of neighbours to the same one. Its state is a piece, known by its file, and a byte in it. Compressed files cannot be
+entered in the middle: going on reads that one file again from its start.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset
 
 from trainwright.data.sources.formats import Format, RowError
 from trainwright.data.sources.locations import FileLocation, Paths, find_files
+from trainwright.data.sources.pieces import Piece, check_piece, identify_piece, share_of
 from trainwright.data.sources.records import BYTE_ORDER_MARK
 from trainwright.errors import ConfigError, DataError
 
@@ -25,16 +26,6 @@ SHARD_MEGABYTES = 64.0
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A stretch of a file; its borders move on to the next row, those of neighbours to the same one."""
-
-    location: FileLocation
-    begin: int = 0
-    end: int | None = None
-    """None: up to the end of the file."""
-
-
-@dataclass
 class _Place:
     """Where an iteration stands: the next row begins at or behind this byte of this piece."""
 
@@ -65,7 +56,7 @@ class FileStream(IterableDataset[dict[str, Any]]):
         self._shard_bytes = max(1, round(shard_megabytes * 2**20))
         self._project_dir = Path(project_dir or ".").absolute()  # a worker may stand in another folder
         self._pieces: list[Piece] | None = None
-        self._start: dict[str, Any] | None = None
+        self._start: _Place | None = None
         self._iterator: FileStreamIterator | None = None
 
     @property
@@ -85,24 +76,25 @@ class FileStream(IterableDataset[dict[str, Any]]):
         """Returns one of `num_shards` disjoint parts, which one after the other are the whole."""
         part = FileStream(self.path, self.format, project_dir=self._project_dir)
         part._shard_bytes = self._shard_bytes
-        part._pieces = share_of(self.pieces, num_shards, index)
+        part._pieces = share_of(self.pieces, num_shards=num_shards, index=index)
         return part
 
     def state_dict(self) -> dict[str, Any]:
         """Returns where the iteration begun last stands."""
-        if self._iterator is None:
-            return dict(self._start or _as_state(_Place()))
-        return self._iterator.state_dict()
+        place = (self._start or _Place()) if self._iterator is None else self._iterator.place
+        return {**vars(place), "in": identify_piece(self.pieces, place.piece)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Lets the next iteration begin there."""
-        self._start = dict(state)
+        """Lets the next iteration begin there, unless the files before that place are others now."""
+        start = _Place(state["piece"], state["offset"], state["line"])
+        if start != _Place():  # before the first row any files will do
+            check_piece(self.pieces, state["in"])
+        self._start = start
         self._iterator = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        start = self._start or _as_state(_Place())
-        self._start = None
-        self._iterator = FileStreamIterator(self.pieces, self.format, _Place(**start))
+        start, self._start = self._start or _Place(), None
+        self._iterator = FileStreamIterator(self.pieces, self.format, start)
         return self._iterator
 
     def __getstate__(self) -> dict[str, Any]:
@@ -122,14 +114,14 @@ class FileStreamIterator:
     def __init__(self, pieces: list[Piece], file_format: Format, place: _Place) -> None:
         self._pieces = pieces
         self._format = file_format
-        self._place = place
+        self.place = place
         self._opened: _OpenPiece | None = None
 
     def __iter__(self) -> FileStreamIterator:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        while self._place.piece < len(self._pieces):
+        while self.place.piece < len(self._pieces):
             if self._opened is None:
                 self._open()
             opened = self._opened
@@ -141,21 +133,17 @@ class FileStreamIterator:
             if self._format.records is None:
                 self._leave_piece()  # before decoding: an error must not bring the same file again
             else:
-                self._place.offset, self._place.line = opened.place, opened.line
+                self.place = _Place(self.place.piece, opened.place, opened.line)
             try:
                 return self._format.decode(record, opened.header)
             except RowError as error:
                 raise DataError(f"{opened.describe()}: {error}") from error.__cause__
         raise StopIteration
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the place of the next row."""
-        return _as_state(self._place)
-
     def _open(self) -> None:
-        piece = self._pieces[self._place.piece]
+        piece = self._pieces[self.place.piece]
         try:
-            self._opened = _OpenPiece(piece, self._format, self._place)
+            self._opened = _OpenPiece(piece, self._format, self.place)
         except Exception as error:  # each file system has errors of its own
             self._fail(piece, error)
 
@@ -175,7 +163,7 @@ class FileStreamIterator:
         if self._opened is not None:
             self._opened.file.close()
             self._opened = None
-        self._place = _Place(self._place.piece + 1)
+        self.place = _Place(self.place.piece + 1)
 
 
 class _OpenPiece:
@@ -240,16 +228,6 @@ class _OpenPiece:
         return line
 
 
-def share_of(pieces: list[Any], num_shards: int, index: int) -> list[Any]:
-    """Returns a contiguous share of the pieces; the shares in order are all of them."""
-    if not 0 <= index < num_shards <= len(pieces):
-        raise ConfigError(
-            f"Shard {index} of {num_shards} was asked for, of a stream that can be cut into {len(pieces)} shards."
-        )
-    count = len(pieces)
-    return pieces[count * index // num_shards : count * (index + 1) // num_shards]
-
-
 def _seek(file: io.BufferedReader, place: int) -> None:
     try:
         file.seek(place)
@@ -257,7 +235,3 @@ def _seek(file: io.BufferedReader, place: int) -> None:
         # A server that sends a file only as a whole: what lies between is read and thrown away.
         while (left := place - file.tell()) > 0 and file.read(min(left, 1 << 20)):
             pass
-
-
-def _as_state(place: _Place) -> dict[str, Any]:
-    return {"piece": place.piece, "offset": place.offset, "line": place.line}

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
+from trainwright.data.indices import positive_indices
 from trainwright.data.sources.file_stream import SHARD_MEGABYTES, FileStream
 from trainwright.data.sources.formats import CsvFormat, Format, JsonLinesFormat, RowError, TextFormat
-from trainwright.data.sources.locations import FileLocation, Paths, find_files
+from trainwright.data.sources.locations import FileLocation, Paths, find_files, fingerprint_files
 from trainwright.data.sources.records import BYTE_ORDER_MARK, Offsets, lines_from
 from trainwright.errors import ConfigError, DataError
 
@@ -40,7 +41,14 @@ def text(
     Blank lines and paragraphs are left out. By index, remote and compressed files are first copied into the cache
     (`cache_dir`); streaming reads them where they are, in shards of about `shard_megabytes` (64).
     """
-    return _rows_of(TextFormat(unit), path, streaming, shard_megabytes, cache_dir, project_dir)
+    return _rows_of(
+        TextFormat(unit),
+        path,
+        streaming=streaming,
+        shard_megabytes=shard_megabytes,
+        cache_dir=cache_dir,
+        project_dir=project_dir,
+    )
 
 
 def json_lines(
@@ -56,7 +64,14 @@ def json_lines(
 
     `path`, `streaming`, `shard_megabytes` and `cache_dir` are those of `text`; a folder means its .jsonl files.
     """
-    return _rows_of(JsonLinesFormat(columns), path, streaming, shard_megabytes, cache_dir, project_dir)
+    return _rows_of(
+        JsonLinesFormat(columns),
+        path,
+        streaming=streaming,
+        shard_megabytes=shard_megabytes,
+        cache_dir=cache_dir,
+        project_dir=project_dir,
+    )
 
 
 def csv(
@@ -74,14 +89,17 @@ def csv(
     Values are texts, or what `types` says: {age: int, weight: float}. Quoted values may hold line breaks, so a file is
     one shard of a stream. `path`, `streaming` and `cache_dir` are those of `text`.
     """
-    return _rows_of(CsvFormat(delimiter, columns, types), path, streaming, None, cache_dir, project_dir)
+    return _rows_of(
+        CsvFormat(delimiter, columns, types), path, streaming=streaming, cache_dir=cache_dir, project_dir=project_dir
+    )
 
 
 def _rows_of(
     file_format: Format,
     path: Paths,
+    *,
     streaming: bool,
-    shard_megabytes: float | None,
+    shard_megabytes: float | None = None,
     cache_dir: str | Path | None,
     project_dir: str | Path | None,
 ) -> FileRows | FileStream:
@@ -126,6 +144,11 @@ class FileRows(Dataset[dict[str, Any]]):
         self._ends = np.empty(0, np.int64)
         self._maps: OrderedDict[int, mmap.mmap | bytes] = OrderedDict()
 
+    @property
+    def fingerprint(self) -> str:
+        """What changes with the files: their names, sizes and times of change."""
+        return fingerprint_files([file.location for file in self._load()])
+
     def __len__(self) -> int:
         self._load()
         return int(self._ends[-1])
@@ -135,11 +158,7 @@ class FileRows(Dataset[dict[str, Any]]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Returns the samples of a batch; torch's loader prefers this to one call a sample."""
-        count = len(self)
-        for index in indices:
-            if not -count <= index < count:
-                raise IndexError(f"Index {index} is outside the {count} rows of {self.path}.")
-        rows = np.asarray(indices, np.int64) % max(count, 1)
+        rows = positive_indices(indices, size=len(self), of=f"rows of {self.path}")
         numbers = np.searchsorted(self._ends, rows, side="right")
         return [self._read(number, row) for number, row in zip(numbers.tolist(), rows.tolist(), strict=True)]
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
 from trainwright.data.sources.formats import check_columns
+from trainwright.data.sources.hub import fingerprint_rows, import_datasets, network_use
 from trainwright.errors import ConfigError, DataError
 
 FILE_KINDS = ("json", "csv", "parquet", "text", "arrow", "xml", "webdataset", "imagefolder", "audiofolder")
@@ -40,7 +40,14 @@ def huggingface(
     data files start at the project folder. `split` may be left out where there is only one. `offline` reads the
     library's cache alone (true) or asks the hub (false); left out, HF_HUB_OFFLINE decides.
     """
-    source = _Source(path, split, columns, offline, project_dir, load_dataset_arguments)
+    source = _Source(
+        path,
+        split=split,
+        columns=columns,
+        offline=offline,
+        project_dir=project_dir,
+        arguments=load_dataset_arguments,
+    )
     return HuggingFaceStream(source) if streaming else HuggingFaceRows(source)
 
 
@@ -59,6 +66,11 @@ class HuggingFaceRows(Dataset[dict[str, Any]]):
             # Where somebody set a transform or a format of their own, it stands.
             self._dataset = dataset if dataset.format["type"] is not None else dataset.with_format("torch")
         return self._dataset
+
+    @property
+    def fingerprint(self) -> str:
+        """What the library knows the rows by."""
+        return fingerprint_rows(self.dataset)
 
     @property
     def draws_nothing(self) -> bool:
@@ -159,6 +171,7 @@ class _Source:
     def __init__(
         self,
         path: str,
+        *,
         split: str | None,
         columns: Sequence[str] | None,
         offline: bool | None,
@@ -176,9 +189,9 @@ class _Source:
 
     def load(self, *, streaming: bool) -> Any:
         """Returns the library's dataset: one split with the columns asked for."""
-        library = _import_library()
+        library = import_datasets('The dataset "huggingface"')
         folder = self.project_dir / Path(self.path).expanduser()
-        with _offline(self.offline):
+        with network_use(offline=self.offline):
             try:
                 if (folder / _SAVED_SPLITS).is_file() or (folder / _SAVED_ONE).is_file():
                     dataset = self._load_saved(library, folder, streaming)
@@ -258,36 +271,3 @@ def _part(dataset: Any, split: str, folder: Path) -> Any:
             f'split: {folder} has no "{split}". There are: {", ".join(map(str, dataset))}.', where="huggingface"
         )
     return dataset[split]
-
-
-def _import_library() -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(
-            'The dataset "huggingface" needs the library `datasets`, which is not installed. '
-            "Install it: pip install 'trainwright[datasets]'."
-        ) from error
-    if not hasattr(datasets, "load_dataset"):
-        raise DataError(
-            f"`import datasets` finds {getattr(datasets, '__path__', datasets)} instead of Hugging Face's library. "
-            "Rename that folder, or install the library: pip install 'trainwright[datasets]'."
-        )
-    return datasets
-
-
-@contextmanager
-def _offline(offline: bool | None) -> Iterator[None]:
-    """Forbids or allows the hub while the block runs; the libraries read their environment only when imported."""
-    if offline is None:
-        yield
-        return
-    from datasets import config
-    from huggingface_hub import constants
-
-    before = config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
-    config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = offline
-    try:
-        yield
-    finally:
-        config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before

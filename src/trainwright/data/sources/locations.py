@@ -13,16 +13,19 @@ import gzip
 import hashlib
 import io
 import json
+import logging
 import lzma
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from trainwright.data.cache import cache_root, staged_file
 from trainwright.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
 
 Paths = str | Path | Sequence[str | Path]
 
@@ -41,6 +44,8 @@ class FileLocation:
 
     name: str
     size: int | None
+    label: str = ""
+    """Its name below the folder that the path names, or else the last part: the same wherever that folder is."""
 
     @property
     def is_remote(self) -> bool:
@@ -71,7 +76,7 @@ class FileLocation:
         """Returns a local file with the content: the file itself, or else a copy in the cache, made once."""
         if not self.is_remote and self.compression is None:
             return Path(self.name)
-        facts = json.dumps([self.name, *self._version()], default=str)
+        facts = json.dumps([self.name, *self.version()], default=str)
         stem = self.name.rstrip("/").replace("\\", "/").rpartition("/")[2].removesuffix(self.compression or "")
         digest = hashlib.sha256(facts.encode()).hexdigest()[:24]
         copy = cache_root(cache_dir) / "files" / f"{digest}-{stem[-80:]}"
@@ -80,14 +85,14 @@ class FileLocation:
                 shutil.copyfileobj(source, target, 8 * _BUFFER_BYTES)
         return copy
 
-    def _version(self) -> list[Any]:
+    def version(self) -> list[Any]:
+        """Returns what changes with the content: size and time of change, or what a server tells of the file."""
         if not self.is_remote:
             facts = Path(self.name).stat()
             return [facts.st_size, facts.st_mtime_ns]
         files, path = _open_file_system(self.name)
-        found = files.info(path)
         # For http the key is made of the address alone, so what the server tells is added.
-        return [files.ukey(path), *(found.get(fact) for fact in _VERSION_FACTS)]
+        return [files.ukey(path), *_facts_in(files.info(path))]
 
 
 def find_files(paths: Paths, *, suffixes: Sequence[str], project_dir: str | Path | None) -> list[FileLocation]:
@@ -114,9 +119,14 @@ def _find_local(text: str, suffixes: Sequence[str], project_dir: str | Path | No
         names = [path / each for each in sorted(below) if _is_wanted(each.parts, suffixes)]
     else:
         names = sorted(Path(name) for name in glob.glob(str(path), recursive=True))  # noqa: PTH207  # Path.glob takes no whole path
-    files = [FileLocation(str(name), name.stat().st_size) for name in names if name.is_file()]
+    files = [
+        FileLocation(str(name), name.stat().st_size, _label(name.as_posix(), path.as_posix()))
+        for name in names
+        if name.is_file()
+    ]
     if not files:
-        raise _nothing_found(text, str(path), path.is_dir(), suffixes, _nearest_local(path))
+        nearest = _nearest_local(path)
+        raise _nothing_found(text, whole=str(path), is_folder=path.is_dir(), suffixes=suffixes, nearest=nearest)
     return files
 
 
@@ -136,12 +146,13 @@ def _find_remote(url: str, suffixes: Sequence[str]) -> list[FileLocation]:
             f"path: {url} cannot be looked up: {type(error).__name__}: {error}. Check the address and the access to it."
         ) from error
     located = [
-        FileLocation(files.unstrip_protocol(name), each.get("size"))
+        FileLocation(files.unstrip_protocol(name), each.get("size"), _label(name, path))
         for name, each in sorted(found.items())
         if each.get("type") == "file"
     ]
     if not located:
-        raise _nothing_found(url, url, bool(found), suffixes, _nearest_remote(files, path))
+        nearest = _nearest_remote(files, path)
+        raise _nothing_found(url, whole=url, is_folder=bool(found), suffixes=suffixes, nearest=nearest)
     return located
 
 
@@ -159,6 +170,48 @@ def _open_file_system(url: str) -> tuple[Any, str]:
     return files, path
 
 
+def remote_version(url: str) -> list[Any] | None:
+    """Returns what changes with the files behind a URL; None where nobody can tell, and for what is no URL.
+
+    Costs one or two requests. Whatever goes wrong says nothing of the files: who reads them will say what it is.
+    """
+    import fsspec
+
+    protocol, separator, rest = url.partition("://")
+    if not separator or not rest or protocol.partition("::")[0] not in fsspec.available_protocols():
+        return None
+    try:
+        files, path = _open_file_system(url)
+        if glob.has_magic(path) and not url.startswith(("http://", "https://")):
+            found = files.glob(path, detail=True)
+        elif files.isdir(path):
+            found = files.find(path, detail=True)
+        else:
+            found = {path: files.info(path)}
+    except Exception as error:
+        logger.debug("Nothing is known of %s: %s", url, error)
+        return None
+    return [[name, *map(str, _facts_in(each))] for name, each in sorted(found.items())]
+
+
+def fingerprint_files(files: Sequence[FileLocation]) -> str:
+    """Returns a digest that changes with the files' names, sizes and times of change; their content is not read."""
+    facts = json.dumps([[file.label, *file.version()] for file in files], default=str)
+    return hashlib.sha256(facts.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _facts_in(found: Mapping[str, Any]) -> list[Any]:
+    return [found.get(fact) for fact in _VERSION_FACTS]
+
+
+def _label(name: str, path: str) -> str:
+    """Returns the part of a file's name below what was asked for: a folder, or the last one before a glob's star."""
+    folders = path.rstrip("/").split("/")
+    if name != path and glob.has_magic(path):
+        folders = folders[: next(number for number, each in enumerate(folders) if glob.has_magic(each))]
+    return "/".join(name.split("/")[-1:] if name == path else name.split("/")[len(folders) :])
+
+
 def _is_wanted(parts: Sequence[str], suffixes: Sequence[str]) -> bool:
     if any(part.startswith(".") for part in parts):
         return False
@@ -172,7 +225,9 @@ def _parts(name: str, root: str) -> list[str]:
     return name.removeprefix(root).strip("/").split("/")
 
 
-def _nothing_found(given: str, whole: str, is_folder: bool, suffixes: Sequence[str], nearest: str | None) -> DataError:
+def _nothing_found(
+    given: str, *, whole: str, is_folder: bool, suffixes: Sequence[str], nearest: str | None
+) -> DataError:
     place = given if given == whole else f"{given} ({whole})"
     if is_folder:
         return DataError(

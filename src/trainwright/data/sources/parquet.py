@@ -1,24 +1,28 @@
 """Rows of Parquet files: `parquet` in a run file, by index or as a stream.
 
 A file is read a row group at a time, which is its smallest part; the row groups used last are kept. Columns of number
-lists become tensors (int64, float32), all else plain Python values. Needs pyarrow, of the `datasets` extra.
+lists become tensors (int64, float32; a list that these cannot hold keeps uint64 or float64), all else plain Python
+values. Needs pyarrow, of the `datasets` extra.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from trainwright.data.sources.file_stream import share_of
+from trainwright.data.indices import positive_indices
 from trainwright.data.sources.files import refuse_cache
 from trainwright.data.sources.formats import check_columns
-from trainwright.data.sources.locations import FileLocation, Paths, find_files
+from trainwright.data.sources.locations import FileLocation, Paths, find_files, fingerprint_files
+from trainwright.data.sources.pieces import Piece, check_piece, identify_piece, share_of
 from trainwright.errors import DataError
 
 SUFFIXES = (".parquet", ".pq")
@@ -73,6 +77,11 @@ class ParquetRows(Dataset[dict[str, Any]]):
         self._ends = np.empty(0, np.int64)
         self._tables: OrderedDict[int, Any] = OrderedDict()
 
+    @property
+    def fingerprint(self) -> str:
+        """What changes with the files: their names, sizes and times of change."""
+        return fingerprint_files(find_files(self.path, suffixes=SUFFIXES, project_dir=self._project_dir))
+
     def __len__(self) -> int:
         self._load()
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -82,11 +91,7 @@ class ParquetRows(Dataset[dict[str, Any]]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Returns the samples of a batch, with one visit to each row group."""
-        count = len(self)
-        for index in indices:
-            if not -count <= index < count:
-                raise IndexError(f"Index {index} is outside the {count} rows of {self.path}.")
-        rows = np.asarray(indices, np.int64) % max(count, 1)
+        rows = positive_indices(indices, size=len(self), of=f"rows of {self.path}")
         groups = np.searchsorted(self._ends, rows, side="right")
         samples: list[Any] = [None] * len(rows)
         for group in np.unique(groups).tolist():
@@ -128,12 +133,13 @@ class ParquetRows(Dataset[dict[str, Any]]):
         return table
 
 
-class _Piece(NamedTuple):
-    """Row groups of a file, from `begin` up to `end`; None is the last."""
+@dataclass(frozen=True)
+class _Row:
+    """Where an iteration stands: the next row is this one of this row group, counted from the piece's first."""
 
-    location: FileLocation
-    begin: int = 0
-    end: int | None = None
+    piece: int = 0
+    group: int = 0
+    row: int = 0
 
 
 class ParquetStream(IterableDataset[dict[str, Any]]):
@@ -147,8 +153,8 @@ class ParquetStream(IterableDataset[dict[str, Any]]):
         self.path = path
         self.columns = check_columns(columns, "parquet")
         self._project_dir = Path(project_dir or ".").absolute()  # a worker may stand in another folder
-        self._pieces: list[_Piece] | None = None
-        self._start: dict[str, int] | None = None
+        self._pieces: list[Piece] | None = None
+        self._start: _Row | None = None
         self._iterator: ParquetIterator | None = None
 
     @property
@@ -157,12 +163,12 @@ class ParquetStream(IterableDataset[dict[str, Any]]):
         return len(self.pieces)
 
     @property
-    def pieces(self) -> list[_Piece]:
+    def pieces(self) -> list[Piece]:
         """What the stream reads, in order; the file systems are asked at first use."""
         if self._pieces is None:
             found = find_files(self.path, suffixes=SUFFIXES, project_dir=self._project_dir)
             if len(found) > _MOST_FILES_TO_ASK:
-                self._pieces = [_Piece(location) for location in found]
+                self._pieces = [Piece(location) for location in found]
             else:
                 self._pieces = [piece for location in found for piece in self._cut(location)]
         return self._pieces
@@ -170,48 +176,43 @@ class ParquetStream(IterableDataset[dict[str, Any]]):
     def shard(self, num_shards: int, index: int) -> ParquetStream:
         """Returns one of `num_shards` disjoint parts, which one after the other are the whole."""
         part = ParquetStream(self.path, columns=self.columns, project_dir=self._project_dir)
-        part._pieces = share_of(self.pieces, num_shards, index)
+        part._pieces = share_of(self.pieces, num_shards=num_shards, index=index)
         return part
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Returns where the iteration begun last stands."""
-        if self._iterator is None:
-            return dict(self._start or _START)
-        return self._iterator.state_dict()
+        place = (self._start or _Row()) if self._iterator is None else self._iterator.place
+        return {**vars(place), "in": identify_piece(self.pieces, place.piece)}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Lets the next iteration begin there."""
-        self._start = dict(state)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Lets the next iteration begin there, unless the files before that place are others now."""
+        start = _Row(state["piece"], state["group"], state["row"])
+        if start != _Row():  # before the first row any files will do
+            check_piece(self.pieces, state["in"])
+        self._start = start
         self._iterator = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        self._iterator = ParquetIterator(self.pieces, self.columns, **(self._start or _START))
-        self._start = None
+        start, self._start = self._start or _Row(), None
+        self._iterator = ParquetIterator(self.pieces, self.columns, start)
         return self._iterator
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_iterator": None}  # an open file cannot be pickled
 
-    def _cut(self, location: FileLocation) -> list[_Piece]:
+    def _cut(self, location: FileLocation) -> list[Piece]:
         with _OpenFile(location, self.columns) as opened:
             # A file without rows is a piece too, so that there is at least one.
-            return [_Piece(location, group, group + 1) for group in range(opened.num_groups)] or [_Piece(location)]
-
-
-_START = {"piece": 0, "group": 0, "row": 0}
+            return [Piece(location, group, group + 1) for group in range(opened.num_groups)] or [Piece(location)]
 
 
 class ParquetIterator:
     """One iteration. A row group that cannot be read raises once and is then passed over."""
 
-    def __init__(
-        self, pieces: list[_Piece], columns: Sequence[str] | None, *, piece: int, group: int, row: int
-    ) -> None:
+    def __init__(self, pieces: list[Piece], columns: Sequence[str] | None, start: _Row) -> None:
         self._pieces = pieces
         self._columns = columns
-        self._piece = piece
-        self._group = group  # counted from the piece's first
-        self._row = row
+        self._piece, self._group, self._row = start.piece, start.group, start.row
         self._opened: _OpenFile | None = None
         self._table: Any = None
         self._samples: list[dict[str, Any]] = []
@@ -234,9 +235,10 @@ class ParquetIterator:
             return self._samples[self._row - 1 - self._first]
         raise StopIteration
 
-    def state_dict(self) -> dict[str, int]:
-        """Returns the place of the next row."""
-        return {"piece": self._piece, "group": self._group, "row": self._row}
+    @property
+    def place(self) -> _Row:
+        """The place of the next row."""
+        return _Row(self._piece, self._group, self._row)
 
     def _read_group(self) -> bool:
         """Reads the row group that is next; False where the piece has no more."""
@@ -326,7 +328,11 @@ class _OpenFile:
 
 
 def to_samples(table: Any) -> list[dict[str, Any]]:
-    """Returns the rows of an Arrow table as dicts; lists of numbers become tensors, those with gaps stay lists."""
+    """Returns the rows of an Arrow table as dicts; lists of numbers become tensors, those with gaps stay lists.
+
+    Tensors are int64 and float32, but for lists with a number that would not fit: those keep uint64 and float64, each
+    for itself, for what a row becomes must not depend on its neighbours.
+    """
     columns = {name: _to_values(table.column(name)) for name in table.column_names}
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
@@ -342,15 +348,29 @@ def _to_values(column: Any) -> list[Any]:
         return values
     lists = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], kind)
     flat = lists.flatten()
-    dtype = np.int64 if pa.types.is_integer(kind.value_type) else np.float32
+    given = np.dtype(kind.value_type.to_pandas_dtype())
     if lists.null_count or flat.null_count:
-        # Decided row by row: what a row becomes must not depend on its neighbours.
         values = column.to_pylist()
-        return [each if each is None or None in each else torch.from_numpy(np.array(each, dtype)) for each in values]
-    # A copy, for Arrow's memory must not be written to and a sample may be.
-    numbers = torch.from_numpy(flat.to_numpy(zero_copy_only=False).astype(dtype, copy=True))
+        return [each if each is None or None in each else _to_tensor(np.array(each, given)) for each in values]
+    numbers = flat.to_numpy(zero_copy_only=False)
     lengths: list[int] = pc.list_value_length(lists).to_pylist()
-    return list(torch.split(numbers, lengths))
+    whole = _to_tensor(numbers)
+    if whole.dtype in (torch.int64, torch.float32):
+        return list(torch.split(whole, lengths))
+    return [_to_tensor(each) for each in np.split(numbers, np.cumsum(lengths[:-1], dtype=np.int64))]
+
+
+def _to_tensor(numbers: npt.NDArray[Any]) -> torch.Tensor:
+    """Returns a copy as int64 or float32, or in the numbers' own type if one of them does not fit."""
+    # A copy, for Arrow's memory must not be written to and a sample may be.
+    if numbers.dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            narrow = numbers.astype(np.float32)
+        fits = numbers.dtype != np.float64 or bool((np.isinf(narrow) == np.isinf(numbers)).all())
+    else:
+        narrow = numbers.astype(np.int64)
+        fits = numbers.dtype != np.uint64 or not numbers.size or int(numbers.max()) < 2**63
+    return torch.from_numpy(narrow if fits else numbers.copy())
 
 
 def _pyarrow_parquet() -> Any:

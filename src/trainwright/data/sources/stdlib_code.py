@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainwright.data.cache import cache_root, rename_unless_taken
+from trainwright.data.indices import positive_indices
 from trainwright.errors import ConfigError, DataError
 
 PARTS = ("train", "valid")
@@ -77,7 +78,13 @@ class StdlibCode(Dataset[dict[str, Tensor]]):
         max_megabytes: float | None = 8.0,
         cache_dir: str | Path | None = None,
     ) -> None:
-        _check_arguments(sequence_length, vocab_size, part, valid_fraction, max_megabytes)
+        _check_arguments(
+            part,
+            sequence_length=sequence_length,
+            vocab_size=vocab_size,
+            valid_fraction=valid_fraction,
+            max_megabytes=max_megabytes,
+        )
         self.sequence_length = sequence_length
         self.vocab_size = vocab_size
         self.part = part
@@ -136,12 +143,10 @@ class StdlibCode(Dataset[dict[str, Tensor]]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
         """Returns the samples of a batch; torch's loader prefers this to one call a sample."""
-        count, length = len(self), self.sequence_length
+        length = self.sequence_length
         blocks = np.empty((len(indices), length), dtype=np.int64)
-        for row, index in enumerate(indices):
-            if not -count <= index < count:
-                raise IndexError(f"Index {index} is outside the {count} blocks of the {self.part} part.")
-            start = (index % count) * length
+        places = positive_indices(indices, size=len(self), of=f"blocks of the {self.part} part")
+        for row, start in enumerate((places * length).tolist()):
             blocks[row] = self.tokens[start : start + length]
         input_ids = torch.from_numpy(blocks)
         labels = input_ids.clone()  # its own memory: a collator may write -100 into labels
@@ -168,7 +173,7 @@ def unigram_loss(train: StdlibCode, valid: StdlibCode) -> float:
 
 
 def _check_arguments(
-    sequence_length: int, vocab_size: int, part: str, valid_fraction: float, max_megabytes: float | None
+    part: str, *, sequence_length: int, vocab_size: int, valid_fraction: float, max_megabytes: float | None
 ) -> None:
     """Refuses what cannot work before any file is read."""
     if part not in PARTS:

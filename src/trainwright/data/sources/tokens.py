@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainwright.data.cache import staged_file
-from trainwright.data.sources.locations import Paths, find_files
+from trainwright.data.indices import positive_indices
+from trainwright.data.sources.locations import Paths, find_files, fingerprint_files
 from trainwright.errors import ConfigError, DataError
 
 SUFFIXES = (".bin", ".npy")
@@ -86,6 +87,11 @@ class Tokens(Dataset[dict[str, Tensor]]):
             return np.broadcast_to(np.int64(self.sequence_length), (len(self),))  # one number in memory
         return samples.lengths
 
+    @property
+    def fingerprint(self) -> str:
+        """What changes with the files: their names, sizes and times of change."""
+        return fingerprint_files(find_files(self.path, suffixes=SUFFIXES, project_dir=self._project_dir))
+
     def __len__(self) -> int:
         return int(self._load()[1].ends[-1])
 
@@ -94,12 +100,9 @@ class Tokens(Dataset[dict[str, Tensor]]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
         """Returns the samples of a batch; torch's loader prefers this to one call a sample."""
-        count = len(self)
         samples = []
-        for index in indices:
-            if not -count <= index < count:
-                raise IndexError(f"Index {index} is outside the {count} samples of {self.path}.")
-            tokens = self._read(index % count).astype(np.int64)
+        for index in positive_indices(indices, size=len(self), of=f"samples of {self.path}").tolist():
+            tokens = self._read(index).astype(np.int64)
             # Labels have memory of their own: a collator may write -100 into them.
             samples.append({"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(tokens.copy())})
         return samples

@@ -1,0 +1,60 @@
+"""`trainwright generate RUN --prompt "…"`: continues a text with the model of a run, as it is made."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def generate(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or a folder of an export.", show_default=False)],
+    prompt: Annotated[str, typer.Option(help="The text to continue.", show_default=False)],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to make at most.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token every time.")] = 0.8,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Choose among this many of the likeliest tokens.", show_default="all")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Choose among the likeliest that hold this share.", show_default="all")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Makes the text repeatable.", show_default="another each time")
+    ] = None,
+    step: Annotated[str, typer.Option(help="Which checkpoint: latest, best, or a number.")] = "latest",
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="A tokenizer.json, a folder with one, or bytes.", show_default="that of the run's data"),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+) -> None:
+    """Continue a text with the model of a run, streaming to the terminal."""
+    import torch
+
+    from trainwright.backends.backend import pick_backend
+    from trainwright.export.text import load_speaker, stream_text
+
+    place = pick_backend(device).device
+    model, found = load_speaker(run, step=step, device=place, tokenizer=tokenizer)
+    generator = torch.Generator(place)
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    pieces = stream_text(
+        model,
+        found,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        generator=generator,
+    )
+    sys.stdout.write(prompt)
+    for piece in pieces:
+        sys.stdout.write(piece)
+        sys.stdout.flush()  # a text that is watched, not a file that is waited for
+    sys.stdout.write("\n")

@@ -1,0 +1,64 @@
+"""AutoModel: picks the shipped class that reads a folder, by what its config.json says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from trainwright.built_ins import BUILT_INS
+from trainwright.errors import ConfigError
+from trainwright.models.locate import find_folder
+from trainwright.models.model import Model
+from trainwright.models.pretrained import CONFIG_FILE, read_config_file
+
+
+class AutoModel:
+    """Chooses one of the shipped classes by a model's config.json, and returns an object of that class."""
+
+    def __init__(self) -> None:
+        raise ConfigError(
+            "AutoModel only chooses a class: use AutoModel.from_pretrained(folder) or .from_config(config)."
+        )
+
+    @staticmethod
+    def from_pretrained(name_or_folder: str | Path, *, home_path: str | Path | None = None, **options: Any) -> Model:
+        """Returns the model of a folder in Hugging Face's layout, with its weights.
+
+        `options` are those of `Model.from_pretrained`: strict, dtype, device, allow_pickle, and settings to change.
+        """
+        folder = find_folder(name_or_folder, home_path=home_path)
+        return AutoModel.choose(read_config_file(folder)).from_pretrained(folder, **options)
+
+    @staticmethod
+    def from_config(config: Mapping[str, Any], **overrides: Any) -> Model:
+        """Returns a model with fresh weights that is built as a config.json says."""
+        return AutoModel.choose(config).from_config(config, **overrides)
+
+    @staticmethod
+    def choose(config: Mapping[str, Any]) -> type[Model]:
+        """Returns the class for a config.json: by its model_type, and among several by `architectures`."""
+        model_type = config.get("model_type")
+        fitting = [each for each in model_classes() if model_type in each.hugging_face_types]
+        if not fitting:
+            known = sorted({one for each in model_classes() for one in each.hugging_face_types})
+            raise ConfigError(
+                f"{CONFIG_FILE} says model_type {model_type!r}, which no shipped model reads. Known: "
+                f"{', '.join(known)}. Any other trains by transformers' own class: "
+                "model.type: transformers:AutoModelForCausalLM, or the like."
+            )
+        wanted = config.get("architectures") or ()
+        by_name = [each for each in fitting if each.hugging_face_architectures.get(str(model_type)) in wanted]
+        return (by_name or fitting)[0]
+
+
+def model_classes() -> list[type[Model]]:
+    """Returns the shipped models that know Hugging Face's files, in the order of the table of built-in names."""
+    found = []
+    for path in BUILT_INS["model"].values():
+        module, _, name = path.partition(":")
+        each = getattr(import_module(module), name)
+        if isinstance(each, type) and issubclass(each, Model) and each.hugging_face_types:
+            found.append(each)
+    return found

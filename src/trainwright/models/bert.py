@@ -1,0 +1,397 @@
+"""Bert and BertClassifier: an encoder that sees both ways, with a head for masked tokens or one for whole texts.
+
+Parameters are named as in transformers' BertForMaskedLM and BertForSequenceClassification.
+Shapes in comments: batch B, sequence S, hidden width D. Training lives in trainers/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.models.layers.activations import activation as find_activation
+from trainwright.models.layers.attention import attend
+from trainwright.models.layers.checks import check_counts, check_dropouts, check_heads, check_length
+from trainwright.models.layers.classes import class_criterion, class_loss, label_names, num_labels_of
+from trainwright.models.layers.masks import IGNORED_LABEL, unpadded_keys
+from trainwright.models.layers.settings import keywords_of, refuse_other_values
+from trainwright.models.model import KeyRule, Model
+
+# What config.json must say, if anything, of things that this file does in one way only.
+SUPPORTED = {
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+    "position_embedding_type": "absolute",
+}
+
+# The first BERT's files call the weights of norms gamma and beta. They are read; the rules before say what is written.
+NORM_RULES = (
+    KeyRule("**.LayerNorm.weight", "**.LayerNorm.weight"),
+    KeyRule("**.LayerNorm.bias", "**.LayerNorm.bias"),
+    KeyRule("**.LayerNorm.weight", "**.LayerNorm.gamma"),
+    KeyRule("**.LayerNorm.bias", "**.LayerNorm.beta"),
+)
+
+
+class Bert(Model):
+    """Predicts masked tokens: `labels` [B, S] hold them, and -100 wherever there is nothing to predict.
+
+    `forward` returns `{"loss": ..., "logits": ...}`, logits [B, S, vocabulary]; without labels the loss is None.
+    `dropout` falls on the embeddings and on what each part adds, `attention_dropout` on the attention weights.
+    The embedding of `pad_token_id` gets no gradient; None leaves it as any other.
+    """
+
+    hugging_face_types = ("bert",)
+    hugging_face_architectures = MappingProxyType({"bert": "BertForMaskedLM"})
+    hugging_face_prefix = "bert"
+    key_rules = NORM_RULES
+    # What is computed, and what a file for other tasks has besides.
+    ignored_keys = ("bert.embeddings.position_ids", "bert.pooler.**", "cls.seq_relationship.**")
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        hidden_size: int = 256,
+        num_layers: int = 4,
+        num_heads: int = 4,
+        intermediate_size: int | None = None,
+        max_positions: int = 512,
+        num_token_types: int = 2,
+        activation: str = "gelu",
+        norm_eps: float = 1e-12,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        pad_token_id: int | None = 0,
+        initializer_range: float = 0.02,
+    ) -> None:
+        intermediate_size = 4 * hidden_size if intermediate_size is None else intermediate_size
+        settings = keywords_of(locals())
+        super().__init__()
+        self.settings = settings
+        self.max_positions = max_positions
+        self.bert = Body(settings, with_pooler=False)
+        self.cls = nn.ModuleDict({"predictions": TokenHead(hidden_size, vocab_size, activation, norm_eps)})
+        self.criterion: nn.Module = nn.CrossEntropyLoss(ignore_index=IGNORED_LABEL)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all weights anew and ties the head again, for a model that was made on the meta device."""
+        draw_weights(self, self.settings["initializer_range"])
+        head: Any = self.cls["predictions"]
+        # Moving off the meta device makes two parameters out of a shared one; this makes them one again.
+        head.decoder.weight = self.bert.embeddings.word_embeddings.weight
+        head.bias = head.decoder.bias
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> dict[str, Tensor | None]:
+        """Maps tokens [B, S] to logits [B, S, vocabulary] and, given labels, the mean loss of those that count.
+
+        `attention_mask` [B, S] is 0 at padding; `token_type_ids` [B, S] say which text of a pair a token is of.
+        """
+        check_length(input_ids.shape[-1], self.max_positions)
+        logits = self.cls["predictions"](self.bert(input_ids, attention_mask, token_type_ids, position_ids))
+        if labels is None:
+            return {"loss": None, "logits": logits}
+        # In float32, as the log of a sum over the vocabulary loses too much in 16 bits.
+        loss = self.criterion(logits.flatten(0, 1).float(), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+    @classmethod
+    def settings_from_hugging_face(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the keywords for a config.json of BERT; keys that it lacks have transformers' defaults."""
+        return body_settings(config)
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """Returns what transformers' BertConfig calls these settings."""
+        return body_config(self.settings)
+
+
+class BertClassifier(Model):
+    """Sorts texts, or pairs of texts, into `num_labels` classes: `labels` [B]; one label means a number to predict.
+
+    `forward` returns `{"loss": ..., "logits": ...}`, logits [B, num_labels]; without labels the loss is None. It also
+    reads the folder of a plain encoder: the classifier (and the pooler, where it lacks one) is then new, which
+    `strict=False` allows. `classifier_dropout` is on the pooled text and defaults to `dropout`.
+    """
+
+    hugging_face_types = ("bert",)
+    hugging_face_architectures = MappingProxyType({"bert": "BertForSequenceClassification"})
+    hugging_face_prefix = "bert"
+    key_rules = NORM_RULES
+    ignored_keys = ("bert.embeddings.position_ids", "cls.**")
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        num_labels: int = 2,
+        hidden_size: int = 256,
+        num_layers: int = 4,
+        num_heads: int = 4,
+        intermediate_size: int | None = None,
+        max_positions: int = 512,
+        num_token_types: int = 2,
+        activation: str = "gelu",
+        norm_eps: float = 1e-12,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        classifier_dropout: float | None = None,
+        pad_token_id: int | None = 0,
+        initializer_range: float = 0.02,
+    ) -> None:
+        intermediate_size = 4 * hidden_size if intermediate_size is None else intermediate_size
+        classifier_dropout = dropout if classifier_dropout is None else classifier_dropout
+        settings = keywords_of(locals())
+        super().__init__()
+        self.settings = settings
+        check_counts(num_labels=num_labels)
+        check_dropouts(classifier_dropout=classifier_dropout)
+        self.max_positions = max_positions
+        self.bert = Body(settings, with_pooler=True)
+        self.dropout = nn.Dropout(classifier_dropout)
+        self.classifier = nn.Linear(hidden_size, num_labels)
+        self.criterion: nn.Module = class_criterion(num_labels)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all weights anew, for a model that was made on the meta device."""
+        draw_weights(self, self.settings["initializer_range"])
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> dict[str, Tensor | None]:
+        """Maps texts [B, S] to logits [B, num_labels] and, given labels, their mean loss.
+
+        `attention_mask` [B, S] is 0 at padding; `token_type_ids` [B, S] say which text of a pair a token is of.
+        """
+        check_length(input_ids.shape[-1], self.max_positions)
+        hidden = self.bert(input_ids, attention_mask, token_type_ids, position_ids)
+        logits = self.classifier(self.dropout(self.bert.pooler(hidden)))
+        return {"loss": class_loss(self.criterion, logits, labels), "logits": logits}
+
+    @classmethod
+    def settings_from_hugging_face(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the keywords for a config.json of BERT; keys that it lacks have transformers' defaults."""
+        dropout = config.get("classifier_dropout")
+        return body_settings(config) | {"num_labels": num_labels_of(config), "classifier_dropout": dropout}
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """Returns what transformers' BertConfig calls these settings."""
+        names = label_names(self.settings["num_labels"], self.hugging_face_config)
+        return body_config(self.settings) | names | {"classifier_dropout": self.settings["classifier_dropout"]}
+
+
+class Body(nn.Module):
+    """What both models share: tokens [B, S] → states [B, S, D]; the pooler is for the head to call, if any."""
+
+    def __init__(self, settings: Mapping[str, Any], *, with_pooler: bool) -> None:
+        super().__init__()
+        counts = ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size", "max_positions")
+        check_counts(**{name: settings[name] for name in (*counts, "num_token_types")})
+        check_heads(settings["hidden_size"], settings["num_heads"])
+        check_dropouts(dropout=settings["dropout"], attention_dropout=settings["attention_dropout"])
+        self.embeddings = Embeddings(settings)
+        self.encoder = nn.ModuleDict({"layer": nn.ModuleList(Layer(settings) for _ in range(settings["num_layers"]))})
+        self.pooler: Any = Pooler(settings["hidden_size"]) if with_pooler else None
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Runs every layer with the same mask, which is made once."""
+        hidden: Tensor = self.embeddings(input_ids, token_type_ids, position_ids)
+        mask = unpadded_keys(attention_mask)
+        layers: Any = self.encoder["layer"]
+        for layer in layers:
+            hidden = layer(hidden, mask)
+        return hidden
+
+
+class Embeddings(nn.Module):
+    """Adds up what a token is, where it stands and which text it belongs to."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__()
+        hidden_size = settings["hidden_size"]
+        pad_token_id = settings["pad_token_id"]
+        self.word_embeddings = nn.Embedding(settings["vocab_size"], hidden_size, padding_idx=pad_token_id)
+        self.position_embeddings = nn.Embedding(settings["max_positions"], hidden_size)
+        self.token_type_embeddings = nn.Embedding(settings["num_token_types"], hidden_size)
+        self.LayerNorm = nn.LayerNorm(hidden_size, eps=settings["norm_eps"])
+        self.dropout = nn.Dropout(settings["dropout"])
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None) -> Tensor:
+        """Returns [B, S, D]; without types all tokens are of the first text, without positions they count from 0."""
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
+        if token_type_ids is None:
+            types = self.token_type_embeddings.weight[0]  # [D], for all tokens alike
+        else:
+            types = self.token_type_embeddings(token_type_ids)
+        summed = self.word_embeddings(input_ids) + types + self.position_embeddings(position_ids)
+        embedded: Tensor = self.dropout(self.LayerNorm(summed))
+        return embedded
+
+
+class Layer(nn.Module):
+    """Attention, then the MLP; what each adds to the stream [B, S, D] is normalised together with the stream."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__()
+        hidden_size, intermediate_size = settings["hidden_size"], settings["intermediate_size"]
+        self.attention = nn.ModuleDict(
+            {"self": SelfAttention(settings), "output": AddAndNormalise(hidden_size, settings)}
+        )
+        self.intermediate = nn.ModuleDict({"dense": nn.Linear(hidden_size, intermediate_size)})
+        self.output = AddAndNormalise(intermediate_size, settings)
+        self.activation = find_activation(settings["activation"])
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """Returns the stream after this layer."""
+        hidden = self.attention["output"](self.attention["self"](hidden, mask), hidden)
+        widened = self.activation(self.intermediate["dense"](hidden))
+        output: Tensor = self.output(widened, hidden)
+        return output
+
+
+class SelfAttention(nn.Module):
+    """Attention in both directions."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__()
+        hidden_size = settings["hidden_size"]
+        self.head_size = hidden_size // settings["num_heads"]
+        self.dropout = settings["attention_dropout"]
+        self.query = nn.Linear(hidden_size, hidden_size)
+        self.key = nn.Linear(hidden_size, hidden_size)
+        self.value = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """Mixes positions: [B, S, D] → [B, S, D]; the projection back is the next module's."""
+        return attend(
+            self.query(hidden),
+            self.key(hidden),
+            self.value(hidden),
+            head_size=self.head_size,
+            mask=mask,
+            dropout=self.dropout if self.training else 0.0,
+        )
+
+
+class AddAndNormalise(nn.Module):
+    """Projects [B, S, any] to [B, S, D], adds the stream and normalises the sum."""
+
+    def __init__(self, input_size: int, settings: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.dense = nn.Linear(input_size, settings["hidden_size"])
+        self.LayerNorm = nn.LayerNorm(settings["hidden_size"], eps=settings["norm_eps"])
+        self.dropout = nn.Dropout(settings["dropout"])
+
+    def forward(self, addition: Tensor, hidden: Tensor) -> Tensor:
+        """Returns the stream; dropout falls on what is added."""
+        output: Tensor = self.LayerNorm(self.dropout(self.dense(addition)) + hidden)
+        return output
+
+
+class Pooler(nn.Module):
+    """Makes one vector [B, D] of a text from the state of its first token."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Maps [B, S, D] to [B, D]."""
+        return torch.tanh(self.dense(hidden[:, 0]))
+
+
+class TokenHead(nn.Module):
+    """Maps states [B, S, D] to logits [B, S, vocabulary] by the table of embeddings, which is the decoder's matrix."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, activation: str, norm_eps: float) -> None:
+        super().__init__()
+        norm = nn.LayerNorm(hidden_size, eps=norm_eps)
+        self.transform = nn.ModuleDict({"dense": nn.Linear(hidden_size, hidden_size), "LayerNorm": norm})
+        self.decoder = nn.Linear(hidden_size, vocab_size)
+        self.bias = self.decoder.bias  # the name that files keep
+        self.activation = find_activation(activation)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Returns the logits."""
+        transformed = self.transform["LayerNorm"](self.activation(self.transform["dense"](hidden)))
+        logits: Tensor = self.decoder(transformed)
+        return logits
+
+
+def draw_weights(model: nn.Module, initializer_range: float) -> None:
+    """Draws matrices and tables anew, zeroes biases and the padding's embedding, and resets norms."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=initializer_range)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            with torch.no_grad():
+                module.weight[module.padding_idx].zero_()
+        if isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+
+
+def body_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keywords that both models take, from a config.json."""
+    refuse_other_values(config, SUPPORTED, model="Bert")
+    return {
+        "vocab_size": config.get("vocab_size", 30522),
+        "hidden_size": config.get("hidden_size", 768),
+        "num_layers": config.get("num_hidden_layers", 12),
+        "num_heads": config.get("num_attention_heads", 12),
+        "intermediate_size": config.get("intermediate_size", 3072),
+        "max_positions": config.get("max_position_embeddings", 512),
+        "num_token_types": config.get("type_vocab_size", 2),
+        "activation": config.get("hidden_act", "gelu"),
+        "norm_eps": config.get("layer_norm_eps", 1e-12),
+        "dropout": config.get("hidden_dropout_prob", 0.1),
+        "attention_dropout": config.get("attention_probs_dropout_prob", 0.1),
+        "pad_token_id": config.get("pad_token_id", 0),
+        "initializer_range": config.get("initializer_range", 0.02),
+    }
+
+
+def body_config(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what transformers' BertConfig calls the settings that both models have."""
+    return {
+        **SUPPORTED,
+        "vocab_size": settings["vocab_size"],
+        "hidden_size": settings["hidden_size"],
+        "num_hidden_layers": settings["num_layers"],
+        "num_attention_heads": settings["num_heads"],
+        "intermediate_size": settings["intermediate_size"],
+        "max_position_embeddings": settings["max_positions"],
+        "type_vocab_size": settings["num_token_types"],
+        "hidden_act": settings["activation"],
+        "layer_norm_eps": settings["norm_eps"],
+        "hidden_dropout_prob": settings["dropout"],
+        "attention_probs_dropout_prob": settings["attention_dropout"],
+        "pad_token_id": settings["pad_token_id"],
+        "initializer_range": settings["initializer_range"],
+    }

@@ -1,0 +1,128 @@
+"""CNN: a small convolutional classifier for images of any size.
+
+Each stage halves the image and changes the number of channels; the last one's channels are averaged over all places.
+Shapes in comments: batch B, channels C. Training lives in trainers/classification.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.errors import ConfigError, DataError
+from trainwright.models.layers.checks import check_counts, check_dropouts
+from trainwright.models.layers.classes import class_criterion, class_loss, label_names, num_labels_of
+from trainwright.models.layers.settings import keywords_of
+from trainwright.models.model import Model
+
+
+class CNN(Model):
+    """Sorts images into `num_labels` classes: `labels` [B]; one label means a number to predict.
+
+    `forward` returns `{"loss": ..., "logits": ...}`, logits [B, num_labels]; without labels the loss is None.
+    `stage_channels` has the channels of each stage, which is `convolutions_per_stage` times convolution, norm and
+    relu; every stage but the first begins by halving height and width. The norm is a group norm (of `num_groups`
+    groups at most): unlike a batch norm it sees each image by itself, so that results do not depend on the batch.
+    """
+
+    hugging_face_types = ("trainwright_cnn",)
+    hugging_face_architectures = MappingProxyType({"trainwright_cnn": "CNN"})
+
+    def __init__(
+        self,
+        *,
+        num_labels: int,
+        num_channels: int = 3,
+        stage_channels: Sequence[int] = (32, 64, 128),
+        convolutions_per_stage: int = 2,
+        num_groups: int = 8,
+        dropout: float = 0.0,
+    ) -> None:
+        stage_channels = list(stage_channels)
+        settings = keywords_of(locals())
+        super().__init__()
+        self.settings = settings
+        check_counts(num_labels=num_labels, num_channels=num_channels, num_groups=num_groups)
+        check_counts(convolutions_per_stage=convolutions_per_stage)
+        check_dropouts(dropout=dropout)
+        _check_stages(stage_channels, num_groups)
+        stages = []
+        for number, channels in enumerate(stage_channels):
+            before = num_channels if number == 0 else stage_channels[number - 1]
+            layers = [
+                Convolution(
+                    before if first else channels, channels, groups=num_groups, stride=2 if number and first else 1
+                )
+                for first in [True] + [False] * (convolutions_per_stage - 1)
+            ]
+            stages.append(nn.Sequential(*layers))
+        self.stages = nn.ModuleList(stages)
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(stage_channels[-1], num_labels)
+        self.criterion: nn.Module = class_criterion(num_labels)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all weights anew, for a model that was made on the meta device."""
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(module, nn.GroupNorm):
+                module.reset_parameters()
+        nn.init.normal_(self.classifier.weight, std=0.01)
+        nn.init.zeros_(self.classifier.bias)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> dict[str, Tensor | None]:
+        """Maps images [B, num_channels, height, width] to logits [B, num_labels] and, given labels, their mean loss."""
+        if pixel_values.dim() != 4 or pixel_values.shape[1] != self.settings["num_channels"]:
+            raise DataError(
+                f"pixel_values have the shape {list(pixel_values.shape)}, but the model takes [batch, "
+                f"{self.settings['num_channels']}, height, width]. Change the images, or model.num_channels."
+            )
+        hidden = pixel_values
+        for stage in self.stages:
+            hidden = stage(hidden)
+        pooled = hidden.mean(dim=(2, 3))  # [B, C]
+        logits = self.classifier(self.dropout(pooled))
+        return {"loss": class_loss(self.criterion, logits, labels), "logits": logits}
+
+    @classmethod
+    def settings_from_hugging_face(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the keywords from a config.json of ours; transformers has no such model."""
+        names = ("num_channels", "stage_channels", "convolutions_per_stage", "num_groups", "dropout")
+        return {"num_labels": num_labels_of(config)} | {name: config[name] for name in names if name in config}
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """Returns the settings by their own names, and the classes' names in place of their number."""
+        names = label_names(self.settings["num_labels"], self.hugging_face_config)
+        return names | {name: value for name, value in self.settings.items() if name != "num_labels"}
+
+
+class Convolution(nn.Module):
+    """Convolution over 3 × 3 places, group norm, relu: [B, C, height, width] → [B, C', height, width] / stride."""
+
+    def __init__(self, in_channels: int, out_channels: int, *, groups: int, stride: int) -> None:
+        super().__init__()
+        # No bias: the norm would take it away again.
+        self.conv = nn.Conv2d(in_channels, out_channels, kernel_size=3, stride=stride, padding=1, bias=False)
+        self.norm = nn.GroupNorm(min(groups, out_channels), out_channels)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Returns the features of the next layer."""
+        return torch.relu(self.norm(self.conv(hidden)))
+
+
+def _check_stages(stage_channels: Sequence[int], num_groups: int) -> None:
+    for channels in stage_channels:
+        if channels < 1 or channels % min(num_groups, channels):
+            raise ConfigError(
+                f"stage_channels {list(stage_channels)}: {channels} does not split into {num_groups} groups "
+                "(num_groups). Use multiples of it, or fewer groups.",
+                where="model",
+            )
+    if not stage_channels:
+        raise ConfigError("stage_channels is empty. Give the channels of each stage, such as [32, 64].", where="model")

@@ -1,0 +1,33 @@
+"""The activation functions that models choose by Hugging Face's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainwright.errors import ConfigError
+
+Activation = Callable[[Tensor], Tensor]
+
+_GELU_BY_TANH = partial(F.gelu, approximate="tanh")
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": F.gelu,
+    "gelu_new": _GELU_BY_TANH,
+    "gelu_pytorch_tanh": _GELU_BY_TANH,
+    "relu": F.relu,
+    "silu": F.silu,
+    "swish": F.silu,
+    "tanh": torch.tanh,
+}
+
+
+def activation(name: str) -> Activation:
+    """Returns the function of this name, or refuses a name that there is none for."""
+    if name not in ACTIVATIONS:
+        raise ConfigError(f'activation is "{name}". Use one of: {", ".join(ACTIVATIONS)}.', where="model")
+    return ACTIVATIONS[name]

@@ -1,0 +1,226 @@
+"""LoRA: linear layers keep their weight and learn a product of two thin matrices beside it.
+
+    y = W x + b + (alpha / rank) · B A dropout(x)        A [rank, in], B [out, rank], B = 0 at first
+
+`add_lora` turns layers of any model into LoRALinear in place, under their old names, so that pretrained weights and
+key maps fit as before; `merge_lora` makes plain layers of them again. Adapters as files are lora_files.py's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainwright.errors import ConfigError
+from trainwright.models.names import as_globs, matched_parameters, names_module, unmatched
+
+
+class LoRALinear(nn.Linear):
+    """A linear layer whose `weight` and `bias` are frozen and beside which `lora_a` and `lora_b` learn.
+
+    Made from an nn.Linear by `add_lora`, never called by itself. The adapter is float32 also where the layer is of
+    16 bits, in which small updates would be lost.
+    """
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    lora_rank: int
+    lora_alpha: float
+    lora_dropout: float
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Maps [..., in] to [..., out]."""
+        output = F.linear(input, self.weight, self.bias)
+        adapter_input = F.dropout(input, self.lora_dropout, self.training).to(self.lora_a.dtype)
+        added = F.linear(F.linear(adapter_input, self.lora_a), self.lora_b) * (self.lora_alpha / self.lora_rank)
+        return output + added.to(output.dtype)
+
+    def reset_parameters(self) -> None:
+        """Draws the weights anew, the adapter's too."""
+        super().reset_parameters()
+        self.reset_adapter()
+
+    @torch.no_grad()
+    def reset_adapter(self) -> None:
+        """Draws A as torch draws a linear layer, and makes B zero: the layer then gives what it gave without them."""
+        nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_b)
+
+    def extra_repr(self) -> str:
+        """Adds the adapter's settings to what torch prints."""
+        return f"{super().extra_repr()}, rank={self.lora_rank}, alpha={self.lora_alpha}, dropout={self.lora_dropout}"
+
+
+def add_lora(
+    model: nn.Module,
+    *,
+    match: str | Sequence[str],
+    rank: int = 8,
+    alpha: float = 16.0,
+    dropout: float = 0.0,
+    train: str | Sequence[str] = (),
+) -> list[str]:
+    """Puts an adapter beside every linear layer that a glob of `match` names, and freezes everything else.
+
+    Parameters that a glob of `train` names, such as a new head's (`classifier.*`), are trained too. Returns the names
+    of the layers, in the model's order. A glob that matches no linear layer is refused, as are layers whose weight
+    is read past their forward, where an adapter would have no effect.
+    """
+    layers = _matched_layers(model, as_globs("lora.match", match))
+    trained = matched_parameters("lora.train", train, model)
+    adapt(model, layers, rank=rank, alpha=alpha, dropout=dropout, train=trained)
+    return layers
+
+
+def adapt(
+    model: nn.Module, layers: Sequence[str], *, rank: int, alpha: float, dropout: float, train: Sequence[str]
+) -> None:
+    """Does what `add_lora` does for the layers and parameters of exactly these names."""
+    _check_settings(rank=rank, alpha=alpha, dropout=dropout)
+    modules = dict(model.named_modules())
+    if any(isinstance(module, LoRALinear) for module in modules.values()):
+        raise ConfigError("lora: the model has adapters already. Give all globs in one list, or call merge_lora first.")
+    for name in layers:
+        reason = _why_not(name, modules)
+        if reason:
+            raise ConfigError(f"lora.match: names {name}, {reason}")
+    own = dict(model.named_parameters(remove_duplicate=False))
+    for parameter in own.values():
+        parameter.requires_grad_(False)
+    for name in train:
+        own[name].requires_grad_(True)
+    for name in layers:
+        _add_adapter(modules[name], rank=rank, alpha=float(alpha), dropout=float(dropout))
+
+
+@torch.no_grad()
+def merge_lora(model: nn.Module) -> list[str]:
+    """Adds each adapter's product to its layer's weight and makes a plain nn.Linear of it, in place.
+
+    Returns the layers' names. The sum is rounded once, to the weight's dtype. What is frozen stays frozen.
+    """
+    layers = dict(lora_layers(model))
+    for layer in layers.values():
+        product = layer.lora_b @ layer.lora_a * (layer.lora_alpha / layer.lora_rank)
+        layer.weight.copy_(layer.weight.to(product.dtype) + product)
+        for name in ("lora_a", "lora_b", "lora_rank", "lora_alpha", "lora_dropout"):
+            delattr(layer, name)
+        layer.__class__ = nn.Linear  # type: ignore[assignment]  # what it was before add_lora
+    return list(layers)
+
+
+def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
+    """Yields the name and the layer of each adapter."""
+    for name, module in model.named_modules():
+        if isinstance(module, LoRALinear):
+            yield name, module
+
+
+def lora_state(model: nn.Module) -> dict[str, Tensor]:
+    """Returns what training with adapters changes: their matrices, and every other parameter that is trainable."""
+    adapters = {f"{name}.lora_{letter}" for name, _ in lora_layers(model) for letter in "ab"}
+    return {
+        name: parameter.detach()
+        for name, parameter in model.named_parameters()
+        if name in adapters or parameter.requires_grad
+    }
+
+
+@torch.no_grad()
+def load_lora(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Loads what `lora_state` returned into a model that has adapters at the same places."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    adapters = {f"{name}.lora_{letter}" for name, _ in lora_layers(model) for letter in "ab"}
+    problems = [f"{name}: not in the model" for name in state if name not in own]
+    problems += [f"{name}: not in the adapters given" for name in sorted(adapters - state.keys())]
+    problems += [
+        f"{name}: {tuple(state[name].shape)} given, {tuple(own[name].shape)} in the model"
+        for name in state
+        if name in own and state[name].shape != own[name].shape
+    ]
+    if problems:
+        more = "; …" if len(problems) > 8 else ""
+        raise ConfigError(
+            f"lora: these adapters do not fit the model: {'; '.join(problems[:8])}{more}. "
+            "Give add_lora the rank and match that they were trained with."
+        )
+    for name, value in state.items():
+        own[name].copy_(value)
+
+
+def _add_adapter(layer: nn.Module, *, rank: int, alpha: float, dropout: float) -> None:
+    # The class of the object is changed, instead of the object in its parent: hooks stay, and a layer that stands
+    # at two places of the model is still one layer.
+    layer.__class__ = LoRALinear
+    assert isinstance(layer, LoRALinear)
+    options: dict[str, Any] = {
+        "device": layer.weight.device,
+        "dtype": torch.promote_types(layer.weight.dtype, torch.float32),
+    }
+    layer.lora_a = nn.Parameter(torch.empty(rank, layer.in_features, **options))
+    layer.lora_b = nn.Parameter(torch.empty(layer.out_features, rank, **options))
+    layer.lora_rank, layer.lora_alpha, layer.lora_dropout = rank, alpha, dropout
+    layer.reset_adapter()
+
+
+def _matched_layers(model: nn.Module, globs: Sequence[str]) -> list[str]:
+    """Returns the layers that the globs name, also those that `adapt` refuses: left out, they would seem trained."""
+    if not globs:
+        raise ConfigError("lora.match: names no layer. Give a glob such as *.q_proj.")
+    modules = dict(model.named_modules())
+    layers = [name for name, one in modules.items() if name and (isinstance(one, nn.Linear) or _is_conv1d(one))]
+    for glob in globs:
+        if not any(names_module(glob, name) for name in layers):
+            raise ConfigError(f"lora.match: {unmatched(glob, layers, 'linear layer')}")
+    return [name for name in layers if any(names_module(glob, name) for glob in globs)]
+
+
+def _why_not(name: str, modules: dict[str, nn.Module]) -> str:
+    """Says why this module cannot have an adapter; nothing where it can."""
+    module, parent = modules[name], modules[name.rpartition(".")[0]]
+    if _is_conv1d(module):
+        return (
+            "a Conv1D of transformers, which keeps its weight the other way round and has no adapters here. "
+            "The model type gpt2 has the same weights in linear layers."
+        )
+    if isinstance(parent, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
+        return (
+            f"whose weight torch's {type(parent).__name__} reads past the layer, where an adapter has no effect. "
+            "Leave it out, or replace the module with one that calls its layers."
+        )
+    if type(module) is not nn.Linear:
+        kind = type(module).__name__
+        return f"a {kind}, whose own forward an adapter would replace. Only plain nn.Linear layers have one."
+    sharers = [
+        other
+        for other, one in modules.items()
+        if one is not module and any(each is module.weight for each in one.parameters(recurse=False))
+    ]
+    if sharers:
+        return (
+            f"whose weight is tied to that of {', '.join(sharers)}: the adapter could not be merged without changing "
+            "that too. Untie them, or leave this layer out."
+        )
+    return ""
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+
+
+def _check_settings(*, rank: Any, alpha: Any, dropout: Any) -> None:
+    def is_number(value: Any) -> bool:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise ConfigError(f"lora.rank: must be a whole number from 1 on, got {rank!r}.")
+    if not is_number(alpha) or alpha <= 0:
+        raise ConfigError(f"lora.alpha: must be a number above 0, got {alpha!r}.")
+    if not is_number(dropout) or not 0 <= dropout < 1:
+        raise ConfigError(f"lora.dropout: must be a number from 0 to below 1, got {dropout!r}.")

@@ -1,0 +1,61 @@
+"""How a config names places inside a model: globs over dotted names, and what is said where one matches nothing.
+
+Used by freeze.py, lora.py and replace.py. A glob of parameters is compared with their whole names, as those of
+optimizers are; a glob of modules also with the ends of names, for whose model calls its stack `model.layers` and whose
+`transformer.h` is nothing to know by heart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from trainwright.config.problems import nearest
+from trainwright.errors import ConfigError
+
+MOST_SHOWN = 12
+
+
+def names_module(glob: str, name: str) -> bool:
+    """Does the glob name this module? It is compared with the whole name, and with its end from any dot on.
+
+    `*` stands for anything, dots too.
+
+    >>> name = "model.layers.0.mlp"
+    >>> names_module("layers.*.mlp", name), names_module("mlp", name), names_module("lp", name)
+    (True, True, False)
+    """
+    return fnmatchcase(name, glob) or fnmatchcase(name, f"*.{glob}")
+
+
+def matched_parameters(label: str, globs: Any, model: nn.Module) -> list[str]:
+    """Returns the names of the parameters that the globs match; a glob that matches none is refused."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    wanted = as_globs(label, globs)
+    for glob in wanted:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise ConfigError(f"{label}: {unmatched(glob, names, 'parameter')}")
+    return [name for name in names if any(fnmatchcase(name, glob) for glob in wanted)]
+
+
+def as_globs(label: str, given: Any) -> tuple[str, ...]:
+    """Reads one glob or a list of globs."""
+    globs = (given,) if isinstance(given, str) else given
+    if not isinstance(globs, (list, tuple)) or not all(isinstance(glob, str) and glob for glob in globs):
+        raise ConfigError(f"{label}: must be a glob such as *.q_proj, or a list of globs; got {given!r}.")
+    return tuple(globs)
+
+
+def unmatched(glob: str, names: Iterable[str], what: str) -> str:
+    """Says that a glob matches nothing, which one it may have been, and what there is (layers of a stack as one)."""
+    stacked = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names))
+    ends = dict.fromkeys(f"*.{name.rpartition('.')[2]}" for name in stacked if "." in name)
+    found = nearest(glob, [*stacked, *ends], cutoff=0.5)
+    guess = f' Did you mean "{found}"?' if found else ""
+    more = f" and {len(stacked) - MOST_SHOWN} more" if len(stacked) > MOST_SHOWN else ""
+    listed = f" There are: {', '.join(stacked[:MOST_SHOWN])}{more}." if stacked else f" The model has no {what}."
+    return f"no {what} matches {glob!r}.{guess}{listed}"

@@ -1,0 +1,396 @@
+"""T5: an encoder that reads one text and a decoder that writes another, with positions as biases of attention.
+
+Parameters are named as in transformers' T5ForConditionalGeneration, so that there are no rules.
+Shapes in comments: batch B, sequence S (of the input), T (of the target), hidden width D, heads H.
+Training lives in trainers/sequence_to_sequence.py; splitting over devices lives in parallel/.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainwright.errors import ConfigError, DataError
+from trainwright.models.key_map import KeyMap
+from trainwright.models.layers.activations import activation
+from trainwright.models.layers.attention import attend
+from trainwright.models.layers.checks import check_counts, check_dropouts, check_heads
+from trainwright.models.layers.masks import IGNORED_LABEL, unpadded_keys, visible_keys
+from trainwright.models.layers.settings import keywords_of
+from trainwright.models.model import Model
+
+
+class T5(Model):
+    """Predicts each token of the target from the input and the tokens of the target before it.
+
+    `forward` returns `{"loss": ..., "logits": ...}`; the loss is `criterion` over all labels, or None without labels.
+    `num_layers` is the encoder's depth and, by default, the decoder's. `feed_forward` is `relu` as in the first T5,
+    or a gated one such as `gated-gelu`, as in version 1.1. `scale_outputs` divides the states before the head by √D;
+    it belongs to a tied head and follows `tie_embeddings` by default. Distances of `max_distance` tokens and more are
+    one bucket, as nearer ones share the other buckets.
+    """
+
+    hugging_face_types = ("t5",)
+    hugging_face_architectures = MappingProxyType({"t5": "T5ForConditionalGeneration"})
+    ignored_keys = (
+        "encoder.embed_tokens.weight",  # copies of `shared`
+        "decoder.embed_tokens.weight",
+        "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",  # old files have it; nobody uses it
+    )
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        hidden_size: int = 256,
+        num_layers: int = 4,
+        num_decoder_layers: int | None = None,
+        num_heads: int = 4,
+        head_size: int | None = None,
+        intermediate_size: int | None = None,
+        feed_forward: str = "relu",
+        num_buckets: int = 32,
+        max_distance: int = 128,
+        norm_eps: float = 1e-6,
+        tie_embeddings: bool = True,
+        scale_outputs: bool | None = None,
+        dropout: float = 0.0,
+        pad_token_id: int = 0,
+        decoder_start_token_id: int = 0,
+        initializer_factor: float = 1.0,
+    ) -> None:
+        if head_size is None:
+            check_heads(hidden_size, num_heads)
+            head_size = hidden_size // num_heads
+        num_decoder_layers = num_layers if num_decoder_layers is None else num_decoder_layers
+        intermediate_size = 4 * hidden_size if intermediate_size is None else intermediate_size
+        scale_outputs = tie_embeddings if scale_outputs is None else scale_outputs
+        settings = keywords_of(locals())
+        super().__init__()
+        self.settings = settings
+        check_counts(vocab_size=vocab_size, hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads)
+        check_counts(num_decoder_layers=num_decoder_layers, head_size=head_size, intermediate_size=intermediate_size)
+        check_dropouts(dropout=dropout)
+        check_buckets(num_buckets, max_distance)
+        self.shared = nn.Embedding(vocab_size, hidden_size)
+        self.encoder = Stack(settings, depth=num_layers, is_decoder=False)
+        self.decoder = Stack(settings, depth=num_decoder_layers, is_decoder=True)
+        self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
+        self.criterion: nn.Module = nn.CrossEntropyLoss(ignore_index=IGNORED_LABEL)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all weights anew and ties the head again, for a model that was made on the meta device."""
+        factor = self.settings["initializer_factor"]
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                # Attention does not divide its scores by the root of the head's width: the queries start smaller.
+                fan_in = module.in_features * (self.settings["head_size"] if name.endswith("Attention.q") else 1)
+                nn.init.normal_(module.weight, std=factor * fan_in**-0.5)
+            elif isinstance(module, nn.Embedding):
+                spread = 1.0 if module is self.shared else self.settings["hidden_size"] ** -0.5
+                nn.init.normal_(module.weight, std=factor * spread)
+            elif isinstance(module, nn.RMSNorm):
+                nn.init.constant_(module.weight, factor)
+        if self.settings["tie_embeddings"]:
+            # Moving off the meta device makes two parameters out of the shared one; this makes them one again.
+            self.lm_head.weight = self.shared.weight
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+    ) -> dict[str, Tensor | None]:
+        """Maps inputs [B, S] and targets [B, T] to logits [B, T, vocabulary] and, given labels, their mean loss.
+
+        `labels` [B, T] are the target's tokens, with -100 where there is nothing to learn. The decoder reads
+        `decoder_input_ids` [B, T], which by default are the labels moved one place to the right. Both masks are 0 at
+        padding; with padding on the right the decoder needs none.
+        """
+        if decoder_input_ids is None:
+            decoder_input_ids = self.shift_right(labels)
+        unpadded = unpadded_keys(attention_mask)
+        states = self.encoder(self.shared(input_ids), unpadded)
+        visible = visible_keys(decoder_attention_mask, None)
+        if visible is None:
+            length = decoder_input_ids.shape[1]
+            visible = torch.ones(length, length, dtype=torch.bool, device=input_ids.device).tril()
+        written = self.decoder(self.shared(decoder_input_ids), visible, states, unpadded)
+        if self.settings["scale_outputs"]:
+            written = written * self.settings["hidden_size"] ** -0.5
+        logits = self.lm_head(written)
+        if labels is None:
+            return {"loss": None, "logits": logits}
+        # In float32, as the log of a sum over the vocabulary loses too much in 16 bits.
+        loss = self.criterion(logits.flatten(0, 1).float(), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+    def shift_right(self, labels: Tensor | None) -> Tensor:
+        """Returns what the decoder reads to write the labels [B, T]: the start token, then all labels but the last."""
+        if labels is None:
+            raise DataError("T5 got neither labels nor decoder_input_ids, so that its decoder has nothing to read.")
+        shifted = F.pad(labels[:, :-1], (1, 0), value=self.settings["decoder_start_token_id"])
+        return shifted.masked_fill(shifted == IGNORED_LABEL, self.settings["pad_token_id"])
+
+    @classmethod
+    def key_map(cls) -> KeyMap:
+        """Returns the names in files, with the one exception that HeadKeyMap tells of."""
+        return HeadKeyMap(cls.key_rules, ignored=cls.ignored_keys, prefix=cls.hugging_face_prefix)
+
+    @classmethod
+    def settings_from_hugging_face(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the keywords for a config.json of T5; keys that it lacks have transformers' defaults.
+
+        `tie_word_embeddings: false` has always meant a head of its own and outputs that are not scaled. Newer files
+        say true of every model, and have `scale_decoder_outputs` to tell.
+        """
+        scale_outputs = config.get("scale_decoder_outputs", config.get("tie_word_embeddings") is not False)
+        pad_token_id = config.get("pad_token_id", 0)
+        start = config.get("decoder_start_token_id")
+        return {
+            "vocab_size": config.get("vocab_size", 32128),
+            "hidden_size": config.get("d_model", 512),
+            "num_layers": config.get("num_layers", 6),
+            "num_decoder_layers": config.get("num_decoder_layers"),
+            "num_heads": config.get("num_heads", 8),
+            "head_size": config.get("d_kv", 64),
+            "intermediate_size": config.get("d_ff", 2048),
+            "feed_forward": config.get("feed_forward_proj", "relu"),
+            "num_buckets": config.get("relative_attention_num_buckets", 32),
+            "max_distance": config.get("relative_attention_max_distance", 128),
+            "norm_eps": config.get("layer_norm_epsilon", 1e-6),
+            "tie_embeddings": scale_outputs and config.get("tie_word_embeddings", True),
+            "scale_outputs": scale_outputs,
+            "dropout": config.get("dropout_rate", 0.1),
+            "pad_token_id": pad_token_id,
+            "decoder_start_token_id": pad_token_id if start is None else start,
+            "initializer_factor": config.get("initializer_factor", 1.0),
+        }
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """Returns what transformers' T5Config calls these settings."""
+        own = self.settings
+        is_gated = own["feed_forward"].startswith("gated-")
+        name = own["feed_forward"].removeprefix("gated-")
+        return {
+            "vocab_size": own["vocab_size"],
+            "d_model": own["hidden_size"],
+            "num_layers": own["num_layers"],
+            "num_decoder_layers": own["num_decoder_layers"],
+            "num_heads": own["num_heads"],
+            "d_kv": own["head_size"],
+            "d_ff": own["intermediate_size"],
+            "feed_forward_proj": own["feed_forward"],
+            "is_gated_act": is_gated,
+            "dense_act_fn": "gelu_new" if is_gated and name == "gelu" else name,
+            "relative_attention_num_buckets": own["num_buckets"],
+            "relative_attention_max_distance": own["max_distance"],
+            "layer_norm_epsilon": own["norm_eps"],
+            "tie_word_embeddings": own["tie_embeddings"],
+            "scale_decoder_outputs": own["scale_outputs"],
+            "dropout_rate": own["dropout"],
+            "pad_token_id": own["pad_token_id"],
+            "decoder_start_token_id": own["decoder_start_token_id"],
+            "initializer_factor": own["initializer_factor"],
+            "is_encoder_decoder": True,
+        }
+
+
+class HeadKeyMap(KeyMap):
+    """Reads the head from the embeddings where a file has no head of its own, for a model whose head is not tied.
+
+    transformers ties such heads when both weights are equal, and then keeps them once.
+    """
+
+    def ours_in(self, keys: Sequence[str]) -> dict[str, tuple[str, bool]]:
+        """Maps our names to keys of a file."""
+        found = super().ours_in(keys)
+        if "shared.weight" in found:
+            found.setdefault("lm_head.weight", found["shared.weight"])
+        return found
+
+
+class Stack(nn.Module):
+    """The encoder, or the decoder, which also looks at the encoder's states; both map [B, S, D] to [B, S, D]."""
+
+    def __init__(self, settings: Mapping[str, Any], *, depth: int, is_decoder: bool) -> None:
+        super().__init__()
+        self.block = nn.ModuleList(
+            Block(settings, is_decoder=is_decoder, has_bias=number == 0) for number in range(depth)
+        )
+        self.final_layer_norm = nn.RMSNorm(settings["hidden_size"], eps=settings["norm_eps"])
+        self.dropout = nn.Dropout(settings["dropout"])
+
+    def forward(
+        self,
+        hidden: Tensor,
+        visible: Tensor | None,
+        states: Tensor | None = None,
+        visible_states: Tensor | None = None,
+    ) -> Tensor:
+        """Runs every block with the biases that the first one makes.
+
+        `visible` says which key each query may see, `states` [B, S, D] are the encoder's, `visible_states` says which
+        of them count.
+        """
+        hidden = self.dropout(hidden)
+        bias = None
+        for block in self.block:
+            hidden, bias = block(hidden, bias, visible, states, visible_states)
+        normalised: Tensor = self.dropout(self.final_layer_norm(hidden))
+        return normalised
+
+
+class Block(nn.Module):
+    """Self-attention, in the decoder attention to the encoder's states, then the MLP."""
+
+    def __init__(self, settings: Mapping[str, Any], *, is_decoder: bool, has_bias: bool) -> None:
+        super().__init__()
+        attention = Attention(settings, is_decoder=is_decoder, has_bias=has_bias)
+        parts = [Part(settings, SelfAttention=attention)]
+        if is_decoder:
+            parts.append(Part(settings, EncDecAttention=Attention(settings, is_decoder=True, has_bias=False)))
+        parts.append(Part(settings, DenseReluDense=FeedForward(settings)))
+        self.layer = nn.ModuleList(parts)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        bias: Tensor | None,
+        visible: Tensor | None,
+        states: Tensor | None,
+        visible_states: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the stream after this block, and the biases [B or 1, H, S, S] for the blocks after it."""
+        parts: list[Any] = list(self.layer)
+        read, *crossing, think = parts
+        if bias is None:
+            # Inside of the block, as its weights may be there only while it runs.
+            bias = read.SelfAttention.position_bias(hidden, visible)
+        hidden = read.add(hidden, read.SelfAttention(read.layer_norm(hidden), mask=bias))
+        for cross in crossing:
+            hidden = cross.add(hidden, cross.EncDecAttention(cross.layer_norm(hidden), states, mask=visible_states))
+        return think.add(hidden, think.DenseReluDense(think.layer_norm(hidden))), bias
+
+
+class Part(nn.Module):
+    """A norm, a module under the name that files give it, and the dropout of what it adds to the stream."""
+
+    def __init__(self, settings: Mapping[str, Any], **module: nn.Module) -> None:
+        super().__init__()
+        for name, one in module.items():
+            self.add_module(name, one)
+        self.layer_norm = nn.RMSNorm(settings["hidden_size"], eps=settings["norm_eps"])
+        self.dropout = nn.Dropout(settings["dropout"])
+
+    def add(self, hidden: Tensor, addition: Tensor) -> Tensor:
+        """Returns the stream with the addition."""
+        dropped: Tensor = self.dropout(addition)
+        return hidden + dropped
+
+
+class Attention(nn.Module):
+    """Attention whose scores are not scaled; the first of a stack has the table of biases by distance."""
+
+    def __init__(self, settings: Mapping[str, Any], *, is_decoder: bool, has_bias: bool) -> None:
+        super().__init__()
+        hidden_size, self.head_size = settings["hidden_size"], settings["head_size"]
+        inner_size = settings["num_heads"] * self.head_size
+        self.dropout = settings["dropout"]
+        self.is_decoder = is_decoder
+        self.max_distance = settings["max_distance"]
+        self.q = nn.Linear(hidden_size, inner_size, bias=False)
+        self.k = nn.Linear(hidden_size, inner_size, bias=False)
+        self.v = nn.Linear(hidden_size, inner_size, bias=False)
+        self.o = nn.Linear(inner_size, hidden_size, bias=False)
+        if has_bias:
+            self.relative_attention_bias = nn.Embedding(settings["num_buckets"], settings["num_heads"])
+
+    def forward(self, hidden: Tensor, states: Tensor | None = None, *, mask: Tensor | None) -> Tensor:
+        """Mixes positions of the stream itself, or of the encoder's states: [B, S, D] → [B, S, D]."""
+        source = hidden if states is None else states
+        dropout = self.dropout if self.training else 0.0
+        queries, keys, values = self.q(hidden), self.k(source), self.v(source)
+        mixed = attend(queries, keys, values, head_size=self.head_size, mask=mask, dropout=dropout, scale=1.0)
+        output: Tensor = self.o(mixed)
+        return output
+
+    def position_bias(self, hidden: Tensor, visible: Tensor | None) -> Tensor:
+        """Returns what is added to the scores, [B or 1, H, S, S]: a weight by distance; very little where unseen."""
+        positions = torch.arange(hidden.shape[1], device=hidden.device)
+        table = self.relative_attention_bias
+        buckets = distance_buckets(
+            positions[None, :] - positions[:, None],
+            num_buckets=table.num_embeddings,
+            max_distance=self.max_distance,
+            both_ways=not self.is_decoder,
+        )
+        bias: Tensor = table(buckets).permute(2, 0, 1)[None]
+        # The lowest number rather than -inf: a query without any key then has even weights instead of nan.
+        return bias if visible is None else bias.masked_fill(~visible, torch.finfo(bias.dtype).min)
+
+
+class FeedForward(nn.Module):
+    """The MLP of each position by itself, gated or not."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__()
+        hidden_size, intermediate_size = settings["hidden_size"], settings["intermediate_size"]
+        kind = settings["feed_forward"]
+        self.is_gated = kind.startswith("gated-")
+        if self.is_gated:
+            self.wi_0 = nn.Linear(hidden_size, intermediate_size, bias=False)
+            self.wi_1 = nn.Linear(hidden_size, intermediate_size, bias=False)
+        else:
+            self.wi = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.wo = nn.Linear(intermediate_size, hidden_size, bias=False)
+        # "gated-gelu" has always been the approximation by tanh.
+        self.activation = activation("gelu_new" if kind == "gated-gelu" else kind.removeprefix("gated-"))
+        self.dropout = nn.Dropout(settings["dropout"])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Maps [B, S, D] to [B, S, D]."""
+        if self.is_gated:
+            widened = self.activation(self.wi_0(hidden)) * self.wi_1(hidden)
+        else:
+            widened = self.activation(self.wi(hidden))
+        output: Tensor = self.wo(self.dropout(widened))
+        return output
+
+
+def distance_buckets(distances: Tensor, *, num_buckets: int, max_distance: int, both_ways: bool) -> Tensor:
+    """Returns the bucket of each distance (the key's place minus the query's), any shape.
+
+    Half of the buckets are one distance each, the others grow evenly on a log scale up to `max_distance`. An encoder
+    looks both ways and has as many buckets for each; in a decoder later keys are in the bucket of distance 0.
+    """
+    offset = torch.zeros_like(distances)
+    if both_ways:
+        num_buckets //= 2
+        offset = (distances > 0) * num_buckets
+        distances = distances.abs()
+    else:
+        distances = (-distances).clamp(min=0)
+    num_exact = num_buckets // 2
+    on_log_scale = torch.log(distances.clamp(min=1).float() / num_exact) / math.log(max_distance / num_exact)
+    far = (num_exact + (on_log_scale * (num_buckets - num_exact)).long()).clamp(max=num_buckets - 1)
+    return offset + torch.where(distances < num_exact, distances, far)
+
+
+def check_buckets(num_buckets: int, max_distance: int) -> None:
+    """Refuses a table of distances without a bucket for each kind, or whose far buckets begin past the end."""
+    if num_buckets < 4 or max_distance <= num_buckets // 2:
+        raise ConfigError(
+            f"num_buckets is {num_buckets} and max_distance {max_distance}. Use at least 4 buckets, and a max_distance "
+            "of more than half of them.",
+            where="model",
+        )

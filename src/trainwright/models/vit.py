@@ -1,0 +1,240 @@
+"""ViT: an image cut into patches, read by an encoder like a sentence, and sorted into classes.
+
+Files have the names of transformers' ViTForImageClassification; the modules here have shorter ones, by rules.
+Shapes in comments: batch B, patches and the class token S, hidden width D.
+Training lives in trainers/classification.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.errors import ConfigError, DataError
+from trainwright.models.layers.activations import activation as find_activation
+from trainwright.models.layers.attention import attend
+from trainwright.models.layers.checks import check_counts, check_dropouts, check_heads
+from trainwright.models.layers.classes import class_criterion, class_loss, label_names, num_labels_of
+from trainwright.models.layers.settings import keywords_of
+from trainwright.models.model import KeyRule, Model
+
+
+class ViT(Model):
+    """Sorts images into `num_labels` classes: `labels` [B]; one label means a number to predict.
+
+    `forward` returns `{"loss": ..., "logits": ...}`, logits [B, num_labels]; without labels the loss is None.
+    `image_size` and `patch_size` are the pixels of a side, or [height, width]; patches that do not fit are left out.
+    """
+
+    hugging_face_types = ("vit",)
+    hugging_face_architectures = MappingProxyType({"vit": "ViTForImageClassification"})
+    hugging_face_prefix = "vit"
+    ignored_keys = ("vit.pooler.**", "vit.embeddings.mask_token")  # heads of other tasks
+    key_rules = (
+        KeyRule("vit.layers.*.attention.q_proj.*", "vit.encoder.layer.*.attention.attention.query.*"),
+        KeyRule("vit.layers.*.attention.k_proj.*", "vit.encoder.layer.*.attention.attention.key.*"),
+        KeyRule("vit.layers.*.attention.v_proj.*", "vit.encoder.layer.*.attention.attention.value.*"),
+        KeyRule("vit.layers.*.attention.o_proj.*", "vit.encoder.layer.*.attention.output.dense.*"),
+        KeyRule("vit.layers.*.mlp.fc1.*", "vit.encoder.layer.*.intermediate.dense.*"),
+        KeyRule("vit.layers.*.mlp.fc2.*", "vit.encoder.layer.*.output.dense.*"),
+        KeyRule("vit.layers.**", "vit.encoder.layer.**"),
+        KeyRule("vit.patch_projection.*", "vit.embeddings.patch_embeddings.projection.*"),
+        KeyRule("vit.cls_token", "vit.embeddings.cls_token"),
+        KeyRule("vit.position_embeddings", "vit.embeddings.position_embeddings"),
+    )
+
+    def __init__(
+        self,
+        *,
+        num_labels: int,
+        image_size: int | Sequence[int] = 224,
+        patch_size: int | Sequence[int] = 16,
+        num_channels: int = 3,
+        hidden_size: int = 192,
+        num_layers: int = 4,
+        num_heads: int = 4,
+        intermediate_size: int | None = None,
+        qkv_bias: bool = True,
+        activation: str = "gelu",
+        norm_eps: float = 1e-12,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        initializer_range: float = 0.02,
+    ) -> None:
+        intermediate_size = 4 * hidden_size if intermediate_size is None else intermediate_size
+        image_size = image_size if isinstance(image_size, int) else list(image_size)
+        patch_size = patch_size if isinstance(patch_size, int) else list(patch_size)
+        settings = keywords_of(locals())
+        super().__init__()
+        self.settings = settings
+        check_counts(num_labels=num_labels, num_channels=num_channels, hidden_size=hidden_size)
+        check_counts(num_layers=num_layers, num_heads=num_heads, intermediate_size=intermediate_size)
+        check_heads(hidden_size, num_heads)
+        check_dropouts(dropout=dropout, attention_dropout=attention_dropout)
+        self.vit = Body(settings)
+        self.classifier = nn.Linear(hidden_size, num_labels)
+        self.criterion: nn.Module = class_criterion(num_labels)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all weights anew, for a model that was made on the meta device."""
+        spread = self.settings["initializer_range"]
+        nn.init.trunc_normal_(self.vit.cls_token, std=spread)
+        nn.init.trunc_normal_(self.vit.position_embeddings, std=spread)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Conv2d):
+                nn.init.trunc_normal_(module.weight, std=spread)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.LayerNorm):
+                module.reset_parameters()
+
+    def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> dict[str, Tensor | None]:
+        """Maps images [B, channels, height, width] to logits [B, num_labels] and, given labels, their mean loss."""
+        logits = self.classifier(self.vit(pixel_values)[:, 0])
+        return {"loss": class_loss(self.criterion, logits, labels), "logits": logits}
+
+    @classmethod
+    def settings_from_hugging_face(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the keywords for a config.json of ViT; keys that it lacks have transformers' defaults."""
+        return {
+            "num_labels": num_labels_of(config),
+            "image_size": config.get("image_size", 224),
+            "patch_size": config.get("patch_size", 16),
+            "num_channels": config.get("num_channels", 3),
+            "hidden_size": config.get("hidden_size", 768),
+            "num_layers": config.get("num_hidden_layers", 12),
+            "num_heads": config.get("num_attention_heads", 12),
+            "intermediate_size": config.get("intermediate_size", 3072),
+            "qkv_bias": config.get("qkv_bias", True),
+            "activation": config.get("hidden_act", "gelu"),
+            "norm_eps": config.get("layer_norm_eps", 1e-12),
+            "dropout": config.get("hidden_dropout_prob", 0.0),
+            "attention_dropout": config.get("attention_probs_dropout_prob", 0.0),
+            "initializer_range": config.get("initializer_range", 0.02),
+        }
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """Returns what transformers' ViTConfig calls these settings."""
+        own = self.settings
+        return {
+            **label_names(own["num_labels"], self.hugging_face_config),
+            "image_size": own["image_size"],
+            "patch_size": own["patch_size"],
+            "num_channels": own["num_channels"],
+            "hidden_size": own["hidden_size"],
+            "num_hidden_layers": own["num_layers"],
+            "num_attention_heads": own["num_heads"],
+            "intermediate_size": own["intermediate_size"],
+            "qkv_bias": own["qkv_bias"],
+            "hidden_act": own["activation"],
+            "layer_norm_eps": own["norm_eps"],
+            "hidden_dropout_prob": own["dropout"],
+            "attention_probs_dropout_prob": own["attention_dropout"],
+            "initializer_range": own["initializer_range"],
+        }
+
+
+class Body(nn.Module):
+    """Images [B, channels, height, width] → normalised states [B, S, D], the class token's first."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__()
+        hidden_size = settings["hidden_size"]
+        self.image_shape = (settings["num_channels"], *pair("image_size", settings["image_size"]))
+        patch = pair("patch_size", settings["patch_size"])
+        num_patches = (self.image_shape[1] // patch[0]) * (self.image_shape[2] // patch[1])
+        if num_patches == 0:
+            raise ConfigError(
+                f"patch_size {patch[0]} × {patch[1]} is larger than image_size {self.image_shape[1]} × "
+                f"{self.image_shape[2]}: there is not one patch. Use smaller patches.",
+                where="model",
+            )
+        self.patch_projection = nn.Conv2d(settings["num_channels"], hidden_size, kernel_size=patch, stride=patch)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, hidden_size))
+        self.position_embeddings = nn.Parameter(torch.empty(1, num_patches + 1, hidden_size))
+        self.dropout = nn.Dropout(settings["dropout"])
+        self.layers = nn.ModuleList(Layer(settings) for _ in range(settings["num_layers"]))
+        self.layernorm = nn.LayerNorm(hidden_size, eps=settings["norm_eps"])
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Cuts, embeds and encodes the images, which must have the size that the positions were made for."""
+        if pixel_values.shape[1:] != self.image_shape:
+            raise DataError(
+                f"pixel_values have the shape {list(pixel_values.shape)}, but the model takes images of "
+                f"{list(self.image_shape)} (num_channels, image_size). Resize them, or change the model's settings."
+            )
+        patches = self.patch_projection(pixel_values).flatten(2).transpose(1, 2)  # [B, S - 1, D]
+        first = self.cls_token.expand(len(patches), -1, -1)
+        hidden: Tensor = self.dropout(torch.cat((first, patches), dim=1) + self.position_embeddings)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        normalised: Tensor = self.layernorm(hidden)
+        return normalised
+
+
+class Layer(nn.Module):
+    """Attention, then the MLP; each reads a normalised copy of the residual stream [B, S, D] and adds to it."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.layernorm_before = nn.LayerNorm(settings["hidden_size"], eps=settings["norm_eps"])
+        self.attention = Attention(settings)
+        self.layernorm_after = nn.LayerNorm(settings["hidden_size"], eps=settings["norm_eps"])
+        self.mlp = MLP(settings)
+        self.dropout = nn.Dropout(settings["dropout"])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Returns the residual stream after this layer."""
+        attended: Tensor = self.dropout(self.attention(self.layernorm_before(hidden)))
+        hidden = hidden + attended
+        transformed: Tensor = self.dropout(self.mlp(self.layernorm_after(hidden)))
+        return hidden + transformed
+
+
+class Attention(nn.Module):
+    """Attention of all patches to all: [B, S, D] → [B, S, D]."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__()
+        hidden_size, bias = settings["hidden_size"], settings["qkv_bias"]
+        self.head_size = hidden_size // settings["num_heads"]
+        self.dropout = settings["attention_dropout"]
+        self.q_proj = nn.Linear(hidden_size, hidden_size, bias=bias)
+        self.k_proj = nn.Linear(hidden_size, hidden_size, bias=bias)
+        self.v_proj = nn.Linear(hidden_size, hidden_size, bias=bias)
+        self.o_proj = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Returns what is added to the residual stream."""
+        dropout = self.dropout if self.training else 0.0
+        queries, keys, values = self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
+        output: Tensor = self.o_proj(attend(queries, keys, values, head_size=self.head_size, dropout=dropout))
+        return output
+
+
+class MLP(nn.Module):
+    """Widens, bends and narrows each position by itself: [B, S, D] → [B, S, D]."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(settings["hidden_size"], settings["intermediate_size"])
+        self.fc2 = nn.Linear(settings["intermediate_size"], settings["hidden_size"])
+        self.activation = find_activation(settings["activation"])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Returns what is added to the residual stream."""
+        output: Tensor = self.fc2(self.activation(self.fc1(hidden)))
+        return output
+
+
+def pair(name: str, size: int | Sequence[int]) -> tuple[int, int]:
+    """Returns (height, width) of a side or a pair of sides, both at least 1."""
+    sides = (size, size) if isinstance(size, int) else tuple(size)
+    if len(sides) != 2 or min(sides) < 1:
+        raise ConfigError(f"{name} is {size}. Use a whole number of pixels, or [height, width].", where="model")
+    return sides[0], sides[1]

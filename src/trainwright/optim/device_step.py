@@ -1,0 +1,146 @@
+"""What the optimizers' steps share, so that the host never waits for the device: skipping, repair, reports.
+
+torch's protocol for fp16 is two attributes that are set on the optimizer around `step()`: `found_inf` (1.0 where
+gradients overflowed: nothing may change) and `grad_scale` (what gradients are still to be divided by).
+The rules of the updates are in adamw.py, muon.py and lion.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PIECE_ELEMENTS = 2**25
+"""How many elements are worked on at once where a step needs room beside the state: 128 MiB in fp32."""
+
+
+def entries_of(params: Iterable[Any], *, owner: str) -> list[Any]:
+    """Returns the parameters or groups as lists: they are read here and again by torch, and may be generators."""
+    if isinstance(params, Tensor):
+        raise TypeError(f"{owner} got one tensor. Give an iterable of tensors, such as model.parameters().")
+    return [
+        {**entry, "params": list(entry["params"])}
+        if isinstance(entry, dict) and isinstance(entry["params"], Iterator)
+        else entry
+        for entry in params
+    ]
+
+
+def tensors_of(entries: Iterable[Any]) -> Iterator[Tensor]:
+    """Yields the tensors in what torch's optimizers take: tensors, (name, tensor) pairs, or groups of either."""
+    for entry in entries:
+        if isinstance(entry, dict):
+            members = entry["params"]
+            yield from [members] if isinstance(members, Tensor) else tensors_of(members)
+        else:
+            yield entry[1] if isinstance(entry, tuple) else entry
+
+
+def run_closure(closure: Callable[[], Any] | None) -> None:
+    """Runs a closure as torch's optimizers do; what it returns is dropped, for the loop has the loss already."""
+    if closure is not None:
+        with torch.enable_grad():
+            closure()
+
+
+def updated_parameters(group: Mapping[str, Any]) -> list[Tensor]:
+    """Returns the group's parameters that have a gradient; the others are left alone, state and all."""
+    return [parameter for parameter in group["params"] if parameter.grad is not None]
+
+
+def settle_gradients(optimizer: torch.optim.Optimizer, gradients: list[Tensor]) -> Tensor | None:
+    """Unscales the gradients in place as torch's protocol asks; returns the 0-dim bool that says: skip, or None.
+
+    Where the update is skipped the gradients become 0, so that no infinity reaches the state: the rest is done
+    by factors from `unless`, which leave every value bit for bit as it was.
+    """
+    grad_scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    if grad_scale is not None:
+        torch._foreach_div_(gradients, grad_scale)
+    if found_inf is None:
+        return None
+    skip: Tensor = found_inf.reshape(()) != 0
+    for gradient in gradients:
+        gradient.masked_fill_(skip, 0.0)
+    return skip
+
+
+def unless(skip: Tensor | None, value: float | Tensor, otherwise: float) -> float | Tensor:
+    """Returns `value`, or on the device `otherwise` where the update is skipped."""
+    return value if skip is None else torch.where(skip, otherwise, value)
+
+
+def move_average(averages: list[Tensor], gradients: list[Tensor], decay: float, skip: Tensor | None) -> None:
+    """Moves the averages in place: decay × average + (1 − decay) × gradient; those of a skipped update stay."""
+    if skip is None:
+        torch._foreach_lerp_(averages, gradients, 1.0 - decay)  # one pass
+    else:
+        torch._foreach_mul_(averages, torch.where(skip, 1.0, decay))
+        torch._foreach_add_(averages, gradients, alpha=1.0 - decay)
+
+
+def scaled_subtract(parameters: list[Tensor], updates: list[Tensor], rate: float | Tensor) -> None:
+    """Subtracts rate × updates in place; a rate on the device overwrites the updates."""
+    if isinstance(rate, Tensor):
+        torch._foreach_mul_(updates, rate)
+        torch._foreach_sub_(parameters, updates)
+    else:
+        torch._foreach_add_(parameters, updates, alpha=-rate)
+
+
+def in_pieces(tensors: Sequence[Tensor], most: int = PIECE_ELEMENTS) -> Iterator[slice]:
+    """Yields slices of the list that hold at most `most` elements each, or one tensor that is larger."""
+    start = held = 0
+    for number, tensor in enumerate(tensors):
+        if held and held + tensor.numel() > most:
+            yield slice(start, number)
+            start, held = number, 0
+        held += tensor.numel()
+    if start < len(tensors):
+        yield slice(start, len(tensors))
+
+
+def repair(gradients: Iterable[Tensor]) -> Tensor:
+    """Replaces values that are not finite by 0, in place; returns how many there were, on the device.
+
+    A value whose square overflows counts too, for it would make Adam's second moment infinite for good.
+    """
+    counts = []
+    for gradient in gradients:
+        limits = torch.finfo(gradient.dtype)
+        # In fp16 every value above 256 has an infinite square: only infinities are errors there.
+        most = limits.max if gradient.dtype == torch.float16 else limits.max**0.5
+        is_bad = ~(gradient.abs() <= most)  # also true of nan
+        counts.append(is_bad.sum())
+        gradient.masked_fill_(is_bad, 0.0)
+    return torch.stack(counts).sum().to(torch.float32) if counts else torch.zeros(())
+
+
+def copy_reported(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, Tensor]]:
+    """Returns the parameters of groups with `report`, each with a copy: one more copy of them in memory."""
+    parameters = [p for group in optimizer.param_groups if group.get("report") for p in updated_parameters(group)]
+    return [(parameter, parameter.detach().clone()) for parameter in parameters]
+
+
+def report_update(copied: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Returns `update_norm`, the 2-norm of what the step changed; nothing where no group asked for it."""
+    if not copied:
+        return {}
+    parameters, copies = map(list, zip(*copied, strict=True))
+    torch._foreach_sub_(copies, parameters)
+    norms = [norm.to(torch.float32) for norm in torch._foreach_norm(copies)]
+    return {"update_norm": torch.linalg.vector_norm(torch.stack(norms))}
+
+
+def undo_casts(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Gives loaded state its own dtype back: torch casts it to the parameter's, which may lose bits."""
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for key, value in state_dict["state"].get(number, {}).items():
+            loaded = optimizer.state[parameter][key]
+            if isinstance(value, Tensor) and loaded.dtype != value.dtype:
+                optimizer.state[parameter][key] = value.to(loaded.device)

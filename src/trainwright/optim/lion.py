@@ -1,0 +1,95 @@
+"""Lion: every weight moves by the same amount, in the direction of its momentum's sign (Chen et al., 2023).
+
+update = sign(β1 · momentum + (1 − β1) · gradient)
+weight = weight · (1 − lr · weight_decay) − lr · update
+momentum = β2 · momentum + (1 − β2) · gradient
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainwright.errors import ConfigError
+from trainwright.optim.device_step import (
+    copy_reported,
+    entries_of,
+    in_pieces,
+    move_average,
+    report_update,
+    run_closure,
+    scaled_subtract,
+    settle_gradients,
+    undo_casts,
+    unless,
+    updated_parameters,
+)
+
+
+class Lion(torch.optim.Optimizer):
+    """One state tensor a parameter, against AdamW's two. Rates are 3 to 10 times smaller than AdamW's, decay larger.
+
+    It steps whole lists of tensors at once, never makes the host wait, and skips an update with infinite gradients on
+    the device. `report` returns `update_norm`, for one more copy of the weights.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        report: bool = False,
+    ) -> None:
+        if not float(lr) >= 0.0:
+            raise ConfigError(f"lr is {lr}. Use a number of at least 0.")
+        if not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ConfigError(f"betas are {tuple(betas)}. Use two numbers from 0 to below 1.")
+        if not weight_decay >= 0.0:
+            raise ConfigError(f"weight_decay is {weight_decay}. Use a number of at least 0.")
+        defaults = {
+            "lr": lr,
+            "betas": (betas[0], betas[1]),
+            "weight_decay": weight_decay,
+            "report": report,
+            "fused": True,  # torch's word for a step that knows found_inf
+        }
+        super().__init__(entries_of(params, owner="Lion"), defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> dict[str, Tensor]:  # type: ignore[override]
+        """Updates the parameters in place and returns the metrics that were asked for."""
+        run_closure(closure)
+        copied = copy_reported(self)
+        for group in self.param_groups:
+            parameters = updated_parameters(group)
+            for piece in in_pieces(parameters):
+                self._step_piece(parameters[piece], group)
+        return report_update(copied)
+
+    def _step_piece(self, parameters: list[Tensor], group: Mapping[str, Any]) -> None:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum"] = torch.zeros_like(parameter)
+        momentum = [self.state[parameter]["momentum"] for parameter in parameters]
+        beta1, beta2 = group["betas"]
+        skip = settle_gradients(self, gradients)
+        rate = unless(skip, group["lr"], 0.0)
+        updates = list(torch._foreach_lerp(momentum, gradients, 1.0 - beta1))
+        torch._foreach_sign_(updates)
+        if group["weight_decay"]:
+            torch._foreach_mul_(parameters, 1.0 - rate * group["weight_decay"])
+        scaled_subtract(parameters, updates, rate)
+        move_average(momentum, gradients, beta2, skip)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores `state_dict()`, each tensor in the dtype that it was saved in."""
+        super().load_state_dict(state_dict)
+        undo_casts(self, state_dict)

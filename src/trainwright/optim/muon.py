@@ -1,0 +1,274 @@
+"""Muon: hidden matrices move by their orthogonalised momentum (Jordan et al., 2024); all else moves by AdamW.
+
+    momentum = μ · momentum + (1 − μ) · gradient
+    update   = orthogonalize(momentum, one step ahead with nesterov)        # newton_schulz.py
+    weight   = weight · (1 − lr · weight_decay) − lr · ratio(shape) · update
+
+Which parameter is which is decided by parameter_kinds.py, once, when a group is added.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from trainwright.errors import ConfigError
+from trainwright.models.names import as_globs, unmatched
+from trainwright.optim.adamw import STATE_DTYPES, has_fused_kernel
+from trainwright.optim.device_step import (
+    copy_reported,
+    entries_of,
+    in_pieces,
+    move_average,
+    report_update,
+    run_closure,
+    scaled_subtract,
+    settle_gradients,
+    undo_casts,
+    unless,
+    updated_parameters,
+)
+from trainwright.optim.newton_schulz import as_wide_matrix, orthogonalize
+from trainwright.optim.parameter_kinds import uses_muon
+
+RATIOS: Mapping[str, Callable[[int, int], float]] = {
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+}
+"""What an orthogonal update is multiplied by beside lr; rows and columns are the weight's."""
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What is decided when a group is added."""
+
+    kinds: Mapping[str, str] | None
+    exclude: tuple[str, ...]
+    adamw_lr: float | None
+    adamw_weight_decay: float | None
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for hidden matrices and convolutions (flattened), fused AdamW for embeddings, heads, vectors and the rest.
+
+    Every group is split in two: `use_muon` says which half is which. `kinds` (parameter name → kind) is what
+    `classify_parameters(model)` returns; the builder gives it. Without it kinds are guessed from names, such as
+    `model.named_parameters()` gives, and shapes. A parameter's attribute `no_muon` overrules its kind, and `exclude`
+    is globs over names that go to AdamW.
+
+    `adjust_lr_fn` is torch's: `match_rms_adamw` scales updates to the size of AdamW's, so that one lr and one
+    weight_decay serve both; `original` wants a larger lr for Muon and a smaller `adamw_lr`. None for `adamw_lr` and
+    `adamw_weight_decay` means the same as Muon's. A group's own lr or weight_decay is for both of its halves.
+    `ns_dtype` is what the iteration computes in, `bf16` or `fp32`. Matrices of equal shape go through it together.
+    `report` returns `update_norm`, for one more copy of the weights.
+    """
+
+    _step_supports_amp_scaling = True
+    needs_parameter_kinds = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Sequence[float] = (3.4445, -4.7750, 2.0315),
+        ns_steps: int = 5,
+        ns_dtype: str = "bf16",
+        eps: float = 1e-7,
+        adjust_lr_fn: str = "match_rms_adamw",
+        adamw_lr: float | None = None,
+        adamw_weight_decay: float | None = None,
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        exclude: str | Sequence[str] = (),
+        kinds: Mapping[str, str] | None = None,
+        report: bool = False,
+    ) -> None:
+        numbers = {"lr": lr, "weight_decay": weight_decay, "adamw_lr": adamw_lr}
+        for name, value in {**numbers, "adamw_weight_decay": adamw_weight_decay}.items():
+            if value is not None and not float(value) >= 0.0:
+                raise ConfigError(f"{name} is {value}. Use a number of at least 0.")
+        for name, value in (("momentum", momentum), *(("adamw_betas", beta) for beta in adamw_betas)):
+            if not 0.0 <= value < 1.0:
+                raise ConfigError(f"{name}: {value} is not from 0 to below 1.")
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": tuple(ns_coefficients),
+            "ns_steps": ns_steps,
+            "ns_dtype": ns_dtype,
+            "eps": eps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "adamw_betas": (adamw_betas[0], adamw_betas[1]),
+            "adamw_eps": adamw_eps,
+            "report": report,
+        }
+        self._rule = _Rule(kinds, as_globs("exclude", exclude), adamw_lr, adamw_weight_decay)
+        super().__init__(entries_of(params, owner="Muon"), defaults)
+        self._refuse_unmatched()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group as in torch, split into what is Muon's and what is AdamW's; either may be missing."""
+        group = dict(param_group)
+        _check_choices({**self.defaults, **group})
+        members = _named_members(group)
+        halves: dict[bool, list[tuple[str | None, Tensor]]] = {True: [], False: []}
+        for name, parameter in members:
+            is_excluded = name is not None and any(fnmatchcase(name, glob) for glob in self._rule.exclude)
+            halves[not is_excluded and uses_muon(name, parameter, self._rule.kinds)].append((name, parameter))
+        for use_muon, half in halves.items():
+            if half:
+                own = {} if use_muon else self._adamw_settings(group)
+                # torch's word for a step that knows found_inf.
+                fused = use_muon or all(has_fused_kernel(parameter) for _, parameter in half)
+                entries = [parameter if name is None else (name, parameter) for name, parameter in half]
+                super().add_param_group({**own, **group, "params": entries, "use_muon": use_muon, "fused": fused})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> dict[str, Tensor]:  # type: ignore[override]
+        """Updates the parameters in place and returns the metrics that were asked for."""
+        run_closure(closure)
+        copied = copy_reported(self)
+        for group in self.param_groups:
+            parameters = updated_parameters(group)
+            if not parameters:
+                continue
+            if not group["use_muon"]:
+                self._step_by_adamw(parameters, group)
+                continue
+            skip = settle_gradients(self, [p.grad for p in parameters if p.grad is not None])
+            for alike in _by_shape(parameters):
+                for piece in in_pieces(alike):
+                    self._step_matrices(alike[piece], group, skip)
+        return report_update(copied)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores `state_dict()`, each tensor in the dtype that it was saved in."""
+        super().load_state_dict(state_dict)
+        undo_casts(self, state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_rule": self._rule}
+
+    def _step_matrices(self, parameters: list[Tensor], group: Mapping[str, Any], skip: Tensor | None) -> None:
+        """Steps matrices whose wide forms have one shape: one batch through Newton–Schulz."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        move_average(buffers, gradients, group["momentum"], skip)
+        if group["nesterov"]:
+            updates = list(torch._foreach_lerp(gradients, buffers, group["momentum"]))
+        else:
+            updates = [buffer.clone() for buffer in buffers]
+        matrices = [as_wide_matrix(update) for update in updates]
+        batch = torch.empty(
+            (len(matrices), *matrices[0].shape), dtype=STATE_DTYPES[group["ns_dtype"]], device=matrices[0].device
+        )
+        torch._foreach_copy_(list(batch.unbind()), matrices)
+        batch = orthogonalize(batch, group["ns_coefficients"], steps=group["ns_steps"], eps=group["eps"])
+        # Back into the updates, for they have the parameters' dtype and layout: lists then take the fast path.
+        torch._foreach_copy_(
+            updates, [_shaped_back(matrix, to=update) for matrix, update in zip(batch, updates, strict=True)]
+        )
+        rate = unless(skip, group["lr"], 0.0)
+        if group["weight_decay"]:
+            torch._foreach_mul_(parameters, 1.0 - rate * group["weight_decay"])
+        for tall in (False, True):  # a matrix and its transpose share a batch, but their ratio may differ
+            some = [n for n, parameter in enumerate(parameters) if _is_tall(parameter) is tall]
+            if some:
+                rows = parameters[some[0]].shape[0]
+                ratio = RATIOS[group["adjust_lr_fn"]](rows, parameters[some[0]].numel() // rows)
+                scaled_subtract([parameters[n] for n in some], [updates[n] for n in some], rate * ratio)
+
+    def _step_by_adamw(self, parameters: list[Tensor], group: Mapping[str, Any]) -> None:
+        for parameter in parameters:
+            state = self.state[parameter]
+            if not state:
+                device = parameter.device if group["fused"] else torch.device("cpu")
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+        states = [self.state[parameter] for parameter in parameters]
+        adamw(
+            parameters,
+            [parameter.grad for parameter in parameters if parameter.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=group["fused"] or None,
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+            amsgrad=False,
+            beta1=group["adamw_betas"][0],
+            beta2=group["adamw_betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["adamw_eps"],
+            maximize=False,
+        )
+
+    def _adamw_settings(self, group: Mapping[str, Any]) -> dict[str, float]:
+        own = {"lr": self._rule.adamw_lr, "weight_decay": self._rule.adamw_weight_decay}
+        return {key: value for key, value in own.items() if value is not None and key not in group}
+
+    def _refuse_unmatched(self) -> None:
+        """Refuses globs of `exclude` that match no parameter: they would exclude nothing, silently."""
+        names = [name for group in self.param_groups for name in group.get("param_names", ())]
+        for glob in self._rule.exclude:
+            if not names:
+                raise ConfigError("exclude needs names. Give model.named_parameters() in place of parameters().")
+            if not any(fnmatchcase(name, glob) for name in names):
+                raise ConfigError(f"exclude: {unmatched(glob, names, 'parameter')}")
+
+
+def _named_members(group: dict[str, Any]) -> list[tuple[str | None, Tensor]]:
+    """Takes the parameters out of a group, each with its name where it has one."""
+    members = group.pop("params")
+    members = [members] if isinstance(members, Tensor) else list(members)
+    names = group.pop("param_names", [None] * len(members))
+    return [
+        member if isinstance(member, tuple) else (name, member) for name, member in zip(names, members, strict=True)
+    ]
+
+
+def _check_choices(group: Mapping[str, Any]) -> None:
+    for name, known in (("adjust_lr_fn", RATIOS), ("ns_dtype", STATE_DTYPES)):
+        if group[name] not in known:
+            raise ConfigError(f"{name} is {group[name]!r}. Use one of: {', '.join(known)}.")
+    if len(group["ns_coefficients"]) != 3:
+        raise ConfigError(f"ns_coefficients are {group['ns_coefficients']}. Use three numbers.")
+
+
+def _by_shape(parameters: list[Tensor]) -> list[list[Tensor]]:
+    """Groups parameters whose matrices have one shape, counting a matrix and its transpose as one."""
+    alike = defaultdict(list)
+    for parameter in parameters:
+        rows = parameter.shape[0]
+        sides = sorted((rows, parameter.numel() // rows))
+        alike[(*sides, parameter.dtype, parameter.device)].append(parameter)
+    return list(alike.values())
+
+
+def _is_tall(parameter: Tensor) -> bool:
+    rows: int = parameter.shape[0]
+    return rows * rows > parameter.numel()
+
+
+def _shaped_back(matrix: Tensor, *, to: Tensor) -> Tensor:
+    return (matrix.mT if _is_tall(to) else matrix).reshape(to.shape)

@@ -1,0 +1,53 @@
+"""The pieces of files that a stream reads."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainwright.data.sources.locations import FileLocation
+from trainwright.data.sources.pieces import Piece, check_piece, identify_piece, share_of
+from trainwright.errors import ConfigError, DataError
+
+
+def pieces_of(*labels, size=10):
+    return [Piece(FileLocation(f"/data/{label}", size, label)) for label in labels]
+
+
+@settings(max_examples=50)
+@given(st.integers(1, 20).flatmap(lambda count: st.tuples(st.just(count), st.integers(1, count))))
+def test_the_shares_in_order_are_all_pieces(case):
+    count, num_shards = case
+    pieces = pieces_of(*map(str, range(count)))
+    shares = [share_of(pieces, num_shards=num_shards, index=index) for index in range(num_shards)]
+    assert [piece for share in shares for piece in share] == pieces
+    assert all(shares)
+
+
+def test_more_shares_than_pieces_are_refused():
+    with pytest.raises(ConfigError, match="Shard 0 of 3 was asked for, of a stream that can be cut into 2 shards"):
+        share_of(pieces_of("a", "b"), num_shards=3, index=0)
+
+
+@settings(max_examples=60)
+@given(st.sets(st.sampled_from("abcdef"), min_size=1), st.sets(st.sampled_from("abcdef"), min_size=1), st.data())
+def test_a_state_is_taken_where_the_piece_is_the_same_and_refused_elsewhere(before, after, data):
+    before, after = pieces_of(*sorted(before)), pieces_of(*sorted(after))
+    number = data.draw(st.integers(0, len(before)))
+    saved = json.loads(json.dumps(identify_piece(before, number)))
+    place = min(number, len(before) - 1)
+    if place < len(after) and after[place] == before[place]:
+        check_piece(after, saved)
+    else:
+        with pytest.raises(DataError, match=f"was {before[place].location.label} "):
+            check_piece(after, saved)
+
+
+def test_both_pieces_are_named_with_their_sizes_and_stretches():
+    saved = identify_piece([Piece(FileLocation("/data/b", 30, "b"), begin, begin + 10) for begin in (0, 10)], 1)
+    was = r"piece 1 \(counted from 0\) was b \(30 bytes\) from 10 to 20"
+    with pytest.raises(DataError, match=rf"{was}, and now it is a \(10 bytes\)"):
+        check_piece(pieces_of("0", "a"), saved)
+    with pytest.raises(DataError, match=rf"{was}, and now there are only 1"):
+        check_piece(pieces_of("a"), saved)

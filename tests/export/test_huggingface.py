@@ -1,0 +1,138 @@
+"""Exports of a run: transformers reads them and gives equal logits; plain weights for all other models."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+from tests.export.runs import RUN, train_run
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from trainwright import AutoModel, load_checkpoint
+from trainwright.errors import CheckpointError, ConfigError
+from trainwright.export.huggingface import export_run
+
+PROJECT = Path(__file__).parents[1] / "project"
+ADAPTED = """
+from trainwright.models.llama import Llama
+from trainwright.models.lora import add_lora
+
+def adapted(**settings):
+    model = Llama(**settings)
+    add_lora(model, match="*.q_proj", rank=2)
+    return model
+"""
+THEIRS = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+def theirs(vocab_size, hidden_size, num_layers, num_heads, **_):
+    sizes = {"num_hidden_layers": num_layers, "num_attention_heads": num_heads, "intermediate_size": 48}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, hidden_size=hidden_size, use_cache=False, **sizes))
+"""
+TOKENS = torch.arange(40).view(2, 20)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return train_run(tmp_path_factory.mktemp("project"))[0]
+
+
+def test_transformers_reads_an_export_and_gives_equal_logits(run, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    folder = export_run(run, tmp_path / "hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    model = load_checkpoint(run)
+    torch.testing.assert_close(theirs(TOKENS).logits, model(TOKENS)["logits"], atol=1e-5, rtol=1e-5)
+    again = AutoModel.from_pretrained(folder).eval()
+    assert torch.equal(again(TOKENS)["logits"], model(TOKENS)["logits"])
+
+
+def test_the_step_is_the_one_asked_for(run, tmp_path):
+    second, last = (AutoModel.from_pretrained(export_run(run, tmp_path / str(step), step=step)) for step in (2, 4))
+    assert torch.equal(second.lm_head.weight, load_checkpoint(run, 2).lm_head.weight)
+    assert not torch.equal(second.lm_head.weight, last.lm_head.weight)
+
+
+def test_weights_can_be_rounded_and_split(run, tmp_path):
+    folder = export_run(run, tmp_path / "hf", dtype="bf16", max_shard_bytes=20_000)
+    model = AutoModel.from_pretrained(folder)
+    assert torch.equal(model.lm_head.weight, load_checkpoint(run).lm_head.weight.bfloat16())
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+
+
+def test_an_export_may_lie_in_the_run_but_not_over_it(run):
+    assert export_run(run, run / "exports" / "hf").is_dir()
+    for place in (run, run.parent):
+        with pytest.raises(CheckpointError, match="holds the run itself"):
+            export_run(run, place)
+    assert (run / "config.yaml").exists()
+
+
+def test_any_model_can_be_exported_as_plain_weights(tmp_path):
+    shutil.copy(PROJECT / "parts.py", tmp_path / "parts.py")
+    folder, trainer = train_run(tmp_path, (PROJECT / "run.yaml").read_text(), ["trainer.max_steps=4"])
+    with pytest.raises(CheckpointError, match=r"Net has no save_pretrained.*--format safetensors"):
+        export_run(folder, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+    written = export_run(folder, tmp_path / "weights", file_format="safetensors")
+    assert sorted(path.name for path in written.iterdir()) == ["config.yaml", "model.safetensors"]
+    fresh = load_checkpoint(folder, 4)
+    for parameter in fresh.parameters():
+        torch.nn.init.zeros_(parameter)
+    load_model(fresh, written / "model.safetensors")
+    for name, weight in trainer.model.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], weight)
+    assert export_run(folder, tmp_path / "weights", file_format="safetensors") == written  # it may be made again
+
+
+def test_the_tokenizer_of_the_data_goes_along(tmp_path):
+    words = Tokenizer(models.WordLevel({"def": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "words.json"))
+    folder, _ = train_run(tmp_path, RUN.replace("tokenizer: bytes", "tokenizer: words.json"), ["trainer.max_steps=2"])
+    written = export_run(folder, tmp_path / "hf")
+    assert Tokenizer.from_file(str(written / "tokenizer.json")).token_to_id("def") == 0
+    (tmp_path / "text.txt").unlink()
+    shutil.rmtree(written)
+    assert (export_run(folder, tmp_path / "hf") / "tokenizer.json").exists()  # no data is read for it
+
+
+def test_an_export_without_its_tokenizer_is_told(run, tmp_path, caplog):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    text = (copy / "config.yaml").read_text()
+    (copy / "config.yaml").write_text(text.replace("type: text", "type: nowhere.py:Text"))
+    export_run(copy, tmp_path / "hf")
+    assert "tokenizer is not in the export" in caplog.text
+
+
+def test_adapters_are_merged(tmp_path):
+    (tmp_path / "adapted.py").write_text(ADAPTED)
+    folder, trainer = train_run(tmp_path, RUN.replace("type: llama", "type: adapted.py:adapted"))
+    assert any("lora" in name for name in trainer.model.state_dict())
+    written = export_run(folder, tmp_path / "hf")
+    assert not any("lora" in key for key in load_file(written / "model.safetensors"))
+    trainer.model.eval()
+    ours = AutoModel.from_pretrained(written).eval()
+    torch.testing.assert_close(ours(TOKENS)["logits"], trainer.model(TOKENS)["logits"], atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_of_transformers_is_written_by_its_own_class(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "theirs.py").write_text(THEIRS)
+    folder, trainer = train_run(tmp_path, RUN.replace("type: llama", "type: theirs.py:theirs"))
+    written = export_run(folder, tmp_path / "hf", dtype="bf16")
+    again = transformers.AutoModelForCausalLM.from_pretrained(written)
+    assert type(again) is type(trainer.model)
+    assert again.dtype == torch.bfloat16
+    assert torch.equal(again.lm_head.weight, trainer.model.lm_head.weight.bfloat16())
+
+
+def test_an_unknown_format_and_dtype_are_refused(run, tmp_path):
+    with pytest.raises(ConfigError, match="no format 'onnx'"):
+        export_run(run, tmp_path / "x", file_format="onnx")
+    with pytest.raises(ConfigError, match="'int4' is no dtype"):
+        export_run(run, tmp_path / "x", dtype="int4")

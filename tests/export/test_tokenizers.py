@@ -1,0 +1,60 @@
+"""The tokenizer of a run: found without reading data, saved in files that transformers reads."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from trainwright import RunConfig
+from trainwright.data.tokenizer import TextTokenizer, load_tokenizer
+from trainwright.export.tokenizers import find_tokenizer, save_tokenizer, tokenizer_of
+
+
+def config_with(tmp_path, data):
+    (tmp_path / "run.yaml").write_text(f"model: {{type: llama, vocab_size: 9}}\ndata: {data}\n")
+    return RunConfig.load(tmp_path / "run.yaml")
+
+
+@pytest.fixture
+def words():
+    return Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "{train: {type: pack, length: 8, tokenizer: bytes, source: {type: text, path: no.txt}}}",
+        "{train: {type: text, path: no.txt}, collator: {type: tokenize, tokenizer: bytes}}",
+    ],
+)
+def test_it_is_found_in_the_data_or_the_collator_though_no_data_is_there(tmp_path, data):
+    found = find_tokenizer(config_with(tmp_path, data))
+    assert isinstance(found, TextTokenizer)
+    assert found.name == "bytes"
+
+
+def test_a_run_without_one_has_none(tmp_path):
+    assert find_tokenizer(config_with(tmp_path, "{train: {type: digits}}")) is None
+    assert find_tokenizer(config_with(tmp_path, "{}")) is None
+
+
+def test_it_is_found_in_sources_within(words):
+    inner = SimpleNamespace(source=SimpleNamespace(tokenizer=words))
+    assert tokenizer_of(SimpleNamespace(sources={"a": SimpleNamespace(), "b": inner})) is words
+    assert tokenizer_of(SimpleNamespace(source="some/path")) is None
+
+
+def test_each_kind_is_saved_as_files(tmp_path, words):
+    first, second, third = (tmp_path / name for name in "abc")
+    for folder in (first, second, third):
+        folder.mkdir()
+    assert save_tokenizer(words, first) == [first / "tokenizer.json"]
+    (first / "tokenizer_config.json").write_text('{"unk_token": "[UNK]"}')
+    assert len(save_tokenizer(load_tokenizer(first), second)) == 2
+    assert load_tokenizer(second).encode("a") == [0]
+    save_tokenizer(load_tokenizer(second / "tokenizer.json"), third)
+    assert load_tokenizer(third).encode("a") == [0]
+    assert save_tokenizer(load_tokenizer("bytes"), tmp_path) == []
+    assert save_tokenizer(object(), tmp_path) == []

@@ -1,0 +1,21 @@
+"""Activations have transformers' names and values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainwright.errors import ConfigError
+from trainwright.models.layers.activations import ACTIVATIONS, activation
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_each_is_transformers_function_of_that_name(name):
+    theirs = pytest.importorskip("transformers.activations").ACT2FN[name]
+    numbers = torch.linspace(-6, 6, 101)
+    torch.testing.assert_close(activation(name)(numbers), theirs(numbers), atol=1e-6, rtol=1e-5)
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r'activation is "wavy". Use one of: gelu, gelu_new'):
+        activation("wavy")

@@ -1,0 +1,35 @@
+"""The settings that a constructor keeps, and those of a config.json that are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainwright.errors import ConfigError
+from trainwright.models.layers.settings import keywords_of, refuse_other_values
+
+
+class Parent:
+    """Anything with a constructor."""
+
+
+class Child(Parent):
+    """Keeps its settings."""
+
+    def __init__(self, *, width, depth=None):
+        depth = 3 if depth is None else depth
+        settings = keywords_of(locals())
+        super().__init__()
+        self.settings = settings
+
+
+def test_all_keywords_are_kept_with_their_defaults_worked_out():
+    assert Child(width=2).settings == {"width": 2, "depth": 3}
+
+
+def test_the_supported_value_or_none_passes():
+    refuse_other_values({"is_decoder": False, "other": 1}, {"is_decoder": False, "scale": True}, model="Bert")
+
+
+def test_another_value_is_refused_by_name_and_value():
+    with pytest.raises(ConfigError, match="is_decoder: True, but Bert can only do False"):
+        refuse_other_values({"is_decoder": True}, {"is_decoder": False}, model="Bert")

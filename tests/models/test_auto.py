@@ -1,0 +1,60 @@
+"""AutoModel picks the shipped class by a folder's config.json."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.models.folders import our_llama, reference, tokens
+
+from trainwright import AutoModel
+from trainwright.errors import ConfigError
+from trainwright.models.auto import model_classes
+from trainwright.models.llama import Llama
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+def test_a_folder_of_transformers_is_read_by_our_class(tmp_path, kind):
+    theirs = reference(kind)
+    theirs.save_pretrained(tmp_path)
+    model = AutoModel.from_pretrained(tmp_path)
+    assert isinstance(model, Llama)
+    torch.testing.assert_close(
+        model(tokens(2, 9))["logits"], theirs(input_ids=tokens(2, 9)).logits, atol=1e-5, rtol=1e-5
+    )
+
+
+def test_a_config_makes_a_model_with_fresh_weights():
+    config = {"model_type": "qwen2", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = AutoModel.from_config({**config, "num_key_value_heads": 2, "intermediate_size": 64}, vocab_size=11)
+    assert isinstance(model, Llama)
+    assert model.hugging_face_type == "qwen2"
+    assert model.settings["vocab_size"] == 11
+
+
+def test_an_unknown_type_lists_the_known_ones():
+    with pytest.raises(ConfigError, match=r"model_type 'rwkv'.*Known: .*llama.*mistral.*qwen2"):
+        AutoModel.choose({"model_type": "rwkv"})
+    with pytest.raises(ConfigError, match="model_type None"):
+        AutoModel.choose({})
+
+
+def test_every_type_has_an_architecture_and_finds_its_class():
+    for each in model_classes():
+        assert each.hugging_face_architectures.keys() == set(each.hugging_face_types)
+        for model_type, architecture in each.hugging_face_architectures.items():
+            assert AutoModel.choose({"model_type": model_type, "architectures": [architecture]}) is each
+
+
+def test_a_class_refuses_another_s_folder(tmp_path):
+    with pytest.raises(ConfigError, match=r"model_type 'bert', but Llama reads llama, qwen2, mistral"):
+        Llama.from_config({"model_type": "bert"})
+
+
+def test_it_makes_no_object_of_its_own():
+    with pytest.raises(ConfigError, match="from_pretrained"):
+        AutoModel()
+
+
+def test_a_name_is_looked_up_in_the_home_path(tmp_path):
+    our_llama().save_pretrained(tmp_path / "org" / "small")
+    assert isinstance(AutoModel.from_pretrained("org/small", home_path=tmp_path), Llama)

@@ -1,0 +1,176 @@
+"""The model section: build, load, replace, adapt, freeze, in this order, with the place of each mistake."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from trainwright import RunConfig
+from trainwright.errors import CheckpointError, ConfigError
+from trainwright.models.from_config import build_model_section
+from trainwright.models.llama import Llama
+from trainwright.models.lora import LoRALinear
+
+transformers = pytest.importorskip("transformers")
+
+LLAMA = "hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 32, vocab_size: 61"
+
+OWN_PARTS = """
+from torch import nn
+
+class Narrow(nn.Module):
+    def __init__(self, *, width, replaces):
+        super().__init__()
+        self.inner = nn.Linear(replaces.gate_proj.in_features, width)
+        self.outer = nn.Linear(width, replaces.gate_proj.in_features)
+
+    def forward(self, hidden):
+        return self.outer(self.inner(hidden).relu())
+
+class AnyKeywords(nn.Module):
+    def __init__(self, **keywords):
+        super().__init__()
+        assert not keywords
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    (tmp_path / "own.py").write_text(OWN_PARTS)
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+    )
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "published")
+    return tmp_path
+
+
+def build(project, section):
+    file = project / "run.yaml"
+    file.write_text(f"seed: 1\nmodel: {{{section}}}\ntrainer: {{max_steps: 1}}\n")
+    config = RunConfig.load(file)
+    torch.manual_seed(0)
+    return build_model_section(config.model, project_dir=project, origin=config.origin)
+
+
+def learning(model):
+    return {name for name, one in model.named_parameters() if one.requires_grad}
+
+
+def test_a_section_of_transformers_is_built_from_keywords(project):
+    model = build(project, f"type: transformers:LlamaForCausalLM, {LLAMA}")
+    assert type(model) is transformers.LlamaForCausalLM
+
+
+@pytest.mark.parametrize("name", ["llama", "transformers:AutoModelForCausalLM"])
+def test_a_folder_beside_the_run_file_gives_sizes_and_weights_in_float32(project, name):
+    model = build(project, f"type: {name}, pretrained: published")
+    expected = transformers.LlamaForCausalLM.from_pretrained(project / "published").state_dict()
+    weights = model.state_dict()
+    assert all(torch.equal(weights[key], expected[key].float()) for key in expected)
+    assert {one.dtype for one in model.parameters()} == {torch.float32}
+
+
+def test_what_stands_in_the_section_changes_the_folder_s_settings(project):
+    assert build(project, "type: llama, pretrained: published, dropout: 0.5").settings["dropout"] == 0.5
+
+
+def test_replacements_come_after_the_weights_and_are_trained_beside_adapters(project):
+    model = build(
+        project,
+        "type: llama, pretrained: published, replace: {layers.0.mlp: {type: own.py:Narrow, width: 4}}, "
+        "lora: {match: '*.q_proj', rank: 2}",
+    )
+    narrow = {f"model.layers.0.mlp.{name}.{kind}" for name in ("inner", "outer") for kind in ("weight", "bias")}
+    adapters = {f"model.layers.{layer}.self_attn.q_proj.lora_{letter}" for layer in (0, 1) for letter in "ab"}
+    assert learning(model) == narrow | adapters
+    expected = transformers.LlamaForCausalLM.from_pretrained(project / "published").state_dict()
+    key = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(model.state_dict()[key], expected[key].float())
+
+
+def test_a_head_that_the_files_lack_is_trained_beside_adapters(project):
+    model = build(
+        project,
+        "type: transformers:AutoModelForSequenceClassification, pretrained: published, num_labels: 3, "
+        "pad_token_id: 0, lora: {match: q_proj}",
+    )
+    assert {name for name in learning(model) if "lora" not in name} == {"score.weight"}
+
+
+def test_adapters_reach_into_replacements(project):
+    model = build(
+        project,
+        f"type: transformers:LlamaForCausalLM, {LLAMA}, replace: {{mlp: {{type: own.py:Narrow, width: 4}}}}, "
+        "lora: {match: inner}",
+    )
+    assert isinstance(model.model.layers[0].mlp.inner, LoRALinear)
+
+
+def test_freezing_is_last(project):
+    model = build(project, f"type: transformers:LlamaForCausalLM, {LLAMA}, lora: {{match: q_proj}}, freeze: '*.lora_a'")
+    assert {name.rpartition(".")[2] for name in learning(model)} == {"lora_b"}
+
+
+def test_a_bare_type_replaces_and_keywords_of_any_name_get_no_old_module(project):
+    model = build(project, f"type: transformers:LlamaForCausalLM, {LLAMA}, replace: {{mlp: own.py:AnyKeywords}}")
+    assert type(model.model.layers[1].mlp).__name__ == "AnyKeywords"
+
+
+def test_a_plain_module_loads_a_folder_by_its_own_names(project):
+    from safetensors.torch import save_file
+
+    (project / "weights").mkdir()
+    layer = nn.Linear(3, 2)
+    save_file(layer.state_dict(), project / "weights" / "model.safetensors")
+    model = build(project, "type: torch.nn:Linear, in_features: 3, out_features: 2, pretrained: weights")
+    assert torch.equal(model.weight, layer.weight)
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ("type: llama, vocab_size: 61, lora: {match: q_prj}", r"run\.yaml:2: model\.lora\.match: no linear layer"),
+        (
+            "type: llama, vocab_size: 61, lora: {mtach: q_proj}",
+            r'run\.yaml:2: model\.lora: add_lora takes no .*"mtach"',
+        ),
+        ("type: llama, vocab_size: 61, lora: 3", r"run\.yaml:2: model\.lora: must be a mapping"),
+        ("type: llama, vocab_size: 61, replace: {mpl: torch.nn:Identity}", r"run\.yaml:2: model\.replace: no module"),
+        ("type: llama, vocab_size: 61, replace: {mlp: {width: 3}}", r'run\.yaml:2: model\.replace\."mlp": must be a'),
+        ("type: llama, vocab_size: 61, replace: {mlp: own.py:Narow}", r'model\.replace\.type: .*Did you mean "Narrow"'),
+        ("type: llama, vocab_size: 61, replace: {mlp: own.py:Narrow}", r'model\.replace: Narrow needs .*"width"'),
+        ("type: llama, vocab_size: 61, freeze: head}", r"run\.yaml:2: model\.freeze: no parameter matches 'head'"),
+        ("type: llama, vocab_size: 61, remat: full", r"run\.yaml:2: model\.remat is not supported"),
+        ("type: llama, pretrained: {fodler: a}", r"run\.yaml:2: model\.pretrained: give a folder"),
+        ("type: llama, pretrained: {folder: a, stict: false}", r"model\.pretrained\.stict: is unknown"),
+        ("type: llama, pretrained: published, hiden_size: 3", r'model: Llama takes no argument "hiden_size"'),
+        ("type: torch.nn.functional:relu_", r"model: "),
+        ("type: transformers:LlamaForCausalLM, hiden_size: 3", r"run\.yaml:2: model: LlamaConfig has no setting"),
+        ("type: transformers:GPT2LMHeadModel, pretrained: published", r"run\.yaml:2: model: .* not 'gpt2'"),
+    ],
+)
+def test_mistakes_name_their_place(project, section, said):
+    with pytest.raises(ConfigError, match=said):
+        build(project, section.replace("head}", "head"))
+
+
+def test_a_head_that_ours_lacks_is_refused_unless_not_strict(project):
+    weights = project / "published" / "model.safetensors"
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(weights)
+    del state["lm_head.weight"]
+    save_file(state, weights)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
+        build(project, "type: llama, pretrained: published")
+    model = build(project, "type: llama, pretrained: {folder: published, strict: false}, lora: {match: q_proj}")
+    assert isinstance(model, Llama)
+    assert "lm_head.weight" in learning(model)
+
+
+def test_the_folder_s_place_is_the_run_file_s_not_the_current_one(project, monkeypatch):
+    monkeypatch.chdir("/")
+    assert isinstance(build(project, "type: llama, pretrained: published"), Llama)
+    assert Path.cwd() == Path("/")

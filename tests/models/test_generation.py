@@ -1,0 +1,116 @@
+"""Generation: with the cache as without it, stopping, sampling, and models that take no cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.models.folders import our_llama, reference, tokens
+
+from trainwright.errors import ConfigError, DataError
+from trainwright.models.generation import KeyValueCache, generate, sample
+
+
+def drawn(model, prompt, **options):
+    return torch.stack(list(generate(model, prompt, **{"max_new_tokens": 12, **options})), dim=1)
+
+
+@pytest.mark.parametrize("changes", [{"num_kv_heads": 2}, {"attention_bias": "qkv"}, {"head_size": 6}])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_with_the_cache_are_those_without(changes, temperature):
+    model = our_llama(initializer_range=0.3, **changes)
+    results = [
+        drawn(
+            model,
+            tokens(3, 5),
+            temperature=temperature,
+            use_cache=use_cache,
+            generator=torch.Generator().manual_seed(5),
+        )
+        for use_cache in (True, False)
+    ]
+    assert results[0].shape == (3, 12)
+    assert torch.equal(*results)
+
+
+def test_greedy_tokens_are_those_of_transformers():
+    theirs = reference(tie_word_embeddings=False)
+    model = our_llama(num_kv_heads=2, intermediate_size=48, tie_embeddings=False, norm_eps=1e-6)
+    model.load_state_dict(theirs.state_dict())
+    expected = theirs.generate(tokens(1, 5), max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
+    assert torch.equal(drawn(model, tokens(1, 5), temperature=0.0), expected[:, 5:])
+
+
+def test_tokens_in_pieces_give_the_logits_of_one_pass():
+    model = our_llama(num_kv_heads=2, initializer_range=0.3).eval()
+    rows = tokens(2, 12)
+    cache = KeyValueCache(12)
+    pieces = [model(piece, cache=cache)["logits"] for piece in rows.split([4, 1, 5, 2], dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), model(rows)["logits"], atol=1e-5, rtol=1e-5)
+    assert cache.length == 12
+    with pytest.raises(DataError, match="holds 12 tokens, but 13"):
+        model(rows[:, :1], cache=cache)
+
+
+def test_a_cache_refuses_masks_and_too_many_positions():
+    model = our_llama(max_positions=4)
+    with pytest.raises(DataError, match="leave out attention_mask"):
+        model(tokens(1, 2), attention_mask=torch.ones(1, 2), cache=KeyValueCache(4))
+    cache = KeyValueCache(9)
+    model(tokens(1, 3), cache=cache)
+    with pytest.raises(DataError, match=r"4 positions .* 5 tokens"):
+        model(tokens(1, 2), cache=cache)
+
+
+def test_beyond_the_positions_the_last_ones_are_seen():
+    model = our_llama(max_positions=6, initializer_range=0.3)
+    with_cache, without = (drawn(model, tokens(1, 4), temperature=0.0, use_cache=each) for each in (True, False))
+    assert torch.equal(with_cache, without)
+
+
+def test_a_row_that_stopped_stays_and_all_stopped_ends():
+    model = our_llama(initializer_range=0.3)
+    free = drawn(model, tokens(2, 3), temperature=0.0)
+    stop = free[0, 2].item()
+    stopped = drawn(model, tokens(2, 3), temperature=0.0, stop_ids=[stop])
+    first = free[0].tolist().index(stop)
+    assert stopped[0, first:].eq(stop).all()
+    alone = drawn(model, tokens(2, 3)[:1], temperature=0.0, stop_ids=[stop])
+    assert alone[0].tolist() == free[0, : first + 1].tolist()
+
+
+def test_the_mode_comes_back_even_when_nobody_asks_for_the_rest():
+    model = our_llama().train()
+    tokens_made = generate(model, tokens(1, 3), max_new_tokens=9)
+    next(tokens_made)
+    assert not model.training
+    tokens_made.close()
+    assert model.training
+
+
+def test_a_model_of_transformers_generates_without_a_cache():
+    theirs = reference()
+    expected = theirs.generate(tokens(1, 5), max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
+    assert torch.equal(drawn(theirs, tokens(1, 5), temperature=0.0), expected[:, 5:])
+
+
+def test_top_p_keeps_the_fewest_tokens_that_hold_it():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().repeat(2000, 1)
+    generator = torch.Generator().manual_seed(0)
+    for top_p, kept in [(0.4, {0}), (0.5, {0}), (0.6, {0, 1}), (0.9, {0, 1, 2}), (1.0, {0, 1, 2, 3})]:
+        assert set(sample(logits, temperature=1.0, top_p=top_p, generator=generator).tolist()) == kept
+    both = sample(logits, temperature=1.0, top_k=2, top_p=0.99, generator=generator)
+    assert set(both.tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"temperature": -1.0}, "temperature is -1"), ({"top_k": 0}, "top_k is 0"), ({"top_p": 1.5}, "top_p is 1.5")],
+)
+def test_impossible_ways_to_sample_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        drawn(our_llama(), tokens(1, 3), **options)
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(DataError, match="the prompt has no tokens"):
+        drawn(our_llama(), tokens(1, 0))

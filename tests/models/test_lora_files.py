@@ -1,0 +1,100 @@
+"""Adapters as files: alone, and in the layout of PEFT."""
+
+import json
+
+import pytest
+import torch
+
+from trainwright.errors import CheckpointError, ConfigError
+from trainwright.models.llama import Llama
+from trainwright.models.lora import add_lora, lora_layers
+from trainwright.models.lora_files import CONFIG_FILE, WEIGHTS_FILE, load_lora_folder, save_lora
+
+TOKENS = torch.arange(24).reshape(2, 12) % 17
+
+
+def small_llama():
+    torch.manual_seed(0)
+    return Llama(vocab_size=17, hidden_size=16, num_layers=2, num_heads=2, max_positions=16).eval()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A model with adapters that are not zero and a trained norm, and the folder that they were saved to."""
+    model = small_llama()
+    add_lora(model, match="*.q_proj", rank=4, alpha=6, train="model.norm.weight")
+    with torch.no_grad():
+        for _, layer in lora_layers(model):
+            layer.lora_b.normal_()
+        model.model.norm.weight.add_(0.5)
+    return model, save_lora(model, tmp_path / "adapters", base="tiny")
+
+
+def test_a_plain_model_gets_the_saved_adapters(saved):
+    model, folder = saved
+    twin = small_llama()
+    assert load_lora_folder(twin, folder) == [name for name, _ in lora_layers(model)]
+    assert torch.equal(twin(TOKENS)["logits"], model(TOKENS)["logits"])
+    assert {name for name, one in twin.named_parameters() if one.requires_grad} == {
+        name for name, one in model.named_parameters() if one.requires_grad
+    }
+
+
+def test_the_files_hold_what_was_trained_and_nothing_else(saved):
+    _, folder = saved
+    assert sorted(path.name for path in folder.iterdir()) == [CONFIG_FILE, WEIGHTS_FILE]
+    assert (folder / WEIGHTS_FILE).stat().st_size < 5000
+    config = json.loads((folder / CONFIG_FILE).read_text())
+    assert (config["r"], config["lora_alpha"], config["modules_to_save"]) == (4, 6.0, ["model.norm"])
+
+
+def test_peft_reads_the_folder_and_gives_the_same_answers(tmp_path):
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    config = transformers.LlamaConfig(
+        vocab_size=17, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "base")
+    add_lora(model, match=["*.q_proj", "*.down_proj"], rank=4, alpha=6, train="lm_head.*")
+    with torch.no_grad():
+        for _, layer in lora_layers(model):
+            layer.lora_b.normal_()
+        model.lm_head.weight.add_(0.1)
+    save_lora(model, tmp_path / "adapters")
+    base = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval()
+    torch.testing.assert_close(theirs(TOKENS).logits, model(TOKENS).logits, atol=1e-5, rtol=1e-5)
+    theirs.save_pretrained(tmp_path / "theirs")
+    twin = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base").eval()
+    load_lora_folder(twin, tmp_path / "theirs")
+    torch.testing.assert_close(twin(TOKENS).logits, model(TOKENS).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_without_adapters_has_none_to_save(tmp_path):
+    with pytest.raises(ConfigError, match="no adapters to save"):
+        save_lora(small_llama(), tmp_path)
+
+
+def test_a_folder_of_another_model_is_named(saved):
+    other = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r"adapters for model\.layers\.0\.self_attn\.q_proj, .*no linear layers"):
+        load_lora_folder(other, saved[1])
+
+
+def test_what_only_peft_can_do_is_refused_by_name(saved):
+    file = saved[1] / CONFIG_FILE
+    file.write_text(json.dumps({**json.loads(file.read_text()), "use_dora": True}))
+    with pytest.raises(ConfigError, match="use_dora is True"):
+        load_lora_folder(small_llama(), saved[1])
+
+
+def test_a_damaged_or_missing_file_is_named(saved, tmp_path):
+    (saved[1] / WEIGHTS_FILE).write_bytes(b"not safetensors")
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors: The file is damaged"):
+        load_lora_folder(small_llama(), saved[1])
+    (saved[1] / CONFIG_FILE).write_text("{}")
+    with pytest.raises(CheckpointError, match="describes no LoRA adapter"):
+        load_lora_folder(small_llama(), saved[1])
+    with pytest.raises(CheckpointError, match=r"There is no adapter_config\.json"):
+        load_lora_folder(small_llama(), tmp_path)

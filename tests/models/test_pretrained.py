@@ -1,0 +1,203 @@
+"""Reading a model folder: shard by shard, exactly, and with one clear error for each kind of damage."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.models.folders import our_llama, reference, tensors_in
+
+from trainwright.errors import CheckpointError, ConfigError
+from trainwright.models.llama import Llama
+from trainwright.models.pretrained import (
+    LoadReport,
+    as_dtype,
+    load_weights,
+    on_meta,
+    read_config_file,
+    weight_files,
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return our_llama(tie_embeddings=False).save_pretrained(tmp_path / "model")
+
+
+def change(folder, edit):
+    tensors = tensors_in(folder)
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_shards_give_the_same_weights_as_one_file(tmp_path):
+    model = our_llama()
+    one = Llama.from_pretrained(model.save_pretrained(tmp_path / "one"))
+    many = Llama.from_pretrained(model.save_pretrained(tmp_path / "many", max_shard_bytes=5000))
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    for name, weight in model.state_dict().items():
+        assert torch.equal(one.state_dict()[name], weight)
+        assert torch.equal(many.state_dict()[name], weight)
+    assert many.lm_head.weight is many.model.embed_tokens.weight
+
+
+def test_weights_keep_the_dtype_of_the_file_unless_another_is_asked_for(tmp_path):
+    folder = our_llama().to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    assert {each.dtype for each in Llama.from_pretrained(folder).parameters()} == {torch.bfloat16}
+    assert {each.dtype for each in Llama.from_pretrained(folder, dtype="fp32").parameters()} == {torch.float32}
+    assert read_config_file(folder)["dtype"] == "bfloat16"
+
+
+def test_parameters_keep_their_attributes(folder):
+    with torch.device("meta"):
+        model = our_llama(tie_embeddings=False)
+    model.lm_head.weight.no_weight_decay = True
+    model.model.norm.weight.requires_grad_(False)
+    load_weights(model, folder)
+    assert model.lm_head.weight.no_weight_decay
+    assert not model.lm_head.weight.is_meta
+    assert not model.model.norm.weight.requires_grad
+
+
+def test_weights_do_not_depend_on_the_file_after_loading(folder):
+    model = Llama.from_pretrained(folder)
+    expected = model.lm_head.weight.clone()
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(1000)
+        file.write(b"\0" * 60_000)
+    assert torch.equal(model.lm_head.weight, expected)
+
+
+def test_missing_and_unexpected_keys_are_one_error_that_lists_them(folder):
+    change(folder, lambda tensors: tensors.update(other=tensors.pop("model.norm.weight")))
+    with pytest.raises(CheckpointError, match=r"missing \(model.norm.weight\).*belong to no weight \(other\)"):
+        Llama.from_pretrained(folder)
+
+
+def test_what_does_not_fit_is_reported_and_drawn_without_strict(folder, caplog):
+    saved = tensors_in(folder)
+    change(folder, lambda tensors: tensors.update(other=tensors.pop("lm_head.weight")))
+    with caplog.at_level(logging.WARNING):
+        model = Llama.from_pretrained(folder, strict=False)
+    assert "lm_head.weight" in caplog.text
+    assert 0.01 < model.lm_head.weight.std() < 0.03
+    assert torch.equal(model.model.norm.weight, saved["model.norm.weight"])
+    assert not any(each.is_meta for each in model.parameters())
+    report = load_weights(our_llama(tie_embeddings=False), folder, strict=False)
+    assert report == LoadReport(missing=("lm_head.weight",), unexpected=("other",))
+
+
+def test_a_module_that_has_weights_keeps_those_that_the_files_lack(folder):
+    change(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    model = our_llama(tie_embeddings=False)
+    kept = model.lm_head.weight.clone()
+    load_weights(model, folder, strict=False)
+    assert torch.equal(model.lm_head.weight, kept)
+
+
+def test_wrong_shapes_name_the_key_and_both_shapes(folder):
+    change(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)}))
+    with pytest.raises(CheckpointError, match=r"model.norm.weight has the shape \(7,\).*has \(32,\)"):
+        Llama.from_pretrained(folder)
+
+
+def test_a_truncated_file_is_named(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read.*cut short"):
+        Llama.from_pretrained(folder)
+
+
+def test_a_folder_that_is_no_model_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"is no model folder: it has no config.json"):
+        Llama.from_pretrained(tmp_path)
+
+
+def test_a_folder_without_weights_is_named(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="holds no weights"):
+        Llama.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "\udcff"])
+def test_a_damaged_config_is_named(folder, content):
+    (folder / "config.json").write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        Llama.from_pretrained(folder)
+
+
+def test_a_shard_that_is_not_there_is_named(tmp_path):
+    folder = our_llama().save_pretrained(tmp_path / "model", max_shard_bytes=20_000)
+    first = sorted(folder.glob("model-00001-*"))[0]
+    first.unlink()
+    with pytest.raises(CheckpointError, match=first.name):
+        Llama.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": {"a": 1}}'])
+def test_an_index_without_a_map_is_named(folder, content):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(CheckpointError, match="no weight_map"):
+        weight_files(folder)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_pickle_is_refused_unless_it_is_allowed(folder, sharded):
+    tensors = tensors_in(folder)
+    (folder / "model.safetensors").unlink()
+    name = "pytorch_model-00001-of-00001.bin" if sharded else "pytorch_model.bin"
+    torch.save(tensors, folder / name)
+    if sharded:
+        index = {"weight_map": dict.fromkeys(tensors, name)}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"is a pickle.*allow_pickle=True"):
+        Llama.from_pretrained(folder)
+    model = Llama.from_pretrained(folder, allow_pickle=True)
+    assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"])
+
+
+def test_files_of_a_body_alone_load_without_strict(tmp_path):
+    theirs = reference(tie_word_embeddings=False)
+    theirs.model.save_pretrained(tmp_path)
+    model = Llama.from_pretrained(tmp_path, strict=False)
+    assert torch.equal(model.model.layers[0].mlp.up_proj.weight, theirs.model.layers[0].mlp.up_proj.weight)
+    with pytest.raises(CheckpointError, match=r"1 weights of the model are missing \(lm_head.weight\)"):
+        Llama.from_pretrained(tmp_path)
+
+
+def test_a_tied_weight_loads_from_any_of_its_names(tmp_path):
+    model = our_llama()
+    folder = model.save_pretrained(tmp_path / "model")
+    change(folder, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
+    assert torch.equal(Llama.from_pretrained(folder).model.embed_tokens.weight, model.model.embed_tokens.weight)
+
+
+def test_dtypes_have_short_names():
+    assert [as_dtype(name) for name in ("bf16", "float16", None)] == [torch.bfloat16, torch.float16, None]
+    with pytest.raises(ConfigError, match="'int8' is no dtype of weights"):
+        as_dtype("int8")
+
+
+def test_building_on_the_meta_device_draws_nothing_and_imports_no_compiler():
+    program = (
+        "import sys, torch\n"
+        "from trainwright.models.llama import Llama\n"
+        "from trainwright.models.pretrained import on_meta\n"
+        "with on_meta(): model = Llama.from_preset('tiny')\n"
+        "assert all(one.is_meta for one in model.parameters())\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_other_tensors_are_drawn_as_ever():
+    with on_meta():
+        drawn = torch.empty(100, device="cpu").normal_()
+    assert 0.5 < drawn.std() < 2.0

@@ -1,0 +1,219 @@
+"""Models of transformers: from keywords or a folder, clear about mistakes, and trained as any other."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainwright import RunConfig, build_trainer
+from trainwright.errors import CheckpointError, ConfigError
+from trainwright.models.llama import Llama
+from trainwright.models.transformers_models import build_transformers, is_transformers_class
+
+transformers = pytest.importorskip("transformers")
+
+PROJECT = Path(__file__).parents[1] / "project"
+
+GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 61, "n_positions": 32}
+LLAMA = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "vocab_size": 61,
+}
+TOKENS = torch.arange(24).reshape(2, 12)
+
+
+def build(target, arguments=None, **options):
+    return build_transformers(target, arguments or {}, **options)[0]
+
+
+@pytest.fixture(scope="module")
+def llama_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    build(transformers.LlamaForCausalLM, LLAMA).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def test_classes_of_transformers_and_subclasses_of_them_are_told_apart():
+    class Own(transformers.BertModel):
+        pass
+
+    assert all(map(is_transformers_class, [transformers.AutoModel, transformers.LlamaForCausalLM, Own]))
+    assert not any(map(is_transformers_class, [torch.nn.Linear, torch.nn.ReLU(), "transformers:AutoModel", dict]))
+
+
+def test_an_auto_class_is_built_from_a_model_type_and_keywords():
+    model = build(transformers.AutoModelForCausalLM, GPT2)
+    assert type(model) is transformers.GPT2LMHeadModel
+    assert (model.config.n_layer, model.config.use_cache) == (1, False)
+    assert model.training
+
+
+def test_a_concrete_class_takes_the_keywords_of_its_config_and_their_other_names():
+    assert build(transformers.LlamaForCausalLM, LLAMA).config.hidden_size == 16
+    renamed = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    assert build(transformers.GPT2LMHeadModel, renamed).config.n_embd == 32
+    sizes = {**LLAMA, "num_labels": 3, "pad_token_id": 0}
+    assert build(transformers.LlamaForSequenceClassification, sizes).score.out_features == 3
+
+
+def test_the_weights_are_float32_unless_a_dtype_is_named(llama_folder):
+    assert json.loads((llama_folder / "config.json").read_text())["dtype"] == "bfloat16"
+    for target, folder in ((transformers.LlamaForCausalLM, llama_folder), (transformers.AutoModel, llama_folder)):
+        assert build(target, pretrained=folder).dtype == torch.float32
+        assert build(target, {"dtype": "bf16"}, pretrained=folder).dtype == torch.bfloat16
+    assert build(transformers.LlamaForCausalLM, {**LLAMA, "torch_dtype": "bfloat16"}).dtype == torch.bfloat16
+
+
+def test_the_kind_of_attention_is_chosen():
+    model = build(transformers.LlamaForCausalLM, {**LLAMA, "attn_implementation": "eager"})
+    assert model.config._attn_implementation == "eager"
+    with pytest.raises(ConfigError, match=r'cannot build LlamaForCausalLM: .*"eagr"'):
+        build(transformers.LlamaForCausalLM, {**LLAMA, "attn_implementation": "eagr"})
+
+
+def test_a_folder_gives_its_weights_and_keywords_change_its_config(llama_folder):
+    reference = transformers.LlamaForCausalLM.from_pretrained(llama_folder, dtype=torch.float32)
+    for target in (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM):
+        model = build(target, {"attention_dropout": 0.5}, pretrained=llama_folder)
+        assert model.training
+        assert model.config.attention_dropout == 0.5
+        assert torch.equal(model.eval()(TOKENS).logits, reference(TOKENS).logits)
+
+
+def test_another_head_is_drawn_anew_and_reported(llama_folder):
+    settings = {"num_labels": 3, "pad_token_id": 0}
+    model, report = build_transformers(
+        transformers.AutoModelForSequenceClassification, settings, pretrained=llama_folder
+    )
+    assert (report.missing, report.unexpected) == (("score.weight",), ("lm_head.weight",))
+    assert model.score.weight.std() > 0
+
+
+def test_missing_weights_of_the_same_class_are_refused_unless_not_strict(llama_folder):
+    two = {"num_hidden_layers": 2}
+    with pytest.raises(CheckpointError, match=r"missing model\.layers\.1\.input_layernorm\.weight"):
+        build(transformers.LlamaForCausalLM, two, pretrained=llama_folder)
+    _, report = build_transformers(transformers.LlamaForCausalLM, two, pretrained=llama_folder, strict=False)
+    assert len(report.missing) == 9
+
+
+def test_wrong_shapes_name_the_key_and_both_shapes(llama_folder):
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: \(61, 16\) in the files, \(61, 32\) in the model"):
+        build(transformers.LlamaForCausalLM, {"hidden_size": 32}, pretrained=llama_folder)
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "said"),
+    [
+        ("AutoModelForCausalLM", {**GPT2, "n_layr": 2}, r'GPT2Config has no setting "n_layr"\. Did you mean "n_layer"'),
+        (
+            "LlamaForCausalLM",
+            {"hiden_size": 2},
+            r'LlamaConfig has no setting "hiden_size"\. Did you mean "hidden_size"',
+        ),
+        ("AutoModelForCausalLM", {}, "AutoModelForCausalLM needs a model_type"),
+        ("AutoModelForCausalLM", {"model_type": "lama"}, r'has no model_type "lama"\. Did you mean "llama"'),
+        ("AutoModelForCausalLM", {"model_type": "vit"}, 'has no model_type "vit"'),
+        ("GPT2LMHeadModel", {"vocab_size": "many"}, "GPT2Config refuses its settings: .*vocab_size"),
+        ("LlamaForCausalLM", {"dtype": "int3"}, "no dtype of weights"),
+        ("LlamaForCausalLM", {"dtype": "bf16", "torch_dtype": "bf16"}, "the same setting"),
+    ],
+)
+def test_mistakes_are_refused_with_the_nearest_name(target, arguments, said):
+    with pytest.raises(ConfigError, match=f"(?s){said}"):
+        build(getattr(transformers, target), arguments)
+
+
+def test_a_folder_of_another_model_type_is_refused(llama_folder, tmp_path):
+    with pytest.raises(ConfigError, match=r"holds a model of the type 'llama', not 'gpt2'"):
+        build(transformers.GPT2LMHeadModel, pretrained=llama_folder)
+    with pytest.raises(ConfigError, match=r"holds a model of the type 'llama', not 'gpt2'"):
+        build(transformers.AutoModel, {"model_type": "gpt2"}, pretrained=llama_folder)
+    (tmp_path / "config.json").write_text('{"model_type": "fantasy"}')
+    with pytest.raises(ConfigError, match=r"'fantasy', which transformers does not have"):
+        build(transformers.AutoModel, pretrained=tmp_path)
+
+
+def test_a_folder_with_pickles_alone_is_refused(tmp_path, llama_folder):
+    (tmp_path / "config.json").write_bytes((llama_folder / "config.json").read_bytes())
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"cannot build LlamaForCausalLM: .*safetensors"):
+        build(transformers.LlamaForCausalLM, pretrained=tmp_path)
+
+
+def packed_run(tmp_path, name, *overrides):
+    packed = "{type: pack, length: 32, source: {type: parts.py:Documents}}"
+    return RunConfig.load(
+        PROJECT / "run.yaml",
+        [
+            f"name={name}",
+            f"output_dir={tmp_path}",
+            "model={type: transformers:AutoModelForCausalLM, model_type: gpt2, n_layer: 1, n_embd: 16, n_head: 2, "
+            "vocab_size: 50, n_positions: 32, bos_token_id: 0, eos_token_id: 0}",
+            "trainer.type=language_model",
+            f"data.train={packed}",
+            f"data.eval={{valid: {packed}}}",
+            "evaluation={every_steps: 5, max_batches: 3}",
+            "trainer.max_steps=8",
+            *overrides,
+        ],
+    )
+
+
+def test_a_run_is_evaluated_checkpointed_and_resumed_to_the_bit(tmp_path):
+    whole = build_trainer(packed_run(tmp_path, "whole"))
+    logs = whole.train()
+    assert logs["valid/loss"] < 4.5
+    assert "valid/perplexity" in logs
+    build_trainer(packed_run(tmp_path, "resumed", "trainer.max_steps=4", "trainer.schedule=null")).train()
+    part = build_trainer(packed_run(tmp_path, "resumed", "trainer.schedule=null"), accept_changes=True)
+    assert part.step == 4
+    part.train()
+    straight = build_trainer(packed_run(tmp_path, "straight", "trainer.schedule=null"))
+    straight.train()
+    weights, expected = part.model.state_dict(), straight.model.state_dict()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_a_run_with_adapters_is_resumed_to_the_bit(tmp_path):
+    model = f"model={{type: transformers:LlamaForCausalLM, {', '.join(f'{k}: {v}' for k, v in LLAMA.items())}, "
+    model += "lora: {match: '*.q_proj', rank: 2, dropout: 0.1}}"
+    build_trainer(packed_run(tmp_path, "resumed", model, "trainer.max_steps=4", "trainer.schedule=null")).train()
+    resumed = build_trainer(packed_run(tmp_path, "resumed", model, "trainer.schedule=null"), accept_changes=True)
+    assert resumed.step == 4
+    resumed.train()
+    straight = build_trainer(packed_run(tmp_path, "straight", model, "trainer.schedule=null"))
+    straight.train()
+    weights, expected = resumed.model.state_dict(), straight.model.state_dict()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert any(name.endswith("lora_b") and value.any() for name, value in expected.items())
+
+
+def test_packed_documents_do_not_see_each_other():
+    torch.manual_seed(0)
+    sizes = {**LLAMA, "rms_norm_eps": 1e-5, "initializer_range": 0.3}
+    theirs = build(transformers.LlamaForCausalLM, sizes).eval()
+    ours = Llama(
+        vocab_size=61, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=32, tie_embeddings=False
+    ).eval()
+    ours.load_state_dict(theirs.state_dict())
+    row = {
+        "input_ids": TOKENS[:1],
+        "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]]),
+        "document_ids": torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2]]),
+    }
+    torch.testing.assert_close(theirs(**row).logits, ours(**row)["logits"], atol=1e-5, rtol=1e-5)
+
+
+def test_weights_drawn_anew_follow_from_the_seed(llama_folder):
+    heads = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        settings = {"num_labels": 3, "pad_token_id": 0}
+        heads.append(build(transformers.LlamaForSequenceClassification, settings, pretrained=llama_folder).score.weight)
+    assert torch.equal(*heads)
