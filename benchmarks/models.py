@@ -146,8 +146,9 @@ def main() -> None:
     name = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
     report = {
-        "what": f"A step (forward, backward, fused AdamW) of {arguments.preset}, {arguments.batch} × {arguments.length} "
-        f"tokens, {dtype}; medians of {arguments.rounds} rounds of {arguments.steps} steps, contenders in turn.",
+        "what": f"A step (forward, backward, fused AdamW) of {arguments.preset}, "
+        f"{arguments.batch} × {arguments.length} tokens, {dtype}; medians of {arguments.rounds} rounds of "
+        f"{arguments.steps} steps, contenders in turn.",
         "command": " ".join(["python", *sys.argv]),
         "machine": f"{name}; {versions}.",
         "results": compare(arguments, device, dtype),

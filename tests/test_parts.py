@@ -229,7 +229,7 @@ def test_a_model_that_is_not_named_is_refused(tmp_path):
         build_trainer(load(tmp_path, "model=null"))
 
 
-@pytest.mark.parametrize("key", ["lora", "pretrained", "sharding", "remat", "scan", "offload", "replace"])
+@pytest.mark.parametrize("key", ["sharding", "remat", "scan", "offload"])
 def test_what_a_model_cannot_do_yet_is_refused_by_name(tmp_path, key):
     with pytest.raises(ConfigError, match=rf"^override model\.{key}=.*: model\.{key} is not supported"):
         build_trainer(load(tmp_path, f"model.{key}={{rank: 4}}"))

@@ -128,8 +128,8 @@ def test_an_unknown_name_is_refused_with_the_nearest_and_the_known(tmp_path):
         find, "optimizer", "adamv", project_dir=tmp_path, where=Origin("run.yaml", 3), label="trainer.optimizer"
     )
     assert text == (
-        'run.yaml:3: trainer.optimizer.type: no optimizer "adamv". Did you mean "adamw"? Known: adam, adamw, lion, muon, sgd; '
-        "in optimizers/: lion.Lion; or give an import path such as my_pkg.module:Name, a file such as "
+        'run.yaml:3: trainer.optimizer.type: no optimizer "adamv". Did you mean "adamw"? Known: adam, adamw, lion, '
+        "muon, sgd; in optimizers/: lion.Lion; or give an import path such as my_pkg.module:Name, a file such as "
         f"optimizers/mine.py:Name, or mine.Name for a file in {tmp_path / 'optimizers'}."
     )
     assert 'Did you mean "lion.Lion"?' in refusal_of(find, "optimizer", "lino.Lion", project_dir=tmp_path)
@@ -241,7 +241,7 @@ def test_a_taken_name_is_refused_with_both_places():
 
 
 def test_imported_modules_register_from_the_path_or_the_project(tmp_path):
-    text = "from trainwright.registry import register\n@register('optimizer', 'lion')\nclass Lion: pass\n"
+    text = "from trainwright.registry import register\n@register('optimizer', 'tiger')\nclass Lion: pass\n"
     write(tmp_path / "my_parts_pkg" / "parts.py", text)
     write(tmp_path / "my_parts_pkg" / "__init__.py", "from . import parts\n")
     import_modules(["json", "my_parts_pkg"], project_dir=tmp_path)

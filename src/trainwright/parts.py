@@ -237,15 +237,19 @@ class Build:
         groups = arguments.pop("groups", ())
         bare = Component(component.type, **arguments).located_at(component.origin)
         target = registry.find("optimizer", bare.type, project_dir=self.project_dir, where=bare.origin, label=label)
-        # Asked for by name: a constructor that takes any keyword would be handed it too.
-        extra = {"kinds": classify_parameters(model)} if getattr(target, "needs_parameter_kinds", False) else {}
-        return make_optimizer(
-            lambda params: self._make("optimizer", label, bare, params=params, **extra),
-            owned,
-            groups,
-            label=label,
-            where=self.config.origin(f"{label}.groups"),
-        )
+        needs_kinds = getattr(target, "needs_parameter_kinds", False)
+
+        def make(params: list[dict[str, Any]]) -> torch.optim.Optimizer:
+            # A user's optimizer may go through its parameters itself: it gets groups only where there are some.
+            is_plain = len(params) == 1 and not needs_kinds and params[0].keys() <= {"params", "param_names"}
+            # Kinds are given to those that ask: a constructor that takes any keyword would be handed them too.
+            extra = {"kinds": classify_parameters(model)} if needs_kinds else {}
+            given = params[0]["params"] if is_plain else params
+            made: torch.optim.Optimizer = self._make("optimizer", label, bare, params=given, **extra)
+            return made
+
+        where = self.config.origin(f"{label}.groups")
+        return make_optimizer(make, owned, groups, label=label, where=where)
 
     def _dataset(self, label: str, component: Component | None) -> Any:
         if component is None:

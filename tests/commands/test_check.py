@@ -31,7 +31,7 @@ def test_a_good_run_exits_with_0_and_one_line_that_sums_it_up(in_tmp):
 def test_a_run_with_errors_exits_with_1_and_names_the_line(in_tmp):
     done = invoke(RUN, "model.width=-3", "trainer.optimizer.type=adamw")
     assert done.exit_code == 1
-    assert "parts.py:35: error: RuntimeError: Trying to create tensor with negative dimension -3" in done.stdout
+    assert "parts.py:36: error: RuntimeError: Trying to create tensor with negative dimension -3" in done.stdout
     assert done.stdout.rstrip().splitlines()[-3].startswith("1 error")
 
 

@@ -297,10 +297,8 @@ class Trainer:
         if self.train_data is None:
             raise ConfigError("data.train: there is no training data. Name a dataset, or call evaluate().")
         if self.is_finished:
-            advice = (
-                "Raise max_steps" if self.step >= self.max_steps else "It stopped before max_steps: raise max_epochs"
-            )
-            logger.info("The run has ended at step %d: nothing is left to do. %s to go on.", self.step, advice)
+            limit = "max_steps" if self.step >= self.max_steps else "max_epochs or max_steps"
+            logger.info("The run has ended at step %d: nothing is left to do. Raise %s to go on.", self.step, limit)
             return self.eval_logs
         with self._running(), closing(self.train_data.batches(self.backend.to_device)) as iterator:
             self.train_loop_begin()

@@ -131,8 +131,10 @@ class Model(nn.Module):
         settings = cls.settings_from_hugging_face(config) | overrides
         with on_meta():
             model = cls(**settings)
-        if set(dict(model.named_buffers())) - set(model.state_dict()):
-            # Computed buffers are lost on the meta device, and only the constructor can work them out again.
+        has_computed_buffers = bool(set(dict(model.named_buffers())) - set(model.state_dict()))
+        if has_computed_buffers or not cls.__module__.startswith("trainwright."):
+            # What is computed is lost on the meta device, and only its constructor knows how a user's subclass draws
+            # the weights that the files lack.
             with torch.device(device):
                 model = cls(**settings)
         model.hugging_face_config = config
