@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from itertools import count
 from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 from torch.utils.data._utils import worker as torch_worker
 
 from trainwright import registry
-from trainwright.data.fetch import Collator, Failure, Fetched, make_in_project
-from trainwright.data.lanes import ENDED, Cursor, Lane, Reading
+from trainwright.data.fetch import Collator, Fetched, make_in_project
+from trainwright.data.lanes import Cursor, Lane, Reading, Run
 from trainwright.data.order import mix_seed
 from trainwright.data.randomness import Watch, seed_generators
 from trainwright.data.source_pass import own_copy
@@ -87,7 +86,7 @@ class LaneFetcher(Dataset[Any]):
         self._collator = collator
         self._lanes: dict[int, Lane] = {}
         self._ended: set[int] = set()
-        self._stand_in: Any = ENDED
+        self._stand_in: Any = None
         self._watch = Watch()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -115,30 +114,23 @@ class LaneFetcher(Dataset[Any]):
         return f"batch {request.batch}, places {', '.join(runs)}"
 
     def _fetch(self, request: Request) -> Fetched:
-        samples: list[Any] = []
-        failures: list[Failure] = []
-        sources: list[str] = []
+        run = Run()
         for number, first, num_places in request.runs:
-            lane = self._lane(number)
-            for place in range(first, first + num_places):
-                sample = lane.read(place)
-                if sample is ENDED:
-                    self._ended.add(number)
-                    break
-                if isinstance(sample, Failure):
-                    failures.append(sample)
-                    continue
-                samples.append(sample)
-                if lane.latest_source is not None:
-                    sources.append(lane.latest_source)
-        if samples:
-            self._stand_in = samples[-1]
+            if not self._lane(number).read(first, num_places, run):
+                self._ended.add(number)
+        if run.samples:
+            self._stand_in = run.samples[-1]
         reading, first_place = self._reading, request.runs[0][1] if request.runs else 0
-        standing = samples or [self._find_stand_in()]
+        standing = run.samples or [self._find_stand_in()]
         seed_generators(mix_seed(reading.seed, _COLLATOR_STREAM, reading.epoch, request.batch, first_place))
         batch = self._collator(standing)
         return Fetched(
-            batch, len(samples), tuple(failures), self._take_cursors(), tuple(sources), ended=tuple(self._ended)
+            batch,
+            num_samples=len(run.samples),
+            failures=tuple(run.failures),
+            cursors=self._take_cursors(),
+            sources=tuple(run.sources),
+            ended=tuple(self._ended),
         )
 
     def _lane(self, number: int) -> Lane:
@@ -154,12 +146,15 @@ class LaneFetcher(Dataset[Any]):
 
     def _find_stand_in(self) -> Any:
         """Returns a sample for a rank that has none: its last, or the first that any lane gives."""
-        lanes = iter(range(self._layout.num_lanes))
-        while self._stand_in is ENDED and (number := next(lanes, None)) is not None:
+        for number in range(self._layout.num_lanes):
+            if self._stand_in is not None:
+                break
             lane = Lane(own_copy(self._part(number)), number=number, cursor=Cursor(), reading=self._reading)
-            samples = (lane.read(place) for place in count())
-            self._stand_in = next(sample for sample in samples if not isinstance(sample, Failure))
-        if self._stand_in is ENDED:
+            run, place = Run(), 0
+            while not run.samples and lane.read(place, 1, run):
+                place += 1
+            self._stand_in = run.samples[0] if run.samples else None
+        if self._stand_in is None:
             advice = (
                 "Check the path or filter that makes it; if it can be iterated only once, return a fresh iterator from "
                 "each `__iter__`."

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,6 @@ from trainwright.data.stream import StreamBrokenError
 logger = logging.getLogger(__name__)
 
 _ROW_STREAM, _BLOCK_STREAM = 0x20FF, 0xB10C  # keep the seeds of rows and of blocks' orders apart
-
-ENDED = object()
-"""What `Lane.read` returns behind the last row."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +48,31 @@ class Reading:
     num_lanes: int = 1
 
 
+@dataclass
+class Run:
+    """What lanes have at runs of places; it grows as they are read."""
+
+    samples: list[Any] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    """The source of each sample, where the stream is a mixture."""
+
+    def add(self, rows: list[Any], sources: list[str], *, looks_closer: bool) -> None:
+        """Takes rows of a block, among which there may be failures and one error to be raised."""
+        if not looks_closer:
+            self.samples += rows
+            self.sources += sources
+            return
+        for number, row in enumerate(rows):
+            if isinstance(row, Exception):
+                raise row
+            if isinstance(row, Failure):
+                self.failures.append(row)
+            else:
+                self.samples.append(row)
+                self.sources += sources[number : number + 1]
+
+
 class Lane:
     """One lane, read by this process."""
 
@@ -58,16 +80,16 @@ class Lane:
         entered = cursor if cursor.state is not None else Cursor()
         self.cursors: list[tuple[int, Cursor]] = [(number, entered)]
         """Block starts that were passed since somebody last took this list, with the lane's number."""
-        self.latest_source: str | None = None
-        """The source of the sample that was returned last, where the stream is a mixture."""
         self._number = number
         self._reading = reading
         self._source = type(stream).__name__
         self._can_resume = hasattr(stream, "state_dict")
-        self._is_mixed = hasattr(stream, "source_names")
         self._row = entered.row
         self._block = self._row // reading.block_size - 1
-        self._rows: list[tuple[Any, str | None]] = []
+        self._rows: list[Any] = []
+        self._sources: list[str] = []
+        """The source of each row, where the stream is a mixture of several."""
+        self._has_failures = False
         self._has_ended = False
         self._error: Exception | None = None
         self._seed = chain_seed(reading.seed, _ROW_STREAM, reading.epoch, number)
@@ -83,24 +105,32 @@ class Lane:
         if entered.row < cursor.row:
             logger.info("%s has no state_dict: its first %d rows are read again to go on.", self._source, cursor.row)
 
-    def read(self, place: int) -> Any:
-        """Returns the sample at a place of the lane, a Failure where its row cannot be read, or ENDED.
+    def read(self, first: int, count: int, run: Run) -> bool:
+        """Adds what stands at `count` places from `first` on; returns whether the lane goes on behind them.
 
         Places must not go back beyond the block in hand.
         """
-        block, place = divmod(place, self._reading.block_size)
+        place, stop, size = first, first + count, self._reading.block_size
+        while place < stop:
+            block = place // size
+            if not self._go_to(block):
+                return False
+            begin, end = place - block * size, min(stop - block * size, size)
+            run.add(self._rows[begin:end], self._sources[begin:end], looks_closer=self._has_failures)
+            if end > len(self._rows):
+                return False
+            place = block * size + end
+        return True
+
+    def _go_to(self, block: int) -> bool:
+        """Reads on until a block is in hand; False where the lane ends before it."""
         while self._block < block:
             if self._error is not None:
                 raise self._error
             if self._has_ended:
-                return ENDED
+                return False
             self._read_block()
-        if place >= len(self._rows):
-            return ENDED
-        sample, self.latest_source = self._rows[place]
-        if isinstance(sample, Exception):
-            raise sample
-        return sample
+        return True
 
     def _read_block(self) -> None:
         """Reads the next block in one go: what its rows draw then depends on nothing else that draws meanwhile."""
@@ -110,23 +140,26 @@ class Lane:
             self.cursors.append((self._number, Cursor(self._row, state)))
         if self._may_draw:
             seed_generators(chain_seed(self._block, state=self._seed) >> 1)
-        rows: list[tuple[Any, str | None]] = []
-        while len(rows) < self._reading.block_size and not self._has_ended:
+        self._rows, self._sources, self._has_failures = [], [], False
+        while len(self._rows) < self._reading.block_size and not self._has_ended:
             try:
-                sample = self._pass.take()
+                self._pass.take_into(self._rows, self._reading.block_size, sources=self._sources)
             except StopIteration:
                 self._has_ended = True
-                break
             except Exception as error:
-                sample = self._take(error)
-            rows.append((sample, self._pass.source.latest_source if self._is_mixed else None))
-            self._row += 1
-        self._rows = [rows[number] for number in self._order(len(rows))] if self._reading.shuffle else rows
+                self._rows.append(self._take(error))
+                self._sources += [""] if self._sources else []
+                self._has_failures = True
+        self._row += len(self._rows)
+        if self._reading.shuffle:
+            order = self._order(len(self._rows))
+            self._rows = [self._rows[number] for number in order]
+            self._sources = [self._sources[number] for number in order] if self._sources else []
 
     def _take(self, error: Exception) -> Failure | Exception:
         """Returns what stands in the row's place: the error itself, to be raised when its turn comes, or a Failure."""
         lane = self._number if self._reading.num_lanes > 1 else None
-        failure = Failure.from_error(error, source=self._source, row=self._row, lane=lane)
+        failure = Failure.from_error(error, source=self._source, row=self._row + len(self._rows), lane=lane)
         if self._reading.skips_errors and not isinstance(error, StreamBrokenError):
             return failure
         failure.annotate(error)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from inspect import isgenerator
+from itertools import islice
 from typing import Any
 
 from trainwright.data.fetch import draws_nothing
@@ -58,18 +59,48 @@ class SourcePass:
         except Exception as error:
             self._has_begun = True
             self._row += 1
-            if isgenerator(self._iterator):
-                # A generator that raised is finished: asking on would look like the end of the data.
-                self.has_ended = True
-                raise StreamBrokenError(
-                    f"{type(self.source).__name__} raised {type(error).__name__}: {error}. Its iteration is a "
-                    "generator, which cannot go on after an error, so what follows in it is lost. Catch the error in "
-                    "it, or return an object with `__next__` from `__iter__`."
-                ) from error
+            self._refuse_to_go_on(error)
             raise
         self._has_begun = True
         self._row += 1
         return sample
+
+    def take_into(self, rows: list[Any], size: int, *, sources: list[str]) -> None:
+        """Appends samples until there are `size` rows, and their sources where this is a mixture.
+
+        Raises StopIteration at the end and any error of a row; what came before it has been appended. Faster than
+        `take` by a microsecond a row where no row is seeded by itself.
+        """
+        is_mixed = hasattr(self.source, "source_names")
+        # An iterator should have an `__iter__`, too; one that has not can only be asked for one sample after the other.
+        if self._seeds_rows or is_mixed or not self._has_begun or not hasattr(self._iterator, "__iter__"):
+            rows.append(self.take())
+            if is_mixed:
+                sources.append(self.source.latest_source)
+            return
+        before = len(rows)
+        append = rows.append
+        try:
+            for sample in islice(self._iterator, size - before):  # type: ignore[arg-type]  # it has begun
+                append(sample)
+        except Exception as error:
+            self._row += len(rows) - before + 1
+            self._refuse_to_go_on(error)
+            raise
+        self._row += len(rows) - before
+        if len(rows) < size:
+            self.has_ended = True
+            raise StopIteration
+
+    def _refuse_to_go_on(self, error: Exception) -> None:
+        """Raises where nothing can follow: a generator that raised is finished; asking on would look like the end."""
+        if isgenerator(self._iterator):
+            self.has_ended = True
+            raise StreamBrokenError(
+                f"{type(self.source).__name__} raised {type(error).__name__}: {error}. Its iteration is a "
+                "generator, which cannot go on after an error, so what follows in it is lost. Catch the error in "
+                "it, or return an object with `__next__` from `__iter__`."
+            ) from error
 
     def state(self) -> Any:
         """Returns where the next sample is, for another pass to begin there; the source must have a `state_dict`."""
