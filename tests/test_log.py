@@ -37,3 +37,16 @@ def test_other_ranks_are_heard_only_when_something_is_wrong(package, capsys, mon
     package.info("step 3")
     package.warning("slow")
     assert capsys.readouterr().err == "slow\n"
+
+
+def test_what_a_quiet_terminal_does_not_show_still_reaches_other_handlers(package, capsys):
+    class Kept(logging.Handler):
+        def emit(self, record):
+            self.message = record.getMessage()
+
+    show_log(logging.WARNING)
+    kept = Kept()
+    package.addHandler(kept)
+    logging.getLogger("trainwright.x").info("for the log")
+    assert kept.message == "for the log"
+    assert capsys.readouterr().err == ""

@@ -23,11 +23,11 @@ class _ToStderr(logging.StreamHandler[TextIO]):
 def show_log(level: int = logging.INFO) -> None:
     """Shows the package's messages from `level` on, once; of ranks other than the first only warnings."""
     package = logging.getLogger("trainwright")
-    package.setLevel(level)
-    if any(isinstance(handler, _ToStderr) for handler in package.handlers):
-        return
-    handler = _ToStderr()
+    package.setLevel(min(level, logging.INFO))  # a quiet run's log.txt tells all the same what happened
+    shown = next((handler for handler in package.handlers if isinstance(handler, _ToStderr)), None)
+    if shown is None:
+        shown = _ToStderr()
+        shown.setFormatter(logging.Formatter("%(message)s"))
+        package.addHandler(shown)
     # The first rank speaks for all; others are heard when something is wrong.
-    handler.setLevel(logging.DEBUG if os.environ.get("RANK", "0") == "0" else logging.WARNING)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    package.addHandler(handler)
+    shown.setLevel(level if os.environ.get("RANK", "0") == "0" else max(level, logging.WARNING))

@@ -40,6 +40,10 @@ def create_dataset(path, args):
     return Rows(args.size, first=len(path))
 
 
+def create_dataset_of_two(path, args):
+    return Rows(2)
+
+
 def longer(row, by=1):
     return {"input_ids": row["input_ids"] * by}
 
@@ -110,6 +114,9 @@ def test_a_function_of_a_path_and_args_reads_them_as_attributes(build):
     dataset = build(type="rows.create_dataset", path="abc", args={"size": 4})
     assert tokens(dataset)[0] == [3]
     assert len(dataset) == 4
+    assert len(build(type="rows.create_dataset_of_two", path="abc")) == 2
+    with pytest.raises(ConfigError, match=r"data\.train\.args: must be a mapping, got 3"):
+        build(type="rows.create_dataset", path="abc", args=3)
 
 
 def test_rows_go_through_a_function_before_they_are_mixed_or_packed(build):

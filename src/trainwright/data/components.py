@@ -45,10 +45,13 @@ class DatasetBuilder:
         names = _parameter_names(target)
         if "run_seed" in names:
             provided["run_seed"] = self._seed
-        if isinstance(arguments.get("args"), Mapping) and "args" in names:
+        if "args" in names and inspect.isfunction(target):
             # create_dataset(path, args) reads them as attributes.
-            provided["args"] = Namespace(**component.to_dict()["args"])
-            del arguments["args"]
+            arguments.pop("args", None)
+            given = component.to_dict().get("args") or {}
+            if not isinstance(given, dict):
+                raise ConfigError(f"{label}.args: must be a mapping, got {given!r}.", where=component.origin)
+            provided["args"] = Namespace(**given)
         plain = Component(component.type, **arguments).located_at(component.origin)
         return registry.instantiate("dataset", plain, project_dir=self._project_dir, label=label, **provided)
 

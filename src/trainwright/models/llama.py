@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from trainwright.errors import ConfigError, DataError
 from trainwright.models.generation import KeyValueCache, LayerCache, generate
 from trainwright.models.layers.checks import check_counts, check_dropouts
+from trainwright.models.layers.linear_cross_entropy import is_plain_head, is_plain_mean, linear_cross_entropy
 from trainwright.models.layers.masks import IGNORED_LABEL, next_tokens, visible_keys
 from trainwright.models.layers.rotary import Rotations, checked_scaling, rotary_angles, rotate
 from trainwright.models.layers.settings import keywords_of, refuse_other_values
@@ -39,6 +40,8 @@ class Llama(Model):
     matrices of that width hold as many weights as the two of a classic MLP that is four times as wide as the model.
     `head_size` defaults to an equal share of the hidden size, `num_kv_heads` to `num_heads`. `rope_scaling` is
     `{rope_type: linear, factor: 2.0}` or Llama 3's (layers/rotary.py); `attention_bias` is one of BIASES.
+    `fused_loss` takes head and loss in one while training, which never holds the logits of all tokens: `logits` is
+    then None. Left at None it is so on a GPU, with the head and the criterion that the model was made with.
     """
 
     hugging_face_types = ("llama", "qwen2", "mistral")
@@ -66,6 +69,7 @@ class Llama(Model):
         tie_embeddings: bool = True,
         dropout: float = 0.0,
         initializer_range: float = 0.02,
+        fused_loss: bool | None = None,
     ) -> None:
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         intermediate_size = intermediate_size or default_intermediate_size(hidden_size)
@@ -79,6 +83,7 @@ class Llama(Model):
         self.max_positions = max_positions
         self.tie_embeddings = tie_embeddings
         self.initializer_range = initializer_range
+        self.fused_loss = fused_loss
         self.model = Decoder(
             embed_tokens=nn.Embedding(vocab_size, hidden_size),
             layers=[DecoderLayer(settings) for _ in range(num_layers)],
@@ -121,6 +126,8 @@ class Llama(Model):
         Rows that hold several documents (data/pack.py) come with `position_ids` [B, S], each token's place in its
         own document, and `document_ids` [B, S], which are equal for tokens that may see each other (-1: padding).
 
+        While training with labels, `logits` may be None: see `fused_loss`.
+
         With a `cache` (generation.py) the tokens go on from those that it holds, and are added to it.
         """
         length = input_ids.shape[-1] + (0 if cache is None else cache.length)
@@ -131,12 +138,32 @@ class Llama(Model):
             )
         if cache is not None and not (attention_mask is None and position_ids is None and document_ids is None):
             raise DataError("A cache goes with whole rows: leave out attention_mask, position_ids and document_ids.")
-        logits = self.lm_head(self.model(input_ids, attention_mask, position_ids, document_ids, cache))
+        hidden = self.model(input_ids, attention_mask, position_ids, document_ids, cache)
+        if labels is not None and self._fuses_loss(hidden):
+            rows, targets = hidden.flatten(0, 1), next_tokens(labels).flatten()
+            loss = linear_cross_entropy(rows, self.lm_head.weight, targets, ignore_index=IGNORED_LABEL)
+            return {"loss": loss, "logits": None}
+        logits = self.lm_head(hidden)
         if labels is None:
             return {"loss": None, "logits": logits}
         # In float32, as the log of a sum over the vocabulary loses too much in 16 bits.
         loss = self.criterion(logits.flatten(0, 1).float(), next_tokens(labels).flatten())
         return {"loss": loss, "logits": logits}
+
+    def _fuses_loss(self, hidden: Tensor) -> bool:
+        """Whether this pass takes head and loss in one; `fused_loss: true` where that cannot be is refused."""
+        wanted = hidden.is_cuda if self.fused_loss is None else self.fused_loss
+        if not (wanted and self.training and torch.is_grad_enabled()):
+            return False
+        usable = is_plain_head(self.lm_head) and is_plain_mean(self.criterion)
+        if self.fused_loss and not usable:
+            raise ConfigError(
+                f"fused_loss is true, but the model has the head {self.lm_head} and the criterion {self.criterion}. "
+                "It needs those that the model was made with: a linear head without bias, hooks or sharded weight, and "
+                "the mean cross-entropy. Leave fused_loss out.",
+                where="model",
+            )
+        return usable
 
     def generate(
         self,
