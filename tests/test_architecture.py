@@ -22,7 +22,7 @@ SOURCES = {
 }
 
 ROWS = (
-    ("errors", "log", "tracebacks", "built_ins"),
+    ("errors", "log", "tracebacks", "built_ins", "labels"),
     ("config", "registry"),
     ("backends", "events", "catalogue"),
     ("models", "data", "parallel"),

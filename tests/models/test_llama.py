@@ -8,7 +8,8 @@ from tests.models.folders import reference
 
 from trainwright.data.pack import pack
 from trainwright.errors import ConfigError, DataError
-from trainwright.models.llama import IGNORED_LABEL, Llama, default_intermediate_size
+from trainwright.labels import IGNORED_LABEL
+from trainwright.models.llama import Llama, default_intermediate_size
 
 VOCABULARY = 61
 

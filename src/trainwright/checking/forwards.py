@@ -16,10 +16,10 @@ import torch
 from trainwright.checking import places
 from trainwright.checking.explain import Case
 from trainwright.checking.findings import AlreadyReported, Place
+from trainwright.labels import IGNORED_LABEL
 from trainwright.loop.task import Task, overrides
 from trainwright.loop.trainer import Trainer
 
-_IGNORED = -100
 _MOST_NAMES = 6
 
 
@@ -108,7 +108,7 @@ class IdCheck:
             ids, weight = sorted(tensors[:2], key=lambda each: each.is_floating_point())
             self._check_tokens(ids, weight, place)
         else:
-            ignored = kwargs.get("ignore_index", _IGNORED)
+            ignored = kwargs.get("ignore_index", IGNORED_LABEL)
             self._check_labels(tensors[0], tensors[1], ignored, place)
 
     @property

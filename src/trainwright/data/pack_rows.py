@@ -18,11 +18,10 @@ from torch import Tensor
 
 from trainwright import registry
 from trainwright.errors import ConfigError, DataError
+from trainwright.labels import IGNORED_LABEL
 
 BORDERS = ("documents", "mask", "none")
 
-# The label that the loss skips; torch's and transformers' convention.
-IGNORED_LABEL = -100
 
 Tokens = npt.NDArray[Any]
 

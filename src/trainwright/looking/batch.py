@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainwright.labels import IGNORED_LABEL
 from trainwright.looking.facts import Batch, Values
 from trainwright.looking.values import (
-    IGNORED,
     Decode,
     describe_batch,
     describe_sample,
@@ -73,7 +73,7 @@ def padding_of(batch: Any) -> tuple[float | None, str | None]:
         return _share(documents < 0), "document_ids"
     labels = _token_labels(tensors)
     if labels is not None:
-        is_learnt_later = (labels != IGNORED).to(torch.int64).flip(-1).cumsum(-1).flip(-1)
+        is_learnt_later = (labels != IGNORED_LABEL).to(torch.int64).flip(-1).cumsum(-1).flip(-1)
         return _share(is_learnt_later == 0), "labels"
     return None, None
 
@@ -89,7 +89,7 @@ def num_tokens(batch: Any) -> int | None:
 
 def _share_in_loss(batch: Any) -> float | None:
     labels = _token_labels(_tensors(batch))
-    return None if labels is None else _share(labels != IGNORED)
+    return None if labels is None else _share(labels != IGNORED_LABEL)
 
 
 def _token_labels(tensors: dict[str, Tensor]) -> Tensor | None:

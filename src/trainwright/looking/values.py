@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainwright.labels import IGNORED_LABEL
 from trainwright.looking.facts import Values
 
-IGNORED = -100
 """The label of a place that is not learnt."""
 
 Decode = Callable[[list[int]], str | None]
@@ -115,7 +115,7 @@ def _describe_tokens(values: Values, tensor: Tensor, decode: Decode) -> Values:
 
 
 def _describe_labels(values: Values, labels: Tensor, decode: Decode, tokens: Tensor | None) -> Values:
-    is_learnt = labels != IGNORED
+    is_learnt = labels != IGNORED_LABEL
     values = _with(values, num_ignored=int((~is_learnt).sum()))
     if tokens is None or tokens.shape != labels.shape:
         return values

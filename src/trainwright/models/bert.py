@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainwright.labels import IGNORED_LABEL
 from trainwright.models.layers.activations import activation as find_activation
 from trainwright.models.layers.attention import attend
 from trainwright.models.layers.checks import check_counts, check_dropouts, check_heads, check_length
 from trainwright.models.layers.classes import class_criterion, class_loss, label_names, num_labels_of
-from trainwright.models.layers.masks import IGNORED_LABEL, unpadded_keys
+from trainwright.models.layers.masks import unpadded_keys
 from trainwright.models.layers.settings import keywords_of, refuse_other_values
 from trainwright.models.model import KeyRule, Model
 

@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainwright.errors import DataError
+from trainwright.labels import IGNORED_LABEL
 from trainwright.models.generation import KeyValueCache, LayerCache, generate
 from trainwright.models.layers.activations import activation as find_activation
 from trainwright.models.layers.attention import split_heads
 from trainwright.models.layers.checks import check_counts, check_dropouts, check_heads, check_length
-from trainwright.models.layers.masks import IGNORED_LABEL, next_tokens, visible_keys
+from trainwright.models.layers.masks import next_tokens, visible_keys
 from trainwright.models.layers.settings import keywords_of, refuse_other_values
 from trainwright.models.model import KeyRule, Model
 

@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainwright.errors import ConfigError, DataError
+from trainwright.labels import IGNORED_LABEL
 from trainwright.models.generation import KeyValueCache, LayerCache, generate
 from trainwright.models.layers.checks import check_counts, check_dropouts
 from trainwright.models.layers.linear_cross_entropy import is_plain_head, is_plain_mean, linear_cross_entropy
-from trainwright.models.layers.masks import IGNORED_LABEL, next_tokens, visible_keys
+from trainwright.models.layers.masks import next_tokens, visible_keys
 from trainwright.models.layers.rotary import Rotations, checked_scaling, rotary_angles, rotate
 from trainwright.models.layers.settings import keywords_of, refuse_other_values
 from trainwright.models.model import Model

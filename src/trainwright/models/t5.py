@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainwright.errors import ConfigError, DataError
+from trainwright.labels import IGNORED_LABEL
 from trainwright.models.key_map import KeyMap
 from trainwright.models.layers.activations import activation
 from trainwright.models.layers.attention import attend
 from trainwright.models.layers.checks import check_counts, check_dropouts, check_heads
-from trainwright.models.layers.masks import IGNORED_LABEL, unpadded_keys, visible_keys
+from trainwright.models.layers.masks import unpadded_keys, visible_keys
 from trainwright.models.layers.settings import keywords_of
 from trainwright.models.model import Model
 

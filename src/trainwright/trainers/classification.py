@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from trainwright.events import Mean
+from trainwright.labels import IGNORED_LABEL
 from trainwright.loop.outputs import ForwardResult
 from trainwright.loop.trainer import Trainer
-
-IGNORED = -100  # labels of this value do not count, as in torch's cross entropy
 
 
 class ClassificationTrainer(Trainer):
@@ -28,7 +27,7 @@ class ClassificationTrainer(Trainer):
         labels: Any = batch.get("labels") if isinstance(batch, Mapping) else None
         if _are_classes(logits, labels):
             right = (logits.detach().argmax(-1) == labels).sum()
-            result.metrics["accuracy"] = Mean(right, (labels != IGNORED).sum())
+            result.metrics["accuracy"] = Mean(right, (labels != IGNORED_LABEL).sum())
         return result
 
 

@@ -10,9 +10,8 @@ import torch
 
 from trainwright.errors import TrainwrightError
 from trainwright.events import Mean
+from trainwright.labels import IGNORED_LABEL
 from trainwright.loop.trainer import Trainer
-
-IGNORED = -100  # labels of this value are not predicted, as in transformers
 
 
 class LanguageModelTrainer(Trainer):
@@ -31,7 +30,7 @@ class LanguageModelTrainer(Trainer):
                 f"the batch has {', '.join(batch)} and the model gave {given}. Change them, or use another trainer."
             )
         loss = outputs["loss"]
-        count = (batch["labels"][..., 1:] != IGNORED).sum()
+        count = (batch["labels"][..., 1:] != IGNORED_LABEL).sum()
         if isinstance(loss, torch.Tensor):
             # A batch without a predicted token has a NaN mean; as a total of none it adds nothing.
             loss = Mean(torch.where(count > 0, loss * count, torch.zeros_like(loss)), count)

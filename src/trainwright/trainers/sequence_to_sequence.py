@@ -10,9 +10,8 @@ import torch
 
 from trainwright.errors import TrainwrightError
 from trainwright.events import Mean
+from trainwright.labels import IGNORED_LABEL
 from trainwright.loop.trainer import Trainer
-
-IGNORED = -100  # labels of this value are not predicted, as in transformers
 
 
 class SequenceToSequenceTrainer(Trainer):
@@ -33,7 +32,7 @@ class SequenceToSequenceTrainer(Trainer):
                 "trainer."
             )
         loss = outputs["loss"]
-        count = (batch["labels"] != IGNORED).sum()
+        count = (batch["labels"] != IGNORED_LABEL).sum()
         if isinstance(loss, torch.Tensor):
             # A batch without a label token has a NaN mean; as a total of none it adds nothing.
             loss = Mean(torch.where(count > 0, loss * count, torch.zeros_like(loss)), count)

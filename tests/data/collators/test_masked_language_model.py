@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainwright.data.collators.masked_language_model import MaskedLanguageModel
-from trainwright.data.collators.padding import IGNORED_LABEL
 from trainwright.errors import ConfigError, DataError
+from trainwright.labels import IGNORED_LABEL
 
 MASK, PAD, SIZE = 98, 99, 100
 OWN = {"mask_token_id": MASK, "pad_token_id": PAD, "vocab_size": SIZE}

@@ -6,7 +6,7 @@ may say `draws_nothing = True`, which saves seeding the generators for each batc
 samples.py (what is in a batch's samples) and padding.py (how wide a batch is) serve them all.
 """
 
-from trainwright.data.collators.padding import IGNORED_LABEL
 from trainwright.data.collators.stack import Stack, refuse_lists
+from trainwright.labels import IGNORED_LABEL
 
 __all__ = ["IGNORED_LABEL", "Stack", "refuse_lists"]

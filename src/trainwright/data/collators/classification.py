@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from trainwright.data.collators.padded import Padded
-from trainwright.data.collators.padding import IGNORED_LABEL
 from trainwright.data.collators.samples import Columns, columns_of, names_of, sample_error, stack_column
 from trainwright.data.collators.tokenize import encode_missing
 from trainwright.data.tokenizer import TextTokenizer
 from trainwright.errors import ConfigError, DataError
+from trainwright.labels import IGNORED_LABEL
 
 
 class Classification:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainwright.data.collators.padding import IGNORED_LABEL
 from trainwright.data.collators.samples import (
     check_tokens,
     columns_of,
@@ -19,6 +18,7 @@ from trainwright.data.collators.samples import (
     stack_column,
     token_rows,
 )
+from trainwright.labels import IGNORED_LABEL
 
 
 class EqualLength:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainwright.data.collators.padding import IGNORED_LABEL, Width, check_side, mark_tokens, pad_rows
+from trainwright.data.collators.padding import Width, check_side, mark_tokens, pad_rows
 from trainwright.data.collators.samples import (
     Columns,
     check_tokens,
@@ -28,6 +28,7 @@ from trainwright.data.collators.samples import (
 )
 from trainwright.data.tokenizer import TextTokenizer, load_tokenizer
 from trainwright.errors import ConfigError, DataError
+from trainwright.labels import IGNORED_LABEL
 
 # Fields with a place for each token, whatever their lengths: unequal ones are a mistake, not a vector of their own.
 TOKEN_FIELDS = ("attention_mask", "position_ids", "token_type_ids")

@@ -16,9 +16,6 @@ import numpy.typing as npt
 from trainwright.data.collators.samples import sample_error
 from trainwright.errors import ConfigError
 
-IGNORED_LABEL = -100
-"""Labels of this value are never in the loss, as in torch's cross entropy."""
-
 SIDES = ("right", "left")
 
 Array = npt.NDArray[Any]

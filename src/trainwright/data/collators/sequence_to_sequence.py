@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from trainwright.data.collators.padded import Padded
-from trainwright.data.collators.padding import IGNORED_LABEL, Width, pad_rows
+from trainwright.data.collators.padding import Width, pad_rows
 from trainwright.data.collators.samples import check_tokens, columns_of, names_of, require, token_rows
 from trainwright.data.tokenizer import TextTokenizer
 from trainwright.errors import ConfigError
+from trainwright.labels import IGNORED_LABEL
 
 
 class SequenceToSequence:

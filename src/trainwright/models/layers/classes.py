@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainwright.models.layers.masks import IGNORED_LABEL
+from trainwright.labels import IGNORED_LABEL
 
 
 def class_criterion(num_labels: int) -> nn.Module:

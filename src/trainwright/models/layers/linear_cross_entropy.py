@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from trainwright.models.layers.masks import IGNORED_LABEL
+from trainwright.labels import IGNORED_LABEL
 
 CHUNK_ELEMENTS = 2**27
 """Logits at a time: 256 MB in bf16 and twice that in float32, enough rows for a matrix product at full speed."""

@@ -7,9 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainwright.errors import DataError
-
-# The label that the loss skips; torch's and transformers' convention.
-IGNORED_LABEL = -100
+from trainwright.labels import IGNORED_LABEL
 
 
 def unpadded_keys(attention_mask: Tensor | None) -> Tensor | None:
