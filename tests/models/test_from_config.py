@@ -174,3 +174,13 @@ def test_the_folder_s_place_is_the_run_file_s_not_the_current_one(project, monke
     monkeypatch.chdir("/")
     assert isinstance(build(project, "type: llama, pretrained: published"), Llama)
     assert Path.cwd() == Path("/")
+
+
+def test_a_model_that_freezes_parts_of_itself_does_so(project):
+    (project / "own.py").write_text(
+        "from trainwright.models.llama import Llama\n\n\nclass Half(Llama):\n"
+        "    def disable_untrainable_params(self):\n        self.model.norm.weight.requires_grad_(False)\n"
+    )
+    model = build(project, "type: own.py:Half, preset: tiny")
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    assert frozen == ["model.norm.weight"]

@@ -8,9 +8,10 @@ import pytest
 import torch
 from tests.models.folders import assert_same_tensors, config_of, our_llama, reference, tensors_in
 
-from trainwright.errors import ConfigError
+from trainwright.errors import CheckpointError, ConfigError
 from trainwright.models.auto import model_classes
 from trainwright.models.llama import Llama
+from trainwright.models.lora import add_lora, merge_lora
 from trainwright.models.model import preset_settings
 
 
@@ -105,3 +106,15 @@ def test_what_did_not_fit_can_be_had_with_the_model(tmp_path):
     model, report = Llama.load_pretrained(folder, strict=False, tie_embeddings=False)
     assert report.missing == ("lm_head.weight",)
     assert model.lm_head.weight is not model.model.embed_tokens.weight
+
+
+def test_a_model_with_adapters_or_replaced_parts_is_not_written_as_what_it_was(tmp_path):
+    adapted, replaced = (Llama.from_preset("tiny") for _ in range(2))
+    add_lora(adapted, match="*.q_proj", rank=2)
+    with pytest.raises(CheckpointError, match=r"q_proj\.lora_a.*Merge adapters first"):
+        adapted.save_pretrained(tmp_path / "adapted")
+    merge_lora(adapted)
+    adapted.save_pretrained(tmp_path / "merged")
+    replaced.model.layers[0].mlp = torch.nn.Linear(4, 4)
+    with pytest.raises(CheckpointError, match=r"replaced parts \(model\.layers\.0\.mlp\."):
+        replaced.save_pretrained(tmp_path / "replaced")

@@ -17,7 +17,7 @@ import torch
 import yaml
 from torch import nn
 
-from trainwright.errors import ConfigError
+from trainwright.errors import CheckpointError, ConfigError
 from trainwright.models.key_map import KeyMap, KeyRule
 from trainwright.models.locate import find_folder
 from trainwright.models.pretrained import CONFIG_FILE, LoadReport, as_dtype, load_weights, on_meta, read_config_file
@@ -155,6 +155,7 @@ class Model(nn.Module):
         The folder appears whole or not at all. One that exists is replaced if it is a model's (its other files, such
         as a tokenizer, are kept) and refused otherwise. The `model_type` is the one that was read.
         """
+        self._refuse_other_keys()
         kept = {key: value for key, value in self.hugging_face_config.items() if key not in _NOT_KEPT}
         config = kept | self.to_hugging_face()
         config |= {
@@ -162,6 +163,19 @@ class Model(nn.Module):
             "model_type": self.hugging_face_type,
         }
         return write_folder(self, Path(folder), config, key_map=self.key_map(), max_shard_bytes=max_shard_bytes)
+
+    def _refuse_other_keys(self) -> None:
+        """Refuses a model that was changed after it was built: its folder would claim to be what it is not."""
+        with on_meta():
+            as_built = set(type(self)(**self.settings).state_dict())
+        other = sorted(as_built ^ set(self.state_dict()))
+        if other:
+            shown = ", ".join(other[:4]) + (", …" if other[4:] else "")
+            raise CheckpointError(
+                f"{type(self).__name__} has adapters or replaced parts ({shown}), which "
+                "Hugging Face's layout cannot hold. Merge adapters first (trainwright.models.lora.merge_lora), or "
+                "write plain safetensors (trainwright export --format safetensors)."
+            )
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> Self:
