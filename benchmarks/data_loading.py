@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ import numpy as np
 import torch
 from data_rounds import Measured, median, ratio, show_ratio, table, take_turns
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate, get_worker_info
 
 from trainwright.data.collators.stack import Stack
 from trainwright.data.collators.tokenize import Tokenize
 from trainwright.data.loader import TrainData
+from trainwright.data.stream_loader import StreamData
 from trainwright.data.workers import LoaderOptions
 
 BATCH, WARM_BATCHES = 32, 20
@@ -125,6 +127,24 @@ class Texts(Dataset):
         return {"text": self.texts[index % 2_000]}
 
 
+class TextStream(IterableDataset):
+    """The texts one after the other, without an end; torch's workers share them out as its documentation shows."""
+
+    num_shards = 8
+
+    def __init__(self, start=0, step=1):
+        self.texts, self.start, self.step = Texts(), start, step
+
+    def __iter__(self):
+        worker = get_worker_info()
+        own, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for row in count(self.start + own * self.step, self.step * workers):
+            yield self.texts[row % len(self.texts)]
+
+    def shard(self, num_shards, index):
+        return TextStream(self.start + index * self.step, self.step * num_shards)
+
+
 def make_tokenizer(folder: Path) -> Path:
     """A byte-level BPE of the texts themselves."""
     from tokenizers import ByteLevelBPETokenizer
@@ -156,6 +176,9 @@ def make_cases(folder: Path) -> dict[str, Case]:
         "blocks of 512 tokens": Case(lambda: TokenBlocks(folder), 0.95),
         "pictures, drawing from torch, numpy and random": Case(Pictures, 0.95),
         "pictures, drawing from torch": Case(TorchPictures, 0.95),
+        "a stream of texts, tokenized (ours shuffles)": Case(
+            TextStream, 0.95, Tokenize(tokenizer=make_tokenizer(folder), max_length=128)
+        ),
         "texts, tokenized": Case(Texts, 0.95, Tokenize(tokenizer=make_tokenizer(folder), max_length=128)),
     }
 
@@ -193,13 +216,13 @@ def contenders_of(case: Case, workers: int, seconds: float) -> dict[str, Callabl
     collator = case.collator or Stack()
 
     def ours() -> Iterator[Any]:
-        data = TrainData(
-            dataset, collator=collator, global_batch_size=BATCH, seed=0, options=LoaderOptions(workers=workers)
-        )
+        kind = StreamData if isinstance(dataset, IterableDataset) else TrainData
+        data = kind(dataset, collator=collator, global_batch_size=BATCH, seed=0, options=LoaderOptions(workers=workers))
         return data.batches(iter)
 
     def of_torch(collate: Any) -> Callable[[], Iterator[Any]]:
-        return lambda: iter(DataLoader(dataset, BATCH, shuffle=True, num_workers=workers, collate_fn=collate))
+        shuffle = None if isinstance(dataset, IterableDataset) else True
+        return lambda: iter(DataLoader(dataset, BATCH, shuffle=shuffle, num_workers=workers, collate_fn=collate))
 
     makers = {OURS: ours, SAME: of_torch(collator)}
     if case.collator is None:

@@ -103,7 +103,13 @@ def test_what_was_fetched_before_changes_nothing_whoever_draws_from_what():
         assert generator_states() == before
         seed_generators(start)  # a worker's own generators are nobody's
         assert torch.equal(fetcher(Moody(), shake_some).__getitems__(span).batch, expected)
-        assert torch.equal(used.__getitems__(span).batch, expected)
+
+
+def test_a_worker_that_saw_no_draw_sees_the_first_one():
+    worker = fetcher(Moody(), Stack())
+    for start in range(24):
+        span = Span(start, start + 1)
+        assert torch.equal(worker.__getitems__(span).batch, fetcher(Moody(), Stack()).__getitems__(span).batch)
 
 
 def test_a_dataset_that_draws_nothing_is_fetched_in_one_call():

@@ -146,6 +146,7 @@ class SampleFetcher(Dataset[Any]):
         self._watch = Watch()
         self._dataset_may_draw = not draws_nothing(dataset)
         self._collator_may_draw = not getattr(collator, "draws_nothing", False)
+        self._is_watching = False
         self._drawn_by_samples: frozenset[str] = frozenset()
         self._drawn_by_collator: frozenset[str] = frozenset()
 
@@ -173,9 +174,12 @@ class SampleFetcher(Dataset[Any]):
         """Fetches and collates in a worker, whose own generators are nobody's and need no restoring."""
         if not (self._dataset_may_draw or self._collator_may_draw):
             return self._collate(span, *self._read(span))
-        self._watch.begin()
+        if not self._is_watching:
+            self._watch.begin()
         while (fetched := self._attempt(span)) is None:
             self._watch.begin()
+        # Between two batches nobody draws in a worker: what was seen last holds, unless generators were seeded.
+        self._is_watching = not (self._drawn_by_samples or self._drawn_by_collator)
         return fetched
 
     def describe(self, span: Span) -> str:
@@ -277,7 +281,14 @@ def fetch(dataset: Any, indices: Sequence[int]) -> list[Any]:
             _name_the_row(error, *_locate(dataset, list(indices)))
             raise
         return samples
-    return [_read(dataset, index) for index in indices]
+    samples = []
+    try:
+        for index in indices:
+            samples.append(dataset[index])  # how many there are tells which one failed
+    except Exception as error:
+        _failure(error, dataset, indices[len(samples)]).annotate(error)
+        raise
+    return samples
 
 
 def _name_the_row(error: Exception, dataset: Any, indices: list[int]) -> None:
@@ -294,14 +305,6 @@ def _failure(error: Exception, dataset: Any, index: int) -> Failure:
     """Describes a row by its source: one in a mixture of several is counted in that."""
     name, row = dataset.locate(index) if hasattr(type(dataset), "locate") else (type(dataset).__name__, index)
     return Failure.from_error(error, source=name, row=row)
-
-
-def _read(dataset: Any, index: int) -> Any:
-    try:
-        return dataset[index]
-    except Exception as error:
-        _failure(error, dataset, index).annotate(error)
-        raise
 
 
 def draws_nothing(dataset: Any) -> bool:

@@ -42,6 +42,9 @@ def seed_generators(seed: int, which: Iterable[str] = tuple(SEEDERS)) -> None:
         SEEDERS[name](seed)
 
 
+_NONE: frozenset[str] = frozenset()
+
+
 class Watch:
     """Remembers the generators' states, tells which have changed, and puts them back.
 
@@ -65,9 +68,8 @@ class Watch:
 
     def drawn(self, but: frozenset[str] = frozenset()) -> frozenset[str]:
         """Returns the generators that were used since `begin`, leaving out some that were seeded meanwhile."""
-        return frozenset(
-            name for name, generator in self._generators.items() if name not in but and generator.has_changed()
-        )
+        drawn = [name for name, generator in self._generators.items() if name not in but and generator.has_changed()]
+        return frozenset(drawn) if drawn else _NONE
 
     def restore(self, which: Iterable[str] = tuple(SEEDERS)) -> None:
         """Puts the states of `begin` back."""
