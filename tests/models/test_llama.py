@@ -381,6 +381,48 @@ def test_the_graph_has_no_breaks():
     torch.testing.assert_close(compiled(tokens, tokens)["loss"], model(tokens, tokens)["loss"])
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_fused_loss_has_the_gradients_of_the_other_and_leaves_out_the_logits(tied):
+    plain, fused = (small_llama(fused_loss=each, tie_embeddings=tied, initializer_range=0.3) for each in (False, True))
+    tokens = random_tokens(3, 20)
+    labels = tokens.clone()
+    labels[0, 5:9] = IGNORED_LABEL
+    expected, found = plain(tokens, labels), fused(tokens, labels)
+    assert found["logits"] is None
+    assert expected["logits"] is not None
+    torch.testing.assert_close(found["loss"], expected["loss"])
+    for result in (expected, found):
+        result["loss"].backward()
+    for ours, theirs in zip(fused.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_the_fused_loss_is_for_training_alone():
+    model = small_llama(fused_loss=True)
+    tokens = random_tokens(2, 6)
+    assert model(tokens)["logits"] is not None
+    with torch.no_grad():
+        assert model(tokens, tokens)["logits"] is not None
+    assert model.eval()(tokens, tokens)["logits"] is not None
+    assert small_llama()(tokens, tokens)["logits"] is not None  # by itself on a GPU only
+
+
+def test_a_fused_loss_that_cannot_be_is_refused():
+    model = small_llama(fused_loss=True)
+    model.criterion = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
+    with pytest.raises(ConfigError, match=r"fused_loss is true, .* CrossEntropyLoss"):
+        model(random_tokens(1, 4), random_tokens(1, 4))
+
+
+def test_the_graph_with_a_fused_loss_has_no_breaks():
+    model = small_llama(num_kv_heads=2, fused_loss=True)
+    tokens = random_tokens(2, 8)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    loss = compiled(tokens, tokens)["loss"]
+    loss.backward()
+    torch.testing.assert_close(loss, model(tokens, tokens)["loss"])
+
+
 def test_too_long_sequences_are_refused_with_both_lengths():
     with pytest.raises(DataError, match=r"32 positions .* 33 tokens"):
         small_llama()(random_tokens(1, 33))

@@ -1,5 +1,11 @@
 """The machine: every act that differs between devices is a verb of a Backend. See backend.py."""
 
-from trainwright.backends.backend import Backend, has_fused_optimizers, memory_in_use, pick_backend
+from trainwright.backends.backend import (
+    Backend,
+    has_fused_optimizers,
+    memory_in_use,
+    pick_backend,
+    waits_for_memory,
+)
 
-__all__ = ["Backend", "has_fused_optimizers", "memory_in_use", "pick_backend"]
+__all__ = ["Backend", "has_fused_optimizers", "memory_in_use", "pick_backend", "waits_for_memory"]

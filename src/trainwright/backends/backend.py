@@ -58,6 +58,11 @@ def has_fused_optimizers(device: torch.device) -> bool:
     return device.type in _FUSED_OPTIMIZERS
 
 
+def waits_for_memory(device: torch.device) -> bool:
+    """Is arithmetic so fast on this device that passes over memory are what costs? Then fused forms pay."""
+    return device.type == "cuda"
+
+
 def memory_in_use() -> int:
     """Returns the bytes that this process holds: on its GPU where it uses one, else in main memory; 0 if unknown."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

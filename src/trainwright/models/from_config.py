@@ -63,8 +63,9 @@ def build_model_section(
         for name in drawn:
             if name in own:
                 own[name].requires_grad_(True)
-    if hasattr(model, "disable_untrainable_params"):
-        model.disable_untrainable_params()  # a model that knows itself what is not to be trained
+    freeze_own: Callable[[], Any] | None = getattr(model, "disable_untrainable_params", None)
+    if freeze_own is not None:
+        freeze_own()  # a model that knows itself what is not to be trained
     if "freeze" in reserved:
         with _located("model.", origin("model.freeze")):
             freeze(model, reserved["freeze"])

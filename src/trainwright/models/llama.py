@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainwright.backends import waits_for_memory
 from trainwright.errors import ConfigError, DataError
 from trainwright.labels import IGNORED_LABEL
 from trainwright.models.generation import KeyValueCache, LayerCache, generate
@@ -153,7 +154,7 @@ class Llama(Model):
 
     def _fuses_loss(self, hidden: Tensor) -> bool:
         """Whether this pass takes head and loss in one; `fused_loss: true` where that cannot be is refused."""
-        wanted = hidden.is_cuda if self.fused_loss is None else self.fused_loss
+        wanted = waits_for_memory(hidden.device) if self.fused_loss is None else self.fused_loss
         if not (wanted and self.training and torch.is_grad_enabled()):
             return False
         usable = is_plain_head(self.lm_head) and is_plain_mean(self.criterion)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainwright.errors import ConfigError
-from trainwright.models.layers.rotary import checked_scaling, rotary_angles, rotate, scaled_periods
+from trainwright.models.layers.rotary import _Turn, checked_scaling, rotary_angles, rotate, scaled_periods
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -68,3 +68,12 @@ def test_no_scaling_has_several_spellings():
 def test_scaling_that_cannot_be_done_is_refused(scaling, message):
     with pytest.raises(ConfigError, match=message):
         checked_scaling(scaling)
+
+
+def test_on_a_gpu_the_rotation_is_the_same_and_its_gradient_the_rotation_back():
+    heads = torch.randn(2, 3, 5, 8, dtype=torch.float64, requires_grad=True)
+    rotations = rotary_angles(torch.arange(5.0), head_size=8, theta=100.0)
+    plain, turned = rotate(heads, rotations), _Turn.apply(heads, *rotations)
+    torch.testing.assert_close(turned, plain)
+    onto = torch.randn_like(plain)
+    torch.testing.assert_close(torch.autograd.grad(turned, heads, onto), torch.autograd.grad(plain, heads, onto))

@@ -7,6 +7,7 @@ the order in which the chunks' sums are added.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,8 +31,8 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(kind):
         hidden, weight = (each.to(torch.get_autocast_dtype(kind)) for each in (hidden, weight))
     rows = chunk_rows or max(1, CHUNK_ELEMENTS // weight.shape[0])
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, ignore_index, rows)
-    return loss
+    apply: Callable[..., Tensor] = _LinearCrossEntropy.apply  # torch has no types here
+    return apply(hidden, weight, targets, ignore_index, rows)
 
 
 def is_plain_head(head: nn.Module) -> bool:

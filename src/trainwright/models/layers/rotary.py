@@ -6,12 +6,13 @@ Scaling stretches the slow turns, so that a model reads rows longer than those i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainwright.backends import waits_for_memory
 from trainwright.errors import ConfigError
 
 # (cosines, sines) of the rotation angles, each [S, W / 2], or [B, 1, S, W / 2] where rows have positions of their own.
@@ -78,9 +79,9 @@ def scaled_periods(periods: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 def rotate(heads: Tensor, rotations: Rotations) -> Tensor:
     """Rotates features i and i + W/2 of each head [B, heads, S, W] by their position's angle."""
     cosines, sines = rotations
-    if heads.is_cuda and not torch.compiler.is_compiling():
-        turned: Tensor = _Turn.apply(heads, cosines, sines)
-        return turned
+    if waits_for_memory(heads.device) and not torch.compiler.is_compiling():
+        turn: Callable[..., Tensor] = _Turn.apply  # torch has no types here
+        return turn(heads, cosines, sines)
     first, second = heads.chunk(2, dim=-1)
     rotated = torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
     return rotated.type_as(heads)  # the angles are float32 and would promote 16-bit heads

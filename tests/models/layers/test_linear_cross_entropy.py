@@ -1,0 +1,112 @@
+"""Head and loss in one: the numbers of the two apart, without all logits, and only where nothing would be missed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from trainwright.models.layers.linear_cross_entropy import is_plain_head, is_plain_mean, linear_cross_entropy
+
+IGNORED = -100
+
+
+def drawn(num_rows, *, width=6, classes=11, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(num_rows, width, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(classes, width, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(0, classes, (num_rows,), generator=generator)
+    return hidden, weight, targets
+
+
+def apart(hidden, weight, targets):
+    return F.cross_entropy(F.linear(hidden, weight).float(), targets, ignore_index=IGNORED)
+
+
+@settings(max_examples=25, deadline=None)
+@given(num_rows=st.integers(1, 20), chunk_rows=st.integers(1, 25), seed=st.integers(0, 99), data=st.data())
+def test_loss_and_gradients_are_those_of_head_and_loss_apart(num_rows, chunk_rows, seed, data):
+    hidden, weight, targets = drawn(num_rows, seed=seed)
+    ignored = data.draw(st.lists(st.integers(1, num_rows - 1), max_size=num_rows - 1)) if num_rows > 1 else []
+    targets[ignored] = IGNORED
+    loss = linear_cross_entropy(hidden, weight, targets, ignore_index=IGNORED, chunk_rows=chunk_rows)
+    expected = apart(hidden, weight, targets)
+    torch.testing.assert_close(loss, expected)
+    grads = torch.autograd.grad(3 * loss, (hidden, weight))
+    torch.testing.assert_close(grads, torch.autograd.grad(3 * expected, (hidden, weight)))
+
+
+def test_in_16_bits_the_loss_is_in_full_precision_and_gradients_keep_their_dtype():
+    hidden, weight, targets = drawn(64, dtype=torch.bfloat16)
+    loss = linear_cross_entropy(hidden, weight, targets, ignore_index=IGNORED, chunk_rows=16)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, apart(hidden, weight, targets), atol=1e-5, rtol=1e-5)
+    exact = [each.detach().float().requires_grad_() for each in (hidden, weight)]
+    expected = torch.autograd.grad(apart(*exact, targets), exact)
+    for grad, reference in zip(torch.autograd.grad(loss, (hidden, weight)), expected, strict=True):
+        assert grad.dtype == torch.bfloat16
+        assert (grad.float() - reference).norm() < 0.01 * reference.norm()
+
+
+def test_gradients_in_float16_do_not_vanish_among_many_tokens():
+    hidden, weight, targets = drawn(3000, dtype=torch.float16)
+    loss = linear_cross_entropy(hidden, weight, targets, ignore_index=IGNORED) * 2.0**14
+    exact = [each.detach().float().requires_grad_() for each in (hidden, weight)]
+    expected = torch.autograd.grad(apart(*exact, targets) * 2.0**14, exact)
+    for grad, reference in zip(torch.autograd.grad(loss, (hidden, weight)), expected, strict=True):
+        assert (grad.float() - reference).norm() < 0.01 * reference.norm()
+
+
+def test_without_any_counted_target_the_loss_is_nan_and_the_gradients_are_zero():
+    hidden, weight, targets = drawn(4)
+    loss = linear_cross_entropy(hidden, weight, torch.full_like(targets, IGNORED), ignore_index=IGNORED)
+    assert loss.isnan()
+    assert all(grad.eq(0).all() for grad in torch.autograd.grad(loss, (hidden, weight)))
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_what_is_frozen_gets_no_gradient(frozen):
+    inputs = [*drawn(5)]
+    inputs[frozen] = inputs[frozen].detach()
+    loss = linear_cross_entropy(*inputs, ignore_index=IGNORED)
+    loss.backward()
+    torch.testing.assert_close(inputs[1 - frozen].grad, torch.autograd.grad(apart(*inputs), inputs[1 - frozen])[0])
+
+
+def test_autocast_rounds_as_a_linear_layer_would():
+    hidden, weight, targets = drawn(8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, targets, ignore_index=IGNORED)
+        expected = apart(hidden, weight, targets)
+    torch.testing.assert_close(loss, expected)
+    assert [grad.dtype for grad in torch.autograd.grad(loss, (hidden, weight))] == [torch.float32] * 2
+
+
+def test_a_second_derivative_is_refused_instead_of_wrong():
+    hidden, weight, targets = drawn(3)
+    loss = linear_cross_entropy(hidden, weight, targets, ignore_index=IGNORED)
+    [grad] = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        grad.sum().backward()
+
+
+def hooked(module):
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+def test_only_a_bare_linear_layer_is_a_plain_head():
+    assert is_plain_head(nn.Linear(2, 3, bias=False))
+    others = [nn.Linear(2, 3), hooked(nn.Linear(2, 3, bias=False)), nn.Sequential(nn.Linear(2, 3, bias=False))]
+    assert not any(map(is_plain_head, others))
+
+
+def test_only_the_mean_over_counted_targets_is_a_plain_mean():
+    assert is_plain_mean(nn.CrossEntropyLoss())
+    kinds = [{"reduction": "sum"}, {"ignore_index": 0}, {"label_smoothing": 0.1}, {"weight": torch.ones(3)}]
+    assert not any(is_plain_mean(nn.CrossEntropyLoss(**kind)) for kind in kinds)
+    assert not is_plain_mean(nn.NLLLoss())
+    assert not is_plain_mean(hooked(nn.CrossEntropyLoss()))
