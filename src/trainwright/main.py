@@ -65,7 +65,7 @@ def run_experiment(
                 open_log(trainer.folder / LOG_FILE)
             logs = trainer.train()
             _say_how_it_ended(trainer)
-            trainer.ranks.barrier()  # a rank that leaves first would take the others' connections with it
+            trainer.ranks.part()
         if trainer.interrupted:
             raise Interrupted(trainer.stop_reason)
         return trainer.model, logs

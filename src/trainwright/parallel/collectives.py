@@ -80,6 +80,16 @@ class Ranks:
         self._vote = (ballot, dist.all_reduce(ballot, dist.ReduceOp.MAX, group=self._control, async_op=True))
         return answer
 
+    def part(self) -> None:
+        """Says good-bye: waits until every rank is here, and forgets the control group.
+
+        A rank that leaves first would take the others' connections with it, and a group that is still referred to
+        when the interpreter ends may abort the process, for its threads are joined only when it is forgotten.
+        """
+        self.settle_votes()
+        self.barrier()
+        self._control = None
+
     def settle_votes(self) -> None:
         """Waits for the vote that is under way, so that the control group is free for other verbs."""
         if self._vote is not None:
