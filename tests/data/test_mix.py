@@ -71,7 +71,9 @@ def test_nothing_is_read_before_it_is_needed():
         def __len__(self):
             raise AssertionError("opened")
 
-    mix({"a": Closed("a", 1), "b": Closed("b", 1)}, {"a": 1, "b": 2})
+    mixed = mix({"a": Closed("a", 1), "b": Closed("b", 1)}, {"a": 1, "b": 2})
+    with pytest.raises(AssertionError, match="opened"):
+        len(mixed)
 
 
 def test_orders_follow_the_arguments():

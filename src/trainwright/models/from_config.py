@@ -125,7 +125,7 @@ def _build_ours(
     )
 
 
-def _load(model: nn.Module, pretrained: Mapping[str, Any], **options: Any) -> LoadReport:
+def _load(model: nn.Module, pretrained: Mapping[str, Any]) -> LoadReport:
     return load_weights(
         model,
         _folder_of(pretrained),
@@ -133,7 +133,6 @@ def _load(model: nn.Module, pretrained: Mapping[str, Any], **options: Any) -> Lo
         # Not the files' own: weights of 16 bits would lose the small updates of a training.
         dtype=as_dtype(pretrained.get("dtype")) or torch.float32,
         may_unpickle=pretrained.get("allow_pickle", False),
-        **options,
     )
 
 

@@ -168,3 +168,23 @@ def _check_sampling(*, temperature: float, top_k: int | None, top_p: float | Non
         raise ConfigError(f"top_p is {top_p}. Use a share above 0 and up to 1.")
     if not input_ids.shape[-1]:
         raise DataError("There is nothing to go on from: the prompt has no tokens. Give at least one.")
+
+
+def append_tokens(
+    model: nn.Module,
+    input_ids: Tensor,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Returns `input_ids` [B, S] with `max_new_tokens` sampled tokens appended to each row.
+
+    Each token is drawn from the `top_k` likeliest (all, if None); temperature 0 takes the likeliest. To have the
+    tokens one by one, or to stop at some, use `generate`. Decoder models have it as their method `generate`.
+    """
+    chosen = generate(
+        model, input_ids, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, generator=generator
+    )
+    return torch.cat((input_ids, *(tokens[:, None] for tokens in chosen)), dim=1)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trainwright.errors import DataError
 from trainwright.labels import IGNORED_LABEL
-from trainwright.models.generation import KeyValueCache, LayerCache, generate
+from trainwright.models.generation import KeyValueCache, LayerCache, append_tokens
 from trainwright.models.layers.activations import activation as find_activation
 from trainwright.models.layers.attention import split_heads
 from trainwright.models.layers.checks import check_counts, check_dropouts, check_heads, check_length
@@ -153,29 +153,7 @@ class GPT2(Model):
         loss = self.criterion(logits.flatten(0, 1).float(), next_tokens(labels).flatten())
         return {"loss": loss, "logits": logits}
 
-    def generate(
-        self,
-        input_ids: Tensor,
-        *,
-        max_new_tokens: int,
-        temperature: float = 0.8,
-        top_k: int | None = 50,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Returns `input_ids` [B, S] with `max_new_tokens` sampled tokens appended to each row.
-
-        Each token is drawn from the `top_k` likeliest (all, if None); temperature 0 takes the likeliest. To have the
-        tokens one by one, or to stop at some, use generation.py's `generate`.
-        """
-        chosen = generate(
-            self,
-            input_ids,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            generator=generator,
-        )
-        return torch.cat((input_ids, *(tokens[:, None] for tokens in chosen)), dim=1)
+    generate = append_tokens
 
     @classmethod
     def settings_from_hugging_face(cls, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trainwright.backends import waits_for_memory
 from trainwright.errors import ConfigError, DataError
 from trainwright.labels import IGNORED_LABEL
-from trainwright.models.generation import KeyValueCache, LayerCache, generate
+from trainwright.models.generation import KeyValueCache, LayerCache, append_tokens
 from trainwright.models.layers.checks import check_counts, check_dropouts
 from trainwright.models.layers.linear_cross_entropy import is_plain_head, is_plain_mean, linear_cross_entropy
 from trainwright.models.layers.masks import next_tokens, visible_keys
@@ -167,29 +167,7 @@ class Llama(Model):
             )
         return usable
 
-    def generate(
-        self,
-        input_ids: Tensor,
-        *,
-        max_new_tokens: int,
-        temperature: float = 0.8,
-        top_k: int | None = 50,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Returns `input_ids` [B, S] with `max_new_tokens` sampled tokens appended to each row.
-
-        Each token is drawn from the `top_k` likeliest (all, if None); temperature 0 takes the likeliest. To have the
-        tokens one by one, or to stop at some, use generation.py's `generate`.
-        """
-        chosen = generate(
-            self,
-            input_ids,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            generator=generator,
-        )
-        return torch.cat((input_ids, *(tokens[:, None] for tokens in chosen)), dim=1)
+    generate = append_tokens
 
     @property
     def hugging_face_type(self) -> str:

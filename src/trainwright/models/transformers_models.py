@@ -27,7 +27,6 @@ from trainwright.models.pretrained import LoadReport, as_dtype, read_config_file
 logger = logging.getLogger(__name__)
 
 # Keywords of the model rather than of its config; torch_dtype is the name that most files and pages use.
-MODEL_KEYWORDS = ("attn_implementation", "dtype", "torch_dtype")
 
 
 def is_transformers_class(target: Any) -> bool:

@@ -26,8 +26,9 @@ def test_all_keywords_are_kept_with_their_defaults_worked_out():
     assert Child(width=2).settings == {"width": 2, "depth": 3}
 
 
-def test_the_supported_value_or_none_passes():
-    refuse_other_values({"is_decoder": False, "other": 1}, {"is_decoder": False, "scale": True}, model="Bert")
+def test_the_supported_value_and_a_key_that_is_not_there_pass():
+    given = {"is_decoder": False, "other": 1}
+    assert refuse_other_values(given, {"is_decoder": False, "scale": True}, model="Bert") is None
 
 
 def test_another_value_is_refused_by_name_and_value():
