@@ -16,7 +16,9 @@ import pytest
 import torch
 
 from trainwright import cli
+from trainwright.built_ins import BUILT_INS
 from trainwright.commands.new import Kind, template_folder
+from trainwright.models.presets import presets
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
@@ -118,6 +120,8 @@ def test_getting_started_works_from_the_first_line_to_the_last(reader):
             assert reader.exit_code == 0, reader.shown
     reader.type("python use.py")
     assert "tensor([[" in reader.shown
+    reader.type("python shipped.py")
+    assert "BertClassifier" in reader.shown
 
 
 def test_getting_started_takes_ten_commands():
@@ -153,3 +157,31 @@ def test_the_page_on_data_works_from_the_first_line_to_the_last(reader, monkeypa
         if not block[0]:
             assert reader.exit_code == 0, reader.shown
     assert "Finished at step 40." in Path("runs/stream/log.txt").read_text()
+
+
+def test_the_page_on_models_works_from_the_first_line_to_the_last(reader, monkeypatch, tmp_path):
+    pytest.importorskip("sklearn")
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for block in blocks_of((DOCS / "models.md").read_text("utf-8")):
+        reader.read([block])
+        if not block[0]:
+            assert reader.exit_code == 0, reader.shown
+    assert "update_norm" in Path("runs/groups/metrics.json").read_text()
+    assert Path("merged/model.safetensors").is_file()
+
+
+def test_the_page_on_models_names_every_model_and_preset():
+    page = (DOCS / "models.md").read_text("utf-8")
+    rows = {line.split("|")[1]: line for line in page.splitlines() if line.startswith("| `")}
+    for name, path in BUILT_INS["model"].items():
+        [row] = [line for types, line in rows.items() if f"`{name}`" in types]
+        for preset in presets()[path.partition(":")[0].rpartition(".")[2]]:
+            assert preset in row, f"{name}: {preset}"
+
+
+def test_the_readme_reads_and_writes_weights(reader):
+    text = (DOCS.parent / "README.md").read_text("utf-8")
+    reader.read([block for block in blocks_of(text) if block[1].startswith("# weights.py")])
+    reader.type("python weights.py")
+    assert "torch.Size([1, 8])" in reader.shown

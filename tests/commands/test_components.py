@@ -160,3 +160,17 @@ def test_in_a_terminal_each_kind_is_a_table_of_its_own_within_the_width(project)
     assert lines[0] == "optimizer in trainer.optimizer"
     assert any(line.startswith("lion.Lion  Sign momentum.") for line in lines)
     assert max(map(len, lines)) <= 80
+
+
+def test_presets_are_listed_with_their_sizes(project):
+    text = ask("model", "llama").stdout
+    assert "Presets, which stand for the settings, as in {type: llama, preset: tiny}:" in text
+    assert re.search(r"^  llama3-8b +8,030,261,248 weights$", text, re.MULTILINE)
+    [line] = [line for line in ask("model").stdout.splitlines() if line.split()[1] == "cnn"]
+    assert line.endswith("preset: tiny | small")
+    assert "Presets" not in ask("optimizer", "adamw").stdout
+
+
+def test_what_the_builder_gives_to_muon_is_no_argument_of_a_run_file(project):
+    assert "kinds:" not in ask("optimizer", "muon").stdout
+    assert "exclude:" in ask("optimizer", "muon").stdout

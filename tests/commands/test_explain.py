@@ -14,6 +14,7 @@ from trainwright.commands.new import Kind, template_folder
 from trainwright.explaining import explain
 from trainwright.explaining.story import DEFAULT_HOOKS
 from trainwright.loop.hook import MOMENTS
+from trainwright.models.llama import Llama
 from trainwright.parts import Build
 
 PARTS = '''
@@ -227,8 +228,8 @@ def test_hooks_act_in_their_order_with_their_periods(project):
     lines = lines_of(hooks)
     acts = below(lines, "after_step")
     assert acts[0].startswith("- TimeSteps.after_step trainwright/hooks/time_steps.py:")
-    assert acts[1] == "* act act.py:1 every 7 steps: Acts."
-    assert acts[2].endswith("every 5 steps: Acts at times.")
+    assert acts[-2] == "* act act.py:1 every 7 steps: Acts."
+    assert acts[-1].endswith("every 5 steps: Acts at times.")
     assert below(lines, "after_eval") == [f"* NoHook.after_eval {place('def after_eval')} Inherits from nothing."]
 
 
@@ -302,3 +303,97 @@ def test_in_a_terminal_remarks_are_cut_but_no_name_and_no_place(project):
     for whole, cut in zip(plain, narrow, strict=True):
         assert cut.removesuffix("…").rstrip() in whole
     assert any("\x1b[" in line for line in render(lines, in_colour=True))
+
+
+LLAMA_RUN = """
+model:
+  type: llama
+  preset: tiny
+  num_layers: 3
+  lora: {match: "*.q_proj", rank: 4}
+  freeze: ["model.layers.0.*"]
+data: {train: {type: stdlib_code}}
+trainer:
+  max_steps: 3
+  global_batch_size: 2
+  optimizer:
+    type: adamw
+    groups: [{match: "*.lora_b", lr: 0.1}]
+"""
+
+
+@pytest.fixture
+def llama(project):
+    Path("run.yaml").write_text(LLAMA_RUN)
+    return project
+
+
+def test_the_rules_of_a_shipped_model_say_what_they_match_and_how_much_is_trained(llama):
+    lines = lines_of()
+    preset, lora, frozen, total = lines[(first := lines.index("model")) + 2 : first + 6]
+    assert preset.startswith("preset tiny  vocab_size 512, hidden_size 64,")
+    assert preset.endswith("but num_layers 3")
+    layers = "model.layers.0.self_attn.q_proj, model.layers.1.self_attn.q_proj, …"
+    assert lora == f'lora "*.q_proj"  adapters of rank 4: 3 layers ({layers})'
+    assert frozen == 'freeze "model.layers.0.*"  11 parameters, 49,792 weights'
+    assert total == "182,208 weights  of which 1,024 (0.562 %) are trained"
+    assert 'group "*.lora_b"  lr 0.1: 2 parameters, 512 weights' in lines
+    assert "the rest  the optimizer's own settings: 2 parameters, 512 weights" in lines
+
+
+def test_what_explain_counts_is_what_training_gets(llama):
+    trainer = Build(RunConfig.load("run.yaml"))
+    parameters = list(trainer.model().parameters())
+    trained = sum(each.numel() for each in parameters if each.requires_grad)
+    words = f"{sum(each.numel() for each in parameters):,} weights  of which {trained:,} "
+    assert any(line.startswith(words) for line in lines_of())
+
+
+def test_replacements_are_told_but_not_made_and_hide_what_comes_after(llama):
+    lines = lines_of('model.replace={"layers.*.mlp": {type: "parts.py:Net"}}')
+    told = 'replace "layers.*.mlp"  by parts.py:Net: 3 modules (model.layers.0.mlp, model.layers.1.mlp, …)'
+    assert told in lines
+    assert 'lora "*.q_proj"  adapters of rank 4' in lines
+    assert 'group "*.lora_b"  lr 0.1' in lines
+    assert not any(" weights" in line for line in lines)
+
+
+def test_of_a_users_model_only_the_words_of_its_rules_are_told(project):
+    lines = lines_of("model.freeze=inner.*", "trainer.optimizer.groups=[{match: '*.bias', lr: 1}]")
+    assert 'freeze "inner.*"' in lines
+    assert 'group "*.bias"  lr 1' in lines
+
+
+def test_a_pretrained_folder_is_told_with_its_files(llama):
+    Llama.from_preset("tiny").save_pretrained("published")
+    lines = lines_of("model={type: llama, pretrained: {folder: published, strict: false}}", "trainer.optimizer=adamw")
+    assert any(
+        re.match(r"pretrained published  from published: 1 file of weights, \d+ kB; strict False", one) for one in lines
+    )
+    assert "131,392 weights  of which all are trained" in lines
+    lines = lines_of("model={type: llama, pretrained: org/name}", "trainer.optimizer=adamw")
+    assert any(one.startswith("pretrained org/name  is not") for one in lines)
+    assert not any(" weights" in one for one in lines)
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("model.preset=tinny", "llama has no preset 'tinny'. Did you mean \"tiny\"?"),
+        ("model.num_heads=5", "model: hidden_size 64 does not split into 5 heads"),
+        ("model.wide=5", 'model: Llama takes no argument "wide"'),
+        ("model.freeze=nope", "model.freeze: no parameter matches 'nope'"),
+        ("model.lora=3", "model.lora: must be a mapping, got 3"),
+        ('model.lora={match: "*.no_proj"}', "model.lora.match: "),
+        ("model.replace={mlp: nope}", 'no model "nope"'),
+        ("trainer.optimizer.groups=[{match: '*norm*', lr: 1}]", "model.layers.0.input_layernorm.weight is frozen, "),
+    ],
+)
+def test_rules_that_do_not_fit_are_problems_and_the_rest_goes_on(llama, override, problem):
+    done = CliRunner().invoke(app, ["explain", "run.yaml", override])
+    assert done.exit_code == 1
+    [line] = [line for line in done.output.splitlines() if line.strip().startswith("! ")]
+    assert f"override {override}: " in line or "run.yaml:" in line
+    assert problem in line
+    assert "1 part of this run cannot be found or used" in done.output
+    assert "The loop" in done.output

@@ -37,3 +37,15 @@ def test_an_unknown_format_shows_the_known_ones(run, tmp_path):
     done = invoke(run, "--to", tmp_path / "out", "--format", "onnx")
     assert done.exit_code == 2
     assert "huggingface" in done.output
+
+
+def test_a_folder_with_files_of_others_needs_overwrite(run, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    done = invoke(run, "--to", tmp_path)
+    assert isinstance(done.exception, CheckpointError)
+    assert "--overwrite" in str(done.exception)
+    for _ in range(2):
+        done = invoke(run, "--to", tmp_path, "--overwrite")
+        assert done.exit_code == 0, done.output
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert invoke(run, "--to", tmp_path).exit_code == 0  # an earlier export by now

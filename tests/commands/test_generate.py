@@ -37,3 +37,15 @@ def test_without_a_seed_each_text_is_another(run):
 def test_a_share_above_one_is_an_explained_error(run):
     done = invoke(run, "--prompt", "x", "--top-p", 1.5)
     assert isinstance(done.exception, ConfigError)
+    assert "top_p is 1.5" in str(done.exception)
+    assert done.stdout == ""  # not the prompt, which would look like an answer
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--temperature", -1), ("--top-k", 0), ("--max-new-tokens", 0), ("--seed", 2**64)]
+)
+def test_a_value_out_of_range_names_its_option(run, option, value):
+    done = invoke(run, "--prompt", "x", option, value)
+    assert done.exit_code == 2
+    assert option in done.output
+    assert done.stdout == ""

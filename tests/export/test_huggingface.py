@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, load_model
 from tests.export.runs import RUN, train_run
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -14,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from trainwright import AutoModel, load_checkpoint
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.export.huggingface import export_run
+from trainwright.models.llama import Llama
 
 PROJECT = Path(__file__).parents[1] / "project"
 ADAPTED = """
@@ -31,6 +34,23 @@ from transformers import LlamaConfig, LlamaForCausalLM
 def theirs(vocab_size, hidden_size, num_layers, num_heads, **_):
     sizes = {"num_hidden_layers": num_layers, "num_attention_heads": num_heads, "intermediate_size": 48}
     return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, hidden_size=hidden_size, use_cache=False, **sizes))
+"""
+MINE = """
+import torch
+from trainwright.models.llama import Llama
+
+class Mine(Llama):
+    def forward(self, *args, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        return {**outputs, "loss": None if outputs["loss"] is None else 2 * outputs["loss"]}
+
+class Norm(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(width))
+
+    def forward(self, hidden):
+        return hidden * self.weight
 """
 TOKENS = torch.arange(40).view(2, 20)
 
@@ -67,8 +87,60 @@ def test_an_export_may_lie_in_the_run_but_not_over_it(run):
     assert export_run(run, run / "exports" / "hf").is_dir()
     for place in (run, run.parent):
         with pytest.raises(CheckpointError, match="holds the run itself"):
-            export_run(run, place)
+            export_run(run, place, overwrite=True)
+    with pytest.raises(CheckpointError, match="keeps its checkpoints"):
+        export_run(run, run / "checkpoints" / "step-00000004", overwrite=True)
     assert (run / "config.yaml").exists()
+    load_checkpoint(run)
+
+
+def test_a_subclass_with_a_forward_of_its_own_is_plain_weights_only(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    folder, _ = train_run(tmp_path, RUN.replace("type: llama", "type: mine.py:Mine"), ["trainer.max_steps=2"])
+    with pytest.raises(CheckpointError, match=r"Mine\.forward replaces that of Llama.*--format safetensors"):
+        export_run(folder, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+    written = export_run(folder, tmp_path / "plain", file_format="safetensors")
+    assert yaml.safe_load((written / "model.yaml").read_text())["model"]["type"] == "mine.py:Mine"
+    assert (written / "model.safetensors").is_file()
+
+
+def test_a_replaced_part_is_plain_weights_only(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    text = RUN.replace("max_positions: 64}", 'max_positions: 64, replace: {"*.norm": {type: mine.py:Norm, width: 32}}}')
+    folder, _ = train_run(tmp_path, text, ["trainer.max_steps=2"])
+    with pytest.raises(CheckpointError, match=r"model\.norm is a Norm, not a RMSNorm"):
+        export_run(folder, tmp_path / "hf")
+    written = export_run(folder, tmp_path / "plain", file_format="safetensors")
+    assert yaml.safe_load((written / "model.yaml").read_text())["model"]["replace"]
+
+
+def test_the_settings_beside_plain_weights_build_the_model_again(run, tmp_path):
+    written = export_run(run, tmp_path / "plain", file_format="safetensors")
+    section = yaml.safe_load((written / "model.yaml").read_text())["model"]
+    assert section.pop("type") == "llama"
+    model = Llama(**section)
+    load_model(model, written / "model.safetensors")
+    assert torch.equal(model.lm_head.weight, load_checkpoint(run).lm_head.weight)
+
+
+def test_nothing_of_this_machine_goes_along(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    words = Tokenizer(models.WordLevel({"def": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "words")
+    config = tmp_path / "words" / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "name_or_path": str(tmp_path / "words")}))
+    (tmp_path / "theirs.py").write_text(THEIRS)
+    for kind in ("llama", "theirs.py:theirs"):
+        text = RUN.replace("type: llama", f"type: {kind}").replace("tokenizer: bytes", "tokenizer: words")
+        folder, _ = train_run(tmp_path, text, ["trainer.max_steps=2", f"name={kind[:5]}"])
+        for file_format in ("huggingface", "safetensors"):
+            written = export_run(folder, tmp_path / f"{kind[:5]}-{file_format}", file_format=file_format)
+            assert (written / "tokenizer_config.json").is_file()
+            for path in written.iterdir():
+                assert str(tmp_path).encode() not in path.read_bytes(), path
+                assert str(Path.home()).encode() not in path.read_bytes(), path
 
 
 def test_any_model_can_be_exported_as_plain_weights(tmp_path):
@@ -78,7 +150,7 @@ def test_any_model_can_be_exported_as_plain_weights(tmp_path):
         export_run(folder, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
     written = export_run(folder, tmp_path / "weights", file_format="safetensors")
-    assert sorted(path.name for path in written.iterdir()) == ["config.yaml", "model.safetensors"]
+    assert sorted(path.name for path in written.iterdir()) == ["export.json", "model.safetensors", "model.yaml"]
     fresh = load_checkpoint(folder, 4)
     for parameter in fresh.parameters():
         torch.nn.init.zeros_(parameter)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,9 +15,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from trainwright.data.tokenizer import load_tokenizer
 from trainwright.errors import CheckpointError, ConfigError, DataError
 from trainwright.export.huggingface import export_run
-from trainwright.export.text import TextStream, encode_prompt, end_tokens, load_speaker, stream_text
+from trainwright.export.text import TextStream, encode_prompt, end_tokens, load_speaker, num_tokens_of, stream_text
 
 BYTES = load_tokenizer("bytes")
+PROJECT = Path(__file__).parents[1] / "project"
 
 
 @pytest.fixture(scope="module")
@@ -110,5 +114,48 @@ def test_an_empty_prompt_and_an_encoder_are_refused(run):
         def forward(self, input_ids, decoder_input_ids):
             return {}
 
-    with pytest.raises(ConfigError, match="Pair has an encoder"):
+    with pytest.raises(ConfigError, match="Pair cannot continue a text: it has an encoder"):
         next(stream_text(Pair(), tokenizer, "a", max_new_tokens=3))
+
+
+def test_a_run_that_is_no_decoder_is_named_before_its_tokenizer_is_missed(tmp_path):
+    shutil.copy(PROJECT / "parts.py", tmp_path / "parts.py")
+    folder, _ = train_run(tmp_path, (PROJECT / "run.yaml").read_text(), ["trainer.max_steps=2"])
+    with pytest.raises(ConfigError, match=r"Net cannot continue a text: its forward takes .* not input_ids"):
+        load_speaker(folder)
+
+
+class Counting(torch.nn.Module):
+    """Draws the numbers of a list, one after the other, from a vocabulary of 300 tokens."""
+
+    def __init__(self, *numbers):
+        super().__init__()
+        self.numbers = list(numbers)
+
+    def forward(self, input_ids):
+        logits = torch.zeros(*input_ids.shape, 300)
+        logits[:, -1, self.numbers.pop(0)] = 9.0
+        return {"logits": logits}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "pieces"),
+    [
+        ([ord("a"), 299, ord("b")], ["a", "<299>", "b"]),
+        ([0xE2, 299, *"€".encode()], ["\ufffd<299>", "€"]),
+        ([299, 260], ["<299>", "<260>"]),
+    ],
+)
+def test_a_token_that_the_tokenizer_lacks_is_shown_by_its_number(numbers, pieces):
+    model = Counting(*numbers)
+    made = stream_text(model, BYTES, "x", max_new_tokens=len(numbers), temperature=0.0)
+    assert list(made) == pieces
+    assert num_tokens_of(PAIRS) == PAIRS.get_vocab_size()
+    assert num_tokens_of(object()) is None
+
+
+def test_a_tokenizer_of_another_model_is_named(run):
+    model, _ = load_speaker(run)
+    other = Tokenizer(models.WordLevel({"def": 999}, unk_token="def"))
+    with pytest.raises(DataError, match=r"the token 999, but the model knows 260 tokens .*--tokenizer"):
+        next(stream_text(model, other, "def", max_new_tokens=3))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from tokenizers import Tokenizer, models
 
 from trainwright import RunConfig
 from trainwright.data.tokenizer import TextTokenizer, load_tokenizer
-from trainwright.export.tokenizers import find_tokenizer, save_tokenizer, tokenizer_of
+from trainwright.export.tokenizers import find_tokenizer, save_tokenizer
 
 
 def config_with(tmp_path, data):
@@ -38,12 +36,6 @@ def test_it_is_found_in_the_data_or_the_collator_though_no_data_is_there(tmp_pat
 def test_a_run_without_one_has_none(tmp_path):
     assert find_tokenizer(config_with(tmp_path, "{train: {type: digits}}")) is None
     assert find_tokenizer(config_with(tmp_path, "{}")) is None
-
-
-def test_it_is_found_in_sources_within(words):
-    inner = SimpleNamespace(source=SimpleNamespace(tokenizer=words))
-    assert tokenizer_of(SimpleNamespace(sources={"a": SimpleNamespace(), "b": inner})) is words
-    assert tokenizer_of(SimpleNamespace(source="some/path")) is None
 
 
 def test_each_kind_is_saved_as_files(tmp_path, words):

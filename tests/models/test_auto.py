@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
-from tests.models.folders import our_llama, reference, tokens
+from tests.models.folders import config_of, our_llama, reference, tokens
 
 from trainwright import AutoModel
 from trainwright.errors import ConfigError
@@ -36,6 +38,29 @@ def test_an_unknown_type_lists_the_known_ones():
         AutoModel.choose({"model_type": "rwkv"})
     with pytest.raises(ConfigError, match="model_type None"):
         AutoModel.choose({})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("model_type", "rwkv", r"config\.json says model_type 'rwkv'"),
+        ("architectures", 3, r"config\.json says architectures 3"),
+        ("hidden_size", "many", r"config\.json: "),
+        ("num_attention_heads", 0, r"config\.json: "),
+        ("num_hidden_layers", None, r"config\.json: "),
+    ],
+)
+def test_bad_values_in_config_json_name_the_file(tmp_path, key, value, said):
+    folder = our_llama().save_pretrained(tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps({**config_of(folder), key: value}))
+    with pytest.raises(ConfigError, match=rf"{folder}.{said}"):
+        AutoModel.from_pretrained(folder)
+
+
+def test_an_override_that_makes_no_model_is_named_beside_the_file(tmp_path):
+    folder = our_llama().save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"config\.json, with dropout=2: "):
+        AutoModel.from_pretrained(folder, dropout=2)
 
 
 def test_every_type_has_an_architecture_and_finds_its_class():

@@ -1,5 +1,6 @@
 """The model section: build, load, replace, adapt, freeze, in this order, with the place of each mistake."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def build(project, section):
     file.write_text(f"seed: 1\nmodel: {{{section}}}\ntrainer: {{max_steps: 1}}\n")
     config = RunConfig.load(file)
     torch.manual_seed(0)
-    return build_model_section(config.model, project_dir=project, origin=config.origin)
+    return build_model_section(config.model, project_dir=project, origin=config.origin)[0]
 
 
 def learning(model):
@@ -144,7 +145,31 @@ def test_a_plain_module_loads_a_folder_by_its_own_names(project):
         ("type: llama, vocab_size: 61, freeze: head}", r"run\.yaml:2: model\.freeze: no parameter matches 'head'"),
         ("type: llama, vocab_size: 61, remat: full", r"run\.yaml:2: model\.remat is not supported"),
         ("type: llama, pretrained: {fodler: a}", r"run\.yaml:2: model\.pretrained: give a folder"),
-        ("type: llama, pretrained: {folder: a, stict: false}", r"model\.pretrained\.stict: is unknown"),
+        ("type: llama, pretrained: {folder: a, stict: false}", r"run\.yaml:2: model\.pretrained\.stict: is unknown"),
+        ("type: llama, pretrained: {folder: a, dtype: 16}", r"run\.yaml:2: model\.pretrained\.dtype: 16 is no dtype"),
+        (
+            "type: llama, pretrained: {folder: a, dtype: int8}",
+            r"run\.yaml:2: model\.pretrained\.dtype: 'int8' is no dt",
+        ),
+        (
+            "type: llama, pretrained: {folder: a, dtype: [bf16]}",
+            r"run\.yaml:2: model\.pretrained\.dtype: .*is no dtype",
+        ),
+        ("type: llama, pretrained: {folder: a, strict: nope}", r"run\.yaml:2: model\.pretrained\.strict: must be true"),
+        (
+            "type: llama, pretrained: {folder: a, allow_pickle: 1}",
+            r"run\.yaml:2: model\.pretrained\.allow_pickle: must",
+        ),
+        ("type: llama, pretrained: {folder: a, home_path: 1}", r"run\.yaml:2: model\.pretrained\.home_path: must be"),
+        (
+            "type: transformers:LlamaForCausalLM, dtype: bf16, pretrained: {folder: published, dtype: fp32}",
+            r"run\.yaml:2: model: dtype and pretrained\.dtype are the same setting",
+        ),
+        (
+            "type: transformers:LlamaForCausalLM, torch_dtype: bf16, pretrained: {folder: published, dtype: bf16}",
+            r"run\.yaml:2: model: torch_dtype and pretrained\.dtype are the same setting",
+        ),
+        ("type: llama, preset: tiny, pretrained: published", r"run\.yaml:2: model: preset and pretrained both say"),
         ("type: llama, pretrained: published, hiden_size: 3", r'model: Llama takes no argument "hiden_size"'),
         ("type: torch.nn.functional:relu_", r"model: "),
         ("type: transformers:LlamaForCausalLM, hiden_size: 3", r"run\.yaml:2: model: LlamaConfig has no setting"),
@@ -184,3 +209,39 @@ def test_a_model_that_freezes_parts_of_itself_does_so(project):
     model = build(project, "type: own.py:Half, preset: tiny")
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     assert frozen == ["model.norm.weight"]
+
+
+@pytest.mark.parametrize(("key", "value"), [("hidden_size", "many"), ("num_hidden_layers", None), ("vocab_size", -2)])
+@pytest.mark.parametrize("name", ["llama", "transformers:LlamaForCausalLM"])
+def test_bad_values_in_config_json_name_the_run_file_and_the_config(project, name, key, value):
+    path = project / "published" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises((ConfigError, CheckpointError), match=r"(?s)run\.yaml:2: model: .*published.config\.json"):
+        build(project, f"type: {name}, pretrained: published")
+
+
+def test_a_plain_module_in_16_bits_has_a_head_of_16_bits_that_its_files_lack(project):
+    from safetensors.torch import save_file
+
+    (project / "weights").mkdir()
+    save_file({"weight": torch.ones(2, 3)}, project / "weights" / "model.safetensors")
+    section = "type: torch.nn:Linear, in_features: 3, out_features: 2, "
+    model = build(project, section + "pretrained: {folder: weights, strict: false, dtype: bf16}")
+    assert {one.dtype for one in model.parameters()} == {torch.bfloat16}
+    assert model.bias.any()
+
+
+def test_what_a_folder_told_builds_its_model_again_without_it(project):
+    for name in ("llama", "transformers:LlamaForCausalLM"):
+        section = f"type: {name}, pretrained: {{folder: published, dtype: bf16}}, lora: {{match: q_proj}}"
+        (project / "run.yaml").write_text(f"model: {{{section}}}\n")
+        config = RunConfig.load(project / "run.yaml")
+        parts = {"project_dir": project, "origin": config.origin}
+        first, facts = build_model_section(config.model, **parts)
+        (project / "published").rename(project / "gone")
+        again, same = build_model_section(config.model, **parts, kept=facts)
+        (project / "gone").rename(project / "published")
+        assert same == facts
+        assert learning(again) == learning(first)
+        dtypes = [{key: (one.dtype, one.shape) for key, one in model.state_dict().items()} for model in (first, again)]
+        assert dtypes[0] == dtypes[1]

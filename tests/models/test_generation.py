@@ -7,7 +7,10 @@ import torch
 from tests.models.folders import our_llama, reference, tokens
 
 from trainwright.errors import ConfigError, DataError
+from trainwright.models.bert import Bert, BertClassifier
+from trainwright.models.cnn import CNN
 from trainwright.models.generation import KeyValueCache, generate, sample
+from trainwright.models.t5 import T5
 
 
 def drawn(model, prompt, **options):
@@ -104,7 +107,17 @@ def test_top_p_keeps_the_fewest_tokens_that_hold_it():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"temperature": -1.0}, "temperature is -1"), ({"top_k": 0}, "top_k is 0"), ({"top_p": 1.5}, "top_p is 1.5")],
+    [
+        ({"temperature": -1.0}, "temperature is -1"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"top_k": 2.5}, "top_k is 2.5"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"top_p": 0}, "top_p is 0"),
+        ({"top_p": float("nan")}, "top_p is nan"),
+        ({"max_new_tokens": -1}, "max_new_tokens is -1"),
+    ],
 )
 def test_impossible_ways_to_sample_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
@@ -114,3 +127,36 @@ def test_impossible_ways_to_sample_are_refused(options, message):
 def test_an_empty_prompt_is_refused():
     with pytest.raises(DataError, match="the prompt has no tokens"):
         drawn(our_llama(), tokens(1, 0))
+
+
+SIZES = {"vocab_size": 61, "hidden_size": 16, "num_layers": 1, "num_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "reason"),
+    [
+        (T5, SIZES, "it has an encoder"),
+        (Bert, SIZES, "it does not predict the next token"),
+        (BertClassifier, {**SIZES, "num_labels": 3}, "it does not predict the next token"),
+        (CNN, {"num_labels": 3, "stage_channels": [8]}, "its forward takes pixel_values, labels, not input_ids"),
+    ],
+)
+def test_what_is_no_decoder_is_refused_with_the_reason(kind, sizes, reason):
+    with pytest.raises(ConfigError, match=rf"{kind.__name__} cannot continue a text: {reason}\. Use a decoder"):
+        drawn(kind(**sizes), tokens(1, 3))
+
+
+def test_an_encoder_of_transformers_is_refused_too():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, intermediate_size=16))
+    with pytest.raises(ConfigError, match="BertForMaskedLM cannot continue a text: it does not predict"):
+        drawn(model, tokens(1, 3))
+
+
+def test_a_decoder_of_the_users_own_generates():
+    class Own(torch.nn.Module):
+        def forward(self, input_ids):
+            return {"logits": torch.nn.functional.one_hot((input_ids + 1) % 61, 61).float()}
+
+    assert drawn(Own(), torch.tensor([[3]]), temperature=0.0, max_new_tokens=3).tolist() == [[4, 5, 6]]

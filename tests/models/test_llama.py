@@ -47,7 +47,7 @@ def reference_llama(model, **changes):
 def test_logits_and_loss_equal_those_of_transformers(num_kv_heads, tie_embeddings):
     model = small_llama(num_kv_heads=num_kv_heads, tie_embeddings=tie_embeddings, initializer_range=0.3).eval()
     reference = reference_llama(model)
-    reference.load_state_dict(model.state_dict())
+    reference.load_state_dict(model.state_dict(keep_vars=True))
     tokens = random_tokens(3, 20)
     labels = tokens.clone()
     labels[0, 5:9] = IGNORED_LABEL
@@ -67,7 +67,7 @@ def test_weights_of_transformers_load_as_they_are():
 def test_rope_theta_is_that_of_transformers():
     model = small_llama(rope_theta=500.0, initializer_range=0.3)
     reference = reference_llama(model, rope_parameters={"rope_type": "default", "rope_theta": 500.0})
-    reference.load_state_dict(model.state_dict())
+    reference.load_state_dict(model.state_dict(keep_vars=True))
     tokens = random_tokens(1, 32)
     torch.testing.assert_close(model(tokens)["logits"], reference(input_ids=tokens).logits, atol=1e-5, rtol=1e-5)
 
@@ -233,7 +233,7 @@ def test_padding_of_a_packed_row_is_not_in_the_loss():
 def test_transformers_takes_packed_rows_with_a_mask():
     model = small_llama(initializer_range=0.3)
     reference = reference_llama(model)
-    reference.load_state_dict(model.state_dict())
+    reference.load_state_dict(model.state_dict(keep_vars=True))
     row, _ = packed_rows(9, 6, 8, length=28, borders="mask")
     theirs = reference(**row)
     ours = model(**row)

@@ -8,7 +8,7 @@ from torch import nn
 
 from trainwright.errors import ConfigError
 from trainwright.models.llama import Llama
-from trainwright.models.lora import LoRALinear, add_lora, load_lora, lora_state, merge_lora
+from trainwright.models.lora import LoRALinear, add_lora, load_lora_state, lora_state, merge_lora
 
 TOKENS = torch.arange(24).reshape(2, 12) % 17
 
@@ -145,7 +145,7 @@ def test_the_state_of_adapters_loads_into_a_twin():
     train_a_little(model)
     state = lora_state(model)
     assert set(state) == {name for name, one in model.named_parameters() if one.requires_grad}
-    load_lora(twin, state)
+    load_lora_state(twin, state)
     assert torch.equal(logits(model), logits(twin))
 
 
@@ -154,11 +154,11 @@ def test_adapters_that_do_not_fit_are_named_with_both_shapes():
     add_lora(model, match="*.q_proj", rank=4)
     add_lora(other, match=["*.q_proj", "*.k_proj"], rank=8)
     with pytest.raises(ConfigError, match=r"q_proj\.lora_a: \(8, 16\) given, \(4, 16\) in the model"):
-        load_lora(model, {name: one for name, one in lora_state(other).items() if "q_proj" in name})
+        load_lora_state(model, {name: one for name, one in lora_state(other).items() if "q_proj" in name})
     with pytest.raises(ConfigError, match=r"k_proj\.lora_a: not in the model"):
-        load_lora(model, lora_state(other))
+        load_lora_state(model, lora_state(other))
     with pytest.raises(ConfigError, match=r"not in the adapters given"):
-        load_lora(model, {})
+        load_lora_state(model, {})
 
 
 def test_a_glob_that_names_no_linear_layer_is_refused_with_the_nearest():

@@ -8,7 +8,7 @@ import torch
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.models.llama import Llama
 from trainwright.models.lora import add_lora, lora_layers
-from trainwright.models.lora_files import CONFIG_FILE, WEIGHTS_FILE, load_lora_folder, save_lora
+from trainwright.models.lora_files import CONFIG_FILE, WEIGHTS_FILE, load_lora, save_lora
 
 TOKENS = torch.arange(24).reshape(2, 12) % 17
 
@@ -33,7 +33,7 @@ def saved(tmp_path):
 def test_a_plain_model_gets_the_saved_adapters(saved):
     model, folder = saved
     twin = small_llama()
-    assert load_lora_folder(twin, folder) == [name for name, _ in lora_layers(model)]
+    assert load_lora(twin, folder) == [name for name, _ in lora_layers(model)]
     assert torch.equal(twin(TOKENS)["logits"], model(TOKENS)["logits"])
     assert {name for name, one in twin.named_parameters() if one.requires_grad} == {
         name for name, one in model.named_parameters() if one.requires_grad
@@ -67,8 +67,37 @@ def test_peft_reads_the_folder_and_gives_the_same_answers(tmp_path):
     torch.testing.assert_close(theirs(TOKENS).logits, model(TOKENS).logits, atol=1e-5, rtol=1e-5)
     theirs.save_pretrained(tmp_path / "theirs")
     twin = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base").eval()
-    load_lora_folder(twin, tmp_path / "theirs")
+    load_lora(twin, tmp_path / "theirs")
     torch.testing.assert_close(twin(TOKENS).logits, model(TOKENS).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_the_folder_is_written_whole_beside_what_is_there(saved, tmp_path):
+    model, folder = saved
+    (folder / "README.md").write_text("mine")
+    for _, layer in lora_layers(model):
+        torch.nn.init.ones_(layer.lora_b)
+    assert save_lora(model, folder) == folder
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", CONFIG_FILE, WEIGHTS_FILE]
+    twin = small_llama()
+    load_lora(twin, folder)
+    assert torch.equal(twin(TOKENS)["logits"], model(TOKENS)["logits"])
+    base = small_llama().save_pretrained(tmp_path / "base")
+    save_lora(model, base)  # PEFT's users keep both in one folder
+    assert {"config.json", "model.safetensors", CONFIG_FILE, WEIGHTS_FILE} == {path.name for path in base.iterdir()}
+
+
+def test_a_folder_of_something_else_is_refused_and_nothing_is_left_when_writing_fails(saved, tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("years of work")
+    with pytest.raises(CheckpointError, match="holds neither adapters nor a model"):
+        save_lora(saved[0], tmp_path / "home")
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["thesis.txt"]
+    with torch.device("meta"):
+        unmade = small_llama()
+    add_lora(unmade, match="*.q_proj")
+    with pytest.raises(CheckpointError, match="meta device"):
+        save_lora(unmade, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_model_without_adapters_has_none_to_save(tmp_path):
@@ -79,22 +108,22 @@ def test_a_model_without_adapters_has_none_to_save(tmp_path):
 def test_a_folder_of_another_model_is_named(saved):
     other = torch.nn.Sequential(torch.nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"adapters for model\.layers\.0\.self_attn\.q_proj, .*no linear layers"):
-        load_lora_folder(other, saved[1])
+        load_lora(other, saved[1])
 
 
 def test_what_only_peft_can_do_is_refused_by_name(saved):
     file = saved[1] / CONFIG_FILE
     file.write_text(json.dumps({**json.loads(file.read_text()), "use_dora": True}))
     with pytest.raises(ConfigError, match="use_dora is True"):
-        load_lora_folder(small_llama(), saved[1])
+        load_lora(small_llama(), saved[1])
 
 
 def test_a_damaged_or_missing_file_is_named(saved, tmp_path):
     (saved[1] / WEIGHTS_FILE).write_bytes(b"not safetensors")
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors: The file is damaged"):
-        load_lora_folder(small_llama(), saved[1])
+        load_lora(small_llama(), saved[1])
     (saved[1] / CONFIG_FILE).write_text("{}")
     with pytest.raises(CheckpointError, match="describes no LoRA adapter"):
-        load_lora_folder(small_llama(), saved[1])
+        load_lora(small_llama(), saved[1])
     with pytest.raises(CheckpointError, match=r"There is no adapter_config\.json"):
-        load_lora_folder(small_llama(), tmp_path)
+        load_lora(small_llama(), tmp_path)

@@ -8,10 +8,9 @@ import pytest
 import torch
 from tests.models.folders import assert_same_tensors, config_of, our_llama, reference, tensors_in
 
-from trainwright.errors import CheckpointError, ConfigError
+from trainwright.errors import ConfigError
 from trainwright.models.auto import model_classes
 from trainwright.models.llama import Llama
-from trainwright.models.lora import add_lora, merge_lora
 from trainwright.models.model import preset_settings
 
 
@@ -64,7 +63,7 @@ def test_overrides_change_single_settings_of_a_preset():
 
 
 def test_an_unknown_preset_lists_the_known_ones():
-    with pytest.raises(ConfigError, match=r"llama has no preset '8b'. Known: tiny, 125m, .*llama3-70b"):
+    with pytest.raises(ConfigError, match=r"llama has no preset .8b.. Known: tiny, 125m, .*llama3-70b"):
         Llama.from_preset("8b")
 
 
@@ -108,13 +107,21 @@ def test_what_did_not_fit_can_be_had_with_the_model(tmp_path):
     assert model.lm_head.weight is not model.model.embed_tokens.weight
 
 
-def test_a_model_with_adapters_or_replaced_parts_is_not_written_as_what_it_was(tmp_path):
-    adapted, replaced = (Llama.from_preset("tiny") for _ in range(2))
-    add_lora(adapted, match="*.q_proj", rank=2)
-    with pytest.raises(CheckpointError, match=r"q_proj\.lora_a.*Merge adapters first"):
-        adapted.save_pretrained(tmp_path / "adapted")
-    merge_lora(adapted)
-    adapted.save_pretrained(tmp_path / "merged")
-    replaced.model.layers[0].mlp = torch.nn.Linear(4, 4)
-    with pytest.raises(CheckpointError, match=r"replaced parts \(model\.layers\.0\.mlp\."):
-        replaced.save_pretrained(tmp_path / "replaced")
+def test_tied_weights_are_in_the_state_once_and_load_from_one_name_or_all():
+    model, twin = (Llama.from_preset("tiny", tie_embeddings=True) for _ in range(2))
+    state = model.state_dict()
+    assert "lm_head.weight" not in state
+    assert "lm_head.weight" in model.state_dict(keep_vars=True)
+    assert "0.lm_head.weight" not in torch.nn.Sequential(model).state_dict()
+    for given in (state, dict(model.state_dict(keep_vars=True)), _renamed(state)):
+        torch.nn.init.zeros_(twin.lm_head.weight)
+        twin.load_state_dict(given)
+        assert torch.equal(twin.lm_head.weight, model.lm_head.weight)
+    assert twin.lm_head.weight is twin.model.embed_tokens.weight
+    nested = torch.nn.Sequential(twin)
+    nested.load_state_dict({f"0.{name}": value for name, value in state.items()})
+
+
+def _renamed(state):
+    """The same weights, the tied one under its other name."""
+    return {name.replace("model.embed_tokens", "lm_head"): value for name, value in state.items()}

@@ -19,15 +19,25 @@ def test_tensors_come_out(tmp_path):
     assert read_pickled(tmp_path / "pytorch_model.bin")["a"].tolist() == [0, 1, 2]
 
 
+def test_a_file_of_the_format_before_zip_archives_is_read(tmp_path):
+    weights = {"a": torch.arange(3), "b": torch.nn.Parameter(torch.ones(2))}
+    torch.save(weights, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    read = read_pickled(tmp_path / "pytorch_model.bin")
+    assert read["a"].tolist() == [0, 1, 2]
+    assert read["b"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("of_today", [True, False])
 @pytest.mark.parametrize("content", [{"epoch": 3}, [torch.ones(2)]])
-def test_anything_but_named_tensors_is_refused(tmp_path, content):
-    torch.save(content, tmp_path / "pytorch_model.bin")
+def test_anything_but_named_tensors_is_refused(tmp_path, content, of_today):
+    torch.save(content, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=of_today)
     with pytest.raises(CheckpointError, match="not a mapping of names to tensors"):
         read_pickled(tmp_path / "pytorch_model.bin")
 
 
-def test_a_program_is_not_run(tmp_path, capsys):
-    torch.save({"a": Program()}, tmp_path / "pytorch_model.bin")
+@pytest.mark.parametrize("of_today", [True, False])
+def test_a_program_is_not_run(tmp_path, capsys, of_today):
+    torch.save({"a": Program()}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=of_today)
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin cannot be read"):
         read_pickled(tmp_path / "pytorch_model.bin")
     assert capsys.readouterr().out == ""

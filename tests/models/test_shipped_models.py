@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.resources
+import inspect
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from trainwright import built_ins
-from trainwright.models import model as contract
+from trainwright.errors import ConfigError
 from trainwright.models.model import Model
+from trainwright.models.pretrained import shared_names
 
 IDS = torch.randint(1, 61, (8, 6), generator=torch.Generator().manual_seed(1))
 IMAGES = torch.rand(8, 1, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -51,6 +54,15 @@ def build(name, **changes):
 def without_labels(name):
     inputs = {key: value for key, value in MODELS[name][1].items() if key != "labels"}
     return inputs | ({"decoder_input_ids": IDS[:, :4]} if name == "t5" else {})
+
+
+@contextmanager
+def suppress_refusal_of(keyword):
+    try:
+        yield
+    except ConfigError as error:
+        if keyword not in str(error):
+            raise
 
 
 def test_every_built_in_model_is_tested_here():
@@ -164,10 +176,13 @@ def test_the_tiny_preset_runs(name):
     assert model(**MODELS[name][1])["loss"].isfinite()
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
-def test_a_vocabulary_of_no_token_is_refused_by_name(name):
-    with pytest.raises(contract.ConfigError, match="vocab_size is 0"):
-        build(name, vocab_size=0)
+@each_model
+@pytest.mark.parametrize("value", [0, -1, 2.5, "4", None, True, [-1], {"a": 1}, float("nan")])
+def test_a_keyword_makes_a_model_or_is_refused_by_name(name, value):
+    for keyword in inspect.signature(model_class(name)).parameters:
+        # Any other error, or one that speaks of something else, is a failure.
+        with suppress_refusal_of(keyword), torch.device("meta"):
+            build(name, **{keyword: value})
 
 
 class Rows(Dataset):
@@ -184,26 +199,38 @@ class Rows(Dataset):
 
 
 @each_model
-def test_the_trainer_of_transformers_runs_it_unchanged(name, tmp_path):
+def test_the_trainer_of_transformers_trains_saves_and_resumes_it_unchanged(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    model = build(name)
-    before = {key: value.clone() for key, value in model.named_parameters()}
-    # It cannot save tied weights of a plain module; save_pretrained does.
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=6,
-        per_device_train_batch_size=8,
-        learning_rate=1e-2,
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        logging_strategy="no",
-    )
+    safetensors_torch = pytest.importorskip("safetensors.torch")
     rows = Rows(MODELS[name][1])
-    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
+
+    def trainer_of(model, max_steps):
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=max_steps,
+            lr_scheduler_type="constant",
+            per_device_train_batch_size=8,
+            learning_rate=1e-2,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="steps",
+            save_steps=3,
+            disable_tqdm=True,
+            logging_strategy="no",
+        )
+        return transformers.Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
+
+    model = build(name)
+    trainer = trainer_of(model, 6)
     start = trainer.evaluate()["eval_loss"]
     trainer.train()
     assert trainer.evaluate()["eval_loss"] < start
-    assert any(not torch.equal(before[key], value) for key, value in model.named_parameters())
+    # What it saved is the whole model, tied weights included, and training goes on from it.
+    safetensors_torch.load_model(again := build(name), tmp_path / "checkpoint-6" / "model.safetensors")
+    assert all(map(torch.equal, again.parameters(), model.parameters()))
+    resumed = build(name)
+    trainer_of(resumed, 6).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    for one, other in zip(resumed.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    assert len(shared_names(resumed)) == len(shared_names(build(name)))

@@ -174,8 +174,10 @@ def test_too_few_buckets_or_too_near_an_end_are_refused(sizes):
 
 
 def test_an_unknown_feed_forward_is_refused():
-    with pytest.raises(ConfigError, match='activation is "wavy"'):
+    with pytest.raises(ConfigError, match=r'feed_forward \(less gated-\) is "wavy"'):
         small_t5(feed_forward="gated-wavy")
+    with pytest.raises(ConfigError, match='feed_forward is "wavy"'):
+        small_t5(feed_forward="wavy")
 
 
 def test_dropout_falls_in_training_only():

@@ -49,7 +49,7 @@ def test_classes_of_transformers_and_subclasses_of_them_are_told_apart():
 def test_an_auto_class_is_built_from_a_model_type_and_keywords():
     model = build(transformers.AutoModelForCausalLM, GPT2)
     assert type(model) is transformers.GPT2LMHeadModel
-    assert (model.config.n_layer, model.config.use_cache) == (1, False)
+    assert model.config.n_layer == 1
     assert model.training
 
 
@@ -102,6 +102,75 @@ def test_missing_weights_of_the_same_class_are_refused_unless_not_strict(llama_f
     assert len(report.missing) == 9
 
 
+@pytest.fixture(scope="module")
+def classifier_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("classifier")
+    torch.manual_seed(0)
+    settings = {**LLAMA, "num_labels": 2, "pad_token_id": 0}
+    build(transformers.LlamaForSequenceClassification, settings).save_pretrained(folder)
+    return folder
+
+
+def test_a_head_for_other_labels_is_refused_with_both_shapes_unless_not_strict(classifier_folder):
+    target, three = transformers.LlamaForSequenceClassification, {"num_labels": 3}
+    with pytest.raises(CheckpointError, match=r"score\.weight: \(2, 16\) in the files, \(3, 16\) in the model"):
+        build(target, three, pretrained=classifier_folder)
+    torch.manual_seed(5)
+    model, report = build_transformers(target, three, pretrained=classifier_folder, strict=False)
+    assert report.missing == ("score.weight",)
+    assert model.score.weight.shape == (3, 16)
+    assert 0.005 < model.score.weight.std() < 0.05
+    same = transformers.LlamaForSequenceClassification.from_pretrained(classifier_folder).model.state_dict()
+    assert all(torch.equal(value, same[name]) for name, value in model.model.state_dict().items())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_truncated_file_is_named(tmp_path, sharded):
+    model = build(transformers.LlamaForCausalLM, LLAMA)
+    model.save_pretrained(tmp_path, max_shard_size="4KB" if sharded else "1GB")
+    path = sorted(tmp_path.glob("*.safetensors"))[-1]
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match=rf"{path.name} cannot be read: .*damaged or cut short"):
+        build(transformers.LlamaForCausalLM, pretrained=tmp_path)
+
+
+@pytest.mark.parametrize(("key", "value"), [("hidden_size", "many"), ("num_attention_heads", 3), ("vocab_size", [])])
+def test_bad_values_in_config_json_name_the_file(tmp_path, llama_folder, key, value):
+    config = json.loads((llama_folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(ConfigError, match=rf"(?s){tmp_path}.config\.json: LlamaConfig refuses its settings: "):
+        build(transformers.AutoModelForCausalLM, pretrained=tmp_path)
+
+
+def test_a_setting_that_the_model_reads_though_its_config_does_not_list_it_is_taken():
+    sizes = {**LLAMA, "num_key_value_heads": 2, "moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
+    for target, extra in (
+        (transformers.Qwen3MoeForCausalLM, {}),
+        (transformers.AutoModelForCausalLM, {"model_type": "qwen3_moe"}),
+    ):
+        model = build(target, {**sizes, **extra, "head_dim": 4})
+        assert model.model.layers[0].self_attn.q_proj.out_features == 8
+        with pytest.raises(ConfigError, match=r'Qwen3MoeConfig has no setting "head_dimm"'):
+            build(target, {**sizes, **extra, "head_dimm": 4})
+
+
+def test_the_config_s_content_is_enough_to_build_a_folder_s_model(llama_folder):
+    told = json.loads((llama_folder / "config.json").read_text())
+    model, report = build_transformers(transformers.AutoModelForCausalLM, {"attention_dropout": 0.5}, told=told)
+    assert (model.config.hidden_size, model.config.attention_dropout) == (16, 0.5)
+    assert (report.missing, report.unexpected) == ((), ())
+
+
+def test_a_saved_model_s_config_is_as_it_was_read_and_names_no_place(llama_folder, tmp_path):
+    assert json.loads((llama_folder / "config.json").read_text())["use_cache"] is True
+    model = build(transformers.LlamaForCausalLM, pretrained=llama_folder)
+    assert model(input_ids=TOKENS, labels=TOKENS).past_key_values is None
+    model.save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    assert json.loads(text)["use_cache"] is True
+    assert str(llama_folder) not in text
+
+
 def test_wrong_shapes_name_the_key_and_both_shapes(llama_folder):
     with pytest.raises(CheckpointError, match=r"lm_head\.weight: \(61, 16\) in the files, \(61, 32\) in the model"):
         build(transformers.LlamaForCausalLM, {"hidden_size": 32}, pretrained=llama_folder)
@@ -142,7 +211,7 @@ def test_a_folder_of_another_model_type_is_refused(llama_folder, tmp_path):
 def test_a_folder_with_pickles_alone_is_refused(tmp_path, llama_folder):
     (tmp_path / "config.json").write_bytes((llama_folder / "config.json").read_bytes())
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"cannot build LlamaForCausalLM: .*safetensors"):
+    with pytest.raises(ConfigError, match=r"cannot build LlamaForCausalLM by .*config\.json: .*safetensors"):
         build(transformers.LlamaForCausalLM, pretrained=tmp_path)
 
 

@@ -204,8 +204,8 @@ def test_a_copy_splits_further_groups_by_the_same_rule():
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"lr": -1.0}, r"lr is -1\.0"),
-        ({"momentum": 1.0}, "momentum: 1.0 is not"),
+        ({"lr": -1.0}, r"lr: must be a number of at least 0, got -1\.0"),
+        ({"momentum": 1.0}, "momentum: must be a number from 0 to below 1, got 1.0"),
         ({"adjust_lr_fn": "rms"}, "adjust_lr_fn is 'rms'. Use one of: match_rms_adamw, original"),
         ({"ns_dtype": "fp8"}, "ns_dtype is 'fp8'. Use one of: fp32, bf16"),
         ({"ns_coefficients": [1.0]}, "Use three numbers"),

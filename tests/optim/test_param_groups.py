@@ -15,7 +15,13 @@ from trainwright.loop.update import ScheduledOptimizer
 from trainwright.optim.adamw import AdamW
 from trainwright.optim.lion import Lion
 from trainwright.optim.muon import Muon
-from trainwright.optim.param_groups import Rule, disable_untrainable_params, make_groups, make_optimizer
+from trainwright.optim.param_groups import (
+    Rule,
+    disable_untrainable_params,
+    make_groups,
+    make_optimizer,
+    names_of_others,
+)
 
 NAMES = [f"{module}.{leaf}" for module in ("norm", "layers.0.q", "layers.1.q", "head") for leaf in ("weight", "bias")]
 
@@ -147,9 +153,9 @@ def test_lists_from_yaml_become_the_tuples_that_torch_has():
             [{"match": "*.bias", "weight_decy": 0}],
             r"weight_decy: AdamW has no such setting.*Did you mean \"weight_decay\"",
         ),
-        ([{"match": "*.bias", "lr": "fast"}], r"groups\.0\.lr: must be a number of at least 0, got 'fast'"),
-        ([{"match": "*.bias", "lr": -1}], r"must be a number of at least 0, got -1"),
-        ([{"match": "*.bias", "eps": "small"}], r"groups\.0\.eps: must be a number, got 'small'"),
+        ([{"match": "*.bias", "lr": "fast"}], r"groups\.0\.lr: must be a number, got the text 'fast'"),
+        ([{"match": "*.bias", "lr": -1}], r"must be a number above 0, got -1"),
+        ([{"match": "*.bias", "eps": "small"}], r"groups\.0\.eps: must be a number, got the text 'small'"),
         ([{"match": "*.bias", "amsgrad": 1}], r"amsgrad: must be true or false, got 1"),
         ([{"match": "*.bias", "betas": [0.9]}], r"betas: must be a list of 2"),
         ([{"match": "*.bias"}], r"groups\.0: sets nothing"),
@@ -161,8 +167,28 @@ def test_lists_from_yaml_become_the_tuples_that_torch_has():
 )
 def test_what_has_no_effect_or_no_sense_is_refused_by_name(groups, problem):
     with pytest.raises(ConfigError, match=problem) as caught:
-        make_optimizer(AdamW, parameters(), groups, where="run.yaml:7")
-    assert "run.yaml:7" in str(caught.value) or "must be a glob" in problem
+        make_optimizer(AdamW, parameters(), groups, origin=lambda setting: f"run.yaml at {setting}")
+    assert str(caught.value).startswith("run.yaml at trainer.optimizer.groups")
+
+
+def test_a_glob_that_matches_only_what_is_frozen_tied_or_another_s_says_so():
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("body", "head", "rest")})
+    model["head"].weight = model["body"].weight
+    model["body"].bias.requires_grad_(False)
+    names = ("body.weight", "rest.bias")
+    owned = {name: parameter for name, parameter in model.named_parameters() if name in names}
+    others = names_of_others(model, owned)
+
+    def problem(glob):
+        with pytest.raises(ConfigError) as caught:
+            make_optimizer(AdamW, owned, [{"match": glob, "lr": 1}], others=others)
+        return str(caught.value)
+
+    tied = "trainer.optimizer.groups.0.match: 'head.w*' matches no parameter of this optimizer: head.weight is tied to "
+    assert problem("head.w*").startswith(tied + "body.weight and goes by that name. Change the glob")
+    assert "body.bias is frozen" in problem("body.b*")
+    assert "head.bias belongs to another optimizer" in problem("head.b*")
+    assert "no parameter matches 'nothing'" in problem("nothing")
 
 
 def test_a_scale_that_is_no_number_names_the_parameter():

@@ -21,6 +21,7 @@ from trainwright.commands.table import aligned, show_rows
 from trainwright.config import yaml_text
 from trainwright.config.problems import nearest
 from trainwright.errors import ComponentError
+from trainwright.models.presets import preset_sizes
 
 SECTIONS = {
     "trainer": "trainer",
@@ -152,6 +153,8 @@ def _all_parameters(entry: Entry) -> tuple[Parameter, ...]:
 def _parameters(entry: Entry) -> str:
     words = [str(one) for one in _all_parameters(entry)]
     words += [f"… (see {entry.signature.open_to})"] if entry.signature.open_to else []
+    presets = preset_sizes().get(entry.type, {}) if entry.kind == "model" else {}
+    words += [f"preset: {' | '.join(presets)}"] if presets else []
     return ", ".join(words) or "none"
 
 
@@ -168,6 +171,7 @@ def _show_one(entry: Entry) -> None:
         print(f"  Further ones are taken by {entry.signature.open_to}.")
     if entry.kind == "trainer":
         print("\nIts settings are those of the trainer section: see trainwright config --schema.")
+    _show_presets(entry)
     for short in entry.registered:
         print(f'\nIt is "{short}" too, once `imports` names its file: {entry.place.rpartition(":")[0]}.')
     print("\nIn a run file:\n")
@@ -176,6 +180,13 @@ def _show_one(entry: Entry) -> None:
         Console().print(Syntax(text, "yaml", theme="ansi_dark", background_color="default"))
     else:
         print(text, end="")
+
+
+def _show_presets(entry: Entry) -> None:
+    sizes = preset_sizes().get(entry.type, {}) if entry.kind == "model" else {}
+    if sizes:
+        print(f"\nPresets, which stand for the settings, as in {{type: {entry.type}, preset: {next(iter(sizes))}}}:")
+        print("\n".join(f"  {line}" for line in aligned([(name, f"{size:,} weights") for name, size in sizes.items()])))
 
 
 def snippet(entry: Entry) -> str:

@@ -37,9 +37,8 @@ def explain(
     print("\n".join(render(lines, in_colour=is_terminal and "NO_COLOR" not in os.environ, columns=columns)))
     num_problems = sum(line.kind == "problem" for line in lines)
     if num_problems:
-        print(
-            f"\n{num_problems} part{'s' if num_problems > 1 else ''} of this run cannot be found: see the lines with !."
-        )
+        parts = f"{num_problems} part{'s' if num_problems > 1 else ''}"
+        print(f"\n{parts} of this run cannot be found or used: see the lines with !.")
         raise typer.Exit(1)
 
 

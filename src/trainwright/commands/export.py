@@ -34,12 +34,17 @@ def export(
     dtype: Annotated[
         Precision | None, typer.Option(help="Round the weights to this.", show_default="as they are")
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace files of the same names in a folder that is no earlier export.")
+    ] = False,
 ) -> None:
     """Write the model of a run into a folder: in Hugging Face's layout, or as plain safetensors.
 
-    The folder appears whole or not at all; one that holds an earlier model is replaced.
+    An earlier export is replaced; files that you have put beside it are kept.
     """
     from trainwright.export.huggingface import export_run
 
-    written = export_run(run, to, step=step, file_format=file_format.value, dtype=dtype and dtype.value)
+    written = export_run(
+        run, to, step=step, file_format=file_format.value, dtype=dtype and dtype.value, overwrite=overwrite
+    )
     print(written)

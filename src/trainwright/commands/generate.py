@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +22,8 @@ def generate(
         float | None, typer.Option(help="Choose among the likeliest that hold this share.", show_default="all")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Makes the text repeatable.", show_default="another each time")
+        int | None,
+        typer.Option(min=0, max=2**64 - 1, help="Makes the text repeatable.", show_default="another each time"),
     ] = None,
     step: Annotated[str, typer.Option(help="Which checkpoint: latest, best, or a number.")] = "latest",
     tokenizer: Annotated[
@@ -53,8 +55,8 @@ def generate(
         top_p=top_p,
         generator=generator,
     )
-    sys.stdout.write(prompt)
-    for piece in pieces:
+    # The prompt comes with the first piece: before an error it would look like an answer.
+    for piece in chain([prompt + next(pieces, "")], pieces):
         sys.stdout.write(piece)
         sys.stdout.flush()  # a text that is watched, not a file that is waited for
     sys.stdout.write("\n")

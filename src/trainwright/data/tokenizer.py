@@ -82,6 +82,19 @@ def load_tokenizer(
     return TextTokenizer(name_or_path, project_dir=project_dir, add_special_tokens=add_special_tokens)
 
 
+def tokenizer_of(owner: Any) -> Any:
+    """Returns the tokenizer of a dataset or collator, or of the first source within that has one; None without any."""
+    if owner is None or isinstance(owner, str | Path):
+        return None
+    found = getattr(owner, "tokenizer", None)
+    if found is not None:
+        return found
+    sources = getattr(owner, "sources", None)
+    inner = [*sources.values()] if isinstance(sources, Mapping) else []
+    inner += [getattr(owner, name, None) for name in ("source", "dataset")]
+    return next((one for one in map(tokenizer_of, inner) if one is not None), None)
+
+
 class TextTokenizer:
     """A tokenizer that is read at its first use, and again by each worker that it is pickled to.
 
@@ -263,7 +276,9 @@ class _Transformers:
                 where=folder,
             ) from error
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # whatever the many tokenizer classes raise
             found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
             raise DataError(

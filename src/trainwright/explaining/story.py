@@ -25,13 +25,15 @@ from trainwright.explaining.found import (
     overridden,
     overrides_of,
 )
+from trainwright.explaining.weights import Rule, Weights
 from trainwright.hooks.obey_preemption import ObeyPreemption
 from trainwright.hooks.time_steps import TimeSteps
+from trainwright.hooks.watch_for_hangs import WatchForHangs
 from trainwright.loop.hook import Hook
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Trainer
 
-DEFAULT_HOOKS: tuple[type[Hook], ...] = (TimeSteps, ObeyPreemption)
+DEFAULT_HOOKS: tuple[type[Hook], ...] = (TimeSteps, ObeyPreemption, WatchForHangs)
 """The classes of the hooks that every run has, in order: parts.py makes them before those of the config."""
 
 
@@ -90,6 +92,9 @@ class _Construction(_Writer):
         self.problem("imports")
         self._part("task", ["task"], "build_task", ours="Task: forward calls model(**batch)")
         self._part("model", ["model"], "build_model", task_method="build_model")
+        weights = Weights(self.config, self.found.parts.get("model"))
+        if not self.task_acts("build_model"):
+            self._rules(weights.of_model)
         self._part("data.collator", ["data.collator"], "build_collator")
         self._part("data.train", ["data.train"], "build_train_data", task_method="build_dataset")
         sets = [f"data.eval.{name}" for name in self.config.data.eval]
@@ -98,6 +103,8 @@ class _Construction(_Writer):
             self._part("data.test", ["data.test"], None, task_method="build_dataset")
         optimizers = [label for label, kind, _ in components_of(self.config) if kind == "optimizer"]
         self._part("optimizers", optimizers, "build_optimizers", ours="none")
+        for label in optimizers:
+            self._rules(weights.of_optimizers.get(label, []))
         schedules = [label for label, kind, _ in components_of(self.config) if kind == "schedule"]
         self._part("schedules", schedules, None, ours="a constant learning rate")
         self._hooks()
@@ -131,6 +138,11 @@ class _Construction(_Writer):
         self.phase(name, [*acts, *given], depth=1, nobody=nobody, remark=self._cut() if name == "data.train" else "")
         for label in labels:
             self.problem(label, depth=2)
+
+    def _rules(self, rules: list[Rule]) -> None:
+        """Adds what the rules of a section do, below it."""
+        for rule in rules:
+            self.out.append(Line("problem" if rule.is_problem else "phase", rule.text, 2, remark=rule.remark))
 
     def _section_act(self, label: str, component: Component, prefix: str) -> Act:
         found = act_of(self.found.parts[label])

@@ -1,6 +1,7 @@
 """Writes the model of a run as a folder that others read: in Hugging Face's layout, or as plain safetensors.
 
-Loading the checkpoint is load.py's; the files' layout is models/saving.py's; the tokenizer is tokenizers.py's.
+Loading the checkpoint is load.py's; the files' layout is models/saving.py's; the tokenizer is tokenizers.py's. What is
+replaced of an earlier export, and that nothing of this machine goes along, is folders.py's.
 """
 
 from __future__ import annotations
@@ -8,27 +9,30 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainwright.checkpoint.folder import find_run, read_config
+from trainwright.checkpoint.folder import CHECKPOINTS, find_run, read_config
+from trainwright.config import RunConfig
 from trainwright.errors import CheckpointError, ConfigError, TrainwrightError
+from trainwright.export.folders import FORMATS, export_folder, without_places, write_settings
 from trainwright.export.load import load_checkpoint
 from trainwright.export.tokenizers import find_tokenizer, save_tokenizer
+from trainwright.models.as_shipped import changes_of_theirs
 from trainwright.models.key_map import KeyMap
 from trainwright.models.lora import merge_lora
 from trainwright.models.model import Model
 from trainwright.models.pretrained import as_dtype
-from trainwright.models.saving import SETTINGS_FILE, staged, write_weights
+from trainwright.models.saving import write_weights
+from trainwright.models.transformers_models import is_transformers_class
 
 logger = logging.getLogger(__name__)
 
-FORMATS = ("huggingface", "safetensors")
 MAX_SHARD_BYTES = 5_000_000_000
 
 
@@ -40,18 +44,24 @@ def export_run(
     file_format: str = "huggingface",
     dtype: torch.dtype | str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    overwrite: bool = False,
 ) -> Path:
     """Writes the model of a run, as it was at a step, into a folder, with the run's tokenizer; returns the folder.
 
     "huggingface" is what transformers and AutoModel read; "safetensors" is any model's weights under their own names,
-    with the run's settings beside them. Adapters are merged into the weights. `dtype` (bf16, fp16, fp32) rounds them.
+    with the model's settings beside them. Adapters are merged into the weights. `dtype` (bf16, fp16, fp32) rounds them.
+
+    An earlier export is replaced; files that others have put beside it are kept. Any other folder that has files is
+    refused unless `overwrite`, which replaces files of the same names and keeps the rest, too.
     """
     if file_format not in FORMATS:
         raise ConfigError(f"There is no format {file_format!r}. Use one of: {', '.join(FORMATS)}.", where="format")
     wanted = as_dtype(dtype)
     folder, run_folder = Path(folder), find_run(Path(run))[0]
     _check_outside(folder, run_folder)
-    with staged(folder) as staging:
+    config = read_config(run_folder)
+    assert config is not None  # find_run saw it
+    with export_folder(folder, run=config.name, file_format=file_format, overwrite=overwrite) as staging:
         model = load_checkpoint(run, step)
         merge_lora(model)
         if wanted is not None:
@@ -60,8 +70,8 @@ def export_run(
             write_hugging_face(model, staging, max_shard_bytes=max_shard_bytes)
         else:
             write_weights(model, staging, key_map=KeyMap(), max_shard_bytes=max_shard_bytes)
-            shutil.copyfile(run_folder / SETTINGS_FILE, staging / SETTINGS_FILE)
-        _add_tokenizer(run_folder, staging)
+            write_settings(staging, _model_settings(model, config))
+        _add_tokenizer(config, staging)
     return folder
 
 
@@ -76,15 +86,35 @@ def write_hugging_face(model: nn.Module, folder: Path, *, max_shard_bytes: int) 
             f"{type(model).__name__} has no save_pretrained, so it has no form in Hugging Face's layout. Export its "
             "weights under their own names: --format safetensors."
         )
+    changed = changes_of_theirs(model) if is_transformers_class(type(model)) else []
+    if changed:
+        raise CheckpointError(
+            f"Hugging Face's layout cannot hold this {type(model).__name__}, which transformers would compute "
+            f"differently: {'; '.join(changed[:4])}. Export its weights under their own names: "
+            "--format safetensors."
+        )
     with contextlib.redirect_stdout(sys.stderr):  # its progress bars are not what was asked for
         save(folder, max_shard_size=max_shard_bytes)
 
 
-def _add_tokenizer(run_folder: Path, folder: Path) -> None:
+def _model_settings(model: nn.Module, config: RunConfig) -> dict[str, Any]:
+    """Returns the `model` section that builds this model, as far as it can be told without places of this machine.
+
+    What is in the weights already (pretrained ones, merged adapters) or matters in training alone is left out.
+    """
+    if config.model is None:
+        return {}  # a task or a trainer of the user's made it
+    arguments: Mapping[str, Any] = config.model.arguments
+    settings = {"type": config.model.type, **(model.settings if isinstance(model, Model) else arguments)}
+    if "replace" in config.model.reserved:
+        settings["replace"] = config.model.reserved["replace"]
+    return {"model": without_places(settings)}
+
+
+def _add_tokenizer(config: RunConfig, folder: Path) -> None:
     """Saves the tokenizer of the run's data; weights are worth having without it, so a failure is only told."""
     try:
-        config = read_config(run_folder)
-        tokenizer = None if config is None else find_tokenizer(config)
+        tokenizer = find_tokenizer(config)
         if tokenizer is not None:
             save_tokenizer(tokenizer, folder)
     except (TrainwrightError, OSError) as error:
@@ -92,9 +122,8 @@ def _add_tokenizer(run_folder: Path, folder: Path) -> None:
 
 
 def _check_outside(folder: Path, run: Path) -> None:
-    """Refuses the run's own folder and those that hold it; a new folder inside of the run is welcome."""
-    place = os.path.abspath(folder)  # noqa: PTH100  # resolve() would follow links
-    if os.path.commonpath([place, run]) == place:
-        raise CheckpointError(
-            f"{folder} holds the run itself. Choose another folder, such as {run / 'exports' / 'hf'}."
-        )
+    """Refuses the run's own folder, those that hold it, and its checkpoints; another folder inside is welcome."""
+    place = Path(os.path.abspath(folder))  # noqa: PTH100  # resolve() would follow links
+    if run.is_relative_to(place) or place.is_relative_to(run / CHECKPOINTS):
+        what = "holds the run itself" if run.is_relative_to(place) else "is where the run keeps its checkpoints"
+        raise CheckpointError(f"{folder} {what}. Choose another folder, such as {run / 'exports' / 'hf'}.")

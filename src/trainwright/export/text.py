@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ from trainwright.errors import CheckpointError, ConfigError, DataError
 from trainwright.export.load import load_checkpoint
 from trainwright.export.tokenizers import TOKENIZER_FILES, find_tokenizer
 from trainwright.models.auto import AutoModel
-from trainwright.models.generation import generate
+from trainwright.models.generation import generate, refuse_non_decoder
+from trainwright.models.model import Model
 from trainwright.models.pretrained import CONFIG_FILE
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -39,22 +39,27 @@ def load_speaker(
     is_folder = (place / CONFIG_FILE).is_file()
     if is_folder and step != "latest":
         raise ConfigError(f"{place} is a model folder, which has no steps. Leave --step out, or give the run.")
-    found = load_tokenizer(tokenizer) if tokenizer is not None else _own_tokenizer(place, is_folder=is_folder)
-    model = AutoModel.from_pretrained(place, device=device).eval() if is_folder else None
-    return model or load_checkpoint(place, step, device=device), found
+    model: nn.Module
+    if is_folder:
+        model = AutoModel.from_pretrained(place, device=device).eval()
+    else:
+        model = load_checkpoint(place, step, device=device)
+    refuse_non_decoder(model)  # before its tokenizer is missed: a model of images has none
+    return model, load_tokenizer(tokenizer) if tokenizer is not None else _own_tokenizer(place, is_folder=is_folder)
 
 
 def stream_text(model: nn.Module, tokenizer: Any, prompt: str, **sampling: Any) -> Iterator[str]:
     """Yields the text that a model continues a prompt with, in pieces of whole characters, as it is made.
 
     `sampling` is what generation.py's `generate` takes: max_new_tokens, temperature, top_k, top_p, generator. The
-    text ends at the tokenizer's end token.
+    text ends at the tokenizer's end token. A token that the tokenizer does not have, which a model with a larger
+    vocabulary may draw, is shown by its number: <50300>.
     """
-    if "decoder_input_ids" in inspect.signature(model.forward).parameters:
-        raise ConfigError(f"{type(model).__name__} has an encoder; text is continued by decoders alone, such as llama.")
+    refuse_non_decoder(model)
     tokens = encode_prompt(tokenizer, prompt)
     if not tokens:
         raise DataError("The prompt has no tokens. Give at least one character.")
+    _refuse_foreign_tokens(model, tokens)
     stops = end_tokens(tokenizer)
     device = next((one.device for one in model.parameters()), torch.device("cpu"))
     text = TextStream(tokenizer, tokens)
@@ -79,12 +84,15 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, before: list[int]) -> None:
         self._tokenizer = tokenizer
+        self._size = num_tokens_of(tokenizer)
         self._tokens = list(before)
         self._start = 0  # where both decodings begin
         self._shown = len(self._tokens)  # up to where the text is out already
 
     def push(self, token: int) -> str:
         """Takes the next token and returns the text that is certain by now, which may be none."""
+        if self._size is not None and token >= self._size:
+            return self.finish() + f"<{token}>"
         self._tokens.append(token)
         text = self._pending()
         if not text or text.endswith(BROKEN):
@@ -95,7 +103,9 @@ class TextStream:
     def finish(self) -> str:
         """Returns what was kept back."""
         text = self._pending()
-        self._start = self._shown = len(self._tokens)
+        # What follows is decoded behind this piece, unless it breaks off inside of a character.
+        self._start = len(self._tokens) if text.endswith(BROKEN) else self._shown
+        self._shown = len(self._tokens)
         return text
 
     def _pending(self) -> str:
@@ -122,6 +132,27 @@ def end_tokens(tokenizer: Any) -> Collection[int]:
     else:
         ids = [getattr(tokenizer, "eos_id", None), getattr(tokenizer, "eos_token_id", None)]
     return {number for number in ids if isinstance(number, int)}
+
+
+def num_tokens_of(tokenizer: Any) -> int | None:
+    """Returns one more than the largest token of a tokenizer; None where it does not say."""
+    if isinstance(tokenizer, TextTokenizer):
+        return tokenizer.vocab_size
+    vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}  # tokenizers' and transformers'
+    return max(vocabulary.values(), default=-1) + 1 or None
+
+
+def _refuse_foreign_tokens(model: nn.Module, tokens: list[int]) -> None:
+    """Refuses a prompt with tokens that the model has no embedding for: its tokenizer is another model's."""
+    if isinstance(model, Model):
+        size = model.settings.get("vocab_size")
+    else:
+        size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if isinstance(size, int) and max(tokens) >= size:
+        raise DataError(
+            f"The prompt has the token {max(tokens)}, but the model knows {size} tokens (0 … {size - 1}). Name the "
+            "tokenizer that it was trained with: --tokenizer."
+        )
 
 
 def _own_tokenizer(place: Path, *, is_folder: bool) -> Any:

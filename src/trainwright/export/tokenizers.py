@@ -6,14 +6,13 @@ Nothing is read but the tokenizer itself: datasets are made, which touches no di
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trainwright import registry
 from trainwright.config import RunConfig
 from trainwright.data.components import DatasetBuilder
-from trainwright.data.tokenizer import TextTokenizer
+from trainwright.data.tokenizer import TextTokenizer, tokenizer_of
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_FILES = (
@@ -39,19 +38,6 @@ def find_tokenizer(config: RunConfig) -> Any:
         "collator", config.data.collator, label="data.collator", project_dir=config.project_dir
     )
     return tokenizer_of(collator)
-
-
-def tokenizer_of(owner: Any) -> Any:
-    """Returns the tokenizer of a dataset or collator, or of the first source within that has one."""
-    if owner is None or isinstance(owner, str | Path):
-        return None
-    found = getattr(owner, "tokenizer", None)
-    if found is not None:
-        return found
-    sources = getattr(owner, "sources", None)
-    inner = [*sources.values()] if isinstance(sources, Mapping) else []
-    inner += [getattr(owner, name, None) for name in ("source", "dataset")]
-    return next((one for one in map(tokenizer_of, inner) if one is not None), None)
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> list[Path]:

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from trainwright.build import limits
-from trainwright.config import BatchPlan, RunConfig, resolve_batch
+from trainwright.config import BatchPlan, RunConfig, micro_batch_alone, resolve_batch
 from trainwright.data.fetch import Collator, count_samples
 from trainwright.data.loader import TrainData
 from trainwright.data.stream import is_stream
 from trainwright.data.stream_loader import StreamData
+from trainwright.data.tokenizer import tokenizer_of
 from trainwright.data.view import View
 from trainwright.errors import ConfigError
 from trainwright.looking import remarks
@@ -35,7 +36,6 @@ from trainwright.looking.sets import (
     decoder_of,
     nest_of,
     num_data_ranks,
-    tokenizer_of,
 )
 from trainwright.looking.values import describe_sample
 
@@ -210,7 +210,7 @@ def _batch_plan(config: RunConfig, name: str) -> BatchPlan:
     if name == TRAIN:
         return resolve_batch(config, num_data_ranks(config))
     # As an evaluation alone: it needs no batch arithmetic.
-    micro = config.trainer.micro_batch_size or config.trainer.global_batch_size or 32
+    micro = micro_batch_alone(config)
     return BatchPlan(micro, micro, 1)
 
 

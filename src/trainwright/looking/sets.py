@@ -15,6 +15,7 @@ from trainwright.data.fetch import Collator
 from trainwright.data.loader import EvalData, TrainData
 from trainwright.data.randomness import seed_generators
 from trainwright.data.stream_loader import EvalStream, StreamData
+from trainwright.data.tokenizer import tokenizer_of
 from trainwright.errors import ConfigError
 from trainwright.looking.facts import Nest
 from trainwright.looking.values import Decode
@@ -121,15 +122,6 @@ def decoder_of(dataset: Any, collator: Any) -> Decode:
             return None
 
     return decode
-
-
-def tokenizer_of(dataset: Any) -> Any:
-    """Returns the tokenizer of a dataset, or of the first of its sources that has one; None where there is none."""
-    found = getattr(dataset, "tokenizer", None)
-    inner = [*inner_datasets(dataset).values()]
-    if getattr(dataset, "dataset", None) is not None:
-        inner.append(dataset.dataset)
-    return found if found is not None else next(filter(None, map(tokenizer_of, inner)), None)
 
 
 def _find_decode(owner: Any) -> Callable[[list[int]], str] | None:

@@ -29,7 +29,8 @@ class AutoModel:
         `options` are those of `Model.from_pretrained`: strict, dtype, device, allow_pickle, and settings to change.
         """
         folder = find_folder(name_or_folder, home_path=home_path)
-        return AutoModel.choose(read_config_file(folder)).from_pretrained(folder, **options)
+        chosen = AutoModel.choose(read_config_file(folder), file=folder / CONFIG_FILE)
+        return chosen.from_pretrained(folder, **options)
 
     @staticmethod
     def from_config(config: Mapping[str, Any], **overrides: Any) -> Model:
@@ -37,18 +38,23 @@ class AutoModel:
         return AutoModel.choose(config).from_config(config, **overrides)
 
     @staticmethod
-    def choose(config: Mapping[str, Any]) -> type[Model]:
-        """Returns the class for a config.json: by its model_type, and among several by `architectures`."""
+    def choose(config: Mapping[str, Any], *, file: str | Path = CONFIG_FILE) -> type[Model]:
+        """Returns the class for a config.json: by its model_type, and among several by `architectures`.
+
+        `file` is where it stands, for an error to say.
+        """
         model_type = config.get("model_type")
         fitting = [each for each in model_classes() if model_type in each.hugging_face_types]
         if not fitting:
             known = sorted({one for each in model_classes() for one in each.hugging_face_types})
             raise ConfigError(
-                f"{CONFIG_FILE} says model_type {model_type!r}, which no shipped model reads. Known: "
+                f"{file} says model_type {model_type!r}, which no shipped model reads. Known: "
                 f"{', '.join(known)}. Any other trains by transformers' own class: "
                 "model.type: transformers:AutoModelForCausalLM, or the like."
             )
         wanted = config.get("architectures") or ()
+        if not isinstance(wanted, (list, tuple)):
+            raise ConfigError(f"{file} says architectures {wanted!r}, which is no list of names. Copy the model again.")
         by_name = [each for each in fitting if each.hugging_face_architectures.get(str(model_type)) in wanted]
         return (by_name or fitting)[0]
 

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainwright.errors import ConfigError
 from trainwright.labels import IGNORED_LABEL
 from trainwright.models.layers.activations import activation as find_activation
 from trainwright.models.layers.attention import attend
-from trainwright.models.layers.checks import check_counts, check_dropouts, check_heads, check_length
+from trainwright.models.layers.checks import check_heads, check_keywords, check_length
 from trainwright.models.layers.classes import class_criterion, class_loss, label_names, num_labels_of
 from trainwright.models.layers.masks import unpadded_keys
 from trainwright.models.layers.settings import keywords_of, refuse_other_values
@@ -71,6 +72,7 @@ class Bert(Model):
         pad_token_id: int | None = 0,
         initializer_range: float = 0.02,
     ) -> None:
+        check_keywords(Bert.__init__, locals())
         intermediate_size = 4 * hidden_size if intermediate_size is None else intermediate_size
         settings = keywords_of(locals())
         super().__init__()
@@ -152,13 +154,12 @@ class BertClassifier(Model):
         pad_token_id: int | None = 0,
         initializer_range: float = 0.02,
     ) -> None:
+        check_keywords(BertClassifier.__init__, locals())
         intermediate_size = 4 * hidden_size if intermediate_size is None else intermediate_size
         classifier_dropout = dropout if classifier_dropout is None else classifier_dropout
         settings = keywords_of(locals())
         super().__init__()
         self.settings = settings
-        check_counts(num_labels=num_labels)
-        check_dropouts(classifier_dropout=classifier_dropout)
         self.max_positions = max_positions
         self.bert = Body(settings, with_pooler=True)
         self.dropout = nn.Dropout(classifier_dropout)
@@ -204,10 +205,8 @@ class Body(nn.Module):
 
     def __init__(self, settings: Mapping[str, Any], *, with_pooler: bool) -> None:
         super().__init__()
-        counts = ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size", "max_positions")
-        check_counts(**{name: settings[name] for name in (*counts, "num_token_types")})
         check_heads(settings["hidden_size"], settings["num_heads"])
-        check_dropouts(dropout=settings["dropout"], attention_dropout=settings["attention_dropout"])
+        check_padding(settings["pad_token_id"], settings["vocab_size"])
         self.embeddings = Embeddings(settings)
         self.encoder = nn.ModuleDict({"layer": nn.ModuleList(Layer(settings) for _ in range(settings["num_layers"]))})
         self.pooler: Any = Pooler(settings["hidden_size"]) if with_pooler else None
@@ -342,6 +341,15 @@ class TokenHead(nn.Module):
         transformed = self.transform["LayerNorm"](self.activation(self.transform["dense"](hidden)))
         logits: Tensor = self.decoder(transformed)
         return logits
+
+
+def check_padding(pad_token_id: int | None, vocab_size: int) -> None:
+    """Refuses a token of padding that the table of embeddings does not have."""
+    if pad_token_id is not None and pad_token_id >= vocab_size:
+        raise ConfigError(
+            f"pad_token_id is {pad_token_id}, but vocab_size {vocab_size} has ids up to {vocab_size - 1}. "
+            "Use one of them, or null for no token of padding."
+        )
 
 
 def draw_weights(model: nn.Module, initializer_range: float) -> None:

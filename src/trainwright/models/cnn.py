@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.errors import ConfigError, DataError
-from trainwright.models.layers.checks import check_counts, check_dropouts
+from trainwright.models.layers.checks import check_keywords
 from trainwright.models.layers.classes import class_criterion, class_loss, label_names, num_labels_of
 from trainwright.models.layers.settings import keywords_of
 from trainwright.models.model import Model
@@ -42,13 +42,11 @@ class CNN(Model):
         num_groups: int = 8,
         dropout: float = 0.0,
     ) -> None:
+        check_keywords(CNN.__init__, locals())
         stage_channels = list(stage_channels)
         settings = keywords_of(locals())
         super().__init__()
         self.settings = settings
-        check_counts(num_labels=num_labels, num_channels=num_channels, num_groups=num_groups)
-        check_counts(convolutions_per_stage=convolutions_per_stage)
-        check_dropouts(dropout=dropout)
         _check_stages(stage_channels, num_groups)
         stages = []
         for number, channels in enumerate(stage_channels):
@@ -118,11 +116,10 @@ class Convolution(nn.Module):
 
 def _check_stages(stage_channels: Sequence[int], num_groups: int) -> None:
     for channels in stage_channels:
-        if channels < 1 or channels % min(num_groups, channels):
+        if channels % min(num_groups, channels):
             raise ConfigError(
                 f"stage_channels {list(stage_channels)}: {channels} does not split into {num_groups} groups "
-                "(num_groups). Use multiples of it, or fewer groups.",
-                where="model",
+                "(num_groups). Use multiples of it, or fewer groups."
             )
     if not stage_channels:
-        raise ConfigError("stage_channels is empty. Give the channels of each stage, such as [32, 64].", where="model")
+        raise ConfigError("stage_channels is empty. Give the channels of each stage, such as [32, 64].")

@@ -2,6 +2,7 @@
 
 Weights are loaded first, into the model as it was published; replacements then take the place of what was loaded, and
 adapters go on the layers that there are at last. Freezing comes last: what the user names is frozen, whatever else.
+A run that has a checkpoint loads no weights here, and its pretrained folder may be gone (pretrained_facts.py).
 Each step is a file of its own; who asks for a model, and when, is parts.py's.
 """
 
@@ -10,22 +11,25 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from trainwright import registry
 from trainwright.config import Component, ModelSection
-from trainwright.errors import ConfigError
+from trainwright.errors import CheckpointError, ConfigError
+from trainwright.models.empty import Generators
 from trainwright.models.freeze import freeze
 from trainwright.models.locate import find_folder
 from trainwright.models.lora import add_lora
 from trainwright.models.model import Model, preset_settings
-from trainwright.models.pretrained import LoadReport, as_dtype, load_weights, read_config_file
+from trainwright.models.pretrained import CONFIG_FILE, LoadReport, as_dtype, load_weights, read_config_file
+from trainwright.models.pretrained_facts import PretrainedFacts, gather_facts, give_dtypes
 from trainwright.models.replace import replace_modules
-from trainwright.models.transformers_models import build_transformers, is_transformers_class
+from trainwright.models.transformers_models import DTYPE_NAMES, build_transformers, is_transformers_class
 
 Origin = Callable[[str], object | None]
 """Where a setting such as `model.lora` was written, or None."""
@@ -35,12 +39,12 @@ NOT_SUPPORTED = ("sharding", "remat", "scan", "offload")
 
 
 def build_model_section(
-    section: ModelSection, *, project_dir: Path, origin: Origin, loads_weights: bool = True
-) -> nn.Module:
+    section: ModelSection, *, project_dir: Path, origin: Origin, kept: PretrainedFacts | None = None
+) -> tuple[nn.Module, PretrainedFacts | None]:
     """Builds the model that a `model` section describes, on the CPU, in training mode.
 
-    Without `loads_weights` it is only built: others follow, from a checkpoint. The pretrained folder still says the
-    sizes, where it is there.
+    Also returns what its pretrained folder told, None where it has none. With `kept`, which is what an earlier start
+    got so, the folder is not looked for and no weights are loaded: others follow, from a checkpoint.
     What was drawn at random (a head that the pretrained files lack, what a replacement brought) is trained also
     beside adapters, which freeze the rest: frozen, it would stay noise.
     """
@@ -48,8 +52,16 @@ def build_model_section(
     for key in NOT_SUPPORTED:
         if key in reserved:
             raise ConfigError(f"model.{key} is not supported in this version. Remove it.", where=origin(f"model.{key}"))
-    model, report = _build(section, project_dir, origin, loads_weights=loads_weights)
-    drawn = list(report.missing)
+    pretrained = _read_pretrained(reserved.get("pretrained"), project_dir, origin)
+    generators = Generators()
+    if pretrained is None:
+        model, facts = _build(section, project_dir), None
+    else:
+        model, facts = _build_pretrained(section, project_dir, pretrained, kept)
+        # Loading draws less than building does. What follows may keep numbers that no checkpoint holds (a computed
+        # buffer of a replacement), and draws the same ones at every start.
+        generators.restore()
+    drawn = [] if facts is None else list(facts.report.missing)
     if "replace" in reserved:
         rules = _rules(reserved["replace"], origin)
         with _located("model.", origin("model.replace")):
@@ -69,91 +81,157 @@ def build_model_section(
     if "freeze" in reserved:
         with _located("model.", origin("model.freeze")):
             freeze(model, reserved["freeze"])
-    return model
+    return model, facts
 
 
-def _build(
-    section: ModelSection, project_dir: Path, origin: Origin, *, loads_weights: bool
-) -> tuple[nn.Module, LoadReport]:
-    where = section.origin
-    target = registry.find("model", section.type, project_dir=project_dir, where=where, label="model")
-    pretrained = _read_pretrained(section.reserved.get("pretrained"), project_dir, origin("model.pretrained"))
-    with _located("model: ", where):
+def _build(section: ModelSection, project_dir: Path) -> nn.Module:
+    """Builds a model that has no pretrained weights."""
+    target = registry.find("model", section.type, project_dir=project_dir, where=section.origin, label="model")
+    with _located("model: ", section.origin):
         if isinstance(target, type) and is_transformers_class(target):
-            return _build_theirs(target, _plain(section.arguments), pretrained)
-        if isinstance(target, type) and issubclass(target, Model) and (pretrained or "preset" in section.arguments):
-            return _build_ours(target, section, pretrained, loads_weights=loads_weights)
-        model = registry.instantiate("model", section, project_dir=project_dir, label="model")
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"{section.type} gives a {type(model).__name__}, not a torch.nn.Module.")
-        return model, _load(model, pretrained) if pretrained and loads_weights else LoadReport((), ())
+            return build_transformers(target, _plain(section.arguments))[0]
+        if isinstance(target, type) and issubclass(target, Model) and "preset" in section.arguments:
+            arguments = _plain(section.arguments)
+            arguments = preset_settings(target, arguments.pop("preset"), **arguments)
+            registry.check_arguments(target, arguments, label="model", where=section.origin)
+            return target(**arguments)
+        return _instantiate(section, project_dir)
+
+
+def _build_pretrained(
+    section: ModelSection, project_dir: Path, pretrained: _Pretrained, kept: PretrainedFacts | None
+) -> tuple[nn.Module, PretrainedFacts]:
+    """Builds a model and loads its pretrained weights, or with `kept` gives it the sizes and dtypes that it had."""
+    target = registry.find("model", section.type, project_dir=project_dir, where=section.origin, label="model")
+    with _located("model: ", section.origin):
+        folder = None if kept is not None else _find_folder(pretrained)
+        config = None if kept is None else kept.config
+        if isinstance(target, type) and is_transformers_class(target):
+            model, report = _build_theirs(target, _plain(section.arguments), pretrained, folder, config)
+        elif isinstance(target, type) and issubclass(target, Model):
+            model, report = _build_ours(target, section, pretrained, folder, config)
+        else:
+            model, report = _instantiate(section, project_dir), LoadReport((), ())
+            if folder is not None:
+                report = load_weights(model, folder, **pretrained.options)
+        if kept is not None:
+            give_dtypes(model, kept, dtype=pretrained.dtype)
+            return model, kept
+        assert folder is not None
+        config = read_config_file(folder) if (folder / CONFIG_FILE).is_file() else None
+        return model, gather_facts(config, report, model, dtype=pretrained.dtype)
 
 
 def _build_theirs(
-    target: type[Any], arguments: dict[str, Any], pretrained: dict[str, Any]
+    target: type[Any],
+    arguments: dict[str, Any],
+    pretrained: _Pretrained,
+    folder: Path | None,
+    config: Mapping[str, Any] | None,
 ) -> tuple[nn.Module, LoadReport]:
-    if pretrained.pop("allow_pickle", False):
+    if pretrained.allow_pickle:
         raise ConfigError("pretrained.allow_pickle has no effect on models of transformers. Remove it.")
-    if "dtype" in pretrained:
-        arguments["dtype"] = pretrained.pop("dtype")
-    return build_transformers(target, arguments, pretrained=pretrained.pop("folder", None), **pretrained)
+    for name in DTYPE_NAMES:
+        if name in arguments and pretrained.has_dtype:
+            raise ConfigError(f"{name} and pretrained.dtype are the same setting. Give one of them.")
+    if pretrained.has_dtype:
+        arguments["dtype"] = pretrained.dtype
+    return build_transformers(target, arguments, pretrained=folder, strict=pretrained.strict, told=config)
 
 
 def _build_ours(
-    target: type[Model], section: ModelSection, pretrained: dict[str, Any], *, loads_weights: bool
+    target: type[Model],
+    section: ModelSection,
+    pretrained: _Pretrained,
+    folder: Path | None,
+    config: Mapping[str, Any] | None,
 ) -> tuple[nn.Module, LoadReport]:
-    """A preset or the files say the sizes; what stands in the section changes them."""
+    """The files say the sizes; what stands in the section changes them."""
     arguments = _plain(section.arguments)
-    preset = arguments.pop("preset", None)
-    if preset is not None:
-        if pretrained:
-            raise ConfigError("preset and pretrained both say how large the model is. Keep one of the two.")
-        arguments = preset_settings(target, preset, **arguments)
-        registry.check_arguments(target, arguments, label="model", where=section.origin)
-        return target(**arguments), LoadReport((), ())
-    known = _parameters(target)
-    registry.check_arguments(target, arguments, label="model", where=section.origin, provided=known)
-    if not loads_weights:
-        return target.from_config(read_config_file(_folder_of(pretrained)), **arguments), LoadReport((), ())
-    return target.load_pretrained(
-        _folder_of(pretrained),
-        strict=pretrained.get("strict", True),
-        # Not the files' own: weights of 16 bits would lose the small updates of a training.
-        dtype=as_dtype(pretrained.get("dtype")) or torch.float32,
-        may_unpickle=pretrained.get("allow_pickle", False),
-        **arguments,
-    )
+    if "preset" in arguments:
+        raise ConfigError("preset and pretrained both say how large the model is. Keep one of the two.")
+    registry.check_arguments(target, arguments, label="model", where=section.origin, provided=_parameters(target))
+    if folder is not None:
+        return target.load_pretrained(folder, **pretrained.options, **arguments)
+    assert config is not None
+    return target.from_config(config, **arguments), LoadReport((), ())
 
 
-def _load(model: nn.Module, pretrained: Mapping[str, Any]) -> LoadReport:
-    return load_weights(
-        model,
-        _folder_of(pretrained),
-        strict=pretrained.get("strict", True),
-        # Not the files' own: weights of 16 bits would lose the small updates of a training.
-        dtype=as_dtype(pretrained.get("dtype")) or torch.float32,
-        may_unpickle=pretrained.get("allow_pickle", False),
-    )
+def _instantiate(section: ModelSection, project_dir: Path) -> nn.Module:
+    model = registry.instantiate("model", section, project_dir=project_dir, label="model")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{section.type} gives a {type(model).__name__}, not a torch.nn.Module.")
+    return model
 
 
-def _folder_of(pretrained: Mapping[str, Any]) -> Path:
-    return find_folder(pretrained["folder"], home_path=pretrained.get("home_path"))
+@dataclass(frozen=True)
+class _Pretrained:
+    """The setting `model.pretrained`, checked."""
+
+    folder: str | Path
+    home_path: str | Path | None = None
+    strict: bool = True
+    dtype: torch.dtype = torch.float32
+    """Not the files' own unless that is asked for: weights of 16 bits would lose the small updates of a training."""
+    has_dtype: bool = False
+    """Was one asked for?"""
+    allow_pickle: bool = False
+    where: object | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keywords of `load_weights` and `load_pretrained`."""
+        return {"strict": self.strict, "dtype": self.dtype, "allow_pickle": self.allow_pickle}
 
 
-def _read_pretrained(given: Any, project_dir: Path, where: object | None) -> dict[str, Any]:
+def _find_folder(pretrained: _Pretrained) -> Path:
+    try:
+        return find_folder(pretrained.folder, home_path=pretrained.home_path)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"model.pretrained: {error.problem} It is needed, for the run has no checkpoint yet that could give the "
+            "weights.",
+            where=pretrained.where,
+        ) from error
+
+
+def _read_pretrained(given: Any, project_dir: Path, origin: Origin) -> _Pretrained | None:
     """Reads `pretrained: folder` or `{folder: …, strict: false}`; a folder beside the run file is found there."""
     if given is None:
-        return {}
-    settings = {"folder": given} if isinstance(given, (str, Path)) else given
+        return None
+    settings: Any = {"folder": given} if isinstance(given, (str, Path)) else given
     if not isinstance(settings, Mapping) or not isinstance(settings.get("folder"), (str, Path)):
         raise ConfigError(
-            f"model.pretrained: give a folder, or {{folder: …, strict: false}}; got {given!r}.", where=where
+            f"model.pretrained: give a folder, or {{folder: …, strict: false}}; got {given!r}.",
+            where=origin("model.pretrained"),
         )
-    for key in settings:
+
+    def refuse(key: str, problem: str) -> NoReturn:
+        raise ConfigError(f"model.pretrained.{key}: {problem}", where=origin(f"model.pretrained.{key}"))
+
+    for key, value in settings.items():
         if key not in PRETRAINED_KEYS:
-            raise ConfigError(f"model.pretrained.{key}: is unknown. Known: {', '.join(PRETRAINED_KEYS)}.", where=where)
-    beside = project_dir / Path(settings["folder"]).expanduser()
-    return {**settings, **({"folder": beside} if beside.is_dir() else {})}
+            refuse(key, f"is unknown. Known: {', '.join(PRETRAINED_KEYS)}.")
+        if key in ("strict", "allow_pickle") and not isinstance(value, bool):
+            refuse(key, f"must be true or false, got {value!r}.")
+        if key == "home_path" and not isinstance(value, (str, Path)):
+            refuse(key, f"must be a folder, got {value!r}.")
+    dtype = None
+    if settings.get("dtype") is not None:
+        try:
+            dtype = as_dtype(settings["dtype"])
+        except ConfigError as error:
+            refuse("dtype", error.problem)
+    folder = project_dir / Path(settings["folder"]).expanduser()
+    return _Pretrained(
+        folder=folder if folder.is_dir() else settings["folder"],
+        home_path=settings.get("home_path"),
+        strict=settings.get("strict", True),
+        dtype=dtype or torch.float32,
+        has_dtype=dtype is not None,
+        allow_pickle=settings.get("allow_pickle", False),
+        where=origin("model.pretrained"),
+    )
 
 
 def _rules(given: Any, origin: Origin) -> dict[str, Component]:

@@ -6,6 +6,7 @@ With the cache a token costs one pass over itself; without one, a pass over all 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -94,7 +95,10 @@ def generate(
     A model whose `forward` takes a `cache` gets one; others see all tokens every time. Beyond `max_positions` the
     model sees the last `max_positions` tokens.
     """
-    _check_sampling(temperature=temperature, top_k=top_k, top_p=top_p, input_ids=input_ids)
+    refuse_non_decoder(model)
+    _check_sampling(temperature=temperature, top_k=top_k, top_p=top_p, max_new_tokens=max_new_tokens)
+    if not input_ids.shape[-1]:
+        raise DataError("There is nothing to go on from: the prompt has no tokens. Give at least one.")
     window = _max_positions(model)
     stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=input_ids.device)
     cache = None
@@ -159,15 +163,46 @@ def _max_positions(model: nn.Module) -> int | None:
     return int(found) if found else None
 
 
-def _check_sampling(*, temperature: float, top_k: int | None, top_p: float | None, input_ids: Tensor) -> None:
-    if temperature < 0:
+def refuse_non_decoder(model: nn.Module) -> None:
+    """Refuses a model that does not predict the next token, such as one with an encoder or one for images."""
+    kind, parameters = type(model), inspect.signature(model.forward).parameters
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    is_shipped = any(one.__module__.startswith("trainwright.") and "forward" in vars(one) for one in kind.__mro__)
+    if "decoder_input_ids" in parameters or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        reason = "it has an encoder"
+    elif "input_ids" not in parameters and not takes_any:
+        reason = f"its forward takes {', '.join(parameters) or 'nothing'}, not input_ids"
+    elif (is_shipped and not hasattr(model, "generate")) or _cannot_generate(model):
+        reason = "it does not predict the next token"
+    else:
+        return
+    raise ConfigError(
+        f"{kind.__name__} cannot continue a text: {reason}. Use a decoder, such as llama, gpt2 or "
+        "transformers:AutoModelForCausalLM."
+    )
+
+
+def _cannot_generate(model: nn.Module) -> bool:
+    """Does transformers say of a class of its own that it does not generate?"""
+    if not type(model).__module__.startswith("transformers."):
+        return False
+    asked: Any = getattr(model, "can_generate", lambda: True)
+    return not asked()
+
+
+def _check_sampling(*, temperature: float, top_k: int | None, top_p: float | None, max_new_tokens: int) -> None:
+    if not _is_number(temperature) or temperature < 0:
         raise ConfigError(f"temperature is {temperature}. Use 0 for the likeliest token, or more.")
-    if top_k is not None and top_k < 1:
+    if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
         raise ConfigError(f"top_k is {top_k}. Use a whole number of at least 1, or leave it out for all tokens.")
-    if top_p is not None and not 0.0 < top_p <= 1.0:
+    if top_p is not None and (not _is_number(top_p) or not 0.0 < top_p <= 1.0):
         raise ConfigError(f"top_p is {top_p}. Use a share above 0 and up to 1.")
-    if not input_ids.shape[-1]:
-        raise DataError("There is nothing to go on from: the prompt has no tokens. Give at least one.")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+        raise ConfigError(f"max_new_tokens is {max_new_tokens}. Use a whole number of at least 0.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def append_tokens(

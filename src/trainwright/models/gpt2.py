@@ -21,7 +21,7 @@ from trainwright.labels import IGNORED_LABEL
 from trainwright.models.generation import KeyValueCache, LayerCache, append_tokens
 from trainwright.models.layers.activations import activation as find_activation
 from trainwright.models.layers.attention import split_heads
-from trainwright.models.layers.checks import check_counts, check_dropouts, check_heads, check_length
+from trainwright.models.layers.checks import check_heads, check_keywords, check_length
 from trainwright.models.layers.masks import next_tokens, visible_keys
 from trainwright.models.layers.settings import keywords_of, refuse_other_values
 from trainwright.models.model import KeyRule, Model
@@ -70,15 +70,13 @@ class GPT2(Model):
         attention_dropout: float = 0.0,
         initializer_range: float = 0.02,
     ) -> None:
+        check_keywords(GPT2.__init__, locals())
         intermediate_size = 4 * hidden_size if intermediate_size is None else intermediate_size
         embedding_dropout = dropout if embedding_dropout is None else embedding_dropout
         settings = keywords_of(locals())
         super().__init__()
         self.settings = settings
-        check_counts(vocab_size=vocab_size, hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads)
-        check_counts(intermediate_size=intermediate_size, max_positions=max_positions)
         check_heads(hidden_size, num_heads)
-        check_dropouts(dropout=dropout, embedding_dropout=embedding_dropout, attention_dropout=attention_dropout)
         self.max_positions = max_positions
         self.initializer_range = initializer_range
         self.tie_embeddings = tie_embeddings

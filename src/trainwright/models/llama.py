@@ -20,7 +20,7 @@ from trainwright.backends import waits_for_memory
 from trainwright.errors import ConfigError, DataError
 from trainwright.labels import IGNORED_LABEL
 from trainwright.models.generation import KeyValueCache, LayerCache, append_tokens
-from trainwright.models.layers.checks import check_counts, check_dropouts
+from trainwright.models.layers.checks import check_keywords
 from trainwright.models.layers.linear_cross_entropy import is_plain_head, is_plain_mean, linear_cross_entropy
 from trainwright.models.layers.masks import next_tokens, visible_keys
 from trainwright.models.layers.rotary import Rotations, checked_scaling, rotary_angles, rotate
@@ -73,8 +73,10 @@ class Llama(Model):
         initializer_range: float = 0.02,
         fused_loss: bool | None = None,
     ) -> None:
+        check_keywords(Llama.__init__, locals())
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        intermediate_size = intermediate_size or default_intermediate_size(hidden_size)
+        if intermediate_size is None:
+            intermediate_size = default_intermediate_size(hidden_size)
         rope_scaling = checked_scaling(rope_scaling)
         settings = keywords_of(locals())
         super().__init__()
@@ -162,8 +164,7 @@ class Llama(Model):
             raise ConfigError(
                 f"fused_loss is true, but the model has the head {self.lm_head} and the criterion {self.criterion}. "
                 "It needs those that the model was made with: a linear head without bias, hooks or sharded weight, and "
-                "the mean cross-entropy. Leave fused_loss out.",
-                where="model",
+                "the mean cross-entropy. Leave fused_loss out."
             )
         return usable
 
@@ -381,25 +382,18 @@ def _refuse_sliding_window(config: Mapping[str, Any]) -> None:
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
     """Refuses sizes that cannot make a model, before any weight is made."""
-    names = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "max_positions")
-    check_counts(**{name: settings[name] for name in names})
-    check_dropouts(dropout=settings["dropout"])
     hidden_size, num_heads, num_kv_heads = settings["hidden_size"], settings["num_heads"], settings["num_kv_heads"]
     if settings["head_size"] is None and hidden_size % (2 * num_heads):
         raise ConfigError(
             f"hidden_size {hidden_size} does not split into {num_heads} heads of an even width, which rotary "
-            f"positions need. Use a multiple of {2 * num_heads}, another num_heads, or set head_size.",
-            where="model",
+            f"positions need. Use a multiple of {2 * num_heads}, another num_heads, or set head_size."
         )
-    if settings["head_size"] is not None and (settings["head_size"] < 2 or settings["head_size"] % 2):
-        raise ConfigError(f"head_size is {settings['head_size']}. Rotary positions need an even one.", where="model")
+    if settings["head_size"] is not None and settings["head_size"] % 2:
+        raise ConfigError(f"head_size is {settings['head_size']}. Rotary positions need an even one.")
     if num_heads % num_kv_heads:
         raise ConfigError(
             f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}: each key-value head serves "
-            "equally many query heads. Change one of the two.",
-            where="model",
+            "equally many query heads. Change one of the two."
         )
     if settings["attention_bias"] not in BIASES:
-        raise ConfigError(
-            f"attention_bias is {settings['attention_bias']!r}. Use one of: {', '.join(BIASES)}.", where="model"
-        )
+        raise ConfigError(f"attention_bias is {settings['attention_bias']!r}. Use one of: {', '.join(BIASES)}.")

@@ -132,7 +132,7 @@ def lora_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_lora(model: nn.Module, state: dict[str, Tensor]) -> None:
+def load_lora_state(model: nn.Module, state: dict[str, Tensor]) -> None:
     """Loads what `lora_state` returned into a model that has adapters at the same places."""
     own = dict(model.named_parameters(remove_duplicate=False))
     adapters = {f"{name}.lora_{letter}" for name, _ in lora_layers(model) for letter in "ab"}

@@ -1,7 +1,7 @@
 """Adapters as files, without the model beside which they were trained, in the layout of the PEFT library.
 
 A folder holds adapter_config.json and adapter_model.safetensors. Layers are named as in this model; for a model whose
-names are transformers', PEFT loads the folder as it is. What adapters are is in lora.py.
+names are transformers', PEFT loads the folder as it is. What adapters are, and how they are merged, is in lora.py.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from trainwright.errors import CheckpointError, ConfigError
-from trainwright.models.lora import adapt, load_lora, lora_layers, lora_state
+from trainwright.models.lora import adapt, load_lora_state, lora_layers, lora_state
+from trainwright.models.saving import as_stored, is_model_folder, staged, write_json, write_tensors
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
@@ -40,7 +41,21 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 def save_lora(model: nn.Module, folder: str | Path, *, base: str | None = None) -> Path:
     """Writes the adapters, and every other parameter that is trainable, to a folder; returns it.
 
-    `base` is the name or folder of the weights beside which they were trained, for the reader.
+    `base` is the name or folder of the weights beside which they were trained, for the reader. The folder's other
+    files are kept; one that holds neither adapters nor a model is refused.
+
+    >>> from trainwright.models.llama import Llama
+    >>> from trainwright.models.lora import add_lora, merge_lora
+    >>> from trainwright.models.lora_files import load_lora, save_lora
+    >>> pretrained = Llama.from_preset("tiny").save_pretrained("pretrained")
+    >>> model = Llama.from_pretrained(pretrained)
+    >>> layers = add_lora(model, match="*.q_proj", rank=2)
+    >>> folder = save_lora(model, "adapters")  # after its training
+    >>> model = Llama.from_pretrained(pretrained)
+    >>> load_lora(model, folder) == layers
+    True
+    >>> merge_lora(model) == layers  # plain layers again, to be saved or exported
+    True
     """
     layers = dict(lora_layers(model))
     if not layers:
@@ -61,14 +76,21 @@ def save_lora(model: nn.Module, folder: str | Path, *, base: str | None = None) 
         "inference_mode": True,
     }
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {_their_name(name): value.cpu().contiguous().clone() for name, value in state.items()}
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    is_ours = (folder / CONFIG_FILE).is_file() or is_model_folder(folder)
+    if folder.is_dir() and any(folder.iterdir()) and not is_ours:
+        raise CheckpointError(
+            f"{folder} has files and holds neither adapters nor a model, so nothing is written there. Choose another, "
+            "or empty it."
+        )
+    with staged(folder) as staging:
+        write_tensors(
+            {_their_name(name): as_stored(value).clone() for name, value in state.items()}, staging / WEIGHTS_FILE
+        )
+        write_json(staging / CONFIG_FILE, config)
     return folder
 
 
-def load_lora_folder(model: nn.Module, folder: str | Path) -> list[str]:
+def load_lora(model: nn.Module, folder: str | Path) -> list[str]:
     """Adds the adapters that a folder holds to a model without any, and loads them; returns the layers' names.
 
     Also reads what PEFT wrote. Adapters of a kind that lora.py does not have are refused by name.
@@ -93,9 +115,9 @@ def load_lora_folder(model: nn.Module, folder: str | Path) -> list[str]:
         rank=rank,
         alpha=alpha * math.sqrt(rank) if config.get("use_rslora") else alpha,  # that divides by the root of the rank
         dropout=config.get("lora_dropout", 0.0),
-        train=[name for name in beside if name in own],  # load_lora names the others
+        train=[name for name in beside if name in own],  # load_lora_state names the others
     )
-    load_lora(model, state)
+    load_lora_state(model, state)
     return layers
 
 

@@ -2,25 +2,36 @@
 
 A model file adds its architecture; here is what all of them share. Reading files is in pretrained.py, writing them in
 saving.py, finding a name on this machine in locate.py, choosing a class by a folder's files in auto.py.
-Sizes are data, in presets.yaml.
+Sizes are data: see presets.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
-import yaml
 from torch import nn
 
 from trainwright.errors import CheckpointError, ConfigError
+from trainwright.models.as_shipped import changes_of
+from trainwright.models.empty import build_empty
 from trainwright.models.key_map import KeyMap, KeyRule
 from trainwright.models.locate import find_folder
-from trainwright.models.pretrained import CONFIG_FILE, LoadReport, as_dtype, load_weights, on_meta, read_config_file
+from trainwright.models.presets import preset_settings
+from trainwright.models.pretrained import (
+    CONFIG_FILE,
+    LoadReport,
+    as_dtype,
+    compare_keys,
+    load_weights,
+    on_meta,
+    read_config_file,
+    shared_names,
+)
 from trainwright.models.saving import write_folder
 
 __all__ = ["KeyRule", "Model", "check_type", "preset_settings"]
@@ -69,6 +80,30 @@ class Model(nn.Module):
         """Draws all weights anew and ties what is tied, for a model that was made on the meta device."""
         raise NotImplementedError(f"{type(self).__name__} lacks reset_parameters.")
 
+    def state_dict(  # type: ignore[override]  # torch's has overloads for positions that it warns of
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Returns the weights; one that is tied comes once, under its first name, but with `keep_vars` under all.
+
+        safetensors refuses memory that two names share, and with it everyone who saves a state_dict as it is:
+        transformers' Trainer does. Loading takes a state_dict of either kind.
+        """
+        into: dict[str, Any] = {} if destination is None else {"destination": destination}
+        state: dict[str, Any] = super().state_dict(prefix=prefix, keep_vars=keep_vars, **into)
+        if not keep_vars:
+            for name, names in shared_names(self).items():
+                if name != names[0]:
+                    state.pop(prefix + name, None)
+        return state
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        """Gives a tied weight that comes once all of its names, before torch looks for them."""
+        for name, names in shared_names(self).items():
+            found = next((prefix + one for one in names if prefix + one in state_dict), None)
+            if found is not None:
+                state_dict.setdefault(prefix + name, state_dict[found])
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
     @classmethod
     def key_map(cls) -> KeyMap:
         """Returns the translation between our names of weights and Hugging Face's."""
@@ -77,8 +112,9 @@ class Model(nn.Module):
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **overrides: Any) -> Self:
         """Returns a model with fresh weights that is built as a config.json says."""
-        check_type(cls, config)
-        model = cls(**(cls.settings_from_hugging_face(config) | overrides))
+        with _blamed_on(CONFIG_FILE, cls, overrides):
+            check_type(cls, config)
+            model = cls(**(cls.settings_from_hugging_face(config) | overrides))
         model.hugging_face_config = dict(config)
         return model
 
@@ -107,7 +143,7 @@ class Model(nn.Module):
             strict=strict,
             dtype=dtype,
             device=device,
-            may_unpickle=allow_pickle,
+            allow_pickle=allow_pickle,
             **overrides,
         )
         return model
@@ -121,22 +157,26 @@ class Model(nn.Module):
         strict: bool = True,
         dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
-        may_unpickle: bool = False,
+        allow_pickle: bool = False,
         **overrides: Any,
     ) -> tuple[Self, LoadReport]:
         """Does what from_pretrained does, and also returns which weights were missing and which keys unexpected."""
         folder = find_folder(name_or_folder, home_path=home_path)
         config = read_config_file(folder)
-        check_type(cls, config)
-        settings = cls.settings_from_hugging_face(config) | overrides
-        with on_meta():
-            model = cls(**settings)
-        has_computed_buffers = bool(set(dict(model.named_buffers())) - set(model.state_dict()))
-        if has_computed_buffers or not cls.__module__.startswith("trainwright."):
-            # What is computed is lost on the meta device, and only its constructor knows how a user's subclass draws
-            # the weights that the files lack.
-            with torch.device(device):
-                model = cls(**settings)
+        with _blamed_on(folder / CONFIG_FILE, cls, overrides):
+            check_type(cls, config)
+            settings = cls.settings_from_hugging_face(config) | overrides
+
+            def make(made: type[Self] = cls) -> Self:
+                with torch.device(device):
+                    return made(**settings)
+
+            model = cls._make_to_load(settings, make)
+            if model is not None and not strict and not cls._is_shipped():
+                # Only its constructor knows how a user's subclass draws the weights that the files lack.
+                report = compare_keys(model, folder, key_map=cls.key_map(), allow_pickle=allow_pickle)
+                model = None if report.missing else model
+            model = make() if model is None else model
         model.hugging_face_config = config
         report = load_weights(
             model,
@@ -145,37 +185,53 @@ class Model(nn.Module):
             strict=strict,
             dtype=as_dtype(dtype),
             device=device,
-            may_unpickle=may_unpickle,
+            allow_pickle=allow_pickle,
         )
         return model, report
+
+    @classmethod
+    def _make_to_load(cls, settings: Mapping[str, Any], make: Callable[[], Self]) -> Self | None:
+        """Returns a model without memory for its weights, computed buffers included; None where there can be none."""
+        if not cls._is_shipped():
+            return build_empty(make)
+        with on_meta():
+            model = cls(**settings)
+        has_computed_buffers = bool(set(dict(model.named_buffers())) - set(model.state_dict()))
+        return build_empty(make) if has_computed_buffers else model
+
+    @classmethod
+    def _is_shipped(cls) -> bool:
+        return cls.__module__.startswith("trainwright.")
 
     def save_pretrained(self, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000) -> Path:
         """Writes config.json and the weights as transformers reads them, and returns the folder.
 
-        The folder appears whole or not at all. One that exists is replaced if it is a model's (its other files, such
-        as a tokenizer, are kept) and refused otherwise. The `model_type` is the one that was read.
+        The folder is whole or no model's. Of a model's folder that exists these files are replaced and all others (a
+        tokenizer, a README) are left as they are; any other folder with files is refused. The `model_type` is the one
+        that was read. A model that computes something else than its type says is refused: see as_shipped.py.
         """
-        self._refuse_other_keys()
         kept = {key: value for key, value in self.hugging_face_config.items() if key not in _NOT_KEPT}
         config = kept | self.to_hugging_face()
+        changed = changes_of(self)
+        if changed:
+            raise CheckpointError(
+                f"Hugging Face's layout cannot hold this {type(self).__name__}, which transformers would compute "
+                f"differently: {'; '.join(changed[:4])}. Merge adapters first "
+                "(trainwright.models.lora.merge_lora), or write plain weights (trainwright export --format "
+                "safetensors). A subclass with the same outputs says so by a hugging_face_architectures of its own."
+            )
         config |= {
             "architectures": [self.hugging_face_architectures[self.hugging_face_type]],
             "model_type": self.hugging_face_type,
         }
-        return write_folder(self, Path(folder), config, key_map=self.key_map(), max_shard_bytes=max_shard_bytes)
-
-    def _refuse_other_keys(self) -> None:
-        """Refuses a model that was changed after it was built: its folder would claim to be what it is not."""
-        with on_meta():
-            as_built = set(type(self)(**self.settings).state_dict())
-        other = sorted(as_built ^ set(self.state_dict()))
-        if other:
-            shown = ", ".join(other[:4]) + (", …" if other[4:] else "")
-            raise CheckpointError(
-                f"{type(self).__name__} has adapters or replaced parts ({shown}), which "
-                "Hugging Face's layout cannot hold. Merge adapters first (trainwright.models.lora.merge_lora), or "
-                "write plain safetensors (trainwright export --format safetensors)."
-            )
+        return write_folder(
+            self,
+            Path(folder),
+            config,
+            key_map=self.key_map(),
+            max_shard_bytes=max_shard_bytes,
+            leave_out=("criterion",),
+        )
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> Self:
@@ -185,6 +241,25 @@ class Model(nn.Module):
 
 _NOT_KEPT = ("transformers_version", "torch_dtype", "dtype", "_name_or_path")
 """Keys of a config.json that say how it was written, not what the model is."""
+
+
+@contextmanager
+def _blamed_on(file: str | Path, model_class: type[Model], overrides: Mapping[str, Any]) -> Iterator[None]:
+    """Says of values that no model can be made of in which file they stand, and what was given beside it."""
+    place = str(file) + "".join(f", with {name}={value!r}" for name, value in overrides.items())
+    try:
+        yield
+    except ConfigError as error:
+        # Some say themselves that they speak of config.json.
+        own = error.problem.startswith(f"{CONFIG_FILE} ")
+        problem = error.problem.removeprefix(CONFIG_FILE) if own else f": {error.problem}"
+        raise type(error)(place + problem) from error
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
+        if not model_class._is_shipped():
+            raise  # perhaps a mistake in a user's own constructor, of which the traceback is worth more
+        raise ConfigError(f"{place}: its values make no model: {type(error).__name__}: {error}") from error
 
 
 def check_type(model_class: type[Model], config: Mapping[str, Any]) -> None:
@@ -197,23 +272,3 @@ def check_type(model_class: type[Model], config: Mapping[str, Any]) -> None:
         )
     if config.get("quantization_config"):
         raise ConfigError(f"{CONFIG_FILE} has a quantization_config: quantized weights are not read. Use plain ones.")
-
-
-def preset_settings(model_class: type[nn.Module], name: str, **overrides: Any) -> dict[str, Any]:
-    """Returns the constructor's keywords of a preset, which belongs to the file in which a class is written.
-
-    A subclass elsewhere has its parent's presets.
-    """
-    table = _presets()
-    family = next((part for one in model_class.__mro__ if (part := one.__module__.rpartition(".")[2]) in table), None)
-    if family is None:
-        raise ConfigError(f"{model_class.__name__} has no presets; {', '.join(sorted(table))} have.", where="model")
-    if name not in table[family]:
-        raise ConfigError(f"{family} has no preset {name!r}. Known: {', '.join(table[family])}.", where="model.preset")
-    return {**table[family][name], **overrides}
-
-
-@cache
-def _presets() -> dict[str, dict[str, dict[str, Any]]]:
-    table: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load((Path(__file__).parent / "presets.yaml").read_text())
-    return table

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +35,11 @@ PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
 NUM_COPIES = 4
 """How many weights are copied at the same time."""
 
+_DISTRIBUTIONS = ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "multinomial", "normal", "poisson")
+_NUMBERS = ("rand", "randint", "randn", "random", "randperm", "uniform", "trunc_normal", "dropout", "native_dropout")
+DRAWS = frozenset(f"{name}{end}" for name in _DISTRIBUTIONS + _NUMBERS for end in ("", "_", "_like"))
+"""The names of torch's functions that draw numbers; those with a line at the end change the tensor that they get."""
+
 Getter = Callable[[str], Tensor]
 """Gives the tensor of a key."""
 
@@ -56,23 +61,32 @@ class LoadReport:
     """Keys of the files that the module has no weights for; they were left out."""
 
 
-class _DrawNothing(TorchFunctionMode):
-    """Leaves weights on the meta device alone that are to be drawn: torch would import its compiler for it, seconds."""
+class DrawNothing(TorchFunctionMode):
+    """Leaves weights on the meta device alone that are to be drawn: torch would import its compiler for it, seconds.
+
+    `has_drawn` says whether anything else was drawn inside. (The generators' states would not tell: whoever builds a
+    model may put them back.)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_drawn = False
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function in (Tensor.normal_, nn.init.normal_):
-            tensor = args[0] if args else (kwargs or {})["tensor"]
-            if tensor.is_meta:
+        if getattr(function, "__name__", "") in DRAWS:
+            tensor = args[0] if args else (kwargs or {}).get("tensor")
+            if function.__name__.endswith("_") and isinstance(tensor, Tensor) and tensor.is_meta:
                 return tensor
+            self.has_drawn = True
         return function(*args, **(kwargs or {}))
 
 
 @contextmanager
 def on_meta() -> Iterator[None]:
     """Makes modules inside without memory, on the meta device, as `torch.device("meta")` does, but at once."""
-    with torch.device("meta"), _DrawNothing():
+    with torch.device("meta"), DrawNothing():
         yield
 
 
@@ -80,8 +94,8 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Returns a dtype for its name (`bf16`, `bfloat16`, `fp32`, ...); a dtype and None are returned as they are."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
-    found = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}.get(dtype)
-    found = getattr(torch, dtype, None) if found is None else found
+    found: Any = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}.get(dtype)
+    found = getattr(torch, str(dtype), None) if found is None else found
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ConfigError(f"{dtype!r} is no dtype of weights. Use bf16, fp16 or fp32.", where="dtype")
     return found
@@ -117,7 +131,7 @@ def load_weights(
     strict: bool = True,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
-    may_unpickle: bool = False,
+    allow_pickle: bool = False,
 ) -> LoadReport:
     """Gives a module, which may be on the meta device, the weights of a folder; returns what did not fit.
 
@@ -125,10 +139,9 @@ def load_weights(
     unexpected keys are one error that lists them, raised before any weight is read; otherwise they are logged, and
     what is missing in a module on the meta device is drawn by its `reset_parameters`.
     """
-    files = weight_files(folder, may_unpickle=may_unpickle)
+    files = weight_files(folder, allow_pickle=allow_pickle)
     keys = {key: path for path in files for key in keys_of(path)}
-    names = (key_map or KeyMap()).ours_in(list(keys))
-    plan, report = _plan(model, {name: Source(*source) for name, source in names.items()})
+    plan, report = _plan(model, list(keys), key_map)
     if strict and (report.missing or report.unexpected):
         raise CheckpointError(_describe(report, folder) + " Choose another model, or load with strict=False.")
     ties = shared_names(model)
@@ -143,14 +156,22 @@ def load_weights(
                 for (name, source), tensor in zip(here.items(), mapped, strict=True):
                     _check_shape(model, name, source, tensor, path)
                 for name, tensor in zip(here, pool.map(copy, mapped, here.values()), strict=True):
-                    _place(model, ties.get(name, (name,)), tensor)
+                    place(model, ties.get(name, (name,)), tensor)
                 del mapped, tensor
     if report.missing or report.unexpected:
         logger.warning(_describe(report, folder))
     return report
 
 
-def weight_files(folder: Path, *, may_unpickle: bool = False) -> list[Path]:
+def compare_keys(
+    model: nn.Module, folder: Path, *, key_map: KeyMap | None = None, allow_pickle: bool = False
+) -> LoadReport:
+    """Returns what does not fit between a module and a folder's files, of which the keys alone are read."""
+    files = weight_files(folder, allow_pickle=allow_pickle)
+    return _plan(model, [key for path in files for key in keys_of(path)], key_map)[1]
+
+
+def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
     """Returns the files that hold a folder's weights; a folder without any, or with pickles only, is refused."""
     if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]
@@ -159,10 +180,11 @@ def weight_files(folder: Path, *, may_unpickle: bool = False) -> list[Path]:
     pickles = [folder / name for name in (PICKLED_FILE, PICKLED_INDEX_FILE) if (folder / name).is_file()]
     if not pickles:
         raise CheckpointError(f"{folder} holds no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE} is there.")
-    if not may_unpickle:
+    if not allow_pickle:
         raise CheckpointError(
-            f"{pickles[0]} is a pickle, which may run any program when it is read. Convert it to safetensors, or pass "
-            "allow_pickle=True if you trust its origin."
+            f"{pickles[0]} is a pickle, which may run any program when it is read. Convert it to safetensors, or, if "
+            "you trust its origin, pass allow_pickle=True (in a run file, model.pretrained: {folder: …, "
+            "allow_pickle: true})."
         )
     return pickles if pickles[0].name == PICKLED_FILE else _files_of_index(pickles[0])
 
@@ -220,8 +242,9 @@ def shared_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {name: tuple(names) for names in by_tensor.values() if len(names) > 1 for name in names}
 
 
-def _plan(model: nn.Module, found: Mapping[str, Source]) -> tuple[dict[str, Source], LoadReport]:
+def _plan(model: nn.Module, keys: Sequence[str], key_map: KeyMap | None) -> tuple[dict[str, Source], LoadReport]:
     """Decides where each of our weights comes from; a tied one comes from the first of its names that is there."""
+    found = {name: Source(*source) for name, source in (key_map or KeyMap()).ours_in(keys).items()}
     ties = shared_names(model)
     plan: dict[str, Source] = {}
     missing = []
@@ -242,15 +265,16 @@ def _plan(model: nn.Module, found: Mapping[str, Source]) -> tuple[dict[str, Sour
 def _describe(report: LoadReport, folder: Path) -> str:
     parts = []
     if report.missing:
-        parts.append(f"{len(report.missing)} weights of the model are missing ({_listed(report.missing)})")
+        parts.append(f"{len(report.missing)} weights of the model are missing ({listed(report.missing)})")
     if report.unexpected:
-        parts.append(f"{len(report.unexpected)} keys belong to no weight ({_listed(report.unexpected)})")
+        parts.append(f"{len(report.unexpected)} keys belong to no weight ({listed(report.unexpected)})")
     return f"{folder} does not fit the model: {'; '.join(parts)}."
 
 
-def _listed(names: tuple[str, ...], *, at_most: int = 20) -> str:
+def listed(names: Sequence[str], *, at_most: int = 20) -> str:
+    """Returns names with commas between them, the first ones where there are many; `none` where there are none."""
     more = f", and {len(names) - at_most} more" if len(names) > at_most else ""
-    return ", ".join(names[:at_most]) + more
+    return (", ".join(names[:at_most]) + more) or "none"
 
 
 def _draw_missing(
@@ -263,12 +287,16 @@ def _draw_missing(
 ) -> None:
     state = model.state_dict(keep_vars=True)
     absent = [name for name in missing if state[name].is_meta]
+    for name in missing:
+        if dtype is not None and name not in absent and state[name].is_floating_point():
+            # As the weights beside them are: a layer does not take another's dtype.
+            place(model, ties.get(name, (name,)), state[name].detach().to(dtype))
     if not absent:
         return
     for name in absent:
         drawn_dtype = dtype if dtype is not None and state[name].is_floating_point() else state[name].dtype
         empty = torch.empty(state[name].shape, dtype=drawn_dtype, device=device)
-        _place(model, ties.get(name, (name,)), empty)
+        place(model, ties.get(name, (name,)), empty)
     # Everything else is still on the meta device, where drawing costs nothing.
     model.reset_parameters()  # type: ignore[operator]
 
@@ -293,7 +321,7 @@ def _owned(tensor: Tensor, source: Source, *, dtype: torch.dtype | None, device:
     return tensor.to(device=device, dtype=wanted, copy=True, memory_format=torch.contiguous_format)
 
 
-def _place(model: nn.Module, names: tuple[str, ...], tensor: Tensor) -> None:
+def place(model: nn.Module, names: tuple[str, ...], tensor: Tensor) -> None:
     """Makes a tensor the weight of all the names; a parameter keeps its attributes (`no_weight_decay`, ...)."""
     owner, leaf = _owner(model, names[0])
     weight = getattr(owner, leaf)

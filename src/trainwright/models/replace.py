@@ -51,6 +51,13 @@ def replace_modules(model: nn.Module, rules: Mapping[str, Any], make: Make) -> l
     return [name for name in places if name in owners]
 
 
+def claimed_modules(model: nn.Module, rules: Mapping[str, Any]) -> dict[str, str]:
+    """Returns which rule's glob owns which module, in the model's order, without making or replacing one."""
+    places = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    owners = _claim(places, rules)
+    return {name: owners[name] for name in places if name in owners}
+
+
 def _claim(places: Mapping[str, nn.Module], rules: Mapping[str, Any]) -> dict[str, str]:
     """Returns which rule owns which place."""
     owners: dict[str, str] = {}

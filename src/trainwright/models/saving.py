@@ -1,15 +1,17 @@
 """Writes a module as a folder in Hugging Face's layout: config.json and safetensors, in shards where it is large.
 
-The folder is made beside its place and renamed into it, so that nobody ever sees half of one.
+Files are made in a folder of their own and moved when all are there, the one that makes a model of them last, so that
+nobody ever reads half of one. What others have put into the folder is left alone.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,8 +31,10 @@ from trainwright.models.pretrained import (
     shared_names,
 )
 
-SETTINGS_FILE = "config.yaml"
-"""The run's settings, which go with weights that have no config.json."""
+SETTINGS = (CONFIG_FILE, "adapter_config.json")
+"""The files without which nobody takes a folder for a model's or an adapter's."""
+
+SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 def write_folder(
@@ -40,48 +44,74 @@ def write_folder(
     *,
     key_map: KeyMap | None = None,
     max_shard_bytes: int = 5_000_000_000,
+    leave_out: Collection[str] = (),
 ) -> Path:
     """Writes a model's config.json, with its dtype, and its weights; returns the folder.
 
-    A model folder that exists is replaced, and its other files (a tokenizer, a README) are kept. A folder that is
-    neither empty nor a model's is refused.
+    In a model's folder that exists these files are replaced. A folder that is neither empty nor a model's is refused.
+    `leave_out` names sub-modules whose weights are not written.
     """
-    if max_shard_bytes < 1:
-        raise ConfigError(f"max_shard_bytes is {max_shard_bytes}. Use a number of bytes, such as 5000000000.")
+    check_target(folder)
+    if folder.is_dir() and any(folder.iterdir()) and not is_model_folder(folder):
+        raise CheckpointError(
+            f"{folder} has files and is no model folder, so nothing is written there. Choose another, or empty it."
+        )
     dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
-    with staged(folder) as staging:
+    with staged(folder, replaces=model_files(folder)) as staging:
         write_json(staging / CONFIG_FILE, {**config, "dtype": str(dtype).removeprefix("torch.")})
-        write_weights(model, staging, key_map=key_map or KeyMap(), max_shard_bytes=max_shard_bytes)
+        write_weights(
+            model,
+            staging,
+            key_map=key_map or KeyMap(),
+            max_shard_bytes=max_shard_bytes,
+            leave_out=leave_out,
+        )
     return folder
 
 
 @contextmanager
-def staged(folder: Path) -> Iterator[Path]:
-    """Gives a folder to write a model into, which takes the place of `folder` at the end; an error leaves no trace.
+def staged(folder: Path, *, replaces: Collection[str] = ()) -> Iterator[Path]:
+    """Gives an empty folder to write files into, which are those of `folder` at the end; an error leaves no trace.
 
-    A model folder that exists is replaced, and its files that are no weights are kept unless they were written anew.
+    A folder that exists loses the files that `replaces` names, and keeps all others that were not written anew.
     """
-    _check_target(folder)
+    check_target(folder)
+    exists = folder.is_dir()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = folder.parent / f".{folder.name}.writing-{uuid.uuid4().hex[:8]}"
+    # Inside of a folder that exists: it may be a mount or a link, and only files in it can be moved to it at no cost.
+    place = folder if exists else folder.parent
+    staging = place / f".{folder.name}.writing-{uuid.uuid4().hex[:8]}"
     staging.mkdir()
     try:
         yield staging
-        _keep_other_files(folder, staging)
-        _swap(staging, folder)
+        if exists:
+            _move_in(staging, folder, replaces)
+        else:
+            staging.rename(folder)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
 
 
-def write_weights(model: nn.Module, folder: Path, *, key_map: KeyMap, max_shard_bytes: int) -> None:
+def check_target(folder: Path) -> None:
+    """Refuses a place that cannot be a folder."""
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file; a model is written as a folder. Choose another place.")
+
+
+def write_weights(
+    model: nn.Module, folder: Path, *, key_map: KeyMap, max_shard_bytes: int, leave_out: Collection[str] = ()
+) -> None:
     """Writes the weights under the files' keys: one safetensors file, or shards with an index; tied ones once.
 
     Peak memory is the model plus one shard, which is what must be copied (from a device, or transposed).
     """
+    if max_shard_bytes < 1:
+        raise ConfigError(f"max_shard_bytes is {max_shard_bytes}. Use a number of bytes, such as 5000000000.")
     state = model.state_dict()
     ties = shared_names(model)
-    names = [name for name in state if name == ties.get(name, (name,))[0]]
+    kept = [name for name in state if not name.startswith(tuple(f"{one}." for one in leave_out))]
+    names = [name for name in kept if name == ties.get(name, (name,))[0]]
     shards = split_into_shards({name: state[name].nbytes for name in names}, max_bytes=max_shard_bytes)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
@@ -89,15 +119,20 @@ def write_weights(model: nn.Module, folder: Path, *, key_map: KeyMap, max_shard_
         tensors = {}
         for name in shard:
             key, transpose = key_map.to_theirs(name)
-            tensors[key] = _as_stored(state[name], transpose=transpose)
+            tensors[key] = as_stored(state[name], transpose=transpose)
             weight_map[key] = file
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        # The library makes files that only their owner reads; a folder that others may read has readable files.
-        (folder / file).chmod(folder.stat().st_mode & 0o666)
-        _sync(folder / file)
+        write_tensors(tensors, folder / file)
     if len(shards) > 1:
         total = {"total_size": sum(state[name].nbytes for name in names)}
         write_json(folder / INDEX_FILE, {"metadata": total, "weight_map": dict(sorted(weight_map.items()))})
+
+
+def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Writes a safetensors file, and makes sure that it is on the disk."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    # The library makes files that only their owner reads; a folder that others may read has readable files.
+    path.chmod(path.parent.stat().st_mode & 0o666)
+    _sync(path)
 
 
 def split_into_shards(sizes: Mapping[str, int], *, max_bytes: int) -> list[list[str]]:
@@ -119,53 +154,36 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     _sync(path)
 
 
-def is_model_folder(folder: Path) -> bool:
-    """Says whether a folder holds a model: its settings, and weights."""
-    has_settings = any((folder / name).is_file() for name in (CONFIG_FILE, SETTINGS_FILE))
-    weights = (WEIGHTS_FILE, INDEX_FILE, PICKLED_FILE, PICKLED_INDEX_FILE)
-    return has_settings and any((folder / name).is_file() for name in weights)
-
-
-def _as_stored(tensor: Tensor, *, transpose: bool) -> Tensor:
+def as_stored(tensor: Tensor, *, transpose: bool = False) -> Tensor:
+    """Returns a tensor as files hold it: on the CPU and contiguous; no copy is made where it is so already."""
     if tensor.is_meta:
         raise CheckpointError("The model is on the meta device and has no weights to write. Load or draw them first.")
     return (tensor.t() if transpose else tensor).cpu().contiguous()
 
 
-def _check_target(folder: Path) -> None:
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is a file; a model is written as a folder. Choose another place.")
-    if any(folder.iterdir()) and not is_model_folder(folder):
-        raise CheckpointError(
-            f"{folder} has files and is no model folder, so nothing is written there. Choose another, or empty it."
-        )
+def is_model_folder(folder: Path) -> bool:
+    """Says whether a folder holds a model: its settings, and weights."""
+    weights = (WEIGHTS_FILE, INDEX_FILE, PICKLED_FILE, PICKLED_INDEX_FILE)
+    return (folder / CONFIG_FILE).is_file() and any((folder / name).is_file() for name in weights)
 
 
-def _keep_other_files(folder: Path, staging: Path) -> None:
-    if not folder.exists():
-        return
-    for path in folder.iterdir():
-        is_weights = path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json")
-        if is_weights or (staging / path.name).exists():
-            continue
-        if path.is_dir():
-            shutil.copytree(path, staging / path.name, symlinks=True)
-        else:
-            shutil.copy2(path, staging / path.name)
+def model_files(folder: Path) -> set[str]:
+    """Returns the names of those files of a folder that are a model's, as they are written here."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    return {name for name in names if name in (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE) or SHARD_NAME.fullmatch(name)}
 
 
-def _swap(staging: Path, folder: Path) -> None:
-    if folder.is_dir() and any(folder.iterdir()):
-        aside = folder.parent / f".{folder.name}.replaced-{uuid.uuid4().hex[:8]}"
-        folder.rename(aside)
-        staging.rename(folder)
-        shutil.rmtree(aside)
-    else:
-        if folder.is_dir():
-            folder.rmdir()  # an empty one, which not every system renames over
-        staging.rename(folder)
+def _move_in(staging: Path, folder: Path, replaces: Collection[str]) -> None:
+    """Moves files into a folder that has some: settings leave first and come last, as nothing is read without them."""
+    written = [path.name for path in staging.iterdir()]
+    for name in written:
+        if (folder / name).is_dir():
+            raise CheckpointError(f"{folder / name} is a folder, and a file of that name is to be written. Rename it.")
+    for name in sorted({*written, *replaces}, key=lambda name: name not in SETTINGS):
+        (folder / name).unlink(missing_ok=True)
+    for name in sorted(written, key=lambda name: name in SETTINGS):
+        (staging / name).rename(folder / name)
+    staging.rmdir()
 
 
 def _sync(path: Path) -> None:

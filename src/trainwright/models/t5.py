@@ -21,7 +21,7 @@ from trainwright.labels import IGNORED_LABEL
 from trainwright.models.key_map import KeyMap
 from trainwright.models.layers.activations import activation
 from trainwright.models.layers.attention import attend
-from trainwright.models.layers.checks import check_counts, check_dropouts, check_heads
+from trainwright.models.layers.checks import check_heads, check_keywords
 from trainwright.models.layers.masks import unpadded_keys, visible_keys
 from trainwright.models.layers.settings import keywords_of
 from trainwright.models.model import Model
@@ -66,6 +66,7 @@ class T5(Model):
         decoder_start_token_id: int = 0,
         initializer_factor: float = 1.0,
     ) -> None:
+        check_keywords(T5.__init__, locals())
         if head_size is None:
             check_heads(hidden_size, num_heads)
             head_size = hidden_size // num_heads
@@ -75,9 +76,6 @@ class T5(Model):
         settings = keywords_of(locals())
         super().__init__()
         self.settings = settings
-        check_counts(vocab_size=vocab_size, hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads)
-        check_counts(num_decoder_layers=num_decoder_layers, head_size=head_size, intermediate_size=intermediate_size)
-        check_dropouts(dropout=dropout)
         check_buckets(num_buckets, max_distance)
         self.shared = nn.Embedding(vocab_size, hidden_size)
         self.encoder = Stack(settings, depth=num_layers, is_decoder=False)
@@ -355,7 +353,8 @@ class FeedForward(nn.Module):
             self.wi = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.wo = nn.Linear(intermediate_size, hidden_size, bias=False)
         # "gated-gelu" has always been the approximation by tanh.
-        self.activation = activation("gelu_new" if kind == "gated-gelu" else kind.removeprefix("gated-"))
+        name = "gelu_new" if kind == "gated-gelu" else kind.removeprefix("gated-")
+        self.activation = activation(name, setting="feed_forward (less gated-)" if self.is_gated else "feed_forward")
         self.dropout = nn.Dropout(settings["dropout"])
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -392,6 +391,5 @@ def check_buckets(num_buckets: int, max_distance: int) -> None:
     if num_buckets < 4 or max_distance <= num_buckets // 2:
         raise ConfigError(
             f"num_buckets is {num_buckets} and max_distance {max_distance}. Use at least 4 buckets, and a max_distance "
-            "of more than half of them.",
-            where="model",
+            "of more than half of them."
         )

@@ -10,7 +10,10 @@ but by locate.py, where a name is the hub's. Our own models are in the files bes
 
 from __future__ import annotations
 
+import inspect
 import logging
+import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,12 +24,23 @@ from torch import nn
 
 from trainwright.config.problems import nearest
 from trainwright.errors import CheckpointError, ConfigError
-from trainwright.models.locate import find_folder
-from trainwright.models.pretrained import LoadReport, as_dtype, read_config_file
+from trainwright.models.pretrained import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    LoadReport,
+    as_dtype,
+    keys_of,
+    listed,
+    read_config_file,
+    weight_files,
+)
+from trainwright.models.transformers_calls import watch_calls
 
 logger = logging.getLogger(__name__)
 
-# Keywords of the model rather than of its config; torch_dtype is the name that most files and pages use.
+DTYPE_NAMES = ("dtype", "torch_dtype")
+"""Keywords of the model rather than of its config; the second is the name that most files and pages use."""
 
 
 def is_transformers_class(target: Any) -> bool:
@@ -40,40 +54,52 @@ def build_transformers(
     target: type[Any],
     arguments: Mapping[str, Any],
     *,
-    pretrained: str | Path | None = None,
-    home_path: str | Path | None = None,
+    pretrained: Path | None = None,
     strict: bool = True,
+    told: Mapping[str, Any] | None = None,
 ) -> tuple[nn.Module, LoadReport]:
     """Builds a model of a transformers class, with random weights or with those of a folder.
 
     `arguments` are the keywords of its config (an Auto class needs `model_type` among them, or a folder), changes
     to the folder's config where one is given, and `attn_implementation` and `dtype`. Weights are float32 unless
     `dtype` says otherwise, whatever the files hold: precision is the training's, and 16-bit weights lose small
-    updates. With `strict`, keys of the folder that the model has no place for are refused, except where the class
-    is not the one that was saved: a head then goes and another comes. The report names what was drawn at random.
+    updates. With `strict`, weights of other shapes are refused, and keys of the folder that the model has no place
+    for, except where the class is not the one that was saved: a head then goes and another comes. The report names
+    what was drawn at random. `told` is the content of a config.json whose folder may be gone: it gives the sizes.
     """
     arguments = dict(arguments)
-    dtype = _take_dtype(arguments)
+    dtype = _take_dtype(arguments) or torch.float32
     attention = arguments.pop("attn_implementation", None)
-    folder = None if pretrained is None else find_folder(pretrained, home_path=home_path)
-    config = _keyword_config(target, arguments) if folder is None else _folder_config(target, arguments, folder)
-    if "use_cache" not in arguments and hasattr(config, "use_cache"):
-        config.use_cache = False  # keys and values of a training batch serve nobody
-    options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+    source = "the run's pretrained.json" if pretrained is None else pretrained / CONFIG_FILE
+    told = read_config_file(pretrained) if pretrained is not None else told
+    config = _keyword_config(target, arguments) if told is None else _told_config(target, arguments, told, source)
+    options: dict[str, Any] = {"dtype": dtype} | ({} if attention is None else {"attn_implementation": attention})
     make = target.from_config if _is_auto(target) else target._from_config
+    report = LoadReport((), ())
     try:
-        if folder is None:
-            return make(config, dtype=dtype or torch.float32, **options), LoadReport((), ())
-        return _load(target, folder, config, {"dtype": dtype or torch.float32, **options}, strict=strict)
-    except (ValueError, ImportError, OSError) as error:
+        if pretrained is None:
+            model = make(config, **options)
+        else:
+            model, report = _load(target, pretrained, config, options, strict=strict)
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, ImportError, OSError, TypeError, RuntimeError) as error:
+        if isinstance(error, (TypeError, RuntimeError)) and not target.__module__.startswith("transformers."):
+            raise  # perhaps a mistake in a user's own constructor, of which the traceback is worth more
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"transformers cannot build {target.__name__}: {first}") from error
+        by = "" if told is None else f" by {source}"
+        raise ConfigError(f"transformers cannot build {target.__name__}{by}: {first}") from error
+    watch_calls(model, leaves_cache="use_cache" in arguments)
+    return model, report
 
 
 def _load(
     target: type[Any], folder: Path, config: Any, options: dict[str, Any], *, strict: bool
 ) -> tuple[nn.Module, LoadReport]:
     saved = read_config_file(folder).get("architectures") or []
+    if any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE)):
+        for path in weight_files(folder):
+            keys_of(path)  # a damaged file is named, which transformers does not do
     with _quiet():
         model, info = target.from_pretrained(
             folder,
@@ -82,26 +108,30 @@ def _load(
             local_files_only=True,
             use_safetensors=True,
             trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # so that they can be named below
+            ignore_mismatched_sizes=True,  # so that they can be named below, or drawn anew
             **options,
         )
-    wrong = [
-        f"{key}: {tuple(theirs)} in the files, {tuple(ours)} in the model" for key, theirs, ours in _mismatches(info)
-    ]
-    if wrong:
-        raise CheckpointError(f"The weights of {folder} have other shapes: {'; '.join(sorted(wrong)[:8])}.")
-    report = LoadReport(tuple(sorted(info["missing_keys"])), tuple(sorted(info["unexpected_keys"])))
+    model.config._name_or_path = ""  # a place on this machine, which would go into every export
+    others = {key: (tuple(theirs), tuple(ours)) for key, theirs, ours in info.get("mismatched_keys") or ()}
+    if others and strict:
+        wrong = [f"{key}: {theirs} in the files, {ours} in the model" for key, (theirs, ours) in sorted(others.items())]
+        raise CheckpointError(
+            f"The weights of {folder} have other shapes: {'; '.join(wrong[:8])}. Change the model's settings, or draw "
+            "these weights anew with strict: false."
+        )
+    missing = {*info["missing_keys"], *others}
+    report = LoadReport(tuple(sorted(missing)), tuple(sorted(info["unexpected_keys"])))
     if strict and type(model).__name__ in saved and (report.missing or report.unexpected):
         raise CheckpointError(
-            f"The weights of {folder} are not all of this model's: missing {_listed(report.missing)}; unexpected "
-            f"{_listed(report.unexpected)}. Choose another folder, or load with strict: false."
+            f"The weights of {folder} are not all of this model's: missing {listed(report.missing)}; unexpected "
+            f"{listed(report.unexpected)}. Choose another folder, or load with strict: false."
         )
     if report.missing or report.unexpected:
         logger.warning(
             "%s: not in the files, and drawn at random: %s; not in the model, and left out: %s",
             folder,
-            _listed(report.missing),
-            _listed(report.unexpected),
+            listed(report.missing),
+            listed(report.unexpected),
         )
     # from_pretrained leaves a model in evaluation mode; a run trains it.
     return model.train(), report
@@ -137,14 +167,13 @@ def _keyword_config(target: type[Any], arguments: dict[str, Any]) -> Any:
             hint = f'Did you mean "{guess}"?' if guess else "Give one, such as gpt2, llama or bert."
             raise ConfigError(f"{target.__name__} {problem}. {hint} Or give a folder: pretrained.")
         config_class = CONFIG_MAPPING[model_type]
-    _refuse_unknown(config_class, arguments)
+    _refuse_unknown(target, config_class, arguments)
     return _make_config(config_class, arguments)
 
 
-def _folder_config(target: type[Any], arguments: dict[str, Any], folder: Path) -> Any:
+def _told_config(target: type[Any], arguments: dict[str, Any], told: Mapping[str, Any], source: object) -> Any:
     from transformers import CONFIG_MAPPING
 
-    told = read_config_file(folder)
     model_type = str(told.get("model_type"))
     config_class: Any = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401  # no get
     wanted = arguments.pop("model_type", model_type)
@@ -154,46 +183,53 @@ def _folder_config(target: type[Any], arguments: dict[str, Any], folder: Path) -
         config_class = target.config_class if config_class is None else config_class
     if config_class is None or wanted != model_type:
         raise ConfigError(
-            f"{folder} holds a model of the type {model_type!r}, "
+            f"{source} holds a model of the type {model_type!r}, "
             + (f"not {wanted!r}." if wanted != model_type else "which transformers does not have.")
             + " Choose the class, or the folder, accordingly."
         )
-    _refuse_unknown(config_class, arguments)
+    _refuse_unknown(target, config_class, arguments)
     # `_name_or_path` and the like in the file are no keywords of ours to check.
-    return _make_config(config_class, {**told, **arguments, "dtype": None, "torch_dtype": None})
+    return _make_config(config_class, {**told, **arguments, "dtype": None, "torch_dtype": None}, source)
 
 
-def _make_config(config_class: type[Any], keywords: dict[str, Any]) -> Any:
+def _make_config(config_class: type[Any], keywords: dict[str, Any], source: object | None = None) -> Any:
     try:
         return config_class.from_dict(keywords)
     except Exception as error:  # each config checks its values in its own way
-        raise ConfigError(f"{config_class.__name__} refuses its settings: {error}") from error
+        place = "" if source is None else f"{source}: "
+        raise ConfigError(f"{place}{config_class.__name__} refuses its settings: {error}") from error
 
 
-def _refuse_unknown(config_class: type[Any], arguments: Mapping[str, Any]) -> None:
+def _refuse_unknown(target: type[Any], config_class: type[Any], arguments: Mapping[str, Any]) -> None:
     default = config_class()
     known = {name for name in vars(default) if not name.startswith("_")} | set(default.attribute_map) | {"num_labels"}
+    known |= {name for base in config_class.__mro__ for name in vars(base).get("__dataclass_fields__", ())}
     for name in arguments:
-        if name not in known:
+        if name not in known and not _is_read(target, config_class, name):
             guess = nearest(name, known)
             hint = f'Did you mean "{guess}"?' if guess else f"It has: {', '.join(sorted(known))}."
             raise ConfigError(f'{config_class.__name__} has no setting "{name}". {hint}')
 
 
+def _is_read(target: type[Any], config_class: type[Any], name: str) -> bool:
+    """Does the model's own file ask its config for this name, though the config does not list it?
+
+    Qwen 3's mixture of experts does so with head_dim: `getattr(config, "head_dim", …)`.
+    """
+    model_class = target._model_mapping[config_class] if _is_auto(target) else target
+    for each in model_class if isinstance(model_class, tuple) else (model_class,):
+        source = inspect.getsource(sys.modules[each.__module__])
+        if re.search(rf"""config\.{re.escape(name)}\b|config, ["']{re.escape(name)}["']""", source):
+            return True
+    return False
+
+
 def _take_dtype(arguments: dict[str, Any]) -> torch.dtype | None:
-    given = [arguments.pop(name) for name in ("dtype", "torch_dtype") if name in arguments]
+    given = [arguments.pop(name) for name in DTYPE_NAMES if name in arguments]
     if len(given) == 2:
         raise ConfigError("dtype and torch_dtype are the same setting. Give one of them.")
     return as_dtype(given[0]) if given else None
 
 
-def _mismatches(info: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    return list(info.get("mismatched_keys") or ())
-
-
 def _is_auto(target: type[Any]) -> bool:
     return not issubclass(target, nn.Module)
-
-
-def _listed(keys: tuple[str, ...]) -> str:
-    return (", ".join(keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")) or "none"

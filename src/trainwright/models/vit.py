@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainwright.errors import ConfigError, DataError
 from trainwright.models.layers.activations import activation as find_activation
 from trainwright.models.layers.attention import attend
-from trainwright.models.layers.checks import check_counts, check_dropouts, check_heads
+from trainwright.models.layers.checks import check_heads, check_keywords
 from trainwright.models.layers.classes import class_criterion, class_loss, label_names, num_labels_of
 from trainwright.models.layers.settings import keywords_of
 from trainwright.models.model import KeyRule, Model
@@ -65,16 +65,14 @@ class ViT(Model):
         attention_dropout: float = 0.0,
         initializer_range: float = 0.02,
     ) -> None:
+        check_keywords(ViT.__init__, locals())
         intermediate_size = 4 * hidden_size if intermediate_size is None else intermediate_size
         image_size = image_size if isinstance(image_size, int) else list(image_size)
         patch_size = patch_size if isinstance(patch_size, int) else list(patch_size)
         settings = keywords_of(locals())
         super().__init__()
         self.settings = settings
-        check_counts(num_labels=num_labels, num_channels=num_channels, hidden_size=hidden_size)
-        check_counts(num_layers=num_layers, num_heads=num_heads, intermediate_size=intermediate_size)
         check_heads(hidden_size, num_heads)
-        check_dropouts(dropout=dropout, attention_dropout=attention_dropout)
         self.vit = Body(settings)
         self.classifier = nn.Linear(hidden_size, num_labels)
         self.criterion: nn.Module = class_criterion(num_labels)
@@ -151,8 +149,7 @@ class Body(nn.Module):
         if num_patches == 0:
             raise ConfigError(
                 f"patch_size {patch[0]} × {patch[1]} is larger than image_size {self.image_shape[1]} × "
-                f"{self.image_shape[2]}: there is not one patch. Use smaller patches.",
-                where="model",
+                f"{self.image_shape[2]}: there is not one patch. Use smaller patches."
             )
         self.patch_projection = nn.Conv2d(settings["num_channels"], hidden_size, kernel_size=patch, stride=patch)
         self.cls_token = nn.Parameter(torch.empty(1, 1, hidden_size))
@@ -233,8 +230,8 @@ class MLP(nn.Module):
 
 
 def pair(name: str, size: int | Sequence[int]) -> tuple[int, int]:
-    """Returns (height, width) of a side or a pair of sides, both at least 1."""
+    """Returns (height, width) of a side or a pair of sides."""
     sides = (size, size) if isinstance(size, int) else tuple(size)
-    if len(sides) != 2 or min(sides) < 1:
-        raise ConfigError(f"{name} is {size}. Use a whole number of pixels, or [height, width].", where="model")
+    if len(sides) != 2:
+        raise ConfigError(f"{name} is {size}. Use a whole number of pixels, or [height, width].")
     return sides[0], sides[1]

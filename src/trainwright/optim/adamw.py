@@ -152,7 +152,7 @@ def has_fused_kernel(parameter: Tensor) -> bool:
 
 
 def _check_state_dtype(state_dtype: str, entries: list[Any], *, fused: bool | None, amsgrad: bool) -> None:
-    if state_dtype not in STATE_DTYPES:
+    if state_dtype not in list(STATE_DTYPES):  # a list: what has no hash is refused too
         raise ConfigError(f'state_dtype is {state_dtype!r}. Use "fp32" or "bf16", or leave it out.')
     if amsgrad:
         # Rounding by chance would drive the maximum up, step after step.

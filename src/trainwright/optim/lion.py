@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.errors import ConfigError
 from trainwright.optim.device_step import (
     copy_reported,
     entries_of,
@@ -27,6 +26,7 @@ from trainwright.optim.device_step import (
     unless,
     updated_parameters,
 )
+from trainwright.optim.settings import refuse_impossible
 
 
 class Lion(torch.optim.Optimizer):
@@ -47,12 +47,7 @@ class Lion(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         report: bool = False,
     ) -> None:
-        if not float(lr) >= 0.0:
-            raise ConfigError(f"lr is {lr}. Use a number of at least 0.")
-        if not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ConfigError(f"betas are {tuple(betas)}. Use two numbers from 0 to below 1.")
-        if not weight_decay >= 0.0:
-            raise ConfigError(f"weight_decay is {weight_decay}. Use a number of at least 0.")
+        refuse_impossible(lr=lr, betas=betas, weight_decay=weight_decay)
         defaults = {
             "lr": lr,
             "betas": (betas[0], betas[1]),

@@ -38,6 +38,7 @@ from trainwright.optim.device_step import (
 )
 from trainwright.optim.newton_schulz import as_wide_matrix, orthogonalize
 from trainwright.optim.parameter_kinds import uses_muon
+from trainwright.optim.settings import refuse_impossible
 
 RATIOS: Mapping[str, Callable[[int, int], float]] = {
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
@@ -95,13 +96,6 @@ class Muon(torch.optim.Optimizer):
         kinds: Mapping[str, str] | None = None,
         report: bool = False,
     ) -> None:
-        numbers = {"lr": lr, "weight_decay": weight_decay, "adamw_lr": adamw_lr}
-        for name, value in {**numbers, "adamw_weight_decay": adamw_weight_decay}.items():
-            if value is not None and not float(value) >= 0.0:
-                raise ConfigError(f"{name} is {value}. Use a number of at least 0.")
-        for name, value in (("momentum", momentum), *(("adamw_betas", beta) for beta in adamw_betas)):
-            if not 0.0 <= value < 1.0:
-                raise ConfigError(f"{name}: {value} is not from 0 to below 1.")
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -116,6 +110,8 @@ class Muon(torch.optim.Optimizer):
             "adamw_eps": adamw_eps,
             "report": report,
         }
+        refuse_impossible(**defaults)
+        refuse_impossible(adamw_lr=adamw_lr, adamw_weight_decay=adamw_weight_decay)
         self._rule = _Rule(kinds, as_globs("exclude", exclude), adamw_lr, adamw_weight_decay)
         super().__init__(entries_of(params, owner="Muon"), defaults)
         self._refuse_unmatched()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,9 @@ from trainwright.config.problems import suggest
 from trainwright.errors import ConfigError
 from trainwright.models.freeze import freeze
 from trainwright.models.names import as_globs, unmatched
+from trainwright.optim.settings import Origin, check_settings, is_number
 
+MOST_SHOWN = 4
 _MARKS = ("lr_scale", "no_weight_decay")
 
 
@@ -46,26 +49,52 @@ def make_optimizer(
     groups: Iterable[Mapping[str, Any]] = (),
     *,
     label: str = "trainer.optimizer",
-    where: object | None = None,
+    origin: Origin = lambda setting: None,
+    others: Mapping[str, str] = MappingProxyType({}),
 ) -> torch.optim.Optimizer:
     """Makes an optimizer over groups: `make` is called once, with what torch's optimizers take as `params`.
 
-    `groups` is as in a config; `label` is where it stands there, and `where` the file and line, for errors.
+    `groups` is as in a config; `label` is where it stands there, and `origin` says of what is below it in which line
+    it was written, for errors. `others` are names that are not this optimizer's, and why (see `names_of_others`).
     """
-    rules = read_rules(groups, label=f"{label}.groups", where=where)
-    optimizer = make(make_groups(named_parameters, rules, label=f"{label}.groups", where=where))
-    _refuse_unknown_settings(rules, optimizer, label=f"{label}.groups", where=where)
+    rules = read_rules(groups, label=f"{label}.groups", origin=origin)
+    made_of = make_groups(named_parameters, rules, label=f"{label}.groups", origin=origin, others=others)
+    try:
+        optimizer = make(made_of)
+    except ConfigError as error:
+        if error.where is not None:
+            raise
+        raise type(error)(f"{label}: {error.problem}", where=origin(label)) from error
+    _check_rules(rules, optimizer, label=f"{label}.groups", origin=origin)
     for group in optimizer.param_groups:
-        _settle(group, optimizer, label=label, where=where)
+        _settle(group, optimizer, label=label, where=origin(label))
     return optimizer
 
 
-def read_rules(groups: Iterable[Mapping[str, Any]], *, label: str, where: object | None) -> list[Rule]:
+def names_of_others(model: nn.Module, owned: Mapping[str, Tensor]) -> dict[str, str]:
+    """Returns the names of a model's parameters that an optimizer over `owned` does not have, each with the reason."""
+    names = {id(parameter): name for name, parameter in owned.items()}
+    reasons = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in owned:
+            continue
+        if id(parameter) in names:
+            reasons[name] = f"is tied to {names[id(parameter)]} and goes by that name"
+        elif not parameter.requires_grad:
+            reasons[name] = "is frozen"
+        else:
+            reasons[name] = "belongs to another optimizer"
+    return reasons
+
+
+def read_rules(groups: Iterable[Mapping[str, Any]], *, label: str, origin: Origin) -> list[Rule]:
     """Reads the entries of `groups` and refuses those that match or set nothing by their form."""
-    if isinstance(groups, Mapping) or not isinstance(groups, Iterable):
+    where = origin(label)
+    if isinstance(groups, (Mapping, str)) or not isinstance(groups, Iterable):
         raise ConfigError(f'{label}: must be a list such as [{{match: "*.bias", weight_decay: 0}}].', where=where)
     rules = []
     for number, entry in enumerate(groups):
+        where = origin(f"{label}.{number}")
         if not isinstance(entry, Mapping) or "match" not in entry:
             raise ConfigError(
                 f'{label}.{number}: must be a mapping with match, such as {{match: "*.bias", weight_decay: 0}}; '
@@ -78,12 +107,7 @@ def read_rules(groups: Iterable[Mapping[str, Any]], *, label: str, where: object
         for key in ("params", "param_names", *_MARKS):
             if key in settings:
                 raise ConfigError(f"{label}.{number}.{key}: is not a setting of a group. Remove it.", where=where)
-        for key in ("lr", "weight_decay"):
-            if key in settings and not _is_number(settings[key], least=0.0):
-                raise ConfigError(
-                    f"{label}.{number}.{key}: must be a number of at least 0, got {settings[key]!r}.", where=where
-                )
-        rules.append(Rule(as_globs(f"{label}.{number}.match", entry["match"]), settings))
+        rules.append(Rule(_globs(entry["match"], f"{label}.{number}.match", origin), settings))
     return rules
 
 
@@ -92,19 +116,23 @@ def make_groups(
     rules: Sequence[Rule] = (),
     *,
     label: str = "groups",
-    where: object | None = None,
+    origin: Origin = lambda setting: None,
+    others: Mapping[str, str] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Returns torch's parameter groups with their names: every parameter is in exactly one.
 
     What no rule matches comes first, because the first group's rate is the one that is logged. A glob that matches
-    nothing, or nothing that an earlier rule has left, is refused.
+    nothing, or nothing that an earlier rule has left, is refused; `others` says why a parameter is not here.
     """
     members: dict[_Place, list[str]] = {}
     for name, parameter in named_parameters.items():
         rule = next((n for n, each in enumerate(rules) if _is_matched(name, each)), None)
-        place = _Place(rule, _lr_scale(name, parameter, where), bool(getattr(parameter, "no_weight_decay", False)))
+        place = _Place(
+            rule, _lr_scale(name, parameter, origin(label)), bool(getattr(parameter, "no_weight_decay", False))
+        )
         members.setdefault(place, []).append(name)
-    _refuse_idle_rules(rules, list(named_parameters), {place.rule for place in members}, label, where)
+    _refuse_unmatched(rules, list(named_parameters), others, label, origin)
+    _refuse_idle(rules, {place.rule for place in members}, label, origin)
     made = []
     for place in sorted(members, key=_order):
         names = members[place]
@@ -140,49 +168,64 @@ def _order(place: _Place) -> tuple[int, bool, float]:
 
 def _lr_scale(name: str, parameter: Tensor, where: object | None) -> float:
     scale = getattr(parameter, "lr_scale", 1.0)
-    if not _is_number(scale, least=0.0):
+    if not is_number(scale) or not 0.0 <= scale < math.inf:
         raise ConfigError(f"{name}.lr_scale is {scale!r}. Use a number of at least 0.", where=where)
     return float(scale)
 
 
-def _is_number(value: object, *, least: float = -math.inf) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value < math.inf
+def _globs(given: Any, label: str, origin: Origin) -> tuple[str, ...]:
+    try:
+        return as_globs(label, given)
+    except ConfigError as error:
+        raise ConfigError(error.problem, where=origin(label)) from error
 
 
-def _refuse_idle_rules(
-    rules: Sequence[Rule], names: list[str], used: set[int | None], label: str, where: object | None
+def _refuse_unmatched(
+    rules: Sequence[Rule], names: list[str], others: Mapping[str, str], label: str, origin: Origin
 ) -> None:
+    """Refuses a glob that matches no parameter of the optimizer, and says so if it matches others."""
     for number, rule in enumerate(rules):
         for glob in rule.globs:
-            if not any(fnmatchcase(name, glob) for name in names):
-                raise ConfigError(f"{label}.{number}.match: {unmatched(glob, names, 'parameter')}", where=where)
+            if any(fnmatchcase(name, glob) for name in names):
+                continue
+            place = f"{label}.{number}.match"
+            found = [f"{name} {reason}" for name, reason in others.items() if fnmatchcase(name, glob)]
+            problem = unmatched(glob, names, "parameter")
+            if found:
+                more = f", and {len(found) - MOST_SHOWN} more" if len(found) > MOST_SHOWN else ""
+                problem = (
+                    f"{glob!r} matches no parameter of this optimizer: {', '.join(found[:MOST_SHOWN])}{more}. "
+                    "Change the glob, or remove the group."
+                )
+            raise ConfigError(f"{place}: {problem}", where=origin(place))
+
+
+def _refuse_idle(rules: Sequence[Rule], used: set[int | None], label: str, origin: Origin) -> None:
+    for number, rule in enumerate(rules):
         if number not in used:
             raise ConfigError(
                 f"{label}.{number}: has no effect, for earlier groups match all of {', '.join(rule.globs)}. The first "
                 "match wins: move it up, or remove it.",
-                where=where,
+                where=origin(f"{label}.{number}"),
             )
 
 
-def _refuse_unknown_settings(
-    rules: Sequence[Rule], optimizer: torch.optim.Optimizer, *, label: str, where: object | None
-) -> None:
+def _check_rules(rules: Sequence[Rule], optimizer: torch.optim.Optimizer, *, label: str, origin: Origin) -> None:
     for number, rule in enumerate(rules):
-        for key, value in rule.settings.items():
-            place = f"{label}.{number}.{key}"
+        for key in rule.settings:
             if key not in optimizer.defaults:
                 raise ConfigError(
-                    f"{place}: {type(optimizer).__name__} has no such setting for a group. "
+                    f"{label}.{number}.{key}: {type(optimizer).__name__} has no such setting for a group. "
                     f"{suggest(key, optimizer.defaults)}",
-                    where=where,
+                    where=origin(f"{label}.{number}.{key}"),
                 )
-            default = optimizer.defaults[key]
-            if _is_number(default) and not _is_number(value):
-                raise ConfigError(f"{place}: must be a number, got {value!r}.", where=where)
-            if isinstance(default, bool) and not isinstance(value, bool):
-                raise ConfigError(f"{place}: must be true or false, got {value!r}.", where=where)
-            if isinstance(default, tuple) and not (isinstance(value, (list, tuple)) and len(value) == len(default)):
-                raise ConfigError(f"{place}: must be a list of {len(default)}, got {value!r}.", where=where)
+        check_settings(
+            rule.settings,
+            optimizer.defaults,
+            label=f"{label}.{number}",
+            origin=origin,
+            has_strict_forms=True,
+        )
 
 
 def _settle(group: dict[str, Any], optimizer: torch.optim.Optimizer, *, label: str, where: object | None) -> None:

@@ -1,34 +1,75 @@
-"""Sizes that cannot make a model are refused by name, value and remedy."""
+"""Settings that cannot make a model are refused by name, value and remedy."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
 from trainwright.errors import ConfigError, DataError
-from trainwright.models.layers.checks import check_counts, check_dropouts, check_heads, check_length
+from trainwright.models.layers.checks import check_heads, check_keywords, check_length
+
+
+class Net:
+    def __init__(
+        self,
+        *,
+        num_layers: int = 1,
+        pad_token_id: int | None = 0,
+        dropout: float = 0.0,
+        norm_eps: float = 1e-5,
+        rope_theta: float = 1e4,
+        tied: bool = True,
+        activation: str = "gelu",
+        sizes: Sequence[int] = (1, 2),
+        image_size: int | Sequence[int] = 8,
+        scaling: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_keywords(Net.__init__, locals())
 
 
 def test_what_fits_passes():
-    check_counts(num_layers=1, num_heads=8)
+    Net()
+    Net(num_layers=3, pad_token_id=None, dropout=0, norm_eps=0, rope_theta=2, tied=False, sizes=[4], image_size=[2, 3])
     check_heads(12, 4)
-    check_dropouts(dropout=0.0, attention_dropout=0.99)
     check_length(8, 8)
 
 
-def test_a_count_below_one_is_refused_by_name():
-    with pytest.raises(ConfigError, match="num_heads is 0"):
-        check_counts(num_layers=1, num_heads=0)
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("num_layers", 0, "a whole number of at least 1"),
+        ("num_layers", 2.0, "a whole number of at least 1"),
+        ("num_layers", True, "a whole number of at least 1"),
+        ("num_layers", "4", "a whole number of at least 1"),
+        ("num_layers", None, "a whole number of at least 1"),
+        ("pad_token_id", -1, "a whole number of at least 0"),
+        ("dropout", 1.0, "a probability from 0 up to, not including, 1"),
+        ("dropout", -0.1, "a probability from 0 up to, not including, 1"),
+        ("dropout", "half", "a probability from 0 up to, not including, 1"),
+        ("norm_eps", -1e-5, "a number of at least 0"),
+        ("norm_eps", float("nan"), "a number of at least 0"),
+        ("rope_theta", 0, "a number above 0"),
+        ("tied", "yes", "true or false"),
+        ("tied", 1, "true or false"),
+        ("activation", ["gelu"], "text"),
+        ("sizes", 3, "a list of whole numbers of at least 1"),
+        ("sizes", [1, 0], "a list of whole numbers of at least 1"),
+        ("image_size", 0, "a whole number of at least 1, or a list of two"),
+        ("image_size", [8, -8], "a whole number of at least 1, or a list of two"),
+        ("scaling", "linear", "a mapping"),
+    ],
+)
+def test_what_no_model_can_be_made_of_is_refused_by_name_and_value(name, value, wanted):
+    with pytest.raises(ConfigError) as caught:
+        Net(**{name: value})
+    assert str(caught.value) == f"{name} is {value!r}. Use {wanted}."
 
 
 def test_a_width_that_does_not_split_is_refused():
     with pytest.raises(ConfigError, match="hidden_size 10 does not split into 4 heads"):
         check_heads(10, 4)
-
-
-@pytest.mark.parametrize("value", [-0.1, 1.0])
-def test_what_is_no_probability_is_refused(value):
-    with pytest.raises(ConfigError, match=f"attention_dropout is {value}"):
-        check_dropouts(dropout=0.1, attention_dropout=value)
 
 
 def test_too_many_tokens_are_refused_with_both_numbers():

@@ -63,6 +63,13 @@ def test_no_scaling_has_several_spellings():
         ({"rope_type": "linear"}, "linear needs the numbers factor"),
         ({"rope_type": "linear", "factor": "2"}, "linear needs the numbers factor"),
         ({"rope_type": "linear", "factor": 2.0, "beta": 1}, "nothing else"),
+        ({"rope_type": "linear", "factor": 0}, "factor, all above 0"),
+        ({"rope_type": "linear", "factor": True}, "factor, all above 0"),
+        ({**LLAMA3, "high_freq_factor": 1.0}, r"high_freq_factor 1\.0 must be above low_freq_factor 1\.0"),
+        ({"rope_type": "yarn", "factor": 2.0}, "rope_type 'yarn' is not supported"),
+        ({"rope_type": ["linear"]}, r"rope_type \['linear'\] is not supported"),
+        ({"factor": 2.0}, "scales nothing. Give its rope_type: linear, llama3"),
+        ("linear", "rope_scaling is 'linear'. Use a mapping"),
     ],
 )
 def test_scaling_that_cannot_be_done_is_refused(scaling, message):

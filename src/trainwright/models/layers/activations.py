@@ -26,8 +26,8 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-def activation(name: str) -> Activation:
-    """Returns the function of this name, or refuses a name that there is none for."""
+def activation(name: str, *, setting: str = "activation") -> Activation:
+    """Returns the function of this name, or refuses one that there is none for; `setting` is who gave the name."""
     if name not in ACTIVATIONS:
-        raise ConfigError(f'activation is "{name}". Use one of: {", ".join(ACTIVATIONS)}.', where="model")
+        raise ConfigError(f'{setting} is "{name}". Use one of: {", ".join(ACTIVATIONS)}.')
     return ACTIVATIONS[name]

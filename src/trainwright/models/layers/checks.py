@@ -1,15 +1,62 @@
-"""Refuses sizes that cannot make a model, before any weight is made, and inputs that no model of its size can take."""
+"""Refuses settings that cannot make a model, before any weight is made, and inputs too long for its size."""
 
 from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
 
 from trainwright.errors import ConfigError, DataError
 
 
-def check_counts(**counts: int) -> None:
-    """Refuses a size below 1, by its name."""
-    for name, count in counts.items():
-        if count < 1:
-            raise ConfigError(f"{name} is {count}. Use a whole number of at least 1.", where="model")
+def check_keywords(constructor: Callable[..., None], given: Mapping[str, Any]) -> None:
+    """Refuses keywords that no model can be made of, by name: `check_keywords(Llama.__init__, locals())`.
+
+    The form is read off the annotation and the range off the name: a whole number counts something, from 1 on, unless
+    it is an id, from 0 on; a dropout is a probability; other numbers are positive, or 0 where that does no harm.
+    To be called first: what follows may then do arithmetic.
+    """
+    for parameter in inspect.signature(constructor).parameters.values():
+        if parameter.name == "self":
+            continue
+        name, value, forms = parameter.name, given[parameter.name], str(parameter.annotation).split(" | ")
+        if value is None and "None" in forms:
+            continue
+        wanted = _wanted(name, value, forms[0])
+        if wanted is not None and not ("Sequence[int]" in forms and _is_list_of_counts(value)):
+            also = ", or a list of two" if forms[1:2] == ["Sequence[int]"] else ""
+            raise ConfigError(f"{name} is {value!r}. Use {wanted}{also}.")
+
+
+def _wanted(name: str, value: Any, form: str) -> str | None:
+    """Returns what a setting must be, in words; None where it is that, or where its form is not known here."""
+    if form == "bool":
+        return None if isinstance(value, bool) else "true or false"
+    if form == "str":
+        return None if isinstance(value, str) else "text"
+    if form == "int":
+        least = 0 if name.endswith("_id") else 1
+        holds = isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+        return None if holds else f"a whole number of at least {least}"
+    if form == "float":
+        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+        if "dropout" in name:
+            return None if 0.0 <= number < 1.0 else "a probability from 0 up to, not including, 1"
+        if name == "rope_theta":
+            return None if 0.0 < number < math.inf else "a number above 0"
+        return None if 0.0 <= number < math.inf else "a number of at least 0"
+    if form == "Sequence[int]":
+        return "a list of whole numbers of at least 1"
+    if form.startswith("Mapping"):
+        return None if isinstance(value, Mapping) else "a mapping"
+    return None
+
+
+def _is_list_of_counts(value: Any) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return is_list and all(_wanted("", each, "int") is None for each in value)
 
 
 def check_heads(hidden_size: int, num_heads: int) -> None:
@@ -17,16 +64,8 @@ def check_heads(hidden_size: int, num_heads: int) -> None:
     if hidden_size % num_heads:
         raise ConfigError(
             f"hidden_size {hidden_size} does not split into {num_heads} heads. "
-            f"Use a multiple of {num_heads}, or another num_heads.",
-            where="model",
+            f"Use a multiple of {num_heads}, or another num_heads."
         )
-
-
-def check_dropouts(**dropouts: float) -> None:
-    """Refuses what is no probability of dropping a value, by its name."""
-    for name, dropout in dropouts.items():
-        if not 0.0 <= dropout < 1.0:
-            raise ConfigError(f"{name} is {dropout}. Use a probability from 0 up to, not including, 1.", where="model")
 
 
 def check_length(length: int, max_positions: int) -> None:

@@ -117,19 +117,29 @@ def checked_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Returns a scaling with its `rope_type` and numbers, None for none; refuses kinds that there are not."""
     if not scaling:
         return None
+    if not isinstance(scaling, Mapping):
+        raise ConfigError(f"rope_scaling is {scaling!r}. Use a mapping such as {{rope_type: linear, factor: 2.0}}.")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
+        if set(scaling) - {"type", "rope_type", "rope_theta"}:
+            raise ConfigError(
+                f"rope_scaling: {dict(scaling)} scales nothing. Give its rope_type: {', '.join(SCALINGS)}."
+            )
         return None
-    if kind not in SCALINGS:
-        raise ConfigError(
-            f"rope_scaling: the rope_type {kind!r} is not supported. Known: {', '.join(SCALINGS)}.", where="model"
-        )
+    if kind not in list(SCALINGS):  # a list: what has no hash is refused too
+        raise ConfigError(f"rope_scaling: the rope_type {kind!r} is not supported. Known: {', '.join(SCALINGS)}.")
     needed = SCALINGS[kind]
-    absent = [name for name in needed if not isinstance(scaling.get(name), int | float)]
+    numbers = [scaling.get(name) for name in needed]
+    are_right = all(isinstance(one, int | float) and not isinstance(one, bool) and one > 0 for one in numbers)
     unknown = set(scaling) - {*needed, "type", "rope_type", "rope_theta"}
-    if absent or unknown:
+    if not are_right or unknown:
         raise ConfigError(
-            f"rope_scaling: {kind} needs the numbers {', '.join(needed)} and nothing else, got {dict(scaling)}.",
-            where="model",
+            f"rope_scaling: {kind} needs the numbers {', '.join(needed)}, all above 0, and nothing else; "
+            f"got {dict(scaling)}."
+        )
+    if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        raise ConfigError(
+            f"rope_scaling: high_freq_factor {scaling['high_freq_factor']} must be above low_freq_factor "
+            f"{scaling['low_freq_factor']}: between the two the frequencies are blended."
         )
     return {"rope_type": kind, **{name: scaling[name] for name in needed}}

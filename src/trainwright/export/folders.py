@@ -1,0 +1,105 @@
+"""The folder of an export: what an earlier one left is replaced, what others put there is kept, no place is told.
+
+Each export lists its files in export.json, so that the next one knows which of the folder's files are its to replace.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from trainwright.config.files import save_document
+from trainwright.errors import CheckpointError
+from trainwright.models.pretrained import listed, read_json
+from trainwright.models.saving import check_target, model_files, staged, write_json
+
+logger = logging.getLogger(__name__)
+
+FORMATS = ("huggingface", "safetensors")
+EXPORT_FILE = "export.json"
+SETTINGS_FILE = "model.yaml"
+"""The model section of the run, beside weights that have no config.json."""
+
+
+@contextmanager
+def export_folder(folder: Path, *, run: str, file_format: str, overwrite: bool = False) -> Iterator[Path]:
+    """Gives an empty folder to write an export into, whose files are those of `folder` at the end.
+
+    Files of an earlier export are replaced and gone where they are not written anew; all others are kept.
+    """
+    check_target(folder)
+    earlier = earlier_files(folder)
+    if earlier is None and not overwrite:
+        raise CheckpointError(
+            f"{folder} has files and is no earlier export, so nothing is written there. Choose another folder, or "
+            "replace the files of the same names: --overwrite (overwrite=True)."
+        )
+    with staged(folder, replaces={*(earlier or ()), *model_files(folder)}) as staging:
+        yield staging
+        for path in staging.glob("*config.json"):
+            _forget_places(path)
+        written = sorted({*(path.name for path in staging.iterdir()), EXPORT_FILE})
+        facts = {"written_by": "trainwright", "run": run, "format": file_format, "files": written}
+        write_json(staging / EXPORT_FILE, facts)
+    left = sorted({path.name for path in folder.iterdir()} - set(written))
+    if left and earlier is None:
+        logger.warning(
+            "%s: kept, though this export did not write them: %s. Remove those that belong to another model: "
+            "whoever loads the folder may read them.",
+            folder,
+            listed(left),
+        )
+
+
+def earlier_files(folder: Path) -> list[str] | None:
+    """Returns the files that an earlier export wrote, none for a fresh folder; None where the files are others'."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return []
+    path = folder / EXPORT_FILE
+    content = read_json(path) if path.is_file() else None
+    if not isinstance(content, Mapping) or "written_by" not in content:
+        return None
+    # Only names of this folder: a file that was tampered with must not name others.
+    files = [name for name in content.get("files", ()) if isinstance(name, str) and Path(name).name == name]
+    return [name for name in files if (folder / name).is_file()]
+
+
+def write_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Writes the settings of the model beside its weights, where there are any."""
+    if settings:
+        save_document(folder / SETTINGS_FILE, settings)
+
+
+def without_places(value: Any) -> Any:
+    """Returns settings in which a path that begins at a root or a home is its last part: nobody else has it."""
+    if isinstance(value, Mapping):
+        return {key: without_places(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_places(item) for item in value]
+    if isinstance(value, Path):
+        value = str(value)
+    return re.split(r"[/\\]", value)[-1] if isinstance(value, str) and is_place(value) else value
+
+
+def is_place(text: str) -> bool:
+    """Is this a path of one machine alone: one that begins at a root, a drive or a home?"""
+    return PurePosixPath(text).is_absolute() or PureWindowsPath(text).is_absolute() or text.startswith("~")
+
+
+def _forget_places(path: Path) -> None:
+    """Takes out of a JSON file what libraries tell in it of where a model or tokenizer was read from."""
+    content = json.loads(path.read_text("utf-8"))
+    if not isinstance(content, dict):
+        return
+    kept = {
+        key: value
+        for key, value in content.items()
+        if not (isinstance(value, str) and re.search("path|file|dir", key) and is_place(value))
+    }
+    if kept != content:
+        path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,94 @@
+"""The folder of an export: an earlier one is replaced, what others put there is kept, other folders are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainwright.errors import CheckpointError
+from trainwright.export.folders import earlier_files, export_folder, is_place, without_places
+
+
+def write(folder, *names, overwrite=False):
+    with export_folder(folder, run="one", file_format="huggingface", overwrite=overwrite) as staging:
+        for name in names:
+            (staging / name).write_text("{}" if name.endswith(".json") else "new")
+
+
+def files_in(folder):
+    return {path.name for path in folder.iterdir()} - {"export.json"}
+
+
+def test_an_earlier_export_goes_and_what_others_put_there_stays(tmp_path):
+    folder = tmp_path / "out"
+    write(folder, "config.json", "tokenizer.json", "vocab.txt", "model-00001-of-00002.safetensors", "odd.txt")
+    others = ("README.md", "adapter_config.json", "adapter_model.safetensors", "pytorch_model.bin")
+    for name in others:
+        (folder / name).write_text("mine")
+    (folder / "notes").mkdir()
+    write(folder, "config.json", "model.safetensors")
+    assert files_in(folder) == {"config.json", "model.safetensors", "notes", *others}
+    assert all((folder / name).read_text() == "mine" for name in others)
+    facts = json.loads((folder / "export.json").read_text())
+    assert facts["files"] == ["config.json", "export.json", "model.safetensors"]
+    assert (facts["run"], facts["format"]) == ("one", "huggingface")
+
+
+def test_a_folder_of_others_is_refused_unless_overwritten(tmp_path, caplog):
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text("theirs")
+    with pytest.raises(CheckpointError, match=r"no earlier export.*--overwrite"):
+        write(tmp_path, "config.json")
+    assert (tmp_path / "config.json").read_text() == "theirs"
+    write(tmp_path, "config.json", "model-00001-of-00001.safetensors", overwrite=True)
+    assert files_in(tmp_path) == {"config.json", "model-00001-of-00001.safetensors", "tokenizer.json"}
+    assert (tmp_path / "tokenizer.json").read_text() == "theirs"
+    assert "kept, though this export did not write them: tokenizer.json" in caplog.text
+
+
+def test_an_error_leaves_the_earlier_export_as_it_was(tmp_path):
+    write(tmp_path / "out", "config.json")
+
+    def fail():
+        with export_folder(tmp_path / "out", run="two", file_format="huggingface") as staging:
+            (staging / "config.json").write_text("half")
+            raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        fail()
+    assert files_in(tmp_path / "out") == {"config.json"}
+    assert (tmp_path / "out" / "config.json").read_text() == "{}"
+
+
+def test_a_list_of_files_that_was_tampered_with_reaches_no_other_folder(tmp_path):
+    write(tmp_path / "out", "config.json")
+    (tmp_path / "thesis.txt").write_text("years of work")
+    facts = json.loads((tmp_path / "out" / "export.json").read_text())
+    names = ["../thesis.txt", str(tmp_path / "thesis.txt"), "..", 3, "config.json", "gone.txt"]
+    (tmp_path / "out" / "export.json").write_text(json.dumps({**facts, "files": names}))
+    assert earlier_files(tmp_path / "out") == ["config.json"]
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"files": ["a"]}'])
+def test_another_export_json_is_not_ours(tmp_path, content):
+    (tmp_path / "export.json").write_text(content)
+    assert earlier_files(tmp_path) is None
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "out").write_text("")
+    with pytest.raises(CheckpointError, match="is a file"):
+        write(tmp_path / "out", overwrite=True)
+
+
+def test_places_are_cut_to_their_last_part_and_taken_out_of_config_files(tmp_path):
+    given = {"type": "/home/me/net.py:Net", "paths": [Path("/a/b.txt"), r"C:\\me\\c.txt"], "name": "org/model", "n": 3}
+    assert without_places(given) == {"type": "net.py:Net", "paths": ["b.txt", "c.txt"], "name": "org/model", "n": 3}
+    assert is_place("~/models")
+    told = {"name_or_path": "/home/me/words", "vocab_file": "org/words", "unk_token": "/", "n": 1}
+    with export_folder(tmp_path / "out", run="one", file_format="huggingface") as staging:
+        (staging / "tokenizer_config.json").write_text(json.dumps(told))
+    kept = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert kept == {"vocab_file": "org/words", "unk_token": "/", "n": 1}

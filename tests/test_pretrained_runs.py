@@ -1,0 +1,417 @@
+"""Runs that begin with pretrained weights: after their first checkpoint they live without the folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.export.runs import TEXT
+
+from trainwright import RunConfig, build_trainer, load_checkpoint, run_experiment
+from trainwright.build import build_model
+from trainwright.checkpoint.store import CheckpointStore
+from trainwright.errors import CheckpointError
+from trainwright.export.huggingface import export_run
+from trainwright.models.llama import Llama
+from trainwright.models.lora_files import save_lora
+
+transformers = pytest.importorskip("transformers")
+
+PARTS = """
+import random
+
+import torch
+from torch import nn
+
+from trainwright.models.llama import Llama
+
+
+class Own(Llama):
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.register_buffer("halves", torch.arange(4) / 2, persistent=False)
+
+
+class Noisy(Llama):
+    '''Draws a buffer that no checkpoint holds.'''
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.register_buffer("noise", torch.rand(4), persistent=False)
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(260, 8)
+        self.head = nn.Linear(8, 260)
+
+    def forward(self, input_ids, labels=None, **rest):
+        logits = self.head(self.embed(input_ids))
+        shifted = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"loss": shifted, "logits": logits}
+
+
+class NoisyNorm(nn.Module):
+    '''Takes the place of a norm, and draws a buffer that no checkpoint holds.'''
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("noise", torch.rand(32), persistent=False)
+
+    def forward(self, hidden):
+        return hidden * self.noise
+
+
+class Rows:
+    '''Draws its rows in the constructor.'''
+    def __init__(self):
+        self.rows = torch.randint(0, 260, (40, 16))
+        self.shift = random.randint(0, 9)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        row = (self.rows[index] + self.shift) % 260
+        return {"input_ids": row, "labels": row}
+"""
+
+RUN = """
+name: tuned
+model: MODEL
+data:
+  train: DATA
+  eval: {valid: DATA}
+trainer:
+  type: language_model
+  max_steps: 6
+  global_batch_size: 4
+  optimizer: {type: adamw, lr: 1e-2}
+checkpoint: {every_steps: 2, keep_last: 3}
+writers: []
+runtime: {device: cpu}
+"""
+
+PACKED = "{type: pack, length: 32, tokenizer: bytes, source: {type: text, path: text.txt}}"
+DRAWN = "{type: parts.py:Rows}"
+
+MODELS = {
+    "ours": "{type: llama, pretrained: published}",
+    "ours with adapters": "{type: llama, pretrained: published, lora: {match: '*.q_proj', rank: 2, dropout: 0.1}}",
+    "ours in 16 bits": "{type: llama, pretrained: {folder: published, dtype: bf16}}",
+    "a user's subclass": "{type: parts.py:Own, pretrained: published}",
+    "a user's subclass that draws": "{type: parts.py:Noisy, pretrained: published}",
+    "a replacement that draws": (
+        "{type: llama, pretrained: published, replace: {model.norm: {type: parts.py:NoisyNorm}}}"
+    ),
+    "transformers'": "{type: transformers:AutoModelForCausalLM, pretrained: published}",
+    "transformers' in 16 bits": ("{type: transformers:LlamaForCausalLM, pretrained: {folder: published, dtype: bf16}}"),
+    "a plain module": "{type: parts.py:Plain, pretrained: plain}",
+}
+
+
+@pytest.fixture
+def project(tmp_path):
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = transformers.LlamaConfig(vocab_size=260, max_position_embeddings=64, initializer_range=0.3, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "published")
+    (tmp_path / "plain").mkdir()
+    plain = {"embed.weight": torch.randn(260, 8), "head.weight": torch.randn(260, 8), "head.bias": torch.randn(260)}
+    save_file(plain, tmp_path / "plain" / "model.safetensors")
+    (tmp_path / "parts.py").write_text(PARTS)
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    return tmp_path
+
+
+def configured(project, model, *overrides, name="tuned", data=DRAWN):
+    (project / "run.yaml").write_text(RUN.replace("MODEL", model).replace("DATA", data))
+    return RunConfig.load(project / "run.yaml", [f"output_dir={project / 'runs'}", f"name={name}", *overrides])
+
+
+def remove_folders(project):
+    for name in ("published", "plain"):
+        shutil.rmtree(project / name)
+
+
+def all_tensors(model):
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def assert_same(first, second):
+    first, second = all_tensors(first), all_tensors(second)
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert tensor.dtype == second[name].dtype, name
+        assert torch.equal(tensor, second[name]), name
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_run_goes_on_to_the_bit_when_its_folder_is_gone(project, kind):
+    whole = build_trainer(configured(project, MODELS[kind], name="whole"))
+    whole.train()
+    build_trainer(configured(project, MODELS[kind], "trainer.max_steps=3")).train()
+    remove_folders(project)
+    resumed = build_trainer(configured(project, MODELS[kind]))
+    assert resumed.step == 3
+    resumed.train()
+    assert_same(resumed.model, whole.model)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_run_is_evaluated_and_loaded_without_its_folder(project, kind):
+    config = configured(project, MODELS[kind], data=PACKED)
+    trained, logs = run_experiment(config)
+    remove_folders(project)
+    evaluated, again = run_experiment(config, mode="eval")
+    assert again == pytest.approx(logs)
+    assert_same(evaluated, trained)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    loaded = load_checkpoint(project / "runs" / "tuned")
+    assert_same(loaded, trained)
+    assert {name for name, one in loaded.named_parameters() if one.requires_grad} == {
+        name for name, one in trained.named_parameters() if one.requires_grad
+    }
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1:] == (random.getstate(), np.random.get_state()[1].tolist())
+
+
+@pytest.mark.parametrize("kind", ["ours", "transformers'"])
+def test_an_export_needs_no_folder_and_names_no_place(project, kind):
+    run_experiment(configured(project, MODELS[kind], data=PACKED))
+    read = json.loads((project / "published" / "config.json").read_text())
+    remove_folders(project)
+    export_run(project / "runs" / "tuned", project / "exported")
+    written = (project / "exported" / "config.json").read_text()
+    assert str(project) not in written
+    assert json.loads(written)["use_cache"] is read["use_cache"] is True
+    theirs = transformers.LlamaForCausalLM.from_pretrained(project / "exported")
+    loaded = load_checkpoint(project / "runs" / "tuned")
+    tokens = torch.arange(12)[None]
+    logits = loaded(input_ids=tokens)["logits"]
+    torch.testing.assert_close(theirs(tokens).logits, logits, atol=1e-5, rtol=1e-5)
+
+
+def test_the_run_folder_keeps_the_facts_and_no_path(project):
+    config = json.loads((project / "published" / "config.json").read_text())
+    inner = {"model_type": "x", "_name_or_path": "/home/somebody"}
+    (project / "published" / "config.json").write_text(
+        json.dumps({**config, "_name_or_path": "/home/somebody", "extra_config": inner})
+    )
+    build_trainer(configured(project, MODELS["ours"]))
+    text = (project / "runs" / "tuned" / "pretrained.json").read_text()
+    assert "somebody" not in text
+    assert str(project) not in text
+    facts = json.loads(text)
+    assert facts["config"]["hidden_size"] == 32
+    assert (facts["missing"], facts["unexpected"], facts["dtypes"]) == ([], [], {})
+    assert not list((project / "runs" / "tuned").glob(".pretrained*"))
+
+
+def test_a_run_without_pretrained_weights_keeps_no_facts(project):
+    build_trainer(configured(project, "{type: llama, preset: tiny, vocab_size: 260}"))
+    assert not (project / "runs" / "tuned" / "pretrained.json").exists()
+
+
+def test_weights_are_not_read_where_a_checkpoint_has_them(project):
+    build_trainer(configured(project, MODELS["ours"], "trainer.max_steps=2")).train()
+    (project / "published" / "model.safetensors").write_bytes(b"no weights")
+    resumed = build_trainer(configured(project, MODELS["ours"]))
+    assert resumed.step == 2
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        build_trainer(configured(project, MODELS["ours"]), fresh=True)
+
+
+def test_a_run_without_a_checkpoint_says_that_it_needs_the_folder(project):
+    build_trainer(configured(project, MODELS["ours"]))  # which writes its facts, and no checkpoint
+    remove_folders(project)
+    for kind in ("ours", "transformers'", "a plain module"):
+        with pytest.raises(CheckpointError, match=r"run\.yaml:3: model\.pretrained: .*no checkpoint yet"):
+            build_trainer(configured(project, MODELS[kind]))
+
+
+def test_facts_that_are_lost_or_damaged_are_read_from_the_folder_again(project):
+    build_trainer(configured(project, MODELS["ours"], "trainer.max_steps=2")).train()
+    facts = project / "runs" / "tuned" / "pretrained.json"
+    kept = facts.read_text()
+    facts.write_text(kept[:-40])
+    with pytest.raises(CheckpointError, match=r"pretrained\.json is damaged: .*Remove it"):
+        build_trainer(configured(project, MODELS["ours"]))
+    facts.unlink()
+    assert build_trainer(configured(project, MODELS["ours"])).step == 2
+    assert facts.read_text() == kept
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_begins_with_the_pretrained_weights(project, caplog):
+    first = build_trainer(configured(project, MODELS["ours"]))
+    begun = {name: tensor.clone() for name, tensor in all_tensors(first.model).items()}
+    first.train()
+    for part in (project / "runs" / "tuned" / "checkpoints").glob("step-*/model.safetensors"):
+        part.write_bytes(part.read_bytes()[:-8])
+    with caplog.at_level(logging.WARNING):
+        again = build_trainer(configured(project, MODELS["ours"]))
+    assert "No intact one is left" in caplog.text
+    assert again.step == 0
+    assert all(torch.equal(tensor, begun[name]) for name, tensor in all_tensors(again.model).items())
+
+
+HEAD = (
+    "{type: transformers:AutoModelForSequenceClassification, pretrained: published, num_labels: 3, pad_token_id: 0, "
+    "lora: {match: q_proj, rank: 2}}"
+)
+
+
+def test_a_head_that_was_drawn_is_among_the_saved_adapters_of_a_loaded_run(project):
+    store = CheckpointStore(project / "runs" / "tuned" / "checkpoints")
+    trainer = build_trainer(configured(project, HEAD, "trainer.type=trainer"))
+    store.write(1, {"model": trainer.model.state_dict()}, metrics={})
+    remove_folders(project)
+    loaded = load_checkpoint(project / "runs" / "tuned")
+    saved = load_file(save_lora(loaded, project / "adapters") / "adapter_model.safetensors")
+    assert torch.equal(saved["base_model.model.score.weight"], trainer.model.score.weight)
+
+
+def test_weights_that_keep_another_dtype_have_it_again(project):
+    """T5 of transformers keeps some layers in float32 whatever is asked for."""
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 260}
+    transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).save_pretrained(project / "t5")
+    model = "{type: transformers:T5ForConditionalGeneration, pretrained: {folder: t5, dtype: fp16}}"
+    config = configured(project, model, "trainer.type=trainer")
+    trainer = build_trainer(config)
+    dtypes = {name: one.dtype for name, one in trainer.model.named_parameters()}
+    assert set(dtypes.values()) == {torch.float16, torch.float32}
+    CheckpointStore(project / "runs" / "tuned" / "checkpoints").write(
+        1, {"model": trainer.model.state_dict()}, metrics={}
+    )
+    shutil.rmtree(project / "t5")
+    assert {name: one.dtype for name, one in build_model(config).named_parameters()} == dtypes
+    assert {name: one.dtype for name, one in load_checkpoint(trainer.folder).named_parameters()} == dtypes
+
+
+def test_a_run_is_loaded_from_where_it_was_moved_to(project):
+    trained, _ = run_experiment(configured(project, MODELS["ours"]))
+    remove_folders(project)
+    (project / "runs" / "tuned").rename(project / "moved")
+    loaded = load_checkpoint(project / "moved")
+    assert isinstance(loaded, Llama)
+    assert_same(loaded, trained)
+
+
+TWO_RANKS = """
+import sys
+from pathlib import Path
+
+import torch
+
+from trainwright import RunConfig, build_trainer
+
+folder = Path(sys.argv[1])
+trainer = build_trainer(RunConfig.load(folder / "run.yaml", [f"output_dir={folder / 'runs'}"]))
+assert trainer.step == 3 and trainer.ranks.size == 2
+trainer.train()
+assert len(set(trainer.ranks.gather(float(sum(one.double().sum() for one in trainer.model.parameters()))))) == 1
+trainer.ranks.part()
+"""
+
+
+def test_two_ranks_go_on_without_the_folder(project):
+    build_trainer(configured(project, MODELS["ours with adapters"], "trainer.max_steps=3")).train()
+    remove_folders(project)
+    configured(project, MODELS["ours with adapters"])
+    (project / "resume.py").write_text(TWO_RANKS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, project / "resume.py", project],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert CheckpointStore(project / "runs" / "tuned" / "checkpoints").steps()[-1] == 6
+
+
+# memory
+
+MEASURE = """
+import gc
+import sys
+from pathlib import Path
+
+import torch
+
+from trainwright import AutoModel, load_checkpoint
+from trainwright.models.llama import Llama
+
+
+class Own(Llama):
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.register_buffer("halves", torch.arange(4) / 2, persistent=False)
+
+
+def megabytes(field):
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
+    return int(line.split()[1]) / 1000
+
+
+load = {"own": Own.from_pretrained, "checkpoint": load_checkpoint}[sys.argv[1]]
+load(sys.argv[3])  # whatever is imported at first use
+gc.collect()
+before = megabytes("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # begins the high-water mark anew
+model = load(sys.argv[2])
+size = sum(one.nbytes for one in model.parameters()) / 1e6
+assert {one.dtype for one in model.parameters()} == {torch.bfloat16}
+assert getattr(model, "halves", torch.arange(4) / 2).tolist() == [0.0, 0.5, 1.0, 1.5]
+print(size, megabytes("VmHWM") - before)
+"""
+
+LARGE = {"hidden_size": 1024, "num_layers": 4, "num_heads": 8, "vocab_size": 512, "intermediate_size": 2048}
+SMALL = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 512}
+
+
+def peak_of(project, how, large, small):
+    """The size of a model and how far memory rose while it was loaded, in a process of its own: megabytes."""
+    (project / "measure.py").write_text(MEASURE)
+    command = [sys.executable, project / "measure.py", how, large, small]
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return tuple(map(float, done.stdout.split()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the high-water mark of memory is Linux's")
+def test_a_user_s_subclass_is_loaded_with_memory_for_the_model_and_one_shard(tmp_path):
+    for name, sizes in (("large", LARGE), ("small", SMALL)):
+        model = Llama(**sizes).to(torch.bfloat16)
+        model.save_pretrained(tmp_path / name, max_shard_bytes=10_000_000)
+    size, peak = peak_of(tmp_path, "own", tmp_path / "large", tmp_path / "small")
+    assert size > 70
+    # A shard is there twice, mapped and copied; built in float32 first, the model alone would be 2 × its size.
+    assert peak < size + 2 * 10 + 20
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the high-water mark of memory is Linux's")
+def test_a_checkpoint_is_loaded_with_memory_for_the_model_and_its_file(tmp_path):
+    for name, sizes in (("large", LARGE), ("small", SMALL)):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        config = RunConfig.from_dict({"name": name, "model": {"type": "llama", **sizes}}, project_dir=tmp_path)
+        config.save(tmp_path / "runs" / name / "config.yaml")
+        state = Llama(**sizes).to(torch.bfloat16).state_dict()
+        CheckpointStore(tmp_path / "runs" / name / "checkpoints").write(1, {"model": state}, metrics={})
+    size, peak = peak_of(tmp_path, "checkpoint", tmp_path / "runs" / "large", tmp_path / "runs" / "small")
+    assert size > 70
+    # The file is mapped; built in float32 first, the model would be 2 × its size beside it.
+    assert peak < 2 * size + 20
