@@ -76,6 +76,39 @@ def test_two_builds_begin_with_equal_weights_whatever_came_before(tmp_path):
     assert not torch.equal(first.model.layers[0].weight, other_seed.model.layers[0].weight)
 
 
+def test_what_the_model_draws_changes_no_later_part(tmp_path):
+    class Drawing(Trainer):
+        @classmethod
+        def build_model(cls, build):
+            torch.rand(3), random.random(), np.random.rand()
+            return build.model()
+
+        @classmethod
+        def build_hooks(cls, build):
+            numbers.append((float(torch.rand(1)), random.random(), np.random.rand()))
+            return build.hooks()
+
+    class Plain(Drawing):
+        @classmethod
+        def build_model(cls, build):
+            return build.model()
+
+    numbers = []
+    build_trainer(load(tmp_path, "name=a"), Drawing)
+    build_trainer(load(tmp_path, "name=b"), Plain)
+    assert numbers[0] == numbers[1]
+
+
+def test_the_model_alone_is_drawn_as_the_run_draws_it_and_leaves_the_generators_alone(tmp_path):
+    config = load(tmp_path)
+    expected = build_trainer(config).model.state_dict()
+    states = torch.get_rng_state(), random.getstate()
+    weights = build_model(config).state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
+
+
 def test_a_trainer_class_may_be_given_or_named(tmp_path):
     (tmp_path / "trainers").mkdir()
     (tmp_path / "parts.py").write_text((PROJECT / "parts.py").read_text())

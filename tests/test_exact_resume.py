@@ -19,7 +19,7 @@ from trainwright.checkpoint.store import CheckpointStore
 from trainwright.parts import Build
 
 PROJECT = Path(__file__).parent / "project"
-TIMED = ("_per_second", "_per_step")
+TIMED = ("_per_second", "_per_step", "slowest_rank_share")
 
 
 class KillAt(Hook):

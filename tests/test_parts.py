@@ -320,7 +320,13 @@ def test_a_run_without_an_optimizer_is_refused(tmp_path):
 
 def test_the_default_hooks_come_first(tmp_path):
     hooks = build_trainer(load(tmp_path, "hooks=[{type: stop_early, metric: valid/loss}, time_steps]")).hooks
-    assert [type(hook).__name__ for hook in hooks] == ["TimeSteps", "ObeyPreemption", "StopEarly", "TimeSteps"]
+    assert [type(hook).__name__ for hook in hooks] == [
+        "TimeSteps",
+        "ObeyPreemption",
+        "WatchForHangs",
+        "StopEarly",
+        "TimeSteps",
+    ]
     assert isinstance(hooks[1], ObeyPreemption)
 
 
@@ -339,7 +345,7 @@ def test_a_hook_from_a_file_beside_the_config_is_called(tmp_path):
     overrides = [f"output_dir={tmp_path}", "trainer.max_steps=3"]
     trainer = build_trainer(RunConfig.load(tmp_path / "run.yaml", overrides))
     trainer.train()
-    assert trainer.hooks[2].words == ["step 1", "step 2", "step 3"]
+    assert trainer.hooks[3].words == ["step 1", "step 2", "step 3"]
     assert trainer.noted == 2
 
 

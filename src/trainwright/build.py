@@ -15,14 +15,15 @@ import torch
 
 from trainwright.backends import Backend, pick_backend
 from trainwright.checkpoint import folder as run_folders
+from trainwright.checkpoint.listing import checkpoints_place
+from trainwright.checkpoint.open_store import open_store
 from trainwright.checkpoint.resume import changed_settings, refuse_changes
-from trainwright.checkpoint.store import CheckpointStore
-from trainwright.config import BatchPlan, RunConfig, resolve_batch, resolve_mesh
+from trainwright.config import BatchPlan, RunConfig, micro_batch_alone, resolve_batch, resolve_mesh
 from trainwright.data.failures import OnError
 from trainwright.data.fetch import refuse_loader
 from trainwright.data.loader import EvalData, TrainData
 from trainwright.data.order import mix_seed
-from trainwright.data.randomness import seed_generators
+from trainwright.data.randomness import Watch, seed_generators
 from trainwright.data.stream import is_stream
 from trainwright.data.stream_loader import EvalStream, EvaluationData, StreamData, TrainingData
 from trainwright.data.view import View
@@ -30,10 +31,14 @@ from trainwright.data.workers import LoaderOptions
 from trainwright.errors import ConfigError
 from trainwright.events import EventStorage
 from trainwright.loop.builder import Surroundings
+from trainwright.loop.fitting import settle_micro_batch
+from trainwright.loop.held_buffers import persistent_buffers
+from trainwright.loop.incidents import IncidentWatch
 from trainwright.loop.loss_scale import LossScale
 from trainwright.loop.saving import restore_checkpoint
 from trainwright.loop.trainer import Trainer
 from trainwright.loop.update import ScheduledOptimizer, Updater
+from trainwright.models.pretrained_facts import PretrainedFacts, read_facts, write_facts
 from trainwright.parallel import mesh
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.replicate import copy_from_first
@@ -42,7 +47,8 @@ from trainwright.writers.json_lines import cut_back
 
 logger = logging.getLogger(__name__)
 
-_BUILD_STREAM, _RANK_STREAM = 0xB17D, 0x4A4C  # keep the randomness of construction apart from that of steps
+# Keep the randomness of the model, of the other parts and of steps apart.
+_BUILD_STREAM, _PARTS_STREAM, _RANK_STREAM = 0xB17D, 0x9A47, 0x4A4C
 
 
 def build_trainer(
@@ -60,14 +66,27 @@ def build_trainer(
     """
     backend, ranks = _join(config)
     folder = run_folders.run_folder(config)
-    trainer = _assemble(config, trainer_class, backend, ranks, folder, evaluates=evaluates)
+    kept = None if fresh else _kept_facts(config, folder, ranks)
+    if config.trainer.micro_batch_size == "auto":
+
+        def assemble(trial: RunConfig, trial_folder: Path) -> Trainer:
+            return _assemble(trial, trainer_class, backend, Ranks(), trial_folder, kept=kept, evaluates=False)[0]
+
+        going_on = None if fresh else folder
+        config = settle_micro_batch(config, assemble, backend=backend, ranks=ranks, folder=going_on)
+    trainer, build = _assemble(config, trainer_class, backend, ranks, folder, kept=kept, evaluates=evaluates)
     # Only now is the folder touched: a config with a mistake in it sets nothing aside and leaves nothing behind.
     step, saved = _find_checkpoint(trainer, fresh=fresh, accept_changes=accept_changes)
+    if step is None and kept is not None:
+        # No checkpoint is intact: the run begins again, with the weights of the pretrained folder.
+        trainer, build = _assemble(config, trainer_class, backend, ranks, folder, evaluates=evaluates)
     if step is not None:
         restore_checkpoint(trainer, step, keep_settings=accept_changes)
         _realign(trainer, config, always=accept_changes)
         _go_on(trainer, saved)
     if ranks.is_first and not trainer.is_finished:
+        if build.pretrained_facts is not None and build.pretrained_facts != kept:
+            write_facts(folder, build.pretrained_facts)
         run_folders.save_settings(folder, trainer.config, backend.describe())
     ranks.barrier()
     _introduce(trainer)
@@ -108,17 +127,29 @@ def describe_size(data: TrainingData | EvaluationData) -> str:
 
 
 def build_evaluator(config: RunConfig, trainer_class: type[Trainer] | None = None) -> Trainer:
-    """Builds a trainer without training data, which can `evaluate()`; loads no weights and writes no file."""
+    """Builds a trainer without training data, which can `evaluate()`; loads no checkpoint and writes no file."""
     backend, ranks = _join(config)
-    return _assemble(config, trainer_class, backend, ranks, run_folders.run_folder(config), for_training=False)
+    folder = run_folders.run_folder(config)
+    kept = _kept_facts(config, folder, ranks)
+    return _assemble(config, trainer_class, backend, ranks, folder, kept=kept, for_training=False)[0]
 
 
-def build_model(config: RunConfig) -> torch.nn.Module:
-    """Builds the model alone, as the run's trainer and task would; loads no weights."""
-    build = Build(config, loads_weights=False)
-    trainer_class = build.trainer_class()
-    build.take_task(trainer_class.build_task(build))
-    return trainer_class.build_model(build)
+def build_model(config: RunConfig, *, folder: Path | None = None) -> torch.nn.Module:
+    """Builds the model alone, as the run's trainer and task would, in the run's randomness; loads no checkpoint.
+
+    `folder` is the run folder, where it is not where the config says. The caller's generators are left as they were.
+    """
+    folder = folder or run_folders.run_folder(config)
+    generators = Watch()
+    generators.begin()
+    try:
+        seed_generators(mix_seed(config.seed, _BUILD_STREAM))
+        build = Build(config, folder=folder, kept=_kept_facts(config, folder, Ranks()))
+        trainer_class = build.trainer_class()
+        build.take_task(trainer_class.build_task(build))
+        return trainer_class.build_model(build)
+    finally:
+        generators.restore()
 
 
 def _join(config: RunConfig) -> tuple[Backend, Ranks]:
@@ -146,17 +177,17 @@ def _assemble(
     ranks: Ranks,
     folder: Path,
     *,
+    kept: PretrainedFacts | None = None,
     for_training: bool = True,
     evaluates: bool = True,
-) -> Trainer:
+) -> tuple[Trainer, Build]:
     """Builds every part in order: task, model, data, optimizers, hooks, trainer. The trainer's config is resolved."""
     _seed_everything(backend, mix_seed(config.seed, _BUILD_STREAM))
-    build = Build(config, ranks=ranks, folder=folder)
+    build = Build(config, ranks=ranks, folder=folder, kept=kept)
     trainer_class = trainer_class or build.trainer_class()
     task = trainer_class.build_task(build)
     build.take_task(task)
-    model = trainer_class.build_model(build).to(backend.device)
-    copy_from_first([*model.parameters(), *model.buffers()], ranks)
+    model = _build_model(trainer_class, build, backend, ranks)
     batch = resolve_batch(config, ranks.size) if for_training else _evaluation_batch(config, ranks.size)
     collator = trainer_class.build_collator(build)
     loaders = _Loaders(config, batch, collator, ranks, folder)
@@ -175,12 +206,12 @@ def _assemble(
         ranks=ranks,
         batch=batch,
         max_steps=max_steps,
-        updater=_updater(config, optimizers, build, batch, max_steps, backend, ranks),
+        updater=_updater(config, model, optimizers, build, batch, max_steps, backend, ranks),
         storage=EventStorage(max_steps=max_steps or None),
         hooks=trainer_class.build_hooks(build),
         writers=trainer_class.build_writers(build) if for_training else [],
         folder=folder,
-        store=CheckpointStore(folder / run_folders.CHECKPOINTS),
+        store=open_store(checkpoints_place(folder, config)),
         metrics=build.metrics(task, backend.device),
         test_data=None if test is None else loaders.for_evaluation("test", test),
     )
@@ -197,7 +228,38 @@ def _assemble(
     )
     # From here on ranks draw different numbers.
     _seed_everything(backend, mix_seed(config.seed, _RANK_STREAM, ranks.rank))
-    return trainer
+    return trainer, build
+
+
+def _build_model(trainer_class: type[Trainer], build: Build, backend: Backend, ranks: Ranks) -> torch.nn.Module:
+    """Builds the model on the device, equal on all ranks."""
+    model = trainer_class.build_model(build).to(backend.device)
+    copy_from_first([*model.parameters(), *model.buffers()], ranks)
+    # A start that loads weights draws fewer numbers than one that builds the model for a checkpoint; what is built
+    # next must not know.
+    _seed_everything(backend, mix_seed(build.config.seed, _PARTS_STREAM))
+    return model
+
+
+def _kept_facts(config: RunConfig, folder: Path, ranks: Ranks) -> PretrainedFacts | None:
+    """What the pretrained folder told an earlier start, where a checkpoint has the weights by now; else None.
+
+    The first rank looks, and all ranks get its answer.
+    """
+    if config.model is None or "pretrained" not in config.model.reserved:
+        return None
+    found: PretrainedFacts | None = None
+    failure: Exception | None = None
+    if ranks.is_first:
+        try:
+            if open_store(checkpoints_place(folder, config)).steps():
+                found = read_facts(folder)
+        except Exception as error:
+            failure = error
+    found, failure = ranks.broadcast((found, failure))
+    if failure is not None:
+        raise failure
+    return found
 
 
 def _resolved(config: RunConfig, batch: BatchPlan, max_steps: int) -> RunConfig:
@@ -335,7 +397,7 @@ def _num_passes(config: RunConfig) -> int:
 
 def _evaluation_batch(config: RunConfig, num_ranks: int) -> BatchPlan:
     """An evaluation on another number of ranks than the training needs no batch arithmetic."""
-    micro = config.trainer.micro_batch_size or (config.trainer.global_batch_size or 32)
+    micro = micro_batch_alone(config)
     return BatchPlan(micro * num_ranks, micro, 1)
 
 
@@ -345,6 +407,7 @@ def _by_name(optimizers: Any) -> dict[str, torch.optim.Optimizer]:
 
 def _updater(
     config: RunConfig,
+    model: torch.nn.Module,
     optimizers: Mapping[str, torch.optim.Optimizer],
     build: Build,
     batch: BatchPlan,
@@ -361,6 +424,8 @@ def _updater(
         max_grad_norm=config.trainer.max_grad_norm,
         max_grad_value=config.trainer.max_grad_value,
         loss_scale=LossScale(backend.device) if config.runtime.precision == "fp16" else None,
+        watch=IncidentWatch(config.incidents, device=backend.device, rank=ranks.rank),
+        buffers=persistent_buffers(model),
     )
 
 

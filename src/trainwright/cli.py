@@ -13,6 +13,7 @@ import typer
 
 import trainwright
 from trainwright.commands.check import check
+from trainwright.commands.checkpoints import checkpoints
 from trainwright.commands.components import components
 from trainwright.commands.config import config
 from trainwright.commands.data import data
@@ -44,6 +45,7 @@ app.command()(data)
 app.command()(components)
 app.command()(config)
 app.command()(runs)
+app.command()(checkpoints)
 
 
 def _show_version(is_asked: bool) -> None:

@@ -31,3 +31,9 @@ def show_log(level: int = logging.INFO) -> None:
         package.addHandler(shown)
     # The first rank speaks for all; others are heard when something is wrong.
     shown.setLevel(level if os.environ.get("RANK", "0") == "0" else max(level, logging.WARNING))
+
+
+def flush_log() -> None:
+    """Writes out what handlers still hold, before a process leaves without saying good-bye."""
+    for handler in logging.getLogger("trainwright").handlers:
+        handler.flush()

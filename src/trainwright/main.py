@@ -18,11 +18,16 @@ from trainwright.checkpoint.folder import LOG_FILE, run_folder
 from trainwright.checkpoint.resume import pick_step
 from trainwright.config import RunConfig
 from trainwright.errors import ConfigError
+from trainwright.hooks.obey_preemption import Listener
+from trainwright.launch.slurm import requeue
 from trainwright.loop.evaluation import evaluate_sets
 from trainwright.loop.trainer import Trainer
 from trainwright.parallel import mesh
 
 logger = logging.getLogger(__name__)
+
+START_UP_SECONDS = 5.0
+"""How long a process that was told to leave may stay before it trains: there is nothing to save yet."""
 
 MODES = ("train", "eval", "train_and_eval")
 
@@ -52,6 +57,8 @@ def run_experiment(
     if model_dir is not None:
         folder = Path(os.path.abspath(model_dir))  # noqa: PTH100  # "." has no name; resolve() would follow links
         config = config.derive({"output_dir": str(folder.parent), "name": folder.name})
+    starting = Listener(_leave, deadline_seconds=START_UP_SECONDS)
+    starting.listen()
     try:
         if mode == "eval":
             return _evaluate(config, trainer_class, step)
@@ -66,11 +73,19 @@ def run_experiment(
             logs = trainer.train()
             _say_how_it_ended(trainer)
             trainer.ranks.part()
+            if trainer.interrupted and config.preemption.requeue and trainer.ranks.is_first:
+                requeue()
         if trainer.interrupted:
             raise Interrupted(trainer.stop_reason)
         return trainer.model, logs
     finally:
         mesh.leave()
+        starting.close()
+
+
+def _leave(signal_name: str) -> None:
+    """Ends a run that has not begun to train, or has ended: there is nothing to save."""
+    raise Interrupted(signal_name)
 
 
 def _evaluate(

@@ -23,13 +23,16 @@ from trainwright.data.stream import is_stream
 from trainwright.errors import ConfigError
 from trainwright.hooks.obey_preemption import ObeyPreemption
 from trainwright.hooks.time_steps import TimeSteps
+from trainwright.hooks.watch_for_hangs import WatchForHangs
 from trainwright.loop.hook import Hook
 from trainwright.loop.metrics import ConfiguredMetric
 from trainwright.loop.task import Task, overrides
 from trainwright.loop.trainer import Trainer
 from trainwright.models.from_config import build_model_section
-from trainwright.optim.param_groups import make_optimizer
+from trainwright.models.pretrained_facts import PretrainedFacts
+from trainwright.optim.param_groups import make_optimizer, names_of_others
 from trainwright.optim.parameter_kinds import classify_parameters
+from trainwright.optim.settings import check_settings, defaults_of, has_strict_forms, refuse_provided
 from trainwright.parallel.collectives import Ranks
 from trainwright.writers.writer import Writer
 
@@ -45,13 +48,15 @@ class Build:
         *,
         ranks: Ranks | None = None,
         folder: Path | None = None,
-        loads_weights: bool = True,
+        kept: PretrainedFacts | None = None,
     ) -> None:
+        """`kept` is what the pretrained folder told an earlier start: its weights then come from a checkpoint."""
         self.config = config
         self.project_dir = config.project_dir
         self._ranks = ranks or Ranks()
         self._folder = folder or run_folder(config)
-        self._loads_weights = loads_weights
+        self._kept = kept
+        self.pretrained_facts: PretrainedFacts | None = None
         self._task: Task | None = None
         self._used: set[str] = set()
         self._splits: dict[str, Any] | None = None
@@ -73,12 +78,10 @@ class Build:
         section = self.config.model
         if section is None:
             raise ConfigError("model: there is none. Name one, such as {type: llama, …} or {type: models/net.py:Net}.")
-        return build_model_section(
-            section,
-            project_dir=Path(self.project_dir),
-            origin=self.config.origin,
-            loads_weights=self._loads_weights,
+        model, self.pretrained_facts = build_model_section(
+            section, project_dir=Path(self.project_dir), origin=self.config.origin, kept=self._kept
         )
+        return model
 
     def optimizers(self, model: torch.nn.Module) -> dict[str, torch.optim.Optimizer]:
         """The `trainer.optimizer` section over all parameters, or each of `trainer.optimizers` over its own."""
@@ -144,7 +147,12 @@ class Build:
         """The default hooks, then those of the `hooks` section."""
         self._used.add("hooks")
         own = [self._make("hook", f"hooks.{number}", each) for number, each in enumerate(self.config.hooks)]
-        return [TimeSteps(), ObeyPreemption(), *own]
+        return [
+            TimeSteps(),
+            ObeyPreemption(self.config.preemption),
+            WatchForHangs(self.config.hangs),
+            *own,
+        ]
 
     def writers(self) -> list[Writer]:
         """The `writers` section, on the first rank."""
@@ -230,14 +238,14 @@ class Build:
     def _optimizer(
         self, label: str, component: Component, owned: Mapping[str, Any], model: torch.nn.Module
     ) -> torch.optim.Optimizer:
-        if isinstance(component.arguments.get("lr"), str):
-            problem = f"{label}.lr: must be a number, got the text {component.lr!r}."
-            raise ConfigError(problem, where=self.config.origin(f"{label}.lr"))
-        arguments = dict(component.arguments)
+        arguments, origin = dict(component.arguments), self.config.origin
         groups = arguments.pop("groups", ())
         bare = Component(component.type, **arguments).located_at(component.origin)
         target = registry.find("optimizer", bare.type, project_dir=self.project_dir, where=bare.origin, label=label)
         needs_kinds = getattr(target, "needs_parameter_kinds", False)
+        refuse_provided(arguments, ("params", "kinds") if needs_kinds else ("params",), label=label, origin=origin)
+        is_strict, defaults = has_strict_forms(target), defaults_of(target)
+        check_settings(arguments, defaults, label=label, origin=origin, has_strict_forms=is_strict)
 
         def make(params: list[dict[str, Any]]) -> torch.optim.Optimizer:
             # A user's optimizer may go through its parameters itself: it gets groups only where there are some.
@@ -248,8 +256,8 @@ class Build:
             made: torch.optim.Optimizer = self._make("optimizer", label, bare, params=given, **extra)
             return made
 
-        where = self.config.origin(f"{label}.groups")
-        return make_optimizer(make, owned, groups, label=label, where=where)
+        others = names_of_others(model, owned)
+        return make_optimizer(make, owned, groups, label=label, origin=origin, others=others)
 
     def _dataset(self, label: str, component: Component | None) -> Any:
         if component is None:
@@ -317,5 +325,6 @@ def _share_out(
         shares[owners[0]][name] = parameter
     for owner, owned in shares.items():
         if not owned:
-            raise ConfigError(f"trainer.optimizers.{owner}.match: {globs[owner]} matches no parameter.", where=where)
+            problem = f"{globs[owner]} matches no parameter that is trained."
+            raise ConfigError(f"trainer.optimizers.{owner}.match: {problem}", where=where)
     return shares

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainwright.backends import Backend, pick_backend
+from trainwright.backends import Backend, copy_to_host, host_buffers, pick_backend
 from trainwright.errors import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,3 +55,16 @@ def test_batches_on_a_cpu_are_handed_on_one_by_one(backend):
     assert next(batches) == 2  # nothing was fetched ahead
     assert "cpu" in backend.describe()
     backend.claim()
+
+
+def test_buffers_of_the_host_are_like_their_tensors_and_get_their_values():
+    tensors = [torch.randn(3, 2), torch.tensor(7), torch.empty(2, 0), torch.ones(5, dtype=torch.bfloat16)]
+    tensors.append(torch.arange(5_000_001))  # more than a thread takes at a time
+    buffers = host_buffers(tensors)
+    copy_to_host(tensors, buffers)
+    for tensor, buffer in zip(tensors, buffers, strict=True):
+        assert (buffer.dtype, buffer.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(buffer, tensor)
+        assert buffer.numel() == 0 or buffer.data_ptr() != tensor.data_ptr()
+    assert host_buffers([]) == []
+    copy_to_host([], [])

@@ -68,6 +68,12 @@ def test_a_large_accumulation_is_cut_short_but_the_steps_are_those_of_the_run(ch
     assert report.facts[-1] == "12 steps of 8 samples (micro-batch 1 × accumulation 8)"
 
 
+def test_a_micro_batch_that_only_the_run_can_find_is_tried_in_two_pieces(check):
+    report = check("trainer.micro_batch_size=auto")
+    assert report.is_ok
+    assert report.facts[-1] == "12 steps of 8 samples (micro-batch of at most 8, as the memory allows)"
+
+
 # the config and its components
 
 

@@ -69,6 +69,13 @@ def adamw_reversed(model):
     return torch.optim.AdamW(list(model.parameters())[::-1], lr=1e-2)
 
 
+class Nothing:
+    """Incidents of which there were none."""
+
+    def state_dict(self):
+        return {"num_incidents": 0, "watch": None}
+
+
 def write(store, model, optimizers, *, step=5, hooks=(), unclaimed=None, generators=None):
     parts = contents.collect(
         model=model,
@@ -76,6 +83,7 @@ def write(store, model, optimizers, *, step=5, hooks=(), unclaimed=None, generat
         hooks=Hooks(hooks).keyed(),
         events={"window": {}, "histories": {}},
         data={"position": 40},
+        incidents=Nothing(),
         loss_scale=None,
         generators=generators or [contents.generator_state()],
         step=step,

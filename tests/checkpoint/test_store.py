@@ -16,7 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import trainwright.checkpoint.disk as disk_module
 import trainwright.checkpoint.store as store_module
+from trainwright.checkpoint.staging import HostBuffers
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.errors import CheckpointError
 
@@ -44,7 +46,8 @@ def two(store):
 
 
 def names(store):
-    return sorted(path.name for path in store.folder.iterdir())
+    """What lies in the folder, without the links for people."""
+    return sorted(path.name for path in store.folder.iterdir() if path.name not in ("latest", "best"))
 
 
 def test_making_a_store_touches_no_disk(store):
@@ -162,6 +165,82 @@ def test_writing_a_step_again_replaces_it(two):
     two.write(20, {"model": {"w": torch.ones(1)}}, metrics={"valid/loss": 7.0})
     assert two.parts(20) == ["model"]
     assert two.metrics(20) == {"valid/loss": 7.0}
+    assert names(two) == ["step-00000010", "step-00000020"]
+
+
+def test_staged_parts_are_written_as_the_state_itself(store):
+    by_state = store.write(1, parts_of(7), metrics={"loss": 0.5})
+    by_staged = store.write_staged(2, HostBuffers().stage(parts_of(7)), metrics={"loss": 0.5})
+    manifests = [json.loads((folder / "MANIFEST.json").read_text()) for folder in (by_state, by_staged)]
+    for key in ("files", "parts", "metrics"):
+        assert manifests[0][key] == manifests[1][key]
+    store.verify(2)
+
+
+def test_the_link_latest_follows_the_newest_commit(two):
+    assert (two.folder / "latest").readlink().name == "step-00000020"
+    two.write(15, parts_of(15), metrics={})
+    assert (two.folder / "latest").readlink().name == "step-00000020"
+    two.write(30, parts_of(30), metrics={})
+    assert (two.folder / "latest" / "MANIFEST.json").samefile(two.path(30) / "MANIFEST.json")
+    assert not (two.folder / "best").exists()
+
+
+def test_a_write_that_fails_moves_no_link(two, monkeypatch):
+    monkeypatch.setattr(store_module, "rename", lambda source, target: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        two.write(30, parts_of(30), metrics={})
+    assert (two.folder / "latest").readlink().name == "step-00000020"
+
+
+def test_the_link_best_is_moved_and_taken_away(two):
+    for step in (10, 20, 20, 10):
+        two.mark_best(step)
+        assert (two.folder / "best").readlink().name == two.path(step).name
+    two.mark_best(None)
+    two.mark_best(None)
+    assert not (two.folder / "best").is_symlink()
+    assert names(two) == ["step-00000010", "step-00000020"]
+
+
+def test_where_links_are_impossible_saving_goes_on(store, monkeypatch, caplog):
+    def refuse(*arguments, **options):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    with caplog.at_level(logging.DEBUG, logger="trainwright"):
+        store.write(10, parts_of(10), metrics={})
+    assert [path.name for path in store.folder.iterdir()] == ["step-00000010"]
+    assert {record.levelname for record in caplog.records} == {"DEBUG"}
+
+
+def test_a_folder_in_the_place_of_a_link_is_left_alone(store):
+    (store.folder / "latest").mkdir(parents=True)
+    (store.folder / "latest" / "mine").touch()
+    store.write(10, parts_of(10), metrics={})
+    assert (store.folder / "latest" / "mine").exists()
+    assert sorted(path.name for path in store.folder.iterdir()) == ["latest", "step-00000010"]
+
+
+def test_links_that_lie_change_nothing_that_is_read(two):
+    for link in ("latest", "best"):
+        (two.folder / link).unlink(missing_ok=True)
+        (two.folder / link).symlink_to("step-00000099")
+    assert two.steps() == [10, 20]
+    assert two.newest_intact() == 20
+
+
+def test_after_a_damaged_newest_the_link_follows_the_intact_one(two):
+    (two.path(20) / "MANIFEST.json").unlink()
+    assert two.newest_intact(set_aside=False) == 10
+    assert (two.folder / "latest").readlink().name == "step-00000020"
+    assert two.newest_intact() == 10
+    assert (two.folder / "latest").readlink().name == "step-00000010"
+
+
+def test_clean_removes_a_link_that_was_never_moved_in(two):
+    (two.folder / ".latest-ab12cd34").symlink_to("step-00000010")
+    two.clean()
     assert names(two) == ["step-00000010", "step-00000020"]
 
 
@@ -302,14 +381,14 @@ def test_a_folder_that_cannot_be_made_raises(tmp_path):
 
 
 def test_a_commit_that_fails_brings_the_old_checkpoint_back(two, monkeypatch):
-    rename = store_module._rename
+    rename = store_module.rename
 
     def refuse_staging(source, target):
         if source.name.startswith(".staging"):
             raise PermissionError(errno.EPERM, "Operation not permitted")
         rename(source, target)
 
-    monkeypatch.setattr(store_module, "_rename", refuse_staging)
+    monkeypatch.setattr(store_module, "rename", refuse_staging)
     with pytest.raises(CheckpointError, match="Operation not permitted"):
         two.write(20, {}, metrics={})
     assert names(two) == ["step-00000010", "step-00000020"]
@@ -318,14 +397,14 @@ def test_a_commit_that_fails_brings_the_old_checkpoint_back(two, monkeypatch):
 
 def test_clean_leaves_the_staging_of_a_living_writer(two, monkeypatch):
     halfway, cleaned = threading.Event(), threading.Event()
-    write_file = store_module._write_file
+    write_file = store_module.write_file
 
     def wait_halfway(path, content):
         halfway.set()
         assert cleaned.wait(10)
-        write_file(path, content)
+        return write_file(path, content)
 
-    monkeypatch.setattr(store_module, "_write_file", wait_halfway)
+    monkeypatch.setattr(store_module, "write_file", wait_halfway)
     writer = threading.Thread(target=two.write, args=(30, parts_of(30)), kwargs={"metrics": {}})
     writer.start()
     assert halfway.wait(10)
@@ -347,7 +426,7 @@ def test_without_locks_only_an_old_staging_folder_is_abandoned(two, monkeypatch)
     def no_locks(descriptor, operation):
         raise OSError(errno.ENOTSUP, "Operation not supported")
 
-    monkeypatch.setattr(store_module.fcntl, "flock", no_locks)
+    monkeypatch.setattr(disk_module.fcntl, "flock", no_locks)
     two.write(30, parts_of(30), metrics={})
     for age, name in ((60, ".staging-step-00000040-00000001"), (7200, ".staging-step-00000040-00000002")):
         folder = two.folder / name

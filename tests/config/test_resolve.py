@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from trainwright.config import BatchPlan, RunConfig, resolve_batch, resolve_mesh
+from trainwright.config import BatchPlan, RunConfig, micro_batch_alone, resolve_batch, resolve_mesh
 from trainwright.errors import ConfigError
 
 
@@ -114,3 +114,24 @@ def test_a_plan_always_adds_up_and_keeps_what_was_given(total, micro, accumulati
         reject()  # the contradictions are tested above
     assert plan.global_batch_size == plan.micro_batch_size * ranks * plan.accumulation
     assert all(value in (None, getattr(plan, name)) for name, value in given_sizes.items())
+
+
+@pytest.mark.parametrize(("trainer", "plan"), [({}, (32, 16, 1)), ({"global_batch_size": 64}, (64, 32, 1))])
+def test_with_auto_the_plan_is_the_largest_that_could_be(trainer, plan):
+    assert resolve_batch(with_trainer(micro_batch_size="auto", **trainer), 2) == BatchPlan(*plan)
+
+
+def test_auto_beside_an_accumulation_or_an_uneven_batch_is_refused():
+    with pytest.raises(ConfigError, match=r"trainer\.accumulation: 4 leaves micro_batch_size: auto nothing to find"):
+        resolve_batch(with_trainer(micro_batch_size="auto", accumulation=4), 1)
+    with pytest.raises(ConfigError, match=r"10 is not 3 data ranks × a whole number\. Use a multiple of 3\.$"):
+        resolve_batch(with_trainer(micro_batch_size="auto", global_batch_size=10), 3)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "number"),
+    [({"micro_batch_size": 4, "global_batch_size": 8}, 4), ({"micro_batch_size": "auto", "global_batch_size": 8}, 8)],
+)
+def test_an_evaluation_alone_needs_no_batch_arithmetic(trainer, number):
+    assert micro_batch_alone(with_trainer(**trainer)) == number
+    assert micro_batch_alone(RunConfig()) == 32

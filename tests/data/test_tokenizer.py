@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from trainwright.data.tokenizer import TextTokenizer, load_tokenizer
+from trainwright.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_of
 from trainwright.errors import DataError
 
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "<end>"]
@@ -184,3 +185,12 @@ def test_a_folder_without_any_tokenizer_says_what_it_holds(tmp_path):
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(DataError, match=r"(?s)holds no tokenizer\.json.*The folder holds: notes\.txt\."):
         load_tokenizer(tmp_path).encode("a")
+
+
+def test_the_tokenizer_of_a_dataset_is_its_own_or_that_of_a_source_within():
+    words = load_tokenizer("bytes")
+    inner = SimpleNamespace(source=SimpleNamespace(tokenizer=words))
+    assert tokenizer_of(SimpleNamespace(sources={"a": SimpleNamespace(), "b": inner})) is words
+    assert tokenizer_of(SimpleNamespace(dataset=inner)) is words
+    assert tokenizer_of(SimpleNamespace(source="some/path")) is None
+    assert tokenizer_of(None) is None

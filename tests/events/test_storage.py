@@ -237,3 +237,9 @@ def test_compiled_puts_break_no_graph_and_are_compiled_twice_at_most(storage):
     assert summarise(storage.take_window())["sum"] == 16.0
     # Once for the first put of a name in a step and once for those after it; never again as steps pass.
     assert counter.frame_count == 2
+
+
+def test_a_spread_is_in_the_window_but_no_value_of_this_rank_alone(storage):
+    storage.put_spread("slowest_rank_share", 0.5)
+    assert "slowest_rank_share" not in storage.latest()
+    assert summarise(storage.take_window()) == {"slowest_rank_share": 0.0}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.events.windows import add_record, merge, summarise, window_from_state, window_to_state
+from trainwright.events.windows import Series, add_record, merge, summarise, window_from_state, window_to_state
 
 names = st.sampled_from("abc")
 steps = st.integers(1, 4)
@@ -106,3 +106,33 @@ def test_the_sum_does_not_depend_on_the_order_in_which_steps_came():
             add_record(window, "loss", step, values[step], 1.0, "mean")
         summaries.add(summarise(window)["loss"])
     assert len(summaries) == 1
+
+
+def test_a_spread_is_the_share_that_ranks_wait_for_the_slowest_of_each_step():
+    slow_first = window_of(("share", 1, 4.0, 1.0, "spread"), ("share", 2, 1.0, 1.0, "spread"))
+    slow_then = window_of(("share", 1, 1.0, 1.0, "spread"), ("share", 2, 4.0, 1.0, "spread"))
+    merged = merge([slow_first, slow_then])
+    # Each step takes 4 s, of which the two ranks wait 0 and 3.
+    assert summarise(merged) == {"share": 3 / 8}
+    assert merged["share"].value_at(1) == [4.0, 1.0]
+    assert summarise(window_of(("share", 1, 0.0, 1.0, "spread"))) == {"share": 0.0}
+
+
+def test_a_rank_that_puts_its_seconds_twice_in_a_step_has_needed_both():
+    twice = window_of(("share", 1, 1.0, 1.0, "spread"), ("share", 1, 3.0, 1.0, "spread"))
+    once = window_of(("share", 1, 2.0, 1.0, "spread"))
+    assert summarise(merge([twice, once])) == {"share": 0.25}
+
+
+def test_a_spread_that_a_checkpoint_cuts_in_two_is_the_same():
+    ranks = [window_of(("share", 1, seconds, 1.0, "spread")) for seconds in (1.0, 3.0)]
+    later = [window_of(("share", 2, seconds, 1.0, "spread")) for seconds in (5.0, 2.0)]
+    restored = window_from_state(json.loads(json.dumps(window_to_state(merge(ranks)))))
+    restored["share"].steps |= later[0]["share"].steps  # the first rank takes the window of all
+    whole = merge(
+        [
+            {"share": Series("spread", {**a["share"].steps, **b["share"].steps})}
+            for a, b in zip(ranks, later, strict=True)
+        ]
+    )
+    assert summarise(merge([restored, later[1]])) == summarise(whole)

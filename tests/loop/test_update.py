@@ -8,8 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from trainwright.config import IncidentsSection
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.events import Mean
+from trainwright.loop import incidents
+from trainwright.loop import update as update_module
+from trainwright.loop.held_buffers import persistent_buffers
+from trainwright.loop.incidents import IncidentWatch
 from trainwright.loop.loss_scale import LossScale
 from trainwright.loop.outputs import ForwardResult
 from trainwright.loop.update import ScheduledOptimizer, Updater
@@ -310,3 +315,115 @@ class TestLossScale:
             each.follow(good)
             each.follow(good)
         assert float(other.scale) == float(scale.scale) == 4.0
+
+
+class TestIncidents:
+    def run(self, losses, *, optimizer=None, far=False, applies=1, **options):
+        """Steps a weight by each of these factors of it; returns it, the watch, and the results."""
+        w = weight()
+        optimizer = torch.optim.AdamW([w], lr=0.1, fused=True) if optimizer is None else optimizer(w)
+        with pytest.MonkeyPatch.context() as patch:
+            if far:
+                patch.setattr(incidents, "reads_at_once", lambda device: False)
+            section = IncidentsSection(**{"spike_window": 8, **options.pop("section", {})})
+            watch = IncidentWatch(section, device=torch.device("cpu"), rank=0)
+        updater = make_updater([w], optimizer=optimizer, watch=watch, **options)
+        results = []
+        for step, factor in enumerate(losses):
+            updater.set_rates(step)
+            for _ in range(applies):
+                update = updater.begin(lambda: 8)
+                update.backward((w * factor).square().sum())
+                results.append(update.apply())
+        return w, watch, results
+
+    @pytest.mark.parametrize("far", [False, True])
+    @pytest.mark.parametrize("policy", ["skip", "rollback"])
+    def test_a_bad_update_moves_nothing_and_is_told(self, policy, far):
+        section = {"non_finite": policy, "spike": policy}
+        good = [1.0] * 6
+        expected, _, _ = self.run([*good, 1.0])
+        w, watch, results = self.run([*good, float("nan"), 1e4, 1.0], section=section, far=far, max_grad_norm=1e9)
+        assert torch.equal(w, expected)
+        assert [(each.step, each.kind, each.policy) for each in watch.look()] == [
+            (7, "non_finite", policy),
+            (8, "spike", policy),
+        ]
+        assert torch.isnan(results[6].loss)  # logs never hide one
+        assert torch.isnan(results[6].grad_norm)
+        assert float(results[7].loss) > 1e6
+
+    def test_by_default_a_bad_update_is_seen_though_nothing_holds_it(self):
+        w, watch, _ = self.run([1.0, float("inf"), 1.0])
+        assert torch.isnan(w).all()
+        incident, _ = watch.look()
+        assert (incident.step, incident.kind, incident.policy, incident.ranks) == (2, "non_finite", "raise", ())
+
+    @pytest.mark.parametrize("far", [False, True])
+    def test_optimizers_without_the_word_hold_too(self, far):
+        section = {"non_finite": "skip"}
+
+        def make(w):
+            return torch.optim.SGD([w], lr=0.01, momentum=0.9)
+
+        expected, _, _ = self.run([1.0, 1.0], optimizer=make)
+        w, _, _ = self.run([float("nan"), 1.0, float("nan"), 1.0], optimizer=make, section=section, far=far)
+        assert torch.equal(w, expected)
+
+    def test_an_overflow_that_the_loss_scale_handles_is_no_incident(self):
+        scale = LossScale(torch.device("cpu"), initial=2.0**126)
+        w, watch, results = self.run([1.0, 1.0], loss_scale=scale, section={"non_finite": "skip"})
+        assert w.tolist() == [1.0, -2.0, 3.0]
+        assert not torch.isfinite(results[0].grad_norm)
+        assert watch.look() == []
+        _, watch, _ = self.run([1.0, float("nan")], loss_scale=LossScale(torch.device("cpu")))
+        assert [each.step for each in watch.look()] == [2]
+
+    @pytest.mark.parametrize("far", [False, True])
+    def test_a_step_of_several_updates_is_judged_once(self, far):
+        w, watch, _ = self.run([1.0, float("nan"), 1.0], applies=2, section={"non_finite": "skip"}, far=far)
+        expected, _, _ = self.run([1.0, 1.0], applies=2)
+        assert torch.equal(w, expected)
+        assert [each.step for each in watch.look()] == [2]
+
+    def test_a_repaired_gradient_is_no_incident_and_the_next_one_is_repaired_too(self):
+        w = weight()
+        w.register_hook(lambda grad: grad * torch.tensor([1.0, float("nan"), 1.0]))
+        watch = IncidentWatch(IncidentsSection(non_finite="skip"), device=torch.device("cpu"), rank=0)
+        updater = make_updater([w], optimizer=AdamW([w], lr=0.1, repair_nan=True), watch=watch)
+        for step, loss in enumerate([1.0, float("nan"), 1.0]):
+            updater.set_rates(step)
+            update = updater.begin(lambda: 8)
+            update.backward(w.sum() * loss)
+            result = update.apply()
+        assert float(result.metrics["nan_gradients"]) == 1.0
+        assert torch.isfinite(w).all()
+        assert [each.step for each in watch.look()] == [2]
+
+    @pytest.mark.parametrize("far", [False, True])
+    def test_running_means_of_a_held_update_stay_as_they_were(self, far, monkeypatch):
+        monkeypatch.setattr(incidents, "reads_at_once", lambda device: not far)
+        norms = {}
+        for inputs in ([1.0, 2.0, float("nan"), 3.0], [1.0, 2.0, 3.0]):
+            torch.manual_seed(0)
+            norm = norms[len(inputs)] = nn.BatchNorm1d(3)
+            watch = IncidentWatch(IncidentsSection(non_finite="skip"), device=torch.device("cpu"), rank=0)
+            optimizer = torch.optim.AdamW(norm.parameters(), lr=0.1, fused=True)
+            buffers = persistent_buffers(norm)
+            updater = make_updater(list(norm.parameters()), optimizer=optimizer, watch=watch, buffers=buffers)
+            for step, scale in enumerate(inputs):
+                updater.set_rates(step)
+                update = updater.begin(lambda: 8)
+                update.backward((norm(torch.arange(12.0).view(4, 3) * scale) ** 3).mean())
+                update.apply()
+        for held, plain in zip(norms[4].state_dict().values(), norms[3].state_dict().values(), strict=True):
+            assert torch.equal(held, plain)
+
+    def test_optimizers_that_make_the_host_wait_are_named_once_at_the_start(self, caplog, monkeypatch):
+        monkeypatch.setattr(update_module, "reads_at_once", lambda device: False)
+        with caplog.at_level("INFO"):
+            self.run([1.0], section={"non_finite": "skip"}, optimizer=lambda w: torch.optim.RMSprop([w]))
+            self.run([1.0], section={"non_finite": "skip"})
+            self.run([1.0], optimizer=lambda w: torch.optim.RMSprop([w]))
+        (line,) = [each for each in caplog.messages if "host waits" in each]
+        assert "main (RMSprop)" in line

@@ -2,10 +2,22 @@
 
 from trainwright.backends.backend import (
     Backend,
+    copy_to_host,
     has_fused_optimizers,
+    host_buffers,
     memory_in_use,
     pick_backend,
+    reads_at_once,
     waits_for_memory,
 )
 
-__all__ = ["Backend", "has_fused_optimizers", "memory_in_use", "pick_backend", "waits_for_memory"]
+__all__ = [
+    "Backend",
+    "copy_to_host",
+    "has_fused_optimizers",
+    "host_buffers",
+    "memory_in_use",
+    "pick_backend",
+    "reads_at_once",
+    "waits_for_memory",
+]

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from trainwright.backends.backend import Backend
+from trainwright.backends.main_memory import MemoryFacts
+
+# torch rounds pinned memory up to a power of two, which for each tensor alone would waste a third.
+_PINNED_BLOCK_BYTES = 2**30
+_PINNED_ALIGNMENT = 64
 
 
 class CudaBackend(Backend):
@@ -39,6 +47,48 @@ class CudaBackend(Backend):
         if ahead is not None:
             yield self._hand_over(*ahead)
 
+    @contextmanager
+    def limited_memory(self, share: float) -> Iterator[None]:
+        """Limits torch's allocator to a share of what other processes have left free of this device."""
+        self.release_memory()
+        free, total = torch.cuda.mem_get_info(self.device)
+        before = torch.cuda.get_per_process_memory_fraction(self.device)
+        own = torch.cuda.memory_reserved(self.device)
+        torch.cuda.set_per_process_memory_fraction(share * min((free + own) / total, before), self.device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(before, self.device)
+
+    def memory_room(self) -> int | None:
+        """Returns None: who asks for too much is told."""
+        return None
+
+    def begin_peak(self) -> None:
+        """Lets the allocator's peak count from here on."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def memory(self) -> MemoryFacts:
+        """Returns what torch's allocator holds."""
+        return MemoryFacts(
+            in_use=torch.cuda.memory_allocated(self.device),
+            peak=torch.cuda.max_memory_allocated(self.device),
+            reserved=torch.cuda.memory_reserved(self.device),
+            total=torch.cuda.get_device_properties(self.device).total_memory,
+        )
+
+    def release_memory(self) -> None:
+        """Waits for the device, and gives the allocator's unused blocks back to it."""
+        gc.collect()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+
+    def write_memory_snapshot(self, folder: Path) -> Path | None:
+        """Writes every block that the allocator holds; with stacks where the user has it record them."""
+        path = folder / "memory_snapshot.pickle"
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+        return path
+
     def describe(self) -> str:
         """Names the device and its memory."""
         properties = torch.cuda.get_device_properties(self.device)
@@ -55,3 +105,19 @@ class CudaBackend(Backend):
         # Without this the allocator could reuse a batch's memory on the copy stream while it is still computed on.
         tree_map_only(torch.Tensor, lambda tensor: tensor.record_stream(current), batch)
         return batch
+
+
+def pinned_buffers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns pinned host memory like each tensor, cut from blocks of up to a GiB; pinning takes seconds for many."""
+    sizes = [-(-tensor.nbytes // _PINNED_ALIGNMENT) * _PINNED_ALIGNMENT for tensor in tensors]
+    block = torch.empty(0, dtype=torch.uint8)
+    used, left = 0, sum(sizes)
+    buffers = []
+    for tensor, size in zip(tensors, sizes, strict=True):
+        if size > block.numel() - used:
+            wanted = max(size, min(_PINNED_BLOCK_BYTES, left))
+            block, used = torch.empty(wanted, dtype=torch.uint8, pin_memory=True), 0
+        buffers.append(block[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        used += size
+        left -= size
+    return buffers

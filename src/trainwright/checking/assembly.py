@@ -30,6 +30,7 @@ LABELS: Mapping[str, str] = {
 """The parts that a Trainer's `build_*` methods make, in their order, and the setting that each comes from."""
 
 _NEEDS: Mapping[str, str] = {"model": "task", "train_data": "task", "eval_data": "task", "optimizers": "model"}
+_SAMPLES_WHERE_UNKNOWN = 4  # of a micro-batch whose size only the run's device can tell
 _MOST_MICRO_BATCHES = 2  # enough to see that cutting works; a whole update of a large run would take hours on a CPU
 
 
@@ -82,6 +83,11 @@ def num_data_ranks(config: RunConfig) -> int:
     return math.prod(size for size in axes if size is not None and size > 0)
 
 
+def is_found_by_the_run(config: RunConfig) -> bool:
+    """Is the micro-batch what the run's device has memory for, so that only the run can tell?"""
+    return config.trainer.micro_batch_size == "auto"
+
+
 def num_steps(config: RunConfig, plan: BatchPlan, data: Any) -> int:
     """Returns how many updates the limits allow with the real run's batch (as build.py counts them)."""
     trainer = config.trainer
@@ -104,8 +110,14 @@ def _plan(case: Case) -> BatchPlan | None:
 
 
 def _trial_config(config: RunConfig, plan: BatchPlan | None, folder: Path) -> RunConfig:
-    micro = plan.micro_batch_size if plan is not None else (config.trainer.micro_batch_size or 1)
-    micro_batches = min(plan.accumulation, _MOST_MICRO_BATCHES) if plan is not None else 1
+    given = config.trainer.micro_batch_size
+    micro, micro_batches = given if isinstance(given, int) else 1, 1
+    if plan is not None:
+        micro, micro_batches = plan.micro_batch_size, min(plan.accumulation, _MOST_MICRO_BATCHES)
+    if plan is not None and is_found_by_the_run(config):
+        # The whole batch in one forward is for the run's device; here it has only to be cut.
+        micro_batches = min(micro, _MOST_MICRO_BATCHES)
+        micro = min(micro // micro_batches, _SAMPLES_WHERE_UNKNOWN)
     return config.derive(
         {
             "output_dir": str(folder),

@@ -16,7 +16,7 @@ import torch
 
 from trainwright.build import describe_size
 from trainwright.checking import forwards, places
-from trainwright.checking.assembly import Assembly, assemble, num_data_ranks, num_steps
+from trainwright.checking.assembly import Assembly, assemble, is_found_by_the_run, num_data_ranks, num_steps
 from trainwright.checking.batches import check_batch
 from trainwright.checking.explain import Case
 from trainwright.checking.findings import AlreadyReported, Finding, Severity
@@ -27,7 +27,7 @@ from trainwright.data.loader import TrainData
 from trainwright.errors import DataError, TrainwrightError
 from trainwright.loop.evaluation import evaluate_sets
 from trainwright.loop.hook import Hooks
-from trainwright.loop.saving import restore_checkpoint, save_checkpoint
+from trainwright.loop.saving import restore_checkpoint
 from trainwright.loop.trainer import Trainer
 
 _GRAPH_MODES = ("compile", "graph")
@@ -59,7 +59,7 @@ def _check_data(assembly: Assembly, case: Case) -> set[str]:
     plan, collator, train_data = assembly.plan, parts.get("collator"), parts.get("train_data")
     if collator is None or train_data is None:
         return {"train"}
-    is_cut = plan is not None and plan.accumulation > 1
+    is_cut = plan is not None and (plan.accumulation > 1 or is_found_by_the_run(case.config))
     check = partial(
         check_batch, collator=collator, batch_size=assembly.config.trainer.global_batch_size or 1, case=case
     )
@@ -83,8 +83,10 @@ def _state_facts(trainer: Trainer, assembly: Assembly, case: Case, report: Repor
     if plan is None:
         return
     ranks = num_data_ranks(case.config)
-    factors = [f"micro-batch {plan.micro_batch_size}", *([f"{ranks} ranks"] if ranks > 1 else [])]
-    product = " × ".join([*factors, f"accumulation {plan.accumulation}"])
+    micro, accumulation = f"{plan.micro_batch_size}", f" × accumulation {plan.accumulation}"
+    if is_found_by_the_run(case.config):
+        micro, accumulation = f"of at most {plan.micro_batch_size}, as the memory allows", ""
+    product = " × ".join([f"micro-batch {micro}", *([f"{ranks} ranks"] if ranks > 1 else [])]) + accumulation
     report.facts.append(f"{num_steps(case.config, plan, data):,} steps of {plan.global_batch_size} samples ({product})")
     if isinstance(data, TrainData) and plan.global_batch_size > len(data):  # the trial's own batch may be smaller
         case.note(_too_large(plan.global_batch_size, len(data)), label="trainer.global_batch_size")
@@ -210,7 +212,8 @@ class Trial:
             return  # it failed, and is noted
         try:
             if not trainer.surroundings.store.steps():
-                save_checkpoint(trainer, metrics={})
+                trainer.checkpoints.save(metrics={})
+                trainer.checkpoints.settle(must_succeed=True)
         except (Exception, SystemExit) as error:
             self.case.note(error, label="checkpoint")
             return

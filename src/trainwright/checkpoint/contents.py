@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from trainwright.checkpoint.encoding import encode
-from trainwright.checkpoint.store import CheckpointStore
+from trainwright.checkpoint.open_store import AnyStore
 from trainwright.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ def collect(
     events: Mapping[str, Any],
     data: Mapping[str, Any],
     loss_scale: Stateful | None,
+    incidents: Stateful,
     generators: list[dict[str, Any]],
     step: int,
     has_unfinished_step: bool,
@@ -58,6 +59,7 @@ def collect(
             "hooks": {**unclaimed_hook_state, **{key: hook.state_dict() for key, hook in hooks.items()}},
             "events": dict(events),
             "loss_scale": None if loss_scale is None else loss_scale.state_dict(),
+            "incidents": incidents.state_dict(),
             "generators": generators,
         },
     }
@@ -81,21 +83,27 @@ def restore_generators(state: Mapping[str, Any]) -> None:
     np.random.set_state(tuple(state["numpy"]))
 
 
-def restore_model(store: CheckpointStore, step: int, model: torch.nn.Module, *, strict: bool = True) -> None:
-    """Loads the model's weights in place; a mismatch names the keys and both shapes."""
-    state = store.read(step, "model")
+def restore_model(store: AnyStore, step: int, model: torch.nn.Module, *, strict: bool = True) -> None:
+    """Loads a checkpoint's weights into the model, in place."""
+    load_model_state(store.read(step, "model"), model, place=str(store.path(step)), strict=strict)
+
+
+def load_model_state(state: Mapping[str, Any], model: torch.nn.Module, *, place: str, strict: bool = True) -> None:
+    """Loads weights in place; a mismatch names the keys and both shapes. `place` says where they come from."""
     own = model.state_dict()
     wrong = [
         f"{key}: {tuple(state[key].shape)} in the checkpoint, {tuple(own[key].shape)} in the model"
         for key in state.keys() & own.keys()
         if isinstance(state[key], torch.Tensor) and state[key].shape != own[key].shape
     ]
-    missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    # A tied weight has several names, of which a state dict may hold one.
+    missing = sorted(own.keys() - state.keys())
+    unexpected = sorted(state.keys() - model.state_dict(keep_vars=True).keys())
     if wrong or (strict and (missing or unexpected)):
         lines = [*sorted(wrong), *(f"{key}: not in the checkpoint" for key in missing)]
         lines += [f"{key}: not in the model" for key in unexpected]
         raise CheckpointError(
-            f"{store.path(step)} holds another model: " + "; ".join(lines[:8]) + ("; …" if len(lines) > 8 else "")
+            f"{place} holds another model: " + "; ".join(lines[:8]) + ("; …" if len(lines) > 8 else "")
         )
     if missing or unexpected:
         logger.warning("Loaded with differences: missing %s; unexpected %s", missing or "none", unexpected or "none")

@@ -53,8 +53,15 @@ def encode(state: Any, *, name: str = "state") -> tuple[Any, dict[str, torch.Ten
 
 
 def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Rebuild the state from what `encode` returned; tensors stay on their device and tied ones are one object."""
-    return _Decoder(tensors).decode(tree)
+    """Rebuild the state from what `encode` returned; tensors stay on their device and tied ones are one object.
+
+    The tree may come from anywhere: whatever it says, nothing but plain values, tensors and arrays is made.
+    """
+    try:
+        return _Decoder(tensors).decode(tree)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error) as error:
+        problem = f"What describes the state is damaged: {type(error).__name__}: {error}".rstrip(".")
+        raise CheckpointError(f"{problem}. Use another step.") from error
 
 
 class _Encoder:
@@ -246,6 +253,8 @@ class _Decoder:
             return self._tensor(key)
         if key not in self._restored:
             dtype = getattr(torch, node["dtype"])
+            if not isinstance(dtype, torch.dtype):
+                raise CheckpointError(f"{node['dtype']!r} is no dtype of a tensor. Use another step.")
             self._restored[key] = self._tensor(key).clone().view(dtype).reshape(node["shape"])
         return self._restored[key]
 
@@ -257,5 +266,9 @@ class _Decoder:
 
 
 def _numpy_from(content: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    kind = np.dtype(dtype)
+    # The constructor below takes them: bytes of the file would become addresses of objects, and run what lies there.
+    if not isinstance(dtype, str) or kind.hasobject:
+        raise CheckpointError(f"An array of {dtype!r} is never saved: it holds addresses. Do not use this checkpoint.")
     # np.frombuffer refuses empty buffers and zero-width text; the constructor takes both.
-    return np.ndarray(shape, dtype=np.dtype(dtype), buffer=content)
+    return np.ndarray(shape, dtype=kind, buffer=content)

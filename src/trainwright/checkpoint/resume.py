@@ -10,8 +10,8 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from trainwright.checkpoint.open_store import AnyStore
 from trainwright.checkpoint.retention import best_step, metrics_by_step
-from trainwright.checkpoint.store import CheckpointStore
 from trainwright.config import KeepBest, RunConfig
 from trainwright.errors import CheckpointError
 
@@ -38,6 +38,9 @@ FREE_SETTINGS = (
     "hooks",
     "writers",
     "log",
+    "incidents",
+    "preemption",
+    "hangs",
     "runtime.mesh",
     "runtime.mode",
     "runtime.device",
@@ -70,7 +73,7 @@ def refuse_changes(saved: RunConfig, config: RunConfig, folder: object) -> None:
     )
 
 
-def pick_step(store: CheckpointStore, step: int | str, *, best: KeepBest | None) -> int:
+def pick_step(store: AnyStore, step: int | str, *, best: KeepBest | None) -> int:
     """Returns the checkpoint that `step` names: "latest" (the newest intact one), "best", or a number."""
     steps = store.steps()
     if not steps:

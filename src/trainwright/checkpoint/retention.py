@@ -1,32 +1,87 @@
-"""Which checkpoints to delete: all but the newest few and the best by a metric.
+"""Which checkpoints to delete: all but the newest few, the best by a metric, and every n-th.
 
-The rules are pure functions of steps and metrics; only `prune` touches the disk, through `store.py`. The best
-one during a run is chosen with `is_better`, so both agree on nan and ties.
+The rules are pure functions of steps and metrics; only `prune` touches the disk, through a store. The best one
+during a run is chosen with `is_better`, so both agree on nan and ties. Imports no torch.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
+from trainwright.config import CheckpointSection
 from trainwright.errors import CheckpointError, ConfigError
-
-if TYPE_CHECKING:
-    from trainwright.checkpoint.store import CheckpointStore  # it imports torch; the rules below need none
 
 logger = logging.getLogger(__name__)
 
 
-def to_delete(steps: Sequence[int], *, keep_last: int | None, best: int | None) -> list[int]:
-    """Return the steps to delete, ascending: all but the last `keep_last` and `best`. None keeps all."""
-    if keep_last is None:
-        return []
-    if keep_last < 1:
-        problem = f"{keep_last} would delete the newest checkpoint"
-        raise ConfigError(f"{problem}. Use 1 or more, or leave it out to keep all.", where="checkpoint.keep_last")
-    return [step for step in sorted(set(steps))[:-keep_last] if step != best]
+class Store(Protocol):
+    """What pruning asks of a store, local or remote."""
+
+    def steps(self) -> list[int]:
+        """Returns the committed steps, ascending."""
+
+    def metrics(self, step: int, /) -> Mapping[str, float]:
+        """Returns the metrics that were saved with a checkpoint."""
+
+    def delete(self, step: int, /) -> None:
+        """Removes a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Retention:
+    """The policy of `checkpoint.keep_last`, `keep_best` and `keep_every`. The newest and the best are never deleted."""
+
+    keep_last: int | None
+    """How many of the newest are kept; None: all."""
+    keep_best: str | None = None
+    """The metric whose best checkpoint is kept; None: none is kept for its metric."""
+    mode: str = "min"
+    """Whether a smaller ("min") or a larger ("max") value of the metric is better."""
+    keep_every: int | None = None
+    """Steps that this divides are kept; None: none is kept for its number."""
+
+    def __post_init__(self) -> None:
+        if self.keep_last is not None and self.keep_last < 1:
+            problem = f"{self.keep_last} would delete the newest checkpoint"
+            raise ConfigError(f"{problem}. Use 1 or more, or leave it out to keep all.", where="checkpoint.keep_last")
+        if self.keep_every is not None and self.keep_every < 1:
+            raise ConfigError(f"{self.keep_every} is no period. Use 1 or more.", where="checkpoint.keep_every")
+
+    @classmethod
+    def of(cls, section: CheckpointSection) -> Retention:
+        """Returns the policy that a run's `checkpoint` section asks for."""
+        best = section.keep_best
+        return cls(
+            keep_last=section.keep_last,
+            keep_best=None if best is None else best.metric,
+            mode="min" if best is None else best.mode,
+            keep_every=section.keep_every,
+        )
+
+    def best(self, metrics_by_step: Mapping[int, Mapping[str, float]]) -> int | None:
+        """Returns the step that counts as the best, or None where nobody asks or no step has a finite value."""
+        if self.keep_best is None:
+            return None
+        return best_step(metrics_by_step, metric=self.keep_best, mode=self.mode)
+
+    def to_delete(self, metrics_by_step: Mapping[int, Mapping[str, float]], *, num_coming: int = 0) -> list[int]:
+        """Returns the committed steps to delete, ascending.
+
+        With `num_coming`, as many of the last are about to be written and their places are given up beforehand; the
+        newest that is there stays all the same.
+        """
+        if self.keep_last is None:
+            return []
+        last = max(1, self.keep_last - num_coming)
+        best = self.best(metrics_by_step)
+        return [step for step in sorted(metrics_by_step)[:-last] if step != best and not self._is_nth(step)]
+
+    def _is_nth(self, step: int) -> bool:
+        return self.keep_every is not None and step % self.keep_every == 0
 
 
 def best_step(metrics_by_step: Mapping[int, Mapping[str, float]], *, metric: str, mode: str) -> int | None:
@@ -55,9 +110,9 @@ def is_better(value: float, best: float | None, mode: str) -> bool:
     return value < best if mode == "min" else value > best
 
 
-def metrics_by_step(store: CheckpointStore) -> dict[int, dict[str, float]]:
+def metrics_by_step(store: Store) -> dict[int, Mapping[str, float]]:
     """Return the metrics of every checkpoint; one whose manifest cannot be read is left out with a warning."""
-    known: dict[int, dict[str, float]] = {}
+    known: dict[int, Mapping[str, float]] = {}
     for step in store.steps():
         try:
             known[step] = store.metrics(step)
@@ -66,16 +121,19 @@ def metrics_by_step(store: CheckpointStore) -> dict[int, dict[str, float]]:
     return known
 
 
-def prune(store: CheckpointStore, *, keep_last: int | None, metric: str | None = None, mode: str = "min") -> list[int]:
-    """Delete by policy and return the deleted steps; never the newest, never the best by `metric`.
+def prune(store: Store, retention: Retention, *, num_coming: int = 0) -> list[int]:
+    """Delete by policy and return the deleted steps; never the newest, never the best.
 
     One whose manifest cannot be read neither counts nor is deleted: as one of the last it would push out an intact
     one, and `newest_intact` will set it aside. One that cannot be deleted is named in a warning; training goes on.
     """
-    known = metrics_by_step(store)
-    best = None if metric is None else best_step(known, metric=metric, mode=mode)
+    return delete_all(store, retention.to_delete(metrics_by_step(store), num_coming=num_coming))
+
+
+def delete_all(store: Store, steps: Iterable[int]) -> list[int]:
+    """Delete these steps and return those that are gone; one that cannot be deleted is named in a warning."""
     deleted = []
-    for step in to_delete(list(known), keep_last=keep_last, best=best):
+    for step in steps:
         try:
             store.delete(step)
         except CheckpointError as error:

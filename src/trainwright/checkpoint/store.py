@@ -1,31 +1,40 @@
 """Step folders on a local disk: written whole or not at all, verified by hash, set aside when damaged.
 
 A checkpoint is `step-00001000/` with a MANIFEST.json that fits its files. How a state becomes files is in
-`encoding.py`, which checkpoints to keep in `retention.py`, what a run puts into one in `contents.py`. One process
-writes (rank 0); any number may read.
+`encoding.py` and `tensor_files.py`, which checkpoints to keep in `retention.py`, what a run puts into one in
+`contents.py`. One process writes (rank 0); any number may read.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
-import hashlib
 import json
 import logging
-import os
 import re
 import secrets
 import shutil
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from trainwright.checkpoint.disk import (
+    FileFact,
+    hash_file,
+    is_abandoned,
+    locked,
+    make_folder,
+    names_in,
+    point_link,
+    rename,
+    sync_folder,
+    write_file,
+)
 from trainwright.checkpoint.encoding import decode, encode
 from trainwright.checkpoint.manifest import (
     FORMAT,
@@ -35,6 +44,8 @@ from trainwright.checkpoint.manifest import (
     read_manifest,
     render_manifest,
 )
+from trainwright.checkpoint.staging import StagedParts
+from trainwright.checkpoint.tensor_files import HASH_BESIDE_BYTES, write_tensors
 from trainwright.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -46,8 +57,14 @@ PART_NAME = re.compile(r"[a-z][a-z0-9_-]*")
 STAGING, ASIDE, TRASH = ".staging", ".aside", ".trash"
 HIDDEN_NAME = re.compile(r"(\.staging|\.aside|\.trash)-step-(\d{8,})-[0-9a-f]+")
 
-# Where the file system has no locks, a staging folder that nobody touched for so long is taken for a dead writer's.
-SECONDS_OF_SILENCE = 3600.0
+# Links to a checkpoint, for people: they are moved after a commit, and nothing here reads them.
+LATEST, BEST = "latest", "best"
+LINK_ON_ITS_WAY = re.compile(r"\.(latest|best)-[0-9a-f]+")
+
+# Hashing is what verifying costs; a file is hashed by one thread, several files by several.
+HASHING_THREADS = 4
+
+EncodedPart = tuple[str, Any, Mapping[str, torch.Tensor]]
 
 
 class CheckpointStore:
@@ -58,6 +75,7 @@ class CheckpointStore:
              step-N → .aside-…                                   only if step N is being replaced
              .staging-… → step-N                                 the commit
              .aside-… → .trash-… → gone
+             latest → step-N                                     a link, for people
     delete:  step-N → .trash-… → gone
     ```
     A death between any two acts leaves the old or the new checkpoint of step N, both whole; `clean` tidies up.
@@ -82,21 +100,33 @@ class CheckpointStore:
         When it returns, the checkpoint survives a power cut. When it raises, earlier checkpoints are untouched and
         that of `step` is the old one or, where only the last sync failed, this one.
         """
+        # Part by part, so that at most one part's copies of non-contiguous tensors exist at a time.
+        encoded = ((part, *encode(state, name=part)) for part, state in parts.items())
+        return self._write(step, list(parts), encoded, metrics=metrics)
+
+    def write_staged(self, step: int, staged: StagedParts, *, metrics: Mapping[str, float]) -> Path:
+        """Save parts that are encoded already; otherwise as `write`."""
+        encoded = ((part, tree, tensors) for part, (tree, tensors) in staged.parts.items())
+        return self._write(step, list(staged.parts), encoded, metrics=metrics)
+
+    def _write(
+        self, step: int, names: list[str], encoded: Iterable[EncodedPart], *, metrics: Mapping[str, float]
+    ) -> Path:
         final = self.path(step)
-        for part in parts:
+        for part in names:
             if not PART_NAME.fullmatch(part):
                 problem = f"The part name {part!r} cannot be a file name"
                 raise CheckpointError(f"{problem}: use a-z, then a-z, 0-9, _ and -.", where=final)
         try:
-            _make_folder(self.folder)
+            make_folder(self.folder)
             staging = self._hidden(STAGING, step)
             # Not mkdtemp: its folders are closed to everybody else, and this one becomes the checkpoint.
             staging.mkdir()
         except OSError as error:
             _raise_unwritten(final, error)
         try:
-            with _locked(staging):
-                _write_contents(staging, step=step, parts=parts, metrics=metrics)
+            with locked(staging):
+                _write_contents(staging, step=step, names=names, encoded=encoded, metrics=metrics)
                 self._commit(staging, step)
         except BaseException as error:
             # Ctrl-C included: a staging folder can be as large as the model.
@@ -107,7 +137,15 @@ class CheckpointStore:
         # Committed already: an aside that cannot be removed now is hidden by the final name and left to `clean`.
         with suppress(OSError):
             self._discard_asides(step)
+            self._mark(LATEST, max(self.steps(), default=None))
         return final
+
+    def mark_best(self, step: int | None) -> None:
+        """Move the link `best`, which is for people, to a committed step; None removes it."""
+        self._mark(BEST, step)
+
+    def _mark(self, link: str, step: int | None) -> None:
+        point_link(self.folder / link, None if step is None else self.path(step).name)
 
     def read(self, step: int, part: str, *, device: str = "cpu") -> Any:
         """Return the state of one part with its tensors on `device`. Does not hash: `verify` does."""
@@ -144,8 +182,17 @@ class CheckpointStore:
         if manifest["step"] != step:
             problem = f"The manifest is of step {manifest['step']}, the folder's name says {step}"
             raise CheckpointError(f"{problem}. Rename the folder back.", where=folder)
-        for name, expected in manifest["files"].items():
-            _verify_file(folder / name, size=expected["size"], sha256=expected["sha256"])
+        facts = {folder / name: FileFact(**fact) for name, fact in manifest["files"].items()}
+        # Sizes first: they are known at once, and a file cut short is the commonest damage.
+        for path, fact in facts.items():
+            _verify_size(path, fact)
+        if sum(fact.size for fact in facts.values()) < HASH_BESIDE_BYTES:
+            for path, fact in facts.items():
+                _verify_hash(path, fact)
+            return
+        with ThreadPoolExecutor(max_workers=HASHING_THREADS, thread_name_prefix="verify") as threads:
+            for found in [threads.submit(_verify_hash, path, fact) for path, fact in facts.items()]:
+                found.result()
 
     def newest_intact(self, *, set_aside: bool = True) -> int | None:
         """Return the newest step that verifies, or None; damaged newer ones are renamed and named in a warning.
@@ -169,6 +216,8 @@ class CheckpointStore:
         instead = "No intact one is left." if intact is None else f"Using {self.path(intact).name} instead."
         for problem in damaged:
             logger.warning("Damaged checkpoint: %s %s", problem, instead)
+        if damaged and set_aside:
+            self._mark(LATEST, intact)
         return intact
 
     def delete(self, step: int) -> None:
@@ -184,8 +233,12 @@ class CheckpointStore:
 
     def clean(self) -> None:
         """Remove what dead writers left and bring back a checkpoint whose replacement never arrived."""
+        for name in names_in(self.folder):
+            if LINK_ON_ITS_WAY.fullmatch(name):
+                with suppress(OSError):
+                    (self.folder / name).unlink()
         hidden = self._hidden_folders()
-        living = {folder: step for kind, step, folder in hidden if kind == STAGING and not _is_abandoned(folder)}
+        living = {folder: step for kind, step, folder in hidden if kind == STAGING and not is_abandoned(folder)}
         for kind, step, folder in hidden:
             try:
                 if kind == TRASH:
@@ -194,7 +247,7 @@ class CheckpointStore:
                     continue
                 elif kind == ASIDE and self._locate(step) == folder:
                     # Fails rather than replaces where a writer has just taken the final name: neither is lost.
-                    _rename(folder, self.path(step))
+                    rename(folder, self.path(step))
                 else:
                     self._discard(folder, step)
             except OSError as error:
@@ -204,7 +257,7 @@ class CheckpointStore:
         """Return the steps that have a folder of their name, or an aside, with a manifest or without."""
         steps = set()
         # One listing for both: between two, a replaced checkpoint could slip from its name to an aside unseen.
-        for name in _names_in(self.folder):
+        for name in names_in(self.folder):
             plain, hidden = STEP_NAME.fullmatch(name), HIDDEN_NAME.fullmatch(name)
             # "step-000000005" has the wrong width: `path` would never find it again.
             if plain and self.path(int(plain[1])).name == name:
@@ -214,7 +267,7 @@ class CheckpointStore:
         return steps
 
     def _hidden_folders(self) -> list[tuple[str, int, Path]]:
-        matches = [HIDDEN_NAME.fullmatch(name) for name in _names_in(self.folder)]
+        matches = [HIDDEN_NAME.fullmatch(name) for name in names_in(self.folder)]
         return [(match[1], int(match[2]), self.folder / match[0]) for match in matches if match]
 
     def _hidden(self, kind: str, step: int) -> Path:
@@ -247,14 +300,14 @@ class CheckpointStore:
         final, aside = self.path(step), self._hidden(ASIDE, step)
         replaces = final.exists()
         if replaces:
-            _rename(final, aside)
+            rename(final, aside)
         try:
-            _rename(staging, final)
+            rename(staging, final)
         except BaseException:
             if replaces and not final.exists():
-                _rename(aside, final)
+                rename(aside, final)
             raise
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
 
     def _discard_asides(self, step: int, *, but: Path | None = None) -> None:
         for kind, other, folder in self._hidden_folders():
@@ -263,9 +316,9 @@ class CheckpointStore:
 
     def _discard(self, folder: Path, step: int) -> None:
         trash = self._hidden(TRASH, step)
-        _rename(folder, trash)
+        rename(folder, trash)
         # Were the files to go first and the power with them, a checkpoint full of holes would bear a valid name.
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
         # A file that a reader holds open may resist on a network disk; `clean` tries again.
         shutil.rmtree(trash, ignore_errors=True)
 
@@ -278,50 +331,36 @@ class CheckpointStore:
             number += 1
             target = self.folder / f"damaged-{self.path(step).name}-{number}"
         try:
-            _rename(folder, target)
+            rename(folder, target)
         except OSError as error:
             # Somebody else's folder, read-only: falling back matters more than tidying.
             return f"It could not be renamed to {target.name} ({error})."
         return f"It is kept as {target.name}."
 
 
-def _write_contents(staging: Path, *, step: int, parts: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+def _write_contents(
+    staging: Path, *, step: int, names: list[str], encoded: Iterable[EncodedPart], metrics: Mapping[str, float]
+) -> None:
     """Fill the staging folder; every file is on the disk before the manifest names it."""
-    files: dict[str, dict[str, Any]] = {}
-    for part, state in parts.items():
-        # Part by part, so that at most one part's copies of non-contiguous tensors exist at a time.
-        for path in _write_part(staging, part, state):
-            files[path.name] = {"size": path.stat().st_size, "sha256": _hash_file(path)}
+    files: dict[str, FileFact] = {}
+    for part, tree, tensors in encoded:
+        if tensors:
+            name = f"{part}.safetensors"
+            # transformers wants the format named.
+            files[name] = write_tensors(staging / name, tensors, metadata={"format": "pt"})
+        if not _is_flat(tree):
+            text = json.dumps(tree, allow_nan=False, separators=(",", ":"))
+            files[f"{part}.json"] = write_file(staging / f"{part}.json", text.encode())
     content = {
         "format": FORMAT,
         "step": step,
         "created": datetime.now(UTC).isoformat(),
         "metrics": {name: float(value) for name, value in metrics.items()},
-        "parts": list(parts),
-        "files": files,
+        "parts": names,
+        "files": {name: {"size": fact.size, "sha256": fact.sha256} for name, fact in files.items()},
     }
-    _write_file(staging / MANIFEST, render_manifest(content))
-    _sync_folder(staging)
-
-
-def _write_part(staging: Path, part: str, state: Any) -> list[Path]:
-    tree, tensors = encode(state, name=part)
-    written = []
-    if tensors:
-        path = staging / f"{part}.safetensors"
-        # Not safetensors' `save` with a hash on the way: its bytes are one more copy of the model in memory, and
-        # reading back comes from the page cache at about the speed of the hash. transformers wants the format named.
-        save_file(tensors, path, metadata={"format": "pt"})
-        # safetensors writes a private temporary file; the checkpoint is as readable as its folder.
-        path.chmod(staging.stat().st_mode & 0o666)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        written.append(path)
-    if not _is_flat(tree):
-        path = staging / f"{part}.json"
-        _write_file(path, json.dumps(tree, allow_nan=False, separators=(",", ":")).encode())
-        written.append(path)
-    return written
+    write_file(staging / MANIFEST, render_manifest(content))
+    sync_folder(staging)
 
 
 def _is_flat(tree: Any) -> bool:
@@ -334,18 +373,24 @@ def _is_flat(tree: Any) -> bool:
     return all(node == {"$tensor": key} for key, node in tree.items())
 
 
-def _verify_file(path: Path, *, size: int, sha256: str) -> None:
+def _verify_size(path: Path, fact: FileFact) -> None:
     try:
         found = path.stat().st_size
-        if found != size:
-            raise CheckpointError(f"The file is {found} bytes instead of {size}.", where=path)
-        digest = _hash_file(path)
     except FileNotFoundError as error:
         raise CheckpointError(f"The file is missing; {MANIFEST} names it.", where=path) from error
     except OSError as error:
         raise CheckpointError(f"The file cannot be read: {error}.", where=path) from error
-    if digest != sha256:
-        raise CheckpointError(f"The content differs: sha256 {digest[:12]}… instead of {sha256[:12]}….", where=path)
+    if found != fact.size:
+        raise CheckpointError(f"The file is {found} bytes instead of {fact.size}.", where=path)
+
+
+def _verify_hash(path: Path, fact: FileFact) -> None:
+    try:
+        found = hash_file(path)
+    except OSError as error:
+        raise CheckpointError(f"The file cannot be read: {error}.", where=path) from error
+    if found != fact.sha256:
+        raise CheckpointError(f"The content differs: sha256 {found[:12]}… instead of {fact.sha256[:12]}….", where=path)
 
 
 def _created(folder: Path) -> str:
@@ -356,94 +401,16 @@ def _created(folder: Path) -> str:
         return ""
 
 
+def is_disk_full(error: BaseException | None) -> bool:
+    """Say whether an error, or what caused it, is a disk or a quota without room."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        error = error.__cause__
+    return False
+
+
 def _raise_unwritten(final: Path, error: Exception) -> NoReturn:
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    advice = "Free some space" if full or "No space" in str(error) else "Check the disk and the folder's permissions"
+    advice = "Free some space" if is_disk_full(error) else "Check the disk and the folder's permissions"
     problem = f"The checkpoint could not be written: {error}"
     raise CheckpointError(f"{problem}. {advice}; earlier checkpoints are untouched.", where=final) from error
-
-
-def _hash_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_file(path: Path, content: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _make_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        folder.mkdir(parents=True, exist_ok=True)
-        _sync_folder(folder.parent)
-
-
-def _rename(source: Path, target: Path) -> None:
-    # rename(2) of a folder replaces an empty folder only; onto any other it fails, so nothing is ever overwritten.
-    source.rename(target)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Put the names in `folder` on the disk; without it a rename may be undone by a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network and FUSE mounts cannot sync folders; there a power cut is the server's concern.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def _names_in(folder: Path) -> list[str]:
-    try:
-        return sorted(path.name for path in folder.iterdir())
-    except FileNotFoundError:
-        return []
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock on `folder`, under whatever name, that the kernel lets go when this process dies.
-
-    Process ids would not do: a container that starts again often has the same one.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        _try_lock(descriptor)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool | None:
-    """Return whether the lock was free, or None where the file system has no locks (some NFS and Lustre mounts)."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
-
-
-def _is_abandoned(folder: Path) -> bool:
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        free = _try_lock(descriptor)
-        if free is None:
-            times = [path.stat().st_mtime for path in (folder, *folder.iterdir())]
-            return time.time() - max(times) > SECONDS_OF_SILENCE
-        return free
-    except FileNotFoundError:
-        # It was committed while we looked.
-        return False
-    finally:
-        os.close(descriptor)

@@ -15,11 +15,9 @@ from typing import Annotated
 import typer
 
 from trainwright.config import RunConfig
+from trainwright.errors import exit_code_of
 from trainwright.launch.local import die_with_launcher, launch
 from trainwright.log import show_log
-
-SIGNAL_EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
-"""How a run leaves that was interrupted and saved its step: as a shell would say it, 128 + the signal."""
 
 FAST_DEV_RUN = {
     "trainer.max_steps": 3,
@@ -69,7 +67,7 @@ def train(
         else:
             run_experiment(config, fresh=fresh, accept_changes=accept_changes)
     except Interrupted as interruption:
-        sys.exit(SIGNAL_EXIT_CODES.get(str(interruption), 1))
+        sys.exit(exit_code_of(str(interruption)))
 
 
 @contextmanager

@@ -5,8 +5,9 @@ checks.py holds the rules across sections, resolve.py derives mesh and batch siz
 """
 
 from trainwright.config.component import Component, ModelSection
+from trainwright.config.faults import HangsSection, IncidentsSection, PreemptionSection
 from trainwright.config.frozen import Frozen
-from trainwright.config.resolve import BatchPlan, resolve_batch, resolve_mesh
+from trainwright.config.resolve import BatchPlan, micro_batch_alone, resolve_batch, resolve_mesh
 from trainwright.config.schema import RunConfig
 from trainwright.config.sections import (
     CheckpointSection,
@@ -28,15 +29,19 @@ __all__ = [
     "DataSection",
     "EvaluationSection",
     "Frozen",
+    "HangsSection",
+    "IncidentsSection",
     "KeepBest",
     "LogSection",
     "MeshSection",
     "ModelSection",
     "OptimizerSection",
     "Origin",
+    "PreemptionSection",
     "RunConfig",
     "RuntimeSection",
     "TrainerSection",
+    "micro_batch_alone",
     "resolve_batch",
     "resolve_mesh",
 ]

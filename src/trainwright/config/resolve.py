@@ -48,9 +48,17 @@ def resolve_mesh(config: RunConfig, world_size: int) -> dict[str, int]:
 
 
 def resolve_batch(config: RunConfig, data_ranks: int) -> BatchPlan:
-    """Return the three batch sizes; what was left out is derived, a contradiction is refused."""
+    """Return the three batch sizes; what was left out is derived, a contradiction is refused.
+
+    With micro_batch_size: auto it is the largest that could be: the rank's whole batch in one forward.
+    """
     trainer = config.trainer
-    total, micro, accumulation = trainer.global_batch_size, trainer.micro_batch_size, trainer.accumulation
+    total, micro, accumulation = trainer.global_batch_size, _given_micro_batch(config), trainer.accumulation
+    if trainer.micro_batch_size == "auto" and accumulation is not None:
+        raise ConfigError(
+            f"trainer.accumulation: {accumulation} leaves micro_batch_size: auto nothing to find. Remove one of them.",
+            where=config.origin("trainer.accumulation"),
+        )
     if total is None and micro is not None:
         accumulation = accumulation or 1
         return BatchPlan(micro * data_ranks * accumulation, micro, accumulation)
@@ -68,9 +76,20 @@ def resolve_batch(config: RunConfig, data_ranks: int) -> BatchPlan:
     return BatchPlan(total, micro, accumulation)
 
 
+def micro_batch_alone(config: RunConfig) -> int:
+    """Return how many samples a forward gets where nothing is accumulated: in an evaluation without training."""
+    return _given_micro_batch(config) or config.trainer.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
+
+
+def _given_micro_batch(config: RunConfig) -> int | None:
+    """Return the number that was given; None where it is derived or to be found."""
+    micro = config.trainer.micro_batch_size
+    return None if micro == "auto" else micro
+
+
 def _contradiction(config: RunConfig, total: int, data_ranks: int) -> str:
     """Say which arithmetic fails, in terms of the settings that were given."""
-    micro, accumulation = config.trainer.micro_batch_size, config.trainer.accumulation
+    micro, accumulation = _given_micro_batch(config), config.trainer.accumulation
     factors = [f"micro_batch_size {micro}"] if micro is not None else []
     factors.append(f"{data_ranks} data rank{'s' if data_ranks > 1 else ''}")
     factors += [f"accumulation {accumulation}"] if accumulation is not None else []
@@ -78,5 +97,8 @@ def _contradiction(config: RunConfig, total: int, data_ranks: int) -> str:
     shown = f"{total}" if config.trainer.global_batch_size is not None else f"the default, {total},"
     if micro is not None and accumulation is not None:
         return f"{shown} is not {' × '.join(factors)} = {unit}. Use {unit}, or leave one of the three out."
+    problem = f"{shown} is not {' × '.join(factors)} × a whole number. Use a multiple of {unit}"
+    if config.trainer.micro_batch_size == "auto":
+        return f"{problem}."
     other = "micro_batch_size" if accumulation is None else "accumulation"
-    return f"{shown} is not {' × '.join(factors)} × a whole number. Use a multiple of {unit}, or set {other}."
+    return f"{problem}, or set {other}."

@@ -20,6 +20,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 from trainwright.config import yaml_text
 from trainwright.config.checks import check_across, check_trainer_keys
 from trainwright.config.component import Component, ModelSection
+from trainwright.config.faults import HangsSection, IncidentsSection, PreemptionSection
 from trainwright.config.files import Document, read_document, resolve_document, save_document
 from trainwright.config.frozen import Frozen, same, thaw
 from trainwright.config.overrides import apply_overrides, replace_at
@@ -82,6 +83,12 @@ class RunConfig(Section):
     """How often a line is written."""
     runtime: Annotated[RuntimeSection, BeforeValidator(empty_section)] = Field(default_factory=RuntimeSection)
     """On what and how the steps run."""
+    incidents: Annotated[IncidentsSection, BeforeValidator(empty_section)] = Field(default_factory=IncidentsSection)
+    """What happens when a loss or gradient goes wrong."""
+    preemption: Annotated[PreemptionSection, BeforeValidator(empty_section)] = Field(default_factory=PreemptionSection)
+    """How the run leaves when it is told to."""
+    hangs: Annotated[HangsSection, BeforeValidator(empty_section)] = Field(default_factory=HangsSection)
+    """When a rank is taken for stuck."""
 
     _project_dir: Path = PrivateAttr(default_factory=Path.cwd)
     _origins: dict[KeyPath, Origin] = PrivateAttr(default_factory=dict)

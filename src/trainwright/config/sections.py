@@ -205,8 +205,8 @@ class TrainerSection(Section):
     """Tokens seen by all ranks together."""
     global_batch_size: Count | None = None
     """Samples per update over all ranks; None: derived from the two below, or 32."""
-    micro_batch_size: Count | None = None
-    """Samples per forward on one rank; None: derived."""
+    micro_batch_size: Count | Literal["auto"] | None = None
+    """Samples per forward on one rank; auto: as many as the memory allows; None: derived."""
     accumulation: Count | None = None
     """Forwards per update on one rank; None: derived, or 1."""
     max_grad_norm: Positive | None = None
@@ -251,12 +251,24 @@ class KeepBest(Section):
 class CheckpointSection(Section):
     """When checkpoints are written and which are kept."""
 
+    folder: Annotated[str, Field(min_length=1)] | None = None
+    """Where they go: a folder, or an address such as s3://bucket/run; None: `checkpoints` in the run folder."""
     every_steps: Count | None = 500
-    """Steps between checkpoints; None: only at the end."""
+    """Steps between checkpoints; None: not by steps. There is always one at the end."""
+    every_minutes: Positive | None = None
+    """Minutes between checkpoints; None: not by time."""
+    every_samples: Count | None = None
+    """Samples between checkpoints; None: not by samples."""
     keep_last: Count | None = 3
     """How many of the newest are kept; None: all."""
     keep_best: KeepBest | None = None
     """Also keep the best one; None: only the newest."""
+    keep_every: Count | None = None
+    """Also keep those of every so many steps; None: only the newest."""
+    asynchronous: bool = True
+    """Whether files are written beside training, from a copy in main memory as large as the state."""
+    max_failures: Count = 3
+    """Saves in a row that may fail (a full disk, a lost mount) before the run ends."""
 
 
 class LogSection(Section):

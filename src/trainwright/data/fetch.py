@@ -64,18 +64,18 @@ class Span(NamedTuple):
 
     start: int
     stop: int
-    num_all: int = 0
-    """Positions of the whole batch, over all ranks."""
     is_stand_in: bool = False
     """Has the rank no position of its own here? Then it fetches one before, and takes part with weight 0."""
+    batch: tuple[int, int] = (0, 0)
+    """The positions of the whole batch, over all ranks: its first, and the one behind its last."""
 
     @classmethod
     def of(cls, start: int, stop: int, view: View) -> Span:
         """Returns a rank's span of the batch at these positions."""
         own_start, own_stop = view.part(start, stop)
         if own_stop > own_start:
-            return cls(own_start, own_stop, stop - start)
-        return cls(max(own_start - 1, 0), max(own_start, 1), stop - start, is_stand_in=True)
+            return cls(own_start, own_stop, batch=(start, stop))
+        return cls(max(own_start - 1, 0), max(own_start, 1), is_stand_in=True, batch=(start, stop))
 
 
 class Fetched(NamedTuple):

@@ -14,6 +14,7 @@ from typing import Any
 from trainwright.data.collators import refuse_lists
 from trainwright.data.failures import OnError
 from trainwright.data.fetch import Collator, SampleFetcher, Span, count_samples
+from trainwright.data.left_out import LeftOut
 from trainwright.data.length_order import LengthOrder, lengths_of
 from trainwright.data.order import Order
 from trainwright.data.view import View
@@ -52,6 +53,8 @@ class TrainData:
         self.position = 0
         self.samples_in_hand = 0
         """This rank's samples in the batch that was returned last."""
+        self.places_in_hand = (0, 0)
+        """The places of that batch over all ranks: its first, and the one behind its last."""
         self.view = view or View()
         self.options = options or LoaderOptions()
         self.on_error = on_error or OnError()
@@ -70,11 +73,13 @@ class TrainData:
         else:
             self.order = Order(self._size, seed=seed, shuffle=shuffle)
         self._seed = seed
+        self._left_out = LeftOut()
+        self._left_out_counts: dict[str, int] = {}
 
     @property
     def epoch(self) -> int:
         """The epoch of the next sample."""
-        return self.position // self._size
+        return self._after_left_out(self.position) // self._size
 
     @property
     def places(self) -> int:
@@ -88,11 +93,28 @@ class TrainData:
     def counts(self) -> dict[str, int]:
         """How many of the samples so far came from each source of a mixture; empty where there is but one."""
         counts: dict[str, int] = self.order.counts(self.position) if hasattr(self.order, "counts") else {}
-        return counts
+        return {name: count - self._left_out_counts.get(name, 0) for name, count in counts.items()}
+
+    def leave_out(self, start: int, stop: int) -> None:
+        """Never again returns the batches that begin at the places start … stop−1, nor fetches them.
+
+        They count as consumed when they are passed. What was fetched ahead is not called back: close the iterator
+        first and call `batches` anew. The windows are saved.
+        """
+        self._left_out.add(start, stop)
+
+    def samples_at(self, start: int, stop: int) -> list[int] | None:
+        """Returns which samples of the dataset stand at these places; None where data has no index."""
+        found: list[int] = self.order.indices(start, stop).tolist()
+        return found
 
     def batches(self, to_device: ToDevice) -> Generator[Any, None, None]:
         """Returns the batches from `position` on, each counted when it is returned."""
-        spans = (Span.of(start, stop, self.view) for start, stop in self._spans(self.position))
+        spans = (
+            Span.of(start, stop, self.view)
+            for start, stop in self._spans(self.position)
+            if not self._left_out or start not in self._left_out
+        )
         fetcher = SampleFetcher(self.dataset, self.order, self.collator, self._seed, skips_errors=self.on_error.skips)
         is_first = True
         for batch, span, fetched in deliver(fetcher, spans, self.options, to_device, label="data.train"):
@@ -100,9 +122,25 @@ class TrainData:
                 refuse_lists(batch)
                 is_first = False
             self.on_error.note(fetched.failures)
-            self.samples_in_hand = fetched.num_samples
-            self.position += span.num_all
+            self.samples_in_hand, self.places_in_hand = fetched.num_samples, span.batch
+            self._go_to(*span.batch)
             yield batch
+        if self.num_samples is not None and self.position < self.num_samples:
+            self._go_to(self.num_samples, self.num_samples)
+
+    def _go_to(self, start: int, stop: int) -> None:
+        """Counts a batch, and what was left out before it."""
+        if start > self.position and hasattr(self.order, "counts"):
+            before, behind = self.order.counts(self.position), self.order.counts(start)
+            for name, count in behind.items():
+                self._left_out_counts[name] = self._left_out_counts.get(name, 0) + count - before[name]
+        self.position = stop
+
+    def _after_left_out(self, position: int) -> int:
+        """Returns where the next batch that is returned begins."""
+        if not self._left_out:
+            return position
+        return next((start for start, _ in self._spans(position) if start not in self._left_out), position)
 
     def _spans(self, position: int) -> Iterator[tuple[int, int]]:
         while self.num_samples is None or position < self.num_samples:
@@ -113,9 +151,15 @@ class TrainData:
             yield position, stop
             position = stop
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Returns the position, samples returned so far over all ranks, and what else the order depends on."""
-        return {"position": self.position, "num_samples": self._size, "global_batch_size": self.global_batch_size}
+        return {
+            "position": self.position,
+            "num_samples": self._size,
+            "global_batch_size": self.global_batch_size,
+            "left_out": self._left_out.to_list(),
+            "left_out_counts": dict(self._left_out_counts),
+        }
 
     @staticmethod
     def merge_states(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -123,10 +167,15 @@ class TrainData:
         return states[0]
 
     def load_state_dict(self, state: Mapping[str, Any], *, accept_changes: bool = False) -> None:
-        """Goes on at a saved position, whatever the number of ranks and workers was."""
+        """Goes on at a saved position, whatever the number of ranks and workers was.
+
+        After a rollback in the same process, what was left out since the state was saved stays left out.
+        """
         if "progress" in state:
             raise DataError("data.train has an index now, but the checkpoint was made with a stream.")
         self.position = int(state["position"])
+        self._left_out.add_all(state.get("left_out", ()))
+        self._left_out_counts = {name: int(count) for name, count in state.get("left_out_counts", {}).items()}
         before = int(state.get("num_samples", self._size))
         if before != self._size:
             problem = f"data.train has {self._size:,} samples now, and had {before:,} at the checkpoint"

@@ -16,6 +16,7 @@ from trainwright.data.failures import OnError
 from trainwright.data.fetch import Collator, Fetched
 from trainwright.data.lane_fetcher import LaneFetcher, Layout, Request, choose_layout
 from trainwright.data.lanes import Cursor, Reading
+from trainwright.data.left_out import LeftOut
 from trainwright.data.loader import EvalData, TrainData
 from trainwright.data.view import View
 from trainwright.data.workers import LoaderOptions, ToDevice, deliver
@@ -146,6 +147,8 @@ class StreamData:
         self.epoch = 0
         """The pass over the stream; `num_passes` when all have ended."""
         self.samples_in_hand = 0
+        self.places_in_hand = (0, 0)
+        """The places of the batch that was returned last, over all ranks: its first, and the one behind its last."""
         self.counts: dict[str, int] = dict.fromkeys(getattr(stream, "source_names", ()), 0)
         """How many of the samples so far came from each source of a mixture; empty where there is but one."""
         self._seed, self._shuffle = seed, shuffle
@@ -155,11 +158,15 @@ class StreamData:
         self.on_error = on_error or OnError()
         self._agree: Agree = agree or _alone
         self._places_before = 0
+        self._left_out = LeftOut()
+        self._is_used_up = False
         layout = choose_layout(stream, self.view.size, self.options.workers)
         self._progress = _Progress(layout, block_size=self._block_size)
 
     def batches(self, to_device: ToDevice) -> Generator[Any, None, None]:
         """Returns the batches from here on, each counted when it is returned."""
+        # What is its own iterator has given away for good what it gave in this process; a worker reads a copy.
+        self._is_used_up |= hasattr(type(self.dataset), "__next__") and not self.options.workers
         while self.epoch < self.num_passes:
             has_ended = yield from self._one_pass(to_device)
             if not has_ended:
@@ -188,20 +195,34 @@ class StreamData:
             if request.batch == 0:
                 refuse_lists(batch)
             self.on_error.note(fetched.failures)
+            first = self.places
+            is_left_out = first in self._left_out
             progress.note(request, fetched)
-            self.samples_in_hand = fetched.num_samples
             ended.update(fetched.ended)
-            total, num_alive = self._agree_on(fetched, progress.num_alive(self.view, self.global_batch_size, ended))
-            if total:
-                self.position += total
+            num_alive = progress.num_alive(self.view, self.global_batch_size, ended)
+            total, num_alive = self._agree_on(fetched, num_alive, is_left_out=is_left_out)
+            self.position += total
+            if total and not is_left_out:
+                self.samples_in_hand, self.places_in_hand = fetched.num_samples, (first, self.places)
                 yield batch
-            elif not num_alive:
+            elif not total and not num_alive:
                 return True
         return False
 
-    def _agree_on(self, fetched: Fetched, num_alive: int) -> tuple[int, int]:
+    def leave_out(self, start: int, stop: int) -> None:
+        """Never again returns the batches that begin at the places start … stop−1, though they are read.
+
+        They count as consumed, but not in `counts`. The windows are saved.
+        """
+        self._left_out.add(start, stop)
+
+    def samples_at(self, start: int, stop: int) -> list[int] | None:
+        """Returns None: the rows of a stream have no numbers."""
+        return None
+
+    def _agree_on(self, fetched: Fetched, num_alive: int, *, is_left_out: bool) -> tuple[int, int]:
         """Counts the batch over all ranks; returns its samples, and the lanes that have not ended."""
-        own = [fetched.sources.count(name) for name in self.counts]
+        own = [0 if is_left_out else fetched.sources.count(name) for name in self.counts]
         total, num_alive, *shares = self._agree(fetched.num_samples, num_alive, *own)
         self.counts = {name: self.counts[name] + share for name, share in zip(self.counts, shares, strict=True)}
         return total, num_alive
@@ -218,6 +239,7 @@ class StreamData:
             "epoch": self.epoch,
             "places_before": self._places_before,
             "counts": dict(self.counts),
+            "left_out": self._left_out.to_list(),
             "progress": self._progress.state_dict(),
         }
 
@@ -232,7 +254,10 @@ class StreamData:
         return merged
 
     def load_state_dict(self, state: Mapping[str, Any], *, accept_changes: bool = False) -> None:
-        """Goes on where a run stood, with its lanes; another `shuffle_buffer` holds from the next pass on."""
+        """Goes on where a run stood, with its lanes; another `shuffle_buffer` holds from the next pass on.
+
+        After a rollback in the same process, what was left out since the state was saved stays left out.
+        """
         if "progress" not in state:
             raise DataError("data.train is a stream now, but the checkpoint was made with data that has an index.")
         if self.global_batch_size < state["progress"]["columns"]:
@@ -240,9 +265,15 @@ class StreamData:
                 f"trainer.global_batch_size: {self.global_batch_size} is less than the {state['progress']['columns']} "
                 "lanes that the run was begun with, and a batch takes from each. Use at least as many."
             )
+        if self._is_used_up:
+            raise DataError(
+                f"data.train: {type(self.dataset).__name__} can be iterated only once, so the run cannot go back. "
+                "Return a fresh iterator from each `__iter__`."
+            )
         self.position, self.epoch = int(state["position"]), int(state["epoch"])
         self._places_before = int(state["places_before"])
         self.counts = {name: int(count) for name, count in state["counts"].items()}
+        self._left_out.add_all(state.get("left_out", ()))
         self._progress = _Progress.from_state(state["progress"])
 
 

@@ -146,6 +146,10 @@ class EventStorage:
         """Notes a value of which a log line holds the last one: a learning rate, a text, a list."""
         self._pending.append((name, self._step, value, 1.0, "last"))
 
+    def put_spread(self, name: str, seconds: float) -> None:
+        """Notes what this rank alone needed; a log line holds the share that the ranks waited for the slowest."""
+        self._pending.append((name, self._step, seconds, 1.0, "spread"))
+
     @contextmanager
     def name_scope(self, name: str) -> Iterator[None]:
         """Prefixes every name put inside with `name/`."""
@@ -187,8 +191,10 @@ class EventStorage:
             add_record(self._window, name, step, held, 1.0, "last")
             touched[name, step] = None
         for name, step in touched:
-            if step in self._window[name].steps:  # a name that changed its kind meanwhile began anew
-                self._remember(name, step, self._window[name].value_at(step))
+            series = self._window[name]
+            # A name that changed its kind meanwhile began anew; of a spread this rank alone knows nothing.
+            if step in series.steps and series.kind != "spread":
+                self._remember(name, step, series.value_at(step))
 
     def take_window(self) -> Window:
         """Returns the values since the last call and begins a new window."""

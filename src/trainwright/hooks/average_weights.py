@@ -22,6 +22,8 @@ class AverageWeights(Hook):
     the checkpoint; `evaluate: false` keeps it without evaluating with it.
     """
 
+    copies_of_weights = 1
+
     def __init__(self, decay: float = 0.999, every_steps: int = 1, evaluate: bool = True) -> None:
         if not 0.0 <= decay < 1.0:
             raise ConfigError(f"average_weights.decay: {decay} is not in 0 … 1 (1 excluded). Common: 0.99 to 0.9999.")

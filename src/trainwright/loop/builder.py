@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from trainwright.backends import Backend
-from trainwright.checkpoint.store import CheckpointStore
+from trainwright.checkpoint.open_store import AnyStore
 from trainwright.config import BatchPlan, RunConfig
 from trainwright.data.stream_loader import EvaluationData
 from trainwright.events import EventStorage
@@ -68,6 +68,6 @@ class Surroundings:
     hooks: list[Hook]
     writers: list[Writer]
     folder: Path
-    store: CheckpointStore
+    store: AnyStore
     metrics: list[ConfiguredMetric] = field(default_factory=list)
     test_data: EvaluationData | None = None

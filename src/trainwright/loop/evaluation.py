@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 _EVAL_STREAM = 0xE7A1  # keeps an evaluation's randomness apart from that of steps
 
 
+class EvaluationAbandoned(Exception):  # noqa: N818 # not an error: the run that goes on evaluates anew
+    """The run was told to leave in the midst of an evaluation."""
+
+
 class EvalLogs(dict[str, Any]):
     """What `eval_step` returns by default: the loss and metrics, with the forward's outputs beside them."""
 
@@ -176,6 +180,7 @@ class _Pass:
             except StopIteration:
                 return
             trainer.samples_in_hand = data.samples_in_hand
+            trainer.phases.enter("evaluate", trainer.step)
             self._take_batch(batch, passthrough, data.samples_in_hand)
 
     def _take_batch(self, batch: Any, passthrough: Mapping[str, Any], num_samples: int) -> None:
@@ -192,6 +197,8 @@ class _Pass:
             self.state = self._trainer.task.aggregate_logs(self.state, gathered)
 
     def _step(self, batch: Any, passthrough: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
+        if self._trainer.is_mid_step and self._trainer.agreement.is_told_to_leave():
+            raise EvaluationAbandoned
         logs = self._trainer.eval_step(batch)
         if not isinstance(logs, Mapping):
             raise TrainwrightError(f"eval_step must return a mapping of metrics; it returned a {type(logs).__name__}.")
@@ -212,12 +219,18 @@ def _describe(failure: Exception | None) -> str | None:
 
 
 def _refuse_failure(own: Exception | None, failures: list[str | None]) -> None:
-    """Raises on every rank if any failed: the failure itself there, and what it was elsewhere."""
-    if own is not None:
+    """Raises on every rank if any failed: the failure itself there, and what it was elsewhere.
+
+    Ranks that were told to leave do so at a batch of their own; the others join them here.
+    """
+    abandoned = repr(EvaluationAbandoned())
+    if own is not None and not isinstance(own, EvaluationAbandoned):
         raise own
     for rank, failure in enumerate(failures):
-        if failure is not None:
+        if failure not in (None, abandoned):
             raise TrainwrightError(f"The evaluation failed on rank {rank}: {failure}")
+    if abandoned in failures:
+        raise EvaluationAbandoned
 
 
 def _gather_outputs(

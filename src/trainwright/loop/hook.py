@@ -47,6 +47,8 @@ class Hook:
 
     trainer: Trainer
     """Set before any moment is called."""
+    copies_of_weights: int = 0
+    """How many copies of all weights it keeps on the device; `micro_batch_size: auto` leaves room for them."""
 
     def before_train(self) -> None:
         """Called once before the first step, with all state restored."""

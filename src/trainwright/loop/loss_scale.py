@@ -1,13 +1,12 @@
 """Loss scaling for fp16: keeps small gradients in range, and skips updates whose gradients overflowed.
 
-All on the device: the scale follows the overflows without the host looking. Only an optimizer that knows
-no `found_inf` makes the host wait, once per update.
+All on the device: the scale follows the overflows without the host looking. How an update is skipped is
+step_unless.py's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -28,18 +27,6 @@ class LossScale:
         self.scale.mul_(torch.where(overflowed, 0.5, torch.where(grown, 2.0, 1.0))).clamp_(min=2.0**-14)
         self._good_updates.mul_(~grown)
 
-    def step(self, optimizer: torch.optim.Optimizer, overflowed: torch.Tensor) -> Any:
-        """Steps the optimizer unless the gradients overflowed; returns what its step returned."""
-        if _knows_found_inf(optimizer):
-            optimizer.found_inf = overflowed.to(torch.float32)  # type: ignore[attr-defined]  # torch's own protocol
-            try:
-                return optimizer.step()
-            finally:
-                del optimizer.found_inf  # type: ignore[attr-defined]
-        if overflowed.item():  # one wait per update, only for optimizers that cannot skip on the device
-            return None
-        return optimizer.step()
-
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the scale and how long it has held."""
         return {"scale": self.scale, "good_updates": self._good_updates}
@@ -48,8 +35,3 @@ class LossScale:
         """Restores `state_dict` in place."""
         self.scale.copy_(state["scale"])
         self._good_updates.copy_(state["good_updates"])
-
-
-def _knows_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    fused = all(group.get("fused") for group in optimizer.param_groups)
-    return fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))

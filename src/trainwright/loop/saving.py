@@ -6,12 +6,16 @@ What a checkpoint holds is checkpoint/contents.py's; how it is committed checkpo
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.checkpoint import contents
-from trainwright.checkpoint.retention import best_step, is_better, metrics_by_step, prune
+from trainwright.checkpoint.background import BackgroundSaver
+from trainwright.checkpoint.remote_files import RemotePath
+from trainwright.checkpoint.retention import Retention, best_step, is_better, metrics_by_step
 from trainwright.config import KeepBest
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.events.windows import merge
@@ -61,44 +65,141 @@ class BestSoFar:
         self.value = None if self.step is None else metrics_by_step[self.step][self._policy.metric]
 
 
-def save_checkpoint(trainer: Trainer, *, metrics: Mapping[str, float]) -> Path:
-    """Writes the state of all ranks as one checkpoint; the first rank writes, all wait for the commit."""
-    store, ranks = trainer.surroundings.store, trainer.ranks
+class Checkpoints:
+    """The checkpoints of a run: when one is due, the save under way, and who hears of its commit.
+
+    Every rank calls the same methods in the same order; the first one writes. A save's fate reaches the others by
+    the votes of the steps after it, or at the next save, whichever comes first.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        section = trainer.config.checkpoint
+        self._trainer = trainer
+        self._section = section
+        self.best = BestSoFar(section.keep_best, where=trainer.config.origin("checkpoint.keep_best.metric"))
+        self._saver = self._make_saver()
+        self._under_way: Path | RemotePath | None = None
+        self._num_saves = 0
+        self.num_committed = 0
+        """On the first rank: the number of the last save that was committed, counted alike on every rank."""
+        self.failure: Exception | None = None
+        """On the first rank: why saving has failed for good."""
+        self._saved_at = time.monotonic()
+
+    def _make_saver(self) -> BackgroundSaver | None:
+        if not self._trainer.ranks.is_first:
+            return None
+        return BackgroundSaver(
+            self._trainer.surroundings.store,
+            retention=Retention.of(self._section),
+            asynchronous=self._section.asynchronous,
+            max_failures=self._section.max_failures,
+        )
+
+    def is_due(self) -> bool:
+        """Is a checkpoint of this step due by steps or samples? The same on every rank."""
+        section, trainer = self._section, self._trainer
+        if section.every_steps and trainer.step % section.every_steps == 0:
+            return True
+        if section.every_samples and trainer.train_data is not None:
+            places, size = trainer.train_data.places, trainer.train_data.global_batch_size
+            return places // section.every_samples > max(places - size, 0) // section.every_samples
+        return False
+
+    def is_time(self) -> bool:
+        """Is one due by the clock? Each rank has its own, so that they must agree on it."""
+        minutes = self._section.every_minutes
+        return minutes is not None and time.monotonic() - self._saved_at >= 60.0 * minutes
+
+    def look(self) -> None:
+        """Takes notice of what the background has done since; never waits."""
+        if self._saver is None:
+            return
+        if self._saver.take_committed():
+            self.num_committed = self._num_saves
+        try:
+            self._saver.check()
+        except Exception as error:
+            self.failure = error
+
+    def announce(self, num_committed: int) -> None:
+        """Calls `after_save` if the save under way is the one that is said to be committed."""
+        if self._under_way is not None and num_committed == self._num_saves:
+            path, self._under_way = self._under_way, None
+            self._trainer.moments.call("after_save", path)
+
+    def save(self, *, metrics: Mapping[str, float]) -> Path | RemotePath:
+        """Copies the state of all ranks and writes it, beside training where the config says so."""
+        trainer = self._trainer
+        self.settle()
+        parts = collect_parts(trainer)
+        failure: CheckpointError | None = None
+        if self._saver is not None:
+            try:
+                self._saver.save(trainer.step, parts, metrics=metrics)
+            except CheckpointError as error:  # a state that no checkpoint can hold
+                failure = error
+        failure = trainer.ranks.broadcast(failure)
+        if failure is not None:
+            raise failure
+        self._saved_at = time.monotonic()
+        self._num_saves += 1
+        self._under_way = trainer.surroundings.store.path(trainer.step)
+        if not self._section.asynchronous:
+            self.settle()
+        return trainer.surroundings.store.path(trainer.step)
+
+    def settle(self, *, must_succeed: bool = False) -> None:
+        """Waits for the save under way and tells every rank of its fate; raises on all if saving failed for good.
+
+        With `must_succeed` also if this one failed: it is the run's last.
+        """
+        if self._saver is not None:
+            try:
+                self._saver.wait(must_succeed=must_succeed)
+            except CheckpointError as error:
+                self.failure = error
+            self.look()
+        if self._num_saves == 0:
+            return
+        num_committed, failure = self._trainer.ranks.broadcast((self.num_committed, self.failure))
+        self.announce(num_committed)
+        if failure is not None:
+            raise failure
+
+    def refuse_failure(self) -> None:
+        """Raises why saving has failed for good, on every rank."""
+        raise self.failure or CheckpointError("The first rank can save no checkpoint any more; its error says why.")
+
+    def close(self) -> None:
+        """Waits until the file under way is written, whatever happened to the run."""
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = self._make_saver()  # whoever saves after the run may
+
+
+def collect_parts(trainer: Trainer) -> dict[str, Any]:
+    """Returns what a checkpoint of this moment holds, the same on every rank; shares memory with the live state."""
+    ranks = trainer.ranks
     copy_from_first(trainer.model.buffers(), ranks)  # what is saved is then what every rank goes on with
     window = merge(ranks.gather(trainer.storage.peek_window()))
     generators = ranks.gather(contents.generator_state())
     assert trainer.train_data is not None
     data = trainer.train_data.merge_states(ranks.gather(trainer.train_data.state_dict()))
-    failure: CheckpointError | None = None
-    if ranks.is_first:
-        parts = contents.collect(
-            model=trainer.model,
-            optimizers=trainer.optimizers,
-            hooks=trainer.moments.keyed(),
-            events=trainer.storage.state_dict(window),
-            data=data,
-            loss_scale=trainer.loss_scale,
-            generators=generators,
-            step=trainer.step,
-            has_unfinished_step=trainer.has_unfinished_step,
-            ended_under=trainer.ended_under,
-            unclaimed_hook_state=trainer.unclaimed_hook_state,
-        )
-        try:
-            store.write(trainer.step, parts, metrics=metrics)
-            policy = trainer.config.checkpoint.keep_best
-            prune(
-                store,
-                keep_last=trainer.config.checkpoint.keep_last,
-                metric=policy.metric if policy else None,
-                mode=policy.mode if policy else "min",
-            )
-        except CheckpointError as error:
-            failure = error
-    failure = ranks.broadcast(failure)
-    if failure is not None:
-        raise failure
-    return store.path(trainer.step)
+    return contents.collect(
+        model=trainer.model,
+        optimizers=trainer.optimizers,
+        hooks=trainer.moments.keyed(),
+        events=trainer.storage.state_dict(window),
+        data=data,
+        loss_scale=trainer.loss_scale,
+        incidents=trainer.incident_response,
+        generators=generators,
+        step=trainer.step,
+        has_unfinished_step=trainer.has_unfinished_step,
+        ended_under=trainer.ended_under,
+        unclaimed_hook_state=trainer.unclaimed_hook_state,
+    )
 
 
 def restore_checkpoint(trainer: Trainer, step: int, *, keep_settings: bool = False) -> None:
@@ -107,10 +208,17 @@ def restore_checkpoint(trainer: Trainer, step: int, *, keep_settings: bool = Fal
     With `keep_settings` the optimizers keep the settings (weight decay, betas) that they were built with.
     """
     store = trainer.surroundings.store
-    contents.restore_model(store, step, trainer.model)
-    optimizers = store.read(step, "optimizers")
-    contents.restore_optimizers(optimizers, trainer.model, trainer.optimizers, keep_settings=keep_settings)
-    training = store.read(step, "training")
+    restore_state(trainer, partial(store.read, step), place=str(store.path(step)), keep_settings=keep_settings)
+    metrics = trainer.ranks.broadcast(metrics_by_step(store) if trainer.ranks.is_first else {})
+    trainer.best.recall(metrics)
+    trainer.step_end.recall(metrics.get(step, {}))
+
+
+def restore_state(trainer: Trainer, read: Callable[[str], Any], *, place: str, keep_settings: bool = False) -> None:
+    """Brings a trainer to a state whose parts `read` gives: `model`, `optimizers`, `training`."""
+    contents.load_model_state(read("model"), trainer.model, place=place)
+    contents.restore_optimizers(read("optimizers"), trainer.model, trainer.optimizers, keep_settings=keep_settings)
+    training = read("training")
     trainer.step = trainer.storage.step = int(training["step"])
     trainer.has_unfinished_step = bool(training["has_unfinished_step"])
     trainer.ended_under = int(training["ended_under"])
@@ -118,14 +226,11 @@ def restore_checkpoint(trainer: Trainer, step: int, *, keep_settings: bool = Fal
     trainer.train_data.load_state_dict(training["data"], accept_changes=keep_settings)
     trainer.storage.load_state_dict(training["events"], with_window=trainer.ranks.is_first)
     _restore_loss_scale(trainer.loss_scale, training["loss_scale"])
+    if "incidents" in training:  # one of an earlier version has none
+        trainer.incident_response.load_state_dict(training["incidents"])
     trainer.unclaimed_hook_state = contents.restore_hooks(training["hooks"], trainer.moments.keyed())
     if trainer.ranks.rank < len(training["generators"]):  # a rank that is new begins with its own seed
         trainer.saved_generators = training["generators"][trainer.ranks.rank]
-    metrics = trainer.ranks.broadcast(metrics_by_step(store) if trainer.ranks.is_first else {})
-    trainer.best.recall(metrics)
-    trainer.eval_logs = dict(metrics.get(step, {}))
-    trainer.evaluated_step = step if trainer.eval_logs else -1
-    trainer.reported = set() if trainer.has_unfinished_step else set(trainer.eval_logs)
 
 
 def _restore_loss_scale(loss_scale: LossScale | None, state: Any) -> None:

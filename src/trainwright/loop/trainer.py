@@ -7,9 +7,8 @@ update.py's, one pass over a set evaluation.py's, what a checkpoint holds saving
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +16,29 @@ import torch
 
 from trainwright.checkpoint.contents import refuse_unsavable, restore_generators
 from trainwright.checkpoint.folder import FolderLock
+from trainwright.checkpoint.remote_files import RemotePath
 from trainwright.config import RunConfig
 from trainwright.data.order import mix_seed
 from trainwright.data.stream_loader import EvaluationData, TrainingData
 from trainwright.errors import ConfigError, DataError, TrainwrightError
-from trainwright.events.windows import merge, summarise
+from trainwright.loop.agreement import Agreement, Intent
 from trainwright.loop.builder import Builder, Surroundings
 from trainwright.loop.calls import refuse_mismatch
 from trainwright.loop.evaluation import EvalLogs, evaluate_sets, read_eval
+from trainwright.loop.feed import Feed
 from trainwright.loop.hook import Hook, Hooks, call_each
+from trainwright.loop.incident_response import IncidentResponse
 from trainwright.loop.outputs import ForwardResult, read_forward, refuse_ids
+from trainwright.loop.phases import Phases
 from trainwright.loop.pieces import cut
-from trainwright.loop.saving import BestSoFar, save_checkpoint
+from trainwright.loop.saving import BestSoFar, Checkpoints
+from trainwright.loop.step_end import StepEnd
 from trainwright.loop.task import Task, overrides
 from trainwright.loop.update import StepResult, Update
 from trainwright.writers.writer import Writer
 
 logger = logging.getLogger(__name__)
 
-_GO_ON, _STOP, _INTERRUPT = 0, 1, 2
 _STEP_STREAM = 0x57E9  # keeps the steps' randomness apart from that of samples and evaluations
 
 
@@ -103,27 +106,22 @@ class Trainer:
         self.eval_name: str | None = None
         self.samples_in_hand = 0
         """How many samples the batch in hand has on this rank: what a plain loss or metric weighs."""
-        self.stop_reason: str | None = None
         self.interrupted = False
         self.eval_averages: dict[str, float] = {}
-        keep_best, where = self.config.checkpoint.keep_best, self.config.origin("checkpoint.keep_best.metric")
-        self.best = BestSoFar(keep_best, where=where)
         self.unclaimed_hook_state: dict[str, Any] = {}
         self.has_unfinished_step = False
         """Is an update done but not yet evaluated and written? A run resumed there finishes that first."""
         self.ended_under = 0
         """The `max_steps` under which the run ended, by that limit, by `stop` or for lack of data; else 0."""
-        self._update: Update | None = None
-        self._wish = self._ending = _GO_ON
-        self.eval_logs: dict[str, float] = {}
-        """The logs of the last evaluation, the test set's included; `evaluated_step` says when that was."""
-        self.evaluated_step = -1
-        self.reported: set[str] = set()
-        """The names of those logs that the writers have been shown."""
+        self.is_mid_step = False
         self.saved_generators: Mapping[str, Any] | None = None
-        self._window_logs: dict[str, Any] = {}
-        self._saved_step = -1
-        self._is_mid_step = self._wants_save = self._warned_of_nan = False
+        self._update: Update | None = None
+        self.agreement = Agreement(self.ranks)
+        self.incident_response = IncidentResponse(self)
+        self.checkpoints = Checkpoints(self)
+        self.step_end = StepEnd(self)
+        self.phases = Phases()
+        self._updater.enter_phase = lambda phase: self.phases.enter(phase, self.step + 1)
 
     # construction: `build` offers the defaults; return something else to change them
 
@@ -191,6 +189,26 @@ class Trainer:
     def is_finished(self) -> bool:
         """Has the run ended, with its last step evaluated and written? A higher limit lets it go on."""
         return max(self.step, self.ended_under) >= self.max_steps and not self.has_unfinished_step
+
+    @property
+    def is_last_step(self) -> bool:
+        """Is this step the last, by its number or because the ranks agreed to stop?"""
+        return self.step >= self.max_steps or self.agreement.decided == Intent.STOP
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run ends before its limit, if it does."""
+        return self.agreement.reason
+
+    @property
+    def best(self) -> BestSoFar:
+        """The best value so far of the metric that `checkpoint.keep_best` names."""
+        return self.checkpoints.best
+
+    @property
+    def eval_logs(self) -> dict[str, float]:
+        """The logs of the last evaluation, the test set's included."""
+        return self.step_end.eval_logs
 
     @property
     def hooks(self) -> list[Hook]:
@@ -288,7 +306,7 @@ class Trainer:
 
     def train_loop_end(self) -> dict[str, Any]:
         """Returns the logs of the window that ends: that dict is the line."""
-        return self._window_logs
+        return self.step_end.window_logs
 
     # public acts
 
@@ -300,50 +318,57 @@ class Trainer:
             limit = "max_steps" if self.step >= self.max_steps else "max_epochs or max_steps"
             logger.info("The run has ended at step %d: nothing is left to do. Raise %s to go on.", self.step, limit)
             return self.eval_logs
-        with self._running(), closing(self.train_data.batches(self.backend.to_device)) as iterator:
+        with self._running(), Feed(self.train_data, self.backend) as feed:
             self.train_loop_begin()
-            if self.has_unfinished_step or self._ending == _STOP:
-                self._end_step()
-            while self.step < self.max_steps and not self._ending:
+            if self.has_unfinished_step or self.agreement.decided == Intent.STOP:
+                self.step_end.run()
+            while self.step < self.max_steps and not self.agreement.decided:
                 self.epoch = self.train_data.epoch
                 self.storage.step = self.step + 1
                 self._updater.set_rates(self.step)
                 self.seed_step()
-                self._is_mid_step = True
+                self.is_mid_step = True
                 for act in self.moments.before_step:
                     act()
+                self.phases.enter("data", self.step + 1)
+                places = self.train_data.places
                 try:
-                    batch = self.next_train_inputs(iterator)
+                    batch = self.next_train_inputs(feed)
                 except StopIteration:
                     self._run_out_of_data()
                     break
+                self.phases.enter("step", self.step + 1)
                 self.samples_in_hand = self.train_data.samples_in_hand
+                self.incident_response.note_places(places, self.train_data.places)
                 result = self.train_step(batch)
                 self.step += 1
                 self.has_unfinished_step, self.ended_under = True, 0
                 self.storage.put_result(result, weight=self._loss_weight, num_samples=self.samples_in_hand)
+                self.phases.enter("hooks", self.step)
                 for act in self.moments.after_step:
                     act()
-                self._ending = self.ranks.highest_vote(self._wish)
-                self._end_step()
+                self._agree()
+                if not self.step_end.run():
+                    feed.start_anew()
         return self.eval_logs
 
     def evaluate(self) -> dict[str, float]:
         """Evaluates every set and returns the logs, such as {"valid/loss": 0.3}."""
         return evaluate_sets(self, self.eval_data)
 
-    def save(self) -> Path:
+    def save(self) -> Path | RemotePath:
         """Saves a checkpoint of this step, on every rank alike, and returns its folder.
 
-        In the midst of a step it is saved at the step's end, when every hook has had its turn.
+        It is written beside training: `after_save` is called when it is there. In the midst of a step it is saved
+        at the step's end, when every hook has had its turn.
         """
-        if self._is_mid_step:
-            self._wants_save = True
+        if self.is_mid_step:
+            self.step_end.wants_save = True
             return self.surroundings.store.path(self.step)
-        self._wants_save = False
-        path = save_checkpoint(self, metrics=self._fresh_eval_logs)
-        self._saved_step = -1 if self.has_unfinished_step else self.step
-        self.moments.call("after_save", path)
+        self.phases.enter("save", self.step)
+        self.step_end.wants_save = False
+        path = self.checkpoints.save(metrics=self.step_end.fresh_eval_logs)
+        self.step_end.saved_step = -1 if self.has_unfinished_step else self.step
         return path
 
     def seed_step(self) -> None:
@@ -358,12 +383,11 @@ class Trainer:
 
         On several ranks any one may ask; after an evaluation all stop at once, else one step later.
         """
-        if self._wish == _GO_ON:
-            self._wish, self.stop_reason = _STOP, reason
+        self.agreement.wish(Intent.STOP, reason)
 
     def interrupt(self, reason: str) -> None:
         """Saves after this step and leaves; running the same command again goes on as if nothing had happened."""
-        self._wish, self.stop_reason = _INTERRUPT, reason
+        self.agreement.wish(Intent.INTERRUPT, reason)
 
     # the loop's own steps
 
@@ -374,97 +398,42 @@ class Trainer:
             try:
                 self.moments.call("before_train")
                 refuse_unsavable(self.moments.keyed())
+                if self.incident_response.may_go_back:
+                    self.incident_response.take_snapshot()  # there may be no checkpoint yet
                 if self.saved_generators is not None:  # only now, for a hook may have drawn in before_train
                     restore_generators(self.saved_generators)
-                self._ending = max(self.ranks.gather(self._wish))
+                self.agreement.begin()
                 yield
-                self.ranks.settle_votes()
-                # The rank that was asked knows why.
-                self.stop_reason = max(self.ranks.gather((self._wish, self.stop_reason or "")))[1] or None
-                self.interrupted = self._ending == _INTERRUPT and not self.is_finished
+                self.agreement.share_reason()
+                self.checkpoints.settle(must_succeed=True)
+                self.interrupted = self.agreement.decided == Intent.INTERRUPT and not self.is_finished
                 if not self.interrupted:
                     self.moments.call("after_train")
             finally:
+                self.phases.enter("leave", self.step)
+                self.checkpoints.close()
                 # Whatever fails to close must hide neither the run's own error nor the others' closing.
                 for error in [*self.moments.call_all("close"), *call_each([each.close for each in self._writers])]:
                     logger.error("A hook or writer failed to close: %s", error)
 
-    def _end_step(self) -> None:
-        """Evaluates, writes and saves, each where it is due."""
-        try:
-            self._evaluate_if_due()
-        except Exception:
-            # The update is done and good: keep it, then say what went wrong.
-            self._is_mid_step = False
-            self.save()
-            raise
-        self._write_if_due()
-        self.has_unfinished_step, self.ended_under = False, self.max_steps if self._is_last else 0
-        self._is_mid_step = False
-        # Last: the checkpoint then holds every hook's state and the log already has this step.
-        self._save_if_due()
+    def _agree(self) -> None:
+        """Compares the ranks' wishes, and takes notice of checkpoints that were written meanwhile."""
+        self.phases.enter("vote", self.step)
+        self.checkpoints.look()
+        if self.checkpoints.failure is not None:
+            self.agreement.wish(Intent.FAIL, "saving failed")
+        num_committed, is_time = self.agreement.vote(self.checkpoints.num_committed, self.checkpoints.is_time())
+        self.checkpoints.announce(num_committed)
+        self.step_end.wants_save |= is_time
+        if self.agreement.decided == Intent.FAIL:
+            self.checkpoints.refuse_failure()
 
     def _run_out_of_data(self) -> None:
         """Ends the last step once more, now as the run's last: its evaluation gets a line of its own."""
         self.stop("the training data ended")
-        self.storage.step, self._ending = self.step, _STOP
-        self._end_step()
+        self.storage.step, self.agreement.decided = self.step, Intent.STOP
+        self.step_end.run()
 
     @property
     def _loss_weight(self) -> Any:
         return self.samples_in_hand if self._update is None else self._update.weight
-
-    @property
-    def _is_last(self) -> bool:
-        return self.step >= self.max_steps or self._ending == _STOP
-
-    def _evaluate_if_due(self) -> None:
-        every = self.config.evaluation.every_steps
-        if not (self._is_last or (every and self.step % every == 0)):
-            return
-        if self.evaluated_step != self.step:
-            self.eval_logs, self.evaluated_step, self.reported = {}, self.step, set()
-            if self.eval_data:
-                self.eval_logs = evaluate_sets(self, self.eval_data)
-                self.best.note(self.step, self.eval_logs)
-                # Evaluating has brought the ranks together, so a hook's wish to stop can be agreed on at once.
-                self._ending = max(self._ending, *self.ranks.gather(self._wish))
-        test = self.surroundings.test_data
-        if self._is_last and test is not None and not any(name.startswith("test/") for name in self.eval_logs):
-            self.eval_logs = {**self.eval_logs, **evaluate_sets(self, {test.name: test})}
-
-    def _write_if_due(self) -> None:
-        logs: dict[str, Any] = {}
-        if self._is_last or self.step % self.config.log.every_steps == 0:
-            for name, count in (self.train_data.counts if self.train_data else {}).items():
-                self.storage.put_scalar(f"samples/{name}", count, smoothing_hint=False)
-            self._window_logs = summarise(merge(self.ranks.gather(self.storage.take_window())))
-            logs = self.train_loop_end()
-            self._warn_of_nan(logs)
-            if not self._is_last:
-                self.train_loop_begin()
-        evaluated = {name: value for name, value in self._fresh_eval_logs.items() if name not in self.reported}
-        if logs or evaluated:
-            self.reported |= evaluated.keys()
-            self.storage.publish(logs, evaluated=evaluated)
-            for writer in self._writers:
-                writer.write(self.storage)
-
-    def _warn_of_nan(self, logs: Mapping[str, Any]) -> None:
-        loss = logs.get("loss")
-        if isinstance(loss, float) and not math.isfinite(loss) and not self._warned_of_nan and self.ranks.is_first:
-            self._warned_of_nan = True
-            logger.warning(
-                "Step %d: the loss is %s. Lower the learning rate, or set trainer.max_grad_norm.", self.step, loss
-            )
-
-    def _save_if_due(self) -> None:
-        every = self.config.checkpoint.every_steps
-        due = self._is_last or self._ending or (every and self.step % every == 0) or self.best.step == self.step
-        if self._wants_save or (due and (self._saved_step != self.step or self.ended_under)):
-            self.save()
-
-    @property
-    def _fresh_eval_logs(self) -> dict[str, float]:
-        """What an evaluation of this very step gave."""
-        return self.eval_logs if self.evaluated_step == self.step else {}

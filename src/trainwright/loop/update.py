@@ -6,6 +6,7 @@ that. This file holds the package's only `.backward(`. Who calls it when is trai
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -13,12 +14,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from trainwright.backends import reads_at_once
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.events import Mean
+from trainwright.loop.held_buffers import HeldBuffers
+from trainwright.loop.incidents import IncidentWatch
 from trainwright.loop.loss_scale import LossScale
 from trainwright.loop.outputs import ForwardResult, Loss
+from trainwright.loop.step_unless import knows_found_inf, step_unless
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.replicate import GradientSum
+
+logger = logging.getLogger(__name__)
 
 
 class StepResult(NamedTuple):
@@ -75,6 +82,8 @@ class Updater:
         max_grad_norm: float | None = None,
         max_grad_value: float | None = None,
         loss_scale: LossScale | None = None,
+        watch: IncidentWatch | None = None,
+        buffers: Sequence[torch.Tensor] = (),
     ) -> None:
         self.optimizers = dict(optimizers)
         self.global_batch_size = global_batch_size
@@ -83,11 +92,37 @@ class Updater:
         self.max_grad_norm = max_grad_norm
         self.max_grad_value = max_grad_value
         self.loss_scale = loss_scale
+        self.watch = watch
+        self.step = 0
+        """The number of the update under way, from 1 on."""
+        self.is_judged = False
+        """Has this step's loss been judged? A step may have several updates."""
         self.rates: dict[str, float] = {}
+        self.enter_phase: Callable[[str], None] | None = None
+        """Told when the ranks begin and end to talk to each other; the trainer sets it."""
         self._groups: dict[tuple[str, ...], _OwnedParameters] = {}
+        self.held_buffers: HeldBuffers | None = None
+        if watch is not None and watch.gates:
+            self.held_buffers = HeldBuffers(buffers) if buffers else None
+            self._announce_waits()
+
+    def _announce_waits(self) -> None:
+        """Says which optimizers cannot hold an update back by themselves, so that the host waits in every step."""
+        for name, entry in self.optimizers.items():
+            device = entry.optimizer.param_groups[0]["params"][0].device
+            if not reads_at_once(device) and not knows_found_inf(entry.optimizer):
+                logger.info(
+                    "incidents: the optimizer %s (%s) cannot hold an update back on the device, so the host waits for "
+                    "it in every step. Fused optimizers can, and need no waiting.",
+                    name,
+                    type(entry.optimizer).__name__,
+                )
 
     def set_rates(self, step: int) -> None:
-        """Writes the learning rates of the update that follows `step` updates into the optimizers."""
+        """Begins a step: writes the learning rates of the update that follows `step` updates into the optimizers."""
+        if self.held_buffers is not None:
+            self.held_buffers.remember()
+        self.step, self.is_judged = step + 1, False
         self.rates = {name: entry.set_rate(step, self.max_steps) for name, entry in self.optimizers.items()}
 
     def begin(self, count_samples: Callable[[], int]) -> Update:
@@ -111,6 +146,7 @@ class Updater:
                     for parameter in group["params"]
                 ],
                 self.ranks,
+                self.enter_phase,
             )
         return owned
 
@@ -118,9 +154,11 @@ class Updater:
 class _OwnedParameters:
     """The parameters that one `apply` steps, and the sum of their gradients over ranks."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], ranks: Ranks) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], ranks: Ranks, enter: Callable[[str], None] | None
+    ) -> None:
         self.parameters = list(parameters)
-        self.gradient_sum = GradientSum(self.parameters, ranks)
+        self.gradient_sum = GradientSum(self.parameters, ranks, enter=enter)
 
     def gradients(self) -> list[torch.Tensor]:
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
@@ -135,6 +173,7 @@ class Update:
         self._count_samples = count_samples
         self._losses: list[tuple[Loss, int]] = []
         self._metrics: dict[str, list[tuple[Any, int]]] = {}
+        self._own_is_finite: torch.Tensor | bool = True
         self.weight: torch.Tensor | float = 0.0
         """After `apply`: what the loss weighs, Σcount over micro-batches and ranks."""
 
@@ -191,9 +230,11 @@ class Update:
             if repair is not None and updater.loss_scale is None:
                 repair()
         grad_norm, overflowed = self._prepare_gradients(gradients, factor)
+        hold = _either(self._judge(loss, grad_norm), overflowed)
         metrics = self._merged_metrics()
         for name in names:
-            returned = self._step(updater.optimizers[name].optimizer, overflowed)
+            returned = step_unless(updater.optimizers[name].optimizer, hold)
+            returned = returned if isinstance(returned, Mapping) else {}
             is_only = len(updater.optimizers) == 1
             metrics.update(returned if is_only else {f"{key}/{name}": value for key, value in returned.items()})
         if overflowed is not None and updater.loss_scale is not None:
@@ -217,6 +258,8 @@ class Update:
             total, count = (loss.total, loss.count) if isinstance(loss, Mean) else (loss * samples, samples)
             totals[0] += total
             totals[1] += count
+        if self._updater.watch is not None and self._updater.ranks.size > 1:
+            self._own_is_finite = totals[0] - totals[0] == 0
         owned.gradient_sum.reduce(totals)
         total, count = totals.unbind()
         self.weight = count
@@ -243,15 +286,36 @@ class Update:
             torch._foreach_clamp_max_(gradients, updater.max_grad_value)
         return grad_norm, None if updater.loss_scale is None else ~torch.isfinite(grad_norm)
 
-    def _step(self, optimizer: torch.optim.Optimizer, overflowed: torch.Tensor | None) -> Mapping[str, Any]:
-        if overflowed is None or self._updater.loss_scale is None:
-            returned: Any = optimizer.step()
-        else:
-            returned = self._updater.loss_scale.step(optimizer, overflowed)
-        return returned if isinstance(returned, Mapping) else {}
+    def _judge(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor | bool | None:
+        """Returns whether an incident holds this update back; None where none ever does."""
+        updater = self._updater
+        if updater.watch is None:
+            return None
+        is_first, updater.is_judged = not updater.is_judged, True
+        hold = updater.watch.judge(
+            updater.step,
+            loss,
+            grad_norm,
+            own_is_finite=self._own_is_finite,
+            # An overflow in fp16 is the loss scale's to handle.
+            judges_norm=updater.loss_scale is None,
+            is_first=is_first,
+        )
+        if hold is not None and updater.held_buffers is not None:
+            updater.held_buffers.put_back(hold)
+        return hold
 
     def _merged_metrics(self) -> dict[str, Any]:
         return {name: _merge_metric(values) for name, values in self._metrics.items()}
+
+
+def _either(hold: torch.Tensor | bool | None, overflowed: torch.Tensor | None) -> torch.Tensor | bool:
+    """Joins two reasons not to step; a plain bool where the host knows the answer already."""
+    if overflowed is None:
+        return False if hold is None else hold
+    if hold is None or hold is False:
+        return overflowed
+    return hold if hold is True else hold | overflowed
 
 
 def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:

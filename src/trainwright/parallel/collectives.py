@@ -1,7 +1,7 @@
 """What the ranks of a run say to each other, outside of gradients.
 
 With one process every verb is the identity and costs nothing, so callers never ask how many there are.
-All of them are collective: every rank must call the same ones in the same order.
+All but flags are collective: every rank must call the same ones in the same order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Ranks:
         self.rank = rank
         self.size = size
         self._control = control
-        self._vote: tuple[torch.Tensor, Any] | None = None
+        self._votes: tuple[torch.Tensor, Any] | None = None
 
     @property
     def is_first(self) -> bool:
@@ -63,22 +63,31 @@ class Ranks:
         dist.all_reduce(tensor, group=self._control)
         return tuple(tensor.tolist())
 
-    def highest_vote(self, vote: int) -> int:
-        """Returns the highest vote that any rank cast at the call before; this call's vote is under way.
+    def highest_votes(self, *votes: int) -> tuple[int, ...]:
+        """Returns the highest of each vote that any rank cast at the call before; this call's votes are under way.
 
-        Called once per step with this rank's wish to stop. The answer is a step old, so no step waits for
-        it, and it is the same on every rank, so all leave the loop at the same step.
+        Called once per step with this rank's wishes. The answer is a step old, so no step waits for it, and it is
+        the same on every rank, so all act on it at the same step. One process gets its own votes back.
         """
         if self.size == 1:
-            return vote
-        answer = 0
-        if self._vote is not None:
-            ballot, work = self._vote
+            return votes
+        answer = (0,) * len(votes)
+        if self._votes is not None:
+            ballot, work = self._votes
             work.wait()
-            answer = int(ballot.item())  # a CPU tensor: no device is waited for
-        ballot = torch.tensor(vote)
-        self._vote = (ballot, dist.all_reduce(ballot, dist.ReduceOp.MAX, group=self._control, async_op=True))
+            answer = tuple(ballot.tolist())  # a CPU tensor: no device is waited for
+        ballot = torch.tensor(votes)
+        self._votes = (ballot, dist.all_reduce(ballot, dist.ReduceOp.MAX, group=self._control, async_op=True))
         return answer
+
+    def raise_flag(self, name: str) -> None:
+        """Lets every rank see a flag, by a note in the store of the process group: not collective, nobody waits."""
+        if self.size > 1:
+            dist.distributed_c10d._get_default_store().set(f"trainwright/{name}", "1")
+
+    def is_raised(self, name: str) -> bool:
+        """Has any rank raised this flag? Not collective; costs a message to the store."""
+        return self.size > 1 and bool(dist.distributed_c10d._get_default_store().check([f"trainwright/{name}"]))
 
     def part(self) -> None:
         """Says good-bye: waits until every rank is here, and forgets the control group.
@@ -91,7 +100,7 @@ class Ranks:
         self._control = None
 
     def settle_votes(self) -> None:
-        """Waits for the vote that is under way, so that the control group is free for other verbs."""
-        if self._vote is not None:
-            self._vote[1].wait()
-            self._vote = None
+        """Waits for the votes that are under way, so that the control group is free for other verbs."""
+        if self._votes is not None:
+            self._votes[1].wait()
+            self._votes = None

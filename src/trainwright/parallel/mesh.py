@@ -28,6 +28,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def local_size() -> int:
+    """Returns the number of this run's processes on its machine, 1 without torchrun."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def join(axes: Mapping[str, int], *, collectives: str, where: object | None = None) -> Ranks:
     """Opens the process group where there are several processes, and returns this process's place in it."""
     for axis, size in axes.items():

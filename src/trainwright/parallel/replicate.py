@@ -6,7 +6,7 @@ and frozen parameters included, because it looks at gradients and not at modules
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,18 @@ BUCKET_BYTES = 25 * 2**20
 
 
 class GradientSum:
-    """Sums `.grad` of the parameters over ranks in place."""
+    """Sums `.grad` of the parameters over ranks in place.
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], ranks: Ranks) -> None:
+    `enter` is told "reduce" before the ranks talk to each other and "update" afterwards; nothing with one process.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], ranks: Ranks, *, enter: Callable[[str], None] | None = None
+    ) -> None:
         # Frozen ones too: a hook may unfreeze them later, and one without a gradient costs a flag.
         self._parameters = list(parameters)
         self._ranks = ranks
+        self._enter = enter
 
     def reduce(self, totals: torch.Tensor) -> None:
         """Sums the gradients, and `totals`, over all ranks. With one process it does nothing.
@@ -32,6 +38,8 @@ class GradientSum:
         """
         if self._ranks.size == 1:
             return
+        if self._enter is not None:
+            self._enter("reduce")
         present = torch.tensor([parameter.grad is not None for parameter in self._parameters], dtype=torch.int32)
         waiting = [dist.all_reduce(totals, async_op=True)]
         flags = present.to(totals.device)
@@ -44,6 +52,8 @@ class GradientSum:
         absent = [] if bool(present.all()) else (flags == 0).tolist()
         for bucket, flat in buckets:
             self._unpack(bucket, flat, absent)
+        if self._enter is not None:
+            self._enter("update")
 
     def _buckets(self) -> Iterator[list[int]]:
         """Yields parameter numbers of one dtype and device, in buckets of at most BUCKET_BYTES."""

@@ -1,0 +1,70 @@
+"""A copy of a run's state in host memory, which training may go on beside: for saving, and to go back to.
+
+What a state becomes (a JSON tree and named tensors) is encoding.py's; who writes it is background.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainwright.backends import copy_to_host, host_buffers
+from trainwright.checkpoint.encoding import decode, encode
+
+
+@dataclass(frozen=True)
+class StagedParts:
+    """Encoded parts of a checkpoint, ready to be written."""
+
+    parts: Mapping[str, tuple[Any, Mapping[str, torch.Tensor]]]
+    """By part: the JSON tree and the tensors that it names."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(tensor.nbytes for _, tensors in self.parts.values() for tensor in tensors.values())
+
+    def to_state(self) -> dict[str, Any]:
+        """Returns the parts as they were, in memory of their own: loading may keep them, and training change them."""
+        return {
+            part: decode(tree, {key: tensor.clone() for key, tensor in tensors.items()})
+            for part, (tree, tensors) in self.parts.items()
+        }
+
+
+def encode_parts(parts: Mapping[str, Any]) -> StagedParts:
+    """Encodes without copying: the result shares memory with the state and is to be written before the next update."""
+    return StagedParts({part: encode(state, name=part) for part, state in parts.items()})
+
+
+class HostBuffers:
+    """Host memory as large as the state, made at the first copy and used again by the next ones.
+
+    What `stage` returns is good until the next call of `stage`. A buffer is used again where the tensor of that name
+    has the same shape, dtype and device as before; others are made anew, and those not needed are given back.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def stage(self, parts: Mapping[str, Any]) -> StagedParts:
+        """Copies the state; returns when it may change again."""
+        shared = encode_parts(parts).parts
+        sources = {
+            (part, key, tensor.shape, tensor.dtype, tensor.device): tensor
+            for part, (_, tensors) in shared.items()
+            for key, tensor in tensors.items()
+        }
+        # Those not needed any more go first, so that the old and the new ones do not exist at a time.
+        self._buffers = {place: self._buffers[place] for place in sources if place in self._buffers}
+        lacking = [place for place in sources if place not in self._buffers]
+        made = host_buffers([sources[place] for place in lacking])
+        self._buffers.update(zip(lacking, made, strict=True))
+        copy_to_host(list(sources.values()), [self._buffers[place] for place in sources])
+        copies = {place[:2]: self._buffers[place] for place in sources}
+        return StagedParts(
+            {part: (tree, {key: copies[part, key] for key in tensors}) for part, (tree, tensors) in shared.items()}
+        )

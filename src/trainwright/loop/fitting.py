@@ -1,0 +1,260 @@
+"""`trainer.micro_batch_size: auto`: finds the largest micro-batch whose step fits into memory.
+
+Real steps are tried, with a trainer that is built for the purpose and thrown away, so that neither weights, buffers,
+optimizer states, randomness nor the place in the data know of it. Which sizes are tried in which order is
+memory/micro_batch.py's.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainwright.backends import Backend
+from trainwright.checkpoint import folder as run_folders
+from trainwright.config import BatchPlan, RunConfig, resolve_batch
+from trainwright.data.loader import TrainData
+from trainwright.errors import OutOfMemory, TrainwrightError
+from trainwright.loop.trainer import Trainer
+from trainwright.memory.micro_batch import HEADROOM, Growth, largest_that_fits, micro_batch_sizes
+from trainwright.memory.out_of_memory import advice_for, is_out_of_memory
+from trainwright.parallel.collectives import Ranks
+from trainwright.parallel.mesh import local_size
+
+logger = logging.getLogger(__name__)
+
+_PIECES_TRIED = 2  # from the second micro-batch on there are gradients beside the activations
+
+
+def settle_micro_batch(
+    config: RunConfig,
+    assemble: Callable[[RunConfig, Path], Trainer],
+    *,
+    backend: Backend,
+    ranks: Ranks,
+    folder: Path | None,
+) -> RunConfig:
+    """Returns the config with a number in place of `micro_batch_size: auto`, the same on every rank.
+
+    `assemble` builds a trainer of one process in a given folder. `folder` is that of a run that goes on: its own number
+    is taken again, as long as it divides the rank's batch and the device is the same one. None: the run begins.
+    """
+    largest = resolve_batch(config, ranks.size).micro_batch_size
+    found = _number_of_before(folder, backend, ranks)
+    if found is not None and largest % found == 0:
+        logger.info("trainer.micro_batch_size: auto: %d, as the run found before", found)
+        return config.derive({"trainer.micro_batch_size": found})
+    logger.info("trainer.micro_batch_size: auto: trying which of %d samples fit into memory at once", largest)
+    # Each rank tries by itself, as a run of one process with its share of the batch: where only one has too little
+    # memory, nobody waits for it in a collective.
+    trial = config.derive(
+        {
+            "trainer.global_batch_size": largest,
+            "trainer.micro_batch_size": largest,
+            "data.workers": 0,
+            "data.loader": {},
+        }
+    )
+    failure: Exception | None = None
+    number = 0
+    try:
+        with TemporaryDirectory(prefix="trainwright-") as empty:
+            number = _find(lambda: assemble(trial, Path(empty)), largest, backend, ranks)
+    except Exception as error:
+        failure = error
+    backend.release_memory()
+    answers = ranks.gather((number, None if failure is None else f"{type(failure).__name__}: {failure}"))
+    if failure is not None:
+        raise failure
+    for rank, (_, problem) in enumerate(answers):
+        if problem is not None:
+            raise TrainwrightError(f"trainer.micro_batch_size: auto: the trial failed on rank {rank}. {problem}")
+    number = min(each for each, _ in answers)
+    if number == 0:
+        advice = "".join(f"\n  - {each}" for each in advice_for(trial.derive({"trainer.micro_batch_size": 1})))
+        raise OutOfMemory(
+            f"trainer.micro_batch_size: auto: not even the smallest micro-batch fits into the memory of "
+            f"{backend.describe()}, of which {HEADROOM:.0%} stay free. What could change:{advice}",
+            where=config.origin("trainer.micro_batch_size"),
+        )
+    logger.info("trainer.micro_batch_size: auto: %d of %d samples at once", number, largest)
+    return config.derive({"trainer.micro_batch_size": number})
+
+
+def _number_of_before(folder: Path | None, backend: Backend, ranks: Ranks) -> int | None:
+    """What the run in this folder has found, on a device like this one; the first rank looks for all."""
+    found: int | None = None
+    if folder is not None and ranks.is_first:
+        try:
+            saved = run_folders.read_config(folder)
+            environment = json.loads((folder / run_folders.ENVIRONMENT_FILE).read_text(encoding="utf-8"))
+            # On another device another number may be the largest, and results differ in their last bits anyway.
+            if saved is not None and environment.get("device") == backend.describe():
+                number = saved.trainer.micro_batch_size
+                found = number if isinstance(number, int) else None
+        except (OSError, ValueError, TrainwrightError) as error:
+            # Whether the run can go on from such a folder is judged later, and for all of it.
+            logger.debug("No micro-batch size is known from before: %s", error)
+    return ranks.broadcast(found)
+
+
+def _find(assemble: Callable[[], Trainer], largest: int, backend: Backend, ranks: Ranks) -> int:
+    """Returns the largest micro-batch that fits on this rank; 0 if none does."""
+    try:
+        with backend.limited_memory(1.0 - HEADROOM):
+            return _find_with(assemble(), largest, ranks)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return 0  # the model alone, its optimizer or a batch is too much
+
+
+def _find_with(trainer: Trainer, largest: int, ranks: Ranks) -> int:
+    data = trainer.train_data
+    assert data is not None
+    with _put_back(trainer), trainer.storage:
+        if isinstance(data, TrainData):
+            _take_longest(data)
+        with closing(data.batches(trainer.backend.to_device)) as iterator:
+            trial = _Trial(trainer, iterator, largest, sums_gradients=ranks.size > 1)
+            sizes = micro_batch_sizes(largest)
+            if len(sizes) > 1 and not trial.runs(sizes[0]):
+                sizes = sizes[1:]
+            return largest_that_fits(sizes, trial.fits) or 0
+
+
+class _Trial:
+    """Makes steps of one batch, cut into micro-batches of any size."""
+
+    def __init__(self, trainer: Trainer, iterator: Iterator[Any], largest: int, *, sums_gradients: bool) -> None:
+        self._trainer = trainer
+        self._largest = largest
+        self._sums_gradients = sums_gradients
+        gradients = sum(each.nbytes for each in trainer.model.parameters() if each.requires_grad)
+        self._growth = Growth(trainer.backend, num_fixed_bytes=gradients, num_sharing=local_size())
+        self._has_stepped = False
+        self._answers: dict[int, bool] = {}
+        self._copies = _copies_of_hooks(trainer)
+        self._batch = trainer.next_train_inputs(iterator)
+        assert trainer.train_data is not None
+        self._num_samples = trainer.train_data.samples_in_hand
+        self._micro_batches = trainer.micro_batches
+        trainer.micro_batches = self._first_pieces  # type: ignore[method-assign]  # of this object, which is thrown away
+
+    def runs(self, size: int) -> bool:
+        """Can steps be made of micro-batches of this size at all? Batch normalisation makes none of one sample."""
+        try:
+            self.fits(size)
+        except ValueError as error:
+            logger.debug("No step can be made of micro-batches of %d: %s", size, error)
+            return False
+        return True
+
+    def fits(self, size: int) -> bool:
+        """Makes a step with micro-batches of this size; returns whether there was memory for it."""
+        if size not in self._answers:
+            self._answers[size] = self._try(size)
+            logger.debug("Micro-batches of %d %s", size, "fit" if self._answers[size] else "do not fit")
+        return self._answers[size]
+
+    def _try(self, size: int) -> bool:
+        trainer = self._trainer
+        trainer.backend.release_memory()
+        if not self._growth.leaves_room(size):
+            return False
+        plan = BatchPlan(self._largest, size, self._largest // size)
+        trainer.surroundings = replace(trainer.surroundings, batch=plan)
+        try:
+            if not self._has_stepped:
+                # Only the second step has the optimizer's state beside the activations.
+                self._step()
+                self._has_stepped = True
+            with self._growth.measuring(size):
+                self._step()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        finally:
+            for optimizer in trainer.optimizers.values():
+                optimizer.zero_grad(set_to_none=True)
+        return True
+
+    def _step(self) -> None:
+        trainer = self._trainer
+        trainer.storage.step = 1
+        trainer.surroundings.updater.set_rates(0)
+        trainer.seed_step()
+        trainer.samples_in_hand = self._num_samples
+        trainer.train_step(self._batch)
+
+    def _first_pieces(self, batch: Any) -> Iterator[Any]:
+        """Yields as many micro-batches as memory can tell apart; the others would need no more."""
+        yield from islice(self._micro_batches(batch), _PIECES_TRIED)
+        if self._sums_gradients:
+            # The sum over ranks packs every gradient once more (parallel/replicate.py).
+            packed = [torch.empty_like(each.grad) for each in self._trainer.model.parameters() if each.grad is not None]
+            del packed
+
+
+def _copies_of_hooks(trainer: Trainer) -> list[torch.Tensor]:
+    """Takes as much memory as hooks will take that keep copies of the weights."""
+    num_copies = sum(getattr(hook, "copies_of_weights", 0) for hook in trainer.hooks)
+    return [torch.empty_like(each) for _ in range(num_copies) for each in trainer.model.parameters()]
+
+
+def _take_longest(data: TrainData) -> None:
+    """Lets a throw-away loader begin with the longest samples, where the dataset knows their lengths."""
+    lengths = getattr(data.dataset, "lengths", None)
+    if lengths is not None and len(lengths) == len(data):
+        data.order = _LongestFirst(lengths)
+
+
+class _LongestFirst:
+    """An order of samples by falling length: the first batch is the largest that there can be."""
+
+    def __init__(self, lengths: Any) -> None:
+        self._indices = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable")
+
+    def indices(self, start: int, stop: int) -> Any:
+        """Returns the samples at the places start … stop−1."""
+        return self._indices[np.arange(start, stop) % len(self._indices)]
+
+
+@contextmanager
+def _put_back(trainer: Trainer) -> Iterator[None]:
+    """Leaves model, optimizers and data as they were: a user may hand the same objects to the run itself."""
+    model, data = trainer.model, trainer.train_data
+    assert data is not None
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    tensors = [*model.parameters(), *model.buffers()]
+    kept = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+    gradients = [parameter.grad for parameter in model.parameters()]
+    states = {name: copy.deepcopy(optimizer.state_dict()) for name, optimizer in trainer.optimizers.items()}
+    position, order = data.state_dict(), getattr(data, "order", None)
+    try:
+        yield
+    finally:
+        for module, own in buffers:
+            module._buffers.update(own)
+        with torch.no_grad():
+            for tensor, value in zip(tensors, kept, strict=True):
+                tensor.copy_(value)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        for name, optimizer in trainer.optimizers.items():
+            optimizer.load_state_dict(states[name])
+        if order is not None:
+            data.order = order  # type: ignore[union-attr]  # only such data has one
+        data.load_state_dict(position)

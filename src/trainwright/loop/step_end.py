@@ -1,0 +1,162 @@
+"""What happens between two updates: incidents are looked at, then evaluating, writing and saving where due.
+
+The order is the point: nothing bad is evaluated, written or saved, and the checkpoint comes last, so that it holds
+every hook's state and the log already has its step. The loop itself is trainer.py's.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from trainwright.backends import reads_at_once
+from trainwright.events.windows import merge, summarise
+from trainwright.loop.agreement import Intent
+from trainwright.loop.evaluation import EvaluationAbandoned, evaluate_sets
+
+if TYPE_CHECKING:
+    from trainwright.loop.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class StepEnd:
+    """Ends the steps of one run; keeps what has been evaluated, written and saved so far."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.eval_logs: dict[str, float] = {}
+        """The logs of the last evaluation, the test set's included; `evaluated_step` says when that was."""
+        self.evaluated_step = -1
+        self.reported: set[str] = set()
+        """The names of those logs that the writers have been shown."""
+        self.window_logs: dict[str, Any] = {}
+        self.wants_save = False
+        self.saved_step = -1
+        self.written_step = 0
+        """The last step that the writers have seen. After going back, steps up to it are not written twice."""
+        self._has_warned = False
+
+    @property
+    def fresh_eval_logs(self) -> dict[str, float]:
+        """What an evaluation of this very step gave."""
+        return self.eval_logs if self.evaluated_step == self._trainer.step else {}
+
+    def recall(self, logs: Mapping[str, float]) -> None:
+        """Takes up the evaluation of the step that was restored, if it had one."""
+        trainer = self._trainer
+        self.eval_logs, self.evaluated_step = dict(logs), trainer.step if logs else -1
+        self.reported = set() if trainer.has_unfinished_step else set(logs)
+
+    def run(self) -> bool:
+        """Ends the step under way; returns False if the run went back to an earlier one instead."""
+        trainer = self._trainer
+        trainer.is_mid_step = True
+        if self._must_look() and trainer.incident_response.went_back():
+            return False
+        try:
+            self._evaluate_if_due()
+        except EvaluationAbandoned:
+            # The update is done and good; the run that goes on evaluates it anew.
+            trainer.agreement.decided = Intent.INTERRUPT
+            trainer.is_mid_step = False
+            trainer.save()
+            return True
+        except Exception:
+            # The update is done and good: keep it, then say what went wrong.
+            trainer.is_mid_step = False
+            trainer.save()
+            raise
+        trainer.phases.enter("write", trainer.step)
+        self._write_if_due()
+        trainer.has_unfinished_step, trainer.ended_under = False, trainer.max_steps if trainer.is_last_step else 0
+        trainer.is_mid_step = False
+        self._save_if_due()
+        if trainer.incident_response.is_snapshot_due:
+            trainer.incident_response.take_snapshot()
+        return True
+
+    def _must_look(self) -> bool:
+        """Must incidents be known now? Where the device runs ahead, only before something leaves the step."""
+        trainer = self._trainer
+        return (
+            reads_at_once(trainer.device)
+            or self._is_evaluation_due
+            or self._is_write_due
+            or self._is_save_due
+            or trainer.incident_response.is_snapshot_due
+        )
+
+    @property
+    def _is_evaluation_due(self) -> bool:
+        every = self._trainer.config.evaluation.every_steps
+        return self._trainer.is_last_step or bool(every and self._trainer.step % every == 0)
+
+    @property
+    def _is_write_due(self) -> bool:
+        return self._trainer.is_last_step or self._trainer.step % self._trainer.config.log.every_steps == 0
+
+    @property
+    def _is_save_due(self) -> bool:
+        trainer = self._trainer
+        return bool(
+            self.wants_save
+            or trainer.is_last_step
+            or trainer.agreement.decided
+            or trainer.checkpoints.is_due()
+            or trainer.best.step == trainer.step
+        )
+
+    def _evaluate_if_due(self) -> None:
+        if not self._is_evaluation_due:
+            return
+        trainer = self._trainer
+        trainer.phases.enter("evaluate", trainer.step)
+        if self.evaluated_step != trainer.step:
+            logs: dict[str, float] = {}
+            if trainer.eval_data:
+                logs = evaluate_sets(trainer, trainer.eval_data)
+            self.eval_logs, self.evaluated_step, self.reported = logs, trainer.step, set()
+            if logs:
+                trainer.best.note(trainer.step, logs)
+                # Evaluating has brought the ranks together, so a hook's wish to stop can be agreed on at once.
+                trainer.agreement.settle()
+        test = trainer.surroundings.test_data
+        if trainer.is_last_step and test is not None and not any(name.startswith("test/") for name in self.eval_logs):
+            self.eval_logs = {**self.eval_logs, **evaluate_sets(trainer, {test.name: test})}
+
+    def _write_if_due(self) -> None:
+        trainer = self._trainer
+        logs: dict[str, Any] = {}
+        if self._is_write_due:
+            for name, count in (trainer.train_data.counts if trainer.train_data else {}).items():
+                trainer.storage.put_scalar(f"samples/{name}", count, smoothing_hint=False)
+            self.window_logs = summarise(merge(trainer.ranks.gather(trainer.storage.take_window())))
+            logs = trainer.train_loop_end()
+            self._warn_of_nan(logs)
+            if not trainer.is_last_step:
+                trainer.train_loop_begin()
+        evaluated = {name: value for name, value in self.fresh_eval_logs.items() if name not in self.reported}
+        if logs or evaluated:
+            self.reported |= evaluated.keys()
+            trainer.storage.publish(logs, evaluated=evaluated)
+            if trainer.step > self.written_step or trainer.is_last_step:
+                self.written_step = trainer.step
+                for writer in trainer.surroundings.writers:
+                    writer.write(trainer.storage)
+
+    def _warn_of_nan(self, logs: Mapping[str, Any]) -> None:
+        """Warns once of a loss in the log that is not finite; updates that an incident held back are such a case."""
+        loss, trainer = logs.get("loss"), self._trainer
+        if isinstance(loss, float) and not math.isfinite(loss) and not self._has_warned and trainer.ranks.is_first:
+            self._has_warned = True
+            logger.warning(
+                "Step %d: the loss is %s. Lower the learning rate, or set trainer.max_grad_norm.", trainer.step, loss
+            )
+
+    def _save_if_due(self) -> None:
+        trainer = self._trainer
+        if self.wants_save or (self._is_save_due and (self.saved_step != trainer.step or trainer.ended_under)):
+            trainer.save()

@@ -1,0 +1,201 @@
+"""What a run says when memory is used up: what holds it, and which settings would need less.
+
+`out_of_memory` makes the error that the loop raises and writes RUN/out_of_memory/step-…/report.txt beside a snapshot
+of the device's memory. Only sizes are read, since there is no memory left to compute in.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from trainwright.backends import Backend
+from trainwright.config import Component, RunConfig
+from trainwright.errors import OutOfMemory
+from trainwright.memory.sizes import GRADIENT, KINDS, PARAMETER, STATE, bytes_by_kind, bytes_by_module, held_tensors
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "out_of_memory"
+_WORDS = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
+_LARGEST = 20
+_FRAGMENTED = 0.1  # of the device: what torch holds without using it, beyond which that is worth a word
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Is this error, or what caused it, a lack of memory on the device or the machine?"""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        # Older kernels, libraries below torch and the CPU's allocator have no type of their own for it.
+        if isinstance(cause, RuntimeError) and any(words in str(cause).lower() for words in _WORDS):
+            return True
+        cause = cause.__cause__
+    return False
+
+
+def out_of_memory(
+    error: BaseException,
+    *,
+    step: int,
+    folder: Path,
+    model: torch.nn.Module,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    config: RunConfig,
+    backend: Backend,
+    rank: int = 0,
+    in_evaluation: bool = False,
+) -> OutOfMemory:
+    """Returns the error to raise from `error`, having written the report; a report that cannot be written is no error.
+
+    Call it while `error` is being handled: what its frames still hold is what filled the memory.
+    """
+    text = explain(error, model, optimizers, config, backend, in_evaluation=in_evaluation)
+    advice = next(iter(_advice(config, {}, in_evaluation=in_evaluation)), None)
+    message = f"Out of memory at step {step} on rank {rank}, {backend.describe()}."
+    if advice is not None:
+        message += f" First to try: {advice}"
+    try:
+        path = write_report(folder, step, text, backend, rank=rank)
+    except OSError as failure:
+        logger.warning("The report on memory could not be written: %s", failure)
+        return OutOfMemory(f"{message}\n{text}")
+    return OutOfMemory(f"{message} What holds the memory, and what else could change: {path}")
+
+
+def explain(
+    error: BaseException,
+    model: torch.nn.Module,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    config: RunConfig,
+    backend: Backend,
+    *,
+    in_evaluation: bool = False,
+) -> str:
+    """Returns the report: memory by kind, by top module and by tensor, and what the config could change."""
+    tensors = held_tensors(model, optimizers, backend.device)
+    kinds = bytes_by_kind(tensors)
+    lines = [f"Out of memory on {backend.describe()}", "", *_indented(str(error)), "", "What holds the memory"]
+    lines += _table([(f"{kind}s" if kind != STATE else kind, num_bytes) for kind, num_bytes in kinds.items()])
+    lines += _table(_rest(backend, sum(kinds.values())))
+    lines += ["", "By module: " + ", ".join(f"{kind}" for kind in KINDS)]
+    for name, sums in bytes_by_module(tensors).items():
+        lines.append(
+            f"  {_size(sum(sums.values()))}  {name}  ({' + '.join(_size(sums[kind]).strip() for kind in KINDS)})"
+        )
+    lines += ["", f"The largest of {len(tensors)} tensors"]
+    lines += [
+        f"  {_size(each.num_bytes)}  {each.name}  {each.kind}  {each.shape} {each.dtype}" for each in tensors[:_LARGEST]
+    ]
+    held = {**kinds, "unused": _unused(backend)}
+    advice = list(_advice(config, held, in_evaluation=in_evaluation))
+    lines += ["", "What could change", *(f"  - {each}" for each in advice)]
+    return "\n".join(lines) + "\n"
+
+
+def write_report(folder: Path, step: int, text: str, backend: Backend, *, rank: int = 0) -> Path:
+    """Writes the report and the device's snapshot into RUN/out_of_memory/step-…; returns the report's path."""
+    where = folder / FOLDER / f"step-{step:08d}"
+    where.mkdir(parents=True, exist_ok=True)
+    path = where / ("report.txt" if rank == 0 else f"report-rank-{rank}.txt")
+    path.write_text(text, encoding="utf-8")
+    try:
+        snapshot = backend.write_memory_snapshot(where)
+    except Exception as failure:  # torch's dump is private and may fail as it likes; the report is there
+        logger.warning("The snapshot of the device's memory could not be written: %s", failure)
+        return path
+    if snapshot is not None:
+        note = f"\n{snapshot.name} shows every block of the device's memory at pytorch.org/memory_viz.\n"
+        path.write_text(text + note, encoding="utf-8")
+    return path
+
+
+def advice_for(config: RunConfig) -> list[str]:
+    """Returns what the config could change so that a step needs less memory, the least costly first."""
+    return list(_advice(config, {}))
+
+
+def _advice(config: RunConfig, held: Mapping[str, int], *, in_evaluation: bool = False) -> Iterator[str]:
+    """Yields settings that exist and are not used yet; `held` has the bytes of each kind, where they are known."""
+    micro = config.trainer.micro_batch_size
+    if in_evaluation:
+        yield "evaluation.batch_size: fewer samples per forward of an evaluation; its result is the same."
+    elif isinstance(micro, int) and micro > 1:
+        yield (
+            f"trainer.micro_batch_size={micro // 2}, or auto (now {micro}): the batch of an update and its loss stay "
+            "as they are, only in smaller pieces."
+        )
+    if held.get("unused", 0):
+        yield (
+            f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment: torch holds "
+            f"{_size(held['unused']).strip()} in pieces that are too small to use."
+        )
+    if config.runtime.precision == "fp32":
+        yield "runtime.precision=bf16: most activations take half; parameters stay in fp32."
+    for label, optimizer in _optimizers(config):
+        if optimizer.type == "adamw" and optimizer.arguments.get("state_dtype") != "bf16":
+            yield f"{label}.state_dtype=bf16: {_saving(held, STATE, 0.5)}both moments take half."
+    if config.model is not None and not {"freeze", "lora"} & config.model.reserved.keys():
+        yield (
+            f"model.freeze, or model.lora: {_saving(held, GRADIENT, 1.0)}what is not trained needs no gradient and "
+            "no optimizer state."
+        )
+    if any(hook.type == "average_weights" for hook in config.hooks):
+        yield f"hooks: average_weights keeps a copy of the weights{_of(held, PARAMETER)}, and in evaluations a second."
+
+
+def _optimizers(config: RunConfig) -> Iterator[tuple[str, Component]]:
+    if config.trainer.optimizer is not None:
+        yield "trainer.optimizer", config.trainer.optimizer
+    for name, section in config.trainer.optimizers.items():
+        yield f"trainer.optimizers.{name}.optimizer", section.optimizer
+
+
+def _saving(held: Mapping[str, int], kind: str, share: float) -> str:
+    num_bytes = int(held.get(kind, 0) * share)
+    return f"up to {_size(num_bytes).strip()} less, for " if num_bytes else ""
+
+
+def _of(held: Mapping[str, int], kind: str) -> str:
+    return f" ({_size(held[kind]).strip()})" if held.get(kind) else ""
+
+
+def _rest(backend: Backend, known: int) -> Iterator[tuple[str, int]]:
+    facts = backend.memory()
+    if facts.peak is not None:
+        yield "the rest of the peak: activations, batches, temporary memory", max(facts.peak - known, 0)
+        yield "the peak", facts.peak
+    if facts.in_use is not None:
+        yield "in use when memory ran out", facts.in_use
+    if facts.reserved is not None:
+        yield "held by torch's allocator", facts.reserved
+    if facts.total is not None:
+        yield "there is in all", facts.total
+
+
+def _unused(backend: Backend) -> int:
+    """What the allocator holds in unusable pieces, if that is much."""
+    facts = backend.memory()
+    if facts.reserved is None or facts.in_use is None or facts.total is None:
+        return 0
+    unused = facts.reserved - facts.in_use
+    return unused if unused > _FRAGMENTED * facts.total else 0
+
+
+def _table(rows: Iterator[tuple[str, int]] | list[tuple[str, int]]) -> list[str]:
+    return [f"  {_size(num_bytes)}  {name}" for name, num_bytes in rows]
+
+
+def _size(num_bytes: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:7.2f} {unit}"
+    return f"{num_bytes / 2**10:7.2f} KiB"
+
+
+def _indented(text: str) -> list[str]:
+    return [f"  {line}" for line in text.strip().splitlines()]

@@ -1,0 +1,149 @@
+"""A tensor file: the bytes that safetensors itself would write, hashed on the way, and read by every reader."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+import trainwright.checkpoint.tensor_files as tensor_files
+from trainwright.checkpoint.encoding import NATIVE_DTYPES
+from trainwright.checkpoint.tensor_files import DTYPE_NAMES, write_tensors
+from trainwright.errors import CheckpointError
+
+PLAIN = {"format": "pt"}
+
+
+def filled(dtype, *shape):
+    number = int(torch.tensor(shape).prod()) if shape else 1
+    raw = torch.arange(number * dtype.itemsize, dtype=torch.int64).remainder(251).to(torch.uint8)
+    return (raw % 2).bool().reshape(shape) if dtype == torch.bool else raw.view(dtype).reshape(shape)
+
+
+def bits(tensor):
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_every_dtype_of_an_encoded_state_has_a_name():
+    assert DTYPE_NAMES.keys() == NATIVE_DTYPES
+
+
+def test_the_bytes_are_those_of_safetensors_for_every_dtype_shape_and_name(tmp_path):
+    tensors = {f"{name}.{len(shape)}": filled(dtype, *shape) for dtype, name in DTYPE_NAMES.items()
+               for shape in ((), (3,), (2, 0), (5, 3))}  # fmt: skip
+    tensors |= {"": filled(torch.float32, 2), 'größe "x"\n': filled(torch.int8, 3), "z" * 300: filled(torch.bool, 1)}
+    fact = write_tensors(tmp_path / "a.safetensors", tensors, metadata=PLAIN)
+    written = (tmp_path / "a.safetensors").read_bytes()
+    assert written == save(tensors, metadata=PLAIN)
+    assert (fact.size, fact.sha256) == (len(written), hashlib.sha256(written).hexdigest())
+
+
+names = st.text(st.characters(codec="utf-8"), max_size=5).filter(lambda name: name != "__metadata__")
+shapes = st.lists(st.integers(0, 3), max_size=3)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(names, st.tuples(st.sampled_from(list(DTYPE_NAMES)), shapes), min_size=1, max_size=8))
+def test_the_bytes_are_those_of_safetensors(tmp_path, described):
+    tensors = {name: filled(dtype, *shape) for name, (dtype, shape) in described.items()}
+    path = tmp_path / "a.safetensors"
+    path.unlink(missing_ok=True)
+    write_tensors(path, tensors, metadata=PLAIN)
+    assert path.read_bytes() == save(tensors, metadata=PLAIN)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_file_of_many_chunks_is_hashed_alike_beside_and_within(tmp_path, monkeypatch, beside):
+    monkeypatch.setattr(tensor_files, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(tensor_files, "HASH_BESIDE_BYTES", 0 if beside else 2**60)
+    tensors = {"a": torch.randn(10_000), "b": torch.randint(0, 200, (5_001,), dtype=torch.uint8)}
+    fact = write_tensors(tmp_path / "a.safetensors", tensors, metadata=PLAIN)
+    written = (tmp_path / "a.safetensors").read_bytes()
+    assert written == save(tensors, metadata=PLAIN)
+    assert fact.sha256 == hashlib.sha256(written).hexdigest()
+
+
+def test_a_write_of_fewer_bytes_than_asked_goes_on_with_the_rest(tmp_path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, content: write(descriptor, content[:1000]))
+    tensors = {"a": torch.randn(5_000)}
+    write_tensors(tmp_path / "a.safetensors", tensors, metadata=PLAIN)
+    assert (tmp_path / "a.safetensors").read_bytes() == save(tensors, metadata=PLAIN)
+
+
+def test_the_hashing_thread_ends_with_a_write_that_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_files, "HASH_BESIDE_BYTES", 0)
+    monkeypatch.setattr(os, "write", lambda descriptor, content: 1 / 0)
+    threads = set(tensor_files.threading.enumerate())
+    with pytest.raises(ZeroDivisionError):
+        write_tensors(tmp_path / "a.safetensors", {"a": torch.randn(50)}, metadata=PLAIN)
+    assert set(tensor_files.threading.enumerate()) == threads
+
+
+def test_a_file_that_is_there_is_never_overwritten(tmp_path):
+    (tmp_path / "a.safetensors").write_text("mine")
+    with pytest.raises(FileExistsError):
+        write_tensors(tmp_path / "a.safetensors", {"a": torch.zeros(1)}, metadata=PLAIN)
+    assert (tmp_path / "a.safetensors").read_text() == "mine"
+
+
+def test_the_file_is_as_readable_as_the_umask_lets_it_be(tmp_path):
+    previous = os.umask(0o027)
+    try:
+        write_tensors(tmp_path / "a.safetensors", {"a": torch.zeros(1)}, metadata=PLAIN)
+    finally:
+        os.umask(previous)
+    assert stat.S_IMODE((tmp_path / "a.safetensors").stat().st_mode) == 0o640
+
+
+def test_a_header_that_no_reader_takes_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_files, "MAX_HEADER_BYTES", 100)
+    with pytest.raises(CheckpointError, match=r"3 tensors need a header of \d+ bytes, and readers take 100"):
+        write_tensors(tmp_path / "a", {name: torch.zeros(1) for name in "abc"}, metadata=PLAIN)
+    assert not (tmp_path / "a").exists()
+
+
+def test_safetensors_reads_back_values_and_metadata(tmp_path):
+    tensors = {"weight": torch.randn(3, 2).bfloat16(), "step": torch.tensor(3.0)}
+    write_tensors(tmp_path / "a.safetensors", tensors, metadata={"format": "pt", "note": "größer"})
+    with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "note": "größer"}
+        assert all(torch.equal(file.get_tensor(name), tensor) for name, tensor in tensors.items())
+
+
+def load_with_dcp(folder, state):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it loads in one process
+        dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
+    return state
+
+
+def test_torch_distributed_checkpoint_reads_the_same_bits(tmp_path):
+    # Its reader slices tensors, which safetensors cannot do for all of the dtypes; these are what models consist of.
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
+    tensors = {f"layers.{dtype}": filled(dtype, 4, 3) for dtype in dtypes} | {"optimizer.step": torch.tensor(7.0)}
+    write_tensors(tmp_path / "model.safetensors", tensors, metadata=PLAIN)
+    loaded = load_with_dcp(tmp_path, {name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
+    assert {name: bits(tensor) for name, tensor in loaded.items()} == {
+        name: bits(tensor) for name, tensor in tensors.items()
+    }
+
+
+def test_torch_distributed_checkpoint_puts_shards_together_by_their_offsets(tmp_path):
+    whole = torch.randn(6, 4)
+    for number, rows in enumerate((slice(0, 4), slice(4, 6))):
+        offsets = json.dumps({"weight": {"saved_offsets": [rows.start, 0]}})
+        path = tmp_path / f"shard-{number}.safetensors"
+        write_tensors(path, {"weight": whole[rows].contiguous()}, metadata={**PLAIN, "DCP_SHARDING_INFO": offsets})
+    assert torch.equal(load_with_dcp(tmp_path, {"weight": torch.zeros(6, 4)})["weight"], whole)

@@ -1,0 +1,53 @@
+"""One rank of two, whose loss goes wrong: `python incident_cases.py RANK FOLDER`, for test_incidents_two_processes."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from trainwright.config import IncidentsSection
+from trainwright.loop.incidents import IncidentWatch, join_ranks
+from trainwright.loop.outputs import ForwardResult
+from trainwright.loop.update import ScheduledOptimizer, Updater
+from trainwright.parallel.collectives import Ranks
+
+
+def run(factors, ranks, *, watch=None):
+    """The weights after steps with these factors of this rank's loss."""
+    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    updater = Updater(
+        {"main": ScheduledOptimizer(optimizer, lambda step, max_steps: 1.0)},
+        global_batch_size=4,
+        max_steps=10,
+        ranks=ranks,
+        watch=watch,
+    )
+    for step, factor in enumerate(factors):
+        updater.set_rates(step)
+        update = updater.begin(lambda: 2)
+        update.backward(ForwardResult((weight * factor).square().sum(), 2))
+        update.apply()
+    return weight.tolist()
+
+
+def main(rank, folder):
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
+    ranks = Ranks(rank, 2, control=dist.new_group(backend="gloo"))
+    section = IncidentsSection(non_finite="skip", spike="rollback", spike_window=8)
+    watch = IncidentWatch(section, device=torch.device("cpu"), rank=rank)
+    bad = {6: float("nan"), 8: 1e3} if rank == 1 else {}
+    factors = [bad.get(step, 1.0 + rank) for step in range(10)]
+    held = run(factors, ranks, watch=watch)
+    found = join_ranks(ranks.gather(watch.look()))
+    plain = run([1.0 + rank] * 8, ranks)
+    facts = {"held": held, "plain": plain, "found": [(each.step, each.kind, each.ranks) for each in found]}
+    (folder / f"{rank}.json").write_text(json.dumps(facts))
+    ranks.part()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

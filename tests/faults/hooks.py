@@ -1,0 +1,41 @@
+"""Hooks that do harm at a given moment of a run."""
+
+import os
+import signal
+
+from trainwright import Hook
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class At(Hook):
+    """Calls `act(trainer)` once, at the end of a step or before one."""
+
+    def __init__(self, step, act, *, moment="after_step"):
+        self.at, self.act, self.moment = step, act, moment
+
+    def before_step(self):
+        if self.moment == "before_step" and self.trainer.step + 1 == self.at:
+            self.act(self.trainer)
+
+    def after_step(self):
+        if self.moment == "after_step" and self.trainer.step == self.at:
+            self.act(self.trainer)
+
+
+def kill_at(step, *, moment="after_step"):
+    """kill -9, before or after the update of a step."""
+    return At(step, lambda trainer: die(), moment=moment)
+
+
+class AfterSave(Hook):
+    """Calls `act(path)` after the checkpoint of a step was committed."""
+
+    def __init__(self, step, act):
+        self.at, self.act = step, act
+
+    def after_save(self, path):
+        if path.name == f"step-{self.at:08d}":
+            self.act(path)

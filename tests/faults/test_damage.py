@@ -1,0 +1,122 @@
+"""Every file of the newest checkpoint damaged in every way: it is named and set aside, the one before is used.
+
+All checkpoints damaged: the run begins again, says so, and nothing is deleted.
+"""
+
+import signal
+
+import pytest
+from tests.faults.hooks import AfterSave, die, kill_at
+from tests.faults.runs import assert_same_end, copy_run, log_of, store_of, train
+
+FILES = [
+    *("MANIFEST.json", "model.json", "model.safetensors", "optimizers.json", "optimizers.safetensors"),
+    *("training.json", "training.safetensors"),
+]
+
+
+def flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[place(len(content))] ^= 4
+    path.write_bytes(content)
+
+
+def cut(path, size):
+    with path.open("r+b") as file:
+        file.truncate(size(path.stat().st_size))
+
+
+DAMAGE = {
+    "cut to half": lambda path: cut(path, lambda size: size // 2),
+    "cut to nothing": lambda path: cut(path, lambda size: 0),
+    "one byte short": lambda path: cut(path, lambda size: size - 1),
+    "a bit flipped in the first byte": lambda path: flip(path, lambda size: 0),
+    "a bit flipped in the middle": lambda path: flip(path, lambda size: size // 2),
+    "a bit flipped in the last byte": lambda path: flip(path, lambda size: size - 1),
+    "deleted": lambda path: path.unlink(),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nobody disturbed."""
+    run = tmp_path_factory.mktemp("damage") / "whole"
+    assert train(run) == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def killed(whole):
+    """The same run, killed at step 5 with checkpoints of steps 2 and 4."""
+    run = whole.with_name("killed")
+    assert train(run, "checkpoint.asynchronous=false", hooks=[kill_at(5)]) == -signal.SIGKILL
+    assert store_of(run).steps() == [2, 4]
+    assert sorted(path.name for path in store_of(run).path(4).iterdir()) == FILES
+    return run
+
+
+def content_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_one_before_used(file, whole, killed, tmp_path, tried):
+    tried("a file of the newest checkpoint cut, flipped or deleted", cases=len(DAMAGE))
+    for number, (kind, do_harm) in enumerate(DAMAGE.items()):
+        run = copy_run(killed, tmp_path / f"run-{number}")
+        do_harm(store_of(run).path(4) / file)
+        before = content_of(store_of(run).path(4))
+        assert train(run) == 0, kind
+        log = log_of(run)
+        [warning] = [line for line in log.splitlines() if "Damaged checkpoint" in line]
+        assert "step-00000004" in warning, kind
+        assert file in warning, kind
+        assert "kept as damaged-step-00000004. Using step-00000002 instead." in warning, kind
+        assert "Resumed from" in log, kind
+        assert content_of(run / "checkpoints" / "damaged-step-00000004") == before, kind
+        assert_same_end(whole, run)
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_run_whose_checkpoints_are_all_damaged_begins_again_and_deletes_nothing(kind, whole, killed, tmp_path, tried):
+    tried("every checkpoint damaged", cases=1)
+    run = copy_run(killed, tmp_path / "run")
+    for number, step in enumerate((2, 4)):
+        DAMAGE[kind](store_of(run).path(step) / FILES[1 + number])
+    before = [content_of(store_of(run).path(step)) for step in (2, 4)]
+    assert train(run) == 0
+    log = log_of(run)
+    assert log.count("No intact one is left.") == 2
+    assert "Resumed" not in log
+    damaged = [run / "checkpoints" / f"damaged-step-{step:08d}" for step in (2, 4)]
+    assert [content_of(folder) for folder in damaged] == before
+    assert_same_end(whole, run)
+
+
+def test_a_write_that_the_disk_dropped_after_the_commit_costs_one_checkpoint(whole, tmp_path, tried):
+    files = [name for name in FILES if name != "MANIFEST.json"]
+    tried("a disk that drops what it had confirmed, then kill -9", cases=len(files))
+    for file in files:
+
+        def drop(path, file=file):
+            cut(path / file, lambda size: size // 2)
+            die()
+
+        run = tmp_path / file
+        settings = ("checkpoint.asynchronous=false",)
+        assert train(run, *settings, hooks=[AfterSave(4, drop)]) == -signal.SIGKILL
+        assert train(run) == 0
+        assert "Using step-00000002 instead." in log_of(run)
+        assert_same_end(whole, run)
+
+
+def test_a_second_damage_gets_a_name_of_its_own(whole, killed, tmp_path, tried):
+    tried("the checkpoint that replaced a damaged one is damaged too", cases=1)
+    run = copy_run(killed, tmp_path / "run")
+    DAMAGE["cut to half"](store_of(run).path(4) / "model.safetensors")
+    assert train(run, "checkpoint.asynchronous=false", hooks=[kill_at(5)]) == -signal.SIGKILL
+    DAMAGE["deleted"](store_of(run).path(4) / "model.safetensors")
+    assert train(run) == 0
+    names = [path.name for path in (run / "checkpoints").iterdir() if path.name.startswith("damaged")]
+    assert sorted(names) == ["damaged-step-00000004", "damaged-step-00000004-2"]
+    assert_same_end(whole, run)

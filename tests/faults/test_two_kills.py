@@ -1,0 +1,95 @@
+"""kill -9 of one rank of two, or of both, at a random step: the same command goes on and ends with the same bits."""
+
+import random
+import signal
+
+import pytest
+from tests.faults.runs import SMALL, assert_same_end, lines_of, store_of
+from tests.faults.two_ranks import PHASES, Fault, Run, send, train_two
+
+POINTS = {
+    "map": ("data.train={type: parts.py:Points, size: 50, noise: 0.1}",),
+    "iterable": ("data.train={type: parts.py:ShardedPoints, size: 90, noise: 0.1}", "data.shuffle_buffer=20"),
+}
+ACCUMULATIONS = {
+    1: ("trainer.global_batch_size=8", "trainer.micro_batch_size=4"),
+    3: ("trainer.global_batch_size=12", "trainer.micro_batch_size=2"),
+}
+STRUCK_PHASES = tuple(phase for phase in PHASES if phase not in ("start-up", "before_train", "commit"))
+VICTIMS = ((0,), (1,), (0, 1))
+
+_undisturbed = {}
+
+
+@pytest.fixture
+def undisturbed(tmp_path_factory):
+    """The folder of a run that nothing happened to, made once for all cases that must end like it.
+
+    Asynchronous saving changes no bit. Nor do workers, but for streams, whose shards they divide among them.
+    """
+
+    def folder(kind, accumulation, workers=0):
+        workers = workers if kind == "iterable" else 0
+        if (kind, accumulation, workers) not in _undisturbed:
+            place = tmp_path_factory.mktemp("undisturbed") / "run"
+            overrides = (*SMALL, *POINTS[kind], *ACCUMULATIONS[accumulation], f"data.workers={workers}")
+            assert train_two(place, *overrides) == [0, 0]
+            _undisturbed[kind, accumulation, workers] = place
+        return _undisturbed[kind, accumulation, workers]
+
+    return folder
+
+
+def assert_killed(codes, victims):
+    """The victims are dead; a rank that has lost the other one does not stay, and does not end as if all were well."""
+    assert [code for rank, code in enumerate(codes) if rank in victims] == [-signal.SIGKILL] * len(victims)
+    assert all(code in (1, 2, -signal.SIGKILL) for code in codes), codes
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", POINTS)
+def test_a_run_whose_ranks_are_killed_ends_as_if_nothing_had_happened(
+    kind, workers, accumulation, asynchronous, tmp_path, undisturbed, tried
+):
+    drawn = random.Random(f"{kind} {workers} {accumulation} {asynchronous}")
+    overrides = (*SMALL, *POINTS[kind], *ACCUMULATIONS[accumulation])
+    overrides += (f"data.workers={workers}", f"checkpoint.asynchronous={str(asynchronous).lower()}")
+    # Twice in a row, the second time later; loaders are slow to start, so with workers once.
+    steps = [drawn.randint(2, 3), drawn.randint(4, 6)][workers // 2 :]
+    tried("kill -9 of one rank of two, or of both", cases=len(steps))
+    for step in steps:
+        victims, phase = drawn.choice(VICTIMS), drawn.choice(STRUCK_PHASES)
+        fault = Fault(phase, send(signal.SIGKILL), ranks=victims, step=step)
+        assert_killed(train_two(tmp_path / "run", *overrides, faults=[fault]), victims)
+    assert train_two(tmp_path / "run", *overrides) == [0, 0]
+    assert_same_end(undisturbed(kind, accumulation, workers), tmp_path / "run")
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_in_any_phase_loses_nothing(phase, victim, tmp_path, undisturbed, tried):
+    if phase == "commit" and victim == 1:
+        pytest.skip("the first rank alone writes")
+    tried("kill -9 of a rank of two, in each phase")
+    overrides = (*SMALL, *POINTS["map"], *ACCUMULATIONS[1])
+    fault = Fault(phase, send(signal.SIGKILL), ranks=(victim,), step=4)
+    assert_killed(train_two(tmp_path / "run", *overrides, faults=[fault]), (victim,))
+    assert train_two(tmp_path / "run", *overrides) == [0, 0]
+    assert_same_end(undisturbed("map", 1), tmp_path / "run")
+
+
+def test_a_run_of_two_that_was_killed_goes_on_in_one_process(tmp_path, tried):
+    tried("kill -9 of a rank of two, resumed by one process")
+    # Without dropout and noise: what a rank draws depends on how many there are.
+    overrides = (*SMALL, "log.every_steps=1", "data.train.noise=0.0", "model.dropout=0.0", *ACCUMULATIONS[1])
+    assert train_two(tmp_path / "undisturbed", *overrides) == [0, 0]
+    fault = Fault("forward", send(signal.SIGKILL), ranks=(1,), step=5)
+    assert_killed(train_two(tmp_path / "run", *overrides, faults=[fault]), (1,))
+    assert store_of(tmp_path / "run").steps()[-1] == 4
+    assert Run(tmp_path / "run", *overrides, num_ranks=1).wait() == [0]
+    whole, resumed = lines_of(tmp_path / "undisturbed"), lines_of(tmp_path / "run")
+    assert len(whole) == len(resumed)
+    for left, right in zip(whole, resumed, strict=True):
+        assert left == pytest.approx(right, rel=1e-6, abs=1e-6)

@@ -1,0 +1,120 @@
+"""Memory of a GPU: a limit that is kept, a micro-batch that fits, a report with a snapshot."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from trainwright import RunConfig, Trainer, build_trainer
+from trainwright.backends import pick_backend
+from trainwright.memory.out_of_memory import is_out_of_memory, out_of_memory
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+GIB = 2**30
+WIDTH = 2**20
+
+
+@pytest.fixture
+def small_gpu():
+    """This process gets 4 GiB of the GPU."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(4 * GIB / total)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def backend():
+    return pick_backend("cuda")
+
+
+class Wide(nn.Module):
+    """Keeps 32 MiB for each sample until the backward; has 32 MiB of parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, WIDTH))
+
+    def forward(self, x):
+        return (x[:, None, None] * self.weight).sin().square().mean()
+
+
+class WideTrainer(Trainer):
+    """Trains Wide on numbers."""
+
+    @classmethod
+    def build_model(cls, build):
+        return Wide()
+
+    @classmethod
+    def build_train_data(cls, build):
+        return [{"x": torch.tensor(float(number))} for number in range(256)]
+
+
+def config(tmp_path, micro, **more):
+    trainer = {"max_steps": 3, "global_batch_size": 256, "micro_batch_size": micro}
+    trainer["optimizer"] = {"type": "adamw", "lr": 0.1}
+    runtime = {"device": "cuda"}
+    return RunConfig.from_dict(
+        {"name": "wide", "output_dir": str(tmp_path), "trainer": trainer, "runtime": runtime, "writers": [], **more}
+    )
+
+
+def test_a_limit_is_kept_and_lifted(small_gpu, backend):
+    before = torch.cuda.get_per_process_memory_fraction(0)
+    with backend.limited_memory(0.5):
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(3 * GIB, dtype=torch.uint8, device="cuda")
+        torch.empty(GIB, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.get_per_process_memory_fraction(0) == before
+    torch.empty(3 * GIB, dtype=torch.uint8, device="cuda")
+
+
+def test_the_micro_batch_that_is_found_fits_and_the_next_does_not(tmp_path, small_gpu):
+    trainer = build_trainer(config(tmp_path, "auto"), WideTrainer)
+    found = trainer.config.trainer.micro_batch_size
+    assert 4 <= found <= 64
+    trainer.train()
+    assert trainer.backend.memory().peak <= 0.95 * 4 * GIB
+    del trainer
+    gc.collect()
+    with pytest.raises(Exception) as caught:  # what the loop makes of it is its own affair
+        build_trainer(config(tmp_path, 4 * found), WideTrainer, fresh=True).train()
+    assert is_out_of_memory(caught.value)
+
+
+def test_a_search_leaves_nothing_on_the_device(tmp_path, small_gpu):
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    trainer = build_trainer(config(tmp_path, "auto"), WideTrainer)
+    assert torch.cuda.memory_allocated() - before < 2 * trainer.model.weight.nbytes
+
+
+def test_averaged_weights_are_left_room_for(tmp_path, small_gpu):
+    trainer = build_trainer(config(tmp_path, "auto", hooks=[{"type": "average_weights"}]), WideTrainer)
+    trainer.train()
+    assert trainer.backend.memory().peak <= 0.95 * 4 * GIB
+
+
+def test_the_report_has_a_snapshot_and_names_the_parameters(tmp_path, small_gpu, backend):
+    model = Wide().cuda()
+    held = torch.empty(GIB, dtype=torch.uint8, device="cuda")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.empty(100 * GIB, dtype=torch.uint8, device="cuda")
+    error = out_of_memory(
+        caught.value, step=7, folder=tmp_path, model=model, optimizers={}, config=config(tmp_path, 16), backend=backend
+    )
+    folder = tmp_path / "out_of_memory" / "step-00000007"
+    report = (folder / "report.txt").read_text()
+    assert (folder / "memory_snapshot.pickle").stat().st_size > 0
+    assert "weight  parameter  (8, 1048576) float32" in report
+    assert "held by torch's allocator" in report
+    assert "memory_snapshot.pickle" in report
+    assert "trainer.micro_batch_size=8, or auto" in str(error)
+    assert held.numel() == GIB

@@ -1,0 +1,68 @@
+"""Copies of a state on a GPU: in pinned memory that is used again, and written to the same bytes as without a copy."""
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from trainwright.backends import host_buffers
+from trainwright.checkpoint.background import BackgroundSaver
+from trainwright.checkpoint.retention import Retention
+from trainwright.checkpoint.staging import HostBuffers
+from trainwright.checkpoint.store import CheckpointStore
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def state(value):
+    weight = torch.full((300, 200), float(value), device="cuda")
+    moments = {"exp_avg": weight.bfloat16(), "turned": weight[:, :7].t(), "step": torch.tensor(float(value))}
+    return {
+        "model": {"weight": weight, "tied": weight, "empty": torch.empty(2, 0, device="cuda")},
+        "optimizers": {"state": moments, "small": [torch.tensor(value, device="cuda") for _ in range(50)]},
+    }
+
+
+def test_a_copy_is_in_pinned_memory_and_in_the_same_one_next_time():
+    buffers = HostBuffers()
+    first, second = [
+        {key: tensor.data_ptr() for key, tensor in buffers.stage(state(value)).parts["optimizers"][1].items()}
+        for value in (1, 2)
+    ]
+    assert first == second
+    staged = buffers.stage(state(3))
+    assert staged.parts["model"][1]["weight"].is_pinned()
+    assert not staged.parts["optimizers"][1]["state.step"].is_pinned()  # it is on the host already
+    assert torch.equal(staged.to_state()["model"]["weight"], torch.full((300, 200), 3.0))
+
+
+def test_the_copy_is_of_the_moment_though_the_device_is_busy():
+    buffers, weight = HostBuffers(), torch.zeros(4000, 4000, device="cuda")
+    factor = torch.randn(4000, 4000, device="cuda")
+    for _ in range(20):
+        factor = torch.tanh(factor @ factor)
+    weight.add_(factor)
+    expected = factor.cpu()
+    staged = buffers.stage({"model": {"weight": weight}})
+    weight.zero_()
+    torch.cuda.synchronize()
+    assert torch.equal(staged.parts["model"][1]["weight"], expected)
+
+
+def test_large_and_small_buffers_share_blocks_without_overlapping():
+    tensors = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in (1, 63, 64, 65, 2**20, 0, 3)]
+    spans = sorted((buffer.data_ptr(), buffer.nbytes) for buffer in host_buffers(tensors) if buffer.nbytes)
+    assert all(start + size <= after for (start, size), (after, _) in itertools.pairwise(spans))
+
+
+def test_the_files_are_the_same_with_a_copy_and_without(tmp_path):
+    store = CheckpointStore(tmp_path)
+    for step, asynchronous in ((1, True), (2, False)):
+        saver = BackgroundSaver(store, retention=Retention(None), asynchronous=asynchronous)
+        saver.save(step, state(5), metrics={})
+        saver.wait(must_succeed=True)
+        saver.close()
+    files = [json.loads((store.path(step) / "MANIFEST.json").read_text())["files"] for step in (1, 2)]
+    assert files[0] == files[1]
+    assert torch.equal(store.read(1, "model", device="cuda")["weight"], torch.full((300, 200), 5.0, device="cuda"))

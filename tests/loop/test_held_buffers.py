@@ -1,0 +1,36 @@
+"""Buffers that an update held back leaves as they were."""
+
+import pytest
+import torch
+from torch import nn
+
+from trainwright.loop.held_buffers import HeldBuffers, persistent_buffers
+
+
+def make():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    model.register_buffer("table", torch.arange(3), persistent=False)
+    model.register_buffer("absent", None)
+    model.register_buffer("shared", model[1].running_mean)
+    return model
+
+
+def test_only_buffers_of_the_state_are_kept_and_each_once():
+    model = make()
+    names = [name for name, _ in model[1].named_buffers()] * 2
+    assert len(persistent_buffers(model)) == len(names) == 6
+    assert not any(buffer is model.table for buffer in persistent_buffers(model))
+
+
+@pytest.mark.parametrize("hold", [True, False, torch.tensor(True), torch.tensor(False)])
+def test_buffers_are_put_back_where_the_update_is_held(hold):
+    model = make()
+    model(torch.randn(5, 3))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    held = HeldBuffers(persistent_buffers(model))
+    held.remember()
+    model(torch.full((5, 3), float("nan")))
+    held.put_back(hold)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name]) == (bool(hold) or name == "table"), name
+    assert model.shared is model[1].running_mean
