@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: quickstart test test-slow lint format types benchmark benchmark-data clean help
+.PHONY: quickstart test test-slow lint format types benchmark benchmark-data reliability torture clean help
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -19,6 +19,14 @@ test: $(VENV)/.installed-dev lint types ## Run lint, types and the whole suite.
 
 test-slow: $(VENV)/.installed-dev ## Run the tests that take minutes.
 	$(BIN)/python -m pytest -m slow
+
+reliability: $(VENV)/.installed-dev ## Try every fault and write the table of docs/reliability.md.
+	$(BIN)/python -m pytest tests/faults -n 2 --write-table
+
+MINUTES ?= 2
+SEED ?= 0
+torture: $(VENV)/.installed-dev ## Kill and damage runs at random for MINUTES; say how many survived.
+	$(BIN)/python -m tests.faults.torture --minutes $(MINUTES) --seed $(SEED)
 
 lint: $(VENV)/.installed-dev ## Check style and format.
 	$(BIN)/ruff check .

@@ -36,6 +36,10 @@ class Interrupted(Exception):  # noqa: N818 # not an error: the run is safe and 
     """The run was asked to leave, has saved its step, and goes on when the same command is run again."""
 
 
+class _ToldToLeave(BaseException):
+    """Raised from a signal's handler wherever the start-up is. No Exception: somebody's `except` would take it."""
+
+
 def run_experiment(
     config: RunConfig,
     *,
@@ -58,34 +62,44 @@ def run_experiment(
         folder = Path(os.path.abspath(model_dir))  # noqa: PTH100  # "." has no name; resolve() would follow links
         config = config.derive({"output_dir": str(folder.parent), "name": folder.name})
     starting = Listener(_leave, deadline_seconds=START_UP_SECONDS)
-    starting.listen()
     try:
-        if mode == "eval":
-            return _evaluate(config, trainer_class, step)
-        with _log_file() as open_log:
-            evaluates = mode != "train"
-            trainer = build_trainer(
-                config, trainer_class, fresh=fresh, accept_changes=accept_changes, evaluates=evaluates
+        starting.listen()
+        try:
+            if mode == "eval":
+                return _evaluate(config, trainer_class, step)
+            return _train(
+                config, trainer_class, fresh=fresh, accept_changes=accept_changes, evaluates=mode != "train"
             )
-            # A finished run changes nothing, its log included.
-            if trainer.ranks.is_first and not trainer.is_finished:
-                open_log(trainer.folder / LOG_FILE)
-            logs = trainer.train()
-            _say_how_it_ended(trainer)
-            trainer.ranks.part()
-            if trainer.interrupted and config.preemption.requeue and trainer.ranks.is_first:
-                requeue()
-        if trainer.interrupted:
-            raise Interrupted(trainer.stop_reason)
-        return trainer.model, logs
+        finally:
+            starting.only_note()  # the run has ended, one way or the other: a signal must not undo that
+            mesh.leave()
+    except _ToldToLeave as told:
+        raise Interrupted(str(told)) from None
     finally:
-        mesh.leave()
         starting.close()
+
+
+def _train(
+    config: RunConfig, trainer_class: type[Trainer] | None, *, fresh: bool, accept_changes: bool, evaluates: bool
+) -> tuple[torch.nn.Module, dict[str, float]]:
+    with _log_file() as open_log:
+        trainer = build_trainer(config, trainer_class, fresh=fresh, accept_changes=accept_changes, evaluates=evaluates)
+        # A finished run changes nothing, its log included.
+        if trainer.ranks.is_first and not trainer.is_finished:
+            open_log(trainer.folder / LOG_FILE)
+        logs = trainer.train()
+        _say_how_it_ended(trainer)
+        trainer.ranks.part()
+        if trainer.interrupted and config.preemption.requeue and trainer.ranks.is_first:
+            requeue()
+    if trainer.interrupted:
+        raise Interrupted(trainer.stop_reason)
+    return trainer.model, logs
 
 
 def _leave(signal_name: str) -> None:
     """Ends a run that has not begun to train, or has ended: there is nothing to save."""
-    raise Interrupted(signal_name)
+    raise _ToldToLeave(signal_name)
 
 
 def _evaluate(

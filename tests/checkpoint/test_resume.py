@@ -189,6 +189,12 @@ def test_settings_that_leave_the_mathematics_alone_may_change(tmp_path):
     assert changed_settings(load(tmp_path), load(tmp_path, *FREE)) == {}
 
 
+def test_a_nan_is_no_change_of_a_nan(tmp_path):
+    override = "data.train={type: parts.py:Points, noise: .nan, seed: [.nan, 1]}"
+    assert changed_settings(load(tmp_path, override), load(tmp_path, override)) == {}
+    assert "data.train.noise" in changed_settings(load(tmp_path, override), load(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("override", "name", "then", "now"),
     [

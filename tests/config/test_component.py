@@ -70,6 +70,16 @@ def test_the_models_reserved_keys_are_not_arguments():
     assert pickle.loads(pickle.dumps(model)).reserved == model.reserved
 
 
+def test_a_reserved_key_of_the_model_is_taken_back_by_null(tmp_path):
+    (tmp_path / "base.yaml").write_text("model: {type: llama, width: 3, lora: {match: a}, freeze: b, pretrained: c}\n")
+    file = tmp_path / "run.yaml"
+    file.write_text("extends: base.yaml\nmodel: {lora: null, pretrained: null}\ntrainer: {max_steps: 1}\n")
+    config = RunConfig.load(file, ["model.freeze=null", "model.width=null"])
+    assert config.model == {"type": "llama", "width": None}
+    assert config.model == RunConfig.load(file, ["model={type: llama, width: null}"]).model
+    assert ModelSection("llama", lora=None) == ModelSection("llama")
+
+
 @pytest.mark.parametrize(
     ("written", "message"),
     [

@@ -53,15 +53,32 @@ def test_later_overrides_see_earlier_ones():
         ),
         ("hooks.x=1", 'hooks: is a list of 2; "x" is not an index such as hooks.0.'),
         ("extends=[x]", "extends: is read from the file only. Set it there."),
+        (
+            "model.lora.match=*.query",
+            "model.lora.match: a value that begins with * is an alias in YAML. Put it in quotes, and the override as "
+            """well: 'model.lora.match="*.query"'.""",
+        ),
+        (
+            "model.freeze.x=1",
+            'model.freeze: is the text "a", so nothing can be set below it. Replace it whole: model.freeze=….',
+        ),
     ],
 )
 def test_a_wrong_override_is_refused_by_its_own_text(override, message):
     with pytest.raises(ConfigError) as refusal:
-        overridden({"seed": 42, "name": "n", "hooks": ["a", "b"]}, override)
+        overridden({"seed": 42, "name": "n", "hooks": ["a", "b"], "model": {"freeze": "a"}}, override)
     assert str(refusal.value) == f"override {override}: {message}"
 
 
+def test_a_bare_pretrained_folder_is_spelled_out():
+    settings = {"model": {"type": "llama", "pretrained": "folder"}}
+    changed = overridden(settings, "model.pretrained.strict=false")["model"]
+    assert changed == {"type": "llama", "pretrained": {"folder": "folder", "strict": False}}
+
+
 def test_bad_yaml_in_a_value_is_refused():
+    with pytest.raises(ConfigError, match=r'A value that begins with \* is an alias\. Put a glob in quotes: "\*\.q_proj"'):
+        overridden({}, "a=[*.q_proj]")
     with pytest.raises(ConfigError, match=r"^override a=\[1, 2: not valid YAML"):
         overridden({}, "a=[1, 2")
 

@@ -41,6 +41,12 @@ def test_a_changed_type_replaces_and_an_equal_one_merges():
     assert merged(earlier, {"optimizer": {"lr": 2}}) == {"optimizer": {"type": "adamw", "lr": 2}}
 
 
+def test_a_bare_pretrained_folder_is_extended_as_the_mapping_that_it_is_short_for():
+    bare, more = {"model": {"pretrained": "a"}}, {"model": {"pretrained": {"strict": False}}}
+    assert merged(bare, more) == {"model": {"pretrained": {"folder": "a", "strict": False}}}
+    assert merged(more, bare) == bare
+
+
 def test_a_bare_evaluation_set_replaces_named_ones():
     named, bare = {"data": {"eval": {"valid": "digits"}}}, {"data": {"eval": {"type": "digits"}}}
     assert merged(named, bare) == bare

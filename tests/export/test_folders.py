@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainwright.errors import CheckpointError
-from trainwright.export.folders import earlier_files, export_folder, is_place, without_places
+from trainwright.export.folders import earlier_files, export_folder, find_source, is_place, without_places
 
 
 def write(folder, *names, overwrite=False):
@@ -75,6 +75,21 @@ def test_a_list_of_files_that_was_tampered_with_reaches_no_other_folder(tmp_path
 def test_another_export_json_is_not_ours(tmp_path, content):
     (tmp_path / "export.json").write_text(content)
     assert earlier_files(tmp_path) is None
+
+
+def test_an_export_in_the_place_of_a_run_is_told_from_one(tmp_path):
+    write(tmp_path / "hf", "config.json", "model.safetensors")
+    write(tmp_path / "plain", "model.yaml", "model.safetensors")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text("{}")
+    for name, said in (
+        ("hf", r"hf is a model folder of the run \w+ in Hugging Face's layout, not a run\. Give the run's folder"),
+        ("plain", r"plain holds the weights of the run \w+ under their own names .* and is no run\. Give the run's"),
+        ("other", r"other is a model folder in Hugging Face's layout, not a run"),
+        ("nothing", r"nothing is no run folder: it has no config\.yaml"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            find_source(tmp_path / name)
 
 
 def test_a_file_is_no_folder(tmp_path):

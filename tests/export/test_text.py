@@ -100,6 +100,13 @@ def test_what_has_no_tokenizer_says_how_to_name_one(run, tmp_path):
         load_speaker(folder)
 
 
+def test_plain_weights_are_no_speaker_and_an_export_is_not_exported(run, tmp_path):
+    with pytest.raises(CheckpointError, match=r"the weights of the run bytes under their own names"):
+        load_speaker(export_run(run, tmp_path / "plain", file_format="safetensors"))
+    with pytest.raises(CheckpointError, match=r"is a model folder of the run bytes in Hugging Face's layout"):
+        export_run(export_run(run, tmp_path / "hf"), tmp_path / "other")
+
+
 def test_a_folder_has_no_steps(run, tmp_path):
     with pytest.raises(ConfigError, match="has no steps"):
         load_speaker(export_run(run, tmp_path / "hf"), step=3)

@@ -23,6 +23,8 @@ from trainwright.parts import Build
 
 RUN_FILE = Path(__file__).parent / "run.yaml"
 """Six steps: checkpoints at 2, 4 and 6, of which the last two stay; log windows and evaluations across them."""
+SMALL = ("trainer.max_steps=6", "checkpoint.every_steps=2", "log.every_steps=3", "evaluation.every_steps=4")
+"""What that file says anyway, for tests that want it to be seen."""
 TIMED = ("_per_second", "_per_step", "slowest_rank_share")
 
 

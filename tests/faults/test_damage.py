@@ -6,6 +6,7 @@ All checkpoints damaged: the run begins again, says so, and nothing is deleted.
 import signal
 
 import pytest
+from tests.faults.damage import DAMAGE, cut
 from tests.faults.hooks import AfterSave, die, kill_at
 from tests.faults.runs import assert_same_end, copy_run, log_of, store_of, train
 
@@ -13,28 +14,6 @@ FILES = [
     *("MANIFEST.json", "model.json", "model.safetensors", "optimizers.json", "optimizers.safetensors"),
     *("training.json", "training.safetensors"),
 ]
-
-
-def flip(path, place):
-    content = bytearray(path.read_bytes())
-    content[place(len(content))] ^= 4
-    path.write_bytes(content)
-
-
-def cut(path, size):
-    with path.open("r+b") as file:
-        file.truncate(size(path.stat().st_size))
-
-
-DAMAGE = {
-    "cut to half": lambda path: cut(path, lambda size: size // 2),
-    "cut to nothing": lambda path: cut(path, lambda size: 0),
-    "one byte short": lambda path: cut(path, lambda size: size - 1),
-    "a bit flipped in the first byte": lambda path: flip(path, lambda size: 0),
-    "a bit flipped in the middle": lambda path: flip(path, lambda size: size // 2),
-    "a bit flipped in the last byte": lambda path: flip(path, lambda size: size - 1),
-    "deleted": lambda path: path.unlink(),
-}
 
 
 @pytest.fixture(scope="module")
@@ -119,4 +98,14 @@ def test_a_second_damage_gets_a_name_of_its_own(whole, killed, tmp_path, tried):
     assert train(run) == 0
     names = [path.name for path in (run / "checkpoints").iterdir() if path.name.startswith("damaged")]
     assert sorted(names) == ["damaged-step-00000004", "damaged-step-00000004-2"]
+    assert_same_end(whole, run)
+
+
+@pytest.mark.parametrize("rest", ['{"step": 5, "lo', '{"step": 6, "loss": 0.5}\n', "\x00" * 100])
+def test_a_log_line_that_was_half_written_is_written_again(rest, whole, killed, tmp_path, tried):
+    tried("a log line half-written, written too early, or of zeros")
+    run = copy_run(killed, tmp_path / "run")
+    with (run / "metrics.json").open("a", encoding="utf-8") as file:
+        file.write(rest)
+    assert train(run) == 0
     assert_same_end(whole, run)

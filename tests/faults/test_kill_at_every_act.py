@@ -1,87 +1,54 @@
-"""kill -9 before every act of a save of a real run: the same command goes on and ends as if nothing had happened.
+"""kill -9 before every act of a save, and of a start, of a real run: the same command goes on as if nothing had been.
 
-A child counts its acts on the file system from the end of step 4 to the end of step 5, in the thread that saves, and
-kills itself before the n-th; each write is also cut in half. The parent tries every n. Acts that only read change
-nothing for whoever comes after, so that a death before them is a death before the next one.
+A child counts its acts on the file system and kills itself before the n-th; the parent tries every n.
 """
 
-import os
 import signal
-import sys
-import threading
 
 import pytest
-from tests.faults.hooks import die, kill_at
+from tests.faults.acts import Acts
+from tests.faults.hooks import AfterSave, die, kill_at
 from tests.faults.runs import assert_same_end, copy_run, store_of, train
 
 from trainwright import Hook
 
-ACTS = {
-    *("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod", "os.truncate", "os.symlink", "os.link", "os.utime"),
-    *("fcntl.flock", "fcntl.lockf"),
-}
-WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 NUM_SHARES = 4  # as many tests, which the workers of xdist share
 
 
-class DieBeforeAct(Hook):
-    """Counts the acts of the save of step 4 in the thread that writes it, and dies before number `number`."""
+class CountSave(Hook):
+    """Counts the acts from the end of step 4 to that of step 5, in the thread that saves."""
 
-    def __init__(self, number, thread_name):
-        self.number, self.thread_name = number, thread_name
-        self.count, self.is_counting = 0, False
-        self.fsync, self.write = os.fsync, os.write
+    def __init__(self, acts):
+        self.acts = acts
 
     def before_train(self):
-        os.fsync, os.write = self.counted_fsync, self.counted_write
-        sys.addaudithook(self.hear)
+        self.acts.watch()
 
     def after_step(self):
         if self.trainer.step in (4, 5):
             self.trainer.checkpoints.settle()  # the save before is not counted, and step 4's is counted to its end
-            self.is_counting = self.trainer.step == 4
+            self.acts.is_counting = self.trainer.step == 4
 
     def after_train(self):
-        (self.trainer.folder / "acts").write_text(str(self.count))
-
-    def hear(self, event, arguments):
-        if event in ACTS or (event == "open" and arguments[2] & WRITES):
-            self.act()
-
-    def act(self):
-        if self.is_counting and threading.current_thread().name == self.thread_name:
-            if self.count == self.number:
-                die()
-            self.count += 1
-
-    def counted_fsync(self, descriptor):
-        self.act()
-        self.fsync(descriptor)
-
-    def counted_write(self, descriptor, content):
-        self.act()
-        half = len(content) // 2
-        if half:
-            self.write(descriptor, content[:half])
-            self.act()
-        return half + self.write(descriptor, content[half:])
+        (self.trainer.folder / "acts").write_text(str(self.acts.count))
 
 
 @pytest.mark.parametrize("share", range(NUM_SHARES))
 @pytest.mark.parametrize("saving", ["asynchronous", "synchronous"])
 def test_a_run_killed_before_any_act_of_a_save_ends_as_if_nothing_had_happened(saving, share, tmp_path, tried):
+    # One is kept, so that the one before is deleted in this save too.
     settings = ("checkpoint.keep_last=1", f"checkpoint.asynchronous={str(saving == 'asynchronous').lower()}")
     thread = "save checkpoints" if saving == "asynchronous" else "MainThread"
     whole, begun = tmp_path / "whole", tmp_path / "begun"
-    assert train(whole, *settings, hooks=[DieBeforeAct(None, thread)]) == 0
+    assert train(whole, *settings, hooks=[CountSave(Acts(None, thread_name=thread))]) == 0
     num_acts = int((whole / "acts").read_text())
-    assert num_acts > 80
-    assert train(begun, *settings, hooks=[kill_at(3)]) == -signal.SIGKILL
+    assert num_acts > 70
+    assert train(begun, *settings, "checkpoint.asynchronous=false", hooks=[kill_at(3)]) == -signal.SIGKILL
     numbers = range(share, num_acts, NUM_SHARES)
     found = []
     for number in numbers:
         run = copy_run(begun, tmp_path / f"act-{number}")
-        assert train(run, *settings, hooks=[DieBeforeAct(number, thread)]) == -signal.SIGKILL
+        assert train(run, *settings, hooks=[CountSave(Acts(number, thread_name=thread))]) == -signal.SIGKILL
         found.append(4 in store_of(run).steps())
         assert train(run, *settings) == 0
         assert_same_end(whole, run)
@@ -89,3 +56,60 @@ def test_a_run_killed_before_any_act_of_a_save_ends_as_if_nothing_had_happened(s
     assert found == sorted(found)  # none before the commit, and from there on one
     assert set(found) == {False, True}
     tried("kill -9 before each act of a save (open, write, sync, rename, link, removal)", cases=len(numbers))
+
+
+class EndOfStart(Hook):
+    """Ends the counting when the run begins to train."""
+
+    def __init__(self, acts):
+        self.acts = acts
+
+    def before_train(self):
+        self.acts.is_counting = False
+
+    def after_train(self):
+        (self.trainer.folder / "acts").write_text(str(self.acts.count))
+
+
+def start_counted(run, number, *settings):
+    acts = Acts(number)
+
+    def watch():
+        acts.watch()
+        acts.is_counting = True
+
+    return train(run, *settings, hooks=[EndOfStart(acts)], prepare=watch)
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_run_killed_before_any_act_of_its_start_ends_as_if_nothing_had_happened(is_begun, tmp_path, tried):
+    whole, begun, longer = tmp_path / "whole", tmp_path / "begun", "trainer.max_steps=7"
+    settings = (longer,)
+    assert start_counted(whole, None, *settings) == 0
+    num_acts = int((whole / "acts").read_text())
+    if is_begun:
+        # A start with much to do: another limit, a damaged checkpoint, half a save, lines of the log that go.
+        def damage(path):
+            (path / "model.safetensors").write_bytes(b"")
+            (path.parent / ".staging-step-00000006-0a0b0c0d").mkdir()
+            (path.parent / ".staging-step-00000006-0a0b0c0d" / "model.json").touch()
+            die()
+
+        constant = "trainer.schedule={type: constant}"  # the cosine's rates depend on where the run ends
+        settings = (longer, constant)
+        assert train(tmp_path / "constant", *settings) == 0
+        whole = tmp_path / "constant"
+        assert train(begun, constant, "checkpoint.asynchronous=false", hooks=[AfterSave(4, damage)]) == -signal.SIGKILL
+        counted = copy_run(begun, tmp_path / "counted")
+        assert start_counted(counted, None, *settings) == 0
+        num_acts = int((counted / "acts").read_text())
+    assert num_acts > (15 if is_begun else 8)
+    for number in range(num_acts):
+        run = tmp_path / f"act-{number}"
+        if is_begun:
+            copy_run(begun, run)
+        assert start_counted(run, number, *settings) == -signal.SIGKILL
+        assert train(run, *settings) == 0
+        assert_same_end(whole, run)
+        assert not list((run / "checkpoints").glob(".*"))
+    tried("kill -9 before each act of a start, the first one and one that goes on", cases=num_acts)

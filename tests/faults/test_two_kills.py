@@ -8,8 +8,8 @@ from tests.faults.runs import SMALL, assert_same_end, lines_of, store_of
 from tests.faults.two_ranks import PHASES, Fault, Run, send, train_two
 
 POINTS = {
-    "map": ("data.train={type: parts.py:Points, size: 50, noise: 0.1}",),
-    "iterable": ("data.train={type: parts.py:ShardedPoints, size: 90, noise: 0.1}", "data.shuffle_buffer=20"),
+    "map": ("data.train={type: tests.project.parts:Points, size: 50, noise: 0.1}",),
+    "iterable": ("data.train={type: tests.project.parts:ShardedPoints, size: 90, noise: 0.1}", "data.shuffle_buffer=20"),
 }
 ACCUMULATIONS = {
     1: ("trainer.global_batch_size=8", "trainer.micro_batch_size=4"),
@@ -56,11 +56,12 @@ def test_a_run_whose_ranks_are_killed_ends_as_if_nothing_had_happened(
     drawn = random.Random(f"{kind} {workers} {accumulation} {asynchronous}")
     overrides = (*SMALL, *POINTS[kind], *ACCUMULATIONS[accumulation])
     overrides += (f"data.workers={workers}", f"checkpoint.asynchronous={str(asynchronous).lower()}")
-    # Twice in a row, the second time later; loaders are slow to start, so with workers once.
+    # Twice in a row, the second time later; with workers once, for they are slow to start. They also hold a dead rank's
+    # connections for up to five seconds, until they see that it is gone, so that both ranks are killed.
     steps = [drawn.randint(2, 3), drawn.randint(4, 6)][workers // 2 :]
     tried("kill -9 of one rank of two, or of both", cases=len(steps))
     for step in steps:
-        victims, phase = drawn.choice(VICTIMS), drawn.choice(STRUCK_PHASES)
+        victims, phase = drawn.choice(VICTIMS) if workers == 0 else (0, 1), drawn.choice(STRUCK_PHASES)
         fault = Fault(phase, send(signal.SIGKILL), ranks=victims, step=step)
         assert_killed(train_two(tmp_path / "run", *overrides, faults=[fault]), victims)
     assert train_two(tmp_path / "run", *overrides) == [0, 0]
@@ -76,6 +77,15 @@ def test_a_rank_that_is_killed_in_any_phase_loses_nothing(phase, victim, tmp_pat
     overrides = (*SMALL, *POINTS["map"], *ACCUMULATIONS[1])
     fault = Fault(phase, send(signal.SIGKILL), ranks=(victim,), step=4)
     assert_killed(train_two(tmp_path / "run", *overrides, faults=[fault]), (victim,))
+    assert train_two(tmp_path / "run", *overrides) == [0, 0]
+    assert_same_end(undisturbed("map", 1), tmp_path / "run")
+
+
+def test_a_rank_that_is_killed_while_its_workers_live_loses_nothing(tmp_path, undisturbed, tried):
+    tried("kill -9 of one rank of two, whose workers live on")
+    overrides = (*SMALL, *POINTS["map"], *ACCUMULATIONS[1], "data.workers=1")
+    fault = Fault("forward", send(signal.SIGKILL), ranks=(0,), step=5)
+    assert_killed(train_two(tmp_path / "run", *overrides, faults=[fault]), (0,))
     assert train_two(tmp_path / "run", *overrides) == [0, 0]
     assert_same_end(undisturbed("map", 1), tmp_path / "run")
 

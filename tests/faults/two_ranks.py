@@ -4,7 +4,6 @@ A fault is struck from inside the phase, by the child itself, so that no test ha
 What a child does and how it ends is runs.py's.
 """
 
-import contextlib
 import os
 import signal
 import socket
@@ -168,21 +167,26 @@ class Run:
     def send(self, rank, number):
         os.kill(self.children[rank], number)
 
-    def wait(self, *, seconds=PATIENCE_SECONDS):
-        """Returns how each rank ended: its exit code, or minus the signal. One that is stuck is killed, and fails."""
+    def wait(self, *, seconds=PATIENCE_SECONDS, as_launcher=False):
+        """Returns how each rank ended: its exit code, or minus the signal. One that is stuck is killed, and fails.
+
+        With `as_launcher` the others get SIGTERM when one has ended otherwise than well, as torchrun does it.
+        """
         until = time.monotonic() + seconds
         stuck = []
-        for rank, child in enumerate(self.children):
-            while rank not in self.codes:
-                ended, status = os.waitpid(child, os.WNOHANG)
-                if ended:
-                    self.codes[rank] = os.waitstatus_to_exitcode(status)
-                elif time.monotonic() > until:
+        has_told = not as_launcher
+        while len(self.codes) < len(self.children):
+            for rank, child in enumerate(self.children):
+                if rank not in self.codes and time.monotonic() > until:
                     stuck.append(rank)
                     os.kill(child, signal.SIGKILL)
-                    self.codes[rank] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-                else:
-                    time.sleep(0.005)
+                if rank not in self.codes and (ended := os.waitpid(child, 0 if rank in stuck else os.WNOHANG))[0]:
+                    self.codes[rank] = os.waitstatus_to_exitcode(ended[1])
+            if not has_told and any(self.codes.values()):
+                has_told = True
+                for rank in set(range(len(self.children))) - set(self.codes):
+                    self.send(rank, signal.SIGTERM)
+            time.sleep(0.005)
         said = {rank: self.said(rank)[-1500:] for rank in range(len(self.children))} if stuck else {}
         assert not stuck, f"ranks {stuck} were still there after {seconds} s; they said {said}"
         return [self.codes[rank] for rank in range(len(self.children))]
@@ -191,12 +195,6 @@ class Run:
         """What a rank wrote to its stderr, in all runs of this folder so far."""
         path = self.folder.with_name(f"{self.folder.name}-{rank}.stderr")
         return path.read_text("utf-8", errors="replace") if path.exists() else ""
-
-    def kill_all(self):
-        for rank, child in enumerate(self.children):
-            if rank not in self.codes:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGKILL)
 
 
 def train_two(folder, *overrides, num_ranks=2, **rest):

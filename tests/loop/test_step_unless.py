@@ -86,7 +86,8 @@ def test_those_that_know_the_word_are_not_waited_for(monkeypatch):
         weights = parameters()
         optimizer = make(weights)
         is_known = knows_found_inf(optimizer)
-        assert is_known == (kind not in ("adamw unfused", "torch's sgd", "torch's rmsprop"))
+        if kind != "torch's fused adagrad":  # which torch 2.11 does not let skip on the device, and 2.13 does
+            assert is_known == (kind not in ("adamw unfused", "torch's sgd", "torch's rmsprop"))
         for number in range(2 if is_known else 0):
             set_gradients(weights, number)
             with monkeypatch.context() as patch:

@@ -11,7 +11,7 @@ from torch import nn
 
 from trainwright import Hook, Mean, RunConfig, StepResult, Trainer, build_trainer, get_event_storage
 from trainwright.checkpoint.store import CheckpointStore
-from trainwright.errors import CheckpointError, DataError, TrainwrightError
+from trainwright.errors import CheckpointError, DataError, OutOfMemory, TrainwrightError
 from trainwright.hooks.average_weights import AverageWeights
 from trainwright.loop import incidents, step_end
 from trainwright.loop.hook import Hooks
@@ -532,3 +532,36 @@ def test_the_names_of_a_line_keep_their_order(tmp_path):
     build_trainer(load(tmp_path)).train()
     evaluated = [[name for name in line if "/" in name] for line in lines(tmp_path)]
     assert {tuple(names) for names in evaluated if names} == {("valid/loss", "valid/accuracy")}
+
+
+def test_a_step_that_runs_out_of_memory_says_what_holds_it_and_what_to_change(tmp_path):
+    class Greedy(Trainer):
+        def forward(self, **batch):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
+
+    with pytest.raises(OutOfMemory, match=r"Out of memory at step 1 on rank 0") as caught:
+        build_trainer(load(tmp_path), Greedy).train()
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    (report,) = tmp_path.rglob("report.txt")
+    assert "layers.0" in report.read_text()
+
+
+def test_an_evaluation_that_is_told_to_leave_is_done_by_the_resumed_run(tmp_path):
+    class Slow(Trainer):
+        def eval_step(self, batch):
+            if self.step == 4 and not self.interrupted and leaving:
+                self.interrupt("SIGTERM")
+            return super().eval_step(batch)
+
+    whole, halves = ("evaluation.every_steps=4", "name=whole"), ("evaluation.every_steps=4", "name=halves")
+    leaving = []
+    logs = build_trainer(load(tmp_path, *whole), Slow).train()
+    leaving.append(True)
+    first = build_trainer(load(tmp_path, *halves), Slow)
+    first.train()
+    assert (first.step, first.interrupted, first.has_unfinished_step) == (4, True, True)
+    leaving.clear()
+    second = build_trainer(load(tmp_path, *halves), Slow)
+    assert second.train() == logs
+    untimed = [[without_time(line) for line in lines(tmp_path, name)] for name in ("whole", "halves")]
+    assert untimed[0] == untimed[1]

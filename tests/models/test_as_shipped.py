@@ -114,6 +114,13 @@ def test_a_model_that_was_changed_says_where(change, said):
     assert found.startswith(said)
 
 
+def test_a_model_without_adapters_is_not_advised_to_merge_them(tmp_path):
+    model = our_llama()
+    change_part(model)
+    with pytest.raises(CheckpointError, match=r"not a SwiGLU\. Write plain weights \(trainwright export --format saf"):
+        model.save_pretrained(tmp_path / "model")
+
+
 def test_adapters_are_named_until_they_are_merged(tmp_path):
     model = our_llama()
     add_lora(model, match="*.q_proj", rank=2)

@@ -10,8 +10,8 @@ from tests.models.folders import config_of, our_llama, reference, tokens
 
 from trainwright import AutoModel
 from trainwright.errors import ConfigError
-from trainwright.models.auto import model_classes
 from trainwright.models.llama import Llama
+from trainwright.models.model import shipped_models
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
@@ -64,15 +64,20 @@ def test_an_override_that_makes_no_model_is_named_beside_the_file(tmp_path):
 
 
 def test_every_type_has_an_architecture_and_finds_its_class():
-    for each in model_classes():
+    for each in shipped_models().values():
         assert each.hugging_face_architectures.keys() == set(each.hugging_face_types)
         for model_type, architecture in each.hugging_face_architectures.items():
             assert AutoModel.choose({"model_type": model_type, "architectures": [architecture]}) is each
 
 
-def test_a_class_refuses_another_s_folder(tmp_path):
-    with pytest.raises(ConfigError, match=r"model_type 'bert', but Llama reads llama, qwen2, mistral"):
-        Llama.from_config({"model_type": "bert"})
+@pytest.mark.parametrize(
+    ("model_type", "advice"),
+    [("bert", "In a run file use type: bert or bert_classifier;"), ("rwkv", "No shipped model reads it; any other ")],
+)
+def test_a_class_refuses_another_s_folder_and_says_which_type_reads_it(model_type, advice):
+    said = f"^config.json says model_type '{model_type}', but Llama reads llama, qwen2, mistral. {advice}"
+    with pytest.raises(ConfigError, match=said):
+        Llama.from_config({"model_type": model_type}, dropout=0.1)
 
 
 def test_it_makes_no_object_of_its_own():

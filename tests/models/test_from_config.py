@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from trainwright import RunConfig
-from trainwright.errors import CheckpointError, ConfigError
+from trainwright.errors import CheckpointError, ConfigError, TrainwrightError
 from trainwright.models.from_config import build_model_section
 from trainwright.models.llama import Llama
 from trainwright.models.lora import LoRALinear
@@ -179,6 +179,47 @@ def test_a_plain_module_loads_a_folder_by_its_own_names(project):
 def test_mistakes_name_their_place(project, section, said):
     with pytest.raises(ConfigError, match=said):
         build(project, section.replace("head}", "head"))
+
+
+def test_a_preset_and_a_folder_are_taken_back_by_null(project):
+    assert build(project, "type: llama, preset: null, pretrained: published").settings["hidden_size"] == 16
+    model = build(project, "type: llama, preset: tiny, pretrained: null, lora: null, replace: null, freeze: null")
+    assert model.settings["hidden_size"] == 64
+    assert build(project, "type: llama, vocab_size: 61, preset: null").settings["vocab_size"] == 61
+    settings = "{folder: published, strict: null, dtype: null, home_path: null, allow_pickle: null}"
+    assert build(project, f"type: llama, pretrained: {settings}").lm_head.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ("type: llama\n  preset: tny", r"^\S*run\.yaml:3: model: llama has no preset 'tny'"),
+        ("type: llama\n  pretrained: published\n  preset: tiny", r"^\S*run\.yaml:4: model: preset and pretrained both"),
+        (
+            "type: llama\n  pretrained: published\n  hidden_size: 32",
+            r"^\S*run\.yaml:3: model\.pretrained: .*model\.safetensors: .* has the shape .*leave out the settings",
+        ),
+        ("type: llama\n  pretrained: run", r"^\S*run\.yaml:3: model\.pretrained: .* It is a run\. .*trainwright export"),
+        (
+            "type: transformers:LlamaForCausalLM\n  pretrained: published\n  hidden_size: 32",
+            r"^\S*run\.yaml:3: model\.pretrained: The weights of .* have other shapes",
+        ),
+        ("type: llama\n  pretrained: [a]", r"^\S*run\.yaml:3: model\.pretrained: give a folder.* got a list of 1\.$"),
+        ("type: llama\n  lora: null\n  pretrained: ./none", r"^\S*run\.yaml:4: .*\(org/name\)\. It is needed, for"),
+        (
+            "type: bert\n  pretrained: published\n  dropout: 0.1",
+            r"config\.json says model_type 'llama', but Bert reads bert\. In a run file use type: llama;",
+        ),
+    ],
+)
+def test_mistakes_name_the_line_of_their_key(project, section, said):
+    (project / "run").mkdir()
+    (project / "run" / "config.yaml").touch()
+    file = project / "run.yaml"
+    file.write_text(f"model:\n  {section}\n")
+    config = RunConfig.load(file)
+    with pytest.raises(TrainwrightError, match=said):
+        build_model_section(config.model, project_dir=project, origin=config.origin)
 
 
 def test_a_head_that_ours_lacks_is_refused_unless_not_strict(project):

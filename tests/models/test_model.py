@@ -9,9 +9,8 @@ import torch
 from tests.models.folders import assert_same_tensors, config_of, our_llama, reference, tensors_in
 
 from trainwright.errors import ConfigError
-from trainwright.models.auto import model_classes
 from trainwright.models.llama import Llama
-from trainwright.models.model import preset_settings
+from trainwright.models.model import preset_settings, shipped_models
 
 
 @pytest.mark.parametrize(
@@ -51,7 +50,7 @@ def test_settings_build_a_twin():
     twin.load_state_dict(model.state_dict())
 
 
-@pytest.mark.parametrize("model_class", model_classes())
+@pytest.mark.parametrize("model_class", shipped_models().values())
 def test_every_model_has_a_tiny_preset_that_builds(model_class):
     model = model_class.from_preset("tiny")
     assert sum(each.numel() for each in model.parameters()) < 2_000_000

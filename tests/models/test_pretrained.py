@@ -118,6 +118,26 @@ def test_a_folder_that_is_no_model_is_named(tmp_path):
         Llama.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("files", "asked", "advice"),
+    [
+        (["config.yaml"], ".", r"It is a run\. Write its model with `trainwright export .*run --to FOLDER`"),
+        (
+            ["config.yaml", "checkpoints/step-00000005/model.safetensors"],
+            "checkpoints/step-00000005",
+            r"It is a checkpoint\. Write it with `trainwright export .*step-00000005 --to FOLDER`",
+        ),
+        (["model.safetensors", "model.yaml"], ".", r"\(trainwright export --format safetensors\)\. Export the run"),
+    ],
+)
+def test_a_run_a_checkpoint_and_plain_weights_are_told_from_a_model_folder(tmp_path, files, asked, advice):
+    for name in files:
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).touch()
+    with pytest.raises(CheckpointError, match=f"is no model folder: it has no config.json. {advice}"):
+        Llama.from_pretrained(tmp_path / "run" / asked)
+
+
 def test_a_folder_without_weights_is_named(folder):
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="holds no weights"):

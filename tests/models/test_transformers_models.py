@@ -124,6 +124,40 @@ def test_a_head_for_other_labels_is_refused_with_both_shapes_unless_not_strict(c
     assert all(torch.equal(value, same[name]) for name, value in model.model.state_dict().items())
 
 
+def test_a_body_of_other_shapes_is_refused_also_when_not_strict(classifier_folder):
+    for target in (transformers.LlamaForSequenceClassification, transformers.LlamaModel):
+        with pytest.raises(CheckpointError, match=r"have other shapes: .*mlp.*the model's settings\.$"):
+            build(target, {"intermediate_size": 8}, pretrained=classifier_folder, strict=False)
+
+
+@pytest.fixture
+def heard(caplog, monkeypatch):
+    """Their warnings: those that come once only, too, however often they came before."""
+    their_logging = transformers.utils.logging
+    their_logging.warning_once.cache_clear()
+    monkeypatch.setattr(their_logging.get_logger(), "propagate", True)
+    return lambda: [each.message for each in caplog.records if each.name.startswith("transformers")]
+
+
+def test_a_small_model_of_theirs_is_built_and_trained_without_a_warning(heard):
+    model = build(transformers.AutoModelForCausalLM, GPT2)
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    assert (model.config.bos_token_id, model.config.eos_token_id) == (None, None)
+    assert heard() == []
+    build(transformers.AutoModelForCausalLM, {**GPT2, "bos_token_id": 99})
+    assert "bos_token_id must be" in heard()[0]
+
+
+def test_another_number_of_labels_leaves_their_names_behind(tmp_path, heard):
+    names = {0: "no", 1: "yes", 2: "perhaps"}
+    settings = {**LLAMA, "id2label": names, "label2id": {name: n for n, name in names.items()}, "pad_token_id": 0}
+    target = transformers.LlamaForSequenceClassification
+    build(target, settings).save_pretrained(tmp_path)
+    assert build(target, {"num_labels": 3}, pretrained=tmp_path).config.id2label == names
+    assert build(target, {"num_labels": 4}, pretrained=tmp_path, strict=False).config.id2label[3] == "LABEL_3"
+    assert heard() == []
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_truncated_file_is_named(tmp_path, sharded):
     model = build(transformers.LlamaForCausalLM, LLAMA)
@@ -211,7 +245,7 @@ def test_a_folder_of_another_model_type_is_refused(llama_folder, tmp_path):
 def test_a_folder_with_pickles_alone_is_refused(tmp_path, llama_folder):
     (tmp_path / "config.json").write_bytes((llama_folder / "config.json").read_bytes())
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"cannot build LlamaForCausalLM by .*config\.json: .*safetensors"):
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is a pickle.*Convert it once with transformers"):
         build(transformers.LlamaForCausalLM, pretrained=tmp_path)
 
 

@@ -146,6 +146,18 @@ def test_repair_leaves_state_finite_and_counts_each_step_anew():
     assert all(value.isfinite().all() for state in optimizer.state.values() for value in state.values())
 
 
+def test_repair_after_a_step_that_was_held_back_is_done_anew():
+    weights = parameters()
+    optimizer = AdamW(weights, repair_nan=True, fused=False)
+    for _ in range(2):  # of the first, the step is never taken
+        for weight in weights:
+            weight.grad = torch.full_like(weight, torch.nan)
+        optimizer.repair_gradients()
+        assert all(weight.grad.isfinite().all() for weight in weights)
+    assert optimizer.step()["nan_gradients"].item() == 30
+    assert all(weight.isfinite().all() for weight in weights)
+
+
 def test_repair_may_be_for_one_group_only():
     weights = parameters()
     optimizer = AdamW([{"params": weights[:1], "repair_nan": True}, {"params": weights[1:]}])

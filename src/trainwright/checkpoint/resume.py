@@ -54,7 +54,7 @@ def changed_settings(saved: RunConfig, config: RunConfig) -> dict[str, tuple[Any
     return {
         name: (then.get(name), now.get(name))
         for name in dict.fromkeys([*then, *now])
-        if then.get(name) != now.get(name) and not _is_free(name)
+        if _differ(then.get(name), now.get(name)) and not _is_free(name)
     }
 
 
@@ -100,6 +100,11 @@ def pick_step(store: AnyStore, step: int | str, *, best: KeepBest | None) -> int
         chosen = int(step)
     store.verify(chosen)
     return chosen
+
+
+def _differ(then: Any, now: Any) -> bool:
+    """Are these two settings? A nan is no change of a nan, though it is not equal to itself; nor one in a list."""
+    return bool(then != now) and repr(then) != repr(now)
 
 
 def _is_free(name: str) -> bool:

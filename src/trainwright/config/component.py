@@ -122,6 +122,11 @@ class ModelSection(Component):
         "offload",
     )
 
+    def __init__(self, type_: str | Callable[..., Any], /, **arguments: Any) -> None:
+        # null takes a reserved key back that an extended file has: it is as if it were not given.
+        given = {key: value for key, value in arguments.items() if value is not None or key not in self.reserved_keys}
+        super().__init__(type_, **given)
+
     @property
     def reserved(self) -> Frozen[Any]:
         """The reserved keys that were given."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from trainwright.config import yaml_text
 from trainwright.config.problems import describe
-from trainwright.config.tree import Node, Origin
+from trainwright.config.tree import Node, Origin, spelled_out
 from trainwright.errors import ConfigError
 
 
@@ -33,6 +33,10 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Node]:
         raise ConfigError(f"{problem}; {missing}.", where=where)
     if path[0] in ("extends", "project_dir"):
         raise ConfigError(f"{path[0]}: is read from the file only. Set it there.", where=where)
+    if right.lstrip().startswith("*"):
+        quoted = f"""'{left}="{right.strip()}"'"""
+        problem = "a value that begins with * is an alias in YAML. Put it in quotes, and the override as well"
+        raise ConfigError(f"{'.'.join(path)}: {problem}: {quoted}.", where=where)
     return path, yaml_text.parse(right, lambda line: where)
 
 
@@ -54,6 +58,7 @@ def replace_at(settings: Node, path: tuple[str, ...], value: Node, *, done: tupl
 
 def _branch(settings: Node, done: tuple[str, ...], value: Node) -> dict[str, Node]:
     """Return the mapping to write a key into; a missing one is begun, a bare component is spelled out."""
+    settings = spelled_out(settings, done)
     if settings.value is None:
         return {}
     if isinstance(settings.value, dict):
@@ -66,6 +71,8 @@ def _branch(settings: Node, done: tuple[str, ...], value: Node) -> dict[str, Nod
 
 def _may_be_component(path: tuple[str, ...]) -> bool:
     # `name.x=1` must not turn the run's name into a mapping; its own error says it better.
+    if path in (("model", "lora"), ("model", "freeze")):
+        return False
     return path[0] in ("task", "model", "hooks", "writers") or (len(path) > 1 and path[0] in _HOLD_COMPONENTS)
 
 

@@ -71,12 +71,20 @@ def merge(earlier: Node, later: Node, path: KeyPath = ()) -> Node:
 
     A mapping that changes `type` replaces the earlier one whole: its arguments would be wrong for another class.
     """
+    if isinstance(later.value, dict):
+        earlier = spelled_out(earlier, path)
     if not isinstance(earlier.value, dict) or not isinstance(later.value, dict) or _types_differ(earlier, later, path):
         return later
     merged = dict(earlier.value)
     for key, node in later.value.items():
         merged[key] = merge(merged[key], node, (*path, key)) if key in merged else node
     return Node(merged, later.origin)
+
+
+def spelled_out(node: Node, path: KeyPath) -> Node:
+    """Return a bare `model.pretrained` as the mapping that it is short for; any other node as it is."""
+    is_short = path == ("model", "pretrained") and isinstance(node.value, str)
+    return Node({"folder": node}, node.origin) if is_short else node
 
 
 def _types_differ(earlier: Node, later: Node, path: KeyPath) -> bool:

@@ -105,6 +105,8 @@ def _explain_syntax(error: yaml.MarkedYAMLError) -> str:
     problem = error.problem or "it cannot be read"
     if "'\\t'" in problem:
         return "not valid YAML: a tab stands where only spaces may. Indent with spaces."
+    if "alias" in f"{error.context} {problem}":
+        return f'not valid YAML: {problem}. A value that begins with * is an alias. Put a glob in quotes: "*.q_proj".'
     context = f" {error.context}" if error.context else ""
     begun = f" (begun at line {error.context_mark.line + 1})" if error.context and error.context_mark else ""
     return f"not valid YAML:{context}{begun}: {problem}. Check brackets, quotes, colons and indentation here."

@@ -215,5 +215,6 @@ def _prepare_worker(_: int) -> None:
     forget_storages()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or each worker would take every core
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     # Not ignored for ever: a worker that hangs in a user's code must still be possible to end.
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_WORKER_GRACE_SECONDS))

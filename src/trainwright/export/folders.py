@@ -1,6 +1,7 @@
 """The folder of an export: what an earlier one left is replaced, what others put there is kept, no place is told.
 
 Each export lists its files in export.json, so that the next one knows which of the folder's files are its to replace.
+Who gives such a folder where a run is wanted is told so.
 """
 
 from __future__ import annotations
@@ -13,17 +14,37 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
+from trainwright.checkpoint.folder import find_run
 from trainwright.config.files import save_document
 from trainwright.errors import CheckpointError
-from trainwright.models.pretrained import listed, read_json
+from trainwright.models.pretrained import CONFIG_FILE, SECTION_FILE, listed, read_json
 from trainwright.models.saving import check_target, model_files, staged, write_json
 
 logger = logging.getLogger(__name__)
 
 FORMATS = ("huggingface", "safetensors")
 EXPORT_FILE = "export.json"
-SETTINGS_FILE = "model.yaml"
-"""The model section of the run, beside weights that have no config.json."""
+
+
+def find_source(run_or_checkpoint: Path) -> tuple[Path, int | None]:
+    """Does what find_run does, and of a folder that was exported says what it is and who reads it."""
+    try:
+        return find_run(run_or_checkpoint)
+    except CheckpointError as error:
+        is_model = (run_or_checkpoint / CONFIG_FILE).is_file()
+        if not is_model and not (run_or_checkpoint / SECTION_FILE).is_file():
+            raise
+        facts = _facts_of(run_or_checkpoint)
+        of_run = f" of the run {facts['run']}" if "run" in facts else ""
+        if is_model:
+            raise CheckpointError(
+                f"{run_or_checkpoint} is a model folder{of_run} in Hugging Face's layout, not a run. Give the run's "
+                "folder. This one is read by AutoModel.from_pretrained, `trainwright generate` and model.pretrained."
+            ) from error
+        raise CheckpointError(
+            f"{run_or_checkpoint} holds the weights{of_run} under their own names (--format safetensors) and is no "
+            "run. Give the run's folder, or one that was exported without --format."
+        ) from error
 
 
 @contextmanager
@@ -60,19 +81,25 @@ def earlier_files(folder: Path) -> list[str] | None:
     """Returns the files that an earlier export wrote, none for a fresh folder; None where the files are others'."""
     if not folder.is_dir() or not any(folder.iterdir()):
         return []
-    path = folder / EXPORT_FILE
-    content = read_json(path) if path.is_file() else None
-    if not isinstance(content, Mapping) or "written_by" not in content:
+    facts = _facts_of(folder)
+    if "written_by" not in facts:
         return None
     # Only names of this folder: a file that was tampered with must not name others.
-    files = [name for name in content.get("files", ()) if isinstance(name, str) and Path(name).name == name]
+    files = [name for name in facts.get("files", ()) if isinstance(name, str) and Path(name).name == name]
     return [name for name in files if (folder / name).is_file()]
+
+
+def _facts_of(folder: Path) -> Mapping[str, Any]:
+    """What the export.json of a folder says; nothing where there is none."""
+    path = folder / EXPORT_FILE
+    content = read_json(path) if path.is_file() else None
+    return content if isinstance(content, Mapping) else {}
 
 
 def write_settings(folder: Path, settings: dict[str, Any]) -> None:
     """Writes the settings of the model beside its weights, where there are any."""
     if settings:
-        save_document(folder / SETTINGS_FILE, settings)
+        save_document(folder / SECTION_FILE, settings)
 
 
 def without_places(value: Any) -> Any:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainwright.checkpoint.folder import CHECKPOINTS, find_run, read_config
+from trainwright.checkpoint.folder import CHECKPOINTS, read_config
 from trainwright.config import RunConfig
 from trainwright.errors import CheckpointError, ConfigError, TrainwrightError
-from trainwright.export.folders import FORMATS, export_folder, without_places, write_settings
+from trainwright.export.folders import FORMATS, export_folder, find_source, without_places, write_settings
 from trainwright.export.load import load_checkpoint
 from trainwright.export.tokenizers import find_tokenizer, save_tokenizer
 from trainwright.models.as_shipped import changes_of_theirs
@@ -57,10 +57,10 @@ def export_run(
     if file_format not in FORMATS:
         raise ConfigError(f"There is no format {file_format!r}. Use one of: {', '.join(FORMATS)}.", where="format")
     wanted = as_dtype(dtype)
-    folder, run_folder = Path(folder), find_run(Path(run))[0]
+    folder, run_folder = Path(folder), find_source(Path(run))[0]
     _check_outside(folder, run_folder)
     config = read_config(run_folder)
-    assert config is not None  # find_run saw it
+    assert config is not None  # find_source saw it
     with export_folder(folder, run=config.name, file_format=file_format, overwrite=overwrite) as staging:
         model = load_checkpoint(run, step)
         merge_lora(model)

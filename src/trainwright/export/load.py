@@ -9,12 +9,13 @@ import torch
 
 from trainwright.build import build_model
 from trainwright.checkpoint import contents
-from trainwright.checkpoint.folder import find_run, read_config
+from trainwright.checkpoint.folder import read_config
 from trainwright.checkpoint.listing import checkpoints_place
 from trainwright.checkpoint.open_store import AnyStore, open_store
 from trainwright.checkpoint.resume import pick_step
 from trainwright.config import RunConfig
 from trainwright.errors import CheckpointError
+from trainwright.export.folders import find_source
 from trainwright.models.empty import allocate, build_empty
 
 
@@ -26,11 +27,11 @@ def load_checkpoint(
     `run_or_folder` is a run folder or one of its checkpoints; `step` is "latest", "best" (by the run's
     keep_best) or a number. `strict=False` accepts missing and unexpected weights and names them.
     """
-    folder, named_step = find_run(Path(run_or_folder))
+    folder, named_step = find_source(Path(run_or_folder))
     if named_step is not None and step not in ("latest", named_step):
         raise CheckpointError(f"{run_or_folder} is one checkpoint, but step {step} is asked for. Give the run folder.")
     config = read_config(folder)
-    assert config is not None  # find_run saw it
+    assert config is not None  # find_source saw it
     store = open_store(checkpoints_place(folder, config))
     chosen = pick_step(store, step if named_step is None else named_step, best=config.checkpoint.keep_best)
     if config.model is None and config.task is None and config.trainer.type == "trainer":

@@ -59,6 +59,10 @@ class Listener:
         _after_fork(self._deafen)
         threading.Thread(target=self._keep_deadline, args=(hears,), name="trainwright-signals", daemon=True).start()
 
+    def only_note(self) -> None:
+        """From now on a signal calls nothing; the deadline is still kept."""
+        self._act = _do_nothing
+
     def close(self) -> None:
         """Gives the signals back to whom they belonged."""
         self._has_left.set()
@@ -101,6 +105,10 @@ class Listener:
                     )
                     flush_log()
                     os._exit(exit_code_of(name))
+
+
+def _do_nothing(signal_name: str) -> None:
+    """What is under way ends by itself."""
 
 
 def _after_fork(act: Callable[[], None]) -> None:

@@ -60,6 +60,8 @@ class IncidentResponse:
         incidents = [] if self._watch is None else self._watch.look()
         if not incidents:
             return False
+        # What is said, and gone back to, is the newest checkpoint: the one under way is waited for.
+        self._trainer.checkpoints.settle()
         for incident in join_ranks(self._trainer.ranks.gather(incidents)):
             self._num_incidents += 1
             self._tell(incident)
@@ -122,7 +124,6 @@ class IncidentResponse:
         trainer = self._trainer
         data = trainer.train_data
         assert data is not None
-        trainer.checkpoints.settle()
         assert incident.places is not None
         start, stop = incident.places
         stop += (self._section.skip_batches - 1) * data.global_batch_size

@@ -79,11 +79,13 @@ class Checkpoints:
         self.best = BestSoFar(section.keep_best, where=trainer.config.origin("checkpoint.keep_best.metric"))
         self._saver = self._make_saver()
         self._under_way: Path | RemotePath | None = None
-        self._num_saves = 0
+        self._num_saves = self._num_saves_at_vote = 0
         self.num_committed = 0
         """On the first rank: the number of the last save that was committed, counted alike on every rank."""
         self.failure: Exception | None = None
         """On the first rank: why saving has failed for good."""
+        self.is_training = False
+        """Are steps to come? Else nothing is written beside them, and a checkpoint is there when `save` returns."""
         self._saved_at = time.monotonic()
 
     def _make_saver(self) -> BackgroundSaver | None:
@@ -110,6 +112,11 @@ class Checkpoints:
         """Is one due by the clock? Each rank has its own, so that they must agree on it."""
         minutes = self._section.every_minutes
         return minutes is not None and time.monotonic() - self._saved_at >= 60.0 * minutes
+
+    def grants(self, is_time: bool) -> bool:
+        """Is a save that some rank's clock asked for still due? Votes are a step old: one may have been made since."""
+        num_saves, self._num_saves_at_vote = self._num_saves_at_vote, self._num_saves
+        return is_time and (self._trainer.ranks.size == 1 or num_saves == self._num_saves)
 
     def look(self) -> None:
         """Takes notice of what the background has done since; never waits."""
@@ -145,7 +152,9 @@ class Checkpoints:
         self._saved_at = time.monotonic()
         self._num_saves += 1
         self._under_way = trainer.surroundings.store.path(trainer.step)
-        if not self._section.asynchronous:
+        if not self.is_training:
+            self.settle(must_succeed=True)
+        elif not self._section.asynchronous:
             self.settle()
         return trainer.surroundings.store.path(trainer.step)
 
@@ -154,15 +163,16 @@ class Checkpoints:
 
         With `must_succeed` also if this one failed: it is the run's last.
         """
+        lost: Exception | None = None
         if self._saver is not None:
             try:
                 self._saver.wait(must_succeed=must_succeed)
-            except CheckpointError as error:
-                self.failure = error
+            except (CheckpointError, OSError) as error:
+                lost = error
             self.look()
         if self._num_saves == 0:
             return
-        num_committed, failure = self._trainer.ranks.broadcast((self.num_committed, self.failure))
+        num_committed, failure = self._trainer.ranks.broadcast((self.num_committed, self.failure or lost))
         self.announce(num_committed)
         if failure is not None:
             raise failure

@@ -20,7 +20,7 @@ from trainwright.checkpoint.remote_files import RemotePath
 from trainwright.config import RunConfig
 from trainwright.data.order import mix_seed
 from trainwright.data.stream_loader import EvaluationData, TrainingData
-from trainwright.errors import ConfigError, DataError, TrainwrightError
+from trainwright.errors import ConfigError, DataError, OutOfMemory, TrainwrightError
 from trainwright.loop.agreement import Agreement, Intent
 from trainwright.loop.builder import Builder, Surroundings
 from trainwright.loop.calls import refuse_mismatch
@@ -35,6 +35,7 @@ from trainwright.loop.saving import BestSoFar, Checkpoints
 from trainwright.loop.step_end import StepEnd
 from trainwright.loop.task import Task, overrides
 from trainwright.loop.update import StepResult, Update
+from trainwright.memory.out_of_memory import is_out_of_memory, out_of_memory
 from trainwright.writers.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -360,7 +361,7 @@ class Trainer:
         """Saves a checkpoint of this step, on every rank alike, and returns its folder.
 
         It is written beside training: `after_save` is called when it is there. In the midst of a step it is saved
-        at the step's end, when every hook has had its turn.
+        at the step's end, when every hook has had its turn. Outside of `train` it is there when this returns.
         """
         if self.is_mid_step:
             self.step_end.wants_save = True
@@ -403,18 +404,25 @@ class Trainer:
                 if self.saved_generators is not None:  # only now, for a hook may have drawn in before_train
                     restore_generators(self.saved_generators)
                 self.agreement.begin()
+                self.checkpoints.is_training = True
                 yield
+                self.checkpoints.is_training = False
                 self.agreement.share_reason()
                 self.checkpoints.settle(must_succeed=True)
                 self.interrupted = self.agreement.decided == Intent.INTERRUPT and not self.is_finished
                 if not self.interrupted:
                     self.moments.call("after_train")
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise self._explain_memory(error) from error
+                raise
             finally:
                 self.phases.enter("leave", self.step)
+                self.checkpoints.is_training = False
                 self.checkpoints.close()
                 # Whatever fails to close must hide neither the run's own error nor the others' closing.
-                for error in [*self.moments.call_all("close"), *call_each([each.close for each in self._writers])]:
-                    logger.error("A hook or writer failed to close: %s", error)
+                for problem in [*self.moments.call_all("close"), *call_each([each.close for each in self._writers])]:
+                    logger.error("A hook or writer failed to close: %s", problem)
 
     def _agree(self) -> None:
         """Compares the ranks' wishes, and takes notice of checkpoints that were written meanwhile."""
@@ -424,9 +432,24 @@ class Trainer:
             self.agreement.wish(Intent.FAIL, "saving failed")
         num_committed, is_time = self.agreement.vote(self.checkpoints.num_committed, self.checkpoints.is_time())
         self.checkpoints.announce(num_committed)
-        self.step_end.wants_save |= is_time
+        self.step_end.wants_save |= self.checkpoints.grants(is_time)
         if self.agreement.decided == Intent.FAIL:
             self.checkpoints.refuse_failure()
+
+    def _explain_memory(self, error: Exception) -> OutOfMemory:
+        """Writes what holds the memory and what the config could change, and returns an error that says so."""
+        phase, step, _ = self.phases.current
+        return out_of_memory(
+            error,
+            step=step,
+            folder=self.folder,
+            model=self.model,
+            optimizers=self.optimizers,
+            config=self.config,
+            backend=self.backend,
+            rank=self.ranks.rank,
+            in_evaluation=phase == "evaluate",
+        )
 
     def _run_out_of_data(self) -> None:
         """Ends the last step once more, now as the run's last: its evaluation gets a line of its own."""

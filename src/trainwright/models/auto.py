@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from trainwright.built_ins import BUILT_INS
 from trainwright.errors import ConfigError
 from trainwright.models.locate import find_folder
-from trainwright.models.model import Model
+from trainwright.models.model import OTHER_TYPES, Model, readers_of, shipped_models
 from trainwright.models.pretrained import CONFIG_FILE, read_config_file
 
 
@@ -44,27 +42,12 @@ class AutoModel:
         `file` is where it stands, for an error to say.
         """
         model_type = config.get("model_type")
-        fitting = [each for each in model_classes() if model_type in each.hugging_face_types]
+        fitting = list(readers_of(model_type).values())
         if not fitting:
-            known = sorted({one for each in model_classes() for one in each.hugging_face_types})
-            raise ConfigError(
-                f"{file} says model_type {model_type!r}, which no shipped model reads. Known: "
-                f"{', '.join(known)}. Any other trains by transformers' own class: "
-                "model.type: transformers:AutoModelForCausalLM, or the like."
-            )
+            known = sorted({one for each in shipped_models().values() for one in each.hugging_face_types})
+            raise ConfigError(f"{file} says model_type {model_type!r}. {OTHER_TYPES} Known: {', '.join(known)}.")
         wanted = config.get("architectures") or ()
         if not isinstance(wanted, (list, tuple)):
             raise ConfigError(f"{file} says architectures {wanted!r}, which is no list of names. Copy the model again.")
         by_name = [each for each in fitting if each.hugging_face_architectures.get(str(model_type)) in wanted]
         return (by_name or fitting)[0]
-
-
-def model_classes() -> list[type[Model]]:
-    """Returns the shipped models that know Hugging Face's files, in the order of the table of built-in names."""
-    found = []
-    for path in BUILT_INS["model"].values():
-        module, _, name = path.partition(":")
-        each = getattr(import_module(module), name)
-        if isinstance(each, type) and issubclass(each, Model) and each.hugging_face_types:
-            found.append(each)
-    return found

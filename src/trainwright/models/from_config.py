@@ -20,7 +20,8 @@ from torch import nn
 
 from trainwright import registry
 from trainwright.config import Component, ModelSection
-from trainwright.errors import CheckpointError, ConfigError
+from trainwright.config.problems import describe
+from trainwright.errors import CheckpointError, ConfigError, TrainwrightError
 from trainwright.models.empty import Generators
 from trainwright.models.freeze import freeze
 from trainwright.models.locate import find_folder
@@ -55,9 +56,9 @@ def build_model_section(
     pretrained = _read_pretrained(reserved.get("pretrained"), project_dir, origin)
     generators = Generators()
     if pretrained is None:
-        model, facts = _build(section, project_dir), None
+        model, facts = _build(section, project_dir, origin), None
     else:
-        model, facts = _build_pretrained(section, project_dir, pretrained, kept)
+        model, facts = _build_pretrained(section, project_dir, pretrained, origin, kept)
         # Loading draws less than building does. What follows may keep numbers that no checkpoint holds (a computed
         # buffer of a replacement), and draws the same ones at every start.
         generators.restore()
@@ -84,31 +85,44 @@ def build_model_section(
     return model, facts
 
 
-def _build(section: ModelSection, project_dir: Path) -> nn.Module:
+def _build(section: ModelSection, project_dir: Path, origin: Origin) -> nn.Module:
     """Builds a model that has no pretrained weights."""
-    target = registry.find("model", section.type, project_dir=project_dir, where=section.origin, label="model")
+    section, target = _find(section, project_dir)
     with _located("model: ", section.origin):
         if isinstance(target, type) and is_transformers_class(target):
             return build_transformers(target, _plain(section.arguments))[0]
         if isinstance(target, type) and issubclass(target, Model) and "preset" in section.arguments:
             arguments = _plain(section.arguments)
-            arguments = preset_settings(target, arguments.pop("preset"), **arguments)
+            with _located("model: ", origin("model.preset")):
+                arguments = preset_settings(target, arguments.pop("preset"), **arguments)
             registry.check_arguments(target, arguments, label="model", where=section.origin)
             return target(**arguments)
         return _instantiate(section, project_dir)
 
 
+def _find(section: ModelSection, project_dir: Path) -> tuple[ModelSection, Any]:
+    """Returns the class, and the section without a preset that was taken back by null."""
+    target = registry.find("model", section.type, project_dir=project_dir, where=section.origin, label="model")
+    if isinstance(target, type) and issubclass(target, Model) and section.get("preset", "") is None:
+        kept = ModelSection.from_mapping({key: value for key, value in section.items() if key != "preset"})
+        section = kept.located_at(section.origin)  # type: ignore[assignment]  # the same class
+    return section, target
+
+
 def _build_pretrained(
-    section: ModelSection, project_dir: Path, pretrained: _Pretrained, kept: PretrainedFacts | None
+    section: ModelSection, project_dir: Path, pretrained: _Pretrained, origin: Origin, kept: PretrainedFacts | None
 ) -> tuple[nn.Module, PretrainedFacts]:
     """Builds a model and loads its pretrained weights, or with `kept` gives it the sizes and dtypes that it had."""
-    target = registry.find("model", section.type, project_dir=project_dir, where=section.origin, label="model")
-    with _located("model: ", section.origin):
+    section, target = _find(section, project_dir)
+    with _located("model: ", section.origin), _located("model.pretrained: ", pretrained.where, CheckpointError):
         folder = None if kept is not None else _find_folder(pretrained)
         config = None if kept is None else kept.config
         if isinstance(target, type) and is_transformers_class(target):
             model, report = _build_theirs(target, _plain(section.arguments), pretrained, folder, config)
         elif isinstance(target, type) and issubclass(target, Model):
+            if "preset" in section.arguments:
+                problem = "preset and pretrained both say how large the model is. Keep one of the two."
+                raise ConfigError(f"model: {problem}", where=origin("model.preset"))
             model, report = _build_ours(target, section, pretrained, folder, config)
         else:
             model, report = _instantiate(section, project_dir), LoadReport((), ())
@@ -148,8 +162,6 @@ def _build_ours(
 ) -> tuple[nn.Module, LoadReport]:
     """The files say the sizes; what stands in the section changes them."""
     arguments = _plain(section.arguments)
-    if "preset" in arguments:
-        raise ConfigError("preset and pretrained both say how large the model is. Keep one of the two.")
     registry.check_arguments(target, arguments, label="model", where=section.origin, provided=_parameters(target))
     if folder is not None:
         return target.load_pretrained(folder, **pretrained.options, **arguments)
@@ -202,9 +214,10 @@ def _read_pretrained(given: Any, project_dir: Path, origin: Origin) -> _Pretrain
     settings: Any = {"folder": given} if isinstance(given, (str, Path)) else given
     if not isinstance(settings, Mapping) or not isinstance(settings.get("folder"), (str, Path)):
         raise ConfigError(
-            f"model.pretrained: give a folder, or {{folder: …, strict: false}}; got {given!r}.",
+            f"model.pretrained: give a folder, or {{folder: …, strict: false}}; got {describe(given)}.",
             where=origin("model.pretrained"),
         )
+    settings = {key: value for key, value in settings.items() if value is not None}
 
     def refuse(key: str, problem: str) -> NoReturn:
         raise ConfigError(f"model.pretrained.{key}: {problem}", where=origin(f"model.pretrained.{key}"))
@@ -217,7 +230,7 @@ def _read_pretrained(given: Any, project_dir: Path, origin: Origin) -> _Pretrain
         if key == "home_path" and not isinstance(value, (str, Path)):
             refuse(key, f"must be a folder, got {value!r}.")
     dtype = None
-    if settings.get("dtype") is not None:
+    if "dtype" in settings:
         try:
             dtype = as_dtype(settings["dtype"])
         except ConfigError as error:
@@ -238,7 +251,7 @@ def _rules(given: Any, origin: Origin) -> dict[str, Component]:
     where = origin("model.replace")
     if not isinstance(given, Mapping) or not given:
         raise ConfigError(
-            f'model.replace: must be a mapping such as {{"layers.*.mlp": {{type: my.py:MyMLP}}}}; got {given!r}.',
+            f'model.replace: must be a mapping such as {{"layers.*.mlp": {{type: my.py:MyMLP}}}}; got {describe(given)}.',
             where=where,
         )
     rules = {}
@@ -248,7 +261,7 @@ def _rules(given: Any, origin: Origin) -> dict[str, Component]:
         elif isinstance(rule, Mapping) and isinstance(rule.get("type"), str):
             rules[glob] = Component.from_mapping(rule)
         else:
-            raise ConfigError(f'model.replace."{glob}": must be a component with a type; got {rule!r}.', where=where)
+            raise ConfigError(f'model.replace."{glob}": must be a component with a type; got {describe(rule)}.', where=where)
         rules[glob] = rules[glob].located_at(where)  # type: ignore[arg-type]  # the config's own origin
     return rules
 
@@ -268,7 +281,7 @@ def _maker(project_dir: Path) -> Callable[[Component, nn.Module], nn.Module]:
 def _lora_settings(given: Any, where: object | None) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise ConfigError(
-            f'model.lora: must be a mapping such as {{match: "*.q_proj", rank: 8}}; got {given!r}.', where=where
+            f'model.lora: must be a mapping such as {{match: "*.q_proj", rank: 8}}; got {describe(given)}.', where=where
         )
     settings: dict[str, Any] = _plain(given)
     registry.check_arguments(add_lora, settings, label="model.lora", where=where, provided=("model",))
@@ -276,11 +289,11 @@ def _lora_settings(given: Any, where: object | None) -> dict[str, Any]:
 
 
 @contextmanager
-def _located(start: str, where: object | None) -> Iterator[None]:
-    """Says of errors inside to which part of the section they belong, and where that was written."""
+def _located(start: str, where: object | None, kind: type[TrainwrightError] = ConfigError) -> Iterator[None]:
+    """Says of errors of a kind inside to which part of the section they belong, and where that was written."""
     try:
         yield
-    except ConfigError as error:
+    except kind as error:
         if error.where is not None or (where is None and error.problem.startswith(start)):
             raise
         raise type(error)(start + error.problem.removeprefix(start), where=where) from error

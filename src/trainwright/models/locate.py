@@ -11,7 +11,7 @@ from trainwright.errors import CheckpointError
 from trainwright.models.pretrained import CONFIG_FILE
 
 HOME_VARIABLE = "TRAINWRIGHT_HOME"
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 WANTED_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "*.txt")
 """What is brought from the hub: no pickles and no weights of other frameworks."""
 
@@ -70,6 +70,5 @@ def _from_hub(name: str, homes: list[Path]) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(WANTED_FILES)))
     except Exception as error:  # its errors are many: no network, no such name, no permission, no disk
-        raise CheckpointError(
-            f"{looked}, and the hub did not give it: {type(error).__name__}: {str(error).splitlines()[0]}"
-        ) from error
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given").rstrip(".")
+        raise CheckpointError(f"{looked}, and the hub did not give it: {type(error).__name__}: {first}.") from error

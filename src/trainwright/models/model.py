@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
@@ -16,11 +17,13 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
+from trainwright.built_ins import BUILT_INS
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.models.as_shipped import changes_of
 from trainwright.models.empty import build_empty
 from trainwright.models.key_map import KeyMap, KeyRule
 from trainwright.models.locate import find_folder
+from trainwright.models.lora import LoRALinear
 from trainwright.models.presets import preset_settings
 from trainwright.models.pretrained import (
     CONFIG_FILE,
@@ -34,7 +37,7 @@ from trainwright.models.pretrained import (
 )
 from trainwright.models.saving import write_folder
 
-__all__ = ["KeyRule", "Model", "check_type", "preset_settings"]
+__all__ = ["KeyRule", "Model", "check_type", "preset_settings", "readers_of", "shipped_models"]
 
 
 class Model(nn.Module):
@@ -214,10 +217,11 @@ class Model(nn.Module):
         config = kept | self.to_hugging_face()
         changed = changes_of(self)
         if changed:
+            has_adapters = any(isinstance(module, LoRALinear) for module in self.modules())
+            merge = "Merge adapters first (trainwright.models.lora.merge_lora), or write" if has_adapters else "Write"
             raise CheckpointError(
                 f"Hugging Face's layout cannot hold this {type(self).__name__}, which transformers would compute "
-                f"differently: {'; '.join(changed[:4])}. Merge adapters first "
-                "(trainwright.models.lora.merge_lora), or write plain weights (trainwright export --format "
+                f"differently: {'; '.join(changed[:4])}. {merge} plain weights (trainwright export --format "
                 "safetensors). A subclass with the same outputs says so by a hugging_face_architectures of its own."
             )
         config |= {
@@ -250,10 +254,9 @@ def _blamed_on(file: str | Path, model_class: type[Model], overrides: Mapping[st
     try:
         yield
     except ConfigError as error:
-        # Some say themselves that they speak of config.json.
-        own = error.problem.startswith(f"{CONFIG_FILE} ")
-        problem = error.problem.removeprefix(CONFIG_FILE) if own else f": {error.problem}"
-        raise type(error)(place + problem) from error
+        if error.problem.startswith(f"{CONFIG_FILE} "):  # of the file alone, whatever stands beside it
+            raise type(error)(str(file) + error.problem.removeprefix(CONFIG_FILE)) from error
+        raise type(error)(f"{place}: {error.problem}") from error
     except torch.OutOfMemoryError:
         raise
     except (TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
@@ -262,13 +265,37 @@ def _blamed_on(file: str | Path, model_class: type[Model], overrides: Mapping[st
         raise ConfigError(f"{place}: its values make no model: {type(error).__name__}: {error}") from error
 
 
+OTHER_TYPES = (
+    "No shipped model reads it; any other trains by transformers' own class: type: transformers:AutoModelForCausalLM, "
+    "or the like."
+)
+
+
+def shipped_models() -> dict[str, type[Model]]:
+    """Returns the shipped models that know Hugging Face's files by their names in a run file, in the table's order."""
+    found = {}
+    for name, path in BUILT_INS["model"].items():
+        module, _, attribute = path.partition(":")
+        each = getattr(import_module(module), attribute)
+        if isinstance(each, type) and issubclass(each, Model) and each.hugging_face_types:
+            found[name] = each
+    return found
+
+
+def readers_of(model_type: Any) -> dict[str, type[Model]]:
+    """Returns the shipped models that read the folders of a `model_type`, by their names in a run file."""
+    return {name: each for name, each in shipped_models().items() if model_type in each.hugging_face_types}
+
+
 def check_type(model_class: type[Model], config: Mapping[str, Any]) -> None:
     """Refuses a config.json whose model_type is not one that the class reads."""
     model_type = config.get("model_type")
     if model_type not in model_class.hugging_face_types:
+        names = " or ".join(readers_of(model_type))
         raise ConfigError(
             f"{CONFIG_FILE} says model_type {model_type!r}, but {model_class.__name__} reads "
-            f"{', '.join(model_class.hugging_face_types) or 'none'}. AutoModel.from_pretrained chooses the class."
+            f"{', '.join(model_class.hugging_face_types) or 'none'}. "
+            + (f"In a run file use type: {names}; in Python, AutoModel chooses the class." if names else OTHER_TYPES)
         )
     if config.get("quantization_config"):
         raise ConfigError(f"{CONFIG_FILE} has a quantization_config: quantized weights are not read. Use plain ones.")

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from trainwright.config.tree import shown_path
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.models.key_map import KeyMap
 
@@ -31,6 +32,10 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLED_FILE = "pytorch_model.bin"
 PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
+SECTION_FILE = "model.yaml"
+"""The model section of a run, beside weights that were exported under their own names, without a config.json."""
+RUN_FILE = "config.yaml"
+"""What a run folder has."""
 
 NUM_COPIES = 4
 """How many weights are copied at the same time."""
@@ -105,14 +110,26 @@ def read_config_file(folder: Path) -> dict[str, Any]:
     """Returns the content of a model folder's config.json."""
     path = folder / CONFIG_FILE
     if not path.is_file():
-        raise CheckpointError(
-            f"{folder} is no model folder: it has no {CONFIG_FILE}. Give a folder that save_pretrained or "
-            "`trainwright export` wrote."
-        )
+        raise CheckpointError(f"{folder} is no model folder: it has no {CONFIG_FILE}. {_advice(folder)}")
     content = read_json(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds {type(content).__name__}, not an object with a model's settings.")
     return content
+
+
+def _advice(folder: Path) -> str:
+    """Says how to come by a model folder, by what this one is instead."""
+    shown = shown_path(folder)
+    if (folder / RUN_FILE).is_file():
+        return f"It is a run. Write its model with `trainwright export {shown} --to FOLDER`, and give that folder."
+    if folder.parent.name == "checkpoints" and (folder.parent.parent / RUN_FILE).is_file():
+        return f"It is a checkpoint. Write it with `trainwright export {shown} --to FOLDER`, and give that folder."
+    if (folder / SECTION_FILE).is_file():
+        return (
+            "It holds weights under their own names (trainwright export --format safetensors). Export the run to "
+            "another folder without --format."
+        )
+    return "Give a folder that save_pretrained or `trainwright export` wrote."
 
 
 def read_json(path: Path) -> Any:
@@ -179,7 +196,8 @@ def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
         return _files_of_index(folder / INDEX_FILE)
     pickles = [folder / name for name in (PICKLED_FILE, PICKLED_INDEX_FILE) if (folder / name).is_file()]
     if not pickles:
-        raise CheckpointError(f"{folder} holds no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE} is there.")
+        problem = f"{folder} holds no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE} is there."
+        raise CheckpointError(f"{problem} {_advice(folder)}")
     if not allow_pickle:
         raise CheckpointError(
             f"{pickles[0]} is a pickle, which may run any program when it is read. Convert it to safetensors, or, if "
@@ -310,7 +328,8 @@ def _check_shape(model: nn.Module, name: str, source: Source, tensor: Tensor, pa
         stored = " (stored transposed)" if source.transpose else ""
         raise CheckpointError(
             f"{path}: {source.key} has the shape {shape}{stored}, but the model's {name} has {wanted}. "
-            "The model's sizes are not those of the files."
+            "The model's sizes are not those of the files: leave out the settings that change them, or choose another "
+            "folder."
         )
 
 

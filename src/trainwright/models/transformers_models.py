@@ -27,6 +27,8 @@ from trainwright.errors import CheckpointError, ConfigError
 from trainwright.models.pretrained import (
     CONFIG_FILE,
     INDEX_FILE,
+    PICKLED_FILE,
+    PICKLED_INDEX_FILE,
     WEIGHTS_FILE,
     LoadReport,
     as_dtype,
@@ -64,8 +66,8 @@ def build_transformers(
     to the folder's config where one is given, and `attn_implementation` and `dtype`. Weights are float32 unless
     `dtype` says otherwise, whatever the files hold: precision is the training's, and 16-bit weights lose small
     updates. With `strict`, weights of other shapes are refused, and keys of the folder that the model has no place
-    for, except where the class is not the one that was saved: a head then goes and another comes. The report names
-    what was drawn at random. `told` is the content of a config.json whose folder may be gone: it gives the sizes.
+    for, except where the class is not the one that was saved: a head then goes and another comes. Other shapes than
+    the head's are refused always. The report names what was drawn at random. `told` is the content of a config.json whose folder may be gone: it gives the sizes.
     """
     arguments = dict(arguments)
     dtype = _take_dtype(arguments) or torch.float32
@@ -89,6 +91,8 @@ def build_transformers(
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         by = "" if told is None else f" by {source}"
         raise ConfigError(f"transformers cannot build {target.__name__}{by}: {first}") from error
+    if getattr(model, "loss_type", "") is None:
+        model.loss_type = "ForCausalLM"  # what it takes then anyway, but with a warning: GPT-2's class name tells no loss
     watch_calls(model, leaves_cache="use_cache" in arguments)
     return model, report
 
@@ -100,6 +104,8 @@ def _load(
     if any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE)):
         for path in weight_files(folder):
             keys_of(path)  # a damaged file is named, which transformers does not do
+    else:
+        _refuse_pickles(folder)
     with _quiet():
         model, info = target.from_pretrained(
             folder,
@@ -113,11 +119,13 @@ def _load(
         )
     model.config._name_or_path = ""  # a place on this machine, which would go into every export
     others = {key: (tuple(theirs), tuple(ours)) for key, theirs, ours in info.get("mismatched_keys") or ()}
-    if others and strict:
+    # The body is what was learned: one that is drawn anew would only look like a pretrained model.
+    has_other_body = any(model.base_model is model or key.startswith(f"{model.base_model_prefix}.") for key in others)
+    if others and (strict or has_other_body):
         wrong = [f"{key}: {theirs} in the files, {ours} in the model" for key, (theirs, ours) in sorted(others.items())]
+        advice = "." if has_other_body else ", or draw these weights anew with strict: false."
         raise CheckpointError(
-            f"The weights of {folder} have other shapes: {'; '.join(wrong[:8])}. Change the model's settings, or draw "
-            "these weights anew with strict: false."
+            f"The weights of {folder} have other shapes: {'; '.join(wrong[:8])}. Change the model's settings{advice}"
         )
     missing = {*info["missing_keys"], *others}
     report = LoadReport(tuple(sorted(missing)), tuple(sorted(info["unexpected_keys"])))
@@ -135,6 +143,15 @@ def _load(
         )
     # from_pretrained leaves a model in evaluation mode; a run trains it.
     return model.train(), report
+
+
+def _refuse_pickles(folder: Path) -> None:
+    for path in (folder / PICKLED_FILE, folder / PICKLED_INDEX_FILE):
+        if path.is_file():
+            raise CheckpointError(
+                f"{path} is a pickle, from which no class of transformers is loaded here. Convert it once with "
+                "transformers: load the folder with from_pretrained, and save_pretrained it to another."
+            )
 
 
 @contextmanager
@@ -168,7 +185,7 @@ def _keyword_config(target: type[Any], arguments: dict[str, Any]) -> Any:
             raise ConfigError(f"{target.__name__} {problem}. {hint} Or give a folder: pretrained.")
         config_class = CONFIG_MAPPING[model_type]
     _refuse_unknown(target, config_class, arguments)
-    return _make_config(config_class, arguments)
+    return _make_config(config_class, {**_without_foreign_tokens(config_class(), arguments), **arguments})
 
 
 def _told_config(target: type[Any], arguments: dict[str, Any], told: Mapping[str, Any], source: object) -> Any:
@@ -188,8 +205,20 @@ def _told_config(target: type[Any], arguments: dict[str, Any], told: Mapping[str
             + " Choose the class, or the folder, accordingly."
         )
     _refuse_unknown(target, config_class, arguments)
+    if arguments.get("num_labels", len(told.get("id2label") or ())) != len(told.get("id2label") or ()):
+        # Names of other labels, of which transformers would warn.
+        told = {key: value for key, value in told.items() if key not in ("id2label", "label2id")}
     # `_name_or_path` and the like in the file are no keywords of ours to check.
     return _make_config(config_class, {**told, **arguments, "dtype": None, "torch_dtype": None}, source)
+
+
+def _without_foreign_tokens(default: Any, arguments: Mapping[str, Any]) -> dict[str, None]:
+    """Returns the special tokens of a config's defaults that a smaller vocabulary does not have, as none."""
+    vocab_size = arguments.get("vocab_size", getattr(default, "vocab_size", None))
+    if not isinstance(vocab_size, int):
+        return {}
+    tokens = {name: value for name, value in vars(default).items() if name.endswith("_token_id")}
+    return {name: None for name, value in tokens.items() if isinstance(value, int) and value >= vocab_size}
 
 
 def _make_config(config_class: type[Any], keywords: dict[str, Any], source: object | None = None) -> Any:

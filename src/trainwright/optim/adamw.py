@@ -87,10 +87,10 @@ class AdamW(torch.optim.AdamW):
         """Makes the gradients finite now, where `repair_nan` asks for it; the next `step()` returns the count.
 
         The loop calls it before it measures and clips, for one nan in the norm would make every gradient nan.
-        Without that call `step()` does it.
+        Without that call `step()` does it. The count of a step that was held back is dropped.
         """
         groups = [group for group in self.param_groups if group["repair_nan"]]
-        if groups and self._repaired is None:
+        if groups:
             with torch.no_grad():
                 gradients = [p.grad for group in groups for p in updated_parameters(group) if p.grad is not None]
                 self._repaired = repair(gradients)
@@ -102,7 +102,8 @@ class AdamW(torch.optim.AdamW):
         A closure is run as in torch, but what it returns is dropped: the loop has the loss already.
         """
         run_closure(closure)
-        self.repair_gradients()
+        if self._repaired is None:
+            self.repair_gradients()
         copied = copy_reported(self)
         dtype = self._mixed_dtype()
         if dtype is None:

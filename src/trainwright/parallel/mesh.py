@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from trainwright.errors import ConfigError
 from trainwright.parallel.collectives import Ranks
@@ -45,7 +47,16 @@ def join(axes: Mapping[str, int], *, collectives: str, where: object | None = No
     if world_size() == 1:
         return Ranks()
     if not dist.is_initialized():
-        dist.init_process_group(collectives, timeout=timedelta(minutes=30))
+        store, rank, size = next(rendezvous("env://"))
+        # A process may join several times, one run after the other; the addresses of the last time are still there.
+        joined = store.add(f"trainwright/joins/{rank}", 1)
+        dist.init_process_group(
+            collectives,
+            store=PrefixStore(f"trainwright/join-{joined}", store),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(minutes=30),
+        )
     # A group of its own for objects and flags on the CPU: it must never queue behind a device's collectives.
     control = dist.new_group(backend="gloo")
     return Ranks(dist.get_rank(), dist.get_world_size(), control=control)

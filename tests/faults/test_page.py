@@ -1,0 +1,40 @@
+"""docs/reliability.md, done as a reader would; its exit codes and settings are those of the code."""
+
+import signal
+from pathlib import Path
+
+import pytest
+from tests.faults.table import PAGE
+from tests.test_docs import Reader, blocks_of
+
+from trainwright.config.faults import HangsSection, IncidentsSection, PreemptionSection
+from trainwright.errors import HANG_EXIT_CODE, exit_code_of
+
+
+@pytest.fixture
+def reader(in_tmp, monkeypatch, capfd):
+    return Reader(monkeypatch, capfd)
+
+
+def test_the_page_works_from_the_first_line_to_the_last(reader):
+    for block in blocks_of(PAGE.read_text("utf-8")):
+        reader.read([block])
+        if not block[0]:
+            assert reader.exit_code == 0, reader.shown
+    assert Path("runs/safe/incidents/step-00000058/incident.json").is_file()
+    reader.type("trainwright train safe.yaml")
+    assert "nothing is left to do" in reader.shown
+
+
+def test_the_page_names_the_exit_codes():
+    page = PAGE.read_text("utf-8")
+    codes = [exit_code_of(signal.Signals(number).name) for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)]
+    assert f"| {', '.join(map(str, codes))} |" in page
+    assert f"| {HANG_EXIT_CODE} |" in page
+
+
+def test_the_page_names_every_setting_of_what_may_go_wrong():
+    page = PAGE.read_text("utf-8")
+    for section in (IncidentsSection, PreemptionSection, HangsSection):
+        for name in section.model_fields:
+            assert f"`{name}" in page or f"{name}:" in page, name

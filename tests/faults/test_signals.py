@@ -1,0 +1,209 @@
+"""A signal to any rank in any phase: all leave at one step, saved, with its code; the same command goes on exactly."""
+
+import itertools
+import os
+import random
+import signal
+import time
+
+import pytest
+from tests.faults.runs import SMALL, assert_same_end, log_of, store_of
+from tests.faults.two_ranks import Fault, Run, send, sleep_for_ever, train_two
+
+from trainwright import Trainer
+from trainwright.hooks import obey_preemption
+
+TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
+WHILE_TRAINING = ("before_train", "data", "forward", "after_step", "evaluation", "commit", "after_save")
+OVERRIDES = (*SMALL, "model.dropout=0.3", "hooks=[{type: average_weights, decay: 0.8}]")
+
+_undisturbed = {}
+
+
+@pytest.fixture
+def undisturbed(tmp_path_factory):
+    """The folder of a run that nothing happened to, made once for each number of ranks."""
+
+    def folder(num_ranks):
+        if num_ranks not in _undisturbed:
+            place = tmp_path_factory.mktemp("undisturbed") / "run"
+            assert train_two(place, *OVERRIDES, num_ranks=num_ranks) == [0] * num_ranks
+            _undisturbed[num_ranks] = place
+        return _undisturbed[num_ranks]
+
+    return folder
+
+
+def linger(number):
+    """An act: a signal comes while the phase is under way, which takes a while."""
+
+    def act(trainer):
+        os.kill(os.getpid(), number)
+        time.sleep(0.05)
+
+    return act
+
+
+def assert_left_saved_and_goes_on(folder, run, number, undisturbed, *, phase, at=4):
+    num_ranks = len(run.children)
+    assert run.wait() == [128 + number] * num_ranks
+    # One process leaves with the step under way, several with the one after: they hear of it by a message.
+    allowed = {"before_train": (None,), "commit": (at + 1, at + 2), "after_save": (at, at + 1, at + 2)}
+    saved = max(store_of(folder).steps(), default=None)
+    assert saved in allowed.get(phase, (at,) if num_ranks == 1 else (at, at + 1))
+    if saved is not None:
+        assert f"{number.name}: step {saved} is finished and saved" in log_of(folder)
+    assert train_two(folder, *OVERRIDES, num_ranks=num_ranks) == [0] * num_ranks
+    assert_same_end(undisturbed(num_ranks), folder)
+
+
+@pytest.mark.parametrize(
+    ("phase", "number"), list(zip(WHILE_TRAINING, itertools.cycle((INT, TERM, USR1)), strict=False))
+)
+def test_one_process_that_is_told_to_leave_saves_its_step(phase, number, tmp_path, undisturbed, tried):
+    tried("SIGINT, SIGTERM or SIGUSR1 in each phase, one process")
+    run = Run(tmp_path / "run", *OVERRIDES, num_ranks=1, faults=[Fault(phase, linger(number), step=4)])
+    assert_left_saved_and_goes_on(tmp_path / "run", run, number, undisturbed, phase=phase)
+
+
+@pytest.mark.parametrize("told", [(0,), (1,), (0, 1)], ids=["first", "second", "both"])
+@pytest.mark.parametrize("phase", WHILE_TRAINING)
+def test_all_ranks_leave_at_one_step_whichever_is_told(phase, told, tmp_path, undisturbed, tried):
+    if phase == "commit" and told != (0,):
+        pytest.skip("the first rank alone writes")
+    tried("SIGTERM or SIGUSR1 to one rank of two, or to both, in each phase")
+    number = (TERM, USR1)[(WHILE_TRAINING.index(phase) + sum(told)) % 2]
+    run = Run(tmp_path / "run", *OVERRIDES, faults=[Fault(phase, linger(number), ranks=told, step=4)])
+    assert_left_saved_and_goes_on(tmp_path / "run", run, number, undisturbed, phase=phase)
+
+
+@pytest.mark.parametrize("number", [INT, TERM, USR1])
+def test_a_process_that_is_told_to_leave_while_it_starts_leaves_at_once(number, tmp_path, tried):
+    tried("SIGINT, SIGTERM or SIGUSR1 at start-up")
+    assert train_two(tmp_path / "run", *OVERRIDES, num_ranks=1, faults=[Fault("start-up", send(number))]) == [128 + number]
+    assert store_of(tmp_path / "run").steps() == []
+
+
+@pytest.mark.parametrize("told", [(0,), (1,), (0, 1)], ids=["first", "second", "both"])
+def test_ranks_that_are_told_to_leave_while_they_start_leave_at_once(told, tmp_path, tried):
+    tried("SIGTERM to one rank of two, or to both, at start-up")
+    codes = train_two(tmp_path / "run", *OVERRIDES, faults=[Fault("start-up", send(TERM), ranks=told)])
+    # The other rank has lost its peer; a launcher sees the first to leave, and ends it.
+    assert [codes[rank] for rank in told] == [128 + TERM] * len(told)
+    assert all(codes)
+    assert store_of(tmp_path / "run").steps() == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_signal_at_any_moment_loses_nothing(seed, tmp_path, undisturbed, tried):
+    tried("SIGTERM from outside at a random moment")
+    drawn = random.Random(seed)
+    run = Run(tmp_path / "run", *OVERRIDES)
+    time.sleep(drawn.uniform(0.1, 0.7))
+    rank = drawn.randrange(2)
+    run.send(rank, TERM)
+    codes = run.wait(as_launcher=True)
+    # Before the command listens the signal ends it as the system does; after the last step there is nothing to leave.
+    assert codes[rank] in (0, 128 + TERM, -TERM), (codes, run.said(0), run.said(1))
+    assert codes == [0, 0] or all(codes)
+    assert train_two(tmp_path / "run", *OVERRIDES) == [0, 0]
+    assert_same_end(undisturbed(2), tmp_path / "run")
+
+
+@pytest.mark.parametrize("number", [TERM, USR1])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_that_cannot_end_its_step_leaves_at_the_deadline(num_ranks, number, tmp_path, undisturbed, tried):
+    tried("SIGTERM or SIGUSR1 while a step never ends")
+
+    def stuck(trainer):
+        os.kill(os.getpid(), number)
+        sleep_for_ever(trainer)
+
+    faults = [Fault("forward", stuck, step=5)]
+    overrides = (*OVERRIDES, "preemption.deadline_seconds=0.5")
+    run = Run(tmp_path / "run", *overrides, num_ranks=num_ranks, faults=faults)
+    assert run.wait(seconds=30) == [128 + number] * num_ranks
+    assert store_of(tmp_path / "run").newest_intact() == 4
+    assert f"{number.name} came" in log_of(tmp_path / "run")
+    assert train_two(tmp_path / "run", *overrides, num_ranks=num_ranks) == [0] * num_ranks
+    assert_same_end(undisturbed(num_ranks), tmp_path / "run")
+
+
+def test_ranks_of_which_one_is_in_a_collective_for_ever_leave_at_the_deadline(tmp_path, undisturbed, tried):
+    tried("SIGTERM while one rank waits for another for ever")
+
+    overrides = (*OVERRIDES, "preemption.deadline_seconds=0.5")
+    run = Run(tmp_path / "run", *overrides, faults=[Fault("forward", sleep_for_ever, ranks=(1,), step=5)])
+    while not store_of(tmp_path / "run").steps()[-1:] == [4]:
+        time.sleep(0.01)
+    time.sleep(0.3)  # for rank 0 to be in the sum of the gradients; the outcome is the same if it is not there yet
+    run.send(0, TERM)
+    run.send(1, TERM)
+    assert run.wait(seconds=30) == [128 + TERM, 128 + TERM]
+    assert train_two(tmp_path / "run", *overrides) == [0, 0]
+    assert_same_end(undisturbed(2), tmp_path / "run")
+
+
+@pytest.mark.parametrize("number", [TERM, USR1, INT])
+def test_a_second_signal_ends_the_run_at_once(number, tmp_path, undisturbed, tried):
+    tried("a second signal while the step is under way")
+
+    def twice(trainer):
+        for _ in range(2):
+            os.kill(os.getpid(), number)
+            time.sleep(0.1)
+        raise AssertionError("still there")
+
+    def hasten():
+        obey_preemption.ECHO_SECONDS = 0.05
+
+    run = Run(tmp_path / "run", *OVERRIDES, num_ranks=1, faults=[Fault("forward", twice, step=5)], prepare=hasten)
+    assert run.wait() == [128 + number]
+    assert store_of(tmp_path / "run").newest_intact() == 4
+    assert train_two(tmp_path / "run", *OVERRIDES, num_ranks=1) == [0]
+    assert_same_end(undisturbed(1), tmp_path / "run")
+
+
+def test_the_same_signal_twice_within_two_seconds_is_one_wish(tmp_path, undisturbed, tried):
+    tried("a signal that a launcher passes on once more")
+
+    def twice(trainer):
+        os.kill(os.getpid(), TERM)
+        os.kill(os.getpid(), TERM)
+
+    run = Run(tmp_path / "run", *OVERRIDES, num_ranks=1, faults=[Fault("forward", twice, step=4)])
+    assert_left_saved_and_goes_on(tmp_path / "run", run, TERM, undisturbed, phase="forward")
+
+
+class Reading:
+    """Points of which one sends its reader a signal when it is fetched."""
+
+    def __init__(self, points, number, times):
+        self.points, self.number, self.times = points, number, times
+
+    def __len__(self):
+        return len(self.points)
+
+    def __getitem__(self, index):
+        if index == 7:
+            for _ in range(self.times):
+                os.kill(os.getpid(), self.number)
+                time.sleep(0.1)
+        return self.points[index]
+
+
+@pytest.mark.parametrize("number", [TERM, USR1, INT])
+def test_a_signal_to_a_worker_of_the_loader_does_not_end_the_run(number, tmp_path, undisturbed, tried):
+    tried("SIGINT, SIGTERM or SIGUSR1 to a worker of the loader, twice")
+
+    class WithReading(Trainer):
+        @classmethod
+        def build_train_data(cls, build):
+            return Reading(super().build_train_data(build), number, times=2)
+
+    def hasten():
+        obey_preemption.ECHO_SECONDS = 0.05
+
+    run = Run(tmp_path / "run", *OVERRIDES, "data.workers=1", num_ranks=1, trainer=WithReading, prepare=hasten)
+    assert run.wait() == [0], run.said(0)
+    assert_same_end(undisturbed(1), tmp_path / "run")
