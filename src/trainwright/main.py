@@ -61,15 +61,36 @@ def run_experiment(
     if model_dir is not None:
         folder = Path(os.path.abspath(model_dir))  # noqa: PTH100  # "." has no name; resolve() would follow links
         config = config.derive({"output_dir": str(folder.parent), "name": folder.name})
+    with _start_up() as starting:
+        if mode == "eval":
+            return _evaluate(config, trainer_class, step)
+        with _log_file() as open_log:
+            evaluates = mode != "train"
+            trainer = build_trainer(
+                config, trainer_class, fresh=fresh, accept_changes=accept_changes, evaluates=evaluates
+            )
+            # A finished run changes nothing, its log included.
+            if trainer.ranks.is_first and not trainer.is_finished:
+                open_log(trainer.folder / LOG_FILE)
+            starting.only_note()  # the training listens itself, and what comes after it must not undo it
+            logs = trainer.train()
+            _say_how_it_ended(trainer)
+            trainer.ranks.part()
+            if trainer.interrupted and config.preemption.requeue and trainer.ranks.is_first:
+                requeue()
+        if trainer.interrupted:
+            raise Interrupted(trainer.stop_reason)
+        return trainer.model, logs
+
+
+@contextmanager
+def _start_up() -> Iterator[Listener]:
+    """Lets a signal end the run at once until it trains, and leaves the other processes whatever happens."""
     starting = Listener(_leave, deadline_seconds=START_UP_SECONDS)
     try:
         starting.listen()
         try:
-            if mode == "eval":
-                return _evaluate(config, trainer_class, step)
-            return _train(
-                config, trainer_class, fresh=fresh, accept_changes=accept_changes, evaluates=mode != "train"
-            )
+            yield starting
         finally:
             starting.only_note()  # the run has ended, one way or the other: a signal must not undo that
             mesh.leave()
@@ -77,24 +98,6 @@ def run_experiment(
         raise Interrupted(str(told)) from None
     finally:
         starting.close()
-
-
-def _train(
-    config: RunConfig, trainer_class: type[Trainer] | None, *, fresh: bool, accept_changes: bool, evaluates: bool
-) -> tuple[torch.nn.Module, dict[str, float]]:
-    with _log_file() as open_log:
-        trainer = build_trainer(config, trainer_class, fresh=fresh, accept_changes=accept_changes, evaluates=evaluates)
-        # A finished run changes nothing, its log included.
-        if trainer.ranks.is_first and not trainer.is_finished:
-            open_log(trainer.folder / LOG_FILE)
-        logs = trainer.train()
-        _say_how_it_ended(trainer)
-        trainer.ranks.part()
-        if trainer.interrupted and config.preemption.requeue and trainer.ranks.is_first:
-            requeue()
-    if trainer.interrupted:
-        raise Interrupted(trainer.stop_reason)
-    return trainer.model, logs
 
 
 def _leave(signal_name: str) -> None:

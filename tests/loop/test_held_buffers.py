@@ -19,7 +19,7 @@ def test_only_buffers_of_the_state_are_kept_and_each_once():
     model = make()
     names = [name for name, _ in model[1].named_buffers()] * 2
     assert len(persistent_buffers(model)) == len(names) == 6
-    assert not any(buffer is model.table for buffer in persistent_buffers(model))
+    assert (model, "table") not in persistent_buffers(model)
 
 
 @pytest.mark.parametrize("hold", [True, False, torch.tensor(True), torch.tensor(False)])
@@ -34,3 +34,14 @@ def test_buffers_are_put_back_where_the_update_is_held(hold):
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, before[name]) == (bool(hold) or name == "table"), name
     assert model.shared is model[1].running_mean
+
+
+@pytest.mark.parametrize("hold", [True, torch.tensor(True)])
+def test_a_tensor_that_took_the_place_of_a_buffer_is_put_back_too(hold):
+    model = make()
+    held = HeldBuffers(persistent_buffers(model))
+    held.remember()
+    before = model[1].running_mean.clone()
+    model[1].running_mean = model[1].running_mean * float("nan")
+    held.put_back(hold)
+    assert torch.equal(model[1].running_mean, before)

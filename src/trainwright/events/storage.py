@@ -223,7 +223,7 @@ class EventStorage:
 
     def load_state_dict(self, state: Mapping[str, Any], *, with_window: bool = True) -> None:
         """Restores `state_dict`; one rank alone takes the window, which already counts all ranks."""
-        self._pending, self._traced = [], {}
+        self._pending, self._traced, self._objects = [], {}, {}
         self._window = window_from_state(state["window"]) if with_window else {}
         self._histories = {
             name: deque(((int(step), value) for step, value in values), maxlen=HISTORY_LENGTH)

@@ -79,7 +79,11 @@ class AverageWeights(Hook):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes the averages back."""
-        self.averages = dict(state["averages"])
+        own = self._parameters()  # a run that goes back loads it in its midst, from main memory
+        self.averages = {
+            name: average.to(own[name].device) if name in own else average
+            for name, average in state["averages"].items()
+        }
 
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
         named = self.trainer.model.named_parameters()

@@ -87,7 +87,15 @@ class Listener:
             self._act(signal.Signals(number).name)
         elif now - self._heard_at > ECHO_SECONDS:
             # A second signal is for the impatient: it ends the run at once.
-            self.close()
+            self._insist(number)
+
+    def _insist(self, number: int) -> None:
+        """Gives a signal to whom it belongs: a listener from before this one would only note it once more."""
+        self.close()
+        before = getattr(signal.getsignal(number), "__self__", None)
+        if isinstance(before, Listener):
+            before._insist(number)
+        else:
             signal.raise_signal(number)
 
     def _keep_deadline(self, hears: socket.socket) -> None:

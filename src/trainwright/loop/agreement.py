@@ -32,17 +32,26 @@ class Agreement:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._wish = Intent.GO_ON
-        self.reason: str | None = None
+        # A slot for each: a signal's handler may come in between any two acts, and must lose no wish.
+        self._reasons: dict[Intent, str] = {}
+        self._shared_reason: str | None = None
         self.decided = Intent.GO_ON
         self._flag = ""
         self._has_raised = False
         self._asked_at = 0.0
 
     def wish(self, intent: Intent, reason: str) -> None:
-        """Notes a wish; a weaker one than before changes nothing. Safe in a signal handler and in any thread."""
-        if intent > self._wish:
-            self._wish, self.reason = intent, reason
+        """Notes a wish; the strongest counts, and of equal ones the first. Safe in a signal handler and any thread."""
+        self._reasons.setdefault(intent, reason)
+
+    @property
+    def _wish(self) -> Intent:
+        return max(self._reasons, default=Intent.GO_ON)
+
+    @property
+    def reason(self) -> str | None:
+        """Why this rank, or after `share_reason` any rank, wishes to leave."""
+        return self._shared_reason or self._reasons.get(self._wish)
 
     def vote(self, num_committed: int, is_time: bool) -> tuple[int, bool]:
         """Casts this rank's wish, and what it knows of checkpoints; decides by the votes of the call before.
@@ -82,4 +91,4 @@ class Agreement:
     def share_reason(self) -> None:
         """Tells every rank why: the one that was asked knows."""
         self._ranks.settle_votes()
-        self.reason = max(self._ranks.gather((int(self._wish), self.reason or "")))[1] or None
+        self._shared_reason = max(self._ranks.gather((int(self._wish), self.reason or "")))[1] or None

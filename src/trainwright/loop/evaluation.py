@@ -6,10 +6,10 @@ comes from the trainer's `eval_step`; when an evaluation is due is trainer.py's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -27,6 +27,8 @@ from trainwright.parallel.replicate import copy_from_first
 
 if TYPE_CHECKING:
     from trainwright.loop.trainer import Trainer
+
+T = TypeVar("T")
 
 _EVAL_STREAM = 0xE7A1  # keeps an evaluation's randomness apart from that of steps
 
@@ -104,7 +106,7 @@ def evaluate_sets(trainer: Trainer, sets: Mapping[str, EvaluationData]) -> dict[
     training = [module for module in trainer.model.modules() if module.training]
     generators = generator_state()
     try:
-        trainer.moments.call("before_eval")
+        _together(trainer.ranks, lambda: trainer.moments.call("before_eval"))
         copy_from_first(trainer.model.buffers(), trainer.ranks)  # running means are each rank's own until now
         trainer.model.eval()
         for name, data in sets.items():
@@ -124,8 +126,9 @@ def evaluate_sets(trainer: Trainer, sets: Mapping[str, EvaluationData]) -> dict[
         for module in training:
             module.training = True
     # All of them even if one raises: the step is saved then, and must not be saved with averaged weights.
-    for error in trainer.moments.call_all("after_eval", logs):
-        raise error
+    errors = trainer.moments.call_all("after_eval", logs)
+    failure = errors[0] if errors else None
+    _refuse_failure(failure, trainer.ranks.gather(_describe(failure)))
     return logs
 
 
@@ -145,6 +148,8 @@ def _evaluate_set(trainer: Trainer, data: EvaluationData) -> dict[str, float]:
             one_pass.run(iterator, data)
         except Exception as error:
             failure = error
+        # Ranks agree on each batch of a stream: one that leaves early says so there, before all of them meet here.
+        iterator.close()
         # Before anything else that ranks do together: if one failed, all must leave here.
         shares = trainer.ranks.gather((puts.take_window(), one_pass.num_updates, _describe(failure)))
     _refuse_failure(failure, [text for _, _, text in shares])
@@ -154,7 +159,8 @@ def _evaluate_set(trainer: Trainer, data: EvaluationData) -> dict[str, float]:
         trainer.surroundings.metrics, trainer.ranks, min(updates for _, updates, _ in shares), data.name
     )
     trainer.eval_averages = {**put, **averages, **computed}
-    return {name: _number(value) for name, value in trainer.eval_end(one_pass.state).items()}
+    logs = _together(trainer.ranks, lambda: trainer.eval_end(one_pass.state))
+    return {name: _number(value) for name, value in logs.items()}
 
 
 class _Pass:
@@ -197,7 +203,7 @@ class _Pass:
             self.state = self._trainer.task.aggregate_logs(self.state, gathered)
 
     def _step(self, batch: Any, passthrough: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
-        if self._trainer.is_mid_step and self._trainer.agreement.is_told_to_leave():
+        if self._trainer.step_end.is_evaluating and self._trainer.agreement.is_told_to_leave():
             raise EvaluationAbandoned
         logs = self._trainer.eval_step(batch)
         if not isinstance(logs, Mapping):
@@ -212,6 +218,17 @@ class _Pass:
             for metric in self._trainer.surroundings.metrics:
                 metric.update(getattr(logs, "outputs", None) or logs, batch)
         return values
+
+
+def _together(ranks: Ranks, act: Callable[[], T]) -> T:
+    """Calls what may fail on some rank only; then all of them raise, instead of waiting for each other."""
+    failure: Exception | None = None
+    try:
+        result = act()
+    except Exception as error:
+        failure = error
+    _refuse_failure(failure, ranks.gather(_describe(failure)))
+    return result
 
 
 def _describe(failure: Exception | None) -> str | None:

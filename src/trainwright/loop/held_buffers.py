@@ -10,11 +10,14 @@ from collections.abc import Sequence
 
 import torch
 
+BufferPlace = tuple[torch.nn.Module, str]
+"""Where a buffer lies: a forward may put another tensor there."""
 
-def persistent_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Returns the buffers that belong to the model's state; tables that are computed anew are none of them."""
+
+def persistent_buffers(model: torch.nn.Module) -> list[BufferPlace]:
+    """Returns the places of the buffers that belong to the model's state; tables that are computed anew do not."""
     found = {
-        id(buffer): buffer
+        id(buffer): (module, name)
         for module in model.modules()
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
@@ -23,31 +26,38 @@ def persistent_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 class HeldBuffers:
-    """A copy of buffers at a step's beginning, taken and put back in a few kernels for each dtype."""
+    """A copy of buffers at a step's beginning, taken in one kernel for each dtype."""
 
-    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
-        self._kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for buffer in buffers:
-            self._kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    def __init__(self, places: Sequence[BufferPlace]) -> None:
+        self._places = list(places)
         self._copies: list[torch.Tensor] = []
 
     @torch.no_grad()
     def remember(self) -> None:
         """Copies the buffers as they are now."""
-        self._copies = [_flat(buffers) for buffers in self._kinds.values()]
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        now = [read_buffer(place) for place in self._places]
+        for number, buffer in enumerate(now):
+            kinds.setdefault((buffer.dtype, buffer.device), []).append(number)
+        self._copies = list(now)
+        for numbers in kinds.values():
+            flat = torch.cat([now[number].reshape(-1) for number in numbers])
+            pieces = torch.split(flat, [now[number].numel() for number in numbers])
+            for number, piece in zip(numbers, pieces, strict=True):
+                self._copies[number] = piece.view(now[number].shape)
 
     @torch.no_grad()
     def put_back(self, hold: torch.Tensor | bool) -> None:
         """Gives the buffers what was remembered where `hold`, which may be known to the device alone."""
         if hold is False:
             return
-        for copy, buffers in zip(self._copies, self._kinds.values(), strict=True):
-            kept = torch.where(hold, copy, _flat(buffers)) if isinstance(hold, torch.Tensor) else copy
-            pieces = torch.split(kept, [buffer.numel() for buffer in buffers])
-            torch._foreach_copy_(
-                buffers, [piece.view(buffer.shape) for piece, buffer in zip(pieces, buffers, strict=True)]
-            )
+        for place, copy in zip(self._places, self._copies, strict=True):
+            buffer = read_buffer(place)
+            buffer.copy_(torch.where(hold, copy, buffer) if isinstance(hold, torch.Tensor) else copy)
 
 
-def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+def read_buffer(place: BufferPlace) -> torch.Tensor:
+    module, name = place
+    buffer = module._buffers[name]
+    assert buffer is not None
+    return buffer

@@ -82,7 +82,10 @@ class Hook:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`, before `before_train`."""
+        """Restores `state_dict`: before `before_train`, and again if the run goes back to an earlier step.
+
+        Tensors come in main memory: move them to where they are used.
+        """
 
 
 def call_each(acts: Iterable[Callable[..., None]], *arguments: Any) -> list[Exception]:

@@ -32,6 +32,8 @@ class IncidentResponse:
         self._section = trainer.config.incidents
         self._watch = trainer.surroundings.updater.watch
         self._num_incidents = 0
+        self._known: set[tuple[tuple[int, int] | None, str]] = set()
+        """Those that were told of in this process, by their places of the data."""
         self._buffers = HostBuffers()
         self._snapshot: tuple[int, StagedParts] | None = None
 
@@ -60,18 +62,17 @@ class IncidentResponse:
         incidents = [] if self._watch is None else self._watch.look()
         if not incidents:
             return False
-        # What is said, and gone back to, is the newest checkpoint: the one under way is waited for.
-        self._trainer.checkpoints.settle()
+        self._trainer.phases.enter("save", self._trainer.step)  # reading a checkpoint may take as long
         for incident in join_ranks(self._trainer.ranks.gather(incidents)):
-            self._num_incidents += 1
-            self._tell(incident)
-            if incident.policy == "raise":
-                raise IncidentError(f"{incident.describe()} {self._newest_checkpoint()}")
-            if self._num_incidents > self._section.max_incidents:
-                raise IncidentError(
-                    f"{incident.describe()} It is incident {self._num_incidents} of this run, and "
-                    f"incidents.max_incidents is {self._section.max_incidents}. {self._newest_checkpoint()}"
-                )
+            if (incident.places, incident.kind) not in self._known:  # else it is met again after going back
+                self._known.add((incident.places, incident.kind))
+                self._num_incidents += 1
+                self._tell(incident)
+            self._trainer.moments.call("on_incident", incident)
+            is_too_many = self._num_incidents > self._section.max_incidents
+            if incident.policy == "raise" or is_too_many:
+                self._settle()
+                raise IncidentError(f"{incident.describe()}{self._count() if is_too_many else ''} {self._newest()}")
             if incident.policy == "rollback":
                 self._go_back(incident)
                 return True
@@ -102,10 +103,9 @@ class IncidentResponse:
                 positions=self._positions(incident),
                 loss_history=trainer.storage.history("loss"),
                 ranks=trainer.ranks,
-                checkpoint_step=max(trainer.surroundings.store.steps(), default=None),
+                checkpoint_step=max(self._steps(), default=None),
             )
             logger.warning("%s %s All about it: %s", incident.describe(), _ACTS[incident.policy], path)
-        trainer.moments.call("on_incident", incident)
 
     def _positions(self, incident: Incident) -> Positions | None:
         if incident.places is None:
@@ -113,8 +113,27 @@ class IncidentResponse:
         assert self._trainer.train_data is not None
         return Positions(*incident.places, self._trainer.train_data.samples_at(*incident.places))
 
-    def _newest_checkpoint(self) -> str:
-        steps = self._trainer.surroundings.store.steps() if self._trainer.ranks.is_first else []
+    def _count(self) -> str:
+        most = self._section.max_incidents
+        return f" It is incident {self._num_incidents} of this run, and incidents.max_incidents is {most}."
+
+    def _settle(self) -> None:
+        """Waits for the save under way: what is said, and gone back to, is the newest checkpoint."""
+        try:
+            self._trainer.checkpoints.settle()
+        except CheckpointError as error:  # the same on every rank; the incident is what the user must hear of
+            logger.error("Saving failed too: %s", error)
+
+    def _steps(self) -> list[int]:
+        """Returns the committed steps; a store that does not answer now ends no run."""
+        try:
+            return self._trainer.surroundings.store.steps()
+        except (CheckpointError, OSError) as error:
+            logger.warning("The checkpoints cannot be listed: %s", error)
+            return []
+
+    def _newest(self) -> str:
+        steps = self._steps()
         if not steps:
             return "There is no checkpoint yet."
         return f"The newest checkpoint is {self._trainer.surroundings.store.path(steps[-1]).name}."
@@ -128,12 +147,13 @@ class IncidentResponse:
         start, stop = incident.places
         stop += (self._section.skip_batches - 1) * data.global_batch_size
         num_incidents = self._num_incidents
+        self._settle()
         step = trainer.ranks.broadcast(self._newest_intact_before(incident.step) if trainer.ranks.is_first else None)
-        if self._snapshot is not None and (step is None or self._snapshot[0] > step):
+        if self._snapshot is not None and (step is None or self._snapshot[0] >= step):
             step, staged = self._snapshot
             restore_state(trainer, staged.to_state().__getitem__, place="the copy in memory")
         elif step is not None:
-            restore_checkpoint(trainer, step)
+            restore_checkpoint(trainer, step, keep_settings=trainer.checkpoints.keeps_settings)
         else:
             raise IncidentError(f"{incident.describe()} There is no earlier state to go back to.")
         if trainer.saved_generators is not None:
@@ -141,17 +161,17 @@ class IncidentResponse:
         # Counted on from here, not from that state: else a run could meet incidents for ever.
         self._num_incidents = num_incidents
         data.leave_out(start, stop)
-        trainer.is_mid_step = trainer.has_unfinished_step = False
+        trainer.is_mid_step = False
         if trainer.ranks.is_first:
             logger.warning("Went back to step %d; places %d to %d of the data are left out.", step, start, stop)
         trainer.train_loop_begin()
 
     def _newest_intact_before(self, step: int) -> int | None:
         store = self._trainer.surroundings.store
-        for candidate in sorted((each for each in store.steps() if each < step), reverse=True):
+        for candidate in sorted((each for each in self._steps() if each < step), reverse=True):
             try:
                 store.verify(candidate)
-            except CheckpointError as error:
+            except (CheckpointError, OSError) as error:
                 logger.warning("Not used to go back to: %s", error)
                 continue
             return candidate

@@ -78,7 +78,7 @@ class Checkpoints:
         self._section = section
         self.best = BestSoFar(section.keep_best, where=trainer.config.origin("checkpoint.keep_best.metric"))
         self._saver = self._make_saver()
-        self._under_way: Path | RemotePath | None = None
+        self._under_way: int | None = None
         self._num_saves = self._num_saves_at_vote = 0
         self.num_committed = 0
         """On the first rank: the number of the last save that was committed, counted alike on every rank."""
@@ -86,6 +86,10 @@ class Checkpoints:
         """On the first rank: why saving has failed for good."""
         self.is_training = False
         """Are steps to come? Else nothing is written beside them, and a checkpoint is there when `save` returns."""
+        self.places_before = 0
+        """The place of the data at which the step under way began."""
+        self.keeps_settings = False
+        """Do the optimizers keep the settings that they were built with, whatever a checkpoint says?"""
         self._saved_at = time.monotonic()
 
     def _make_saver(self) -> BackgroundSaver | None:
@@ -104,8 +108,7 @@ class Checkpoints:
         if section.every_steps and trainer.step % section.every_steps == 0:
             return True
         if section.every_samples and trainer.train_data is not None:
-            places, size = trainer.train_data.places, trainer.train_data.global_batch_size
-            return places // section.every_samples > max(places - size, 0) // section.every_samples
+            return trainer.train_data.places // section.every_samples > self.places_before // section.every_samples
         return False
 
     def is_time(self) -> bool:
@@ -132,8 +135,8 @@ class Checkpoints:
     def announce(self, num_committed: int) -> None:
         """Calls `after_save` if the save under way is the one that is said to be committed."""
         if self._under_way is not None and num_committed == self._num_saves:
-            path, self._under_way = self._under_way, None
-            self._trainer.moments.call("after_save", path)
+            step, self._under_way = self._under_way, None
+            self._trainer.moments.call("after_save", self._trainer.surroundings.store.path(step))
 
     def save(self, *, metrics: Mapping[str, float]) -> Path | RemotePath:
         """Copies the state of all ranks and writes it, beside training where the config says so."""
@@ -151,7 +154,7 @@ class Checkpoints:
             raise failure
         self._saved_at = time.monotonic()
         self._num_saves += 1
-        self._under_way = trainer.surroundings.store.path(trainer.step)
+        self._under_way = trainer.step
         if not self.is_training:
             self.settle(must_succeed=True)
         elif not self._section.asynchronous:
@@ -218,14 +221,16 @@ def restore_checkpoint(trainer: Trainer, step: int, *, keep_settings: bool = Fal
     With `keep_settings` the optimizers keep the settings (weight decay, betas) that they were built with.
     """
     store = trainer.surroundings.store
-    restore_state(trainer, partial(store.read, step), place=str(store.path(step)), keep_settings=keep_settings)
+    trainer.checkpoints.keeps_settings = keep_settings
+    restore_state(trainer, partial(store.read, step), place=str(store.path(step)))
     metrics = trainer.ranks.broadcast(metrics_by_step(store) if trainer.ranks.is_first else {})
     trainer.best.recall(metrics)
     trainer.step_end.recall(metrics.get(step, {}))
 
 
-def restore_state(trainer: Trainer, read: Callable[[str], Any], *, place: str, keep_settings: bool = False) -> None:
+def restore_state(trainer: Trainer, read: Callable[[str], Any], *, place: str) -> None:
     """Brings a trainer to a state whose parts `read` gives: `model`, `optimizers`, `training`."""
+    keep_settings = trainer.checkpoints.keeps_settings
     contents.load_model_state(read("model"), trainer.model, place=place)
     contents.restore_optimizers(read("optimizers"), trainer.model, trainer.optimizers, keep_settings=keep_settings)
     training = read("training")
@@ -238,6 +243,7 @@ def restore_state(trainer: Trainer, read: Callable[[str], Any], *, place: str, k
     _restore_loss_scale(trainer.loss_scale, training["loss_scale"])
     if "incidents" in training:  # one of an earlier version has none
         trainer.incident_response.load_state_dict(training["incidents"])
+    trainer.step_end.forget()
     trainer.unclaimed_hook_state = contents.restore_hooks(training["hooks"], trainer.moments.keyed())
     if trainer.ranks.rank < len(training["generators"]):  # a rank that is new begins with its own seed
         trainer.saved_generators = training["generators"][trainer.ranks.rank]

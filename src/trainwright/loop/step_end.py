@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainwright.backends import reads_at_once
+from trainwright.data.stream_loader import EvaluationData
 from trainwright.events.windows import merge, summarise
 from trainwright.loop.agreement import Intent
 from trainwright.loop.evaluation import EvaluationAbandoned, evaluate_sets
@@ -34,6 +35,11 @@ class StepEnd:
         """The names of those logs that the writers have been shown."""
         self.window_logs: dict[str, Any] = {}
         self.wants_save = False
+        """Is a checkpoint of this step asked for, on every rank alike?"""
+        self.asks_for_save = False
+        """Does this rank ask for one? With several it is agreed on by the next votes."""
+        self.is_evaluating = False
+        """Is a step's own evaluation under way? It may be left and done again by a resumed run."""
         self.saved_step = -1
         self.written_step = 0
         """The last step that the writers have seen. After going back, steps up to it are not written twice."""
@@ -49,6 +55,19 @@ class StepEnd:
         trainer = self._trainer
         self.eval_logs, self.evaluated_step = dict(logs), trainer.step if logs else -1
         self.reported = set() if trainer.has_unfinished_step else set(logs)
+
+    def ask_for_save(self) -> None:
+        """Asks for a checkpoint in the midst of a step."""
+        if self._trainer.ranks.size == 1:
+            self.wants_save = True
+        else:
+            self.asks_for_save = True
+
+    def forget(self) -> None:
+        """Forgets what belongs to steps that are undone: the run has gone back."""
+        self.recall({})
+        self.wants_save = self.asks_for_save = False
+        self.saved_step = -1
 
     def run(self) -> bool:
         """Ends the step under way; returns False if the run went back to an earlier one instead."""
@@ -117,7 +136,7 @@ class StepEnd:
         if self.evaluated_step != trainer.step:
             logs: dict[str, float] = {}
             if trainer.eval_data:
-                logs = evaluate_sets(trainer, trainer.eval_data)
+                logs = self._evaluate(trainer.eval_data)
             self.eval_logs, self.evaluated_step, self.reported = logs, trainer.step, set()
             if logs:
                 trainer.best.note(trainer.step, logs)
@@ -125,7 +144,14 @@ class StepEnd:
                 trainer.agreement.settle()
         test = trainer.surroundings.test_data
         if trainer.is_last_step and test is not None and not any(name.startswith("test/") for name in self.eval_logs):
-            self.eval_logs = {**self.eval_logs, **evaluate_sets(trainer, {test.name: test})}
+            self.eval_logs = {**self.eval_logs, **self._evaluate({test.name: test})}
+
+    def _evaluate(self, sets: Mapping[str, EvaluationData]) -> dict[str, float]:
+        self.is_evaluating = True
+        try:
+            return evaluate_sets(self._trainer, sets)
+        finally:
+            self.is_evaluating = False
 
     def _write_if_due(self) -> None:
         trainer = self._trainer

@@ -336,12 +336,17 @@ class Trainer:
                 try:
                     batch = self.next_train_inputs(feed)
                 except StopIteration:
+                    if self.incident_response.went_back():  # an incident that nobody had looked at yet
+                        self._go_on_from_earlier(feed)
+                        continue
                     self._run_out_of_data()
                     break
                 self.phases.enter("step", self.step + 1)
                 self.samples_in_hand = self.train_data.samples_in_hand
                 self.incident_response.note_places(places, self.train_data.places)
+                self.checkpoints.places_before = places
                 result = self.train_step(batch)
+                self._updater.share_buffers()
                 self.step += 1
                 self.has_unfinished_step, self.ended_under = True, 0
                 self.storage.put_result(result, weight=self._loss_weight, num_samples=self.samples_in_hand)
@@ -350,7 +355,7 @@ class Trainer:
                     act()
                 self._agree()
                 if not self.step_end.run():
-                    feed.start_anew()
+                    self._go_on_from_earlier(feed)
         return self.eval_logs
 
     def evaluate(self) -> dict[str, float]:
@@ -361,13 +366,14 @@ class Trainer:
         """Saves a checkpoint of this step, on every rank alike, and returns its folder.
 
         It is written beside training: `after_save` is called when it is there. In the midst of a step it is saved
-        at the step's end, when every hook has had its turn. Outside of `train` it is there when this returns.
+        at the step's end, when every hook has had its turn; with several processes, of which one may ask for all, at
+        the end of the next one. Outside of `train` it is there when this returns.
         """
         if self.is_mid_step:
-            self.step_end.wants_save = True
+            self.step_end.ask_for_save()
             return self.surroundings.store.path(self.step)
         self.phases.enter("save", self.step)
-        self.step_end.wants_save = False
+        self.step_end.wants_save = self.step_end.asks_for_save = False
         path = self.checkpoints.save(metrics=self.step_end.fresh_eval_logs)
         self.step_end.saved_step = -1 if self.has_unfinished_step else self.step
         return path
@@ -399,10 +405,10 @@ class Trainer:
             try:
                 self.moments.call("before_train")
                 refuse_unsavable(self.moments.keyed())
-                if self.incident_response.may_go_back:
-                    self.incident_response.take_snapshot()  # there may be no checkpoint yet
                 if self.saved_generators is not None:  # only now, for a hook may have drawn in before_train
                     restore_generators(self.saved_generators)
+                if self.incident_response.may_go_back:
+                    self.incident_response.take_snapshot()  # there may be no checkpoint yet
                 self.agreement.begin()
                 self.checkpoints.is_training = True
                 yield
@@ -430,11 +436,18 @@ class Trainer:
         self.checkpoints.look()
         if self.checkpoints.failure is not None:
             self.agreement.wish(Intent.FAIL, "saving failed")
-        num_committed, is_time = self.agreement.vote(self.checkpoints.num_committed, self.checkpoints.is_time())
+        asks = self.step_end.asks_for_save or self.checkpoints.is_time()
+        num_committed, is_time = self.agreement.vote(self.checkpoints.num_committed, asks)
         self.checkpoints.announce(num_committed)
         self.step_end.wants_save |= self.checkpoints.grants(is_time)
         if self.agreement.decided == Intent.FAIL:
             self.checkpoints.refuse_failure()
+
+    def _go_on_from_earlier(self, feed: Feed) -> None:
+        """Goes on after the run went back to an earlier step; if it was to end meanwhile, that step is its last."""
+        feed.start_anew()
+        if self.has_unfinished_step or self.agreement.decided:
+            self.step_end.run()
 
     def _explain_memory(self, error: Exception) -> OutOfMemory:
         """Writes what holds the memory and what the config could change, and returns an error that says so."""

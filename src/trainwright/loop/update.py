@@ -17,13 +17,13 @@ import torch
 from trainwright.backends import reads_at_once
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.events import Mean
-from trainwright.loop.held_buffers import HeldBuffers
+from trainwright.loop.held_buffers import BufferPlace, HeldBuffers, read_buffer
 from trainwright.loop.incidents import IncidentWatch
 from trainwright.loop.loss_scale import LossScale
 from trainwright.loop.outputs import ForwardResult, Loss
 from trainwright.loop.step_unless import knows_found_inf, step_unless
 from trainwright.parallel.collectives import Ranks
-from trainwright.parallel.replicate import GradientSum
+from trainwright.parallel.replicate import GradientSum, copy_from_first
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Updater:
         max_grad_value: float | None = None,
         loss_scale: LossScale | None = None,
         watch: IncidentWatch | None = None,
-        buffers: Sequence[torch.Tensor] = (),
+        buffers: Sequence[BufferPlace] = (),
     ) -> None:
         self.optimizers = dict(optimizers)
         self.global_batch_size = global_batch_size
@@ -101,6 +101,7 @@ class Updater:
         self.enter_phase: Callable[[str], None] | None = None
         """Told when the ranks begin and end to talk to each other; the trainer sets it."""
         self._groups: dict[tuple[str, ...], _OwnedParameters] = {}
+        self._buffers = list(buffers)
         self.held_buffers: HeldBuffers | None = None
         if watch is not None and watch.gates:
             self.held_buffers = HeldBuffers(buffers) if buffers else None
@@ -124,6 +125,11 @@ class Updater:
             self.held_buffers.remember()
         self.step, self.is_judged = step + 1, False
         self.rates = {name: entry.set_rate(step, self.max_steps) for name, entry in self.optimizers.items()}
+
+    def share_buffers(self) -> None:
+        """Gives every rank the first rank's buffers, so that a run that goes on from a checkpoint has the same."""
+        if self.ranks.size > 1 and self._buffers:
+            copy_from_first([read_buffer(place) for place in self._buffers], self.ranks)
 
     def begin(self, count_samples: Callable[[], int]) -> Update:
         """Begins an update with cleared gradients; `count_samples` tells what a bare loss weighs when it comes."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from trainwright.parallel.collectives import Ranks
 
 BUCKET_BYTES = 25 * 2**20
+SMALL_BYTES = 2**16
 
 
 class GradientSum:
@@ -97,6 +98,17 @@ class GradientSum:
 @torch.no_grad()
 def copy_from_first(tensors: Iterable[torch.Tensor], ranks: Ranks) -> None:
     """Gives every rank the first rank's values: parameters at the start, running means before they are used."""
-    if ranks.size > 1:
-        for tensor in tensors:
+    if ranks.size == 1:
+        return
+    small: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.nbytes > SMALL_BYTES:
             dist.broadcast(tensor.data, src=0)
+        else:
+            small.setdefault((tensor.dtype, tensor.device), []).append(tensor.data)
+    for same in small.values():  # one message for many: running means are small and numerous
+        flat = torch.cat([tensor.reshape(-1) for tensor in same])
+        dist.broadcast(flat, src=0)
+        if not ranks.is_first:
+            for tensor, piece in zip(same, torch.split(flat, [tensor.numel() for tensor in same]), strict=True):
+                tensor.copy_(piece.view(tensor.shape))
