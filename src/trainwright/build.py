@@ -146,6 +146,7 @@ def build_model(config: RunConfig, *, folder: Path | None = None) -> torch.nn.Mo
         seed_generators(mix_seed(config.seed, _BUILD_STREAM))
         build = Build(config, folder=folder, kept=_kept_facts(config, folder, Ranks()))
         trainer_class = build.trainer_class()
+        build.take_trainer(trainer_class)
         build.take_task(trainer_class.build_task(build))
         return trainer_class.build_model(build)
     finally:
@@ -185,6 +186,7 @@ def _assemble(
     _seed_everything(backend, mix_seed(config.seed, _BUILD_STREAM))
     build = Build(config, ranks=ranks, folder=folder, kept=kept)
     trainer_class = trainer_class or build.trainer_class()
+    build.take_trainer(trainer_class)
     task = trainer_class.build_task(build)
     build.take_task(task)
     model = _build_model(trainer_class, build, backend, ranks)
@@ -475,7 +477,8 @@ def _realign(trainer: Trainer, config: RunConfig, *, always: bool) -> None:
 def _go_on(trainer: Trainer, saved: RunConfig | None) -> None:
     """Cuts the log back to the restored step, and says from where and with which rates the run goes on."""
     step = trainer.step
-    if saved != trainer.config:
+    renamed = {"name": trainer.config.name, "output_dir": trainer.config.output_dir}
+    if saved is None or saved.derive(renamed) != trainer.config:
         trainer.ended_under = 0  # stopped then, but perhaps not with the settings of now
     if trainer.ranks.is_first:
         # A step that was saved before it was written is written again, so its lines go too.

@@ -348,8 +348,8 @@ def _loaded_from(real: Path) -> ModuleType | None:
 
 def _is_from(module: ModuleType, real: Path) -> bool:
     file = getattr(module, "__file__", None)
-    # The last part first: resolving the path of every module that torch loads would take a second.
-    return isinstance(file, str) and Path(file).name == real.name and Path(file).resolve() == real
+    # Its end first, as a text: making and resolving a path for every module that torch loads would take a second.
+    return isinstance(file, str) and file.endswith(real.name) and Path(file).resolve() == real
 
 
 def _check_kind(kind: str) -> None:

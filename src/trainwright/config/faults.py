@@ -20,7 +20,7 @@ class IncidentsSection(Section):
     spike: Literal["ignore", "raise", "skip", "rollback"] = "ignore"
     """A loss far above those of the steps before: ignored, ends the run, is not applied, or is undone."""
     spike_window: Annotated[Count, Field(ge=8)] = 100
-    """Good steps whose losses a spike is measured against; none is seen before a quarter of them are there."""
+    """Good steps whose losses a spike is measured against; a quarter of them, at least five, must be there."""
     spike_threshold: Positive = 10.0
     """How many robust standard deviations above the window's median a loss is a spike."""
     max_incidents: Count = 10
