@@ -124,16 +124,20 @@ class EventStorage:
         else:
             self._objects[name] = (self._step, value.detach() if isinstance(value, torch.Tensor) else value)
 
-    def put_result(self, result: Any, *, weight: Any, num_samples: int) -> None:
-        """Notes what an update gave: (loss, metrics, grad_norm, lr); `weight` is what the loss weighs."""
+    def put_result(self, result: Any, *, weight: Any, num_samples: int, share: float = 1.0) -> None:
+        """Notes what an update gave: (loss, metrics, grad_norm, lr); `weight` is what the loss weighs.
+
+        Loss and norm are those of all ranks together: each notes its `share` of their weight, so that a window that
+        was begun by more ranks or fewer weighs its steps alike.
+        """
         try:
             loss, metrics, grad_norm, lr = result
         except (TypeError, ValueError):
             raise TrainwrightError(
                 f"train_step must return (loss, metrics, grad_norm, lr), as update.apply() does; got {result!r}."
             ) from None
-        self.put_metric("loss", loss, weight)
-        self.put_metric("grad_norm", grad_norm, 1.0)
+        self.put_metric("loss", loss, weight if share == 1.0 else weight * share)
+        self.put_metric("grad_norm", grad_norm, share)
         self.put_last("lr", lr)
         for name, value in metrics.items():
             _refuse_reserved(name)

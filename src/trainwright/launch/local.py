@@ -41,10 +41,16 @@ def launch(num_processes: int, arguments: Sequence[str]) -> int:
     try:
         elastic_launch(config, sys.executable)("-m", "trainwright", *arguments)
     except ChildFailedError as error:
-        return max(failure.exitcode for failure in error.failures.values()) if error.failures else 1
+        return _exit_code([failure.exitcode for failure in error.failures.values()])
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
+
+
+def _exit_code(codes: Sequence[int]) -> int:
+    """What a rank said itself, rather than how another was killed; a signal as a shell would say it."""
+    said = [code for code in codes if code > 0]
+    return max(said) if said else max((128 - code for code in codes), default=1)
 
 
 def die_with_launcher() -> None:

@@ -35,7 +35,8 @@ class IncidentResponse:
         self._known: set[tuple[tuple[int, int] | None, str]] = set()
         """Those that were told of in this process, by their places of the data."""
         self._buffers = HostBuffers()
-        self._snapshot: tuple[int, StagedParts] | None = None
+        self._snapshot: tuple[int, StagedParts, dict[str, float]] | None = None
+        """A state in main memory: its step, its parts, and what an evaluation of that step gave."""
 
     @property
     def may_go_back(self) -> bool:
@@ -50,7 +51,9 @@ class IncidentResponse:
 
     def take_snapshot(self) -> None:
         """Copies the state into main memory; a former copy's memory is used again."""
-        self._snapshot = (self._trainer.step, self._buffers.stage(collect_parts(self._trainer)))
+        trainer = self._trainer
+        staged = self._buffers.stage(collect_parts(trainer))
+        self._snapshot = (trainer.step, staged, dict(trainer.step_end.fresh_eval_logs))
 
     def note_places(self, start: int, stop: int) -> None:
         """Says from which places of the data the update that comes is made."""
@@ -150,8 +153,9 @@ class IncidentResponse:
         self._settle()
         step = trainer.ranks.broadcast(self._newest_intact_before(incident.step) if trainer.ranks.is_first else None)
         if self._snapshot is not None and (step is None or self._snapshot[0] >= step):
-            step, staged = self._snapshot
+            step, staged, logs = self._snapshot
             restore_state(trainer, staged.to_state().__getitem__, place="the copy in memory")
+            trainer.step_end.recall(logs)
         elif step is not None:
             restore_checkpoint(trainer, step, keep_settings=trainer.checkpoints.keeps_settings)
         else:

@@ -349,7 +349,9 @@ class Trainer:
                 self._updater.share_buffers()
                 self.step += 1
                 self.has_unfinished_step, self.ended_under = True, 0
-                self.storage.put_result(result, weight=self._loss_weight, num_samples=self.samples_in_hand)
+                self.storage.put_result(
+                    result, weight=self._loss_weight, num_samples=self.samples_in_hand, share=1.0 / self.ranks.size
+                )
                 self.phases.enter("hooks", self.step)
                 for act in self.moments.after_step:
                     act()
@@ -446,8 +448,10 @@ class Trainer:
     def _go_on_from_earlier(self, feed: Feed) -> None:
         """Goes on after the run went back to an earlier step; if it was to end meanwhile, that step is its last."""
         feed.start_anew()
-        if self.has_unfinished_step or self.agreement.decided:
+        if self.has_unfinished_step or self.agreement.decided == Intent.STOP:
             self.step_end.run()
+        elif self.agreement.decided:
+            self.save()  # nothing else: that step was evaluated and written when it was made
 
     def _explain_memory(self, error: Exception) -> OutOfMemory:
         """Writes what holds the memory and what the config could change, and returns an error that says so."""
