@@ -30,6 +30,21 @@ An unknown key or a value of the wrong type is refused with its line.
   `# yaml-language-server: $schema=run.schema.json` as the first line of a run file they complete and check it.
 """
 
+MODEL_KEYS = """\
+## model
+
+A component (below), whose arguments are the model's own settings. These keys beside them are not the constructor's; any
+model takes them, but for `preset`. [Models](models.md) has all about them, with examples.
+
+| key | value | meaning |
+|---|---|---|
+| `preset` | text | A size of a shipped model by its name; settings beside it change it. |
+| `pretrained` | text or a section | A folder or a name of weights, or `folder`, `strict`, `home_path`, `dtype`, `allow_pickle`: [pretrained weights](models.md#pretrained-weights). |
+| `replace` | a section | Components by glob, each in the place of the sub-modules that it matches: [training a part](models.md#training-a-part). |
+| `lora` | a section | Adapters beside linear layers: `match`, `rank`, `alpha`, `dropout`, `train`; all else is frozen: [training a part](models.md#training-a-part). |
+| `freeze` | text or list of text | Globs of parameters that are not trained: [training a part](models.md#training-a-part). |
+"""
+
 COMPONENTS = """\
 ## Components
 
@@ -44,7 +59,7 @@ def generate() -> str:
     """Return the whole page."""
     schema = schema_of_runs()
     definitions = schema["$defs"]
-    parts = [INTRODUCTION, "## The file\n", _table(schema, definitions)]
+    parts = [INTRODUCTION, "## The file\n", _table(schema, definitions), MODEL_KEYS]
     parts += _sections(schema, definitions, "")
     rows = [
         f"| {kind} | `{SECTIONS[kind]}` | `{folder}/` | {', '.join(f'`{name}`' for name in BUILT_INS[kind])} |"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -396,3 +397,27 @@ def test_a_stream_needs_an_end_and_whole_epochs(tmp_path):
         build_trainer(load(tmp_path, stream, "trainer.max_steps=null", "trainer.max_epochs=2"))
     with pytest.raises(ConfigError, match=r"trainer\.max_epochs: 1\.5, but data\.train is a stream"):
         build_trainer(load(tmp_path, stream, "trainer.max_epochs=1.5"))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("torch.optim:Adam", torch.optim.Adam), ("torch.optim:RMSprop", torch.optim.RMSprop), ("own.py:Slow", "Slow")],
+)
+def test_a_run_trains_with_an_optimizer_of_torch_or_of_one_s_own(tmp_path, name, expected):
+    for file in PROJECT.glob("*.*"):
+        shutil.copy(file, tmp_path)
+    (tmp_path / "own.py").write_text("import torch\n\n\nclass Slow(torch.optim.SGD):\n    pass\n")
+    overrides = [
+        f"output_dir={tmp_path / 'runs'}",
+        "trainer.max_steps=2",
+        f"trainer.optimizer={{type: '{name}', lr: 0.1}}",
+    ]
+    trainer = build_trainer(RunConfig.load(tmp_path / "run.yaml", overrides))
+    [optimizer] = trainer.optimizers.values()
+    assert type(optimizer) is expected or type(optimizer).__name__ == expected
+    before = [one.detach().clone() for one in trainer.model.parameters()]
+    trainer.train()
+    assert not any(map(torch.equal, before, trainer.model.parameters()))
+    resumed = build_trainer(RunConfig.load(tmp_path / "run.yaml", [*overrides, "trainer.max_steps=4"]))
+    assert resumed.step == 2
+    resumed.train()

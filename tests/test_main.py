@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from tests.faults.runs import log_of, store_of, train
 
-from trainwright import RunConfig, Trainer, run_experiment
+from trainwright import Hook, RunConfig, Trainer, run_experiment
 from trainwright.errors import ConfigError
 from trainwright.main import Interrupted
 
@@ -156,3 +160,62 @@ def test_a_stopped_experiment_says_why(tmp_path):
     run_experiment(load(tmp_path), trainer_class=Stops)
     assert "Stopped at step 3: enough." in (tmp_path / "small" / "log.txt").read_text()
     assert "valid/loss" in lines_of(tmp_path / "small")[-1]
+
+
+# signals when training is over
+
+
+class Closing(Hook):
+    """Is told to leave at a step, or never, and told once more while it closes; says when it has closed."""
+
+    def __init__(self, path, *, step=None, number=signal.SIGTERM):
+        self.path, self.step, self.number = path, step, number
+
+    def after_step(self):
+        if self.trainer.step == self.step:
+            os.kill(os.getpid(), self.number)
+
+    def close(self):
+        os.kill(os.getpid(), self.number)
+        time.sleep(0.01)
+        self.path.touch()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_that_comes_again_while_the_run_closes_does_not_keep_it_from_being_queued_again(number, tmp_path):
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n', "utf-8")
+    scontrol.chmod(0o755)
+
+    def prepare():
+        os.environ.update(PATH=f"{scontrol.parent}:{os.environ['PATH']}", SLURM_JOB_ID="17")
+
+    hooks = [Closing(tmp_path / "first", step=3, number=number), Closing(tmp_path / "second", number=number)]
+    ended = train(tmp_path / "run", "preemption.requeue=true", hooks=hooks, prepare=prepare)
+    assert ended == 128 + number
+    assert (tmp_path / "calls").read_text("utf-8") == "requeue 17\n"
+    assert (tmp_path / "first").exists()
+    assert (tmp_path / "second").exists()
+    assert store_of(tmp_path / "run").steps() == [2, 3]
+    assert "step 3 is finished and saved" in log_of(tmp_path / "run")
+
+
+def test_a_signal_while_a_finished_run_closes_undoes_nothing(tmp_path):
+    assert train(tmp_path / "run", hooks=[Closing(tmp_path / "closed")]) == 0
+    assert (tmp_path / "closed").exists()
+    assert "Finished at step 6." in log_of(tmp_path / "run")
+
+
+def test_a_signal_before_the_first_step_leaves_at_once_and_nothing_is_lost(tmp_path):
+    class Told(Trainer):
+        @classmethod
+        def build_model(cls, build):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+            (tmp_path / "slept").touch()
+            return build.model()
+
+    assert train(tmp_path / "run", trainer=Told) == 128 + signal.SIGTERM
+    assert not (tmp_path / "slept").exists()
+    assert train(tmp_path / "run") == 0

@@ -11,7 +11,7 @@ from trainwright import RunConfig, Task, Trainer, Writer, build_trainer
 from trainwright.errors import ConfigError
 from trainwright.hooks.obey_preemption import ObeyPreemption
 from trainwright.hooks.time_steps import TimeSteps
-from trainwright.parts import Build
+from trainwright.parts import Build, describe_dtypes
 
 PROJECT = Path(__file__).parent / "project"
 
@@ -235,11 +235,33 @@ def test_what_a_model_cannot_do_yet_is_refused_by_name(tmp_path, key):
         build_trainer(load(tmp_path, f"model.{key}={{rank: 4}}"))
 
 
-def test_a_wrong_argument_is_refused_with_its_line_and_the_nearest(tmp_path):
+def test_a_wrong_argument_is_refused_with_its_place_and_the_nearest(tmp_path):
     with pytest.raises(
-        ConfigError, match=r'run\.yaml:\d+: model: Net takes no argument "widht"\. Did you mean "width"'
+        ConfigError, match=r'^override model\.widht=3: model: Net takes no argument "widht"\. Did you mean "width"'
     ):
         build_trainer(load(tmp_path, "model.widht=3"))
+
+
+def test_a_model_that_is_frozen_whole_names_the_setting(tmp_path):
+    with pytest.raises(ConfigError, match=r"^override model\.freeze=.*: model\.freeze: .*nothing to train"):
+        build_trainer(load(tmp_path, 'model.freeze=["*"]'))
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "said", "is_warned"),
+    [
+        ([torch.float32, torch.float32], "", False),
+        ([torch.bfloat16, torch.float32], " in bfloat16 and float32", False),
+        ([torch.float16, torch.float16], " in float16", True),
+    ],
+)
+def test_other_dtypes_of_weights_are_named_and_training_in_float16_is_warned_of(caplog, dtypes, said, is_warned):
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2, dtype=dtype) for dtype in dtypes))
+    assert describe_dtypes(model) == said
+    assert ("float16 are trained" in caplog.text) == is_warned
+    caplog.clear()
+    assert describe_dtypes(model.requires_grad_(False)) == said
+    assert not caplog.text
 
 
 def test_frozen_parameters_do_not_move_and_have_no_optimizer_state(tmp_path):

@@ -34,6 +34,7 @@ import torch
 from torch import nn
 
 from trainwright.models.llama import Llama
+from trainwright.trainers.language_model import LanguageModelTrainer
 
 
 class Own(Llama):
@@ -59,6 +60,46 @@ class Plain(nn.Module):
         logits = self.head(self.embed(input_ids))
         shifted = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         return {"loss": shifted, "logits": logits}
+
+
+class Scaled(nn.Module):
+    '''Computes a number and a buffer from the layer that it replaces.'''
+    def __init__(self, *, replaces):
+        super().__init__()
+        self.inner = replaces
+        self.scale = float(replaces.weight.detach().abs().mean())
+        self.register_buffer("first", replaces.weight.detach()[:, 0].clone(), persistent=False)
+
+    def forward(self, hidden):
+        return self.inner(hidden) * self.scale + self.first
+
+
+class ReadsWeights(LanguageModelTrainer):
+    @classmethod
+    def build_model(cls, build):
+        model = super().build_model(build)
+        model.register_buffer("first", model.lm_head.weight.detach().abs().mean() + 1, persistent=False)
+        model.lm_head.register_forward_hook(lambda module, args, output: output * model.first)
+        return model
+
+
+class Sounds:
+    def __init__(self):
+        self.sounds = torch.randn(8, 80, 60) / 10
+
+    def __len__(self):
+        return len(self.sounds)
+
+    def __getitem__(self, index):
+        return {"input_features": self.sounds[index], "labels": torch.arange(4) + index}
+
+
+class Sentences:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"input_ids": torch.arange(6) + index, "labels": torch.arange(4) + index}
 
 
 class NoisyNorm(nn.Module):
@@ -235,8 +276,84 @@ def test_a_run_without_a_checkpoint_says_that_it_needs_the_folder(project):
     build_trainer(configured(project, MODELS["ours"]))  # which writes its facts, and no checkpoint
     remove_folders(project)
     for kind in ("ours", "transformers'", "a plain module"):
-        with pytest.raises(CheckpointError, match=r"run\.yaml:3: model\.pretrained: .*no checkpoint yet"):
+        with pytest.raises(CheckpointError, match=r"run\.yaml:3: model\.pretrained: .*has no checkpoint and"):
             build_trainer(configured(project, MODELS[kind]))
+
+
+READERS = {
+    "parts.py:Scaled": (
+        "{type: llama, pretrained: published, replace: {'model.layers.*.mlp.down_proj': {type: parts.py:Scaled}}}",
+        [],
+    ),
+    "ReadsWeights.build_model": (MODELS["ours"], ["trainer.type=parts.py:ReadsWeights"]),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_what_was_made_from_the_loaded_weights_is_the_same_at_every_start(project, reader):
+    model, overrides = READERS[reader]
+    whole = build_trainer(configured(project, model, *overrides, name="whole"))
+    whole.train()
+    build_trainer(configured(project, model, *overrides, "trainer.max_steps=3")).train()
+    resumed = build_trainer(configured(project, model, *overrides))
+    assert resumed.step == 3
+    resumed.train()
+    tokens = torch.arange(12)[None]
+    expected = whole.model.eval()(input_ids=tokens)["logits"]
+    assert torch.equal(resumed.model.eval()(input_ids=tokens)["logits"], expected)
+    loaded = load_checkpoint(project / "runs" / "tuned")
+    assert_same(loaded, whole.model)
+    assert torch.equal(loaded(input_ids=tokens)["logits"], expected)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_what_was_made_from_the_loaded_weights_needs_their_folder(project, reader):
+    model, overrides = READERS[reader]
+    build_trainer(configured(project, model, *overrides, "trainer.max_steps=2")).train()
+    settings = json.loads((project / "published" / "config.json").read_text())
+    (project / "published" / "config.json").write_text(json.dumps({**settings, "rms_norm_eps": 0.5}))
+    with pytest.raises(CheckpointError, match=rf"published is not what the run began with, and {reader} makes"):
+        build_trainer(configured(project, model, *overrides))
+    remove_folders(project)
+    for start in (
+        lambda: build_trainer(configured(project, model, *overrides)),
+        lambda: load_checkpoint(project / "runs" / "tuned"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"needed, also beside a checkpoint, for {reader} gets the loaded"):
+            start()
+
+
+TINY = {
+    **{"vocab_size": 61, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 0},
+    **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32},
+    **{"decoder_start_token_id": 1, "bos_token_id": 1, "eos_token_id": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "data"),
+    [
+        ("WhisperForConditionalGeneration", {"max_source_positions": 30}, "{type: parts.py:Sounds}"),
+        ("MarianMTModel", {}, "{type: parts.py:Sentences}"),
+    ],
+)
+def test_a_class_that_freezes_its_positions_is_resumed_to_the_bit(project, name, changes, data):
+    target = getattr(transformers, name)
+    target(target.config_class(**TINY, **changes)).save_pretrained(project / "frozen")
+    model = f"{{type: transformers:{name}, pretrained: frozen}}"
+    options = ["trainer.type=trainer", "trainer.global_batch_size=2"]
+    whole = build_trainer(configured(project, model, *options, name="whole", data=data))
+    begun = {key: value.clone() for key, value in whole.model.state_dict().items()}
+    whole.train()
+    positions = whole.model.get_encoder().embed_positions.weight
+    assert not positions.requires_grad
+    assert torch.equal(positions, begun["model.encoder.embed_positions.weight"])
+    build_trainer(configured(project, model, *options, "trainer.max_steps=3", data=data)).train()
+    shutil.rmtree(project / "frozen")
+    resumed = build_trainer(configured(project, model, *options, data=data))
+    resumed.train()
+    assert_same(resumed.model, whole.model)
+    assert not resumed.model.get_encoder().embed_positions.weight.requires_grad
 
 
 def test_facts_that_are_lost_or_damaged_are_read_from_the_folder_again(project):
@@ -365,14 +482,14 @@ def megabytes(field):
     return int(line.split()[1]) / 1000
 
 
-load = {"own": Own.from_pretrained, "checkpoint": load_checkpoint}[sys.argv[1]]
+load = {"own": Own.from_pretrained, "shipped": Llama.from_pretrained, "checkpoint": load_checkpoint}[sys.argv[1]]
 load(sys.argv[3])  # whatever is imported at first use
 gc.collect()
 before = megabytes("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # begins the high-water mark anew
 model = load(sys.argv[2])
 size = sum(one.nbytes for one in model.parameters()) / 1e6
-assert {one.dtype for one in model.parameters()} == {torch.bfloat16}
+assert {one.dtype for one in model.parameters()} == {getattr(torch, sys.argv[4])}
 assert getattr(model, "halves", torch.arange(4) / 2).tolist() == [0.0, 0.5, 1.0, 1.5]
 print(size, megabytes("VmHWM") - before)
 """
@@ -381,10 +498,15 @@ LARGE = {"hidden_size": 1024, "num_layers": 4, "num_heads": 8, "vocab_size": 512
 SMALL = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 512}
 
 
-def peak_of(project, how, large, small):
+linux_only = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the high-water mark of memory is Linux's"
+)
+
+
+def peak_of(project, how, large, small, dtype="bfloat16"):
     """The size of a model and how far memory rose while it was loaded, in a process of its own: megabytes."""
     (project / "measure.py").write_text(MEASURE)
-    command = [sys.executable, project / "measure.py", how, large, small]
+    command = [sys.executable, project / "measure.py", how, large, small, dtype]
     done = subprocess.run(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False
     )
@@ -392,26 +514,47 @@ def peak_of(project, how, large, small):
     return tuple(map(float, done.stdout.split()))
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the high-water mark of memory is Linux's")
-def test_a_user_s_subclass_is_loaded_with_memory_for_the_model_and_one_shard(tmp_path):
+def write_folders(folder, dtype):
     for name, sizes in (("large", LARGE), ("small", SMALL)):
-        model = Llama(**sizes).to(torch.bfloat16)
-        model.save_pretrained(tmp_path / name, max_shard_bytes=10_000_000)
-    size, peak = peak_of(tmp_path, "own", tmp_path / "large", tmp_path / "small")
+        Llama(**sizes).to(dtype).save_pretrained(folder / name, max_shard_bytes=10_000_000)
+
+
+@linux_only
+def test_a_shipped_model_is_loaded_with_memory_for_the_model_and_one_shard(tmp_path):
+    write_folders(tmp_path, torch.bfloat16)
+    size, peak = peak_of(tmp_path, "shipped", tmp_path / "large", tmp_path / "small")
     assert size > 70
     # A shard is there twice, mapped and copied; built in float32 first, the model alone would be 2 × its size.
     assert peak < size + 2 * 10 + 20
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the high-water mark of memory is Linux's")
-def test_a_checkpoint_is_loaded_with_memory_for_the_model_and_its_file(tmp_path):
+@linux_only
+def test_a_user_s_subclass_is_filled_in_place(tmp_path):
+    write_folders(tmp_path, torch.float32)
+    size, peak = peak_of(tmp_path, "own", tmp_path / "large", tmp_path / "small", "float32")
+    assert size > 140
+    # One shard is mapped; the largest weight has one of its own.
+    assert peak < size + 10 + 20
+
+
+def write_runs(folder, section, *, dtype):
     for name, sizes in (("large", LARGE), ("small", SMALL)):
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        config = RunConfig.from_dict({"name": name, "model": {"type": "llama", **sizes}}, project_dir=tmp_path)
-        config.save(tmp_path / "runs" / name / "config.yaml")
-        state = Llama(**sizes).to(torch.bfloat16).state_dict()
-        CheckpointStore(tmp_path / "runs" / name / "checkpoints").write(1, {"model": state}, metrics={})
-    size, peak = peak_of(tmp_path, "checkpoint", tmp_path / "runs" / "large", tmp_path / "runs" / "small")
+        (folder / "runs" / name).mkdir(parents=True)
+        config = RunConfig.from_dict({"name": name, "model": {**section, **sizes}}, project_dir=folder)
+        config.save(folder / "runs" / name / "config.yaml")
+        state = Llama(**sizes).to(dtype).state_dict()
+        CheckpointStore(folder / "runs" / name / "checkpoints").write(1, {"model": state}, metrics={})
+    return folder / "runs" / "large", folder / "runs" / "small"
+
+
+@linux_only
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("llama", torch.bfloat16), ("llama", torch.float32), ("parts.py:Own", torch.float32)]
+)
+def test_a_checkpoint_is_loaded_with_memory_for_the_model_and_its_file(tmp_path, kind, dtype):
+    (tmp_path / "parts.py").write_text(PARTS)
+    runs = write_runs(tmp_path, {"type": kind}, dtype=dtype)
+    size, peak = peak_of(tmp_path, "checkpoint", *runs, str(dtype).removeprefix("torch."))
     assert size > 70
-    # The file is mapped; built in float32 first, the model would be 2 × its size beside it.
+    # The file is mapped. A model that was built in float32 first would be 2 × the size of one in 16 bits beside it.
     assert peak < 2 * size + 20

@@ -42,7 +42,7 @@ from trainwright.models.pretrained_facts import PretrainedFacts, read_facts, wri
 from trainwright.parallel import mesh
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.replicate import copy_from_first
-from trainwright.parts import Build
+from trainwright.parts import Build, describe_dtypes
 from trainwright.writers.json_lines import cut_back
 
 logger = logging.getLogger(__name__)
@@ -99,9 +99,10 @@ def _introduce(trainer: Trainer) -> None:
     batch, num_parameters = trainer.surroundings.batch, sum(each.numel() for each in trainer.model.parameters())
     processes = f"{trainer.ranks.size} processes, " if trainer.ranks.size > 1 else ""
     logger.info(
-        "%s: %s parameters, %s, %s%s, %s, %s",
+        "%s: %s parameters%s, %s, %s%s, %s, %s",
         trainer.config.name,
         f"{num_parameters:,}",
+        describe_dtypes(trainer.model),
         describe_size(trainer.train_data),
         processes,
         trainer.backend.describe(),

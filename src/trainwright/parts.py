@@ -56,6 +56,7 @@ class Build:
         self._ranks = ranks or Ranks()
         self._folder = folder or run_folder(config)
         self._kept = kept
+        self._reader: str | None = None
         self.pretrained_facts: PretrainedFacts | None = None
         self._task: Task | None = None
         self._used: set[str] = set()
@@ -79,7 +80,11 @@ class Build:
         if section is None:
             raise ConfigError("model: there is none. Name one, such as {type: llama, …} or {type: models/net.py:Net}.")
         model, self.pretrained_facts = build_model_section(
-            section, project_dir=Path(self.project_dir), origin=self.config.origin, kept=self._kept
+            section,
+            project_dir=Path(self.project_dir),
+            origin=self.config.origin,
+            kept=self._kept,
+            reader=self._reader,
         )
         return model
 
@@ -89,7 +94,11 @@ class Build:
         trainer = self.config.trainer
         trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if not trainable:
-            raise ConfigError("The model has no parameter that requires a gradient: there is nothing to train.")
+            problem = "the model has no parameter that requires a gradient: there is nothing to train."
+            if self.config.model is not None and "freeze" in self.config.model.reserved:
+                where = self.config.origin("model.freeze")
+                raise ConfigError(f"model.freeze: {problem} Name fewer parameters.", where=where)
+            raise ConfigError(problem[0].upper() + problem[1:])
         if not trainer.optimizers:
             if trainer.optimizer is None:
                 raise ConfigError(
@@ -175,6 +184,12 @@ class Build:
         if not (isinstance(found, type) and issubclass(found, Trainer)):
             raise ConfigError(f"trainer.type: {self.config.trainer.type} is not a subclass of Trainer.", where=where)
         return found
+
+    def take_trainer(self, trainer_class: type[Trainer]) -> None:
+        """Notes the class that asks for the model: a `build_model` of a user's may read the weights that it gets."""
+        owner = next(each for each in trainer_class.__mro__ if "build_model" in vars(each))
+        if not owner.__module__.startswith("trainwright."):
+            self._reader = f"{owner.__name__}.build_model"
 
     def take_task(self, task: Task) -> None:
         """Notes the task whose `build_*` methods win over sections."""
@@ -328,3 +343,14 @@ def _share_out(
             problem = f"{globs[owner]} matches no parameter that is trained."
             raise ConfigError(f"trainer.optimizers.{owner}.match: {problem}", where=where)
     return shares
+
+
+def describe_dtypes(model: torch.nn.Module) -> str:
+    """Names the dtypes of weights that are not all float32, and warns of what training loses in float16."""
+    if any(each.dtype == torch.float16 and each.requires_grad for each in model.parameters()):
+        logger.warning(
+            "Weights in float16 are trained: small gradients and updates become 0 in it, and a scaled loss does not "
+            "help the weights. Use pretrained.dtype fp32 (and runtime.precision for speed), or bf16."
+        )
+    names = sorted({str(each.dtype).removeprefix("torch.") for each in model.parameters()})
+    return "" if names in ([], ["float32"]) else f" in {' and '.join(names)}"

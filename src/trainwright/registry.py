@@ -218,7 +218,9 @@ def _member(module: ModuleType, name: str) -> Any:
             listed = f" It defines: {', '.join(defined)}." if defined else ""
             file = getattr(module, "__file__", None)
             source = _shown(file) if file else f"The module {module.__name__}"
-            raise ComponentError(f'{source} has no "{name}".{_did_you_mean(name, public)}{listed}')
+            # A package that imports its parts when they are asked for (transformers) lists them by dir alone.
+            near = _did_you_mean(name, [word for word in {**public, **dict.fromkeys(dir(module))} if word[0] != "_"])
+            raise ComponentError(f'{source} has no "{name}".{near}{listed}')
     return value
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainwright.backends import Backend, copy_to_host, host_buffers, pick_backend
+from trainwright.backends import Backend, checked_device, copy_to_host, host_buffers, pick_backend
 from trainwright.errors import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -68,3 +68,12 @@ def test_buffers_of_the_host_are_like_their_tensors_and_get_their_values():
         assert buffer.numel() == 0 or buffer.data_ptr() != tensor.data_ptr()
     assert host_buffers([]) == []
     copy_to_host([], [])
+
+
+def test_a_device_that_a_call_names_is_looked_for_first(monkeypatch):
+    assert checked_device("cpu") == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="device: 'cuda:1', but torch sees no GPU here"):
+        checked_device("cuda:1")
+    with pytest.raises(ConfigError, match="no device 'gpu'"):
+        checked_device("gpu")

@@ -288,7 +288,7 @@ RETURN = 'return {"loss": nn.functional.cross_entropy(logits, labels), "logits":
     [
         ("return logits.detach().mean()", "The loss has no gradient: nothing that it was computed from requires one."),
         ("return None or None", "forward returned None."),
-        ("return logits", "The loss must be one number in a tensor, or a Mean; forward gave a tensor of shape (4, 2)."),
+        ("return logits", "forward returned a tensor of shape (4, 2), and Net has no criterion."),
         ("return logits.mean() / 0.0 * 0.0", "the first loss is nan."),
         ("return logits.mean() + 1e38 * 10", "the first loss is inf."),
     ],

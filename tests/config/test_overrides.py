@@ -77,7 +77,9 @@ def test_a_bare_pretrained_folder_is_spelled_out():
 
 
 def test_bad_yaml_in_a_value_is_refused():
-    with pytest.raises(ConfigError, match=r'A value that begins with \* is an alias\. Put a glob in quotes: "\*\.q_proj"'):
+    with pytest.raises(
+        ConfigError, match=r'A value that begins with \* is an alias\. Put a glob in quotes: "\*\.q_proj"'
+    ):
         overridden({}, "a=[*.q_proj]")
     with pytest.raises(ConfigError, match=r"^override a=\[1, 2: not valid YAML"):
         overridden({}, "a=[1, 2")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,10 +44,84 @@ def test_a_folder_of_others_is_refused_unless_overwritten(tmp_path, caplog):
     with pytest.raises(CheckpointError, match=r"no earlier export.*--overwrite"):
         write(tmp_path, "config.json")
     assert (tmp_path / "config.json").read_text() == "theirs"
-    write(tmp_path, "config.json", "model-00001-of-00001.safetensors", overwrite=True)
-    assert files_in(tmp_path) == {"config.json", "model-00001-of-00001.safetensors", "tokenizer.json"}
-    assert (tmp_path / "tokenizer.json").read_text() == "theirs"
-    assert "kept, though this export did not write them: tokenizer.json" in caplog.text
+    write(tmp_path, "config.json", overwrite=True)
+    assert files_in(tmp_path) == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert (tmp_path / "config.json").read_text() == "{}"
+    assert (tmp_path / "model.safetensors").read_text() == (tmp_path / "tokenizer.json").read_text() == "theirs"
+    assert "kept, though this export did not write them: model.safetensors, tokenizer.json" in caplog.text
+
+
+def test_no_file_of_others_goes_and_those_that_look_like_weights_are_named(tmp_path, caplog):
+    write(tmp_path / "out", "model.safetensors", "model.yaml")
+    others = ("config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json")
+    for name in (*others, "main.py"):
+        (tmp_path / "out" / name).write_text("mine")
+    for overwrite in (False, True):
+        caplog.clear()
+        write(tmp_path / "out", "model.safetensors", overwrite=overwrite)
+        assert files_in(tmp_path / "out") == {"model.safetensors", "main.py", *others}
+        assert f"kept, though this export did not write them: {', '.join(sorted(others))}." in caplog.text
+
+
+def test_weights_of_others_that_would_be_read_before_the_shards_are_refused(tmp_path):
+    (tmp_path / "model.safetensors").write_text("theirs")
+    shards = ("config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not of an earlier export, and would be read in"):
+        write(tmp_path, *shards, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    write(tmp_path / "ours", "config.json", "model.safetensors")
+    write(tmp_path / "ours", *shards)
+    assert files_in(tmp_path / "ours") == set(shards)
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from tests.export.test_folders import write
+from trainwright.export.folders import export_folder
+
+def counted(act):
+    def acting(path, *arguments, **options):
+        global left
+        left -= 1
+        if left < 0:
+            os._exit(9)
+        return act(path, *arguments, **options)
+    return acting
+
+for left in range(6):
+    folder = Path(sys.argv[1], str(left))
+    write(folder, "config.json", "old.txt")
+    (folder / "README.md").write_text("mine")
+    child = os.fork()
+    if child == 0:
+        with export_folder(folder, run="one", file_format="huggingface") as staging:
+            for name in ("config.json", "new.json"):
+                (staging / name).write_text("{}")
+            for name in ("rename", "replace", "unlink"):
+                setattr(Path, name, counted(getattr(Path, name)))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+"""
+
+
+def test_an_export_that_was_killed_between_any_two_moves_can_be_made_again(tmp_path):
+    subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=True, cwd=Path(__file__).parents[2])
+    folders = sorted(tmp_path.iterdir())
+    assert len(folders) == 6
+    for folder in folders:
+        assert any(".writing-" in path.name for path in folder.iterdir())
+        write(folder, "config.json", "new.json")
+        assert files_in(folder) == {"config.json", "new.json", "README.md"}
+        assert json.loads((folder / "export.json").read_text())["files"] == ["config.json", "export.json", "new.json"]
+
+
+def test_what_a_killed_first_export_left_in_an_empty_folder_is_no_file_of_others(tmp_path):
+    left = tmp_path / "out" / ".out.writing-0123abcd"
+    left.mkdir(parents=True)
+    (left / "config.json").write_text("{}")
+    write(tmp_path / "out", "config.json")
+    assert files_in(tmp_path / "out") == {"config.json"}
 
 
 def test_an_error_leaves_the_earlier_export_as_it_was(tmp_path):

@@ -28,6 +28,14 @@ def adapted(**settings):
     add_lora(model, match="*.q_proj", rank=2)
     return model
 """
+LARGE = """
+from trainwright.models.llama import Llama
+
+def large(**settings):
+    model = Llama(**settings)
+    model.model.norm.weight.data.fill_(1e6)
+    return model
+"""
 THEIRS = """
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -92,6 +100,48 @@ def test_an_export_may_lie_in_the_run_but_not_over_it(run):
         export_run(run, run / "checkpoints" / "step-00000004", overwrite=True)
     assert (run / "config.yaml").exists()
     load_checkpoint(run)
+
+
+def test_a_link_to_the_run_is_not_written_over(run, tmp_path):
+    (tmp_path / "link").symlink_to(run.parent)
+    with pytest.raises(CheckpointError, match="holds the run itself"):
+        export_run(run, tmp_path / "link" / run.name, overwrite=True)
+    with pytest.raises(CheckpointError, match="keeps its checkpoints"):
+        export_run(run, tmp_path / "link" / run.name / "checkpoints" / "x", overwrite=True)
+    with pytest.raises(CheckpointError, match="holds the run itself"):
+        export_run(tmp_path / "link" / run.name, run, overwrite=True)
+    assert not (run / "export.json").exists()
+
+
+def test_weights_that_would_be_infinite_are_refused_by_name(tmp_path):
+    (tmp_path / "large.py").write_text(LARGE)
+    folder, _ = train_run(tmp_path, RUN.replace("type: llama", "type: large.py:large"), ["trainer.max_steps=2"])
+    with pytest.raises(CheckpointError, match=r"As float16 .* infinite.*: model\.norm\.weight \(up to 1e\+06\)\."):
+        export_run(folder, tmp_path / "hf", dtype="fp16")
+    assert not (tmp_path / "hf").exists()
+    export_run(folder, tmp_path / "hf", dtype="bf16")
+
+
+@pytest.mark.parametrize("kind", ["llama", "transformers:AutoModelForCausalLM"])
+def test_what_was_read_of_generation_is_written_as_it_was(tmp_path, kind):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, intermediate_size=48))
+    model.save_pretrained(tmp_path / "published")
+    # Published folders have such, though transformers itself refuses to write it: sampling settings without sampling.
+    told = {"eos_token_id": [2, 7], "temperature": 0.3, "top_p": 0.9, "do_sample": False, "bos_token_id": 1}
+    (tmp_path / "published" / "generation_config.json").write_text(json.dumps(told))
+    start, end = RUN.index("model: "), RUN.index("data:")
+    text = f"{RUN[:start]}model: {{type: {kind}, pretrained: published}}\n{RUN[end:]}"
+    folder, trainer = train_run(tmp_path, text, ["trainer.max_steps=2"])
+    shutil.rmtree(tmp_path / "published")
+    if kind != "llama":
+        again = load_checkpoint(folder)
+        assert again.generation_config.to_dict() == trainer.model.generation_config.to_dict()
+    written = export_run(folder, tmp_path / "hf")
+    kept = json.loads((written / "generation_config.json").read_text())
+    assert {key: kept.get(key, False) for key in told} == told
+    assert transformers.AutoModelForCausalLM.from_pretrained(written).generation_config.eos_token_id == [2, 7]
 
 
 def test_a_subclass_with_a_forward_of_its_own_is_plain_weights_only(tmp_path):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from trainwright import RunConfig, build_trainer, load_checkpoint
+from trainwright.cli import app
 from trainwright.errors import CheckpointError, TrainwrightError
 
 PROJECT = Path(__file__).parents[1] / "project"
@@ -133,3 +139,219 @@ def test_without_strict_differences_are_accepted(trained, tmp_path):
 
 def test_the_weights_are_where_they_are_asked_for(trained):
     assert {value.device.type for value in load_checkpoint(trained[0], device="meta").state_dict().values()} == {"meta"}
+
+
+def test_the_best_step_is_exported_by_its_word(trained, tmp_path):
+    done = CliRunner().invoke(
+        app, ["export", str(trained[0]), "--step", "best", "--format", "safetensors", "--to", str(tmp_path / "out")]
+    )
+    assert done.exit_code == 0, done.output
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert is_last(load_checkpoint(trained[0], 2), written)
+    assert not is_last(load_checkpoint(trained[0]), written)
+
+
+# what a user's constructor does beside its weights
+
+NETS = """
+import torch
+from torch import nn
+
+
+class Rows:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"features": torch.arange(4.0) + index, "labels": torch.tensor(index % 2)}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.make()
+
+    def between(self, hidden):
+        return hidden
+
+    def forward(self, features, labels=None):
+        logits = self.head(self.between(self.layer(features)))
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return {"loss": loss, "logits": logits}
+
+
+class DrawsNumber(Net):
+    def make(self):
+        self.scale = float(torch.rand(()))
+
+    def between(self, hidden):
+        return hidden * self.scale
+
+
+class DrawsOrder(Net):
+    def make(self):
+        self.order = torch.randperm(4).tolist()
+
+    def between(self, hidden):
+        return hidden[..., self.order] * torch.arange(4)
+
+
+class DrawsTensors(Net):
+    def make(self):
+        self.noise = [torch.rand(4)]
+
+    def between(self, hidden):
+        return hidden * self.noise[0]
+
+
+class DrawsBuffer(Net):
+    def make(self):
+        self.register_buffer("turn", nn.init.kaiming_uniform_(torch.empty(4, 4)), persistent=False)
+
+    def between(self, hidden):
+        return hidden @ self.turn
+
+
+class KeepsWeights(Net):
+    def make(self):
+        weight = self.layer.weight
+        self.held = [weight]
+        self.add = lambda hidden: hidden + weight.mean(0)
+
+    def between(self, hidden):
+        return self.add(hidden) * self.held[0].mean()
+
+
+class Freezes(Net):
+    def make(self):
+        weight = nn.Parameter(torch.ones(4))
+        self.weight = weight
+        weight.requires_grad_(False)
+
+    def between(self, hidden):
+        return hidden * self.weight
+
+
+TEACHER = nn.Linear(4, 4)
+nn.init.eye_(TEACHER.weight)
+
+
+class Learns(Net):
+    def make(self):
+        pass
+
+    def between(self, hidden):
+        return hidden + TEACHER(hidden).detach() * 0
+"""
+
+NETS_RUN = """
+name: NAME
+model: {type: nets.py:NAME}
+data: {train: {type: nets.py:Rows}}
+trainer: {max_steps: 2, global_batch_size: 4, optimizer: {type: sgd, lr: 0.1}}
+checkpoint: {every_steps: 2}
+writers: []
+runtime: {device: cpu}
+"""
+
+LOAD = """
+import sys
+
+import torch
+
+from trainwright import load_checkpoint
+
+model = load_checkpoint(sys.argv[1])
+assert not torch.distributed.is_initialized()
+expected = torch.tensor(eval(sys.argv[2]))
+assert torch.equal(model(torch.ones(1, 4))["logits"], expected), (model(torch.ones(1, 4))["logits"], expected)
+"""
+
+
+def net_run(tmp_path, name):
+    (tmp_path / "nets.py").write_text(NETS)
+    (tmp_path / "run.yaml").write_text(NETS_RUN.replace("NAME", name))
+    return RunConfig.load(tmp_path / "run.yaml", [f"output_dir={tmp_path / 'runs'}"])
+
+
+@pytest.mark.parametrize(
+    "name", ["DrawsNumber", "DrawsOrder", "DrawsTensors", "DrawsBuffer", "KeepsWeights", "Freezes"]
+)
+def test_what_a_constructor_draws_keeps_and_freezes_is_as_it_was_in_the_run(tmp_path, name):
+    trainer = build_trainer(net_run(tmp_path, name))
+    trainer.train()
+    loaded = load_checkpoint(trainer.folder)
+    features = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    assert torch.equal(loaded(features)["logits"], trainer.model.eval()(features)["logits"])
+    trains = [{key: one.requires_grad for key, one in each.named_parameters()} for each in (loaded, trainer.model)]
+    assert trains[0] == trains[1]
+
+
+def in_a_process(*command):
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+
+
+def test_modules_that_a_user_s_file_makes_when_it_is_imported_have_weights(tmp_path):
+    trainer = build_trainer(net_run(tmp_path, "Learns"))
+    trainer.train()
+    expected = trainer.model.eval()(torch.ones(1, 4))["logits"].tolist()
+    done = in_a_process("-c", LOAD, trainer.folder, expected)  # which imports the file by loading
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+TWO_RANKS = """
+import sys
+
+import torch
+
+from trainwright import RunConfig, build_trainer
+
+trainer = build_trainer(RunConfig.load(sys.argv[1], [f"output_dir={sys.argv[2]}", "runtime.mesh={replicate: 2}"]))
+trainer.train()
+if trainer.ranks.is_first:
+    print(trainer.model.eval()(torch.ones(1, 4))["logits"].tolist())
+trainer.ranks.part()
+"""
+
+
+def test_a_run_of_two_ranks_is_loaded_by_one_process_without_a_group(tmp_path):
+    net_run(tmp_path, "DrawsBuffer")
+    (tmp_path / "train.py").write_text(TWO_RANKS)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = in_a_process(*torchrun, tmp_path / "train.py", tmp_path / "run.yaml", tmp_path / "runs")
+    assert done.returncode == 0, done.stderr[-4000:]
+    loaded = in_a_process("-c", LOAD, tmp_path / "runs" / "DrawsBuffer", done.stdout.strip().splitlines()[-1])
+    assert loaded.returncode == 0, loaded.stderr[-4000:]
+
+
+@pytest.mark.parametrize("lora", ["", ", lora: {match: '*.q_proj', rank: 2}"])
+def test_of_a_shipped_model_no_weight_is_drawn(tmp_path, monkeypatch, lora):
+    text = NETS_RUN.replace("{type: nets.py:NAME}", f"{{type: llama, preset: tiny, vocab_size: 61{lora}}}")
+    (tmp_path / "run.yaml").write_text(text.replace("NAME", "ours"))
+    trainer = build_trainer(net_and_tokens(tmp_path))
+    trainer.train()
+
+    def refuse(*arguments, **options):
+        raise AssertionError("a weight is drawn")
+
+    monkeypatch.setattr("trainwright.export.load.build_model", refuse)
+    loaded = load_checkpoint(trainer.folder)
+    assert is_last(loaded, trainer.model.state_dict())
+    trains = [{key: one.requires_grad for key, one in each.named_parameters()} for each in (loaded, trainer.model)]
+    assert trains[0] == trains[1]
+
+
+def net_and_tokens(tmp_path):
+    rows = 'return {"features": torch.arange(4.0) + index, "labels": torch.tensor(index % 2)}'
+    (tmp_path / "nets.py").write_text(
+        NETS.replace(rows, 'return {"input_ids": torch.arange(4) + index, "labels": torch.arange(4) + index}')
+    )
+    return RunConfig.load(tmp_path / "run.yaml", [f"output_dir={tmp_path / 'runs'}"])

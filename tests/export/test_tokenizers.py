@@ -50,3 +50,16 @@ def test_each_kind_is_saved_as_files(tmp_path, words):
     assert load_tokenizer(third).encode("a") == [0]
     assert save_tokenizer(load_tokenizer("bytes"), tmp_path) == []
     assert save_tokenizer(object(), tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["", "tokenizer.json"])
+def test_the_template_of_conversations_and_added_tokens_go_along(tmp_path, words, name):
+    (tmp_path / "from").mkdir()
+    (tmp_path / "to").mkdir()
+    words.save(str(tmp_path / "from" / "tokenizer.json"))
+    (tmp_path / "from" / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "from" / "added_tokens.json").write_text("{}")
+    (tmp_path / "from" / "notes.txt").write_text("mine")
+    save_tokenizer(load_tokenizer(tmp_path / "from" / name), tmp_path / "to")
+    written = {path.name for path in (tmp_path / "to").iterdir()}
+    assert written == {"tokenizer.json", "chat_template.jinja", "added_tokens.json"}

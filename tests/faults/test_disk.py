@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import signal
+from contextlib import suppress
 
 import pytest
 from tests.faults.hooks import At, kill_at
@@ -227,7 +228,7 @@ def test_a_full_disk_costs_the_saves_until_there_is_room(saving, whole, tmp_path
 
     def fill(trainer):
         trainer.checkpoints.settle()
-        with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        with ballast.open("wb", buffering=0) as file, suppress(OSError):
             while True:
                 file.write(bytes(4096))
                 file.flush()

@@ -17,6 +17,9 @@ TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 WHILE_TRAINING = ("before_train", "data", "forward", "after_step", "evaluation", "commit", "after_save")
 OVERRIDES = (*SMALL, "model.dropout=0.3", "hooks=[{type: average_weights, decay: 0.8}]")
 
+# The next save waits for a commit, and comes two steps later: told at the first commit, a run has not ended by then.
+AT = dict.fromkeys(WHILE_TRAINING, 4) | {"commit": 2}
+
 _undisturbed = {}
 
 
@@ -48,7 +51,7 @@ def assert_left_saved_and_goes_on(folder, run, number, undisturbed, *, phase, at
     num_ranks = len(run.children)
     assert run.wait() == [128 + number] * num_ranks
     # One process leaves with the step under way, several with the one after: they hear of it by a message.
-    allowed = {"before_train": (None,), "commit": (at + 1, at + 2), "after_save": (at, at + 1, at + 2)}
+    allowed = {"before_train": (None,), "commit": (2, 3, 4, 5), "after_save": (at, at + 1, at + 2)}
     saved = max(store_of(folder).steps(), default=None)
     assert saved in allowed.get(phase, (at,) if num_ranks == 1 else (at, at + 1))
     if saved is not None:
@@ -62,7 +65,7 @@ def assert_left_saved_and_goes_on(folder, run, number, undisturbed, *, phase, at
 )
 def test_one_process_that_is_told_to_leave_saves_its_step(phase, number, tmp_path, undisturbed, tried):
     tried("SIGINT, SIGTERM or SIGUSR1 in each phase, one process")
-    run = Run(tmp_path / "run", *OVERRIDES, num_ranks=1, faults=[Fault(phase, linger(number), step=4)])
+    run = Run(tmp_path / "run", *OVERRIDES, num_ranks=1, faults=[Fault(phase, linger(number), step=AT[phase])])
     assert_left_saved_and_goes_on(tmp_path / "run", run, number, undisturbed, phase=phase)
 
 
@@ -73,14 +76,43 @@ def test_all_ranks_leave_at_one_step_whichever_is_told(phase, told, tmp_path, un
         pytest.skip("the first rank alone writes")
     tried("SIGTERM or SIGUSR1 to one rank of two, or to both, in each phase")
     number = (TERM, USR1)[(WHILE_TRAINING.index(phase) + sum(told)) % 2]
-    run = Run(tmp_path / "run", *OVERRIDES, faults=[Fault(phase, linger(number), ranks=told, step=4)])
+    run = Run(tmp_path / "run", *OVERRIDES, faults=[Fault(phase, linger(number), ranks=told, step=AT[phase])])
     assert_left_saved_and_goes_on(tmp_path / "run", run, number, undisturbed, phase=phase)
+
+
+@pytest.mark.parametrize("told", [(0,), (1,), (0, 1)], ids=["first", "second", "both"])
+def test_an_evaluation_over_a_stream_is_abandoned_by_all_ranks(told, tmp_path, tried):
+    tried("SIGTERM to one rank of two, or to both, in the evaluation of a stream")
+    stream = (*OVERRIDES, "data.eval={valid: {type: tests.project.parts:PointStream, size: 33, seed: 1}}")
+    assert train_two(tmp_path / "undisturbed", *stream) == [0, 0]
+    run = Run(tmp_path / "run", *stream, faults=[Fault("evaluation", linger(TERM), ranks=told, step=4)])
+    assert run.wait(seconds=30) == [128 + TERM] * 2
+    assert store_of(tmp_path / "run").steps()[-1] == 4
+    assert train_two(tmp_path / "run", *stream) == [0, 0]
+    assert_same_end(tmp_path / "undisturbed", tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", ["Points", "PointStream"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_evaluation_that_fails_on_one_rank_fails_on_both_and_keeps_the_step(failing, kind, tmp_path, tried):
+    tried("an evaluation that fails on one rank of two")
+
+    def fail(trainer):
+        raise ValueError("by chance")
+
+    overrides = (*OVERRIDES, f"data.eval={{valid: {{type: tests.project.parts:{kind}, size: 33, seed: 1}}}}")
+    run = Run(tmp_path / "run", *overrides, faults=[Fault("evaluation", fail, ranks=(failing,), step=4)])
+    assert run.wait(seconds=30) == [1 if rank == failing else 2 for rank in range(2)]
+    assert f"The evaluation failed on rank {failing}: ValueError('by chance')" in run.said(1 - failing)
+    assert store_of(tmp_path / "run").newest_intact() == 4
 
 
 @pytest.mark.parametrize("number", [INT, TERM, USR1])
 def test_a_process_that_is_told_to_leave_while_it_starts_leaves_at_once(number, tmp_path, tried):
     tried("SIGINT, SIGTERM or SIGUSR1 at start-up")
-    assert train_two(tmp_path / "run", *OVERRIDES, num_ranks=1, faults=[Fault("start-up", send(number))]) == [128 + number]
+    assert train_two(tmp_path / "run", *OVERRIDES, num_ranks=1, faults=[Fault("start-up", send(number))]) == [
+        128 + number
+    ]
     assert store_of(tmp_path / "run").steps() == []
 
 
@@ -120,7 +152,7 @@ def test_a_run_that_cannot_end_its_step_leaves_at_the_deadline(num_ranks, number
         sleep_for_ever(trainer)
 
     faults = [Fault("forward", stuck, step=5)]
-    overrides = (*OVERRIDES, "preemption.deadline_seconds=0.5")
+    overrides = (*OVERRIDES, "preemption.deadline_seconds=0.5", "checkpoint.asynchronous=false")
     run = Run(tmp_path / "run", *overrides, num_ranks=num_ranks, faults=faults)
     assert run.wait(seconds=30) == [128 + number] * num_ranks
     assert store_of(tmp_path / "run").newest_intact() == 4
@@ -134,7 +166,7 @@ def test_ranks_of_which_one_is_in_a_collective_for_ever_leave_at_the_deadline(tm
 
     overrides = (*OVERRIDES, "preemption.deadline_seconds=0.5")
     run = Run(tmp_path / "run", *overrides, faults=[Fault("forward", sleep_for_ever, ranks=(1,), step=5)])
-    while not store_of(tmp_path / "run").steps()[-1:] == [4]:
+    while store_of(tmp_path / "run").steps()[-1:] != [4]:
         time.sleep(0.01)
     time.sleep(0.3)  # for rank 0 to be in the sum of the gradients; the outcome is the same if it is not there yet
     run.send(0, TERM)
@@ -158,8 +190,10 @@ def test_a_second_signal_ends_the_run_at_once(number, tmp_path, undisturbed, tri
         obey_preemption.ECHO_SECONDS = 0.05
 
     run = Run(tmp_path / "run", *OVERRIDES, num_ranks=1, faults=[Fault("forward", twice, step=5)], prepare=hasten)
-    assert run.wait() == [128 + number]
-    assert store_of(tmp_path / "run").newest_intact() == 4
+    # As if nobody listened: killed by the signal, or a KeyboardInterrupt.
+    assert run.wait() == ([1] if number == INT else [-number]), run.said(0)
+    assert "still there" not in run.said(0)
+    assert store_of(tmp_path / "run").newest_intact() in (2, 4)
     assert train_two(tmp_path / "run", *OVERRIDES, num_ranks=1) == [0]
     assert_same_end(undisturbed(1), tmp_path / "run")
 

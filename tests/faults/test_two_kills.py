@@ -9,7 +9,10 @@ from tests.faults.two_ranks import PHASES, Fault, Run, send, train_two
 
 POINTS = {
     "map": ("data.train={type: tests.project.parts:Points, size: 50, noise: 0.1}",),
-    "iterable": ("data.train={type: tests.project.parts:ShardedPoints, size: 90, noise: 0.1}", "data.shuffle_buffer=20"),
+    "iterable": (
+        "data.train={type: tests.project.parts:ShardedPoints, size: 90, noise: 0.1}",
+        "data.shuffle_buffer=20",
+    ),
 }
 ACCUMULATIONS = {
     1: ("trainer.global_batch_size=8", "trainer.micro_batch_size=4"),

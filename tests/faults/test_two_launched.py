@@ -52,8 +52,8 @@ def wait_until(is_so, process):
     assert is_so()
 
 
-def test_a_command_that_is_told_to_leave_saves_and_goes_on(tmp_path, undisturbed, tried):
-    tried("SIGTERM to `trainwright train --nproc 2`")
+@pytest.mark.slow
+def test_a_command_that_is_told_to_leave_saves_and_goes_on(tmp_path, undisturbed):
     folder = tmp_path / "run"
     command = begin((sys.executable, *TRAINWRIGHT, "--nproc", "2"), folder, "hooks=[tests.faults.once:Slowly]")
     wait_until(lambda: store_of(folder).steps(), command)

@@ -145,6 +145,46 @@ def test_averages_of_another_model_are_refused(tmp_path):
         trainer.train()
 
 
+def test_averages_that_are_loaded_come_to_where_the_weights_are(tmp_path):
+    trainer = build_trainer(load(tmp_path))
+    hook = averaging(trainer)
+    trainer.model.to("meta")  # stands for an accelerator: a run that goes back loads from main memory
+    loaded = {name: torch.ones(parameter.shape) for name, parameter in trainer.model.named_parameters()}
+    hook.load_state_dict({"averages": loaded})
+    assert {average.device.type for average in hook.averages.values()} == {"meta"}
+
+
+class OneBadBatch(Watching):
+    """The loss of the fifth batch is nan; keeps the weights of the steps that stand."""
+
+    def post_init(self):
+        super().post_init()
+        self.standing = {}
+
+    def forward(self, **batch):
+        outputs = super().forward(**batch)
+        is_bad = self.model.training and self.train_data.places == 40
+        return {**outputs, "loss": outputs["loss"] * float("nan")} if is_bad else outputs
+
+    def train_step(self, batch):
+        result = super().train_step(batch)
+        self.standing[self.step + 1] = self.trained[-1]
+        return result
+
+
+@pytest.mark.parametrize("snapshots", ["null", "2"])
+def test_a_run_that_goes_back_averages_the_steps_that_stand(tmp_path, snapshots):
+    incidents = f"incidents={{non_finite: rollback, snapshot_every_steps: {snapshots}}}"
+    trainer = build_trainer(load(tmp_path, incidents, "checkpoint.every_steps=3"), OneBadBatch)
+    trainer.train()
+    assert len(trainer.trained) == 1 + 6 + (2 if snapshots == "null" else 1)  # steps 4 and 5 again, or 5 alone
+    expected = trainer.trained[0]
+    for step in range(1, 7):
+        expected = {name: 0.8 * expected[name] + 0.2 * value for name, value in trainer.standing[step].items()}
+    for name, average in averaging(trainer).averages.items():
+        torch.testing.assert_close(average, expected[name])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"), [({"decay": 1.0}, "1.0 is not in"), ({"every_steps": 0}, "positive")]
 )

@@ -9,6 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.faults.runs import assert_same_end, store_of
+from tests.faults.two_ranks import Run, train_two
+from tests.loop.small_runs import own_rank
 from torch import nn
 
 from trainwright import Hook, Mean, RunConfig, Task, Trainer, build_trainer, get_event_storage
@@ -549,3 +552,93 @@ def test_two_sets_named_test_are_refused(tmp_path):
     overrides = ["data.eval={test: {type: 'parts.py:Points'}}", "data.test={type: 'parts.py:Points'}"]
     with pytest.raises(ConfigError, match=r"data\.eval\.test and data\.test would share the name test"):
         build_trainer(load(tmp_path, *overrides))
+
+
+# when it fails on one rank of two
+
+
+def failing(place, rank, *, aggregates):
+    """A trainer whose evaluation at step 4 fails on one rank, and a hook that does."""
+
+    def strike(here, trainer):
+        if here == place and own_rank() == rank and trainer.step == 4:
+            raise OSError(f"no {here}")
+
+    class Aggregating(Task):
+        def forward(self, model, batch):
+            return model(**batch)
+
+        def aggregate_logs(self, state, logs):
+            strike("aggregate_logs", self.trainer)
+            return (state or 0) + 1
+
+        def reduce_aggregated_logs(self, aggregated, step):
+            return {"batches": aggregated}
+
+    class FailsOnARank(Trainer):
+        @classmethod
+        def build_task(cls, build):
+            return Aggregating() if aggregates else build.task()
+
+        def post_init(self):
+            self.task.trainer = self
+
+        def eval_begin(self):
+            strike("eval_begin", self)
+
+        def next_eval_inputs(self, iterator):
+            strike("next_eval_inputs", self)
+            return super().next_eval_inputs(iterator)
+
+        def eval_step(self, batch):
+            strike("eval_step", self)
+            return super().eval_step(batch)
+
+        def eval_end(self, aggregated):
+            strike("eval_end", self)
+            logs = super().eval_end(aggregated)
+            return {**logs, "text": "no number"} if place == "no number" and own_rank() == rank else logs
+
+    class FailingHook(Hook):
+        def before_eval(self):
+            strike("before_eval", self.trainer)
+
+        def after_eval(self, logs):
+            if logs:
+                strike("after_eval", self.trainer)
+
+    return {"trainer": FailsOnARank, "hooks": [FailingHook]}
+
+
+PLACES = ("before_eval", "eval_begin", "next_eval_inputs", "eval_step", "metric", "eval_end", "no number", "after_eval")
+STREAM = "data.eval.valid={type: tests.project.parts:PointStream, size: 33, seed: 1}"
+
+
+KINDS = [(0, True, ()), (1, True, (STREAM,)), (1, False, (STREAM,))]
+CASES = [(place, *kind) for place in PLACES for kind in KINDS] + [("aggregate_logs", *kind) for kind in KINDS[:2]]
+
+
+@pytest.mark.parametrize(("place", "rank", "aggregates", "data"), CASES)
+def test_an_evaluation_that_fails_anywhere_on_one_rank_fails_on_all_and_the_step_is_saved(
+    place, rank, aggregates, data, tmp_path
+):
+    metric = f"evaluation.metrics={{m: {{type: 'tests.loop.small_runs:FailingMetric', rank: {rank}}}}}"
+    settings = ("checkpoint.every_steps=100", *data, *([metric] if place == "metric" else []))
+    run = Run(tmp_path / "run", *settings, **failing(place, rank, aggregates=aggregates))
+    codes = run.wait(seconds=30)
+    said = "could not convert string" if place == "no number" else f"no {place}"
+    assert (codes[rank], codes[1 - rank]) == (1, 2), run.said(0)  # its own error there, and a word about it elsewhere
+    assert said in run.said(rank)
+    assert f"The evaluation failed on rank {rank}: " in run.said(1 - rank)
+    assert said in run.said(1 - rank)
+    assert store_of(tmp_path / "run").steps() == [4]
+    assert store_of(tmp_path / "run").read(4, "training")["has_unfinished_step"]
+
+
+@pytest.mark.parametrize("place", ["before_eval", "after_eval"])
+def test_a_run_whose_evaluation_failed_on_one_rank_goes_on_as_if_it_had_not(place, tmp_path):
+    averages = "hooks=[{type: average_weights, decay: 0.8}]"  # swapped out again before the step is saved
+    assert train_two(tmp_path / "whole", averages) == [0, 0]
+    assert Run(tmp_path / "run", averages, **failing(place, 1, aggregates=False)).wait(seconds=30) == [2, 1]
+    assert train_two(tmp_path / "run", averages) == [0, 0]
+    assert_same_end(tmp_path / "whole", tmp_path / "run")

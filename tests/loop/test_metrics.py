@@ -54,3 +54,17 @@ def test_missing_labels_are_named_with_what_there_is(batch, have):
     metric = ConfiguredMetric("top", Accuracy(), "logits", "labels", "run.yaml:9")
     with pytest.raises(ConfigError, match=rf"^run\.yaml:9: evaluation\.metrics\.top\.labels: .*'labels'; {have}"):
         metric.update({"logits": torch.zeros(1, 2)}, batch)
+
+
+@pytest.mark.parametrize("name", ["output", "scores"])
+def test_the_only_output_is_measured_whatever_its_name(name):
+    metric = ConfiguredMetric("top", Accuracy(), "logits", "labels")
+    metric.update({name: torch.tensor([[0.0, 1.0]])}, {"labels": torch.tensor([1])})
+    assert float(metric.metric.compute().value) == 1.0
+
+
+def test_the_only_output_is_not_taken_where_another_is_named_or_it_is_a_number():
+    for outputs, name in (({"output": torch.zeros(1, 2)}, "scores"), ({"quality": torch.tensor(0.5)}, "logits")):
+        metric = ConfiguredMetric("top", Accuracy(), name, "labels")
+        with pytest.raises(ConfigError, match=rf"gives no '{name}'; .*\(outputs: {next(iter(outputs))}\)"):
+            metric.require_outputs(outputs)

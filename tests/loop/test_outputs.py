@@ -14,7 +14,7 @@ from torch import nn
 from trainwright import RunConfig, build_trainer
 from trainwright.errors import DataError, TrainwrightError
 from trainwright.events import Mean
-from trainwright.loop.outputs import read_forward
+from trainwright.loop.outputs import CriterionError, read_forward, refuse_ids
 
 PROJECT = Path(__file__).parents[1] / "project"
 LOGITS = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
@@ -122,7 +122,8 @@ def test_what_is_missing_for_a_loss_is_named(returned, model, batch, missing):
         ("text", "forward returned a str"),
         ((torch.tensor(1.0),), r"forward returned a tuple of 1 \(Tensor\)"),
         ((torch.tensor(1.0), LOGITS), r"a tuple of 2 \(Tensor, Tensor\).*must be \(loss, metrics\)"),
-        (LOGITS, r"one number in a tensor, or a Mean; forward gave a tensor of shape \(2, 2\).*\.mean\(\)"),
+        (LOGITS, r"a tensor of shape \(2, 2\), and Plain has no criterion.*If they are the losses"),
+        ({"loss": LOGITS}, r"one number in a tensor, or a Mean; forward gave a tensor of shape \(2, 2\).*\.mean\(\)"),
         ({"loss": 0.5}, "forward gave a float"),
         ((0.5, {}), "forward gave a float"),
     ],
@@ -130,6 +131,50 @@ def test_what_is_missing_for_a_loss_is_named(returned, model, batch, missing):
 def test_anything_else_is_an_error_that_shows_it(returned, shown):
     with pytest.raises(TrainwrightError, match=shown):
         read(returned)
+
+
+def test_without_labels_a_tensor_is_a_loss_that_is_not_reduced():
+    with pytest.raises(TrainwrightError, match=r"one number in a tensor.*\.mean\(\)"):
+        read(LOGITS, batch={"x": LOGITS})
+
+
+def test_a_criterion_of_torch_that_cannot_compare_is_named_with_both_shapes():
+    model = nn.Module()
+    model.criterion = nn.BCEWithLogitsLoss()
+    said = r"BCEWithLogitsLoss, cannot compare outputs \[2, 2\] float32 and labels \[2\] int64: Target size.*\. Let"
+    with pytest.raises(CriterionError, match=said) as caught:
+        read(LOGITS, model=model)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_a_users_criterion_keeps_its_error_and_notes_what_it_got():
+    class Own(nn.Module):
+        def forward(self, scores, labels):
+            return scores @ scores[:, :1].T
+
+    model = nn.Module()
+    model.criterion = Own()
+    with pytest.raises(RuntimeError, match="shapes") as caught:
+        read(LOGITS, model=model)
+    assert caught.value.__notes__ == ["The model's criterion got outputs [2, 2] float32 and labels [2] int64."]
+
+
+def test_a_lack_of_memory_in_a_criterion_is_left_alone():
+    class Large(nn.Module):
+        def forward(self, scores, labels):
+            raise torch.OutOfMemoryError("out of memory")
+
+    model = nn.Module()
+    model.criterion = Large()
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        read(LOGITS, model=model)
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_ids_that_an_embedding_of_the_users_lacks_are_named_with_it():
+    model = nn.ModuleDict({"words": nn.Embedding(20, 2)})
+    with pytest.raises(DataError, match="x holds ids from 3 to 30, but the embedding words has 20 rows"):
+        refuse_ids(IndexError("index out of range in self"), {"x": torch.tensor([3, 30])}, model)
 
 
 def test_a_token_outside_of_the_vocabulary_is_named_with_the_embedding(tmp_path):
@@ -142,5 +187,5 @@ def test_a_token_outside_of_the_vocabulary_is_named_with_the_embedding(tmp_path)
             *("data.eval={}", "evaluation.metrics={}", "trainer.type=language_model"),
         ],
     )
-    with pytest.raises(DataError, match=r"input_ids holds ids from 0 to 49, but .* model\.embed_tokens has 20"):
+    with pytest.raises(DataError, match=r"input_ids holds ids from 0 to 49, but the embedding has 20 rows"):
         build_trainer(config).train()

@@ -16,6 +16,10 @@ from trainwright.models.lora import add_lora, merge_lora
 from trainwright.models.model import Model
 
 
+def double(module, inputs, output):
+    return 2 * output
+
+
 class Doubled(Llama):
     def forward(self, *args, **kwargs):
         outputs = super().forward(*args, **kwargs)
@@ -25,6 +29,23 @@ class Doubled(Llama):
 class OtherFusing(Llama):
     def _fuses_loss(self, hidden):
         return False
+
+
+class OtherHead(Llama):
+    def __getattr__(self, name):
+        return super().__getattr__(name)
+
+
+class Hooked(Llama):
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.model.norm.register_forward_hook(double)
+
+
+class OtherTheta(Llama):
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.model.rope_theta = 77.0
 
 
 class OtherPart(Llama):
@@ -67,6 +88,9 @@ def test_what_computes_as_published_is_written(kind, tmp_path):
     [
         (Doubled, r"Doubled\.forward replaces that of Llama.*--format\s+safetensors"),
         (OtherFusing, r"OtherFusing\._fuses_loss replaces"),
+        (OtherHead, r"OtherHead\.__getattr__ replaces that of Llama"),
+        (Hooked, r"model\.norm has hooks that change what it gets or gives: double"),
+        (OtherTheta, r"model has rope_theta 77\.0, not 10000\.0"),
         (OtherPart, r"model\.norm is a LayerNorm, not a RMSNorm"),
     ],
 )
@@ -88,6 +112,22 @@ def change_forward(model):
     model.model.layers[1].forward = lambda hidden, *_, **__: hidden
 
 
+def change_hooks(model):
+    model.model.layers[0].mlp.up_proj.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
+
+
+def change_attribute(model):
+    model.model.layers[1].self_attn.head_size = 16
+
+
+def change_helper(model):
+    class Other(type(model.model.norm)):
+        def _load_from_state_dict(self, *args):
+            super()._load_from_state_dict(*args)
+
+    model.model.norm.__class__ = Other
+
+
 def change_size(model):
     model.lm_head.weight = nn.Parameter(torch.zeros(9, 32))
 
@@ -102,6 +142,9 @@ def change_weights(model):
         (change_part, "model.layers.0.mlp is a Linear, not a SwiGLU"),
         (change_epsilon, "model.norm is RMSNorm((32,), eps=0.5, elementwise_affine=True), not ((32,), eps=1e-05, "),
         (change_forward, "model.layers.1 has another forward"),
+        (change_hooks, "model.layers.0.mlp.up_proj has hooks that change what it gets or gives: change_hooks"),
+        (change_attribute, "model.layers.1.self_attn has head_size 16, not 8"),
+        (change_helper, "model.norm is a Other, not a RMSNorm, whose _load_from_state_dict it replaces"),
         (change_size, "lm_head.weight is [9, 32], not [61, 32]"),
         (change_weights, "model.extra is [2], not absent"),
     ],
@@ -170,4 +213,18 @@ def test_models_of_transformers_are_looked_at_too():
 
     assert changes_of_theirs(Mine(theirs.config)) == ["Mine.forward replaces that of LlamaForCausalLM"]
     theirs.model.layers[0].mlp = MLP(32, 32)
-    assert changes_of_theirs(theirs) == ["model.layers.0.mlp is a MLP"]
+    assert changes_of_theirs(theirs) == ["model.layers.0.mlp is a MLP, not a LlamaMLP"]
+
+
+def test_hooks_attributes_and_weights_of_transformers_models_count():
+    theirs = reference()
+    theirs(input_ids=torch.zeros(1, 4, dtype=torch.long), output_hidden_states=True)  # leaves hooks of its own
+    assert changes_of_theirs(theirs) == []
+    theirs.model.norm.register_forward_hook(double)
+    theirs.model.layers[0].self_attn.scaling = 3.0
+    theirs.extra = nn.Linear(2, 2, bias=False)
+    assert changes_of_theirs(theirs) == [
+        "model.layers.0.self_attn has scaling 3.0, not 0.3535533905932738",
+        "model.norm has hooks that change what it gets or gives: double",
+        "extra.weight is [2, 2], not absent",
+    ]

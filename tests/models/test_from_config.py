@@ -135,7 +135,7 @@ def test_a_plain_module_loads_a_folder_by_its_own_names(project):
         ("type: llama, vocab_size: 61, lora: {match: q_prj}", r"run\.yaml:2: model\.lora\.match: no linear layer"),
         (
             "type: llama, vocab_size: 61, lora: {mtach: q_proj}",
-            r'run\.yaml:2: model\.lora: add_lora takes no .*"mtach"',
+            r'run\.yaml:2: model\.lora\.mtach: is unknown\. Did you mean "match"\? Known: match, rank',
         ),
         ("type: llama, vocab_size: 61, lora: 3", r"run\.yaml:2: model\.lora: must be a mapping"),
         ("type: llama, vocab_size: 61, replace: {mpl: torch.nn:Identity}", r"run\.yaml:2: model\.replace: no module"),
@@ -155,6 +155,10 @@ def test_a_plain_module_loads_a_folder_by_its_own_names(project):
             "type: llama, pretrained: {folder: a, dtype: [bf16]}",
             r"run\.yaml:2: model\.pretrained\.dtype: .*is no dtype",
         ),
+        (
+            "type: llama, pretrained: {folder: a, dtype: {a: 1}}",
+            r"run\.yaml:2: model\.pretrained\.dtype: a mapping with a is no dtype",
+        ),
         ("type: llama, pretrained: {folder: a, strict: nope}", r"run\.yaml:2: model\.pretrained\.strict: must be true"),
         (
             "type: llama, pretrained: {folder: a, allow_pickle: 1}",
@@ -170,7 +174,10 @@ def test_a_plain_module_loads_a_folder_by_its_own_names(project):
             r"run\.yaml:2: model: torch_dtype and pretrained\.dtype are the same setting",
         ),
         ("type: llama, preset: tiny, pretrained: published", r"run\.yaml:2: model: preset and pretrained both say"),
-        ("type: llama, pretrained: published, hiden_size: 3", r'model: Llama takes no argument "hiden_size"'),
+        (
+            "type: llama, pretrained: published, hiden_size: 3",
+            r'takes no argument "hiden_size".*Its parameters: hidden_size',
+        ),
         ("type: torch.nn.functional:relu_", r"model: "),
         ("type: transformers:LlamaForCausalLM, hiden_size: 3", r"run\.yaml:2: model: LlamaConfig has no setting"),
         ("type: transformers:GPT2LMHeadModel, pretrained: published", r"run\.yaml:2: model: .* not 'gpt2'"),
@@ -199,7 +206,10 @@ def test_a_preset_and_a_folder_are_taken_back_by_null(project):
             "type: llama\n  pretrained: published\n  hidden_size: 32",
             r"^\S*run\.yaml:3: model\.pretrained: .*model\.safetensors: .* has the shape .*leave out the settings",
         ),
-        ("type: llama\n  pretrained: run", r"^\S*run\.yaml:3: model\.pretrained: .* It is a run\. .*trainwright export"),
+        (
+            "type: llama\n  pretrained: run",
+            r"^\S*run\.yaml:3: model\.pretrained: .* It is a run\. .*trainwright export",
+        ),
         (
             "type: transformers:LlamaForCausalLM\n  pretrained: published\n  hidden_size: 32",
             r"^\S*run\.yaml:3: model\.pretrained: The weights of .* have other shapes",
@@ -286,3 +296,33 @@ def test_what_a_folder_told_builds_its_model_again_without_it(project):
         assert learning(again) == learning(first)
         dtypes = [{key: (one.dtype, one.shape) for key, one in model.state_dict().items()} for model in (first, again)]
         assert dtypes[0] == dtypes[1]
+
+
+@pytest.mark.parametrize(
+    ("section", "override", "said"),
+    [
+        ("type: llama, preset: tiny", "model.preset=tyni", 'has no preset .tyni.. Did you mean "tiny"'),
+        ("type: llama, preset: tiny", "model.dropout=3", "dropout is 3"),
+        ("type: llama, preset: tiny, dropout: 0.1", "model.num_layers=0", "num_layers is 0"),
+        ("type: llama, preset: tiny", "model.nm_layers=1", 'takes no argument "nm_layers"'),
+        ("type: llama, pretrained: published", "model.dropout=3", "dropout is 3"),
+        ("type: llama, pretrained: published", "model.pretrained=''", "give a folder"),
+        ("type: llama, preset: tiny, lora: {match: q_proj}", "model.lora.rank=0", "must be a whole number from 1"),
+        ("type: llama, preset: tiny, lora: {match: q_proj}", "model.lora.r=8", "is unknown.*Known: match, rank"),
+        ('type: "transformers:LlamaForCausalLM"', "model.hidden_sise=8", 'has no setting "hidden_sise"'),
+    ],
+)
+def test_a_value_of_an_override_is_not_blamed_on_the_file(project, section, override, said):
+    (project / "run.yaml").write_text(f"seed: 1\nmodel: {{{section}}}\ntrainer: {{max_steps: 1}}\n")
+    config = RunConfig.load(project / "run.yaml", [override])
+    with pytest.raises(TrainwrightError, match=rf"(?s)^override {override}: model.*{said}"):
+        build_model_section(config.model, project_dir=project, origin=config.origin)
+
+
+def test_what_a_folder_cannot_do_is_blamed_on_who_chose_the_folder(project):
+    path = project / "published" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "mlp_bias": True}))
+    (project / "run.yaml").write_text("seed: 1\nmodel: {type: llama}\ntrainer: {max_steps: 1}\n")
+    config = RunConfig.load(project / "run.yaml", ["model.pretrained=published"])
+    with pytest.raises(ConfigError, match=r"^override model\.pretrained=published: .*AutoModelForCausalLM"):
+        build_model_section(config.model, project_dir=project, origin=config.origin)

@@ -9,7 +9,7 @@ from tests.models.folders import our_llama, reference, tokens
 from trainwright.errors import ConfigError, DataError
 from trainwright.models.bert import Bert, BertClassifier
 from trainwright.models.cnn import CNN
-from trainwright.models.generation import KeyValueCache, generate, sample
+from trainwright.models.generation import KeyValueCache, generate, room_after, sample
 from trainwright.models.t5 import T5
 
 
@@ -64,10 +64,30 @@ def test_a_cache_refuses_masks_and_too_many_positions():
         model(tokens(1, 2), cache=cache)
 
 
-def test_beyond_the_positions_the_last_ones_are_seen():
+@pytest.mark.parametrize(("length", "room"), [(4, 3), (6, 1), (7, 0)])
+def test_more_tokens_than_there_are_positions_for_are_refused_with_what_is_left(length, room):
     model = our_llama(max_positions=6, initializer_range=0.3)
-    with_cache, without = (drawn(model, tokens(1, 4), temperature=0.0, use_cache=each) for each in (True, False))
-    assert torch.equal(with_cache, without)
+    assert room_after(model, length) == room
+    if room:
+        options = {"temperature": 0.0, "max_new_tokens": room}
+        with_cache, without = (drawn(model, tokens(1, length), use_cache=each, **options) for each in (True, False))
+        assert torch.equal(with_cache, without)
+        assert with_cache.shape == (1, room)
+    with pytest.raises(DataError, match=rf"6 positions, can make {room}\. .*shorten the prompt"):
+        drawn(model, tokens(1, length), max_new_tokens=room + 1)
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        (torch.tensor([1, 2, 3]), r"rows of tokens .*shape \[3\]\. One row is input_ids\[None\]"),
+        (torch.zeros(1, 3), r"whole numbers .*got torch\.float32"),
+        (torch.tensor([[1, 5000]]), "ids from 1 to 5000, but the embedding has"),
+    ],
+)
+def test_a_prompt_that_is_no_rows_of_tokens_is_refused(ids, said):
+    with pytest.raises(DataError, match=said):
+        drawn(our_llama(), ids)
 
 
 def test_a_row_that_stopped_stays_and_all_stopped_ends():

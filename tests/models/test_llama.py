@@ -359,8 +359,10 @@ def test_generation_repeats_with_the_same_generator_and_restores_the_mode():
     assert model.training
 
 
-def test_generation_goes_on_beyond_the_positions():
-    assert small_llama(max_positions=4).generate(random_tokens(1, 3), max_new_tokens=6).shape == (1, 9)
+def test_generation_ends_at_the_positions():
+    assert small_llama(max_positions=4).generate(random_tokens(1, 3), max_new_tokens=2).shape == (1, 5)
+    with pytest.raises(DataError, match=r"max_new_tokens is 3, .* 3 tokens .* 4 positions, can make 2"):
+        small_llama(max_positions=4).generate(random_tokens(1, 3), max_new_tokens=3)
 
 
 def test_top_k_of_one_takes_the_likeliest():

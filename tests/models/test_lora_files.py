@@ -111,11 +111,60 @@ def test_a_folder_of_another_model_is_named(saved):
         load_lora(other, saved[1])
 
 
-def test_what_only_peft_can_do_is_refused_by_name(saved):
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("use_dora", True),
+        ("init_lora_weights", "pissa_niter_4"),
+        ("alora_invocation_tokens", [1, 2]),
+        ("trainable_token_indices", [3]),
+        ("use_qalora", True),
+        ("lora_bias", True),
+        ("bias", "all"),
+        ("rank_pattern", {"q_proj": 2}),
+        ("of_tomorrow", "yes"),
+    ],
+)
+def test_what_only_peft_can_do_is_refused_by_name_and_the_model_stays_as_it_was(saved, key, value):
+    file, model = saved[1] / CONFIG_FILE, small_llama()
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    with pytest.raises(ConfigError, match=f"{key} is .*not supported here"):
+        load_lora(model, saved[1])
+    assert_untouched(model)
+
+
+def test_what_decides_nothing_is_accepted(saved):
     file = saved[1] / CONFIG_FILE
-    file.write_text(json.dumps({**json.loads(file.read_text()), "use_dora": True}))
-    with pytest.raises(ConfigError, match="use_dora is True"):
-        load_lora(small_llama(), saved[1])
+    more = {"init_lora_weights": "gaussian", "megatron_core": "megatron.core", "loftq_config": {}, "use_qalora": False}
+    more |= {"qalora_group_size": 16, "peft_version": "0.18.0", "lora_bias": False, "exclude_modules": ["lm_head"]}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
+    twin = small_llama()
+    load_lora(twin, saved[1])
+    assert torch.equal(twin(TOKENS)["logits"], saved[0](TOKENS)["logits"])
+
+
+@pytest.mark.parametrize(
+    "change", [{"r": 2}, {"r": "4", "use_rslora": True}, {"lora_alpha": None}, {"lora_dropout": 2}]
+)
+def test_a_load_that_is_refused_leaves_the_model_as_it_was(saved, change):
+    model = small_llama()
+    file = saved[1] / CONFIG_FILE
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(ConfigError, match="lora"):
+        load_lora(model, saved[1])
+    assert_untouched(model)
+
+
+def test_a_wider_model_is_refused_and_stays_as_it_was(saved):
+    model = Llama(vocab_size=17, hidden_size=32, num_layers=2, num_heads=2, max_positions=16)
+    with pytest.raises(ConfigError, match=r"lora_a: \(4, 16\) given, \(4, 32\) in the model"):
+        load_lora(model, saved[1])
+    assert_untouched(model)
+
+
+def assert_untouched(model):
+    assert not dict(lora_layers(model))
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_a_damaged_or_missing_file_is_named(saved, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.models.folders import assert_same_tensors, config_of, our_llama, reference, tensors_in
 
-from trainwright.errors import ConfigError
+from trainwright.errors import CheckpointError, ConfigError
 from trainwright.models.llama import Llama
 from trainwright.models.model import preset_settings, shipped_models
 
@@ -106,21 +106,84 @@ def test_what_did_not_fit_can_be_had_with_the_model(tmp_path):
     assert model.lm_head.weight is not model.model.embed_tokens.weight
 
 
-def test_tied_weights_are_in_the_state_once_and_load_from_one_name_or_all():
-    model, twin = (Llama.from_preset("tiny", tie_embeddings=True) for _ in range(2))
-    state = model.state_dict()
-    assert "lm_head.weight" not in state
-    assert "lm_head.weight" in model.state_dict(keep_vars=True)
-    assert "0.lm_head.weight" not in torch.nn.Sequential(model).state_dict()
-    for given in (state, dict(model.state_dict(keep_vars=True)), _renamed(state)):
-        torch.nn.init.zeros_(twin.lm_head.weight)
-        twin.load_state_dict(given)
-        assert torch.equal(twin.lm_head.weight, model.lm_head.weight)
+SMALL = {"vocab_size": 61, "hidden_size": 16, "num_layers": 1, "num_heads": 2}
+
+
+def test_a_state_has_all_names_of_a_tied_weight_as_torch_s_own():
+    tied, untied = Llama(**SMALL, tie_embeddings=True), Llama(**SMALL, tie_embeddings=False)
+    state = tied.state_dict()
+    assert state.keys() == untied.state_dict().keys()
+    untied.load_state_dict(state)
+    assert torch.equal(untied.lm_head.weight, tied.lm_head.weight)
+    (twin := Llama(**SMALL, tie_embeddings=True)).load_state_dict(state)
     assert twin.lm_head.weight is twin.model.embed_tokens.weight
-    nested = torch.nn.Sequential(twin)
-    nested.load_state_dict({f"0.{name}": value for name, value in state.items()})
+    with pytest.warns(FutureWarning, match="Positional"):
+        assert tied.state_dict({}, "inner.", False).keys() == {f"inner.{name}" for name in state}
 
 
-def _renamed(state):
-    """The same weights, the tied one under its other name."""
-    return {name.replace("model.embed_tokens", "lm_head"): value for name, value in state.items()}
+def test_a_state_of_ours_is_one_of_transformers_too():
+    theirs = reference(num_key_value_heads=4, tie_word_embeddings=True)
+    ours = our_llama(intermediate_size=48, tie_embeddings=True)
+    theirs.load_state_dict(ours.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_weights_that_are_assigned_stay_tied(nested):
+    given = Llama(**SMALL, tie_embeddings=True)
+    with torch.device("meta"):
+        model = Llama(**SMALL, tie_embeddings=True)
+    model.lm_head.weight.requires_grad_(False)
+    outer = torch.nn.Sequential(model) if nested else model
+    outer.load_state_dict((torch.nn.Sequential(given) if nested else given).state_dict(), assign=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert not model.lm_head.weight.requires_grad
+    assert torch.equal(model.lm_head.weight, given.lm_head.weight)
+
+
+class Busy(Llama):
+    """A user's subclass whose constructor does more than to make weights."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.rnn = torch.nn.LSTM(4, 4)
+        self.scale = float(torch.rand(()))
+        self.decayed = [one for one in self.parameters() if one.dim() > 1]
+        own = torch.nn.Parameter(torch.ones_like(self.model.norm.weight))
+        self.model.norm.weight = own
+        own.requires_grad = False
+        self.model.embed_tokens.weight.register_hook(lambda gradient: gradient * 0)
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_a_user_s_constructor_is_run_in_full_and_what_it_did_stays(tmp_path, dtype):
+    published = our_llama(tie_embeddings=False)
+    folder = published.save_pretrained(tmp_path / "model")
+    torch.manual_seed(3)
+    expected = Busy(**published.settings)
+    torch.manual_seed(3)
+    model = Busy.from_pretrained(folder, strict=False, dtype=dtype)
+    assert model.scale == expected.scale
+    assert {id(one) for one in model.decayed} <= {id(one) for one in model.parameters()}
+    assert {name for name, one in model.named_parameters() if not one.requires_grad} == {"model.norm.weight"}
+    assert torch.equal(model.rnn.weight_ih_l0, expected.rnn.weight_ih_l0.to(model.rnn.weight_ih_l0.dtype))
+    model.rnn(torch.ones(1, 1, 4, dtype=model.rnn.weight_ih_l0.dtype))
+    model(input_ids=torch.ones(1, 4).long(), labels=torch.ones(1, 4).long())["loss"].backward()
+    assert not model.model.embed_tokens.weight.grad.any()
+    assert model.lm_head.weight.grad.any()
+    assert torch.equal(model.lm_head.weight, Llama.from_pretrained(folder, dtype=dtype).lm_head.weight)
+
+
+def test_a_trained_head_is_not_lost_where_the_model_is_told_to_tie_it(tmp_path):
+    untied = our_llama(tie_embeddings=False)
+    folder = untied.save_pretrained(tmp_path / "model")
+    with pytest.raises(CheckpointError, match=r"1 keys belong to no weight \(lm_head\.weight\)"):
+        Llama.from_pretrained(folder, tie_embeddings=True)
+    model, report = Llama.load_pretrained(folder, tie_embeddings=True, strict=False)
+    assert report.unexpected == ("lm_head.weight",)
+    assert torch.equal(model.lm_head.weight, untied.model.embed_tokens.weight)
+    with torch.no_grad():
+        untied.lm_head.weight.copy_(untied.model.embed_tokens.weight)[0, 0] = float("nan")
+        untied.model.embed_tokens.weight[0, 0] = float("nan")
+    same = untied.save_pretrained(tmp_path / "same")
+    assert Llama.load_pretrained(same, tie_embeddings=True)[1].unexpected == ()

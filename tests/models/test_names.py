@@ -3,6 +3,7 @@
 import pytest
 from torch import nn
 
+from trainwright.config.frozen import Frozen
 from trainwright.errors import ConfigError
 from trainwright.models.freeze import freeze
 from trainwright.models.names import as_globs, matched_parameters, names_module, unmatched
@@ -34,6 +35,11 @@ def test_what_is_said_where_nothing_matches_shows_a_stack_s_layers_once():
 def test_what_is_no_glob_is_refused(given):
     with pytest.raises(ConfigError, match=r"freeze: must be a glob"):
         as_globs("freeze", given)
+
+
+def test_a_mapping_of_a_run_file_is_described_and_not_shown_as_an_object():
+    with pytest.raises(ConfigError, match=r"or a list of globs; got a mapping with a\."):
+        as_globs("freeze", Frozen({"a": 1}))
 
 
 def test_a_glob_of_parameters_is_compared_with_the_whole_name():

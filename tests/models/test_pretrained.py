@@ -16,6 +16,7 @@ from trainwright.errors import CheckpointError, ConfigError
 from trainwright.models.llama import Llama
 from trainwright.models.pretrained import (
     LoadReport,
+    allocate,
     as_dtype,
     load_weights,
     on_meta,
@@ -127,7 +128,11 @@ def test_a_folder_that_is_no_model_is_named(tmp_path):
             "checkpoints/step-00000005",
             r"It is a checkpoint\. Write it with `trainwright export .*step-00000005 --to FOLDER`",
         ),
-        (["model.safetensors", "model.yaml"], ".", r"\(trainwright export --format safetensors\)\. Export the run"),
+        (
+            ["model.safetensors", "model.yaml"],
+            ".",
+            r"It holds weights .* \(trainwright export --format safetensors\)\. Export the run",
+        ),
     ],
 )
 def test_a_run_a_checkpoint_and_plain_weights_are_told_from_a_model_folder(tmp_path, files, asked, advice):
@@ -202,6 +207,8 @@ def test_dtypes_have_short_names():
     assert [as_dtype(name) for name in ("bf16", "float16", None)] == [torch.bfloat16, torch.float16, None]
     with pytest.raises(ConfigError, match="'int8' is no dtype of weights"):
         as_dtype("int8")
+    with pytest.raises(ConfigError, match="is no dtype of weights"):
+        as_dtype({"a": 1})
 
 
 def test_building_on_the_meta_device_draws_nothing_and_imports_no_compiler():
@@ -221,3 +228,74 @@ def test_other_tensors_are_drawn_as_ever():
     with on_meta():
         drawn = torch.empty(100, device="cpu").normal_()
     assert 0.5 < drawn.std() < 2.0
+
+
+class Statistics(torch.nn.Module):
+    """Two layers that share their numbers."""
+
+    def __init__(self):
+        super().__init__()
+        shared = torch.zeros(3)
+        self.first, self.second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+        self.first.register_buffer("mean", shared)
+        self.second.register_buffer("mean", shared)
+        self.held = shared
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_a_buffer_at_two_places_is_loaded_at_both(tmp_path, dtype, is_empty):
+    saved = {name: tensor + 5 for name, tensor in Statistics().state_dict().items()}
+    del saved["second.mean"]
+    save_file(saved, tmp_path / "model.safetensors")
+    with torch.device("meta" if is_empty else "cpu"):
+        model = Statistics()
+    load_weights(model, tmp_path, dtype=dtype)
+    assert model.first.mean is model.second.mean
+    assert model.second.mean.tolist() == [5.0, 5.0, 5.0]
+    assert is_empty or model.held is model.first.mean
+
+
+def test_weights_with_memory_are_filled_in_place(folder):
+    model = our_llama(tie_embeddings=False)
+    places = {name: one.data_ptr() for name, one in model.named_parameters()}
+    torch.nn.init.zeros_(model.lm_head.weight)
+    load_weights(model, folder)
+    assert {name: one.data_ptr() for name, one in model.named_parameters()} == places
+    assert torch.equal(model.lm_head.weight, our_llama(tie_embeddings=False).lm_head.weight)
+
+
+def test_empty_weights_get_memory_and_stay_tied_and_marked():
+    with on_meta():
+        model = our_llama(tie_embeddings=True)
+    model.lm_head.weight.no_weight_decay = True
+    allocate(model, {"lm_head.weight": torch.bfloat16})
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert (model.lm_head.weight.dtype, model.lm_head.weight.no_weight_decay) == (torch.bfloat16, True)
+    assert {one.device.type for one in model.parameters()} == {"cpu"}
+    assert model.model.norm.weight.dtype == torch.float32
+
+
+def test_a_weight_of_whole_numbers_is_refused_with_its_file_and_key(folder):
+    def edit(tensors):
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+
+    change(folder, edit)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: model\.norm\.weight holds whole numbers"):
+        Llama.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "pointer of Git LFS.*git lfs pull"),
+        (b"\n<!DOCTYPE html><html></html>", "a web page"),
+        (b"PK\x03\x04" + bytes(60), "a pickle"),
+        (b"\x80\x02}q\x00." + bytes(60), "a pickle"),
+        (b"\xff" * 64, "damaged or cut short"),
+    ],
+)
+def test_what_is_no_safetensors_file_is_recognised_by_its_first_bytes(folder, content, what):
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors cannot be read: .* It is (a )?{what}"):
+        Llama.from_pretrained(folder)

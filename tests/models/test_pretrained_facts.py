@@ -22,7 +22,9 @@ REPORT = LoadReport(missing=("head.weight",), unexpected=("other",))
 
 
 def test_facts_come_back_as_they_were_written(tmp_path):
-    facts = PretrainedFacts({"model_type": "llama", "rope": {"x": [1, None]}}, REPORT, {"norm.weight": "float32"})
+    facts = PretrainedFacts(
+        {"model_type": "llama", "rope": {"x": [1, None]}}, REPORT, {"norm.weight": "float32"}, {"n": 1}
+    )
     write_facts(tmp_path, facts)
     assert read_facts(tmp_path) == facts
     assert [path.name for path in tmp_path.iterdir()] == [FACTS_FILE]

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.models.gpt2 import GPT2
-from trainwright.models.saving import split_into_shards
+from trainwright.models.saving import split_into_shards, staged
 
 
 @settings(max_examples=50)
@@ -57,7 +57,7 @@ def test_a_model_folder_is_replaced_and_its_other_files_are_kept(tmp_path):
         *others,
     }
     assert {name: (folder / name).stat().st_ino for name in others} == numbers  # not even copied
-    assert load_file(folder / "model.safetensors").keys() == changed.state_dict().keys()
+    assert load_file(folder / "model.safetensors").keys() == dict(changed.named_parameters()).keys()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -106,6 +106,21 @@ def test_a_folder_with_other_files_is_refused(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
     with pytest.raises(CheckpointError, match="is a file"):
         our_llama().save_pretrained(tmp_path / "thesis.txt")
+
+
+def test_what_a_killed_writer_left_goes_and_what_a_living_one_makes_stays(tmp_path):
+    folder = our_llama().save_pretrained(tmp_path / "model")
+    (folder / "config.json").unlink()  # as between two moves
+    with pytest.raises(CheckpointError, match="is no model folder"):
+        our_llama().save_pretrained(folder)
+    for place in (folder, tmp_path):
+        (place / ".model.writing-0000").mkdir()
+    with staged(folder) as living:
+        (living / "notes.txt").write_text("soon")
+        our_llama().save_pretrained(folder)
+        assert living.is_dir()
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "notes.txt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_an_empty_folder_is_filled(tmp_path):

@@ -134,6 +134,24 @@ def test_a_model_from_the_meta_device_is_whole_after_a_reset(name):
 
 
 @each_model
+def test_a_constructor_reads_no_file_and_moves_nothing(name, monkeypatch):
+    made = model_class(name)  # imported, with whatever it reads for that
+
+    def refuse(*arguments, **options):
+        raise AssertionError(f"a constructor opens {arguments}")
+
+    for opener in ("builtins.open", "io.open", "os.open", "safetensors.safe_open", "torch.load"):
+        monkeypatch.setattr(opener, refuse)
+    for method in ("to", "cpu", "cuda"):
+        monkeypatch.setattr(nn.Module, method, refuse)
+        monkeypatch.setattr(torch.Tensor, method, refuse)
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = made(**MODELS[name][0])
+        assert {one.device.type for one in [*model.parameters(), *model.buffers()]} == {device}
+
+
+@each_model
 def test_the_graph_has_no_breaks(name):
     model = build(name).eval()
     compiled = torch.compile(model, backend="eager", fullgraph=True)

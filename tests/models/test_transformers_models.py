@@ -1,10 +1,12 @@
 """Models of transformers: from keywords or a folder, clear about mistakes, and trained as any other."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from trainwright import RunConfig, build_trainer
 from trainwright.errors import CheckpointError, ConfigError
@@ -126,7 +128,7 @@ def test_a_head_for_other_labels_is_refused_with_both_shapes_unless_not_strict(c
 
 def test_a_body_of_other_shapes_is_refused_also_when_not_strict(classifier_folder):
     for target in (transformers.LlamaForSequenceClassification, transformers.LlamaModel):
-        with pytest.raises(CheckpointError, match=r"have other shapes: .*mlp.*the model's settings\.$"):
+        with pytest.raises(CheckpointError, match=r"have other shapes: .*mlp.*sizes, or choose another folder\.$"):
             build(target, {"intermediate_size": 8}, pretrained=classifier_folder, strict=False)
 
 
@@ -320,3 +322,87 @@ def test_weights_drawn_anew_follow_from_the_seed(llama_folder):
         settings = {"num_labels": 3, "pad_token_id": 0}
         heads.append(build(transformers.LlamaForSequenceClassification, settings, pretrained=llama_folder).score.weight)
     assert torch.equal(*heads)
+
+
+ENCODER_DECODER = {
+    **{"vocab_size": 61, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 0},
+    **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32},
+    **{"decoder_start_token_id": 1, "bos_token_id": 1, "eos_token_id": 2},
+}
+
+
+@pytest.mark.parametrize("name", ["WhisperForConditionalGeneration", "MarianMTModel"])
+def test_what_a_class_freezes_by_itself_is_frozen_also_where_weights_are_loaded(tmp_path, name):
+    target = getattr(transformers, name)
+    target(target.config_class(**ENCODER_DECODER)).save_pretrained(tmp_path)
+    built, loaded = build(target, ENCODER_DECODER), build(target, pretrained=tmp_path)
+    frozen = [{name for name, one in each.named_parameters() if not one.requires_grad} for each in (built, loaded)]
+    assert frozen[0] == frozen[1]
+    assert "model.encoder.embed_positions.weight" in frozen[1]
+
+
+class OwnLlama(transformers.LlamaForCausalLM):
+    """A user's subclass whose constructor does more than to make weights."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.extra = torch.nn.Linear(2, 2)
+        self.scale = float(torch.rand(()))
+        self.decayed = [one for one in self.parameters() if one.dim() > 1]
+        self.model.norm.weight.requires_grad = False
+        self.model.embed_tokens.weight.register_hook(lambda gradient: gradient * 0)
+        self.register_buffer("noise", torch.rand(3), persistent=False)
+        self.post_init()
+
+
+@pytest.mark.parametrize("is_auto", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_user_s_subclass_is_built_in_full_and_then_filled(tmp_path, tied, is_auto, monkeypatch):
+    torch.manual_seed(5)
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, tie_word_embeddings=tied))
+    theirs.generation_config.eos_token_id = [2, 7]
+    theirs.save_pretrained(tmp_path)
+    target = OwnLlama
+    if is_auto:
+        target = transformers.AutoModelForCausalLM
+        monkeypatch.setitem(target._model_mapping._extra_content, transformers.LlamaConfig, OwnLlama)
+    torch.manual_seed(3)
+    expected = build(OwnLlama, {**LLAMA, "tie_word_embeddings": tied})
+    torch.manual_seed(3)
+    model, report = build_transformers(target, {}, pretrained=tmp_path)
+    assert type(model) is OwnLlama
+    assert set(report.missing) == {"extra.weight", "extra.bias"}
+    assert model.scale == expected.scale
+    assert torch.equal(model.noise, expected.noise)
+    assert torch.equal(model.extra.weight, expected.extra.weight)
+    assert {id(one) for one in model.decayed} <= {id(one) for one in model.parameters()}
+    assert {name for name, one in model.named_parameters() if not one.requires_grad} == {"model.norm.weight"}
+    for name, weight in theirs.state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight), name
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert model.generation_config.eos_token_id == [2, 7]
+    assert model.config._name_or_path == ""
+    assert model.training
+
+
+def test_strict_that_is_asked_for_refuses_a_head_that_another_class_lacks(llama_folder, tmp_path):
+    transformers.LlamaModel.from_pretrained(llama_folder).save_pretrained(tmp_path)
+    _, report = build_transformers(transformers.LlamaForCausalLM, {}, pretrained=tmp_path)
+    assert report.missing == ("lm_head.weight",)
+    with pytest.raises(CheckpointError, match=r"missing lm_head\.weight; .*strict: false"):
+        build(transformers.LlamaForCausalLM, pretrained=tmp_path, strict=True)
+
+
+def test_a_weight_of_whole_numbers_is_refused_with_its_file_and_key(llama_folder, tmp_path):
+    tensors = load_file(llama_folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int32)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(llama_folder / "config.json", tmp_path)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: model\.norm\.weight holds whole numbers"):
+        build(transformers.LlamaForCausalLM, pretrained=tmp_path)
+
+
+def test_a_value_that_transformers_looks_up_in_vain_is_named_with_its_setting():
+    rope = {"rope_type": "weird", "rope_theta": 10000.0}
+    with pytest.raises(ConfigError, match=r"rope_parameters\.rope_type is 'weird', which it does not know"):
+        build(transformers.LlamaForCausalLM, {**LLAMA, "rope_parameters": rope})

@@ -42,6 +42,8 @@ def refusal(optimizer, *overrides):
         ("type: lion, betas: [0.9, 1.0]", "betas: must be a list of numbers from 0 to below 1, got [0.9, 1.0]."),
         ("type: muon, adamw_eps: -1", "adamw_eps: must be a number above 0, got -1."),
         ("type: muon, ns_steps: 2.5", "ns_steps: must be a number that is whole and at least 1, got 2.5."),
+        ("type: muon, ns_steps: .inf", "ns_steps: must be a number that is whole and at least 1, got inf."),
+        ("type: muon, ns_steps: .nan", "ns_steps: must be a number that is whole and at least 1, got nan."),
         ("type: muon, kinds: {a: matrix}", "kinds: is worked out from the model, and cannot be set in a run file."),
         ("type: muon, adjust_lr_fn: [a]", "adjust_lr_fn: must be text, got ['a']."),
         ("type: 'torch.optim:Adam', betas: [1, 2]", "betas: must be a list of numbers from 0 to below 1, got [1, 2]."),

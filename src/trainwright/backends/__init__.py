@@ -2,6 +2,7 @@
 
 from trainwright.backends.backend import (
     Backend,
+    checked_device,
     copy_to_host,
     has_fused_optimizers,
     host_buffers,
@@ -13,6 +14,7 @@ from trainwright.backends.backend import (
 
 __all__ = [
     "Backend",
+    "checked_device",
     "copy_to_host",
     "has_fused_optimizers",
     "host_buffers",

@@ -162,6 +162,17 @@ def memory_in_use() -> int:
     return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.exists() else 0
 
 
+def checked_device(device: torch.device | str) -> torch.device:
+    """Returns a device that a call names; one that torch does not know, or a GPU where it sees none, is refused."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device: no device {device!r}. Use cpu, cuda or cuda:N.") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device: {str(found)!r}, but torch sees no GPU here. Use cpu.")
+    return found
+
+
 def pick_backend(setting: str, *, local_rank: int = 0, where: object | None = None) -> Backend:
     """Returns the backend for `runtime.device`: auto, cpu, cuda or cuda:1."""
     if setting == "auto":

@@ -27,6 +27,7 @@ from trainwright.data.loader import TrainData
 from trainwright.errors import DataError, TrainwrightError
 from trainwright.loop.evaluation import evaluate_sets
 from trainwright.loop.hook import Hooks
+from trainwright.loop.outputs import CriterionError
 from trainwright.loop.saving import restore_checkpoint
 from trainwright.loop.trainer import Trainer
 
@@ -267,6 +268,8 @@ class Trial:
         label = label or labels.get(self.doing, "trainer.type")
         in_forward = self.doing in ("step", "evaluation") and not isinstance(error, AlreadyReported)
         place = forwards.place_of_loss(self.trainer, self.case) if in_forward else None
+        if isinstance(error, CriterionError):
+            place = places.of_attribute(type(self.trainer.model), "criterion", self.case.users) or place
         self.case.note(error, label=label, place=place)
 
 

@@ -13,7 +13,12 @@ import typer
 def generate(
     run: Annotated[Path, typer.Argument(help="A run's folder, or a folder of an export.", show_default=False)],
     prompt: Annotated[str, typer.Option(help="The text to continue.", show_default=False)],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to make at most.")] = 200,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="How many tokens to make at most.", show_default="200, or what the model has positions for"
+        ),
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token every time.")] = 0.8,
     top_k: Annotated[
         int | None, typer.Option(min=1, help="Choose among this many of the likeliest tokens.", show_default="all")
@@ -45,11 +50,12 @@ def generate(
         generator.seed()
     else:
         generator.manual_seed(seed)
+    asked = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
     pieces = stream_text(
         model,
         found,
         prompt,
-        max_new_tokens=max_new_tokens,
+        **asked,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,

@@ -57,10 +57,10 @@ def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
     return plain[found[0]] if found else None
 
 
-def suggest(word: str, known: Iterable[str]) -> str:
+def suggest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return `Did you mean "x"? Known: …`, or only the known words where none is near."""
     names = list(known)
-    match = nearest(word, names)
+    match = nearest(word, names, cutoff=cutoff)
     guess = f'Did you mean "{match}"? ' if match else ""
     return f"{guess}Known: {', '.join(names)}." if names else "Nothing can be set here; remove it."
 

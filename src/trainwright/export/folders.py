@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -17,8 +17,8 @@ from typing import Any
 from trainwright.checkpoint.folder import find_run
 from trainwright.config.files import save_document
 from trainwright.errors import CheckpointError
-from trainwright.models.pretrained import CONFIG_FILE, SECTION_FILE, listed, read_json
-from trainwright.models.saving import check_target, model_files, staged, write_json
+from trainwright.models.pretrained import CONFIG_FILE, INDEX_FILE, SECTION_FILE, WEIGHTS_FILE, listed, read_json
+from trainwright.models.saving import abandoned, check_target, model_files, staged, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -60,15 +60,23 @@ def export_folder(folder: Path, *, run: str, file_format: str, overwrite: bool =
             f"{folder} has files and is no earlier export, so nothing is written there. Choose another folder, or "
             "replace the files of the same names: --overwrite (overwrite=True)."
         )
-    with staged(folder, replaces={*(earlier or ()), *model_files(folder)}) as staging:
+    with staged(folder, replaces=earlier or (), first=EXPORT_FILE) as staging:
         yield staging
         for path in staging.glob("*config.json"):
             _forget_places(path)
         written = sorted({*(path.name for path in staging.iterdir()), EXPORT_FILE})
-        facts = {"written_by": "trainwright", "run": run, "format": file_format, "files": written}
-        write_json(staging / EXPORT_FILE, facts)
+        _refuse_other_weights(folder, {*written, *(earlier or ())}, written)
+        facts = {"written_by": "trainwright", "run": run, "format": file_format}
+        # Moved first, with the files that are yet to go: whoever is killed between two moves can export again.
+        write_json(staging / EXPORT_FILE, {**facts, "files": sorted({*written, *(earlier or ())})})
+    if set(earlier or ()) - set(written):
+        draft = folder / f".{EXPORT_FILE}.writing"
+        write_json(draft, {**facts, "files": written})
+        draft.replace(folder / EXPORT_FILE)
     left = sorted({path.name for path in folder.iterdir()} - set(written))
-    if left and earlier is None:
+    if earlier is not None:
+        left = sorted({*left} & model_files(folder))
+    if left:
         logger.warning(
             "%s: kept, though this export did not write them: %s. Remove those that belong to another model: "
             "whoever loads the folder may read them.",
@@ -77,9 +85,19 @@ def export_folder(folder: Path, *, run: str, file_format: str, overwrite: bool =
         )
 
 
+def _refuse_other_weights(folder: Path, ours: Collection[str], written: Collection[str]) -> None:
+    """Refuses a folder with weights of others that every reader would take before those that are written in shards."""
+    other = folder / WEIGHTS_FILE
+    if INDEX_FILE in written and WEIGHTS_FILE not in ours and other.exists():
+        raise CheckpointError(
+            f"{other} is not of an earlier export, and would be read in place of the shards that are written. Move it "
+            "away, or choose another folder."
+        )
+
+
 def earlier_files(folder: Path) -> list[str] | None:
     """Returns the files that an earlier export wrote, none for a fresh folder; None where the files are others'."""
-    if not folder.is_dir() or not any(folder.iterdir()):
+    if not folder.is_dir() or not {*folder.iterdir()} - {*abandoned(folder)}:
         return []
     facts = _facts_of(folder)
     if "written_by" not in facts:

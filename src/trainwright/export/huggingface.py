@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ from trainwright.models.as_shipped import changes_of_theirs
 from trainwright.models.key_map import KeyMap
 from trainwright.models.lora import merge_lora
 from trainwright.models.model import Model
-from trainwright.models.pretrained import as_dtype
-from trainwright.models.saving import write_weights
+from trainwright.models.pretrained import as_dtype, listed
+from trainwright.models.pretrained_facts import GENERATION_FILE, read_facts
+from trainwright.models.saving import write_json, write_weights
 from trainwright.models.transformers_models import is_transformers_class
 
 logger = logging.getLogger(__name__)
@@ -65,9 +66,11 @@ def export_run(
         model = load_checkpoint(run, step)
         merge_lora(model)
         if wanted is not None:
+            _refuse_overflow(model, wanted)
             model = model.to(wanted)
         if file_format == "huggingface":
             write_hugging_face(model, staging, max_shard_bytes=max_shard_bytes)
+            _add_generation(model, run_folder, staging)
         else:
             write_weights(model, staging, key_map=KeyMap(), max_shard_bytes=max_shard_bytes)
             write_settings(staging, _model_settings(model, config))
@@ -93,8 +96,43 @@ def write_hugging_face(model: nn.Module, folder: Path, *, max_shard_bytes: int) 
             f"differently: {'; '.join(changed[:4])}. Export its weights under their own names: "
             "--format safetensors."
         )
-    with contextlib.redirect_stdout(sys.stderr):  # its progress bars are not what was asked for
+    with (
+        contextlib.redirect_stdout(sys.stderr),
+        _generation_aside(model, folder),
+    ):  # its bars are not what was asked for
         save(folder, max_shard_size=max_shard_bytes)
+
+
+@contextlib.contextmanager
+def _generation_aside(model: nn.Module, folder: Path) -> Iterator[None]:
+    """Writes a generation_config.json as it was read: transformers reads what it then refuses to write (sampling
+    settings without sampling, in many published folders), and with it the whole model.
+    """
+    settings: Any = getattr(model, "generation_config", None)
+    if settings is None:
+        yield
+        return
+    model.generation_config = type(settings)()
+    try:
+        yield
+    finally:
+        model.generation_config = settings
+    if (folder / GENERATION_FILE).is_file():  # not for a class without generation
+        settings.to_json_file(folder / GENERATION_FILE)
+
+
+def _refuse_overflow(model: nn.Module, dtype: torch.dtype) -> None:
+    """Refuses to round weights that a dtype has no numbers for: they would be infinite."""
+    lost = [
+        f"{name} (up to {float(weight.abs().nan_to_num(posinf=0.0).max()):.3g})"
+        for name, weight in model.state_dict().items()
+        if weight.is_floating_point() and bool((weight.to(dtype).isinf() & weight.isfinite()).any())
+    ]
+    if lost:
+        raise CheckpointError(
+            f"As {str(dtype).removeprefix('torch.')} these weights would be infinite, for it ends at "
+            f"{torch.finfo(dtype).max:.3g}: {listed(lost, at_most=8)}. Use bf16 or fp32, or leave the dtype out."
+        )
 
 
 def _model_settings(model: nn.Module, config: RunConfig) -> dict[str, Any]:
@@ -121,9 +159,19 @@ def _add_tokenizer(config: RunConfig, folder: Path) -> None:
         logger.warning("The run's tokenizer is not in the export: %s", error)
 
 
+def _add_generation(model: nn.Module, run_folder: Path, folder: Path) -> None:
+    """Writes how a run's pretrained folder said to continue a text, beside a model of ours, which keeps none of it."""
+    facts = read_facts(run_folder) if isinstance(model, Model) else None
+    if facts is not None and facts.generation is not None:
+        write_json(folder / GENERATION_FILE, facts.generation)
+
+
 def _check_outside(folder: Path, run: Path) -> None:
-    """Refuses the run's own folder, those that hold it, and its checkpoints; another folder inside is welcome."""
-    place = Path(os.path.abspath(folder))  # noqa: PTH100  # resolve() would follow links
-    if run.is_relative_to(place) or place.is_relative_to(run / CHECKPOINTS):
-        what = "holds the run itself" if run.is_relative_to(place) else "is where the run keeps its checkpoints"
-        raise CheckpointError(f"{folder} {what}. Choose another folder, such as {run / 'exports' / 'hf'}.")
+    """Refuses the run's own folder, those that hold it, and its checkpoints; another folder inside is welcome.
+
+    A link is looked at by its own place and by the one that it leads to.
+    """
+    for place, home in ((Path(os.path.abspath(folder)), run), (folder.resolve(), run.resolve())):  # noqa: PTH100
+        if home.is_relative_to(place) or place.is_relative_to(home / CHECKPOINTS):
+            what = "holds the run itself" if home.is_relative_to(place) else "is where the run keeps its checkpoints"
+            raise CheckpointError(f"{folder} {what}. Choose another folder, such as {run / 'exports' / 'hf'}.")

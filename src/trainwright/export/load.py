@@ -7,7 +7,10 @@ from pathlib import Path
 
 import torch
 
+from trainwright import registry
+from trainwright.backends import checked_device
 from trainwright.build import build_model
+from trainwright.built_ins import BUILT_INS
 from trainwright.checkpoint import contents
 from trainwright.checkpoint.folder import read_config
 from trainwright.checkpoint.listing import checkpoints_place
@@ -16,7 +19,10 @@ from trainwright.checkpoint.resume import pick_step
 from trainwright.config import RunConfig
 from trainwright.errors import CheckpointError
 from trainwright.export.folders import find_source
-from trainwright.models.empty import allocate, build_empty
+from trainwright.models.from_config import build_model_section
+from trainwright.models.model import Model
+from trainwright.models.pretrained import allocate, on_meta
+from trainwright.models.pretrained_facts import read_facts
 
 
 def load_checkpoint(
@@ -27,6 +33,7 @@ def load_checkpoint(
     `run_or_folder` is a run folder or one of its checkpoints; `step` is "latest", "best" (by the run's
     keep_best) or a number. `strict=False` accepts missing and unexpected weights and names them.
     """
+    device = checked_device(device)
     folder, named_step = find_source(Path(run_or_folder))
     if named_step is not None and step not in ("latest", named_step):
         raise CheckpointError(f"{run_or_folder} is one checkpoint, but step {step} is asked for. Give the run folder.")
@@ -45,17 +52,38 @@ def load_checkpoint(
 
 
 def _build_for(store: AnyStore, step: int, config: RunConfig, folder: Path) -> torch.nn.Module:
-    """Builds the model that a checkpoint's weights are loaded into, without drawing what they replace.
+    """Builds the model that a checkpoint's weights are copied into, which is mapped from its file meanwhile.
 
-    At the peak there are the model and, mapped from its file, the checkpoint. A model whose class does not allow
-    it, or of which the checkpoint lacks weights, is built in full.
+    Of a model that is ours alone no weight is drawn first. Any other is built in full, in the run's randomness: what
+    a user's code makes beside its weights, or from them, is what it was in the run.
     """
-    model = build_empty(lambda: build_model(config, folder=folder))
-    dtypes = {name: each.dtype for name, each in store.read(step, "model").items() if isinstance(each, torch.Tensor)}
-    if model is None or not _holds_all(model, dtypes):
-        return build_model(config, folder=folder)
-    allocate(model, dtypes)
-    return model
+    model = _build_empty(config, folder)
+    if model is not None:
+        saved = store.read(step, "model")
+        dtypes = {name: each.dtype for name, each in saved.items() if isinstance(each, torch.Tensor)}
+        if _holds_all(model, dtypes):
+            allocate(model, dtypes)
+            return model
+    return build_model(config, folder=folder)
+
+
+def _build_empty(config: RunConfig, folder: Path) -> torch.nn.Module | None:
+    """Builds a shipped model on the meta device; None where anything of a user's takes part, or it has buffers."""
+    section = config.model
+    if section is None or section.type not in BUILT_INS["model"] or "replace" in section.reserved:
+        return None
+    if config.imports or config.task is not None or config.trainer.type not in BUILT_INS["trainer"]:
+        return None
+    project_dir = Path(config.project_dir)
+    target = registry.find("model", section.type, project_dir=project_dir, where=section.origin, label="model")
+    if not (isinstance(target, type) and issubclass(target, Model) and target.is_shipped()):
+        return None  # a user has registered another under that name
+    kept = read_facts(folder) if "pretrained" in section.reserved else None
+    if "pretrained" in section.reserved and kept is None:
+        return None  # the folder is read again
+    with on_meta():
+        model, _ = build_model_section(section, project_dir=project_dir, origin=config.origin, kept=kept)
+    return None if any(True for _ in model.buffers()) else model
 
 
 def _holds_all(model: torch.nn.Module, saved: Collection[str]) -> bool:

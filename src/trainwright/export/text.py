@@ -15,9 +15,12 @@ from trainwright.errors import CheckpointError, ConfigError, DataError
 from trainwright.export.load import load_checkpoint
 from trainwright.export.tokenizers import TOKENIZER_FILES, find_tokenizer
 from trainwright.models.auto import AutoModel
-from trainwright.models.generation import generate, refuse_non_decoder
+from trainwright.models.generation import generate, refuse_non_decoder, room_after
 from trainwright.models.model import Model
 from trainwright.models.pretrained import CONFIG_FILE
+
+USUAL_LENGTH = 200
+"""How many tokens are made at most where nobody says."""
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 """What stands for bytes that are no character, or none yet."""
@@ -48,10 +51,13 @@ def load_speaker(
     return model, load_tokenizer(tokenizer) if tokenizer is not None else _own_tokenizer(place, is_folder=is_folder)
 
 
-def stream_text(model: nn.Module, tokenizer: Any, prompt: str, **sampling: Any) -> Iterator[str]:
+def stream_text(
+    model: nn.Module, tokenizer: Any, prompt: str, *, max_new_tokens: int | None = None, **sampling: Any
+) -> Iterator[str]:
     """Yields the text that a model continues a prompt with, in pieces of whole characters, as it is made.
 
-    `sampling` is what generation.py's `generate` takes: max_new_tokens, temperature, top_k, top_p, generator. The
+    Without `max_new_tokens` it makes at most 200 tokens, or as many as the model has positions for.
+    `sampling` is what generation.py's `generate` takes beside: temperature, top_k, top_p, generator. The
     text ends at the tokenizer's end token. A token that the tokenizer does not have, which a model with a larger
     vocabulary may draw, is shown by its number: <50300>.
     """
@@ -63,7 +69,11 @@ def stream_text(model: nn.Module, tokenizer: Any, prompt: str, **sampling: Any) 
     stops = end_tokens(tokenizer)
     device = next((one.device for one in model.parameters()), torch.device("cpu"))
     text = TextStream(tokenizer, tokens)
-    for [token] in generate(model, torch.tensor([tokens], device=device), stop_ids=stops, **sampling):
+    if max_new_tokens is None:
+        room = room_after(model, len(tokens))
+        max_new_tokens = USUAL_LENGTH if not room else min(USUAL_LENGTH, room)  # none left: generate says so
+    prompt_ids = torch.tensor([tokens], device=device)
+    for [token] in generate(model, prompt_ids, max_new_tokens=max_new_tokens, stop_ids=stops, **sampling):
         if int(token) in stops:
             break
         piece = text.push(int(token))

@@ -24,6 +24,8 @@ TOKENIZER_FILES = (
     "merges.txt",
 )
 """What transformers may keep of a tokenizer."""
+FILES_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+"""What may say more of a tokenizer that is one file: names of its tokens, and how a conversation becomes a text."""
 
 
 def find_tokenizer(config: RunConfig) -> Any:
@@ -45,10 +47,10 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> list[Path]:
     if isinstance(tokenizer, TextTokenizer):
         source = tokenizer.path
         if source.is_file():
-            beside = [source.parent / name for name in TOKENIZER_FILES[1:3]]
+            beside = [source.parent / name for name in FILES_BESIDE]
             files = {source: TOKENIZER_FILE, **{path: path.name for path in beside}}
         else:
-            files = {source / name: name for name in TOKENIZER_FILES}
+            files = {source / name: name for name in dict.fromkeys((*TOKENIZER_FILES, *FILES_BESIDE))}
         present = {path: name for path, name in files.items() if path.is_file()}
         for path, name in present.items():
             shutil.copyfile(path, folder / name)

@@ -144,6 +144,7 @@ def _evaluate_set(trainer: Trainer, data: EvaluationData) -> dict[str, float]:
     failure: Exception | None = None
     with EventStorage() as puts, closing(data.batches(trainer.backend.to_device)) as iterator:
         puts.step = trainer.step
+        _together(trainer.ranks, one_pass.begin)
         try:
             one_pass.run(iterator, data)
         except Exception as error:
@@ -159,8 +160,19 @@ def _evaluate_set(trainer: Trainer, data: EvaluationData) -> dict[str, float]:
         trainer.surroundings.metrics, trainer.ranks, min(updates for _, updates, _ in shares), data.name
     )
     trainer.eval_averages = {**put, **averages, **computed}
-    logs = _together(trainer.ranks, lambda: trainer.eval_end(one_pass.state))
-    return {name: _number(value) for name, value in logs.items()}
+    return _together(trainer.ranks, lambda: _numbers(trainer.eval_end(one_pass.state)))
+
+
+class _Turns(Iterator[Any]):
+    """Iterates over batches and counts how often one was asked for."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        self.taken = 0
+
+    def __next__(self) -> Any:
+        self.taken += 1
+        return next(self._batches)
 
 
 class _Pass:
@@ -174,33 +186,48 @@ class _Pass:
         self._trainer = trainer
         self._aggregates = overrides(trainer.task, "aggregate_logs", Task)
 
-    def run(self, iterator: Iterator[Any], data: EvaluationData) -> None:
-        """Runs every batch."""
-        trainer = self._trainer
-        for metric in trainer.surroundings.metrics:
+    def begin(self) -> None:
+        """Begins the pass: metrics forget, the trainer is told."""
+        for metric in self._trainer.surroundings.metrics:
             metric.metric.reset()
-        trainer.eval_begin()
-        while True:
-            try:
-                batch, passthrough = trainer.next_eval_inputs(iterator)
-            except StopIteration:
-                return
-            trainer.samples_in_hand = data.samples_in_hand
-            trainer.phases.enter("evaluate", trainer.step)
-            self._take_batch(batch, passthrough, data.samples_in_hand)
+        self._trainer.eval_begin()
 
-    def _take_batch(self, batch: Any, passthrough: Mapping[str, Any], num_samples: int) -> None:
-        failure: Exception | None = None
-        values: dict[str, Any] = {}
+    def run(self, iterator: Iterator[Any], data: EvaluationData) -> None:
+        """Runs every batch. Where a task aggregates, ranks meet at each and once at the end, also one that failed."""
+        late: Exception | None = None
+        turns = _Turns(iterator)
+        values: dict[str, Any] | None = {}
+        while values is not None:
+            values, failure = None, late
+            try:
+                values = self._run_batch(turns, data)
+            except Exception as error:
+                if not self._aggregates:
+                    raise
+                failure = late or error
+            if self._aggregates:
+                gathered = _gather_outputs(values or {}, data.samples_in_hand, failure, self._trainer.ranks)
+                try:
+                    if values is not None:
+                        self.state = self._trainer.task.aggregate_logs(self.state, gathered)
+                except Exception as error:
+                    late = error  # the other ranks hear of it where all meet next
+
+    def _run_batch(self, turns: _Turns, data: EvaluationData) -> dict[str, Any] | None:
+        """Returns a batch's values; None where the set has ended."""
+        trainer = self._trainer
+        taken = turns.taken
         try:
-            values = self._step(batch, passthrough, num_samples)
-        except Exception as error:
-            if not self._aggregates:
-                raise
-            failure = error  # the other ranks are about to gather: they must hear of it there
-        if self._aggregates:
-            gathered = _gather_outputs(values, num_samples, failure, self._trainer.ranks)
-            self.state = self._trainer.task.aggregate_logs(self.state, gathered)
+            batch, passthrough = trainer.next_eval_inputs(turns)
+        except StopIteration:
+            return None
+        except Exception:
+            if turns.taken == taken:
+                next(turns, None)  # ranks agree on each batch of a stream: also one that failed before takes part
+            raise
+        trainer.samples_in_hand = data.samples_in_hand
+        trainer.phases.enter("evaluate", trainer.step)
+        return self._step(batch, passthrough, data.samples_in_hand)
 
     def _step(self, batch: Any, passthrough: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
         if self._trainer.step_end.is_evaluating and self._trainer.agreement.is_told_to_leave():
@@ -285,6 +312,14 @@ def _compute(metrics: Sequence[ConfiguredMetric], ranks: Ranks, fewest_updates: 
             f"The set {set_name} has fewer samples than there are ranks ({ranks.size}), and torchmetrics cannot join "
             "ranks of which one saw none. Evaluate on fewer processes, or use a larger set."
         )
+    if not metrics:
+        return {}
+    results, means = _together(ranks, lambda: _read_metrics(metrics))
+    return results | means.over_ranks(ranks)
+
+
+def _read_metrics(metrics: Sequence[ConfiguredMetric]) -> tuple[dict[str, float], Averages]:
+    """Returns what metrics say of all ranks, and the means of this rank that are still to be added up."""
     results: dict[str, float] = {}
     means = Averages()
     for metric in metrics:
@@ -297,9 +332,8 @@ def _compute(metrics: Sequence[ConfiguredMetric], ranks: Ranks, fewest_updates: 
                 means.add(name, value, 1)
             else:
                 results[name] = float(value)
-    # Not called where no metric needs it, the same on every rank.
-    return results | means.over_ranks(ranks) if metrics else results
+    return results, means
 
 
-def _number(value: Any) -> float:
-    return float(value.value if isinstance(value, Mean) else value)
+def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value.value if isinstance(value, Mean) else value) for name, value in logs.items()}

@@ -57,6 +57,7 @@ class HeldBuffers:
 
 
 def read_buffer(place: BufferPlace) -> torch.Tensor:
+    """Returns the tensor that lies there now."""
     module, name = place
     buffer = module._buffers[name]
     assert buffer is not None

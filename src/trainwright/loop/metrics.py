@@ -62,14 +62,27 @@ class ConfiguredMetric:
                 where=self.where,
             )
         assert outputs is not None
-        self.metric.update(outputs[self.outputs_name], batch[self.labels_name])
+        self.metric.update(outputs[self._name_in(outputs)], batch[self.labels_name])
 
     def require_outputs(self, outputs: Mapping[str, Any] | None) -> None:
         """Refuses a forward that gives this metric nothing to measure."""
-        if outputs is None or self.outputs_name not in outputs:
+        if outputs is None or self._name_in(outputs) not in outputs:
             have = ", ".join(outputs) if outputs else "no outputs, only a loss and metrics"
+            named = [name for name in outputs or () if name != "loss"]
+            advice = f"Name one of these (outputs: {named[0]}), or let" if named else "Let"
             raise ConfigError(
                 f"evaluation.metrics.{self.name}.outputs: forward gives no {self.outputs_name!r}; it gives {have}. "
-                "Let forward return a mapping with `loss` and the outputs, or override eval_step.",
+                f"{advice} forward return a mapping with `loss` and the outputs, or override eval_step.",
                 where=self.where,
             )
+
+    def _name_in(self, outputs: Mapping[str, Any]) -> str:
+        """Returns the name of what is measured: for `logits` also the only output, of which a criterion makes the loss.
+
+        A bare tensor of scores is called `output`.
+        """
+        if self.outputs_name == "logits" and len(outputs) == 1:
+            [(name, value)] = outputs.items()
+            if isinstance(value, torch.Tensor) and value.ndim:
+                return name
+        return self.outputs_name

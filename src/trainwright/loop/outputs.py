@@ -15,8 +15,13 @@ import torch
 
 from trainwright.errors import DataError, TrainwrightError
 from trainwright.events import Mean
+from trainwright.memory.out_of_memory import is_out_of_memory
 
 Loss = torch.Tensor | Mean
+
+
+class CriterionError(TrainwrightError):
+    """The model's criterion cannot be computed from these outputs and labels; the cause says why."""
 
 
 @dataclass(slots=True)
@@ -60,6 +65,7 @@ def read_forward(returned: Any, batch: Any, model: torch.nn.Module, num_samples:
         return ForwardResult(returned, num_samples)
     if isinstance(returned, torch.Tensor):
         if returned.ndim == 0 or getattr(model, "criterion", None) is None:
+            _refuse_scores(returned, batch, model)
             return ForwardResult(_one_number(returned), num_samples)
         return _with_criterion({"output": returned}, batch, model, num_samples)
     if isinstance(returned, tuple) and not hasattr(returned, "loss"):
@@ -105,7 +111,37 @@ def _with_criterion(outputs: Mapping[str, Any], batch: Any, model: torch.nn.Modu
             f"forward gave no loss, and none can be made: there is no {' and no '.join(filter(None, missing))}. "
             "Return a loss, or give the model a criterion and the batch its labels."
         )
-    return ForwardResult(_one_number(criterion(scores, labels)), num_samples, outputs=outputs)
+    try:
+        loss = criterion(scores, labels)
+    except (RuntimeError, ValueError) as error:
+        if type(error) not in (RuntimeError, ValueError) or is_out_of_memory(error):
+            raise  # the device's, which has nothing to do with shapes
+        pair = f"outputs {_shown(scores)} and labels {_shown(labels)}"
+        if type(criterion).__module__.partition(".")[0] != "torch":
+            # A user's own: the traceback shows its line, and this what it got.
+            error.add_note(f"The model's criterion got {pair}.")
+            raise
+        raise CriterionError(
+            f"The model's criterion, {type(criterion).__name__}, cannot compare {pair}: {str(error).rstrip('.')}. Let forward give "
+            "outputs of the shape and the dtype that it takes, or choose another criterion."
+        ) from error
+    return ForwardResult(_one_number(loss), num_samples, outputs=outputs)
+
+
+def _refuse_scores(returned: torch.Tensor, batch: Any, model: torch.nn.Module) -> None:
+    """Refuses scores for which nobody has a criterion: one mean over them would train without a word."""
+    if returned.numel() > 1 and isinstance(batch, Mapping) and "labels" in batch:
+        raise TrainwrightError(
+            f"forward returned {_describe(returned)}, and {type(model).__name__} has no criterion. If these are "
+            "scores, give the model one (self.criterion = nn.CrossEntropyLoss()), which gets them and the batch's "
+            "labels. If they are the losses of single samples, return their mean."
+        )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    return _describe(value)
 
 
 def _one_number(loss: Any) -> torch.Tensor:

@@ -17,7 +17,7 @@ from trainwright.errors import ConfigError
 from trainwright.labels import IGNORED_LABEL
 from trainwright.models.layers.activations import activation as find_activation
 from trainwright.models.layers.attention import attend
-from trainwright.models.layers.checks import check_heads, check_keywords, check_length
+from trainwright.models.layers.checks import check_heads, check_ids, check_keywords, check_length, embed
 from trainwright.models.layers.classes import class_criterion, class_loss, label_names, num_labels_of
 from trainwright.models.layers.masks import unpadded_keys
 from trainwright.models.layers.settings import keywords_of, refuse_other_values
@@ -103,7 +103,8 @@ class Bert(Model):
 
         `attention_mask` [B, S] is 0 at padding; `token_type_ids` [B, S] say which text of a pair a token is of.
         """
-        check_length(input_ids.shape[-1], self.max_positions)
+        check_ids(input_ids)
+        check_length(input_ids.shape[1], self.max_positions)
         logits = self.cls["predictions"](self.bert(input_ids, attention_mask, token_type_ids, position_ids))
         if labels is None:
             return {"loss": None, "logits": logits}
@@ -183,7 +184,8 @@ class BertClassifier(Model):
 
         `attention_mask` [B, S] is 0 at padding; `token_type_ids` [B, S] say which text of a pair a token is of.
         """
-        check_length(input_ids.shape[-1], self.max_positions)
+        check_ids(input_ids)
+        check_length(input_ids.shape[1], self.max_positions)
         hidden = self.bert(input_ids, attention_mask, token_type_ids, position_ids)
         logits = self.classifier(self.dropout(self.bert.pooler(hidden)))
         return {"loss": class_loss(self.criterion, logits, labels), "logits": logits}
@@ -247,8 +249,8 @@ class Embeddings(nn.Module):
         if token_type_ids is None:
             types = self.token_type_embeddings.weight[0]  # [D], for all tokens alike
         else:
-            types = self.token_type_embeddings(token_type_ids)
-        summed = self.word_embeddings(input_ids) + types + self.position_embeddings(position_ids)
+            types = embed(self.token_type_embeddings, token_type_ids, name="token_type_ids")
+        summed = embed(self.word_embeddings, input_ids) + types + self.position_embeddings(position_ids)
         embedded: Tensor = self.dropout(self.LayerNorm(summed))
         return embedded
 

@@ -2,33 +2,42 @@
 
 Weights are loaded first, into the model as it was published; replacements then take the place of what was loaded, and
 adapters go on the layers that there are at last. Freezing comes last: what the user names is frozen, whatever else.
-A run that has a checkpoint loads no weights here, and its pretrained folder may be gone (pretrained_facts.py).
+A run that has a checkpoint loads no weights here, and its pretrained folder may be gone (pretrained_facts.py), unless
+something is made from the loaded weights.
 Each step is a file of its own; who asks for a model, and when, is parts.py's.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import random
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import nn
 
 from trainwright import registry
 from trainwright.config import Component, ModelSection
-from trainwright.config.problems import describe
+from trainwright.config.problems import describe, suggest
 from trainwright.errors import CheckpointError, ConfigError, TrainwrightError
-from trainwright.models.empty import Generators
 from trainwright.models.freeze import freeze
 from trainwright.models.locate import find_folder
 from trainwright.models.lora import add_lora
 from trainwright.models.model import Model, preset_settings
 from trainwright.models.pretrained import CONFIG_FILE, LoadReport, as_dtype, load_weights, read_config_file
-from trainwright.models.pretrained_facts import PretrainedFacts, gather_facts, give_dtypes
+from trainwright.models.pretrained_facts import (
+    PretrainedFacts,
+    gather_facts,
+    give_dtypes,
+    give_generation,
+    read_generation,
+)
 from trainwright.models.replace import replace_modules
 from trainwright.models.transformers_models import DTYPE_NAMES, build_transformers, is_transformers_class
 
@@ -40,12 +49,19 @@ NOT_SUPPORTED = ("sharding", "remat", "scan", "offload")
 
 
 def build_model_section(
-    section: ModelSection, *, project_dir: Path, origin: Origin, kept: PretrainedFacts | None = None
+    section: ModelSection,
+    *,
+    project_dir: Path,
+    origin: Origin,
+    kept: PretrainedFacts | None = None,
+    reader: str | None = None,
 ) -> tuple[nn.Module, PretrainedFacts | None]:
     """Builds the model that a `model` section describes, on the CPU, in training mode.
 
     Also returns what its pretrained folder told, None where it has none. With `kept`, which is what an earlier start
-    got so, the folder is not looked for and no weights are loaded: others follow, from a checkpoint.
+    got so, the folder is not looked for and no weights are loaded: others follow, from a checkpoint. It is needed and
+    loaded again where `reader`, a user's code that gets the model next, or a replacement that asks for what it
+    replaces may have made something from the loaded weights that no checkpoint holds.
     What was drawn at random (a head that the pretrained files lack, what a replacement brought) is trained also
     beside adapters, which freeze the rest: frozen, it would stay noise.
     """
@@ -54,23 +70,29 @@ def build_model_section(
         if key in reserved:
             raise ConfigError(f"model.{key} is not supported in this version. Remove it.", where=origin(f"model.{key}"))
     pretrained = _read_pretrained(reserved.get("pretrained"), project_dir, origin)
-    generators = Generators()
+    rules = _rules(reserved["replace"], origin) if "replace" in reserved else {}
+    generators = _Generators()
+    section, target = _find(section, project_dir)
+    readers = [rule.type for rule in rules.values() if _asks_for_replaced(rule, project_dir)]
+    # A user's file may draw while it is imported, which happens at the first start in a process and not at a second.
+    generators.restore()
     if pretrained is None:
-        model, facts = _build(section, project_dir, origin), None
+        model, facts = _build(section, target, project_dir, origin), None
     else:
-        model, facts = _build_pretrained(section, project_dir, pretrained, origin, kept)
+        if kept is not None:
+            pretrained = replace(pretrained, reader=reader or next(iter(readers), None))
+        model, facts = _build_pretrained(section, target, project_dir, pretrained, origin, kept)
         # Loading draws less than building does. What follows may keep numbers that no checkpoint holds (a computed
         # buffer of a replacement), and draws the same ones at every start.
         generators.restore()
     drawn = [] if facts is None else list(facts.report.missing)
-    if "replace" in reserved:
-        rules = _rules(reserved["replace"], origin)
+    if rules:
         with _located("model.", origin("model.replace")):
             replaced = replace_modules(model, rules, _maker(project_dir))
         drawn += [name for name, _ in model.named_parameters() if name.startswith(tuple(f"{one}." for one in replaced))]
     if "lora" in reserved:
-        settings = _lora_settings(reserved["lora"], origin("model.lora"))
-        with _located("model.", origin("model.lora")):
+        settings = _lora_settings(reserved["lora"], origin)
+        with _located("model.", origin("model.lora"), origin=origin):
             add_lora(model, **settings)
         own = dict(model.named_parameters(remove_duplicate=False))
         for name in drawn:
@@ -85,17 +107,16 @@ def build_model_section(
     return model, facts
 
 
-def _build(section: ModelSection, project_dir: Path, origin: Origin) -> nn.Module:
+def _build(section: ModelSection, target: Any, project_dir: Path, origin: Origin) -> nn.Module:
     """Builds a model that has no pretrained weights."""
-    section, target = _find(section, project_dir)
-    with _located("model: ", section.origin):
+    with _located("model: ", section.origin, origin=origin, arguments=section.arguments):
         if isinstance(target, type) and is_transformers_class(target):
             return build_transformers(target, _plain(section.arguments))[0]
         if isinstance(target, type) and issubclass(target, Model) and "preset" in section.arguments:
             arguments = _plain(section.arguments)
             with _located("model: ", origin("model.preset")):
                 arguments = preset_settings(target, arguments.pop("preset"), **arguments)
-            registry.check_arguments(target, arguments, label="model", where=section.origin)
+            registry.check_arguments(target, arguments, label="model")
             return target(**arguments)
         return _instantiate(section, project_dir)
 
@@ -110,11 +131,19 @@ def _find(section: ModelSection, project_dir: Path) -> tuple[ModelSection, Any]:
 
 
 def _build_pretrained(
-    section: ModelSection, project_dir: Path, pretrained: _Pretrained, origin: Origin, kept: PretrainedFacts | None
+    section: ModelSection,
+    target: Any,
+    project_dir: Path,
+    pretrained: _Pretrained,
+    origin: Origin,
+    kept: PretrainedFacts | None,
 ) -> tuple[nn.Module, PretrainedFacts]:
     """Builds a model and loads its pretrained weights, or with `kept` gives it the sizes and dtypes that it had."""
-    section, target = _find(section, project_dir)
-    with _located("model: ", section.origin), _located("model.pretrained: ", pretrained.where, CheckpointError):
+    with (
+        _located("model: ", section.origin, origin=origin, arguments=section.arguments),
+        _located("model.pretrained: ", pretrained.where, CheckpointError),
+    ):
+        first, kept = kept, kept if pretrained.reader is None else None
         folder = None if kept is not None else _find_folder(pretrained)
         config = None if kept is None else kept.config
         if isinstance(target, type) and is_transformers_class(target):
@@ -130,10 +159,19 @@ def _build_pretrained(
                 report = load_weights(model, folder, **pretrained.options)
         if kept is not None:
             give_dtypes(model, kept, dtype=pretrained.dtype)
+            give_generation(model, kept)
             return model, kept
         assert folder is not None
         config = read_config_file(folder) if (folder / CONFIG_FILE).is_file() else None
-        return model, gather_facts(config, report, model, dtype=pretrained.dtype)
+        facts = gather_facts(config, report, model, dtype=pretrained.dtype)
+        facts = replace(facts, generation=read_generation(model, folder))
+        if first is not None and (facts.config, facts.report) != (first.config, first.report):
+            raise CheckpointError(
+                f"model.pretrained: {folder} is not what the run began with, and {pretrained.reader} makes something "
+                "from its weights. Put the former folder back, or start over with --fresh.",
+                where=pretrained.where,
+            )
+        return model, facts
 
 
 def _build_theirs(
@@ -162,7 +200,8 @@ def _build_ours(
 ) -> tuple[nn.Module, LoadReport]:
     """The files say the sizes; what stands in the section changes them."""
     arguments = _plain(section.arguments)
-    registry.check_arguments(target, arguments, label="model", where=section.origin, provided=_parameters(target))
+    # What the constructor needs, the files say.
+    registry.check_arguments(target, arguments, label="model", provided=_needed(target))
     if folder is not None:
         return target.load_pretrained(folder, **pretrained.options, **arguments)
     assert config is not None
@@ -182,28 +221,33 @@ class _Pretrained:
 
     folder: str | Path
     home_path: str | Path | None = None
-    strict: bool = True
+    strict: bool | None = None
+    """None where nobody says: true, but classes of transformers then draw a head that another class's files lack."""
     dtype: torch.dtype = torch.float32
     """Not the files' own unless that is asked for: weights of 16 bits would lose the small updates of a training."""
     has_dtype: bool = False
     """Was one asked for?"""
     allow_pickle: bool = False
     where: object | None = None
+    reader: str | None = None
+    """What makes something from the loaded weights, in a run that could do without them; None where nothing does."""
 
     @property
     def options(self) -> dict[str, Any]:
         """The keywords of `load_weights` and `load_pretrained`."""
-        return {"strict": self.strict, "dtype": self.dtype, "allow_pickle": self.allow_pickle}
+        return {"strict": self.strict is not False, "dtype": self.dtype, "allow_pickle": self.allow_pickle}
 
 
 def _find_folder(pretrained: _Pretrained) -> Path:
     try:
         return find_folder(pretrained.folder, home_path=pretrained.home_path)
     except CheckpointError as error:
+        if pretrained.reader is None:
+            needed = "for the run has no checkpoint and pretrained.json that could stand for it"
+        else:
+            needed = f"also beside a checkpoint, for {pretrained.reader} gets the loaded weights when it is made"
         raise CheckpointError(
-            f"model.pretrained: {error.problem} It is needed, for the run has no checkpoint yet that could give the "
-            "weights.",
-            where=pretrained.where,
+            f"model.pretrained: {error.problem} It is needed, {needed}.", where=pretrained.where
         ) from error
 
 
@@ -212,7 +256,7 @@ def _read_pretrained(given: Any, project_dir: Path, origin: Origin) -> _Pretrain
     if given is None:
         return None
     settings: Any = {"folder": given} if isinstance(given, (str, Path)) else given
-    if not isinstance(settings, Mapping) or not isinstance(settings.get("folder"), (str, Path)):
+    if not isinstance(settings, Mapping) or not isinstance(settings.get("folder") or None, (str, Path)):
         raise ConfigError(
             f"model.pretrained: give a folder, or {{folder: …, strict: false}}; got {describe(given)}.",
             where=origin("model.pretrained"),
@@ -239,7 +283,7 @@ def _read_pretrained(given: Any, project_dir: Path, origin: Origin) -> _Pretrain
     return _Pretrained(
         folder=folder if folder.is_dir() else settings["folder"],
         home_path=settings.get("home_path"),
-        strict=settings.get("strict", True),
+        strict=settings.get("strict"),
         dtype=dtype or torch.float32,
         has_dtype=dtype is not None,
         allow_pickle=settings.get("allow_pickle", False),
@@ -251,7 +295,8 @@ def _rules(given: Any, origin: Origin) -> dict[str, Component]:
     where = origin("model.replace")
     if not isinstance(given, Mapping) or not given:
         raise ConfigError(
-            f'model.replace: must be a mapping such as {{"layers.*.mlp": {{type: my.py:MyMLP}}}}; got {describe(given)}.',
+            'model.replace: must be a mapping such as {"layers.*.mlp": {type: my.py:MyMLP}}; '
+            f"got {describe(given)}.",
             where=where,
         )
     rules = {}
@@ -261,42 +306,96 @@ def _rules(given: Any, origin: Origin) -> dict[str, Component]:
         elif isinstance(rule, Mapping) and isinstance(rule.get("type"), str):
             rules[glob] = Component.from_mapping(rule)
         else:
-            raise ConfigError(f'model.replace."{glob}": must be a component with a type; got {describe(rule)}.', where=where)
+            raise ConfigError(
+                f'model.replace."{glob}": must be a component with a type; got {describe(rule)}.', where=where
+            )
         rules[glob] = rules[glob].located_at(where)  # type: ignore[arg-type]  # the config's own origin
     return rules
 
 
 def _maker(project_dir: Path) -> Callable[[Component, nn.Module], nn.Module]:
     def make(component: Component, old: nn.Module) -> nn.Module:
-        where, label = component.origin, "model.replace"
-        target = registry.find("model", component.type, project_dir=project_dir, where=where, label=label)
-        # Only where the signature names it: a constructor that takes any keyword may pass it on to another.
-        provided = {"replaces": old} if "replaces" in _parameters(target) else {}
+        label = "model.replace"
+        provided = {"replaces": old} if _asks_for_replaced(component, project_dir) else {}
         made: nn.Module = registry.instantiate("model", component, project_dir=project_dir, label=label, **provided)
         return made
 
     return make
 
 
-def _lora_settings(given: Any, where: object | None) -> dict[str, Any]:
-    if not isinstance(given, Mapping):
+def _asks_for_replaced(component: Component, project_dir: Path) -> bool:
+    """Does a replacement get the module that it replaces?
+
+    Only where the signature names it: a constructor that takes any keyword may pass it on to another.
+    """
+    where, label = component.origin, "model.replace"
+    target = registry.find("model", component.type, project_dir=project_dir, where=where, label=label)
+    return "replaces" in _parameters(target)
+
+
+def _lora_settings(given: Any, origin: Origin) -> dict[str, Any]:
+    where = origin("model.lora")
+    settings: dict[str, Any] = _plain(given) if isinstance(given, Mapping) else {}
+    known = [name for name in _parameters(add_lora) if name != "model"]
+    for key in settings:
+        if key not in known:
+            problem = f"model.lora.{key}: is unknown. {suggest(key, known, cutoff=0.4)}"
+            raise ConfigError(problem, where=origin(f"model.lora.{key}"))
+    if "match" not in settings:
         raise ConfigError(
             f'model.lora: must be a mapping such as {{match: "*.q_proj", rank: 8}}; got {describe(given)}.', where=where
         )
-    settings: dict[str, Any] = _plain(given)
-    registry.check_arguments(add_lora, settings, label="model.lora", where=where, provided=("model",))
     return settings
 
 
 @contextmanager
-def _located(start: str, where: object | None, kind: type[TrainwrightError] = ConfigError) -> Iterator[None]:
-    """Says of errors of a kind inside to which part of the section they belong, and where that was written."""
+def _located(
+    start: str,
+    where: object | None,
+    kind: type[TrainwrightError] = ConfigError,
+    *,
+    origin: Origin | None = None,
+    arguments: Collection[str] = (),
+) -> Iterator[None]:
+    """Says of errors of a kind inside to which part of the section they belong, and where that was written.
+
+    With `origin` that is the place of the very setting that an error begins with (`lora.rank: …`), or of one of the
+    `arguments` that it names: an override may have changed that one alone.
+    """
     try:
         yield
     except kind as error:
-        if error.where is not None or (where is None and error.problem.startswith(start)):
+        place = where if origin is None else _place_named(error.problem, where, origin, arguments)
+        if error.where is not None and error.where == where != place:
+            raise type(error)(error.problem, where=place) from error.__cause__
+        if error.where is not None or (place is None and error.problem.startswith(start)):
             raise
-        raise type(error)(start + error.problem.removeprefix(start), where=where) from error
+        raise type(error)(start + error.problem.removeprefix(start), where=place) from error
+
+
+def _place_named(problem: str, where: object | None, origin: Origin, arguments: Collection[str]) -> object | None:
+    """Returns where the setting was written that an error names; of several the one that is not where all are."""
+    named = [name for name in re.findall(r"\w+", problem) if name in arguments]
+    labels = [f"model.{problem.partition(':')[0].removeprefix('model.')}", *(f"model.{name}" for name in named)]
+    if CONFIG_FILE in problem:
+        labels.append("model.pretrained")
+    places = [found for label in labels if " " not in label and (found := origin(label)) is not None]
+    return next((found for found in places if found != where), where)
+
+
+class _Generators:
+    """The states of the global generators at one moment: torch's (on the CPU), Python's and numpy's."""
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()
+
+    def restore(self) -> None:
+        """Puts the states back."""
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
 
 
 def _parameters(target: Callable[..., Any]) -> tuple[str, ...]:
@@ -304,6 +403,12 @@ def _parameters(target: Callable[..., Any]) -> tuple[str, ...]:
         return tuple(inspect.signature(target).parameters)
     except (TypeError, ValueError):
         return ()
+
+
+def _needed(target: Callable[..., Any]) -> tuple[str, ...]:
+    """The parameters without a default."""
+    every = inspect.signature(target).parameters.values()
+    return tuple(one.name for one in every if one.default is one.empty)
 
 
 def _plain(value: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.errors import ConfigError, DataError
+from trainwright.models.layers.checks import check_ids
 
 
 class LayerCache:
@@ -92,26 +93,32 @@ def generate(
     from the fewest that hold `top_p` of the probability; temperature 0 takes the likeliest. A row that has drawn one
     of `stop_ids` yields it again from then on. The model is in evaluation mode meanwhile.
 
-    A model whose `forward` takes a `cache` gets one; others see all tokens every time. Beyond `max_positions` the
-    model sees the last `max_positions` tokens.
+    A model whose `forward` takes a `cache` gets one; others see all tokens every time. More tokens than the model has
+    positions for are refused before the first.
     """
     refuse_non_decoder(model)
     _check_sampling(temperature=temperature, top_k=top_k, top_p=top_p, max_new_tokens=max_new_tokens)
+    check_ids(input_ids)
     if not input_ids.shape[-1]:
         raise DataError("There is nothing to go on from: the prompt has no tokens. Give at least one.")
-    window = _max_positions(model)
+    room = room_after(model, input_ids.shape[1])
+    if room is not None and max_new_tokens > room:
+        raise DataError(
+            f"max_new_tokens is {max_new_tokens}, but after the prompt's {input_ids.shape[1]} tokens the model, which "
+            f"has {_max_positions(model)} positions, can make {room}. Ask for at most {room}"
+            + (", or shorten the prompt." if room else ": shorten the prompt.")
+        )
     stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=input_ids.device)
     cache = None
     if use_cache and "cache" in inspect.signature(model.forward).parameters:
-        longest = input_ids.shape[1] + max_new_tokens
-        cache = KeyValueCache(longest if window is None else min(longest, window))
+        cache = KeyValueCache(input_ids.shape[1] + max_new_tokens)
     was_training = model.training
     model.eval()
     try:
         stopped = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
         chosen = input_ids[:, -1]
         for _ in range(max_new_tokens):
-            logits = _next_logits(model, input_ids, cache=cache, window=window)
+            logits = _next_logits(model, input_ids, cache=cache)
             drawn = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
             chosen = torch.where(stopped, chosen, drawn)
             stopped = stopped | torch.isin(chosen, stops)
@@ -145,15 +152,21 @@ def sample(
     return tokens.gather(-1, place).squeeze(-1)
 
 
-def _next_logits(model: nn.Module, input_ids: Tensor, *, cache: KeyValueCache | None, window: int | None) -> Tensor:
+def _next_logits(model: nn.Module, input_ids: Tensor, *, cache: KeyValueCache | None) -> Tensor:
     """Returns the logits [B, vocabulary] of the token after all those [B, S] so far, in float32."""
-    length = input_ids.shape[1]
-    if cache is not None and (window is None or length <= window):
+    if cache is not None:
         outputs: Any = model(input_ids=input_ids[:, cache.length :], cache=cache)
     else:
-        outputs = model(input_ids=input_ids if window is None else input_ids[:, -window:])
+        outputs = model(input_ids=input_ids)
     logits: Tensor = outputs["logits"]
     return logits[:, -1].float()
+
+
+def room_after(model: nn.Module, num_tokens: int) -> int | None:
+    """Returns how many tokens a model can make after these; None where it has no limit."""
+    positions = _max_positions(model)
+    # The last token that is made is not read any more, and needs no position.
+    return None if positions is None else max(0, positions - num_tokens + 1)
 
 
 def _max_positions(model: nn.Module) -> int | None:

@@ -21,7 +21,7 @@ from trainwright.labels import IGNORED_LABEL
 from trainwright.models.generation import KeyValueCache, LayerCache, append_tokens
 from trainwright.models.layers.activations import activation as find_activation
 from trainwright.models.layers.attention import split_heads
-from trainwright.models.layers.checks import check_heads, check_keywords, check_length
+from trainwright.models.layers.checks import check_heads, check_ids, check_keywords, check_length, embed
 from trainwright.models.layers.masks import next_tokens, visible_keys
 from trainwright.models.layers.settings import keywords_of, refuse_other_values
 from trainwright.models.model import KeyRule, Model
@@ -141,7 +141,8 @@ class GPT2(Model):
 
         With a `cache` (generation.py) the tokens go on from those that it holds, and are added to it.
         """
-        check_length(input_ids.shape[-1] + (0 if cache is None else cache.length), self.max_positions)
+        check_ids(input_ids)
+        check_length(input_ids.shape[1] + (0 if cache is None else cache.length), self.max_positions)
         if cache is not None and not (attention_mask is None and position_ids is None and document_ids is None):
             raise DataError("A cache goes with whole rows: leave out attention_mask, position_ids and document_ids.")
         logits = self.lm_head(self.transformer(input_ids, attention_mask, position_ids, document_ids, cache))
@@ -219,7 +220,7 @@ class Decoder(nn.Module):
         if position_ids is None:
             start = 0 if cache is None else cache.length
             position_ids = torch.arange(start, start + input_ids.shape[1], device=input_ids.device)
-        hidden: Tensor = self.drop(self.wte(input_ids) + self.wpe(position_ids))
+        hidden: Tensor = self.drop(embed(self.wte, input_ids) + self.wpe(position_ids))
         if cache is None:
             mask = visible_keys(attention_mask, document_ids)
             for block in self.h:

@@ -20,7 +20,7 @@ from trainwright.backends import waits_for_memory
 from trainwright.errors import ConfigError, DataError
 from trainwright.labels import IGNORED_LABEL
 from trainwright.models.generation import KeyValueCache, LayerCache, append_tokens
-from trainwright.models.layers.checks import check_keywords
+from trainwright.models.layers.checks import check_ids, check_keywords, check_length, embed
 from trainwright.models.layers.linear_cross_entropy import is_plain_head, is_plain_mean, linear_cross_entropy
 from trainwright.models.layers.masks import next_tokens, visible_keys
 from trainwright.models.layers.rotary import Rotations, checked_scaling, rotary_angles, rotate
@@ -134,12 +134,8 @@ class Llama(Model):
 
         With a `cache` (generation.py) the tokens go on from those that it holds, and are added to it.
         """
-        length = input_ids.shape[-1] + (0 if cache is None else cache.length)
-        if length > self.max_positions:
-            raise DataError(
-                f"The model has {self.max_positions} positions (max_positions) but the sequences hold "
-                f"{length} tokens. Shorten the sequences or raise model.max_positions."
-            )
+        check_ids(input_ids)
+        check_length(input_ids.shape[1] + (0 if cache is None else cache.length), self.max_positions)
         if cache is not None and not (attention_mask is None and position_ids is None and document_ids is None):
             raise DataError("A cache goes with whole rows: leave out attention_mask, position_ids and document_ids.")
         hidden = self.model(input_ids, attention_mask, position_ids, document_ids, cache)
@@ -261,7 +257,7 @@ class Decoder(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Runs every layer with the same rotations and mask, which are made once."""
-        hidden: Tensor = self.embed_tokens(input_ids)
+        hidden = embed(self.embed_tokens, input_ids)
         if position_ids is None:
             start = 0 if cache is None else cache.length
             end = start + input_ids.shape[1]

@@ -9,7 +9,7 @@ key maps fit as before; `merge_lora` makes plain layers of them again. Adapters 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ def adapt(
     model: nn.Module, layers: Sequence[str], *, rank: int, alpha: float, dropout: float, train: Sequence[str]
 ) -> None:
     """Does what `add_lora` does for the layers and parameters of exactly these names."""
-    _check_settings(rank=rank, alpha=alpha, dropout=dropout)
+    check_lora_settings(rank=rank, alpha=alpha, dropout=dropout)
     modules = dict(model.named_modules())
     if any(isinstance(module, LoRALinear) for module in modules.values()):
         raise ConfigError("lora: the model has adapters already. Give all globs in one list, or call merge_lora first.")
@@ -136,12 +136,21 @@ def load_lora_state(model: nn.Module, state: dict[str, Tensor]) -> None:
     """Loads what `lora_state` returned into a model that has adapters at the same places."""
     own = dict(model.named_parameters(remove_duplicate=False))
     adapters = {f"{name}.lora_{letter}" for name, _ in lora_layers(model) for letter in "ab"}
-    problems = [f"{name}: not in the model" for name in state if name not in own]
-    problems += [f"{name}: not in the adapters given" for name in sorted(adapters - state.keys())]
+    refuse_misfit(state, {name: tuple(one.shape) for name, one in own.items()}, needed=adapters)
+    for name, value in state.items():
+        own[name].copy_(value)
+
+
+def refuse_misfit(
+    state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], *, needed: Collection[str]
+) -> None:
+    """Refuses a state that lacks adapters which are needed, or has others than there are, or of other shapes."""
+    problems = [f"{name}: not in the model" for name in state if name not in shapes]
+    problems += [f"{name}: not in the adapters given" for name in sorted(set(needed) - state.keys())]
     problems += [
-        f"{name}: {tuple(state[name].shape)} given, {tuple(own[name].shape)} in the model"
-        for name in state
-        if name in own and state[name].shape != own[name].shape
+        f"{name}: {tuple(value.shape)} given, {shapes[name]} in the model"
+        for name, value in state.items()
+        if name in shapes and tuple(value.shape) != shapes[name]
     ]
     if problems:
         more = "; …" if len(problems) > 8 else ""
@@ -149,8 +158,6 @@ def load_lora_state(model: nn.Module, state: dict[str, Tensor]) -> None:
             f"lora: these adapters do not fit the model: {'; '.join(problems[:8])}{more}. "
             "Give add_lora the rank and match that they were trained with."
         )
-    for name, value in state.items():
-        own[name].copy_(value)
 
 
 def _add_adapter(layer: nn.Module, *, rank: int, alpha: float, dropout: float) -> None:
@@ -214,7 +221,9 @@ def _is_conv1d(module: nn.Module) -> bool:
     return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
 
 
-def _check_settings(*, rank: Any, alpha: Any, dropout: Any) -> None:
+def check_lora_settings(*, rank: Any, alpha: Any, dropout: Any) -> None:
+    """Refuses values that no adapter can have."""
+
     def is_number(value: Any) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 

@@ -17,8 +17,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from trainwright.errors import CheckpointError, ConfigError
-from trainwright.models.lora import adapt, load_lora_state, lora_layers, lora_state
-from trainwright.models.saving import as_stored, is_model_folder, staged, write_json, write_tensors
+from trainwright.models.lora import (
+    adapt,
+    check_lora_settings,
+    load_lora_state,
+    lora_layers,
+    lora_state,
+    refuse_misfit,
+)
+from trainwright.models.saving import as_stored, has_files_of_others, is_model_folder, staged, write_json, write_tensors
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
@@ -26,15 +33,33 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 THEIR_ENDS: Mapping[str, str] = {".lora_a": ".lora_A.weight", ".lora_b": ".lora_B.weight"}
 
-# What PEFT can do beside, and the values that mean that it was not done.
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+# What adapter_config.json may say without a change of what the adapters compute. Everything else that it says must be
+# empty (null, false, [], {}): a kind of adapter that is not known here would load, and give other answers.
+KNOWN_KEYS = (
+    "peft_type",
+    "peft_version",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "task_type",
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "use_rslora",
+    "target_modules",
+    "exclude_modules",
+    "modules_to_save",
+    "layers_to_transform",
+    "layers_pattern",
+    "megatron_core",
+    "qalora_group_size",
+    "eva_config",
+)
+# Of these some values change nothing, either. Other ways to start (pissa, olora, loftq …) change the weights beside.
+PLAIN_VALUES: Mapping[str, tuple[Any, ...]] = {
     "bias": (None, "none"),
-    "use_dora": (None, False),
-    "fan_in_fan_out": (None, False),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "layer_replication": (None,),
-    "target_parameters": (None, []),
+    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
 }
 
 
@@ -77,7 +102,7 @@ def save_lora(model: nn.Module, folder: str | Path, *, base: str | None = None) 
     }
     folder = Path(folder)
     is_ours = (folder / CONFIG_FILE).is_file() or is_model_folder(folder)
-    if folder.is_dir() and any(folder.iterdir()) and not is_ours:
+    if not is_ours and has_files_of_others(folder):
         raise CheckpointError(
             f"{folder} has files and holds neither adapters nor a model, so nothing is written there. Choose another, "
             "or empty it."
@@ -93,29 +118,38 @@ def save_lora(model: nn.Module, folder: str | Path, *, base: str | None = None) 
 def load_lora(model: nn.Module, folder: str | Path) -> list[str]:
     """Adds the adapters that a folder holds to a model without any, and loads them; returns the layers' names.
 
-    Also reads what PEFT wrote. Adapters of a kind that lora.py does not have are refused by name.
+    Also reads what PEFT wrote. Adapters of a kind that lora.py does not have are refused by name. A model for which
+    anything is refused stays as it was.
     """
     folder = Path(folder)
     config, state = _read(folder)
-    for key, plain in UNSUPPORTED.items():
-        if config.get(key) not in plain:
-            raise ConfigError(f"{key} is {config[key]!r}, which is not supported here.", where=folder / CONFIG_FILE)
+    for key, value in config.items():
+        is_plain = value in PLAIN_VALUES[key] if key in PLAIN_VALUES else key in KNOWN_KEYS or not value
+        if not is_plain:
+            raise ConfigError(
+                f"{key} is {value!r}, which is not supported here. Let PEFT merge these adapters into the model, and "
+                "load that.",
+                where=folder / CONFIG_FILE,
+            )
     layers = [name.removesuffix(".lora_a") for name in state if name.endswith(".lora_a")]
-    known = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    known = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     strange = [name for name in layers if name not in known]
     if strange or not layers:
         found = f"adapters for {', '.join(strange[:5])}, no linear layers of this model" if strange else "no adapters"
         raise ConfigError(f"The folder holds {found}. Is it that of another model?", where=folder)
-    rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)
-    beside = [name for name in state if not name.endswith((".lora_a", ".lora_b"))]
-    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    rank, alpha, dropout = config.get("r", 8), config.get("lora_alpha", 8), config.get("lora_dropout", 0.0)
+    check_lora_settings(rank=rank, alpha=alpha, dropout=dropout)
+    shapes = {name: tuple(one.shape) for name, one in model.named_parameters(remove_duplicate=False)}
+    adapters = {f"{name}.lora_a": (rank, known[name].in_features) for name in layers}
+    adapters |= {f"{name}.lora_b": (known[name].out_features, rank) for name in layers}
+    refuse_misfit(state, {**shapes, **adapters}, needed=adapters)
     adapt(
         model,
         layers,
         rank=rank,
         alpha=alpha * math.sqrt(rank) if config.get("use_rslora") else alpha,  # that divides by the root of the rank
-        dropout=config.get("lora_dropout", 0.0),
-        train=[name for name in beside if name in own],  # load_lora_state names the others
+        dropout=dropout,
+        train=[name for name in state if name not in adapters],
     )
     load_lora_state(model, state)
     return layers

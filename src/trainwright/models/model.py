@@ -7,7 +7,8 @@ Sizes are data: see presets.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -17,10 +18,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
+from trainwright.backends import checked_device
 from trainwright.built_ins import BUILT_INS
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.models.as_shipped import changes_of
-from trainwright.models.empty import build_empty
 from trainwright.models.key_map import KeyMap, KeyRule
 from trainwright.models.locate import find_folder
 from trainwright.models.lora import LoRALinear
@@ -29,7 +30,6 @@ from trainwright.models.pretrained import (
     CONFIG_FILE,
     LoadReport,
     as_dtype,
-    compare_keys,
     load_weights,
     on_meta,
     read_config_file,
@@ -83,29 +83,39 @@ class Model(nn.Module):
         """Draws all weights anew and ties what is tied, for a model that was made on the meta device."""
         raise NotImplementedError(f"{type(self).__name__} lacks reset_parameters.")
 
-    def state_dict(  # type: ignore[override]  # torch's has overloads for positions that it warns of
-        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
-    ) -> dict[str, Any]:
-        """Returns the weights; one that is tied comes once, under its first name, but with `keep_vars` under all.
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # whatever torch takes
+        """Returns the weights as torch does, a tied one under all of its names.
 
-        safetensors refuses memory that two names share, and with it everyone who saves a state_dict as it is:
-        transformers' Trainer does. Loading takes a state_dict of either kind.
+        Only transformers' Trainer gets a tied one once: it hands what it gets to safetensors, which refuses memory
+        that two names share, and asks a model that is not of transformers nothing else before.
         """
-        into: dict[str, Any] = {} if destination is None else {"destination": destination}
-        state: dict[str, Any] = super().state_dict(prefix=prefix, keep_vars=keep_vars, **into)
-        if not keep_vars:
-            for name, names in shared_names(self).items():
-                if name != names[0]:
-                    state.pop(prefix + name, None)
+        state: dict[str, Any] = super().state_dict(*args, **kwargs)
+        if sys._getframe(1).f_globals.get("__name__") == "transformers.trainer":
+            for name in self._keys_to_ignore_on_save:
+                del state[name]
         return state
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-        """Gives a tied weight that comes once all of its names, before torch looks for them."""
-        for name, names in shared_names(self).items():
-            found = next((prefix + one for one in names if prefix + one in state_dict), None)
-            if found is not None:
-                state_dict.setdefault(prefix + name, state_dict[found])
-        super()._load_from_state_dict(state_dict, prefix, *others)
+    @property
+    def _keys_to_ignore_on_save(self) -> list[str]:
+        """The second names of tied weights, which transformers' Trainer then does not miss in what it saved."""
+        return [name for name, names in shared_names(self).items() if name != names[0]]
+
+    def tie_weights(self) -> None:
+        """Does nothing, when transformers' Trainer has loaded weights: they are filled in place, and ties stay."""
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any
+    ) -> None:
+        """Keeps tied what is tied also where tensors are assigned: torch would make a parameter for each name."""
+        if local_metadata.get("assign_to_params_buffers"):
+            own = dict(self.named_parameters(remove_duplicate=False))
+            for names in set(shared_names(self).values()):
+                given = [state_dict[prefix + one] for one in names if prefix + one in state_dict]
+                is_one = len({(one.data_ptr(), one.shape, one.stride()) for one in given}) == 1
+                if names[0] in own and is_one and not isinstance(given[0], nn.Parameter):
+                    weight = nn.Parameter(given[0], requires_grad=own[names[0]].requires_grad)
+                    state_dict |= {prefix + one: weight for one in names}
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
 
     @classmethod
     def key_map(cls) -> KeyMap:
@@ -164,22 +174,16 @@ class Model(nn.Module):
         **overrides: Any,
     ) -> tuple[Self, LoadReport]:
         """Does what from_pretrained does, and also returns which weights were missing and which keys unexpected."""
+        device = checked_device(device)
         folder = find_folder(name_or_folder, home_path=home_path)
         config = read_config_file(folder)
         with _blamed_on(folder / CONFIG_FILE, cls, overrides):
             check_type(cls, config)
             settings = cls.settings_from_hugging_face(config) | overrides
-
-            def make(made: type[Self] = cls) -> Self:
-                with torch.device(device):
-                    return made(**settings)
-
-            model = cls._make_to_load(settings, make)
-            if model is not None and not strict and not cls._is_shipped():
-                # Only its constructor knows how a user's subclass draws the weights that the files lack.
-                report = compare_keys(model, folder, key_map=cls.key_map(), allow_pickle=allow_pickle)
-                model = None if report.missing else model
-            model = make() if model is None else model
+            # A shipped constructor makes weights and nothing else. A user's may do anything with them (draw beside
+            # them, keep or mark them, compute from them), so that it gets weights with memory, and keeps its own.
+            with on_meta() if cls.is_shipped() else torch.device(device):
+                model = cls(**settings)
         model.hugging_face_config = config
         report = load_weights(
             model,
@@ -193,18 +197,9 @@ class Model(nn.Module):
         return model, report
 
     @classmethod
-    def _make_to_load(cls, settings: Mapping[str, Any], make: Callable[[], Self]) -> Self | None:
-        """Returns a model without memory for its weights, computed buffers included; None where there can be none."""
-        if not cls._is_shipped():
-            return build_empty(make)
-        with on_meta():
-            model = cls(**settings)
-        has_computed_buffers = bool(set(dict(model.named_buffers())) - set(model.state_dict()))
-        return build_empty(make) if has_computed_buffers else model
-
-    @classmethod
-    def _is_shipped(cls) -> bool:
-        return cls.__module__.startswith("trainwright.")
+    def is_shipped(cls) -> bool:
+        """Is this one of our own classes, not a user's subclass?"""
+        return cls.__module__.startswith("trainwright.models.")
 
     def save_pretrained(self, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000) -> Path:
         """Writes config.json and the weights as transformers reads them, and returns the folder.
@@ -234,8 +229,12 @@ class Model(nn.Module):
             config,
             key_map=self.key_map(),
             max_shard_bytes=max_shard_bytes,
-            leave_out=("criterion",),
+            leave_out=self.unwritten(),
         )
+
+    def unwritten(self) -> tuple[str, ...]:
+        """Names the sub-modules whose weights are not written: the criterion's, which is part of the training."""
+        return ("criterion",)
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> Self:
@@ -260,7 +259,7 @@ def _blamed_on(file: str | Path, model_class: type[Model], overrides: Mapping[st
     except torch.OutOfMemoryError:
         raise
     except (TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
-        if not model_class._is_shipped():
+        if not model_class.is_shipped():
             raise  # perhaps a mistake in a user's own constructor, of which the traceback is worth more
         raise ConfigError(f"{place}: its values make no model: {type(error).__name__}: {error}") from error
 

@@ -8,13 +8,13 @@ optimizers are; a glob of modules also with the ends of names, for whose model c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
-from trainwright.config.problems import nearest
+from trainwright.config.problems import describe, nearest
 from trainwright.errors import ConfigError
 
 MOST_SHOWN = 12
@@ -46,7 +46,8 @@ def as_globs(label: str, given: Any) -> tuple[str, ...]:
     """Reads one glob or a list of globs."""
     globs = (given,) if isinstance(given, str) else given
     if not isinstance(globs, (list, tuple)) or not all(isinstance(glob, str) and glob for glob in globs):
-        raise ConfigError(f"{label}: must be a glob such as *.q_proj, or a list of globs; got {given!r}.")
+        shown = describe(given) if isinstance(given, Mapping) else repr(given)
+        raise ConfigError(f"{label}: must be a glob such as *.q_proj, or a list of globs; got {shown}.")
     return tuple(globs)
 
 

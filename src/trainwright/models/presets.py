@@ -34,7 +34,7 @@ def preset_settings(model_class: type[Any], name: str, **overrides: Any) -> dict
     if not isinstance(name, str):
         raise ConfigError(f"preset must be the name of one, got {name!r}. Known: {', '.join(table[family])}.")
     if name not in table[family]:
-        raise ConfigError(f"{family} has no preset {name!r}. {suggest(name, table[family])}")
+        raise ConfigError(f"{family} has no preset {name!r}. {suggest(name, table[family], cutoff=0.5)}")
     return {**table[family][name], **overrides}
 
 

@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from trainwright.config.problems import describe
 from trainwright.config.tree import shown_path
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.models.key_map import KeyMap
@@ -40,10 +41,20 @@ RUN_FILE = "config.yaml"
 NUM_COPIES = 4
 """How many weights are copied at the same time."""
 
-_DISTRIBUTIONS = ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "multinomial", "normal", "poisson")
-_NUMBERS = ("rand", "randint", "randn", "random", "randperm", "uniform", "trunc_normal", "dropout", "native_dropout")
-DRAWS = frozenset(f"{name}{end}" for name in _DISTRIBUTIONS + _NUMBERS for end in ("", "_", "_like"))
-"""The names of torch's functions that draw numbers; those with a line at the end change the tensor that they get."""
+DRAWS = frozenset(
+    (
+        "bernoulli_",
+        "cauchy_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "normal_",
+        "random_",
+        "trunc_normal_",
+        "uniform_",
+    )
+)
+"""The names of torch's functions that draw numbers into the tensor that they get."""
 
 Getter = Callable[[str], Tensor]
 """Gives the tensor of a key."""
@@ -66,32 +77,23 @@ class LoadReport:
     """Keys of the files that the module has no weights for; they were left out."""
 
 
-class DrawNothing(TorchFunctionMode):
-    """Leaves weights on the meta device alone that are to be drawn: torch would import its compiler for it, seconds.
-
-    `has_drawn` says whether anything else was drawn inside. (The generators' states would not tell: whoever builds a
-    model may put them back.)
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_drawn = False
+class _DrawNothing(TorchFunctionMode):
+    """Leaves weights on the meta device alone that are to be drawn: torch would import its compiler for it, seconds."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if getattr(function, "__name__", "") in DRAWS:
             tensor = args[0] if args else (kwargs or {}).get("tensor")
-            if function.__name__.endswith("_") and isinstance(tensor, Tensor) and tensor.is_meta:
+            if isinstance(tensor, Tensor) and tensor.is_meta:
                 return tensor
-            self.has_drawn = True
         return function(*args, **(kwargs or {}))
 
 
 @contextmanager
 def on_meta() -> Iterator[None]:
     """Makes modules inside without memory, on the meta device, as `torch.device("meta")` does, but at once."""
-    with torch.device("meta"), DrawNothing():
+    with torch.device("meta"), _DrawNothing():
         yield
 
 
@@ -99,10 +101,12 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Returns a dtype for its name (`bf16`, `bfloat16`, `fp32`, ...); a dtype and None are returned as they are."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
-    found: Any = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}.get(dtype)
-    found = getattr(torch, str(dtype), None) if found is None else found
+    name = str(dtype)  # whatever was given, for an error that shows it
+    found: Any = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}.get(name)
+    found = getattr(torch, name, None) if found is None else found
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigError(f"{dtype!r} is no dtype of weights. Use bf16, fp16 or fp32.", where="dtype")
+        shown = describe(dtype) if isinstance(dtype, Mapping) else repr(dtype)
+        raise ConfigError(f"{shown} is no dtype of weights. Use bf16, fp16 or fp32.", where="dtype")
     return found
 
 
@@ -152,18 +156,18 @@ def load_weights(
 ) -> LoadReport:
     """Gives a module, which may be on the meta device, the weights of a folder; returns what did not fit.
 
-    Each weight keeps its file's dtype unless `dtype` is given. Tied weights are read once. With `strict`, missing and
-    unexpected keys are one error that lists them, raised before any weight is read; otherwise they are logged, and
-    what is missing in a module on the meta device is drawn by its `reset_parameters`.
+    Each weight keeps its file's dtype unless `dtype` is given. Weights that have memory of that dtype are filled in
+    place. Tied weights are read once; a file that has two of their names with different values has one key too many.
+    With `strict`, missing and unexpected keys are one error that lists them, raised before any weight is changed;
+    otherwise they are logged, and what is missing in a module on the meta device is drawn by its `reset_parameters`.
     """
     files = weight_files(folder, allow_pickle=allow_pickle)
     keys = {key: path for path in files for key in keys_of(path)}
-    plan, report = _plan(model, list(keys), key_map)
+    plan, report = _plan(model, keys, key_map)
     if strict and (report.missing or report.unexpected):
-        raise CheckpointError(_describe(report, folder) + " Choose another model, or load with strict=False.")
+        raise CheckpointError(_describe(report, folder) + " Choose another model, or load with strict: false.")
     ties = shared_names(model)
     _draw_missing(model, report.missing, ties=ties, device=device, dtype=dtype)
-    copy = partial(_owned, dtype=dtype, device=device)
     # Copies touch fresh memory, page by page, which one thread alone does far below the memory's speed.
     with ThreadPoolExecutor(NUM_COPIES) as pool:
         for path in files:
@@ -171,21 +175,15 @@ def load_weights(
             with open_weights(path) as get:
                 mapped = [get(source.key) for source in here.values()]
                 for (name, source), tensor in zip(here.items(), mapped, strict=True):
-                    _check_shape(model, name, source, tensor, path)
-                for name, tensor in zip(here, pool.map(copy, mapped, here.values()), strict=True):
+                    _check_tensor(model, name, source, tensor, path)
+                into = [_weight(model, name) for name in here]
+                copy = partial(_copied, dtype=dtype, device=device)
+                for name, tensor in zip(here, pool.map(copy, into, mapped, here.values()), strict=True):
                     place(model, ties.get(name, (name,)), tensor)
                 del mapped, tensor
     if report.missing or report.unexpected:
         logger.warning(_describe(report, folder))
     return report
-
-
-def compare_keys(
-    model: nn.Module, folder: Path, *, key_map: KeyMap | None = None, allow_pickle: bool = False
-) -> LoadReport:
-    """Returns what does not fit between a module and a folder's files, of which the keys alone are read."""
-    files = weight_files(folder, allow_pickle=allow_pickle)
-    return _plan(model, [key for path in files for key in keys_of(path)], key_map)[1]
 
 
 def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
@@ -249,7 +247,40 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. It is damaged or cut short; copy it again.") from error
+        raise CheckpointError(f"{path} cannot be read: {error}. {_diagnosis(path)}") from error
+
+
+def _diagnosis(path: Path) -> str:
+    """Says what a file is that is no safetensors file, by its first bytes, and what to do."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(64)
+    except OSError:
+        start = b""
+    if start.startswith(b"version https://git-lfs"):
+        return "It is a pointer of Git LFS, without the weights: run `git lfs pull` in that repository."
+    if start.lstrip()[:1] == b"<":
+        return "It is a web page, not weights: its address asks for a login or is another one. Download it again."
+    if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
+        return f"It is a pickle of torch. Convert it to safetensors; its own name is {PICKLED_FILE}."
+    return "It is damaged or cut short; copy it again."
+
+
+def whole_number_keys(folder: Path) -> dict[str, Path]:
+    """Returns the keys of a folder's safetensors files that hold whole numbers, each with its file."""
+    found: dict[str, Path] = {}
+    for path in weight_files(folder):
+        with _opened(path) as file:
+            found |= {key: path for key in file.keys() if file.get_slice(key).get_dtype()[0] in "IU"}  # noqa: SIM118
+    return found
+
+
+def refuse_whole_numbers(path: Path, key: str) -> NoReturn:
+    """Raises the error for a weight that the files hold in whole numbers."""
+    raise CheckpointError(
+        f"{path}: {key} holds whole numbers, but it is a weight. Perhaps it was quantized, which is not read here: "
+        "use the plain weights."
+    )
 
 
 def shared_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -260,24 +291,36 @@ def shared_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {name: tuple(names) for names in by_tensor.values() if len(names) > 1 for name in names}
 
 
-def _plan(model: nn.Module, keys: Sequence[str], key_map: KeyMap | None) -> tuple[dict[str, Source], LoadReport]:
+def _plan(model: nn.Module, keys: Mapping[str, Path], key_map: KeyMap | None) -> tuple[dict[str, Source], LoadReport]:
     """Decides where each of our weights comes from; a tied one comes from the first of its names that is there."""
-    found = {name: Source(*source) for name, source in (key_map or KeyMap()).ours_in(keys).items()}
+    found = {name: Source(*source) for name, source in (key_map or KeyMap()).ours_in(list(keys)).items()}
     ties = shared_names(model)
     plan: dict[str, Source] = {}
     missing = []
+    known = set(model.state_dict(keep_vars=True))
+    unexpected = [source.key for name, source in found.items() if name not in known]
     for name in model.state_dict(keep_vars=True):
         names = ties.get(name, (name,))
         if name != names[0]:
             continue
-        present = next((one for one in names if one in found), None)
-        if present is None:
-            missing.append(name)
+        present = [found[one] for one in names if one in found]
+        if present:
+            plan[name] = present[0]
+            unexpected += [other.key for other in present[1:] if not _is_same(present[0], other, keys)]
         else:
-            plan[name] = found[present]
-    known = set(model.state_dict(keep_vars=True))
-    unexpected = sorted(source.key for name, source in found.items() if name not in known)
-    return plan, LoadReport(missing=tuple(sorted(missing)), unexpected=tuple(unexpected))
+            missing.append(name)
+    return plan, LoadReport(missing=tuple(sorted(missing)), unexpected=tuple(sorted(unexpected)))
+
+
+def _is_same(first: Source, second: Source, keys: Mapping[str, Path]) -> bool:
+    """Do the files hold the same bits under two keys?"""
+    with open_weights(keys[first.key]) as get_first, open_weights(keys[second.key]) as get_second:
+        one, other = get_first(first.key), get_second(second.key)
+        one, other = (each.t() if source.transpose else each for each, source in ((one, first), (other, second)))
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return False
+        # As bytes, for a nan is not equal to itself.
+        return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def _describe(report: LoadReport, folder: Path) -> str:
@@ -319,9 +362,11 @@ def _draw_missing(
     model.reset_parameters()  # type: ignore[operator]
 
 
-def _check_shape(model: nn.Module, name: str, source: Source, tensor: Tensor, path: Path) -> None:
-    owner, leaf = _owner(model, name)
-    wanted = tuple(getattr(owner, leaf).shape)
+def _check_tensor(model: nn.Module, name: str, source: Source, tensor: Tensor, path: Path) -> None:
+    """Refuses a tensor that cannot be this weight: one of another shape, or of whole numbers."""
+    if _weight(model, name).is_floating_point() and not tensor.is_floating_point():
+        refuse_whole_numbers(path, source.key)
+    wanted = tuple(_weight(model, name).shape)
     shape = tuple(tensor.shape)
     got = shape[::-1] if source.transpose else shape
     if got != wanted:
@@ -333,31 +378,64 @@ def _check_shape(model: nn.Module, name: str, source: Source, tensor: Tensor, pa
         )
 
 
-def _owned(tensor: Tensor, source: Source, *, dtype: torch.dtype | None, device: torch.device | str) -> Tensor:
-    """Returns a copy of a file's tensor: what is mapped from the file must not live longer than the file."""
+@torch.no_grad()
+def _copied(
+    weight: Tensor, tensor: Tensor, source: Source, *, dtype: torch.dtype | None, device: torch.device | str
+) -> Tensor:
+    """Fills a weight with a file's tensor and returns it; a copy of the tensor where the weight cannot hold it.
+
+    What is mapped from the file must not live longer than the file.
+    """
     wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     tensor = tensor.t() if source.transpose else tensor
+    if not weight.is_meta and weight.dtype == wanted and weight.device == _indexed(device):
+        return weight.copy_(tensor)
     return tensor.to(device=device, dtype=wanted, copy=True, memory_format=torch.contiguous_format)
 
 
+def _indexed(device: torch.device | str) -> torch.device:
+    """Returns a device with its number, as tensors have it."""
+    return torch.empty(0, device=device).device
+
+
+def allocate(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Gives the parameters that are on the meta device memory, whose values are arbitrary, of these dtypes."""
+    ties = shared_names(model)
+    for name, parameter in list(model.named_parameters()):
+        if parameter.is_meta:
+            names = ties.get(name, (name,))
+            dtype = next((dtypes[one] for one in names if one in dtypes), parameter.dtype)
+            # Memory that nobody has touched is none yet: pages come as the values do.
+            place(model, names, torch.empty(parameter.shape, dtype=dtype))
+
+
 def place(model: nn.Module, names: tuple[str, ...], tensor: Tensor) -> None:
-    """Makes a tensor the weight of all the names; a parameter keeps its attributes (`no_weight_decay`, ...)."""
-    owner, leaf = _owner(model, names[0])
-    weight = getattr(owner, leaf)
-    if not isinstance(weight, nn.Parameter):
-        owner._buffers[leaf] = tensor
+    """Makes a tensor the weight of all the names; a weight with memory stays the object that it was.
+
+    A parameter keeps its attributes (`no_weight_decay`, ...).
+    """
+    weight = _weight(model, names[0])
+    if tensor is weight:
         return
-    if weight.is_meta:
-        parameter = nn.Parameter(tensor, requires_grad=weight.requires_grad)
-        parameter.__dict__.update(weight.__dict__)
-        weight = parameter
-    else:
+    if not weight.is_meta:
         weight.data = tensor
+        return
+    if isinstance(weight, nn.Parameter):
+        attributes = vars(weight)
+        weight = nn.Parameter(tensor, requires_grad=weight.requires_grad)
+        weight.__dict__.update(attributes)
+    else:
+        weight = tensor
     for name in names:
-        owner, leaf = _owner(model, name)
-        owner._parameters[leaf] = weight
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        if isinstance(weight, nn.Parameter):
+            owner._parameters[leaf] = weight
+        else:
+            owner._buffers[leaf] = weight
 
 
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _weight(model: nn.Module, name: str) -> Tensor:
     path, _, leaf = name.rpartition(".")
-    return model.get_submodule(path), leaf
+    weight: Tensor = getattr(model.get_submodule(path), leaf)
+    return weight

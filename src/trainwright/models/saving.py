@@ -1,11 +1,13 @@
 """Writes a module as a folder in Hugging Face's layout: config.json and safetensors, in shards where it is large.
 
 Files are made in a folder of their own and moved when all are there, the one that makes a model of them last, so that
-nobody ever reads half of one. What others have put into the folder is left alone.
+nobody ever reads half of one. What others have put into the folder is left alone. A writer that was killed leaves the
+folder that it made files in; the next one removes it, and may write anew what is half moved.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,6 +17,11 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # no POSIX: then nobody can tell that a writer is gone, and nothing is removed
+    fcntl = None  # type: ignore[assignment]
 
 import torch
 from safetensors.torch import save_file
@@ -52,7 +59,7 @@ def write_folder(
     `leave_out` names sub-modules whose weights are not written.
     """
     check_target(folder)
-    if folder.is_dir() and any(folder.iterdir()) and not is_model_folder(folder):
+    if not is_model_folder(folder) and has_files_of_others(folder):
         raise CheckpointError(
             f"{folder} has files and is no model folder, so nothing is written there. Choose another, or empty it."
         )
@@ -70,27 +77,47 @@ def write_folder(
 
 
 @contextmanager
-def staged(folder: Path, *, replaces: Collection[str] = ()) -> Iterator[Path]:
+def staged(folder: Path, *, replaces: Collection[str] = (), first: str | None = None) -> Iterator[Path]:
     """Gives an empty folder to write files into, which are those of `folder` at the end; an error leaves no trace.
 
     A folder that exists loses the files that `replaces` names, and keeps all others that were not written anew.
+    `first` names a written file that takes its place before any other file goes or comes.
     """
     check_target(folder)
     exists = folder.is_dir()
     folder.parent.mkdir(parents=True, exist_ok=True)
+    stale = abandoned(folder)
     # Inside of a folder that exists: it may be a mount or a link, and only files in it can be moved to it at no cost.
     place = folder if exists else folder.parent
-    staging = place / f".{folder.name}.writing-{uuid.uuid4().hex[:8]}"
+    staging = place / f"{_staging_start(folder)}{uuid.uuid4().hex[:8]}"
     staging.mkdir()
     try:
-        yield staging
-        if exists:
-            _move_in(staging, folder, replaces)
-        else:
-            staging.rename(folder)
+        with _held(staging):
+            yield staging
+            if exists:
+                _move_in(staging, folder, replaces, first)
+            else:
+                staging.rename(folder)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
+    for left in stale:  # only now: until all is written anew they tell that what lies beside them is half moved
+        if left.is_dir() and not _is_held(left):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def abandoned(folder: Path) -> list[Path]:
+    """Returns the folders that killed writers of this folder left, in it or beside it; those of living ones are not."""
+    if fcntl is None:
+        return []
+    places = [place for place in (folder, folder.parent) if place.is_dir()]
+    found = [path for place in places for path in place.iterdir() if path.name.startswith(_staging_start(folder))]
+    return [path for path in found if not path.is_symlink() and path.is_dir() and not _is_held(path)]
+
+
+def has_files_of_others(folder: Path) -> bool:
+    """Does a folder hold anything, though no killed writer left its own there? Then it was writing what there is."""
+    return folder.is_dir() and any(folder.iterdir()) and not any(one.parent == folder for one in abandoned(folder))
 
 
 def check_target(folder: Path) -> None:
@@ -173,17 +200,55 @@ def model_files(folder: Path) -> set[str]:
     return {name for name in names if name in (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE) or SHARD_NAME.fullmatch(name)}
 
 
-def _move_in(staging: Path, folder: Path, replaces: Collection[str]) -> None:
+def _move_in(staging: Path, folder: Path, replaces: Collection[str], first: str | None) -> None:
     """Moves files into a folder that has some: settings leave first and come last, as nothing is read without them."""
     written = [path.name for path in staging.iterdir()]
     for name in written:
         if (folder / name).is_dir():
             raise CheckpointError(f"{folder / name} is a folder, and a file of that name is to be written. Rename it.")
-    for name in sorted({*written, *replaces}, key=lambda name: name not in SETTINGS):
+    if first is not None:
+        written.remove(first)
+        (staging / first).replace(folder / first)
+    for name in sorted({*written, *replaces} - {first}, key=lambda name: name not in SETTINGS):
         (folder / name).unlink(missing_ok=True)
     for name in sorted(written, key=lambda name: name in SETTINGS):
         (staging / name).rename(folder / name)
     staging.rmdir()
+
+
+def _staging_start(folder: Path) -> str:
+    """How the names of the folders begin in which files for this folder are made."""
+    return f".{folder.name}.writing-"
+
+
+@contextmanager
+def _held(staging: Path) -> Iterator[None]:
+    """Locks a folder as long as its writer lives: the system lets go of it, however the process ends."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(staging, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks, where _is_held finds all held
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # who asks whether it is held has it for a moment
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_held(staging: Path) -> bool:
+    """Is the writer of this folder alive, as far as can be told?"""
+    try:
+        descriptor = os.open(staging, os.O_RDONLY)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _sync(path: Path) -> None:

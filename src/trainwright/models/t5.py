@@ -21,7 +21,7 @@ from trainwright.labels import IGNORED_LABEL
 from trainwright.models.key_map import KeyMap
 from trainwright.models.layers.activations import activation
 from trainwright.models.layers.attention import attend
-from trainwright.models.layers.checks import check_heads, check_keywords
+from trainwright.models.layers.checks import check_heads, check_ids, check_keywords, embed
 from trainwright.models.layers.masks import unpadded_keys, visible_keys
 from trainwright.models.layers.settings import keywords_of
 from trainwright.models.model import Model
@@ -115,15 +115,19 @@ class T5(Model):
         `decoder_input_ids` [B, T], which by default are the labels moved one place to the right. Both masks are 0 at
         padding; with padding on the right the decoder needs none.
         """
+        check_ids(input_ids)
         if decoder_input_ids is None:
             decoder_input_ids = self.shift_right(labels)
+        check_ids(decoder_input_ids, name="decoder_input_ids")
         unpadded = unpadded_keys(attention_mask)
-        states = self.encoder(self.shared(input_ids), unpadded)
+        states = self.encoder(embed(self.shared, input_ids), unpadded)
         visible = visible_keys(decoder_attention_mask, None)
         if visible is None:
             length = decoder_input_ids.shape[1]
             visible = torch.ones(length, length, dtype=torch.bool, device=input_ids.device).tril()
-        written = self.decoder(self.shared(decoder_input_ids), visible, states, unpadded)
+        written = self.decoder(
+            embed(self.shared, decoder_input_ids, name="decoder_input_ids"), visible, states, unpadded
+        )
         if self.settings["scale_outputs"]:
             written = written * self.settings["hidden_size"] ** -0.5
         logits = self.lm_head(written)
@@ -163,7 +167,7 @@ class T5(Model):
             "num_heads": config.get("num_heads", 8),
             "head_size": config.get("d_kv", 64),
             "intermediate_size": config.get("d_ff", 2048),
-            "feed_forward": config.get("feed_forward_proj", "relu"),
+            "feed_forward": feed_forward_of(config),
             "num_buckets": config.get("relative_attention_num_buckets", 32),
             "max_distance": config.get("relative_attention_max_distance", 128),
             "norm_eps": config.get("layer_norm_epsilon", 1e-6),
@@ -178,8 +182,6 @@ class T5(Model):
     def to_hugging_face(self) -> dict[str, Any]:
         """Returns what transformers' T5Config calls these settings."""
         own = self.settings
-        is_gated = own["feed_forward"].startswith("gated-")
-        name = own["feed_forward"].removeprefix("gated-")
         return {
             "vocab_size": own["vocab_size"],
             "d_model": own["hidden_size"],
@@ -189,8 +191,8 @@ class T5(Model):
             "d_kv": own["head_size"],
             "d_ff": own["intermediate_size"],
             "feed_forward_proj": own["feed_forward"],
-            "is_gated_act": is_gated,
-            "dense_act_fn": "gelu_new" if is_gated and name == "gelu" else name,
+            "is_gated_act": own["feed_forward"].startswith("gated-"),
+            "dense_act_fn": _activation_of(own["feed_forward"]),
             "relative_attention_num_buckets": own["num_buckets"],
             "relative_attention_max_distance": own["max_distance"],
             "layer_norm_epsilon": own["norm_eps"],
@@ -202,6 +204,12 @@ class T5(Model):
             "initializer_factor": own["initializer_factor"],
             "is_encoder_decoder": True,
         }
+
+    def unwritten(self) -> tuple[str, ...]:
+        """Leaves out a head of its own that equals the embeddings, as transformers does; HeadKeyMap reads it back."""
+        head, embeddings = self.lm_head.weight, self.shared.weight
+        is_copy = head is not embeddings and not head.is_meta and torch.equal(head, embeddings)
+        return (*super().unwritten(), "lm_head") if is_copy else super().unwritten()
 
 
 class HeadKeyMap(KeyMap):
@@ -352,8 +360,7 @@ class FeedForward(nn.Module):
         else:
             self.wi = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.wo = nn.Linear(intermediate_size, hidden_size, bias=False)
-        # "gated-gelu" has always been the approximation by tanh.
-        name = "gelu_new" if kind == "gated-gelu" else kind.removeprefix("gated-")
+        name = _activation_of(kind)
         self.activation = activation(name, setting="feed_forward (less gated-)" if self.is_gated else "feed_forward")
         self.dropout = nn.Dropout(settings["dropout"])
 
@@ -384,6 +391,31 @@ def distance_buckets(distances: Tensor, *, num_buckets: int, max_distance: int, 
     on_log_scale = torch.log(distances.clamp(min=1).float() / num_exact) / math.log(max_distance / num_exact)
     far = (num_exact + (on_log_scale * (num_buckets - num_exact)).long()).clamp(max=num_buckets - 1)
     return offset + torch.where(distances < num_exact, distances, far)
+
+
+def feed_forward_of(config: Mapping[str, Any]) -> str:
+    """Returns the `feed_forward` of a config.json, in which `dense_act_fn` and `is_gated_act` decide where they stand.
+
+    Files say the same thing twice, and transformers computes by these two.
+    """
+    told = str(config.get("feed_forward_proj", "relu"))
+    is_gated = bool(config.get("is_gated_act", told.startswith("gated-")))
+    name = str(config.get("dense_act_fn", _activation_of(told)))
+    if (is_gated, name) == (told.startswith("gated-"), _activation_of(told)):
+        return told
+    found = f"gated-{name}" if is_gated else name
+    if _activation_of(found) != name:
+        raise ConfigError(
+            f"feed_forward_proj is {told!r} and dense_act_fn {name!r}, a gated MLP that has no name here: gated-gelu "
+            "is the approximation by tanh (gelu_new). Use transformers' own class: type: "
+            "transformers:T5ForConditionalGeneration."
+        )
+    return found
+
+
+def _activation_of(feed_forward: str) -> str:
+    """The name of the function in a `feed_forward`: "gated-gelu" has always been the approximation by tanh."""
+    return "gelu_new" if feed_forward == "gated-gelu" else feed_forward.removeprefix("gated-")
 
 
 def check_buckets(num_buckets: int, max_distance: int) -> None:

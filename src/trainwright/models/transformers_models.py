@@ -10,12 +10,14 @@ but by locate.py, where a name is the hub's. Our own models are in the files bes
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,11 @@ from trainwright.models.pretrained import (
     as_dtype,
     keys_of,
     listed,
+    on_meta,
     read_config_file,
+    refuse_whole_numbers,
     weight_files,
+    whole_number_keys,
 )
 from trainwright.models.transformers_calls import watch_calls
 
@@ -57,7 +62,7 @@ def build_transformers(
     arguments: Mapping[str, Any],
     *,
     pretrained: Path | None = None,
-    strict: bool = True,
+    strict: bool | None = None,
     told: Mapping[str, Any] | None = None,
 ) -> tuple[nn.Module, LoadReport]:
     """Builds a model of a transformers class, with random weights or with those of a folder.
@@ -65,9 +70,10 @@ def build_transformers(
     `arguments` are the keywords of its config (an Auto class needs `model_type` among them, or a folder), changes
     to the folder's config where one is given, and `attn_implementation` and `dtype`. Weights are float32 unless
     `dtype` says otherwise, whatever the files hold: precision is the training's, and 16-bit weights lose small
-    updates. With `strict`, weights of other shapes are refused, and keys of the folder that the model has no place
-    for, except where the class is not the one that was saved: a head then goes and another comes. Other shapes than
-    the head's are refused always. The report names what was drawn at random. `told` is the content of a config.json whose folder may be gone: it gives the sizes.
+    updates. Unless `strict` is false, weights of other shapes are refused, and missing and unexpected keys. Where
+    nobody says (None) keys may differ if the class is not the one that was saved: a head then goes and another comes.
+    Other shapes in the body are refused always. The report names what was drawn at random. `told` is the content of a
+    config.json whose folder may be gone: it gives the sizes.
     """
     arguments = dict(arguments)
     dtype = _take_dtype(arguments) or torch.float32
@@ -81,31 +87,55 @@ def build_transformers(
     try:
         if pretrained is None:
             model = make(config, **options)
-        else:
+        elif _is_theirs(_class_of(target, config)):
+            fresh = partial(make, copy.deepcopy(config), **options)
             model, report = _load(target, pretrained, config, options, strict=strict)
+            _keep_frozen(model, fresh)
+        else:
+            # A user's constructor may do anything with its weights, and transformers would call it without any.
+            model = make(copy.deepcopy(config), **options)
+            loaded, report = _load(_giving(_emptied(model)), pretrained, config, options, strict=strict)
+            _move_weights(loaded, model, leave=report.missing)
     except torch.OutOfMemoryError:
         raise
-    except (ValueError, ImportError, OSError, TypeError, RuntimeError) as error:
-        if isinstance(error, (TypeError, RuntimeError)) and not target.__module__.startswith("transformers."):
+    except (ValueError, ImportError, OSError, TypeError, RuntimeError, KeyError) as error:
+        if isinstance(error, (TypeError, RuntimeError, KeyError)) and not _is_theirs(target):
             raise  # perhaps a mistake in a user's own constructor, of which the traceback is worth more
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if isinstance(error, KeyError):
+            first = _unknown_value(error, config.to_dict())
         by = "" if told is None else f" by {source}"
         raise ConfigError(f"transformers cannot build {target.__name__}{by}: {first}") from error
     if getattr(model, "loss_type", "") is None:
-        model.loss_type = "ForCausalLM"  # what it takes then anyway, but with a warning: GPT-2's class name tells no loss
+        # What it takes then anyway, but with a warning: the name of GPT-2's class tells no loss.
+        model.loss_type = "ForCausalLM"
     watch_calls(model, leaves_cache="use_cache" in arguments)
     return model, report
 
 
+def _unknown_value(error: KeyError, config: Mapping[str, Any], path: str = "") -> str:
+    """Says which setting of a config has the value that transformers has looked up in a table and not found."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and (found := _unknown_value(error, value, f"{path}{name}.")).startswith(
+            path + name
+        ):
+            return found
+        if value == error.args[0]:
+            return f"{path}{name} is {value!r}, which it does not know."
+    return f"it does not know {error}."
+
+
 def _load(
-    target: type[Any], folder: Path, config: Any, options: dict[str, Any], *, strict: bool
+    target: type[Any], folder: Path, config: Any, options: dict[str, Any], *, strict: bool | None
 ) -> tuple[nn.Module, LoadReport]:
     saved = read_config_file(folder).get("architectures") or []
     if any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE)):
         for path in weight_files(folder):
             keys_of(path)  # a damaged file is named, which transformers does not do
+        whole_numbers = whole_number_keys(folder)
     else:
         _refuse_pickles(folder)
+        whole_numbers = {}
     with _quiet():
         model, info = target.from_pretrained(
             folder,
@@ -117,19 +147,25 @@ def _load(
             ignore_mismatched_sizes=True,  # so that they can be named below, or drawn anew
             **options,
         )
+    for name, parameter in model.named_parameters():
+        if name in whole_numbers and parameter.is_floating_point():
+            refuse_whole_numbers(whole_numbers[name], name)
     model.config._name_or_path = ""  # a place on this machine, which would go into every export
     others = {key: (tuple(theirs), tuple(ours)) for key, theirs, ours in info.get("mismatched_keys") or ()}
     # The body is what was learned: one that is drawn anew would only look like a pretrained model.
     has_other_body = any(model.base_model is model or key.startswith(f"{model.base_model_prefix}.") for key in others)
-    if others and (strict or has_other_body):
+    if others and (strict is not False or has_other_body):
         wrong = [f"{key}: {theirs} in the files, {ours} in the model" for key, (theirs, ours) in sorted(others.items())]
-        advice = "." if has_other_body else ", or draw these weights anew with strict: false."
+        wrong[4:] = [f"and {len(wrong) - 4} more"] if len(wrong) > 4 else []
+        advice = "or choose another folder." if has_other_body else "or draw these weights anew with strict: false."
         raise CheckpointError(
-            f"The weights of {folder} have other shapes: {'; '.join(wrong[:8])}. Change the model's settings{advice}"
+            f"The weights of {folder} have other shapes: {'; '.join(wrong)}. Leave out the settings that change the "
+            f"model's sizes, {advice}"
         )
     missing = {*info["missing_keys"], *others}
     report = LoadReport(tuple(sorted(missing)), tuple(sorted(info["unexpected_keys"])))
-    if strict and type(model).__name__ in saved and (report.missing or report.unexpected):
+    must_fit = type(model).__name__ in saved if strict is None else strict
+    if must_fit and (report.missing or report.unexpected):
         raise CheckpointError(
             f"The weights of {folder} are not all of this model's: missing {listed(report.missing)}; unexpected "
             f"{listed(report.unexpected)}. Choose another folder, or load with strict: false."
@@ -143,6 +179,55 @@ def _load(
         )
     # from_pretrained leaves a model in evaluation mode; a run trains it.
     return model.train(), report
+
+
+def _keep_frozen(model: nn.Module, make: Callable[[], nn.Module]) -> None:
+    """Freezes what the class's constructor freezes (fixed positions of Whisper, Marian): from_pretrained forgets it."""
+    try:
+        with on_meta():
+            twin = make()
+    except (RuntimeError, NotImplementedError):  # a constructor that computes with its weights
+        with torch.random.fork_rng(devices=[]):
+            twin = make()
+    trains = {name: one.requires_grad for name, one in twin.named_parameters(remove_duplicate=False)}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parameter.requires_grad_(trains.get(name, parameter.requires_grad))
+
+
+def _emptied(model: nn.Module) -> nn.Module:
+    """Returns a copy of a model whose weights are on the meta device; its constructor is not called."""
+    weights = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(one): _as_empty(one) for one in weights})
+
+
+def _as_empty(weight: torch.Tensor) -> torch.Tensor:
+    empty = weight.detach().to("meta")
+    return nn.Parameter(empty, requires_grad=weight.requires_grad) if isinstance(weight, nn.Parameter) else empty
+
+
+def _giving(model: nn.Module) -> type[Any]:
+    """Returns a class like a model's own whose from_pretrained loads into that model instead of making one."""
+    kind = type(model)
+    return type(kind.__name__, (kind,), {"__new__": lambda cls, *args, **kwargs: model, "__module__": kind.__module__})
+
+
+@torch.no_grad()
+def _move_weights(source: Any, target: Any, *, leave: Collection[str]) -> None:
+    """Copies weights into a model of the same class, in place, but for those that were drawn; the source loses them."""
+    target.config._name_or_path = ""
+    if hasattr(source, "generation_config"):
+        target.generation_config = source.generation_config
+    given = source.state_dict(keep_vars=True)
+    filled: set[int] = set()  # a tied weight has several names
+    for name, weight in target.state_dict(keep_vars=True).items():
+        if name in leave or id(weight) in filled or not isinstance(weight, torch.Tensor):
+            continue
+        if weight.dtype == given[name].dtype:
+            weight.copy_(given[name])
+        else:
+            weight.data = given[name].data
+        given[name].data = torch.empty(0)
+        filled.add(id(weight))
 
 
 def _refuse_pickles(folder: Path) -> None:
@@ -258,6 +343,19 @@ def _take_dtype(arguments: dict[str, Any]) -> torch.dtype | None:
     if len(given) == 2:
         raise ConfigError("dtype and torch_dtype are the same setting. Give one of them.")
     return as_dtype(given[0]) if given else None
+
+
+def _class_of(target: type[Any], config: Any) -> type[Any]:
+    """Returns the class that is built; an Auto class may choose one that a user has registered."""
+    if not _is_auto(target) or type(config) not in target._model_mapping:
+        return target
+    found = target._model_mapping[type(config)]
+    chosen: type[Any] = found[0] if isinstance(found, tuple) else found
+    return chosen
+
+
+def _is_theirs(target: type[Any]) -> bool:
+    return target.__module__.partition(".")[0] == "transformers"
 
 
 def _is_auto(target: type[Any]) -> bool:

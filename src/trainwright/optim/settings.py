@@ -29,7 +29,7 @@ class _Range(NamedTuple):
 _AT_LEAST_0 = _Range("of at least 0", lambda value: 0.0 <= value < math.inf)
 _ABOVE_0 = _Range("above 0", lambda value: 0.0 < value < math.inf)
 _BELOW_1 = _Range("from 0 to below 1", lambda value: 0.0 <= value < 1.0)
-_COUNT = _Range("that is whole and at least 1", lambda value: value >= 1 and value == int(value))
+_COUNT = _Range("that is whole and at least 1", lambda value: 1 <= value < math.inf and value == int(value))
 
 RANGES: Mapping[str, _Range] = {
     "lr": _AT_LEAST_0,

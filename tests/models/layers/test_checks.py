@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from trainwright.errors import ConfigError, DataError
-from trainwright.models.layers.checks import check_heads, check_keywords, check_length
+from trainwright.models.layers.checks import check_heads, check_ids, check_keywords, check_length, embed
 
 
 class Net:
@@ -75,3 +76,16 @@ def test_a_width_that_does_not_split_is_refused():
 def test_too_many_tokens_are_refused_with_both_numbers():
     with pytest.raises(DataError, match=r"8 positions .* 9 tokens"):
         check_length(9, 8)
+
+
+def test_tokens_of_another_form_are_refused_by_name():
+    check_ids(torch.zeros(2, 3, dtype=torch.int32))
+    with pytest.raises(DataError, match=r"decoder_input_ids must be rows .*\[2, 3, 4\]\.$"):
+        check_ids(torch.zeros(2, 3, 4, dtype=torch.long), name="decoder_input_ids")
+    with pytest.raises(DataError, match="input_ids must be whole numbers"):
+        check_ids(torch.zeros(2, 3))
+
+
+def test_ids_that_an_embedding_lacks_are_named():
+    with pytest.raises(DataError, match="token_type_ids holds ids from -1 to 7, but the embedding has 4 rows"):
+        embed(torch.nn.Embedding(4, 2), torch.tensor([[-1, 7]]), name="token_type_ids")

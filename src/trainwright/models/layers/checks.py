@@ -1,4 +1,4 @@
-"""Refuses settings that cannot make a model, before any weight is made, and inputs too long for its size."""
+"""Refuses settings that cannot make a model, before any weight is made, and tokens that it cannot take."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from trainwright.errors import ConfigError, DataError
 
@@ -66,6 +69,32 @@ def check_heads(hidden_size: int, num_heads: int) -> None:
             f"hidden_size {hidden_size} does not split into {num_heads} heads. "
             f"Use a multiple of {num_heads}, or another num_heads."
         )
+
+
+def check_ids(input_ids: Tensor, *, name: str = "input_ids") -> None:
+    """Refuses tokens that are no whole numbers in rows: looks at dtype and shape alone, and waits for no device."""
+    if input_ids.dim() != 2:
+        hint = " One row is input_ids[None]." if input_ids.dim() == 1 else ""
+        raise DataError(
+            f"{name} must be rows of tokens [batch, sequence]; got the shape {list(input_ids.shape)}.{hint}"
+        )
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise DataError(f"{name} must be whole numbers (torch.long), the ids of tokens; got {input_ids.dtype}.")
+
+
+def embed(embedding: nn.Embedding, ids: Tensor, *, name: str = "input_ids") -> Tensor:
+    """Returns the rows [..., D] of an embedding; ids that it does not have are named, where the device tells of them.
+
+    Only then are they read: a look before each step would wait for the device.
+    """
+    try:
+        embedded: Tensor = embedding(ids)
+    except IndexError as error:
+        raise DataError(
+            f"{name} holds ids from {int(ids.min())} to {int(ids.max())}, but the embedding has "
+            f"{embedding.num_embeddings} rows. Give the model the vocabulary of the tokenizer, or pad with an id of it."
+        ) from error
+    return embedded
 
 
 def check_length(length: int, max_positions: int) -> None:

@@ -7,6 +7,13 @@ from typing import Any
 
 from trainwright.errors import ConfigError
 
+AUTO_CLASSES = {
+    "Llama": "AutoModelForCausalLM",
+    "GPT2": "AutoModelForCausalLM",
+    "Bert": "AutoModelForMaskedLM, or AutoModelForSequenceClassification",
+}
+"""The classes of transformers that train what a shipped model cannot."""
+
 
 def keywords_of(variables: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a constructor's keywords from its `locals()`; to be called before it makes variables of its own."""
@@ -19,5 +26,5 @@ def refuse_other_values(config: Mapping[str, Any], supported: Mapping[str, Any],
         if config.get(name, value) != value:
             raise ConfigError(
                 f"config.json says {name}: {config[name]!r}, but {model} can only do {value!r}. "
-                "Train this model by transformers' own class: model.type: transformers:AutoModel, or the like."
+                f"Train this model by transformers' own class: model.type: transformers:{AUTO_CLASSES[model]}."
             )

@@ -1,0 +1,213 @@
+"""What a run does about incidents: where it goes back to, what it counts, and what stays as it was."""
+
+import random
+
+import pytest
+import torch
+from tests.faults.runs import assert_same_end
+from tests.loop.small_runs import PLAIN, CountEvaluations, Heard, at, be_lazy, lines_of, make, run, store_of
+
+from trainwright import Hook, Trainer
+from trainwright.checkpoint.remote_files import UnreachableError
+from trainwright.errors import CheckpointError, IncidentError
+
+BACK = "incidents={non_finite: rollback}"
+SNAPSHOTS = "incidents={non_finite: rollback, snapshot_every_steps: 4}"
+RARE = "checkpoint.every_steps=100"
+REPLACING = "tests.loop.small_runs:Replacing"
+STREAM = "data.train={type: tests.project.parts:PointStream, size: 40}"
+
+
+# incidents that nobody has looked at yet
+
+
+def test_data_that_ends_behind_an_incident_that_nobody_has_seen_is_gone_back_in(tmp_path, monkeypatch):
+    settings = (*PLAIN[:3], STREAM, BACK, "trainer.max_steps=100", "checkpoint.every_steps=3", "data.shuffle=false")
+    eager = run(tmp_path / "eager", *settings, bad=[32])
+    be_lazy(monkeypatch)
+    lazy = run(tmp_path / "lazy", *settings, bad=[32])
+    assert (lazy.step, lazy.stop_reason) == (eager.step, eager.stop_reason) == (4, "the training data ended")
+    assert store_of(tmp_path / "lazy").steps() == [3, 4]
+    assert_same_end(tmp_path / "eager", tmp_path / "lazy")
+
+
+def test_a_skipped_last_update_that_nobody_has_seen_is_told_when_the_data_ends(tmp_path, monkeypatch):
+    be_lazy(monkeypatch)
+    heard = Heard()
+    settings = (*PLAIN[:3], STREAM, "incidents={non_finite: skip}", "trainer.max_steps=100", RARE)
+    trainer = run(tmp_path / "run", *settings, "log.every_steps=100", bad=[32], hooks=[heard])
+    assert (trainer.step, heard.incidents) == (5, [(5, "non_finite")])
+    assert all(bool(torch.isfinite(each).all()) for each in store_of(tmp_path / "run").read(5, "model").values())
+
+
+@pytest.mark.parametrize("incidents", [BACK, SNAPSHOTS, "incidents={non_finite: skip}"])
+def test_a_device_that_runs_ahead_ends_as_one_that_does_not(incidents, tmp_path, monkeypatch):
+    settings = ("trainer.max_steps=14", "checkpoint.every_steps=5", "log.every_steps=6", "evaluation.every_steps=7")
+    run(tmp_path / "eager", *settings, incidents, bad=[16, 64], hooks=[CountEvaluations()])
+    be_lazy(monkeypatch)
+    run(tmp_path / "lazy", *settings, incidents, bad=[16, 64], hooks=[CountEvaluations()])
+    assert_same_end(tmp_path / "eager", tmp_path / "lazy")
+
+
+# where it goes back to
+
+
+@pytest.mark.parametrize("back_to", [(SNAPSHOTS, RARE), (BACK, "checkpoint.every_steps=4"), (BACK, RARE)])
+def test_evaluations_of_undone_steps_are_made_again_and_counted_once(back_to, tmp_path):
+    counting = CountEvaluations()
+    settings = ("trainer.max_steps=9", "evaluation.every_steps=3", "log.every_steps=3")
+    run(tmp_path / "run", *settings, *back_to, bad=[56], hooks=[counting])  # step 8: evaluated at 3 and 6 before
+    assert counting.count == 3
+    assert [line["step"] for line in lines_of(tmp_path / "run") if "valid/loss" in line] == [3, 6, 9]
+
+
+def test_a_step_that_was_left_before_its_evaluation_is_gone_back_to_and_then_evaluated(tmp_path):
+    class Leaves(Trainer):
+        def eval_step(self, batch):
+            if self.step == 4 and leaves:
+                self.interrupt("SIGTERM")
+            return super().eval_step(batch)
+
+    settings = (BACK, "trainer.max_steps=8", "checkpoint.every_steps=7", "log.every_steps=8", "model.dropout=0.0")
+    leaves = False
+    run(tmp_path / "whole", *settings, trainer=Leaves, bad=[40], hooks=[CountEvaluations()])
+    leaves = True
+    first = run(tmp_path / "halves", *settings, trainer=Leaves, bad=[40], hooks=[CountEvaluations()])
+    assert (first.step, first.interrupted, first.has_unfinished_step) == (4, True, True)
+    leaves = False
+    counting, heard = CountEvaluations(), Heard()
+    second = run(tmp_path / "halves", *settings, trainer=Leaves, bad=[40], hooks=[counting, heard])
+    assert (second.step, counting.count, heard.incidents) == (8, 2, [(6, "non_finite")])
+    assert_same_end(tmp_path / "whole", tmp_path / "halves")
+
+
+def test_the_copy_that_a_resumed_run_begins_with_holds_its_generators(tmp_path):
+    class Draws(Hook):
+        def __init__(self):
+            self.drawn = {}
+
+        def before_train(self):
+            random.random()
+
+        def before_step(self):
+            self.drawn.setdefault(self.trainer.step + 1, []).append(random.random())
+
+    def damage(trainer):
+        path = trainer.surroundings.store.path(4) / "training.json"
+        path.write_bytes(path.read_bytes()[:-1])
+
+    settings = (*PLAIN, BACK, "checkpoint.every_steps=4", "trainer.max_steps=6")
+    run(tmp_path / "run", *settings, hooks=[at(4, lambda trainer: trainer.interrupt("SIGTERM"))])
+    draws = Draws()
+    run(tmp_path / "run", *settings, bad=[40], hooks=[draws, at(5, damage)])  # step 6 goes back to the copy
+    assert sorted(draws.drawn) == [5, 6]
+    for twice in draws.drawn.values():
+        assert twice[0] == twice[1]
+
+
+def test_going_back_is_no_phase_of_a_step_that_hangs(tmp_path):
+    trainer = make(tmp_path / "run", *PLAIN, BACK, "checkpoint.every_steps=4", bad=[40])
+    store, phases = trainer.surroundings.store, []
+    verify = store.verify
+
+    def noting(step):
+        phases.append((step, trainer.phases.current[0]))
+        return verify(step)
+
+    store.verify = noting
+    trainer.train()
+    assert phases == [(4, "save")]
+
+
+def test_without_an_earlier_state_the_run_ends_with_the_incident(tmp_path):
+    trainer = make(tmp_path / "run", *PLAIN, BACK, bad=[0])
+    trainer.incident_response.take_snapshot = lambda: None
+    with pytest.raises(IncidentError, match=r"at step 1 .*There is no earlier state to go back to"):
+        trainer.train()
+
+
+# what is counted, and what stays
+
+
+def test_a_skipped_update_that_is_met_again_after_going_back_counts_once(tmp_path):
+    heard = Heard()
+    spikes = "incidents={non_finite: skip, spike: rollback, spike_window: 8, spike_threshold: 1000, max_incidents: 2}"
+    settings = (*PLAIN, spikes, "trainer.max_steps=14", "checkpoint.every_steps=8")
+    run(tmp_path / "run", *settings, bad=[72, 96], times={96: 1e6}, hooks=[heard])
+    assert heard.incidents == [(10, "non_finite"), (13, "spike"), (10, "non_finite")]
+    assert store_of(tmp_path / "run").read(14, "training")["incidents"]["num_incidents"] == 2
+    assert len(list((tmp_path / "run" / "incidents").iterdir())) == 2
+
+
+def test_too_many_incidents_end_the_run_though_it_goes_back_each_time(tmp_path):
+    settings = (*PLAIN, "incidents={non_finite: rollback, max_incidents: 2}", "checkpoint.every_steps=2")
+    with pytest.raises(IncidentError, match=r"It is incident 3 of this run, and incidents\.max_incidents is 2"):
+        run(tmp_path / "run", *settings, bad=[24, 32, 40])
+
+
+class NanInputs(Trainer):
+    def forward(self, **batch):
+        if self.step == 3 and self.model.training:
+            batch["x"] = batch["x"] * float("nan")
+        return super().forward(**batch)
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_a_skipped_update_leaves_a_buffer_that_is_replaced_as_it_was(is_lazy, tmp_path, monkeypatch):
+    if is_lazy:
+        be_lazy(monkeypatch)
+    means = []
+
+    class Notes(Hook):
+        def after_step(self):
+            means.append(self.trainer.model.mean.clone())
+
+    settings = (*PLAIN, "incidents={non_finite: skip}", "checkpoint.every_steps=4", f"model.type={REPLACING}")
+    run(tmp_path / "run", *settings, trainer=NanInputs, hooks=[Notes()])
+    assert torch.equal(means[2], means[3])
+    assert not torch.equal(means[3], means[4])
+    assert torch.equal(store_of(tmp_path / "run").read(4, "model")["mean"], means[3])
+
+
+@pytest.mark.parametrize("error", [UnreachableError("no network"), CheckpointError("no"), OSError("stale handle")])
+def test_a_store_that_cannot_be_listed_in_an_incident_does_not_end_the_run(error, tmp_path, caplog):
+    def steps():
+        raise error
+
+    class Away(Hook):
+        """The store is away for the length of one step."""
+
+        def before_step(self):
+            store = self.trainer.surroundings.store
+            if self.trainer.step == 4:
+                store.steps = steps
+            else:
+                vars(store).pop("steps", None)
+
+    settings = (*PLAIN, "incidents={non_finite: skip}", "checkpoint.every_steps=3")
+    trainer = run(tmp_path / "run", *settings, bad=[32], hooks=[Away()])
+    assert trainer.step == 6
+    assert f"The checkpoints cannot be listed: {error}" in caplog.text
+
+
+def test_a_store_that_cannot_be_listed_lets_the_run_go_back_to_its_copy(tmp_path, caplog):
+    def away(trainer):
+        def steps():
+            raise OSError("stale handle")
+
+        trainer.surroundings.store.steps = steps
+
+    def back(trainer):
+        del trainer.surroundings.store.steps
+
+    class Returns(Hook):
+        def on_incident(self, incident):
+            self.is_gone = True
+
+        def before_step(self):
+            if getattr(self, "is_gone", False) and "steps" in vars(self.trainer.surroundings.store):
+                back(self.trainer)
+
+    trainer = run(tmp_path / "run", *PLAIN, SNAPSHOTS, bad=[40], hooks=[at(6, away), Returns()])
+    assert trainer.step == 6
+    assert "Went back to step 4; places 40 to 48 of the data are left out." in caplog.text
