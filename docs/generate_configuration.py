@@ -34,15 +34,16 @@ MODEL_KEYS = """\
 ## model
 
 A component (below), whose arguments are the model's own settings. These keys beside them are not the constructor's; any
-model takes them, but for `preset`. [Models](models.md) has all about them, with examples.
+model takes them, but for `preset`. All about them, with examples: [pretrained weights](models.md#pretrained-weights),
+[training a part](models.md#training-a-part).
 
 | key | value | meaning |
 |---|---|---|
 | `preset` | text | A size of a shipped model by its name; settings beside it change it. |
-| `pretrained` | text or a section | A folder or a name of weights, or `folder`, `strict`, `home_path`, `dtype`, `allow_pickle`: [pretrained weights](models.md#pretrained-weights). |
-| `replace` | a section | Components by glob, each in the place of the sub-modules that it matches: [training a part](models.md#training-a-part). |
-| `lora` | a section | Adapters beside linear layers: `match`, `rank`, `alpha`, `dropout`, `train`; all else is frozen: [training a part](models.md#training-a-part). |
-| `freeze` | text or list of text | Globs of parameters that are not trained: [training a part](models.md#training-a-part). |
+| `pretrained` | text or a section | A folder or name, or `folder`, `strict`, `home_path`, `dtype`, `allow_pickle`. |
+| `replace` | a section | Components by glob, each in the place of the sub-modules that it matches. |
+| `lora` | a section | Adapters on linear layers: `match`, `rank`, `alpha`, `dropout`, `train`. |
+| `freeze` | text or list of text | Globs of parameters that are not trained. |
 """
 
 COMPONENTS = """\

@@ -130,7 +130,7 @@ class Returning(Trainer):
     ("returned", "message"),
     [
         (lambda outputs: None, "forward returned None. Return a loss, (loss, metrics)"),
-        (lambda outputs: outputs["logits"], "The loss must be one number in a tensor"),
+        (lambda outputs: outputs["logits"], "and Net has no criterion"),
         (lambda outputs: outputs["logits"].mean().detach(), "The loss has no gradient"),
         (lambda outputs: (outputs["loss"], 1, 2), "A tuple must be (loss, metrics)"),
         (lambda outputs: {"logits": outputs["logits"]}, None),

@@ -347,3 +347,10 @@ def refuse_to_build():
 def test_an_error_that_is_already_in_words_is_not_wrapped(tmp_path):
     with pytest.raises(DataError, match=r"^there are no samples\.$"):
         instantiate("dataset", Component(refuse_to_build), project_dir=tmp_path, label="data.train")
+
+
+def test_a_package_that_lists_its_names_by_dir_alone_is_searched_too(tmp_path, monkeypatch):
+    (tmp_path / "lazy_package.py").write_text("def __dir__():\n    return ['LlamaForCausalLM', '_private']\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ComponentError, match=r'has no "LlamaForCasualLM"\. Did you mean "LlamaForCausalLM"'):
+        find("model", "lazy_package:LlamaForCasualLM", project_dir=tmp_path)

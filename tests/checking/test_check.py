@@ -452,3 +452,20 @@ def test_a_project_in_another_folder_is_shown_relative_to_the_current_one(check,
     monkeypatch.chdir(in_tmp / "elsewhere")
     ((place, _),) = errors_of(check_run(Path("../run.yaml")))
     assert place.startswith("../parts.py:")
+
+
+def test_a_criterion_that_cannot_compare_is_shown_where_it_is_made(check, at):
+    more = """
+class Scores(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.criterion = nn.BCEWithLogitsLoss()
+
+    def forward(self, x):
+        return self.layer(x)
+"""
+    report = check("model={type: parts.py:Scores}", "evaluation.metrics={}", more=more)
+    [error] = [each for each in report.findings if each.severity == "error"]
+    assert f"{error.place.file}:{error.place.line}" == at("nn.BCEWithLogitsLoss()")
+    assert "BCEWithLogitsLoss, cannot compare outputs [" in error.problem

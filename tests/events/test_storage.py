@@ -243,3 +243,13 @@ def test_a_spread_is_in_the_window_but_no_value_of_this_rank_alone(storage):
     storage.put_spread("slowest_rank_share", 0.5)
     assert "slowest_rank_share" not in storage.latest()
     assert summarise(storage.take_window()) == {"slowest_rank_share": 0.0}
+
+
+def test_nothing_that_was_put_before_a_state_is_loaded_is_shown_after_it(storage):
+    state = storage.state_dict()
+    storage.step = 5
+    storage.put_metric("text", "of a step that is undone", 1)
+    storage.put_metric("tensor", torch.ones(3), 1)
+    storage.put_scalar("number", 1.0)
+    storage.load_state_dict(state)
+    assert storage.take_window() == {}

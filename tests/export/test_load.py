@@ -355,3 +355,9 @@ def net_and_tokens(tmp_path):
         NETS.replace(rows, 'return {"input_ids": torch.arange(4) + index, "labels": torch.arange(4) + index}')
     )
     return RunConfig.load(tmp_path / "run.yaml", [f"output_dir={tmp_path / 'runs'}"])
+
+
+def test_a_device_that_is_not_there_is_refused_first(trained, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(TrainwrightError, match="device: 'cuda', but torch sees no GPU here"):
+        load_checkpoint(trained[0], device="cuda")

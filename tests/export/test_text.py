@@ -166,3 +166,11 @@ def test_a_tokenizer_of_another_model_is_named(run):
     other = Tokenizer(models.WordLevel({"def": 999}, unk_token="def"))
     with pytest.raises(DataError, match=r"the token 999, but the model knows 260 tokens .*--tokenizer"):
         next(stream_text(model, other, "def", max_new_tokens=3))
+
+
+def test_without_a_length_the_text_ends_at_the_positions_and_one_beyond_is_refused():
+    model = Counting(*[ord("a")] * 8)
+    model.max_positions = 8
+    assert "".join(stream_text(model, BYTES, "x", temperature=0.0)) == "a" * 8
+    with pytest.raises(DataError, match="8 positions, can make 8"):
+        next(stream_text(model, BYTES, "x", max_new_tokens=9))

@@ -1,6 +1,10 @@
 """What a run does about incidents: where it goes back to, what it counts, and what stays as it was."""
 
+import json
 import random
+import threading
+import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,6 +12,7 @@ from tests.faults.runs import assert_same_end
 from tests.loop.small_runs import PLAIN, CountEvaluations, Heard, at, be_lazy, lines_of, make, run, store_of
 
 from trainwright import Hook, Trainer
+from trainwright.checkpoint.background import BackgroundSaver
 from trainwright.checkpoint.remote_files import UnreachableError
 from trainwright.errors import CheckpointError, IncidentError
 
@@ -117,6 +122,48 @@ def test_going_back_is_no_phase_of_a_step_that_hangs(tmp_path):
     store.verify = noting
     trainer.train()
     assert phases == [(4, "save")]
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip", "rollback"])
+def test_a_checkpoint_that_is_being_written_is_waited_for_and_named(policy, tmp_path):
+    settings = (*PLAIN, f"incidents={{non_finite: {policy}}}", "checkpoint.every_steps=3")
+    trainer = make(tmp_path / "run", *settings, bad=[24])
+    store = trainer.surroundings.store
+    write = store.write_staged
+
+    def write_slowly(*arguments, **rest):
+        time.sleep(0.1)
+        return write(*arguments, **rest)
+
+    store.write_staged = write_slowly
+    with (
+        pytest.raises(IncidentError, match="newest checkpoint is step-00000003") if policy == "raise" else nullcontext()
+    ):
+        trainer.train()
+    bundle = tmp_path / "run" / "incidents" / "step-00000004" / "incident.json"
+    assert json.loads(bundle.read_text("utf-8"))["newest_checkpoint"] == "step-00000003"
+
+
+def test_an_incident_is_heard_of_though_saving_failed_too(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(BackgroundSaver.__init__.__kwdefaults__, "backoff", lambda attempt: 0.0)
+    trainer = make(tmp_path / "run", *PLAIN, "checkpoint={every_steps: 3, max_failures: 1}", bad=[24])
+
+    settle, is_waited_for = trainer.checkpoints.settle, threading.Event()
+
+    def write_staged(*arguments, **rest):
+        is_waited_for.wait()
+        raise OSError("no space")
+
+    def noting(**rest):
+        if trainer.step == 4:
+            is_waited_for.set()
+        settle(**rest)
+
+    trainer.surroundings.store.write_staged = write_staged
+    trainer.checkpoints.settle = noting
+    with pytest.raises(IncidentError, match=r"at step 4 .*There is no checkpoint yet"):
+        trainer.train()
+    assert "Saving failed too: " in caplog.text
 
 
 def test_without_an_earlier_state_the_run_ends_with_the_incident(tmp_path):

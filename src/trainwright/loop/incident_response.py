@@ -66,6 +66,7 @@ class IncidentResponse:
         if not incidents:
             return False
         self._trainer.phases.enter("save", self._trainer.step)  # reading a checkpoint may take as long
+        self._settle()
         for incident in join_ranks(self._trainer.ranks.gather(incidents)):
             if (incident.places, incident.kind) not in self._known:  # else it is met again after going back
                 self._known.add((incident.places, incident.kind))
@@ -74,7 +75,6 @@ class IncidentResponse:
             self._trainer.moments.call("on_incident", incident)
             is_too_many = self._num_incidents > self._section.max_incidents
             if incident.policy == "raise" or is_too_many:
-                self._settle()
                 raise IncidentError(f"{incident.describe()}{self._count() if is_too_many else ''} {self._newest()}")
             if incident.policy == "rollback":
                 self._go_back(incident)
@@ -121,7 +121,7 @@ class IncidentResponse:
         return f" It is incident {self._num_incidents} of this run, and incidents.max_incidents is {most}."
 
     def _settle(self) -> None:
-        """Waits for the save under way: what is said, and gone back to, is the newest checkpoint."""
+        """Waits for the save under way: what is said, written down and gone back to is the newest checkpoint."""
         try:
             self._trainer.checkpoints.settle()
         except CheckpointError as error:  # the same on every rank; the incident is what the user must hear of
@@ -150,7 +150,6 @@ class IncidentResponse:
         start, stop = incident.places
         stop += (self._section.skip_batches - 1) * data.global_batch_size
         num_incidents = self._num_incidents
-        self._settle()
         step = trainer.ranks.broadcast(self._newest_intact_before(incident.step) if trainer.ranks.is_first else None)
         if self._snapshot is not None and (step is None or self._snapshot[0] >= step):
             step, staged, logs = self._snapshot

@@ -121,8 +121,9 @@ def _with_criterion(outputs: Mapping[str, Any], batch: Any, model: torch.nn.Modu
             # A user's own: the traceback shows its line, and this what it got.
             error.add_note(f"The model's criterion got {pair}.")
             raise
+        reason = str(error).rstrip(".")
         raise CriterionError(
-            f"The model's criterion, {type(criterion).__name__}, cannot compare {pair}: {str(error).rstrip('.')}. Let forward give "
+            f"The model's criterion, {type(criterion).__name__}, cannot compare {pair}: {reason}. Let forward give "
             "outputs of the shape and the dtype that it takes, or choose another criterion."
         ) from error
     return ForwardResult(_one_number(loss), num_samples, outputs=outputs)
