@@ -17,7 +17,8 @@ from trainwright.backends import Backend, pick_backend
 from trainwright.checkpoint import folder as run_folders
 from trainwright.checkpoint.listing import checkpoints_place
 from trainwright.checkpoint.open_store import open_store
-from trainwright.checkpoint.resume import changed_settings, refuse_changes
+from trainwright.checkpoint.remote_files import is_address
+from trainwright.checkpoint.resume import changed_settings, refuse_changes, refuse_strangers
 from trainwright.config import BatchPlan, RunConfig, micro_batch_alone, resolve_batch, resolve_mesh
 from trainwright.data.failures import OnError
 from trainwright.data.fetch import refuse_loader
@@ -267,8 +268,11 @@ def _kept_facts(config: RunConfig, folder: Path, ranks: Ranks) -> PretrainedFact
 
 def _resolved(config: RunConfig, batch: BatchPlan, max_steps: int) -> RunConfig:
     """The config with its derived values written in: what the run's config.yaml holds."""
+    place = config.checkpoint.folder
     return config.derive(
         {
+            # In full: the run is found from anywhere.
+            "checkpoint.folder": place if place is None or is_address(place) else str(Path(place).absolute()),
             "trainer.max_steps": max_steps,
             "trainer.global_batch_size": batch.global_batch_size,
             "trainer.micro_batch_size": batch.micro_batch_size,
@@ -447,9 +451,12 @@ def _find_checkpoint(trainer: Trainer, *, fresh: bool, accept_changes: bool) -> 
             if aside is not None:
                 logger.info("The earlier run was set aside: %s", aside)
             run_folders.prepare(trainer.folder)
+            run_folders.claim_checkpoints(trainer.config, fresh=fresh)
             trainer.surroundings.store.clean()
             step = trainer.surroundings.store.newest_intact()
             saved = run_folders.read_config(trainer.folder)
+            if step is not None and saved is None and not accept_changes:
+                refuse_strangers(trainer.surroundings.store.path(step), trainer.folder)
             if step is not None and saved is not None:
                 if not accept_changes:
                     refuse_changes(saved, trainer.config, trainer.folder)

@@ -15,6 +15,7 @@ from typing import IO
 import numpy as np
 import torch
 
+from trainwright.checkpoint.listing import checkpoints_place, list_checkpoints
 from trainwright.checkpoint.manifest import STEP_NAME
 from trainwright.config import RunConfig
 from trainwright.errors import CheckpointError, ConfigError
@@ -93,7 +94,24 @@ class FolderLock:
             """A file system without locks: the run goes on without one."""
 
 
-def prepare(folder: Path) -> None:
+def claim_checkpoints(config: RunConfig, *, fresh: bool) -> None:
+    """Prepares a folder of its own that `checkpoint.folder` asks for; with `fresh` an earlier one is set aside."""
+    if config.checkpoint.folder is None:
+        return
+    place, where = checkpoints_place(run_folder(config), config), config.origin("checkpoint.folder")
+    if isinstance(place, Path):
+        if fresh:
+            set_aside(place)
+        prepare(place, setting="checkpoint.folder", where=where)
+    elif fresh and list_checkpoints(place):
+        raise ConfigError(
+            f"checkpoint.folder: {place} holds checkpoints, which --fresh cannot set aside there. Choose another name, "
+            "or remove them.",
+            where=where,
+        )
+
+
+def prepare(folder: Path, *, setting: str = "output_dir", where: object | None = None) -> None:
     """Makes the folder, or says why it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,8 +120,9 @@ def prepare(folder: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise ConfigError(
-            f"output_dir: the run folder {folder} cannot be written ({error.strerror}). "
-            "Choose another with output_dir=… or name=…."
+            f"{setting}: the run folder {folder} cannot be written ({error.strerror}). "
+            f"Choose another with {setting}=… or name=….",
+            where=where,
         ) from error
 
 

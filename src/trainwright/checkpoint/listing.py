@@ -44,11 +44,12 @@ class Listed:
 
 
 def checkpoints_place(run: Path, config: RunConfig) -> str | Path:
-    """Returns where a run's checkpoints go: its own folder for them, or what `checkpoint.folder` says."""
+    """Returns where a run's checkpoints go: its own folder for them, or one of its name below `checkpoint.folder`."""
     chosen = config.checkpoint.folder
     if chosen is None:
         return run / CHECKPOINTS
-    return chosen if is_address(chosen) else local_path(chosen)
+    # By name, for the runs of a sweep share a setting and must not take up each other's weights.
+    return f"{chosen.rstrip('/')}/{config.name}" if is_address(chosen) else local_path(chosen) / config.name
 
 
 def list_checkpoints(place: str | Path) -> list[Listed]:

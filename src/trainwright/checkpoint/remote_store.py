@@ -134,7 +134,11 @@ class RemoteStore:
             intact = take.step
             break
         # After the search, because each warning says what is used instead.
-        instead = "No intact one is left." if intact is None else f"Using {self.path(intact).name} instead."
+        instead = (
+            "No intact one is left: a training begins anew, at step 0."
+            if intact is None
+            else f"Using {self.path(intact).name} instead."
+        )
         for problem in damaged:
             logger.warning("Damaged checkpoint: %s %s", problem, instead)
         return intact

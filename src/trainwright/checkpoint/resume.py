@@ -73,6 +73,14 @@ def refuse_changes(saved: RunConfig, config: RunConfig, folder: object) -> None:
     )
 
 
+def refuse_strangers(checkpoint: object, folder: object) -> None:
+    """Raises an error for checkpoints that no settings are known of: they may be another run's of the same name."""
+    raise CheckpointError(
+        f"{checkpoint} is there, but {folder} does not say with which settings it was trained: it may be of another run. "
+        "Choose another name, go on from it by --accept-changes, or start over with --fresh."
+    )
+
+
 def pick_step(store: AnyStore, step: int | str, *, best: KeepBest | None) -> int:
     """Returns the checkpoint that `step` names: "latest" (the newest intact one), "best", or a number."""
     steps = store.steps()
@@ -81,7 +89,9 @@ def pick_step(store: AnyStore, step: int | str, *, best: KeepBest | None) -> int
     if step == "latest":
         newest = store.newest_intact(set_aside=False)
         if newest is None:
-            raise CheckpointError(f"{store.folder} holds no intact checkpoint; the damaged ones were set aside.")
+            raise CheckpointError(
+                f"{store.folder} holds no intact checkpoint. The next training sets the damaged ones aside."
+            )
         return newest
     if step == "best":
         chosen = None

@@ -213,7 +213,11 @@ class CheckpointStore:
             intact = step
             break
         # After the search, because each warning says what is used instead.
-        instead = "No intact one is left." if intact is None else f"Using {self.path(intact).name} instead."
+        instead = (
+            "No intact one is left: a training begins anew, at step 0."
+            if intact is None
+            else f"Using {self.path(intact).name} instead."
+        )
         for problem in damaged:
             logger.warning("Damaged checkpoint: %s %s", problem, instead)
         if damaged and set_aside:

@@ -46,6 +46,16 @@ def empty_section(value: Any) -> Any:
 
 Whole: TypeAlias = Annotated[int, BeforeValidator(_whole)]
 Count: TypeAlias = Annotated[int, BeforeValidator(_whole), Field(gt=0)]
+
+
+def _micro_batch(value: Any) -> Any:
+    number = _whole(value)
+    if number in (None, "auto") or (isinstance(number, int) and not isinstance(number, bool) and number > 0):
+        return number
+    raise refuse((), f"must be a positive whole number, or auto; got {describe(value)}.", value)
+
+
+MicroBatch: TypeAlias = Annotated[int | Literal["auto"] | None, BeforeValidator(_micro_batch)]
 Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Texts: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(_tuple)]
 Components: TypeAlias = Annotated[tuple[Component, ...], BeforeValidator(_tuple)]
@@ -205,7 +215,7 @@ class TrainerSection(Section):
     """Tokens seen by all ranks together."""
     global_batch_size: Count | None = None
     """Samples per update over all ranks; None: derived from the two below, or 32."""
-    micro_batch_size: Count | Literal["auto"] | None = None
+    micro_batch_size: MicroBatch = None
     """Samples per forward on one rank; auto: as many as the memory allows; None: derived."""
     accumulation: Count | None = None
     """Forwards per update on one rank; None: derived, or 1."""
@@ -252,7 +262,8 @@ class CheckpointSection(Section):
     """When checkpoints are written and which are kept."""
 
     folder: Annotated[str, Field(min_length=1)] | None = None
-    """Where they go: a folder, or an address such as s3://bucket/run; None: `checkpoints` in the run folder."""
+    """Where they go, below it in a folder of the run's name: a folder, or an address such as s3://bucket/runs; None:
+    `checkpoints` in the run folder."""
     every_steps: Count | None = 500
     """Steps between checkpoints; None: not by steps. There is always one at the end."""
     every_minutes: Positive | None = None

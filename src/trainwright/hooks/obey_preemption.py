@@ -37,8 +37,9 @@ class Listener:
     A second signal well after the first ends the process as if nobody listened.
     """
 
-    def __init__(self, act: Callable[[str], None], *, deadline_seconds: float) -> None:
+    def __init__(self, act: Callable[[str], None], *, deadline_seconds: float, word: str | None = None) -> None:
         self._act = act
+        self._word = word
         self._deadline_seconds = deadline_seconds
         self._previous: dict[int, Any] = {}
         self._heard_at: float | None = None
@@ -101,6 +102,9 @@ class Listener:
     def _keep_deadline(self, hears: socket.socket) -> None:
         with hears:
             while heard := hears.recv(64):
+                if self._word is not None and any(number in SIGNALS for number in heard):
+                    logger.info("%s: %s", signal.Signals(heard[0]).name, self._word)
+                    self._word = None
                 # Whoever presses Ctrl-C sits before the terminal and can press it again.
                 urgent = [number for number in heard if number in SIGNALS and number != signal.SIGINT]
                 if urgent and not self._has_left.wait(self._deadline_seconds):
@@ -140,7 +144,8 @@ class ObeyPreemption(Hook):
 
     def before_train(self) -> None:
         """Listens."""
-        self._listener = Listener(self.trainer.interrupt, deadline_seconds=self._deadline_seconds)
+        word = "heard. The step under way is finished and saved first; a second one ends the run at once."
+        self._listener = Listener(self.trainer.interrupt, deadline_seconds=self._deadline_seconds, word=word)
         self._listener.listen()
 
     def close(self) -> None:

@@ -41,16 +41,11 @@ def launch(num_processes: int, arguments: Sequence[str]) -> int:
     try:
         elastic_launch(config, sys.executable)("-m", "trainwright", *arguments)
     except ChildFailedError as error:
-        return _exit_code([failure.exitcode for failure in error.failures.values()])
+        code: int = error.get_first_failure()[1].exitcode if error.failures else 1
+        return code if code >= 0 else 128 - code  # a signal as a shell would say it
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
-
-
-def _exit_code(codes: Sequence[int]) -> int:
-    """What a rank said itself, rather than how another was killed; a signal as a shell would say it."""
-    said = [code for code in codes if code > 0]
-    return max(said) if said else max((128 - code for code in codes), default=1)
 
 
 def die_with_launcher() -> None:

@@ -139,7 +139,8 @@ class IncidentResponse:
         steps = self._steps()
         if not steps:
             return "There is no checkpoint yet."
-        return f"The newest checkpoint is {self._trainer.surroundings.store.path(steps[-1]).name}."
+        newest = self._trainer.surroundings.store.path(steps[-1]).name
+        return f"The newest checkpoint is {newest}. To go on from it: another rate, or incidents with skip or rollback."
 
     def _go_back(self, incident: Incident) -> None:
         """Brings the run to the newest state before the incident, and leaves the offending batches out."""

@@ -135,7 +135,7 @@ def _refuse_scores(returned: torch.Tensor, batch: Any, model: torch.nn.Module) -
         raise TrainwrightError(
             f"forward returned {_describe(returned)}, and {type(model).__name__} has no criterion. If these are "
             "scores, give the model one (self.criterion = nn.CrossEntropyLoss()), which gets them and the batch's "
-            "labels. If they are the losses of single samples, return their mean."
+            "labels. If they are the losses of single samples, reduce them with .mean(), or return Mean(total, count)."
         )
 
 
