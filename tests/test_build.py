@@ -15,7 +15,7 @@ import torch
 from trainwright import Hook, RunConfig, Task, Trainer, build_trainer
 from trainwright.build import build_evaluator, build_model
 from trainwright.data.loader import TrainData
-from trainwright.errors import ConfigError, DataError, TrainwrightError
+from trainwright.errors import CheckpointError, ConfigError, DataError, TrainwrightError
 
 PROJECT = Path(__file__).parent / "project"
 
@@ -421,3 +421,31 @@ def test_a_run_trains_with_an_optimizer_of_torch_or_of_one_s_own(tmp_path, name,
     resumed = build_trainer(RunConfig.load(tmp_path / "run.yaml", [*overrides, "trainer.max_steps=4"]))
     assert resumed.step == 2
     resumed.train()
+
+
+def test_runs_that_share_a_checkpoint_folder_keep_apart(tmp_path):
+    shared = (f"checkpoint.folder={tmp_path}/shared", f"output_dir={tmp_path}", "trainer.max_steps=3")
+    for seed in (1, 2):
+        run = RunConfig.load(PROJECT / "run.yaml", [*shared, f"name=run{seed}", f"seed={seed}"])
+        trainer = build_trainer(run)
+        assert trainer.step == 0
+        trainer.train()
+        assert build_trainer(run).step == 3
+    assert build_trainer(run, fresh=True).step == 0
+    assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == ["run1", "run2", "run2.old-1"]
+
+
+def test_checkpoints_without_known_settings_are_not_taken_up(tmp_path):
+    shared = [f"checkpoint.folder={tmp_path}/shared", "trainer.max_steps=3"]
+    build_trainer(RunConfig.load(PROJECT / "run.yaml", [*shared, f"output_dir={tmp_path}/one"])).train()
+    other = RunConfig.load(PROJECT / "run.yaml", [*shared, f"output_dir={tmp_path}/two"])
+    with pytest.raises(CheckpointError, match="maybe by another run"):
+        build_trainer(other)
+    assert build_trainer(other, accept_changes=True).step == 3
+
+
+def test_a_checkpoint_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path):
+    (tmp_path / "file").touch()
+    run = RunConfig.load(PROJECT / "run.yaml", [f"checkpoint.folder={tmp_path}/file", f"output_dir={tmp_path}"])
+    with pytest.raises(ConfigError, match=r"checkpoint\.folder: .* cannot be written"):
+        build_trainer(run)

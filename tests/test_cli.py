@@ -120,7 +120,7 @@ def test_an_explained_error_exits_with_2_and_no_traceback(in_tmp):
         (["train", "nowhere.yaml"], "nowhere.yaml"),
         (["train", RUN, "trainer.max_stepz=3"], "trainer.max_stepz"),
         (["train", RUN, "nonsense"], "nonsense"),
-        (["train", RUN, "model.widht=3"], "project/run.yaml:"),
+        (["train", RUN, "model.widht=3"], "override model.widht=3:"),
         (["train", RUN, "runtime.mode=graph"], "runtime.mode"),
         (["evaluate", RUN], "holds no checkpoint"),
         (["evaluate", "."], "config.yaml"),

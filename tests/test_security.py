@@ -218,7 +218,6 @@ def test_a_tree_makes_nothing_but_plain_values(name):
         decode({"inner": [TREES[name]]}, {"x": torch.arange(8, dtype=torch.uint8)})
 
 
-@pytest.mark.xfail(strict=True, reason="checkpoint/encoding.py makes numpy objects of bytes: a crash, or worse")
 @pytest.mark.parametrize("tree", [{"$scalar": "41" * 8, "dtype": "O"}, {"$array": "x", "dtype": "O", "shape": [1]}])
 def test_bytes_of_a_checkpoint_never_become_addresses_of_objects(tree):
     # In a process of its own: following such an address ends it.
@@ -324,7 +323,6 @@ def test_code_in_a_tokenizer_s_folder_is_never_run(tmp_path, mark):
     assert not mark.exists()
 
 
-@pytest.mark.xfail(strict=True, reason="data/tokenizer.py leaves it to transformers, which asks on the terminal")
 def test_nobody_is_asked_whether_a_tokenizer_s_code_may_run(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     asked = []

@@ -455,7 +455,7 @@ def _find_checkpoint(trainer: Trainer, *, fresh: bool, accept_changes: bool) -> 
             trainer.surroundings.store.clean()
             step = trainer.surroundings.store.newest_intact()
             saved = run_folders.read_config(trainer.folder)
-            if step is not None and saved is None and not accept_changes:
+            if step is not None and saved is None and trainer.config.checkpoint.folder and not accept_changes:
                 refuse_strangers(trainer.surroundings.store.path(step), trainer.folder)
             if step is not None and saved is not None:
                 if not accept_changes:

@@ -34,9 +34,9 @@ def test_a_run_s_checkpoints_are_where_its_settings_say(tmp_path):
         return checkpoints_place(tmp_path / "run", RunConfig.load(source, overrides))
 
     assert place() == tmp_path / "run" / "checkpoints"
-    assert place("checkpoint.folder=s3://bucket/run") == "s3://bucket/run"
-    assert place(f"checkpoint.folder={tmp_path}/other") == tmp_path / "other"
-    assert place(f"checkpoint.folder=file://{tmp_path}/other") == tmp_path / "other"
+    assert place("checkpoint.folder=s3://bucket/run") == "s3://bucket/run/x"
+    assert place(f"checkpoint.folder={tmp_path}/other") == tmp_path / "other" / "x"
+    assert place(f"checkpoint.folder=file://{tmp_path}/other") == tmp_path / "other" / "x"
 
 
 def test_what_the_store_counts_is_listed(store):

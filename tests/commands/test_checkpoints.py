@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from trainwright import RunConfig
+from trainwright.checkpoint.listing import checkpoints_place
 from trainwright.checkpoint.manifest import read_manifest, render_manifest
 from trainwright.checkpoint.open_store import open_store
 from trainwright.cli import app
@@ -30,7 +31,7 @@ def make_run(folder, overrides=()):
     source.write_text("checkpoint: {keep_last: 1, keep_best: {metric: valid/loss}}\n")
     config = RunConfig.load(source, list(overrides))
     config.save(folder / "config.yaml")
-    store = open_store(config.checkpoint.folder or folder / "checkpoints")
+    store = open_store(checkpoints_place(folder, config))
     for step, loss in LOSSES.items():
         store.write(step, {"model": {"w": torch.ones(step)}}, metrics={"valid/loss": loss, "other": 1.0})
     return store
@@ -112,7 +113,7 @@ def test_the_checkpoints_folder_will_do(run):
 def test_an_address_will_do(tmp_path):
     fsspec.filesystem("memory").store.clear()
     make_run(tmp_path / "run", ["checkpoint.folder=memory://bucket/run"])
-    assert list(rows(ask("memory://bucket/run"))) == ["10", "20", "30", "40"]
+    assert list(rows(ask("memory://bucket/run/source"))) == ["10", "20", "30", "40"]
     assert ask("memory://bucket/nothing").stdout == "There is no checkpoint in memory://bucket/nothing.\n"
 
 
@@ -185,7 +186,7 @@ def test_what_is_being_put_is_no_damage(tmp_path):
     files = fsspec.filesystem("memory")
     files.store.clear()
     store = make_run(tmp_path / "run", ["checkpoint.folder=memory://bucket/run"])
-    files.pipe_file("/bucket/run/step-00000050/model.safetensors", b"half")
+    files.pipe_file("/bucket/run/source/step-00000050/model.safetensors", b"half")
     done = ask(tmp_path / "run", "--verify")
     assert done.exit_code == 0
     assert rows(done)["50"]["state"] == "not finished"

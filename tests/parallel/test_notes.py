@@ -75,6 +75,8 @@ def test_a_keeper_that_is_stopped_or_dead_is_given_up(number):
         notes = notes_of(store, answer_seconds=0.3)
         notes.write("a", "1")
         os.kill(keeper, number)
+        if number == signal.SIGSTOP:
+            os.waitpid(keeper, os.WUNTRACED)  # the signal is sent, but not yet obeyed
         with pytest.raises(NotesUnreachable):
             notes.read("a")
         with pytest.raises(NotesUnreachable):

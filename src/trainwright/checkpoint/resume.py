@@ -76,7 +76,7 @@ def refuse_changes(saved: RunConfig, config: RunConfig, folder: object) -> None:
 def refuse_strangers(checkpoint: object, folder: object) -> None:
     """Raises an error for checkpoints that no settings are known of: they may be another run's of the same name."""
     raise CheckpointError(
-        f"{checkpoint} is there, but {folder} does not say with which settings it was trained: it may be of another run. "
+        f"{checkpoint} is there, but {folder} does not say with which settings it was trained: maybe by another run. "
         "Choose another name, go on from it by --accept-changes, or start over with --fresh."
     )
 

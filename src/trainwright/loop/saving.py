@@ -157,6 +157,7 @@ class Checkpoints:
         self._under_way = trainer.step
         if not self.is_training:
             self.settle(must_succeed=True)
+            self.close()  # nobody else would end its thread
         elif not self._section.asynchronous:
             self.settle()
         return trainer.surroundings.store.path(trainer.step)

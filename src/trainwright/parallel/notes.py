@@ -44,8 +44,13 @@ class Notes:
         threading.Thread(target=self._serve, name="trainwright-notes", daemon=True).start()
 
     def write(self, name: str, text: str) -> None:
-        """Leaves a note, over an earlier one of that name."""
-        self._ask(lambda: self._store.set(name, text))
+        """Leaves a note, over an earlier one of that name; it is there when this returns."""
+
+        def write() -> None:
+            self._store.set(name, text)
+            self._store.check([name])  # setting is not answered; what is asked after it on the same line is
+
+        self._ask(write)
 
     def write_first(self, name: str, text: str) -> str:
         """Leaves a note unless another rank has left one of that name; returns the one that stands."""
