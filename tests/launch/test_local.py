@@ -1,5 +1,6 @@
 """The launcher's answers: exit codes of ranks and signals, and no orphans. Real processes."""
 
+import json
 import os
 import signal
 import subprocess
@@ -51,3 +52,12 @@ def test_a_killed_launcher_leaves_no_orphans_and_no_step_is_lost(tmp_path):
         assert time.monotonic() < deadline, "the ranks did not save when their launcher died"
         time.sleep(0.1)
     store.verify(store.steps()[-1])
+
+
+def test_a_signal_to_the_launcher_reaches_the_ranks_and_is_its_exit_code(tmp_path):
+    launched = start(tmp_path, *LONG)
+    wait_for_steps(tmp_path / "runs" / "launched")
+    launched.send_signal(signal.SIGUSR1)
+    assert launched.wait(timeout=60) == 138
+    last = [line for line in (tmp_path / "runs/launched/metrics.json").read_text().splitlines() if line][-1]
+    assert CheckpointStore(tmp_path / "runs/launched/checkpoints").newest_intact() == json.loads(last)["step"]

@@ -37,6 +37,7 @@ def launch(num_processes: int, arguments: Sequence[str]) -> int:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.1,
+        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     )
     try:
         elastic_launch(config, sys.executable)("-m", "trainwright", *arguments)
