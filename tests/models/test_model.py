@@ -125,7 +125,10 @@ def test_a_state_of_ours_is_one_of_transformers_too():
     theirs = reference(num_key_value_heads=4, tie_word_embeddings=True)
     ours = our_llama(intermediate_size=48, tie_embeddings=True)
     theirs.load_state_dict(ours.state_dict())
-    ours.load_state_dict(theirs.state_dict())
+    assert torch.equal(theirs.lm_head.weight, ours.model.embed_tokens.weight)
+    back = our_llama(intermediate_size=48, tie_embeddings=True)
+    back.load_state_dict(theirs.state_dict())
+    assert all(torch.equal(value, ours.state_dict()[name]) for name, value in back.state_dict().items())
 
 
 @pytest.mark.parametrize("nested", [False, True])

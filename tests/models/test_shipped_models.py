@@ -200,7 +200,7 @@ def test_a_keyword_makes_a_model_or_is_refused_by_name(name, value):
     for keyword in inspect.signature(model_class(name)).parameters:
         # Any other error, or one that speaks of something else, is a failure.
         with suppress_refusal_of(keyword), torch.device("meta"):
-            build(name, **{keyword: value})
+            assert isinstance(build(name, **{keyword: value}), torch.nn.Module)
 
 
 class Rows(Dataset):

@@ -76,7 +76,8 @@ def test_a_cache_that_hides_the_borders_is_refused():
 
 
 def test_rows_without_borders_are_nobody_s_business():
-    build("OPTForCausalLM", OPT)(input_ids=TOKENS, position_ids=POSITIONS)
+    logits = build("OPTForCausalLM", OPT)(input_ids=TOKENS, position_ids=POSITIONS).logits
+    assert logits.shape[:2] == TOKENS.shape
 
 
 def test_the_question_leaves_no_trace():
