@@ -181,12 +181,6 @@ def test_more_ranks_in_the_mesh_than_processes_are_refused(tmp_path):
         build_trainer(load(tmp_path, "runtime.mesh={data: 2}"))
 
 
-def test_a_mesh_axis_that_is_not_there_yet_is_refused_by_name(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"runtime\.mesh\.data: 2, but only the replicate axis"):
-        build_trainer(load(tmp_path, "runtime.mesh={data: 2}"))
-
-
 def test_an_unknown_device_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match=r"runtime\.device: no device 'gpu'\. Use auto"):
         build_trainer(load(tmp_path, "runtime.device=gpu"))

@@ -6,7 +6,6 @@ This file and parts.py alone see the whole config; each object gets its section 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,11 @@ from trainwright.checkpoint.open_store import open_store
 from trainwright.checkpoint.remote_files import is_address
 from trainwright.checkpoint.resume import changed_settings, refuse_changes, refuse_strangers
 from trainwright.config import BatchPlan, RunConfig, micro_batch_alone, resolve_batch, resolve_mesh
-from trainwright.data.failures import OnError
-from trainwright.data.fetch import refuse_loader
-from trainwright.data.loader import EvalData, TrainData
 from trainwright.data.order import mix_seed
 from trainwright.data.randomness import Watch, seed_generators
-from trainwright.data.stream import is_stream
-from trainwright.data.stream_loader import EvalStream, EvaluationData, StreamData, TrainingData
-from trainwright.data.view import View
-from trainwright.data.workers import LoaderOptions
 from trainwright.errors import ConfigError
 from trainwright.events import EventStorage
+from trainwright.loaders import Loaders, describe_size, limits
 from trainwright.loop.builder import Surroundings
 from trainwright.loop.fitting import settle_micro_batch
 from trainwright.loop.held_buffers import persistent_buffers
@@ -40,7 +33,7 @@ from trainwright.loop.saving import restore_checkpoint
 from trainwright.loop.trainer import Trainer
 from trainwright.loop.update import ScheduledOptimizer, Updater
 from trainwright.models.pretrained_facts import PretrainedFacts, read_facts, write_facts
-from trainwright.parallel import mesh
+from trainwright.parallel import processes
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.replicate import copy_from_first
 from trainwright.parts import Build, describe_dtypes
@@ -123,11 +116,6 @@ def _introduce(trainer: Trainer) -> None:
     )
 
 
-def describe_size(data: TrainingData | EvaluationData) -> str:
-    """Says how many samples there are, where that is known."""
-    return f"{len(data):,} samples" if isinstance(data, (TrainData, EvalData)) else "a stream"
-
-
 def build_evaluator(config: RunConfig, trainer_class: type[Trainer] | None = None) -> Trainer:
     """Builds a trainer without training data, which can `evaluate()`; loads no checkpoint and writes no file."""
     backend, ranks = _join(config)
@@ -162,10 +150,10 @@ def _join(config: RunConfig) -> tuple[Backend, Ranks]:
             where=config.origin("runtime.mode"),
         )
     where = config.origin("runtime.device")
-    backend = pick_backend(config.runtime.device, local_rank=mesh.local_rank(), where=where)
+    backend = pick_backend(config.runtime.device, local_rank=processes.local_rank(), where=where)
     backend.claim()
-    axes = resolve_mesh(config, mesh.world_size())
-    return backend, mesh.join(axes, collectives=backend.collectives, where=config.origin("runtime.mesh"))
+    axes = resolve_mesh(config, processes.world_size())
+    return backend, processes.join(axes, collectives=backend.collectives, device_type=backend.device.type)
 
 
 def _seed_everything(backend: Backend, seed: int) -> None:
@@ -194,7 +182,7 @@ def _assemble(
     model = _build_model(trainer_class, build, backend, ranks)
     batch = resolve_batch(config, ranks.size) if for_training else _evaluation_batch(config, ranks.size)
     collator = trainer_class.build_collator(build)
-    loaders = _Loaders(config, batch, collator, ranks, folder)
+    loaders = Loaders(config, batch, collator, ranks, folder)
     train_data, max_steps = None, 0
     if for_training:
         train_data, max_steps = loaders.for_training(trainer_class.build_train_data(build))
@@ -278,128 +266,6 @@ def _resolved(config: RunConfig, batch: BatchPlan, max_steps: int) -> RunConfig:
             "trainer.micro_batch_size": batch.micro_batch_size,
         }
     )
-
-
-class _Loaders:
-    """Wraps datasets into what the loop iterates over."""
-
-    def __init__(self, config: RunConfig, batch: BatchPlan, collator: Any, ranks: Ranks, folder: Path) -> None:
-        self._config = config
-        self._batch = batch
-        self._agree = ranks.sum_counts
-        self._num_ranks = ranks.size
-        data = config.data
-        self._common: dict[str, Any] = {
-            "collator": collator,
-            "seed": config.seed,
-            "view": View(ranks.rank, ranks.size),
-            "options": LoaderOptions(data.workers, data.loader),
-            "on_error": OnError(skips=data.on_error == "skip", at_most=data.max_skipped, folder=folder),
-        }
-
-    def for_training(self, dataset: Any) -> tuple[TrainingData, int]:
-        """Returns the training batches and the number of steps that the run's limits allow."""
-        section, batch_size = self._config.data, self._batch.global_batch_size
-        refuse_loader(dataset, "data.train")
-        data: TrainingData
-        if isinstance(dataset, (TrainData, StreamData)):
-            data = dataset
-        elif is_stream(dataset):
-            self._refuse_grouping("is a stream")
-            data = StreamData(
-                dataset,
-                global_batch_size=batch_size,
-                shuffle=section.shuffle,
-                block_size=section.shuffle_buffer,
-                agree=self._agree,
-                **self._common,
-            )
-        else:
-            if hasattr(type(dataset), "make_order"):
-                self._refuse_grouping("is a mixture")
-            data = TrainData(
-                dataset,
-                global_batch_size=batch_size,
-                shuffle=section.shuffle,
-                group_by_length=section.group_by_length,
-                **self._common,
-            )
-        max_steps, data.num_samples = limits(self._config, data)
-        return data, max_steps
-
-    def _refuse_grouping(self, why: str) -> None:
-        if self._config.data.group_by_length:
-            where = self._config.origin("data.group_by_length")
-            raise ConfigError(f"data.group_by_length: has no effect, for data.train {why}. Remove it.", where=where)
-
-    def for_evaluation(self, name: str, dataset: Any) -> EvaluationData:
-        """Returns an evaluation set's batches."""
-        if isinstance(dataset, (EvalData, EvalStream)):
-            return dataset
-        refuse_loader(dataset, f"data.eval.{name}")
-        arguments = {
-            "name": name,
-            "global_batch_size": self._config.evaluation.batch_size or self._batch.micro_batch_size * self._num_ranks,
-            "max_batches": self._config.evaluation.max_batches,
-            **self._common,
-        }
-        return (
-            EvalStream(dataset, agree=self._agree, **arguments)
-            if is_stream(dataset)
-            else EvalData(dataset, **arguments)
-        )
-
-
-def limits(config: RunConfig, data: TrainingData, *, steps_done: int = 0) -> tuple[int, int | None]:
-    """Resolves max_steps, max_epochs, max_samples and max_tokens: the first to be reached ends the run.
-
-    Returns the number of steps, those done included, and of samples where the last batch may end in the middle.
-    A stream's epochs are no number of samples: they are the passes after which it ends.
-    """
-    trainer = config.trainer
-    where = config.origin("trainer")
-    samples = []
-    if isinstance(data, StreamData):
-        data.num_passes = _num_passes(config)
-    elif trainer.max_epochs is not None:
-        samples.append(round(trainer.max_epochs * len(data)))
-    if trainer.max_samples is not None:
-        samples.append(trainer.max_samples)
-    if trainer.max_tokens is not None:
-        per_sample = getattr(data.dataset, "tokens_per_sample", None)
-        if per_sample is None:
-            raise ConfigError(
-                f"trainer.max_tokens: {type(data.dataset).__name__} does not say how many tokens a sample has. "
-                "Give it an attribute `tokens_per_sample`, or use max_steps, max_samples or max_epochs.",
-                where=config.origin("trainer.max_tokens"),
-            )
-        samples.append(math.ceil(trainer.max_tokens / per_sample))
-    size = data.global_batch_size  # a batch after a ragged end is short too, so that batches begin at its multiples
-    left = [math.ceil(number / size) - data.places // size if number > data.places else 0 for number in samples]
-    steps = [steps_done + number for number in left]
-    if trainer.max_steps is not None:
-        steps.append(trainer.max_steps)
-    if not steps and isinstance(data, StreamData):
-        raise ConfigError(
-            "trainer: data.train is a stream, of which nobody knows the length. Give max_steps or max_samples too: "
-            "schedules need an end. The run ends earlier if the stream does.",
-            where=where,
-        )
-    if not steps:
-        raise ConfigError("trainer: no limit. Give max_steps, max_epochs, max_samples or max_tokens.", where=where)
-    return min(steps), min(samples) if samples else None
-
-
-def _num_passes(config: RunConfig) -> int:
-    """How often a stream is read: once, or max_epochs times."""
-    epochs = config.trainer.max_epochs or 1
-    if epochs != int(epochs):
-        raise ConfigError(
-            f"trainer.max_epochs: {epochs:g}, but data.train is a stream, of which nobody knows the half. "
-            "Use a whole number, or max_samples.",
-            where=config.origin("trainer.max_epochs"),
-        )
-    return int(epochs)
 
 
 def _evaluation_batch(config: RunConfig, num_ranks: int) -> BatchPlan:

@@ -22,7 +22,7 @@ from trainwright.hooks.obey_preemption import Listener
 from trainwright.launch.slurm import requeue
 from trainwright.loop.evaluation import evaluate_sets
 from trainwright.loop.trainer import Trainer
-from trainwright.parallel import mesh
+from trainwright.parallel import processes
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def _start_up() -> Iterator[Listener]:
             yield starting
         finally:
             starting.only_note()  # the run has ended, one way or the other: a signal must not undo that
-            mesh.leave()
+            processes.leave()
     except _ToldToLeave as told:
         raise Interrupted(str(told)) from None
     finally:

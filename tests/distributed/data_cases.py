@@ -81,6 +81,6 @@ def main(folder):
 
 if __name__ == "__main__":
     main(sys.argv[1])
-    from trainwright.parallel.mesh import leave
+    from trainwright.parallel.processes import leave
 
     leave()

@@ -9,7 +9,7 @@ from torch import nn
 
 from trainwright import RunConfig, Trainer, build_trainer
 from trainwright.errors import TrainwrightError
-from trainwright.parallel import mesh
+from trainwright.parallel import processes
 
 PROJECT = Path(__file__).parents[1] / "project"
 
@@ -26,7 +26,7 @@ class Uneven(Trainer):
         return model
 
     def forward(self, x, labels):
-        if len(x) > self.limits[mesh.local_rank()]:
+        if len(x) > self.limits[processes.local_rank()]:
             raise torch.OutOfMemoryError("no memory")
         return nn.functional.cross_entropy(self.model(x), labels)
 
@@ -35,7 +35,7 @@ class Broken(Uneven):
     """The second rank alone fails, for another reason."""
 
     def forward(self, x, labels):
-        if mesh.local_rank() == 1:
+        if processes.local_rank() == 1:
             raise KeyError("labels")
         return super().forward(x, labels)
 
@@ -54,8 +54,8 @@ def main(folder):
         build_trainer(RunConfig.load(PROJECT / "run.yaml", given), Broken)
     except (KeyError, TrainwrightError) as error:
         facts["broken"] = f"{type(error).__name__}: {error}"
-    (Path(folder) / f"{mesh.local_rank()}.json").write_text(json.dumps(facts))
-    mesh.leave()
+    (Path(folder) / f"{processes.local_rank()}.json").write_text(json.dumps(facts))
+    processes.leave()
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from trainwright.hooks import watch_for_hangs
 from trainwright.hooks.watch_for_hangs import WatchForHangs
 from trainwright.log import show_log
 from trainwright.loop.phases import Phases
-from trainwright.parallel import mesh
+from trainwright.parallel import processes
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.replicate import GradientSum
 
@@ -101,9 +101,9 @@ class Children:
             logging.getLogger().handlers = []
             show_log()
             torch.set_num_threads(1)
-            ranks = mesh.join({"replicate": size}, collectives="gloo") if size > 1 else Ranks()
+            ranks = processes.join({"replicate": size}, collectives="gloo", device_type="cpu") if size > 1 else Ranks()
             train(StandIn(self.folder, ranks, lambda phase, step: act(rank, phase, step)))
-            mesh.leave()
+            processes.leave()
             code = 0
         except BaseException as error:
             print(f"rank {rank}: {error!r}", file=sys.stderr)

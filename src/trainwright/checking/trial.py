@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from trainwright.build import describe_size
 from trainwright.checking import forwards, places
 from trainwright.checking.assembly import Assembly, assemble, is_found_by_the_run, num_data_ranks, num_steps
 from trainwright.checking.batches import check_batch
@@ -25,6 +24,7 @@ from trainwright.checking.trace import check_trace
 from trainwright.checking.watch import Sighting, Watch, watching
 from trainwright.data.loader import TrainData
 from trainwright.errors import DataError, TrainwrightError
+from trainwright.loaders import describe_size
 from trainwright.loop.evaluation import evaluate_sets
 from trainwright.loop.hook import Hooks
 from trainwright.loop.outputs import CriterionError

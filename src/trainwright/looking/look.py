@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from trainwright.build import limits
 from trainwright.config import BatchPlan, RunConfig, micro_batch_alone, resolve_batch
 from trainwright.data.fetch import Collator, count_samples
 from trainwright.data.loader import TrainData
@@ -22,6 +21,7 @@ from trainwright.data.stream_loader import StreamData
 from trainwright.data.tokenizer import tokenizer_of
 from trainwright.data.view import View
 from trainwright.errors import ConfigError
+from trainwright.loaders import limits
 from trainwright.looking import remarks
 from trainwright.looking.batch import look_at_batch, num_tokens
 from trainwright.looking.facts import Batch, DataSet, Lengths, Look, Plan, Sample, Split, Tokens

@@ -30,7 +30,7 @@ from trainwright.loop.trainer import Trainer
 from trainwright.memory.micro_batch import HEADROOM, Growth, largest_that_fits, micro_batch_sizes
 from trainwright.memory.out_of_memory import advice_for, is_out_of_memory
 from trainwright.parallel.collectives import Ranks
-from trainwright.parallel.mesh import local_size
+from trainwright.parallel.processes import local_size
 
 logger = logging.getLogger(__name__)
 

@@ -11,15 +11,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from trainwright.parallel.mesh import ALONE, Mesh
+
 T = TypeVar("T")
 
 
 class Ranks:
     """This process's place among the processes of the run, and the verbs between them."""
 
-    def __init__(self, rank: int = 0, size: int = 1, *, control: Any = None) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, *, control: Any = None, mesh: Mesh | None = None) -> None:
         self.rank = rank
         self.size = size
+        self.mesh = mesh or Mesh({**ALONE, "replicate": size}, rank)
         self._control = control
         self._votes: tuple[torch.Tensor, Any] | None = None
 
@@ -35,6 +38,12 @@ class Ranks:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._control)
         return values
+
+    def gather_samples(self, value: T) -> list[T]:
+        """Returns the values of the ranks whose loss counts, in the order of their samples, on every rank."""
+        if not self.mesh.is_split:
+            return self.gather(value)
+        return [each for each, speaks in self.gather((value, self.mesh.speaks)) if speaks]
 
     def broadcast(self, value: T) -> T:
         """Returns the first rank's value on every rank."""

@@ -1,68 +1,105 @@
-"""Joins the processes of a run: reads torchrun's variables, opens the process group, lays out the axes.
+"""How the ranks of a run are laid out along axes, and who shares what with whom.
 
-Of the mesh's axes only `replicate` is built so far; the others are refused by name. What ranks say to
-each other is in collectives.py.
+    pipeline × replicate × data × context × tensor                 neighbours in the last axis are neighbours in rank
+
+Ranks along `tensor` and `context` work on the same samples, those along `pipeline` too, each on layers of its own;
+those along `replicate` and `data` have samples of their own. Parameters are split along `tensor` by rules and along
+`data` × `context` (together: `shard`) by FSDP. Who opens the process group is processes.py.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from datetime import timedelta
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainwright.errors import ConfigError
-from trainwright.parallel.collectives import Ranks
+AXES = ("pipeline", "replicate", "data", "context", "tensor")
+"""The axes of the mesh, the slowest link first."""
 
-_BUILT_AXES = ("replicate",)
-
-
-def world_size() -> int:
-    """Returns the number of processes that torchrun started, 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+ALONE: Mapping[str, int] = MappingProxyType(dict.fromkeys(AXES, 1))
 
 
-def local_rank() -> int:
-    """Returns this process's number on its machine, 0 without torchrun."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+@dataclass(frozen=True)
+class Mesh:
+    """Where a rank stands on each axis, and torch's meshes for the collectives along them.
+
+    `layers` has the axes pipeline, replicate, shard (data × context) and tensor; `sequence` has all five, and is there
+    only where context is larger than 1. Both are None in one process that was not launched.
+    """
+
+    sizes: Mapping[str, int] = field(default_factory=lambda: ALONE)
+    place: int = 0
+    layers: DeviceMesh | None = None
+    sequence: DeviceMesh | None = None
+
+    def size(self, *axes: str) -> int:
+        """Returns the number of ranks along an axis, or along several together."""
+        product = 1
+        for axis in axes:
+            product *= self.sizes[axis]
+        return product
+
+    def rank(self, *axes: str) -> int:
+        """Returns this rank's number along an axis, or along several together, the last the fastest."""
+        rest, numbers = self.place, {}
+        for axis in reversed(AXES):
+            rest, numbers[axis] = divmod(rest, self.sizes[axis])
+        number = 0
+        for axis in axes:
+            number = number * self.sizes[axis] + numbers[axis]
+        return number
+
+    @property
+    def num_data_ranks(self) -> int:
+        """How many ranks have samples of their own; the others share theirs."""
+        return self.size("replicate", "data")
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank among those with samples of their own."""
+        return self.rank("replicate", "data")
+
+    @property
+    def speaks(self) -> bool:
+        """Does this rank's loss count? Of the ranks that share samples one does: the last layers' first."""
+        is_last = self.rank("pipeline") == self.size("pipeline") - 1
+        return is_last and self.rank("context") == 0 and self.rank("tensor") == 0
+
+    @property
+    def num_gradient_copies(self) -> int:
+        """How often each sample's gradient is in the sum over ranks: ranks along context all propagate one loss."""
+        return self.size("context")
+
+    @property
+    def is_split(self) -> bool:
+        """Does any rank hold less than the whole model?"""
+        return self.size("pipeline", "data", "context", "tensor") > 1
+
+    def along(self, axis: str) -> DeviceMesh | None:
+        """Returns torch's mesh of pipeline, replicate, shard, tensor or context; None where it has one rank."""
+        if axis == "context":
+            return None if self.sequence is None else self.sequence["context"]
+        size = self.size("data", "context") if axis == "shard" else self.size(axis)
+        return None if self.layers is None or size == 1 else self.layers[axis]
+
+    def group(self, axis: str) -> Any:
+        """Returns the process group along an axis; None where it has one rank."""
+        mesh = self.along(axis)
+        return None if mesh is None else mesh.get_group()
 
 
-def local_size() -> int:
-    """Returns the number of this run's processes on its machine, 1 without torchrun."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def join(axes: Mapping[str, int], *, collectives: str, where: object | None = None) -> Ranks:
-    """Opens the process group where there are several processes, and returns this process's place in it."""
-    for axis, size in axes.items():
-        if size > 1 and axis not in _BUILT_AXES:
-            raise ConfigError(
-                f"runtime.mesh.{axis}: {size}, but only the replicate axis can be larger than 1 so far. "
-                f"Use runtime.mesh={{replicate: {size}}}: every process then holds the whole model.",
-                where=where,
-            )
-    if world_size() == 1:
-        return Ranks()
+def lay_out(axes: Mapping[str, int], *, device_type: str) -> Mesh:
+    """Returns the mesh of the process group that is open; `axes` may leave out those of size 1."""
+    sizes = {axis: axes.get(axis, 1) for axis in AXES}
     if not dist.is_initialized():
-        store, rank, size = next(rendezvous("env://"))
-        # A process may join several times, one run after the other; the addresses of the last time are still there.
-        joined = store.add(f"trainwright/joins/{rank}", 1)
-        dist.init_process_group(
-            collectives,
-            store=PrefixStore(f"trainwright/join-{joined}", store),
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(minutes=30),
-        )
-    # A group of its own for objects and flags on the CPU: it must never queue behind a device's collectives.
-    control = dist.new_group(backend="gloo")
-    return Ranks(dist.get_rank(), dist.get_world_size(), control=control)
-
-
-def leave() -> None:
-    """Closes the process group, where there is one."""
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+        return Mesh(MappingProxyType(sizes))
+    shape = (sizes["pipeline"], sizes["replicate"], sizes["data"] * sizes["context"], sizes["tensor"])
+    layers = init_device_mesh(device_type, shape, mesh_dim_names=("pipeline", "replicate", "shard", "tensor"))
+    sequence = None
+    if sizes["context"] > 1:
+        sequence = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
+    return Mesh(MappingProxyType(sizes), dist.get_rank(), layers, sequence)
