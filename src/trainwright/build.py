@@ -35,8 +35,8 @@ from trainwright.loop.update import ScheduledOptimizer, Updater
 from trainwright.models.pretrained_facts import PretrainedFacts, read_facts, write_facts
 from trainwright.parallel import processes
 from trainwright.parallel.collectives import Ranks
-from trainwright.parallel.replicate import copy_from_first
 from trainwright.parts import Build, describe_dtypes
+from trainwright.placing import Placed, place_model
 from trainwright.writers.json_lines import cut_back
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def _introduce(trainer: Trainer) -> None:
         trainer.max_steps,
         batch.global_batch_size,
         batch.micro_batch_size,
-        batch.accumulation * trainer.ranks.size,
+        batch.accumulation * trainer.ranks.mesh.num_data_ranks,
         trainer.folder,
     )
 
@@ -179,8 +179,9 @@ def _assemble(
     build.take_trainer(trainer_class)
     task = trainer_class.build_task(build)
     build.take_task(task)
-    model = _build_model(trainer_class, build, backend, ranks)
-    batch = resolve_batch(config, ranks.size) if for_training else _evaluation_batch(config, ranks.size)
+    model, placed = _build_model(trainer_class, build, backend, ranks)
+    num_data_ranks = ranks.mesh.num_data_ranks
+    batch = resolve_batch(config, num_data_ranks) if for_training else _evaluation_batch(config, num_data_ranks)
     collator = trainer_class.build_collator(build)
     loaders = Loaders(config, batch, collator, ranks, folder)
     train_data, max_steps = None, 0
@@ -198,12 +199,13 @@ def _assemble(
         ranks=ranks,
         batch=batch,
         max_steps=max_steps,
-        updater=_updater(config, model, optimizers, build, batch, max_steps, backend, ranks),
+        updater=_updater(config, model, optimizers, build, batch, max_steps, backend, ranks, placed),
         storage=EventStorage(max_steps=max_steps or None),
         hooks=trainer_class.build_hooks(build),
         writers=trainer_class.build_writers(build) if for_training else [],
         folder=folder,
         store=open_store(checkpoints_place(folder, config)),
+        pipeline=placed.pipeline(batch.accumulation),
         metrics=build.metrics(task, backend.device),
         test_data=None if test is None else loaders.for_evaluation("test", test),
     )
@@ -219,18 +221,20 @@ def _assemble(
         surroundings=surroundings,
     )
     # From here on ranks draw different numbers.
-    _seed_everything(backend, mix_seed(config.seed, _RANK_STREAM, ranks.rank))
+    _seed_everything(backend, mix_seed(config.seed, _RANK_STREAM, ranks.mesh.data_rank))
     return trainer, build
 
 
-def _build_model(trainer_class: type[Trainer], build: Build, backend: Backend, ranks: Ranks) -> torch.nn.Module:
-    """Builds the model on the device, equal on all ranks."""
-    model = trainer_class.build_model(build).to(backend.device)
-    copy_from_first([*model.parameters(), *model.buffers()], ranks)
+def _build_model(
+    trainer_class: type[Trainer], build: Build, backend: Backend, ranks: Ranks
+) -> tuple[torch.nn.Module, Placed]:
+    """Builds the model, equal on all ranks, and places what each keeps of it on its device."""
+    model = trainer_class.build_model(build)
+    placed = place_model(model, ranks, build.config, backend.device)
     # A start that loads weights draws fewer numbers than one that builds the model for a checkpoint; what is built
     # next must not know.
     _seed_everything(backend, mix_seed(build.config.seed, _PARTS_STREAM))
-    return model
+    return model, placed
 
 
 def _kept_facts(config: RunConfig, folder: Path, ranks: Ranks) -> PretrainedFacts | None:
@@ -287,6 +291,7 @@ def _updater(
     max_steps: int,
     backend: Backend,
     ranks: Ranks,
+    placed: Placed,
 ) -> Updater:
     schedules = build.schedules(optimizers)
     return Updater(
@@ -299,6 +304,7 @@ def _updater(
         loss_scale=LossScale(backend.device) if config.runtime.precision == "fp16" else None,
         watch=IncidentWatch(config.incidents, device=backend.device, rank=ranks.rank),
         buffers=persistent_buffers(model),
+        sync=placed.sync,
     )
 
 

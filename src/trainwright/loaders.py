@@ -24,13 +24,13 @@ class Loaders:
     def __init__(self, config: RunConfig, batch: BatchPlan, collator: Any, ranks: Ranks, folder: Path) -> None:
         self._config = config
         self._batch = batch
-        self._agree = ranks.sum_counts
-        self._num_ranks = ranks.size
+        self._agree = ranks.sum_sample_counts
+        self._num_ranks = ranks.mesh.num_data_ranks
         data = config.data
         self._common: dict[str, Any] = {
             "collator": collator,
             "seed": config.seed,
-            "view": View(ranks.rank, ranks.size),
+            "view": View(ranks.mesh.data_rank, ranks.mesh.num_data_ranks),
             "options": LoaderOptions(data.workers, data.loader),
             "on_error": OnError(skips=data.on_error == "skip", at_most=data.max_skipped, folder=folder),
         }

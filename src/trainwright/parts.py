@@ -219,6 +219,8 @@ class Build:
         for each in made:
             if isinstance(each.metric, torch.nn.Module):
                 each.metric.to(device)
+                if self._ranks.mesh.speakers is not None:  # torchmetrics' talk between ranks themselves
+                    each.metric.process_group = self._ranks.mesh.speakers
         return made
 
     def refuse_unused(self) -> None:

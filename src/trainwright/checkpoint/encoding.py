@@ -11,12 +11,14 @@ import base64
 import math
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from trainwright.checkpoint.split_tensors import Place, SplitTensor, place_of
 from trainwright.errors import CheckpointError
+from trainwright.parallel.local import is_split, local
 
 ALLOWED = (
     "None, bool, int, float, str, bytes, torch.Tensor, numpy arrays and scalars, "
@@ -41,6 +43,23 @@ RESERVED_KEY = "__metadata__"
 KeyPath = tuple[str, ...]
 
 
+class Encoded(NamedTuple):
+    """A state as JSON and tensors, of which some may be this rank's pieces of larger ones."""
+
+    tree: Any
+    tensors: dict[str, torch.Tensor]
+    places: dict[str, Place]
+    """Of each piece, by its key, where it lies in the whole."""
+    split_paths: list[tuple[str, tuple[int, ...]]]
+    """The path and whole shape of every tensor in pieces: the same on all ranks that hold pieces of it."""
+
+
+def encode_split(state: Any, *, name: str = "state") -> Encoded:
+    """Encodes as `encode` does, and of a DTensor takes this rank's piece; its key is the same on every rank."""
+    encoder = _Encoder(name, takes_pieces=True)
+    return Encoded(encoder.encode(state, ()), encoder.tensors, encoder.places, encoder.split_paths)
+
+
 def encode(state: Any, *, name: str = "state") -> tuple[Any, dict[str, torch.Tensor]]:
     """Return the JSON-able tree of `state` and its tensors by dotted key; `name` starts the paths in errors.
 
@@ -52,8 +71,10 @@ def encode(state: Any, *, name: str = "state") -> tuple[Any, dict[str, torch.Ten
     return encoder.encode(state, ()), encoder.tensors
 
 
-def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def decode(tree: Any, tensors: Mapping[str, torch.Tensor | SplitTensor]) -> Any:
     """Rebuild the state from what `encode` returned; tensors stay on their device and tied ones are one object.
+
+    Tensors in pieces come out as they were given.
 
     The tree may come from anywhere: whatever it says, nothing but plain values, tensors and arrays is made.
     """
@@ -67,9 +88,12 @@ def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 class _Encoder:
     """One encoding: the tensors so far, and which storages and views they came from."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, takes_pieces: bool = False) -> None:
         self.name = name
         self.tensors: dict[str, torch.Tensor] = {}
+        self.places: dict[str, Place] = {}
+        self.split_paths: list[tuple[str, tuple[int, ...]]] = []
+        self._takes_pieces = takes_pieces
         # Views keep their source tensors alive: a freed storage's address could come back as a false tie.
         self._views: dict[tuple[object, ...], tuple[dict[str, Any], torch.Tensor]] = {}
         self._storages: set[tuple[object, ...]] = set()
@@ -129,6 +153,8 @@ class _Encoder:
         return str(dtype.str)
 
     def _encode_tensor(self, value: torch.Tensor, path: KeyPath) -> dict[str, Any]:
+        if self._takes_pieces and is_split(value):
+            return self._encode_piece(value, path)
         tensor = value.detach()
         problem = _tensor_problem(tensor)
         if problem is not None:
@@ -148,6 +174,20 @@ class _Encoder:
         node = self._store_tensor(content, path)
         self._storages.add(storage)
         self._views[view] = (node, value)
+        return node
+
+    def _encode_piece(self, value: torch.Tensor, path: KeyPath) -> dict[str, Any]:
+        """Encodes this rank's part of a DTensor; of the same one met twice (tied weights), once."""
+        place = place_of(value)
+        problem = place if isinstance(place, str) else _tensor_problem(local(value))
+        if problem is None and value.dtype not in NATIVE_DTYPES:
+            problem = f"a DTensor of dtype {value.dtype}. Save a view of it in another"
+        if problem is not None:
+            raise self._refusal(path, f"cannot be saved: {problem}", value)
+        assert isinstance(place, Place)
+        self.split_paths.append((".".join(path), place.shape))
+        node = self._encode_tensor(local(value), path)
+        self.places[node["$tensor"]] = place
         return node
 
     def _store_tensor(self, tensor: torch.Tensor, path: KeyPath) -> dict[str, Any]:
@@ -212,7 +252,7 @@ def _is_unicode(text: str) -> bool:
 class _Decoder:
     """One decoding: the stored tensors, and those already given a dtype of their own."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor | SplitTensor]) -> None:
         self._stored = tensors
         self._restored: dict[str, torch.Tensor] = {}
         self._readers: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -243,11 +283,11 @@ class _Decoder:
         return self._readers[tag](node)
 
     def _decode_array(self, node: dict[str, Any]) -> np.ndarray[Any, Any]:
-        content = self._tensor(node["$array"]).cpu().numpy().tobytes()
+        content = self._plain(node["$array"]).cpu().numpy().tobytes()
         # The copy makes it writable: an array over bytes is not.
         return _numpy_from(content, node["dtype"], tuple(node["shape"])).copy()
 
-    def _decode_tensor(self, node: dict[str, Any]) -> torch.Tensor:
+    def _decode_tensor(self, node: dict[str, Any]) -> torch.Tensor | SplitTensor:
         key = node["$tensor"]
         if "dtype" not in node:
             return self._tensor(key)
@@ -255,10 +295,14 @@ class _Decoder:
             dtype = getattr(torch, node["dtype"])
             if not isinstance(dtype, torch.dtype):
                 raise CheckpointError(f"{node['dtype']!r} is no dtype of a tensor. Use another step.")
-            self._restored[key] = self._tensor(key).clone().view(dtype).reshape(node["shape"])
+            self._restored[key] = self._plain(key).clone().view(dtype).reshape(node["shape"])
         return self._restored[key]
 
-    def _tensor(self, key: str) -> torch.Tensor:
+    def _plain(self, key: str) -> torch.Tensor:
+        tensor = self._tensor(key)
+        return tensor if isinstance(tensor, torch.Tensor) else tensor.whole()
+
+    def _tensor(self, key: str) -> torch.Tensor | SplitTensor:
         if key not in self._stored:
             problem = f"The tensor {key!r} is missing; its file holds {len(self._stored)} others."
             raise CheckpointError(f"{problem} Both files must be of one checkpoint: use another step.")

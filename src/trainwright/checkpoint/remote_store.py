@@ -15,11 +15,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from trainwright.checkpoint.disk import SECONDS_OF_SILENCE
+from trainwright.checkpoint.disk import SECONDS_OF_SILENCE, FileFact
 from trainwright.checkpoint.manifest import FORMAT, MANIFEST, UnknownFormatError, read_manifest, render_manifest
+from trainwright.checkpoint.part_files import file_names, write_share
 from trainwright.checkpoint.remote_files import DAMAGED_MANIFEST, RemoteFolder, RemotePath, Take, UnreachableError
 from trainwright.checkpoint.staging import StagedParts
-from trainwright.checkpoint.store import CheckpointStore
+from trainwright.checkpoint.store import CheckpointStore, OtherWriters
 from trainwright.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -71,17 +72,43 @@ class RemoteStore:
             metrics=metrics,
         )
 
-    def write_staged(self, step: int, staged: StagedParts, *, metrics: Mapping[str, float]) -> RemotePath:
-        """Save what was copied to main memory, as `write` does."""
-        return self._write(
-            step,
-            list(staged.parts),
-            lambda local, part: local.write_staged(step, StagedParts({part: staged.parts[part]}), metrics={}),
-            metrics=metrics,
-        )
+    def write_staged(
+        self, step: int, staged: StagedParts, *, metrics: Mapping[str, float], others: OtherWriters | None = None
+    ) -> RemotePath:
+        """Save what was copied to main memory, with what the other ranks put there of it, as `write` does."""
+
+        def write_part(local: CheckpointStore, part: str) -> Path:
+            places = {part: staged.places[part]} if part in staged.places else {}
+            return local.write_staged(step, StagedParts({part: staged.parts[part]}, places), metrics={})
+
+        return self._write(step, list(staged.parts), write_part, metrics=metrics, others=others)
+
+    def write_share(self, place: str, staged: StagedParts, *, rank: int) -> dict[str, FileFact]:
+        """Put what this rank holds of a checkpoint that the first rank will commit, and return the manifest's facts.
+
+        `place` is what the first rank's store told its OtherWriters.
+        """
+        files: dict[str, FileFact] = {}
+        for encoded in staged:
+            with tempfile.TemporaryDirectory(prefix="trainwright-") as temporary:
+                made = write_share(Path(temporary), encoded, rank=rank)
+                for name in made:
+                    self._remote.upload(Path(temporary) / name, f"{place}/{name}")
+                files |= made
+        return files
 
     def read(self, step: int, part: str, *, device: str = "cpu") -> Any:
-        """Return the state of one part with its tensors on `device`; what is downloaded is hashed on the way."""
+        """Return the state of one part with its tensors whole, on `device`; what is downloaded is hashed on the way."""
+        return self._read(step, part, lambda local: local.read(step, part, device=device))
+
+    def read_split(self, step: int, part: str) -> Any:
+        """Return the state of one part as it lies: a tensor that was written in pieces is a SplitTensor.
+
+        All files of the part are downloaded, for only a whole file can be compared with its hash.
+        """
+        return self._read(step, part, lambda local: local.read_split(step, part))
+
+    def _read(self, step: int, part: str, read: Callable[[CheckpointStore], Any]) -> Any:
         take = self._committed(step)
         manifest = self._remote.manifest(take)
         if part not in manifest["parts"]:
@@ -92,12 +119,11 @@ class RemoteStore:
             folder = local.path(step)
             folder.mkdir()
             (folder / MANIFEST).write_bytes(render_manifest(manifest))
-            for name in (f"{part}.safetensors", f"{part}.json"):
-                if name in manifest["files"]:
-                    self._compare(take, name, manifest["files"][name], copy=folder / name)
+            for name in file_names(part, manifest["files"]):
+                self._compare(take, name, manifest["files"][name], copy=folder / name)
             try:
                 # Tensors that are mapped from the file keep it alive after its name is gone.
-                return local.read(step, part, device=device)
+                return read(local)
             except CheckpointError as error:
                 problem = f"The part {part!r} cannot be read: {error.__cause__ or error.problem}".rstrip(".")
                 raise CheckpointError(f"{problem}. Use another step.", where=self.path(step)) from error
@@ -180,13 +206,16 @@ class RemoteStore:
         write_part: Callable[[CheckpointStore, str], Path],
         *,
         metrics: Mapping[str, float],
+        others: OtherWriters | None = None,
     ) -> RemotePath:
         self.path(step)
-        others = self._remote.takes(step)
+        earlier = self._remote.takes(step)
         # Above every number that is there, leftovers included: what lies in a folder must be of one write.
-        take = Take(step, 1 + max((other.number for other in others), default=0))
+        take = Take(step, 1 + max((other.number for other in earlier), default=0))
         files: dict[str, Any] = {}
         try:
+            if others is not None:
+                others.call(take.name)
             for part in parts:
                 # Part by part: at most one of them lies in the temporary folder.
                 with tempfile.TemporaryDirectory(prefix="trainwright-") as temporary:
@@ -194,6 +223,8 @@ class RemoteStore:
                     for name, facts in read_manifest(made)["files"].items():
                         self._remote.upload(made / name, f"{take.name}/{name}")
                         files[name] = facts
+            if others is not None:
+                files |= {name: {"size": fact.size, "sha256": fact.sha256} for name, fact in others.facts().items()}
             content = {
                 "format": FORMAT,
                 "step": step,
@@ -211,7 +242,7 @@ class RemoteStore:
                 raise CheckpointError(f"{problem}. Earlier checkpoints are untouched.", where=self.folder) from error
             raise
         self._names[step] = take.name
-        self._discard_replaced(others)
+        self._discard_replaced(earlier)
         return self.path(step)
 
     def _take_back(self, take: Take) -> None:

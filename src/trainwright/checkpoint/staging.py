@@ -5,14 +5,25 @@ What a state becomes (a JSON tree and named tensors) is encoding.py's; who write
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
 from trainwright.backends import copy_to_host, host_buffers
-from trainwright.checkpoint.encoding import decode, encode
+from trainwright.checkpoint.encoding import decode, encode_split
+from trainwright.checkpoint.split_tensors import Place, SplitTensor
+
+
+class EncodedPart(NamedTuple):
+    """One part of a checkpoint, as it is written."""
+
+    name: str
+    tree: Any
+    tensors: Mapping[str, torch.Tensor]
+    places: Mapping[str, Place]
+    """Of each tensor that is a piece, where it lies in the whole."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +32,11 @@ class StagedParts:
 
     parts: Mapping[str, tuple[Any, Mapping[str, torch.Tensor]]]
     """By part: the JSON tree and the tensors that it names."""
+    places: Mapping[str, Mapping[str, Place]] = field(default_factory=dict)
+    """By part and name: of the tensors that are this rank's pieces of larger ones, where they lie in them."""
+
+    def __iter__(self) -> Iterator[EncodedPart]:
+        return (EncodedPart(part, *encoded, self.places.get(part, {})) for part, encoded in self.parts.items())
 
     @property
     def num_bytes(self) -> int:
@@ -28,16 +44,27 @@ class StagedParts:
         return sum(tensor.nbytes for _, tensors in self.parts.values() for tensor in tensors.values())
 
     def to_state(self) -> dict[str, Any]:
-        """Returns the parts as they were, in memory of their own: loading may keep them, and training change them."""
-        return {
-            part: decode(tree, {key: tensor.clone() for key, tensor in tensors.items()})
-            for part, (tree, tensors) in self.parts.items()
-        }
+        """Returns the parts as they were, in memory of their own: loading may keep them, and training change them.
+
+        What was a DTensor is a SplitTensor, with the piece of this rank.
+        """
+        return {part: decode(tree, _copies(tensors, places)) for part, tree, tensors, places in self}
+
+
+def _copies(tensors: Mapping[str, torch.Tensor], places: Mapping[str, Place]) -> dict[str, torch.Tensor | SplitTensor]:
+    copies: dict[str, torch.Tensor | SplitTensor] = {key: tensor.clone() for key, tensor in tensors.items()}
+    for key, place in places.items():
+        copies[key] = SplitTensor(place.shape, [(place.offsets, tensors[key].clone())], layout=place.layout)
+    return copies
 
 
 def encode_parts(parts: Mapping[str, Any]) -> StagedParts:
     """Encodes without copying: the result shares memory with the state and is to be written before the next update."""
-    return StagedParts({part: encode(state, name=part) for part, state in parts.items()})
+    encoded = {part: encode_split(state, name=part) for part, state in parts.items()}
+    return StagedParts(
+        {part: (each.tree, each.tensors) for part, each in encoded.items()},
+        {part: each.places for part, each in encoded.items() if each.places},
+    )
 
 
 class HostBuffers:
@@ -52,7 +79,11 @@ class HostBuffers:
 
     def stage(self, parts: Mapping[str, Any]) -> StagedParts:
         """Copies the state; returns when it may change again."""
-        shared = encode_parts(parts).parts
+        return self.copy(encode_parts(parts))
+
+    def copy(self, staged: StagedParts) -> StagedParts:
+        """Copies parts that are encoded already."""
+        shared = staged.parts
         sources = {
             (part, key, tensor.shape, tensor.dtype, tensor.device): tensor
             for part, (_, tensors) in shared.items()
@@ -66,5 +97,6 @@ class HostBuffers:
         copy_to_host(list(sources.values()), [self._buffers[place] for place in sources])
         copies = {place[:2]: self._buffers[place] for place in sources}
         return StagedParts(
-            {part: (tree, {key: copies[part, key] for key in tensors}) for part, (tree, tensors) in shared.items()}
+            {part: (tree, {key: copies[part, key] for key in tensors}) for part, (tree, tensors) in shared.items()},
+            staged.places,
         )

@@ -1,14 +1,13 @@
 """Step folders on a local disk: written whole or not at all, verified by hash, set aside when damaged.
 
 A checkpoint is `step-00001000/` with a MANIFEST.json that fits its files. How a state becomes files is in
-`encoding.py` and `tensor_files.py`, which checkpoints to keep in `retention.py`, what a run puts into one in
-`contents.py`. One process writes (rank 0); any number may read.
+`encoding.py` and `part_files.py`, which checkpoints to keep in `retention.py`, what a run puts into one in
+`contents.py`. One process writes, or several whose first one leads (`together.py`); any number may read.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import re
 import secrets
@@ -18,10 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
-import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from trainwright.checkpoint.disk import (
     FileFact,
@@ -35,7 +33,7 @@ from trainwright.checkpoint.disk import (
     sync_folder,
     write_file,
 )
-from trainwright.checkpoint.encoding import decode, encode
+from trainwright.checkpoint.encoding import encode
 from trainwright.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -44,8 +42,10 @@ from trainwright.checkpoint.manifest import (
     read_manifest,
     render_manifest,
 )
-from trainwright.checkpoint.staging import StagedParts
-from trainwright.checkpoint.tensor_files import HASH_BESIDE_BYTES, write_tensors
+from trainwright.checkpoint.part_files import read_part, share_names, write_part, write_share
+from trainwright.checkpoint.split_tensors import SplitTensor, map_tensors
+from trainwright.checkpoint.staging import EncodedPart, StagedParts
+from trainwright.checkpoint.tensor_files import HASH_BESIDE_BYTES
 from trainwright.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,15 @@ LINK_ON_ITS_WAY = re.compile(r"\.(latest|best)-[0-9a-f]+")
 # Hashing is what verifying costs; a file is hashed by one thread, several files by several.
 HASHING_THREADS = 4
 
-EncodedPart = tuple[str, Any, Mapping[str, torch.Tensor]]
+
+class OtherWriters(Protocol):
+    """The ranks that write parts of the same checkpoint, as the one that commits it sees them."""
+
+    def call(self, place: str, /) -> None:
+        """Tells them to write, and where: what `write_share` takes."""
+
+    def facts(self) -> dict[str, FileFact]:
+        """Waits until all have written; returns what the manifest says of their files."""
 
 
 class CheckpointStore:
@@ -101,16 +109,42 @@ class CheckpointStore:
         that of `step` is the old one or, where only the last sync failed, this one.
         """
         # Part by part, so that at most one part's copies of non-contiguous tensors exist at a time.
-        encoded = ((part, *encode(state, name=part)) for part, state in parts.items())
+        encoded = (EncodedPart(part, *encode(state, name=part), {}) for part, state in parts.items())
         return self._write(step, list(parts), encoded, metrics=metrics)
 
-    def write_staged(self, step: int, staged: StagedParts, *, metrics: Mapping[str, float]) -> Path:
-        """Save parts that are encoded already; otherwise as `write`."""
-        encoded = ((part, tree, tensors) for part, (tree, tensors) in staged.parts.items())
-        return self._write(step, list(staged.parts), encoded, metrics=metrics)
+    def write_staged(
+        self, step: int, staged: StagedParts, *, metrics: Mapping[str, float], others: OtherWriters | None = None
+    ) -> Path:
+        """Save parts that are encoded already, with what the other ranks write of them; otherwise as `write`."""
+        return self._write(step, list(staged.parts), staged, metrics=metrics, others=others)
+
+    def write_share(self, place: str, staged: StagedParts, *, rank: int) -> dict[str, FileFact]:
+        """Write what this rank holds of a checkpoint that the first rank will commit, and return the manifest's facts.
+
+        `place` is what the first rank's store told its OtherWriters. When it returns, the files survive a power cut.
+        """
+        staging = self.folder / place
+        match = HIDDEN_NAME.fullmatch(place)
+        if match is None or match[1] != STAGING:
+            raise CheckpointError(f"{place!r} is no staging folder.", where=self.folder)
+        files: dict[str, FileFact] = {}
+        try:
+            for encoded in staged:
+                files |= write_share(staging, encoded, rank=rank)
+            if files:
+                sync_folder(staging)
+        except (OSError, SafetensorError) as error:
+            _raise_unwritten(staging, error)
+        return files
 
     def _write(
-        self, step: int, names: list[str], encoded: Iterable[EncodedPart], *, metrics: Mapping[str, float]
+        self,
+        step: int,
+        names: list[str],
+        encoded: Iterable[EncodedPart],
+        *,
+        metrics: Mapping[str, float],
+        others: OtherWriters | None = None,
     ) -> Path:
         final = self.path(step)
         for part in names:
@@ -126,7 +160,14 @@ class CheckpointStore:
             _raise_unwritten(final, error)
         try:
             with locked(staging):
-                _write_contents(staging, step=step, names=names, encoded=encoded, metrics=metrics)
+                if others is not None:
+                    others.call(staging.name)
+                files: dict[str, FileFact] = {}
+                for each in encoded:
+                    files |= write_part(staging, each)
+                if others is not None:
+                    files |= others.facts()
+                _write_manifest(staging, step=step, names=names, files=files, metrics=metrics)
                 self._commit(staging, step)
         except BaseException as error:
             # Ctrl-C included: a staging folder can be as large as the model.
@@ -148,21 +189,25 @@ class CheckpointStore:
         point_link(self.folder / link, None if step is None else self.path(step).name)
 
     def read(self, step: int, part: str, *, device: str = "cpu") -> Any:
-        """Return the state of one part with its tensors on `device`. Does not hash: `verify` does."""
+        """Return the state of one part with its tensors whole, on `device`. Does not hash: `verify` does."""
+        return self._read(step, part, device=device, whole=True)
+
+    def read_split(self, step: int, part: str) -> Any:
+        """Return the state of one part as it lies: a tensor that was written in pieces is a SplitTensor.
+
+        Nothing is copied: whoever wants a region of a tensor reads that region from the disk.
+        """
+        return self._read(step, part, device="cpu", whole=False)
+
+    def _read(self, step: int, part: str, *, device: str, whole: bool) -> Any:
         folder = self._committed(step)
         manifest = read_manifest(folder)
         if part not in manifest["parts"]:
             known = ", ".join(manifest["parts"]) or "none"
             raise CheckpointError(f"No part {part!r} was saved. Ask for one of: {known}.", where=folder)
-        files = manifest["files"]
         try:
-            tensors = {}
-            if f"{part}.safetensors" in files:
-                with safe_open(folder / f"{part}.safetensors", framework="pt", device=device) as file:
-                    tensors = {key: file.get_tensor(key) for key in sorted(file.keys())}
-            if f"{part}.json" not in files:
-                return tensors
-            return decode(json.loads((folder / f"{part}.json").read_bytes()), tensors)
+            state = read_part(folder, part, manifest["files"], device=device)
+            return joined(state, device=device) if whole and share_names(part, manifest["files"]) else state
         except (OSError, SafetensorError, ValueError, CheckpointError) as error:
             problem = f"The part {part!r} cannot be read: {error}".rstrip(".")
             raise CheckpointError(f"{problem}. Use another step: {self._known_steps()}.", where=folder) from error
@@ -342,19 +387,17 @@ class CheckpointStore:
         return f"It is kept as {target.name}."
 
 
-def _write_contents(
-    staging: Path, *, step: int, names: list[str], encoded: Iterable[EncodedPart], metrics: Mapping[str, float]
+def joined(state: Any, *, device: str = "cpu") -> Any:
+    """Return a state in which no tensor is in pieces; the others are the same objects."""
+    return map_tensors(
+        state, lambda tensor, _: tensor.whole(device=device) if isinstance(tensor, SplitTensor) else tensor
+    )
+
+
+def _write_manifest(
+    staging: Path, *, step: int, names: list[str], files: Mapping[str, FileFact], metrics: Mapping[str, float]
 ) -> None:
-    """Fill the staging folder; every file is on the disk before the manifest names it."""
-    files: dict[str, FileFact] = {}
-    for part, tree, tensors in encoded:
-        if tensors:
-            name = f"{part}.safetensors"
-            # transformers wants the format named.
-            files[name] = write_tensors(staging / name, tensors, metadata={"format": "pt"})
-        if not _is_flat(tree):
-            text = json.dumps(tree, allow_nan=False, separators=(",", ":"))
-            files[f"{part}.json"] = write_file(staging / f"{part}.json", text.encode())
+    """Write the manifest, last: every file is on the disk before it is named."""
     content = {
         "format": FORMAT,
         "step": step,
@@ -365,16 +408,6 @@ def _write_contents(
     }
     write_file(staging / MANIFEST, render_manifest(content))
     sync_folder(staging)
-
-
-def _is_flat(tree: Any) -> bool:
-    """Say whether the tensors alone, sorted by key, are the state: a dict of tensors, in that order, none tied.
-
-    safetensors forgets the order of its keys; a state in another order is described by its .json.
-    """
-    if not isinstance(tree, dict) or not tree or list(tree) != sorted(tree):
-        return False
-    return all(node == {"$tensor": key} for key, node in tree.items())
 
 
 def _verify_size(path: Path, fact: FileFact) -> None:

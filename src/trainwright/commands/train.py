@@ -15,9 +15,18 @@ from typing import Annotated
 import typer
 
 from trainwright.config import RunConfig
-from trainwright.errors import exit_code_of
-from trainwright.launch.local import die_with_launcher, launch
+from trainwright.errors import ConfigError, TrainwrightError, exit_code_of
+from trainwright.launch.local import (
+    die_with_launcher,
+    is_launched,
+    launch,
+    leave_if_explained,
+    note_explained_error,
+    num_restarts,
+)
 from trainwright.log import show_log
+
+logger = logging.getLogger(__name__)
 
 FAST_DEV_RUN = {
     "trainer.max_steps": 3,
@@ -38,6 +47,13 @@ def train(
         list[str] | None, typer.Argument(help="Settings to replace, such as trainer.max_steps=500.", show_default=False)
     ] = None,
     nproc: Annotated[int, typer.Option(min=1, help="How many processes to start on this machine.")] = 1,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="Start the processes again, so often, after one is lost; the run goes on.")
+    ] = 0,
+    nnodes: Annotated[int, typer.Option(min=1, help="How many machines run this command together.")] = 1,
+    rendezvous: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="With --nnodes: where the machines meet; one of them.")
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over; an earlier run is set aside.")] = False,
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="Go on although settings of the mathematics changed.")
@@ -55,9 +71,38 @@ def train(
     if print_config:
         print(config.to_yaml(), end="")
         return
-    if nproc > 1 and "WORLD_SIZE" not in os.environ:
-        sys.exit(launch(nproc, sys.argv[1:]))
+    _check_launch(nproc, max_restarts, nnodes, rendezvous)
+    if (nproc > 1 or max_restarts or nnodes > 1) and not is_launched():
+        code = launch(nproc, sys.argv[1:], max_restarts=max_restarts, num_nodes=nnodes, rendezvous=rendezvous)
+        sys.exit(code)
     die_with_launcher()
+    leave_if_explained()
+    if num_restarts():
+        fresh = False  # the first start has set the earlier run aside; this one goes on with its own
+        logger.warning("Restart %d: the run goes on from its newest checkpoint.", num_restarts())
+    try:
+        _run(config, fresh=fresh, accept_changes=accept_changes, fast_dev_run=fast_dev_run)
+    except TrainwrightError:
+        note_explained_error()
+        raise
+
+
+def _check_launch(nproc: int, max_restarts: int, nnodes: int, rendezvous: str | None) -> None:
+    """Refuses options of a launcher that cannot do what they say."""
+    if nnodes > 1 and rendezvous is None:
+        raise ConfigError(f"--nnodes {nnodes} needs --rendezvous HOST:PORT, the same on all: where the machines meet.")
+    if rendezvous is not None and nnodes == 1:
+        raise ConfigError("--rendezvous is for several machines. Give --nnodes too, or leave it out.")
+    if rendezvous is not None and not rendezvous.rpartition(":")[2].isdecimal():
+        raise ConfigError(f"--rendezvous: {rendezvous!r} is not HOST:PORT, such as node-1:29400.")
+    if "WORLD_SIZE" in os.environ and not is_launched() and (nproc > 1 or max_restarts or nnodes > 1):
+        raise ConfigError(
+            "--nproc, --nnodes and --max-restarts start processes, but a launcher has started this one: WORLD_SIZE is "
+            "set. Leave them out, or start the command without the launcher."
+        )
+
+
+def _run(config: RunConfig, *, fresh: bool, accept_changes: bool, fast_dev_run: bool) -> None:
     from trainwright.main import Interrupted, run_experiment
 
     try:

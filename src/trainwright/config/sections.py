@@ -325,3 +325,9 @@ class RuntimeSection(Section):
     """How a step runs; its meaning is the same in each."""
     mesh: Annotated[MeshSection, BeforeValidator(empty_section)] = Field(default_factory=MeshSection)
     """How the ranks are laid out."""
+    reshard_after_forward: bool = True
+    """Along data, whether a block's parameters are dropped after its forward and gathered again for its backward."""
+    accumulate_unsharded: bool = False
+    """Along data, whether gradients of several micro-batches are added up whole and reduced once; more memory."""
+    gather_precision: Literal["fp32", "bf16"] | None = None
+    """Along data, the type in which parameters are gathered and computed with; None: as they are."""

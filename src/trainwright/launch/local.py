@@ -1,6 +1,7 @@
-"""Starts several processes on this machine with torch's elastic launcher, and answers with their exit code.
+"""Starts the processes of this machine with torch's elastic launcher, and answers with their exit code.
 
-Torch is imported only when something is launched. What a worker does is the same command, with RANK set.
+Torch is imported only when something is launched. What a worker does is the same command, with RANK set. With restarts
+a group that lost a process is started again, and goes on from the newest checkpoint as any run does.
 """
 
 from __future__ import annotations
@@ -9,17 +10,30 @@ import ctypes
 import os
 import signal
 import sys
+import tempfile
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 
 _LAUNCHED = "TRAINWRIGHT_LAUNCHED"
+"""Names a folder of the launcher's, for notes between it and its workers."""
+_EXPLAINED = "explained"
+_EXPLAINED_CODE = 2
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
-def launch(num_processes: int, arguments: Sequence[str]) -> int:
+def launch(
+    num_processes: int,
+    arguments: Sequence[str],
+    *,
+    max_restarts: int = 0,
+    num_nodes: int = 1,
+    rendezvous: str | None = None,
+) -> int:
     """Runs `python -m trainwright ARGUMENTS` on every rank; returns 0, or the first failing rank's exit code.
 
-    A signal is passed on to the workers, which finish and save their step; the code is then 128 + the signal.
+    With several nodes each calls this, with the same `rendezvous` (HOST:PORT of any one of them). A signal is passed on
+    to the workers, which finish and save their step; the code is then 128 + the signal.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -27,29 +41,55 @@ def launch(num_processes: int, arguments: Sequence[str]) -> int:
 
     # More threads than cores are slower than one, and torch would say so with a warning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ[_LAUNCHED] = "1"
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
+        min_nodes=num_nodes,
+        max_nodes=num_nodes,
         nproc_per_node=num_processes,
-        run_id=str(uuid.uuid4()),
+        # All nodes must name the run alike; alone nobody else may join it.
+        run_id=str(uuid.uuid4()) if num_nodes == 1 else os.environ.get("SLURM_JOB_ID", "trainwright"),
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
+        rdzv_endpoint=rendezvous or "localhost:0",
+        max_restarts=max_restarts,
         monitor_interval=0.1,
         signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     )
-    try:
-        elastic_launch(config, sys.executable)("-m", "trainwright", *arguments)
-    except ChildFailedError as error:
-        code: int = error.get_first_failure()[1].exitcode if error.failures else 1
-        return code if code >= 0 else 128 - code  # a signal as a shell would say it
-    except SignalException as error:
-        return 128 + int(error.sigval)
+    with tempfile.TemporaryDirectory(prefix="trainwright-launch-") as notes:
+        os.environ[_LAUNCHED] = notes
+        try:
+            elastic_launch(config, sys.executable)("-m", "trainwright", *arguments)
+        except ChildFailedError as error:
+            if (Path(notes) / _EXPLAINED).exists():
+                return _EXPLAINED_CODE  # the others failed because that rank was gone
+            code: int = error.get_first_failure()[1].exitcode if error.failures else 1
+            return code if code >= 0 else 128 - code  # a signal as a shell would say it
+        except SignalException as error:
+            return 128 + int(error.sigval)
     return 0
+
+
+def is_launched() -> bool:
+    """Was this process started by `launch`?"""
+    return _LAUNCHED in os.environ
+
+
+def num_restarts() -> int:
+    """How often the processes of this run were started again after a failure, by torch's launcher or by SLURM."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) + int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+
+
+def note_explained_error() -> None:
+    """Lets the launcher's further attempts end at once: an error that was explained will not go away by itself."""
+    if is_launched():
+        (Path(os.environ[_LAUNCHED]) / _EXPLAINED).touch()
+
+
+def leave_if_explained() -> None:
+    """Ends a worker whose run has failed in words before; the launcher can only be told by the exit code."""
+    if is_launched() and (Path(os.environ[_LAUNCHED]) / _EXPLAINED).exists():
+        sys.exit(_EXPLAINED_CODE)
 
 
 def die_with_launcher() -> None:
     """Asks Linux to send this worker SIGTERM when its launcher dies, so that a killed launcher leaves no orphans."""
-    if os.environ.get(_LAUNCHED) and sys.platform == "linux":
+    if is_launched() and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -69,7 +69,7 @@ class Averages:
         """Returns the means over all ranks as numbers; ranks may hold different names."""
         own = {name: (float(mean.total), float(mean.count)) for name, mean in self._sums.items()}
         totals: dict[str, tuple[float, float]] = {}
-        for sums in ranks.gather(own):
+        for sums in ranks.gather_samples(own):
             for name, (total, count) in sums.items():
                 before = totals.get(name, (0.0, 0.0))
                 totals[name] = (before[0] + total, before[1] + count)
@@ -110,7 +110,7 @@ def evaluate_sets(trainer: Trainer, sets: Mapping[str, EvaluationData]) -> dict[
         copy_from_first(trainer.model.buffers(), trainer.ranks)  # running means are each rank's own until now
         trainer.model.eval()
         for name, data in sets.items():
-            trainer.backend.seed(mix_seed(trainer.config.seed, _EVAL_STREAM, trainer.ranks.rank))
+            trainer.backend.seed(mix_seed(trainer.config.seed, _EVAL_STREAM, trainer.ranks.mesh.data_rank))
             values = _evaluate_set(trainer, data)
             logs.update({f"{name}/{key}": value for key, value in values.items()})
         # A user's own metric may differ between ranks; what is decided by it (best, stop) must not.
@@ -148,17 +148,19 @@ def _evaluate_set(trainer: Trainer, data: EvaluationData) -> dict[str, float]:
         try:
             one_pass.run(iterator, data)
         except Exception as error:
+            if trainer.ranks.mesh.is_split and not isinstance(error, EvaluationAbandoned):
+                raise  # the others wait in a forward that needs this rank's part of the model: nobody can meet them
             failure = error
         # Ranks agree on each batch of a stream: one that leaves early says so there, before all of them meet here.
         iterator.close()
         # Before anything else that ranks do together: if one failed, all must leave here.
-        shares = trainer.ranks.gather((puts.take_window(), one_pass.num_updates, _describe(failure)))
+        updates = one_pass.num_updates if trainer.ranks.mesh.speaks else None
+        shares = trainer.ranks.gather((puts.take_window(), updates, _describe(failure)))
     _refuse_failure(failure, [text for _, _, text in shares])
     put = summarise(merge([window for window, _, _ in shares]))
     averages = one_pass.averages.over_ranks(trainer.ranks)
-    computed = _compute(
-        trainer.surroundings.metrics, trainer.ranks, min(updates for _, updates, _ in shares), data.name
-    )
+    fewest = min(updates for _, updates, _ in shares if updates is not None)
+    computed = _compute(trainer.surroundings.metrics, trainer.ranks, fewest, data.name)
     trainer.eval_averages = {**put, **averages, **computed}
     return _together(trainer.ranks, lambda: _numbers(trainer.eval_end(one_pass.state)))
 
@@ -230,7 +232,7 @@ class _Pass:
         return self._step(batch, passthrough, data.samples_in_hand)
 
     def _step(self, batch: Any, passthrough: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
-        if self._trainer.step_end.is_evaluating and self._trainer.agreement.is_told_to_leave():
+        if self._trainer.step_end.is_evaluating and self._is_abandoned():
             raise EvaluationAbandoned
         logs = self._trainer.eval_step(batch)
         if not isinstance(logs, Mapping):
@@ -242,9 +244,15 @@ class _Pass:
                 # What a task aggregates itself has no mean that anybody asked for: a class id, a score for a ranking.
                 if not (self._aggregates and _is_per_sample(value, num_samples)):
                     self.averages.add(name, value, num_samples)
-            for metric in self._trainer.surroundings.metrics:
-                metric.update(getattr(logs, "outputs", None) or logs, batch)
+            if self._trainer.ranks.mesh.speaks:
+                for metric in self._trainer.surroundings.metrics:
+                    metric.update(getattr(logs, "outputs", None) or logs, batch)
         return values
+
+    def _is_abandoned(self) -> bool:
+        """Was the run told to leave? Ranks that share a model all hear it at the same batch."""
+        is_told, ranks = self._trainer.agreement.is_told_to_leave(), self._trainer.ranks
+        return any(ranks.sum_counts(is_told)) if ranks.mesh.is_split else is_told
 
 
 def _together(ranks: Ranks, act: Callable[[], T]) -> T:
@@ -282,7 +290,7 @@ def _gather_outputs(
 ) -> dict[str, Any]:
     """Brings one batch's values of all ranks to every host: per-sample ones in sample order, scalars averaged."""
     own = {name: _to_host(value) for name, value in values.items()} if num_samples else {}
-    everybodys = ranks.gather((num_samples, own, _describe(failure)))
+    everybodys = ranks.gather((num_samples * ranks.mesh.speaks, own, _describe(failure)))
     _refuse_failure(failure, [text for _, _, text in everybodys])
     shares = [(count, share) for count, share, _ in everybodys if count]
     gathered: dict[str, Any] = {}
@@ -314,8 +322,9 @@ def _compute(metrics: Sequence[ConfiguredMetric], ranks: Ranks, fewest_updates: 
         )
     if not metrics:
         return {}
-    results, means = _together(ranks, lambda: _read_metrics(metrics))
-    return results | means.over_ranks(ranks)
+    # Of ranks that share samples one has counted them.
+    results, means = _together(ranks, lambda: _read_metrics(metrics) if ranks.mesh.speaks else ({}, Averages()))
+    return ranks.gather_samples(results)[0] | means.over_ranks(ranks)
 
 
 def _read_metrics(metrics: Sequence[ConfiguredMetric]) -> tuple[dict[str, float], Averages]:

@@ -31,6 +31,7 @@ from trainwright.loop.incident_response import IncidentResponse
 from trainwright.loop.outputs import ForwardResult, read_forward, refuse_ids
 from trainwright.loop.phases import Phases
 from trainwright.loop.pieces import cut
+from trainwright.loop.pipelined import evaluate_pipeline, run_pipeline
 from trainwright.loop.saving import BestSoFar, Checkpoints
 from trainwright.loop.step_end import StepEnd
 from trainwright.loop.task import Task, overrides
@@ -115,6 +116,7 @@ class Trainer:
         self.ended_under = 0
         """The `max_steps` under which the run ended, by that limit, by `stop` or for lack of data; else 0."""
         self.is_mid_step = False
+        self.outputs_in_hand: Any = None
         self.saved_generators: Mapping[str, Any] | None = None
         self._update: Update | None = None
         self.agreement = Agreement(self.ranks)
@@ -235,18 +237,27 @@ class Trainer:
 
     def forward(self, **batch: Any) -> Any:
         """Returns the loss of a micro-batch, or (loss, metrics); see loop/outputs.py for the other forms."""
-        return self.task.forward(self.model, batch)
+        return self.outputs_of(batch)
+
+    def outputs_of(self, batch: Any) -> Any:
+        """Returns what the task gives for a micro-batch; in a pipeline, what its last stage has made already."""
+        return self.task.forward(self.model, batch) if self.outputs_in_hand is None else self.outputs_in_hand
 
     def train_step(self, batch: Any) -> StepResult:
         """Makes one update from one batch."""
         update = self.begin_update()
+        if self.surroundings.pipeline is not None:
+            run_pipeline(self, update, batch)
+            return update.apply()
         for piece in self.micro_batches(batch):
             update.backward(self.run_forward(piece))
         return update.apply()
 
     def begin_update(self) -> Update:
         """Begins an update with cleared gradients; end it with `apply()`."""
-        self._update = self._updater.begin(lambda: self.samples_in_hand)
+        is_known = self.surroundings.pipeline is None and not overrides(self, "train_step", Trainer)
+        num_backwards = self.surroundings.batch.accumulation if is_known else None
+        self._update = self._updater.begin(lambda: self.samples_in_hand, num_backwards=num_backwards)
         return self._update
 
     def micro_batches(self, batch: Any) -> Iterator[Any]:
@@ -281,7 +292,7 @@ class Trainer:
             return self.forward(**batch)
         if overrides(self, "forward", Trainer):
             raise DataError(f"forward(**batch) needs a mapping, but the batch is a {type(batch).__name__}.")
-        return self.task.forward(self.model, batch)
+        return self.outputs_of(batch)
 
     # evaluation
 
@@ -290,7 +301,8 @@ class Trainer:
 
     def eval_step(self, batch: Any) -> Mapping[str, Any]:
         """Returns a batch's metrics: scalars, Means, or one value a sample. Gradients are off."""
-        logs: EvalLogs = read_eval(self.run_forward(batch))
+        result = self.run_forward(batch) if self.surroundings.pipeline is None else evaluate_pipeline(self, batch)
+        logs: EvalLogs = EvalLogs() if result is None else read_eval(result)
         return logs
 
     def eval_end(self, aggregated: Any) -> dict[str, Any]:
@@ -350,7 +362,10 @@ class Trainer:
                 self.step += 1
                 self.has_unfinished_step, self.ended_under = True, 0
                 self.storage.put_result(
-                    result, weight=self._loss_weight, num_samples=self.samples_in_hand, share=1.0 / self.ranks.size
+                    result,
+                    weight=self._loss_weight,
+                    num_samples=self.samples_in_hand * self.ranks.mesh.speaks,  # of ranks that share samples one counts
+                    share=1.0 / self.ranks.size,
                 )
                 self.phases.enter("hooks", self.step)
                 for act in self.moments.after_step:
@@ -385,7 +400,7 @@ class Trainer:
 
         Randomness is a function of the step, so a resumed or rolled-back run draws the same numbers.
         """
-        self.backend.seed(mix_seed(self.config.seed, _STEP_STREAM, self.step, self.ranks.rank))
+        self.backend.seed(mix_seed(self.config.seed, _STEP_STREAM, self.step, self.ranks.mesh.data_rank))
 
     def stop(self, reason: str) -> None:
         """Ends the run after this step, as if it were the last: evaluated, written and saved.

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,11 @@ from trainwright.loop.loss_scale import LossScale
 from trainwright.loop.outputs import ForwardResult, Loss
 from trainwright.loop.step_unless import knows_found_inf, step_unless
 from trainwright.parallel.collectives import Ranks
+from trainwright.parallel.gradient_norm import GradientNorm
 from trainwright.parallel.replicate import GradientSum, copy_from_first
+
+if TYPE_CHECKING:
+    from trainwright.parallel.gradient_sync import GradientSync
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +88,7 @@ class Updater:
         loss_scale: LossScale | None = None,
         watch: IncidentWatch | None = None,
         buffers: Sequence[BufferPlace] = (),
+        sync: GradientSync | None = None,
     ) -> None:
         self.optimizers = dict(optimizers)
         self.global_batch_size = global_batch_size
@@ -93,6 +98,8 @@ class Updater:
         self.max_grad_value = max_grad_value
         self.loss_scale = loss_scale
         self.watch = watch
+        self.sync = sync
+        """How FSDP sums the gradients while they are made; None where every rank has the whole model."""
         self.step = 0
         """The number of the update under way, from 1 on."""
         self.is_judged = False
@@ -131,11 +138,15 @@ class Updater:
         if self.ranks.size > 1 and self._buffers:
             copy_from_first([read_buffer(place) for place in self._buffers], self.ranks)
 
-    def begin(self, count_samples: Callable[[], int]) -> Update:
-        """Begins an update with cleared gradients; `count_samples` tells what a bare loss weighs when it comes."""
+    def begin(self, count_samples: Callable[[], int], *, num_backwards: int | None = None) -> Update:
+        """Begins an update with cleared gradients; `count_samples` tells what a bare loss weighs when it comes.
+
+        `num_backwards` is how often `backward` will be called, where that is known: ranks can then begin to talk
+        while the last one still runs.
+        """
         for entry in self.optimizers.values():
             entry.clear_gradients()
-        return Update(self, self.rates, count_samples)
+        return Update(self, self.rates, count_samples, num_backwards)
 
     def owned_by(self, names: tuple[str, ...]) -> _OwnedParameters:
         """Returns the parameters of the named optimizers."""
@@ -152,7 +163,8 @@ class Updater:
                     for parameter in group["params"]
                 ],
                 self.ranks,
-                self.enter_phase,
+                sums_gradients=self.sync is None,
+                enter=self.enter_phase,
             )
         return owned
 
@@ -161,20 +173,36 @@ class _OwnedParameters:
     """The parameters that one `apply` steps, and the sum of their gradients over ranks."""
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], ranks: Ranks, enter: Callable[[str], None] | None
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        ranks: Ranks,
+        *,
+        sums_gradients: bool,
+        enter: Callable[[str], None] | None,
     ) -> None:
         self.parameters = list(parameters)
-        self.gradient_sum = GradientSum(self.parameters, ranks, enter=enter)
+        self.gradient_sum = GradientSum(self.parameters, ranks, sums_gradients=sums_gradients, enter=enter)
+        self.norm = GradientNorm(self.parameters, ranks.mesh) if ranks.mesh.is_split else None
 
     def gradients(self) -> list[torch.Tensor]:
-        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        """What of the gradients lies on this rank."""
+        if self.norm is None:
+            return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        return self.norm.gradients()
 
 
 class Update:
     """One update under way: any number of `backward`, then one `apply`."""
 
-    def __init__(self, updater: Updater, rates: dict[str, float], count_samples: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        updater: Updater,
+        rates: dict[str, float],
+        count_samples: Callable[[], int],
+        num_backwards: int | None = None,
+    ) -> None:
         self._updater = updater
+        self._backwards_left = num_backwards
         self._rates = rates
         self._count_samples = count_samples
         self._losses: list[tuple[Loss, int]] = []
@@ -191,11 +219,22 @@ class Update:
         """
         if not isinstance(result, ForwardResult):
             result = ForwardResult(result, self._count_samples())
+        scaled = self.scale(result)
+        if scaled is not None:
+            self.begin_backward()
+            scaled.backward()  # type: ignore[no-untyped-call]
+
+    def scale(self, result: ForwardResult) -> torch.Tensor | None:
+        """Notes a micro-batch's loss and metrics; returns what is to be propagated, None if nothing is."""
         loss, num_samples = result.loss, result.num_samples
         if num_samples == 0:
-            # Not even multiplied by 0, for a NaN would stay one. The forward has run, which is all that ranks share.
             self._losses.append((Mean(0.0, 0.0), 0))
-            return
+            # Not even multiplied by 0, for a NaN would stay one. The forward has run, which is all that ranks share,
+            # unless they also share parameters or layers: then they meet in the backward too.
+            if self._updater.sync is None and self._updater.ranks.mesh.size("pipeline") == 1:
+                return None
+            value = loss.total if isinstance(loss, Mean) else loss
+            return value * 0.0 if isinstance(value, torch.Tensor) else None
         if isinstance(loss, Mean):
             scaled = loss.total / self._updater.global_batch_size
         else:
@@ -208,10 +247,29 @@ class Update:
             )
         if self._updater.loss_scale is not None:
             scaled = scaled * self._updater.loss_scale.scale
-        scaled.backward()  # type: ignore[no-untyped-call]
         self._losses.append((loss.detach(), num_samples))
         for name, value in result.metrics.items():
             self._metrics.setdefault(name, []).append((value, num_samples))
+        return scaled
+
+    def note_elsewhere(self) -> None:
+        """Says that all backwards have run, of losses that other ranks may have seen."""
+        self._backwards_left = None
+        if not self._losses:
+            self._losses.append((Mean(0.0, 0.0), 0))
+
+    def begin_backward(self) -> None:
+        """Tells those who sum gradients over ranks whether this backward is the update's last, if that is known."""
+        if self._updater.ranks.size == 1:
+            return
+        is_last = True
+        if self._backwards_left is not None:
+            self._backwards_left -= 1
+            is_last = self._backwards_left == 0
+            if is_last:
+                self._updater.owned_by(tuple(self._updater.optimizers)).gradient_sum.begin_last_backward()
+        if self._updater.sync is not None:
+            self._updater.sync.begin_backward(is_last=is_last)
 
     def apply(self, optimizers: Sequence[str] | None = None) -> StepResult:
         """Makes the gradient exact, measures and clips it, and steps the optimizers (all, or those named)."""
@@ -235,7 +293,7 @@ class Update:
             # Before the norm, which one nan would spoil. With a loss scale an overflow must show: it skips the update.
             if repair is not None and updater.loss_scale is None:
                 repair()
-        grad_norm, overflowed = self._prepare_gradients(gradients, factor)
+        grad_norm, overflowed = self._prepare_gradients(gradients, factor, owned.norm)
         hold = _either(self._judge(loss, grad_norm), overflowed)
         metrics = self._merged_metrics()
         for name in names:
@@ -264,23 +322,30 @@ class Update:
             total, count = (loss.total, loss.count) if isinstance(loss, Mean) else (loss * samples, samples)
             totals[0] += total
             totals[1] += count
+        mesh, sync = self._updater.ranks.mesh, self._updater.sync
         if self._updater.watch is not None and self._updater.ranks.size > 1:
             self._own_is_finite = totals[0] - totals[0] == 0
+        if not mesh.speaks:
+            totals.zero_()  # other ranks have seen the same samples
+        if sync is not None:
+            sync.finish()
         owned.gradient_sum.reduce(totals)
         total, count = totals.unbind()
         self.weight = count
         # A batch without anything to count (all labels ignored) moves nothing, rather than dividing by zero.
         counted = count.clamp(min=1e-12)
-        return (total / counted).to(owned.parameters[0].dtype), torch.where(count > 0, batch_size / counted, 0.0)
+        # FSDP has divided the sum by the number of its ranks.
+        unit = batch_size * (1 if sync is None else sync.averaging) / mesh.num_gradient_copies
+        return (total / counted).to(owned.parameters[0].dtype), torch.where(count > 0, unit / counted, 0.0)
 
     def _prepare_gradients(
-        self, gradients: list[torch.Tensor], factor: torch.Tensor | float
+        self, gradients: list[torch.Tensor], factor: torch.Tensor | float, norm: GradientNorm | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Scales and clips in one pass over the gradients; returns the norm before clipping and, in fp16, overflow."""
         updater = self._updater
         if updater.loss_scale is not None:
             factor = factor / updater.loss_scale.scale
-        grad_norm = _total_norm(gradients)
+        grad_norm = _total_norm(gradients) if norm is None else norm.measure()
         if not (isinstance(factor, float) and factor == 1.0):
             grad_norm = (grad_norm * factor).to(grad_norm.dtype)
         if updater.max_grad_norm is not None:

@@ -20,7 +20,9 @@ from trainwright.models.layers.attention import attend
 from trainwright.models.layers.checks import check_heads, check_ids, check_keywords, check_length, embed
 from trainwright.models.layers.classes import class_criterion, class_loss, label_names, num_labels_of
 from trainwright.models.layers.masks import unpadded_keys
+from trainwright.models.layers.precision import at_least_float32
 from trainwright.models.layers.settings import keywords_of, refuse_other_values
+from trainwright.models.layers.whole_sequence import WholeSequence
 from trainwright.models.model import KeyRule, Model
 
 # What config.json must say, if anything, of things that this file does in one way only.
@@ -54,6 +56,8 @@ class Bert(Model):
     key_rules = NORM_RULES
     # What is computed, and what a file for other tasks has besides.
     ignored_keys = ("bert.embeddings.position_ids", "bert.pooler.**", "cls.seq_relationship.**")
+    blocks = "bert.encoder.layer"
+    parts_before_blocks = ("bert.embeddings",)
 
     def __init__(
         self,
@@ -78,6 +82,7 @@ class Bert(Model):
         super().__init__()
         self.settings = settings
         self.max_positions = max_positions
+        self.sequence = WholeSequence()
         self.bert = Body(settings, with_pooler=False)
         self.cls = nn.ModuleDict({"predictions": TokenHead(hidden_size, vocab_size, activation, norm_eps)})
         self.criterion: nn.Module = nn.CrossEntropyLoss(ignore_index=IGNORED_LABEL)
@@ -105,12 +110,28 @@ class Bert(Model):
         """
         check_ids(input_ids)
         check_length(input_ids.shape[1], self.max_positions)
-        logits = self.cls["predictions"](self.bert(input_ids, attention_mask, token_type_ids, position_ids))
+        return self.finish(self.bert(input_ids, attention_mask, token_type_ids, position_ids), labels)
+
+    def begin(
+        self, input_ids: Tensor, token_type_ids: Tensor | None = None, position_ids: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        """Embeds the tokens [B, S]: the states [B, S, D] that the first layer gets."""
+        check_ids(input_ids)
+        check_length(input_ids.shape[1], self.max_positions)
+        return self.bert.begin(input_ids, token_type_ids, position_ids)
+
+    def beside(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> tuple[Tensor | None]:
+        """Returns the mask that all layers get."""
+        return (self.bert.mask(input_ids, attention_mask),)
+
+    def finish(self, hidden: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor | None]:
+        """Returns the loss and the logits of the last layer's states [B, S, D]."""
+        logits = self.cls["predictions"](hidden)
         if labels is None:
-            return {"loss": None, "logits": logits}
-        # In float32, as the log of a sum over the vocabulary loses too much in 16 bits.
-        loss = self.criterion(logits.flatten(0, 1).float(), labels.flatten())
-        return {"loss": loss, "logits": logits}
+            return {"loss": None, "logits": self.sequence.whole(logits)}
+        targets = self.sequence.take(labels, fill=IGNORED_LABEL)
+        loss = self.criterion(at_least_float32(logits.flatten(0, 1)), targets.flatten())
+        return {"loss": self.sequence.mean(loss, targets), "logits": self.sequence.beside_loss(logits)}
 
     @classmethod
     def settings_from_hugging_face(cls, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,6 +156,8 @@ class BertClassifier(Model):
     hugging_face_prefix = "bert"
     key_rules = NORM_RULES
     ignored_keys = ("bert.embeddings.position_ids", "cls.**")
+    blocks = "bert.encoder.layer"
+    parts_before_blocks = ("bert.embeddings",)
 
     def __init__(
         self,
@@ -162,6 +185,7 @@ class BertClassifier(Model):
         super().__init__()
         self.settings = settings
         self.max_positions = max_positions
+        self.sequence = WholeSequence()
         self.bert = Body(settings, with_pooler=True)
         self.dropout = nn.Dropout(classifier_dropout)
         self.classifier = nn.Linear(hidden_size, num_labels)
@@ -186,8 +210,24 @@ class BertClassifier(Model):
         """
         check_ids(input_ids)
         check_length(input_ids.shape[1], self.max_positions)
-        hidden = self.bert(input_ids, attention_mask, token_type_ids, position_ids)
-        logits = self.classifier(self.dropout(self.bert.pooler(hidden)))
+        return self.finish(self.bert(input_ids, attention_mask, token_type_ids, position_ids), labels)
+
+    def begin(
+        self, input_ids: Tensor, token_type_ids: Tensor | None = None, position_ids: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        """Embeds the tokens [B, S]: the states [B, S, D] that the first layer gets."""
+        check_ids(input_ids)
+        check_length(input_ids.shape[1], self.max_positions)
+        return self.bert.begin(input_ids, token_type_ids, position_ids)
+
+    def beside(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> tuple[Tensor | None]:
+        """Returns the mask that all layers get."""
+        return (self.bert.mask(input_ids, attention_mask),)
+
+    def finish(self, hidden: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor | None]:
+        """Returns the loss and the logits of the last layer's states [B, S, D]."""
+        # The first token is on one rank only; every rank scores the whole text.
+        logits = self.classifier(self.dropout(self.bert.pooler(self.sequence.whole(hidden))))
         return {"loss": class_loss(self.criterion, logits, labels), "logits": logits}
 
     @classmethod
@@ -212,6 +252,7 @@ class Body(nn.Module):
         self.embeddings = Embeddings(settings)
         self.encoder = nn.ModuleDict({"layer": nn.ModuleList(Layer(settings) for _ in range(settings["num_layers"]))})
         self.pooler: Any = Pooler(settings["hidden_size"]) if with_pooler else None
+        self.sequence = WholeSequence()
 
     def forward(
         self,
@@ -221,12 +262,22 @@ class Body(nn.Module):
         position_ids: Tensor | None = None,
     ) -> Tensor:
         """Runs every layer with the same mask, which is made once."""
-        hidden: Tensor = self.embeddings(input_ids, token_type_ids, position_ids)
-        mask = unpadded_keys(attention_mask)
+        hidden = self.begin(input_ids, token_type_ids, position_ids)
+        mask = self.mask(input_ids, attention_mask)
         layers: Any = self.encoder["layer"]
         for layer in layers:
             hidden = layer(hidden, mask)
         return hidden
+
+    def begin(self, input_ids: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None) -> Tensor:
+        """Returns the embeddings [B, S, D] of the tokens."""
+        hidden: Tensor = self.embeddings(input_ids, token_type_ids, position_ids)
+        return hidden
+
+    def mask(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+        """Returns which keys the queries see; None: all of them."""
+        bounds = self.sequence.bounds(input_ids.shape[1], input_ids.device)
+        return bounds if attention_mask is None else unpadded_keys(attention_mask)
 
 
 class Embeddings(nn.Module):
@@ -241,16 +292,20 @@ class Embeddings(nn.Module):
         self.token_type_embeddings = nn.Embedding(settings["num_token_types"], hidden_size)
         self.LayerNorm = nn.LayerNorm(hidden_size, eps=settings["norm_eps"])
         self.dropout = nn.Dropout(settings["dropout"])
+        self.sequence = WholeSequence()
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None) -> Tensor:
         """Returns [B, S, D]; without types all tokens are of the first text, without positions they count from 0."""
         if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
+            positions = self.sequence.positions(input_ids.shape[1], input_ids.device)
+        else:
+            positions = self.sequence.take(position_ids)
         if token_type_ids is None:
             types = self.token_type_embeddings.weight[0]  # [D], for all tokens alike
         else:
-            types = embed(self.token_type_embeddings, token_type_ids, name="token_type_ids")
-        summed = embed(self.word_embeddings, input_ids) + types + self.position_embeddings(position_ids)
+            types = embed(self.token_type_embeddings, self.sequence.take(token_type_ids), name="token_type_ids")
+        words = embed(self.word_embeddings, self.sequence.take(input_ids))
+        summed = words + types + self.position_embeddings(positions)
         embedded: Tensor = self.dropout(self.LayerNorm(summed))
         return embedded
 
@@ -284,6 +339,7 @@ class SelfAttention(nn.Module):
         hidden_size = settings["hidden_size"]
         self.head_size = hidden_size // settings["num_heads"]
         self.dropout = settings["attention_dropout"]
+        self.sequence = WholeSequence()
         self.query = nn.Linear(hidden_size, hidden_size)
         self.key = nn.Linear(hidden_size, hidden_size)
         self.value = nn.Linear(hidden_size, hidden_size)
@@ -297,6 +353,7 @@ class SelfAttention(nn.Module):
             head_size=self.head_size,
             mask=mask,
             dropout=self.dropout if self.training else 0.0,
+            sequence=self.sequence,
         )
 
 

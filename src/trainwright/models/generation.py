@@ -110,7 +110,8 @@ def generate(
         )
     stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=input_ids.device)
     cache = None
-    if use_cache and "cache" in inspect.signature(model.forward).parameters:
+    is_split = not getattr(getattr(model, "sequence", None), "is_whole", True)  # over ranks, each with some keys
+    if use_cache and not is_split and "cache" in inspect.signature(model.forward).parameters:
         cache = KeyValueCache(input_ids.shape[1] + max_new_tokens)
     was_training = model.training
     model.eval()

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainwright.errors import DataError
@@ -23,7 +21,9 @@ from trainwright.models.layers.activations import activation as find_activation
 from trainwright.models.layers.attention import split_heads
 from trainwright.models.layers.checks import check_heads, check_ids, check_keywords, check_length, embed
 from trainwright.models.layers.masks import next_tokens, visible_keys
+from trainwright.models.layers.precision import at_least_float32
 from trainwright.models.layers.settings import keywords_of, refuse_other_values
+from trainwright.models.layers.whole_sequence import WholeSequence
 from trainwright.models.model import KeyRule, Model
 
 # What config.json must say, if anything, of things that this file does in one way only.
@@ -48,6 +48,8 @@ class GPT2(Model):
     hugging_face_architectures = MappingProxyType({"gpt2": "GPT2LMHeadModel"})
     hugging_face_prefix = "transformer"
     ignored_keys = ("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias")  # masks, which old files hold
+    blocks = "transformer.h"
+    parts_before_blocks = ("transformer.wte", "transformer.wpe", "transformer.drop")
     key_rules: ClassVar[tuple[KeyRule, ...]] = tuple(
         KeyRule(f"transformer.h.*.{name}.weight", f"transformer.h.*.{name}.weight", transpose=True)
         for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
@@ -80,6 +82,7 @@ class GPT2(Model):
         self.max_positions = max_positions
         self.initializer_range = initializer_range
         self.tie_embeddings = tie_embeddings
+        self.sequence = WholeSequence()
         blocks = [
             Block(
                 hidden_size=hidden_size,
@@ -141,16 +144,43 @@ class GPT2(Model):
 
         With a `cache` (generation.py) the tokens go on from those that it holds, and are added to it.
         """
-        check_ids(input_ids)
-        check_length(input_ids.shape[1] + (0 if cache is None else cache.length), self.max_positions)
+        self._check_tokens(input_ids, cache)
         if cache is not None and not (attention_mask is None and position_ids is None and document_ids is None):
             raise DataError("A cache goes with whole rows: leave out attention_mask, position_ids and document_ids.")
-        logits = self.lm_head(self.transformer(input_ids, attention_mask, position_ids, document_ids, cache))
+        return self._score(self.transformer(input_ids, attention_mask, position_ids, document_ids, cache), labels)
+
+    def begin(self, input_ids: Tensor, position_ids: Tensor | None = None, **_: Any) -> Tensor:
+        """Embeds the tokens [B, S] and their positions: the states [B, S, D] that the first block gets."""
+        self._check_tokens(input_ids)
+        return self.transformer.begin(input_ids, position_ids)
+
+    def beside(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor | None]:
+        """Returns the mask that all blocks get."""
+        self.sequence.expect(input_ids.shape[1])
+        return (visible_keys(attention_mask, document_ids),)
+
+    def finish(self, hidden: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor | None]:
+        """Returns the loss and the logits of the last block's states."""
+        return self._score(self.transformer.ln_f(hidden), labels)
+
+    def _check_tokens(self, input_ids: Tensor, cache: KeyValueCache | None = None) -> None:
+        check_ids(input_ids)
+        check_length(input_ids.shape[1] + (0 if cache is None else cache.length), self.max_positions)
+
+    def _score(self, hidden: Tensor, labels: Tensor | None) -> dict[str, Tensor | None]:
+        """Maps normalised states [B, S, D] to the logits and, given labels, their mean loss."""
+        logits = self.lm_head(hidden)
         if labels is None:
-            return {"loss": None, "logits": logits}
-        # In float32, as the log of a sum over the vocabulary loses too much in 16 bits.
-        loss = self.criterion(logits.flatten(0, 1).float(), next_tokens(labels).flatten())
-        return {"loss": loss, "logits": logits}
+            return {"loss": None, "logits": self.sequence.whole(logits)}
+        targets = self.sequence.take(next_tokens(labels), fill=IGNORED_LABEL)
+        loss = self.criterion(at_least_float32(logits.flatten(0, 1)), targets.flatten())
+        return {"loss": self.sequence.mean(loss, targets), "logits": self.sequence.beside_loss(logits)}
 
     generate = append_tokens
 
@@ -207,6 +237,7 @@ class Decoder(nn.Module):
         self.drop = drop
         self.h = nn.ModuleList(blocks)
         self.ln_f = ln_f
+        self.sequence = WholeSequence()
 
     def forward(
         self,
@@ -217,10 +248,7 @@ class Decoder(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Runs every block with the same mask, which is made once."""
-        if position_ids is None:
-            start = 0 if cache is None else cache.length
-            position_ids = torch.arange(start, start + input_ids.shape[1], device=input_ids.device)
-        hidden: Tensor = self.drop(embed(self.wte, input_ids) + self.wpe(position_ids))
+        hidden = self.begin(input_ids, position_ids, start=0 if cache is None else cache.length)
         if cache is None:
             mask = visible_keys(attention_mask, document_ids)
             for block in self.h:
@@ -232,6 +260,15 @@ class Decoder(nn.Module):
             cache.advance(input_ids.shape[1])
         normalised: Tensor = self.ln_f(hidden)
         return normalised
+
+    def begin(self, input_ids: Tensor, position_ids: Tensor | None = None, *, start: int = 0) -> Tensor:
+        """Returns the embeddings [B, S, D] of tokens and positions, which without any given count from `start`."""
+        if position_ids is None:
+            positions = self.sequence.positions(input_ids.shape[1], input_ids.device) + start
+        else:
+            positions = self.sequence.take(position_ids)
+        hidden: Tensor = self.drop(embed(self.wte, self.sequence.take(input_ids)) + self.wpe(positions))
+        return hidden
 
 
 class Block(nn.Module):
@@ -270,6 +307,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size = hidden_size // num_heads
         self.dropout = dropout
+        self.sequence = WholeSequence()
         self.c_attn = nn.Linear(hidden_size, 3 * hidden_size)
         self.c_proj = nn.Linear(hidden_size, hidden_size)
 
@@ -282,9 +320,7 @@ class Attention(nn.Module):
             is_causal = is_causal and not cache.length  # a single token sees all that came before
             keys, values = cache.extend(keys, values)
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=is_causal, dropout_p=dropout
-        )
+        mixed = self.sequence.attend(queries, keys, values, mask=mask, is_causal=is_causal, dropout=dropout)
         output: Tensor = self.c_proj(mixed.transpose(1, 2).flatten(2))
         return output
 

@@ -23,8 +23,10 @@ from trainwright.models.generation import KeyValueCache, LayerCache, append_toke
 from trainwright.models.layers.checks import check_ids, check_keywords, check_length, embed
 from trainwright.models.layers.linear_cross_entropy import is_plain_head, is_plain_mean, linear_cross_entropy
 from trainwright.models.layers.masks import next_tokens, visible_keys
+from trainwright.models.layers.precision import at_least_float32
 from trainwright.models.layers.rotary import Rotations, checked_scaling, rotary_angles, rotate
 from trainwright.models.layers.settings import keywords_of, refuse_other_values
+from trainwright.models.layers.whole_sequence import WholeSequence
 from trainwright.models.model import Model
 
 BIASES = ("none", "qkv", "all")
@@ -52,6 +54,8 @@ class Llama(Model):
     )
     hugging_face_prefix = "model"
     ignored_keys = ("model.layers.*.self_attn.rotary_emb.inv_freq",)  # computed; old files hold it
+    blocks = "model.layers"
+    parts_before_blocks = ("model.embed_tokens",)
 
     def __init__(
         self,
@@ -88,6 +92,7 @@ class Llama(Model):
         self.tie_embeddings = tie_embeddings
         self.initializer_range = initializer_range
         self.fused_loss = fused_loss
+        self.sequence = WholeSequence()
         self.model = Decoder(
             embed_tokens=nn.Embedding(vocab_size, hidden_size),
             layers=[DecoderLayer(settings) for _ in range(num_layers)],
@@ -134,21 +139,48 @@ class Llama(Model):
 
         With a `cache` (generation.py) the tokens go on from those that it holds, and are added to it.
         """
-        check_ids(input_ids)
-        check_length(input_ids.shape[1] + (0 if cache is None else cache.length), self.max_positions)
+        self._check_tokens(input_ids, cache)
         if cache is not None and not (attention_mask is None and position_ids is None and document_ids is None):
             raise DataError("A cache goes with whole rows: leave out attention_mask, position_ids and document_ids.")
-        hidden = self.model(input_ids, attention_mask, position_ids, document_ids, cache)
-        if labels is not None and self._fuses_loss(hidden):
-            rows, targets = hidden.flatten(0, 1), next_tokens(labels).flatten()
-            loss = linear_cross_entropy(rows, self.lm_head.weight, targets, ignore_index=IGNORED_LABEL)
-            return {"loss": loss, "logits": None}
-        logits = self.lm_head(hidden)
+        return self._score(self.model(input_ids, attention_mask, position_ids, document_ids, cache), labels)
+
+    def begin(self, input_ids: Tensor, **_: Any) -> Tensor:
+        """Embeds the tokens [B, S]: the states [B, S, D] that the first layer gets."""
+        self._check_tokens(input_ids)
+        return self.model.begin(input_ids)
+
+    def beside(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Rotations, Tensor | None]:
+        """Returns the rotations and the mask that all layers get."""
+        rotations = self.model.rotations(input_ids, position_ids)
+        return rotations, visible_keys(attention_mask, document_ids)
+
+    def finish(self, hidden: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor | None]:
+        """Returns the loss and the logits of the last layer's states."""
+        return self._score(self.model.norm(hidden), labels)
+
+    def _check_tokens(self, input_ids: Tensor, cache: KeyValueCache | None = None) -> None:
+        check_ids(input_ids)
+        check_length(input_ids.shape[1] + (0 if cache is None else cache.length), self.max_positions)
+
+    def _score(self, hidden: Tensor, labels: Tensor | None) -> dict[str, Tensor | None]:
+        """Maps normalised states [B, S, D] to the logits and, given labels, their mean loss."""
         if labels is None:
-            return {"loss": None, "logits": logits}
-        # In float32, as the log of a sum over the vocabulary loses too much in 16 bits.
-        loss = self.criterion(logits.flatten(0, 1).float(), next_tokens(labels).flatten())
-        return {"loss": loss, "logits": logits}
+            return {"loss": None, "logits": self.sequence.whole(self.lm_head(hidden))}
+        targets = self.sequence.take(next_tokens(labels), fill=IGNORED_LABEL)
+        if self._fuses_loss(hidden):
+            rows, weight = hidden.flatten(0, 1), self.lm_head.weight
+            loss = linear_cross_entropy(rows, weight, targets.flatten(), ignore_index=IGNORED_LABEL)
+            return {"loss": self.sequence.mean(loss, targets), "logits": None}
+        logits = self.lm_head(hidden)
+        loss = self.criterion(at_least_float32(logits.flatten(0, 1)), targets.flatten())
+        return {"loss": self.sequence.mean(loss, targets), "logits": self.sequence.beside_loss(logits)}
 
     def _fuses_loss(self, hidden: Tensor) -> bool:
         """Whether this pass takes head and loss in one; `fused_loss: true` where that cannot be is refused."""
@@ -247,6 +279,7 @@ class Decoder(nn.Module):
         self.head_size: int = settings["head_size"]
         self.rope_theta: float = settings["rope_theta"]
         self.rope_scaling: Mapping[str, Any] | None = settings["rope_scaling"]
+        self.sequence = WholeSequence()
 
     def forward(
         self,
@@ -257,14 +290,8 @@ class Decoder(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Runs every layer with the same rotations and mask, which are made once."""
-        hidden = embed(self.embed_tokens, input_ids)
-        if position_ids is None:
-            start = 0 if cache is None else cache.length
-            end = start + input_ids.shape[1]
-            positions = torch.arange(start, end, device=input_ids.device, dtype=torch.float32)
-        else:
-            positions = position_ids[:, None].float()  # the dim of size 1 stands for the heads
-        rotations = rotary_angles(positions, head_size=self.head_size, theta=self.rope_theta, scaling=self.rope_scaling)
+        hidden = self.begin(input_ids)
+        rotations = self.rotations(input_ids, position_ids, start=0 if cache is None else cache.length)
         if cache is None:
             mask = visible_keys(attention_mask, document_ids)
             for layer in self.layers:
@@ -276,6 +303,18 @@ class Decoder(nn.Module):
             cache.advance(input_ids.shape[1])
         normalised: Tensor = self.norm(hidden)
         return normalised
+
+    def begin(self, input_ids: Tensor) -> Tensor:
+        """Returns the embeddings [B, S, D] of the tokens."""
+        return embed(self.embed_tokens, self.sequence.take(input_ids))
+
+    def rotations(self, input_ids: Tensor, position_ids: Tensor | None = None, *, start: int = 0) -> Rotations:
+        """Returns the angles by which queries and keys turn; without positions the tokens count from `start`."""
+        if position_ids is None:
+            positions = (self.sequence.positions(input_ids.shape[1], input_ids.device) + start).float()
+        else:
+            positions = self.sequence.take(position_ids)[:, None].float()  # the dim of size 1 stands for the heads
+        return rotary_angles(positions, head_size=self.head_size, theta=self.rope_theta, scaling=self.rope_scaling)
 
 
 class DecoderLayer(nn.Module):
@@ -315,6 +354,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size = hidden_size // num_heads if head_size is None else head_size
         self.is_grouped = num_kv_heads != num_heads
+        self.sequence = WholeSequence()
         self.q_proj = nn.Linear(hidden_size, num_heads * self.head_size, bias=bias != "none")
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * self.head_size, bias=bias != "none")
         self.v_proj = nn.Linear(hidden_size, num_kv_heads * self.head_size, bias=bias != "none")
@@ -331,9 +371,7 @@ class Attention(nn.Module):
         if cache is not None:
             is_causal = is_causal and not cache.length  # a single token sees all that came before
             keys, values = cache.extend(keys, values)
-        mixed = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=is_causal, enable_gqa=self.is_grouped
-        )
+        mixed = self.sequence.attend(queries, keys, values, mask=mask, is_causal=is_causal, enable_gqa=self.is_grouped)
         output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return output
 

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainwright.backends import checked_device
 from trainwright.built_ins import BUILT_INS
@@ -59,6 +59,11 @@ class Model(nn.Module):
     hugging_face_prefix: ClassVar[str] = ""
     """The part of the key before the body's weights (`model`, `bert`), which files of models without a head lack."""
 
+    blocks: ClassVar[str | None] = None
+    """The path of the ModuleList whose members follow each other (`model.layers`); None: there is no such stack."""
+    parts_before_blocks: ClassVar[tuple[str, ...]] = ()
+    """The paths of the modules and parameters that `begin` uses; `finish` uses all others that are no blocks."""
+
     settings: dict[str, Any]
     """All keywords of the constructor with their defaults worked out: `type(model)(**model.settings)` is its twin."""
 
@@ -82,6 +87,27 @@ class Model(nn.Module):
     def reset_parameters(self) -> None:
         """Draws all weights anew and ties what is tied, for a model that was made on the meta device."""
         raise NotImplementedError(f"{type(self).__name__} lacks reset_parameters.")
+
+    def begin(self, *args: Any, **batch: Any) -> Tensor:
+        """Returns the hidden states that the first block gets, of what `forward` takes.
+
+        A model with `blocks` has its forward also in three parts, of which the stages of a pipeline each do theirs
+        (parallel/pipeline.py); together they compute what forward does. Every block keeps shape and dtype.
+
+            hidden = model.begin(**batch)
+            for block in blocks:
+                hidden = block(hidden, *model.beside(**batch))
+            outputs = model.finish(hidden, **batch)
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no stack of blocks that could be run in parts.")
+
+    def beside(self, *args: Any, **batch: Any) -> tuple[Any, ...]:
+        """Returns what each block gets beside the hidden states; it uses no parameters."""
+        raise NotImplementedError(f"{type(self).__name__} has no stack of blocks that could be run in parts.")
+
+    def finish(self, hidden: Tensor, **batch: Any) -> dict[str, Tensor | None]:
+        """Returns what `forward` returns, of the last block's hidden states."""
+        raise NotImplementedError(f"{type(self).__name__} has no stack of blocks that could be run in parts.")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # whatever torch takes
         """Returns the weights as torch does, a tied one under all of its names.

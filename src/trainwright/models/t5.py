@@ -23,6 +23,7 @@ from trainwright.models.layers.activations import activation
 from trainwright.models.layers.attention import attend
 from trainwright.models.layers.checks import check_heads, check_ids, check_keywords, embed
 from trainwright.models.layers.masks import unpadded_keys, visible_keys
+from trainwright.models.layers.precision import at_least_float32
 from trainwright.models.layers.settings import keywords_of
 from trainwright.models.model import Model
 
@@ -133,8 +134,7 @@ class T5(Model):
         logits = self.lm_head(written)
         if labels is None:
             return {"loss": None, "logits": logits}
-        # In float32, as the log of a sum over the vocabulary loses too much in 16 bits.
-        loss = self.criterion(logits.flatten(0, 1).float(), labels.flatten())
+        loss = self.criterion(at_least_float32(logits.flatten(0, 1)), labels.flatten())
         return {"loss": loss, "logits": logits}
 
     def shift_right(self, labels: Tensor | None) -> Tensor:

@@ -34,6 +34,8 @@ class ViT(Model):
     hugging_face_architectures = MappingProxyType({"vit": "ViTForImageClassification"})
     hugging_face_prefix = "vit"
     ignored_keys = ("vit.pooler.**", "vit.embeddings.mask_token")  # heads of other tasks
+    blocks = "vit.layers"
+    parts_before_blocks = ("vit.patch_projection", "vit.cls_token", "vit.position_embeddings", "vit.dropout")
     key_rules = (
         KeyRule("vit.layers.*.attention.q_proj.*", "vit.encoder.layer.*.attention.attention.query.*"),
         KeyRule("vit.layers.*.attention.k_proj.*", "vit.encoder.layer.*.attention.attention.key.*"),
@@ -93,7 +95,23 @@ class ViT(Model):
 
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> dict[str, Tensor | None]:
         """Maps images [B, channels, height, width] to logits [B, num_labels] and, given labels, their mean loss."""
-        logits = self.classifier(self.vit(pixel_values)[:, 0])
+        return self._score(self.vit(pixel_values), labels)
+
+    def begin(self, pixel_values: Tensor, **_: Any) -> Tensor:
+        """Cuts and embeds the images: the states [B, S, D] that the first layer gets."""
+        return self.vit.begin(pixel_values)
+
+    def beside(self, **_: Any) -> tuple[()]:
+        """Returns nothing: a layer gets the states alone."""
+        return ()
+
+    def finish(self, hidden: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor | None]:
+        """Returns the loss and the logits of the last layer's states."""
+        return self._score(self.vit.layernorm(hidden), labels)
+
+    def _score(self, hidden: Tensor, labels: Tensor | None) -> dict[str, Tensor | None]:
+        """Maps normalised states [B, S, D], the class token's first, to the logits and, given labels, their loss."""
+        logits = self.classifier(hidden[:, 0])
         return {"loss": class_loss(self.criterion, logits, labels), "logits": logits}
 
     @classmethod
@@ -159,7 +177,15 @@ class Body(nn.Module):
         self.layernorm = nn.LayerNorm(hidden_size, eps=settings["norm_eps"])
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        """Cuts, embeds and encodes the images, which must have the size that the positions were made for."""
+        """Cuts, embeds and encodes the images."""
+        hidden = self.begin(pixel_values)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        normalised: Tensor = self.layernorm(hidden)
+        return normalised
+
+    def begin(self, pixel_values: Tensor) -> Tensor:
+        """Cuts and embeds the images, which must have the size that the positions were made for."""
         if pixel_values.shape[1:] != self.image_shape:
             raise DataError(
                 f"pixel_values have the shape {list(pixel_values.shape)}, but the model takes images of "
@@ -168,10 +194,7 @@ class Body(nn.Module):
         patches = self.patch_projection(pixel_values).flatten(2).transpose(1, 2)  # [B, S - 1, D]
         first = self.cls_token.expand(len(patches), -1, -1)
         hidden: Tensor = self.dropout(torch.cat((first, patches), dim=1) + self.position_embeddings)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        normalised: Tensor = self.layernorm(hidden)
-        return normalised
+        return hidden
 
 
 class Layer(nn.Module):

@@ -22,10 +22,11 @@ from trainwright.optim.device_step import (
     repair,
     report_update,
     run_closure,
+    settle_loaded,
     tensors_of,
-    undo_casts,
     updated_parameters,
 )
+from trainwright.optim.parts import has_parts, optimizes_parts, own_gradient, own_parts
 
 # torch wraps a class's step() in profiling and hooks when its first object is made. Calling super().step() would run
 # a user's step hooks twice in a process that also made a plain torch AdamW, so we call the function inside the wraps.
@@ -46,6 +47,10 @@ class AdamW(torch.optim.AdamW):
     `repair_nan` makes gradients finite before anything else sees them, and returns `nan_gradients`, how many values
     were not. `report` returns `update_norm`, for one more copy of the weights and two passes over it.
     """
+
+    stages: Any = None
+    """The process group of the ranks with other layers, whose metrics are summed with these; None: there are none."""
+    _has_parts = False
 
     def __init__(
         self,
@@ -92,8 +97,8 @@ class AdamW(torch.optim.AdamW):
         groups = [group for group in self.param_groups if group["repair_nan"]]
         if groups:
             with torch.no_grad():
-                gradients = [p.grad for group in groups for p in updated_parameters(group) if p.grad is not None]
-                self._repaired = repair(gradients)
+                parameters = [parameter for group in groups for parameter in updated_parameters(group)]
+                self._repaired = repair(parameters, stages=self.stages)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> dict[str, Tensor]:  # type: ignore[override]
@@ -113,17 +118,18 @@ class AdamW(torch.optim.AdamW):
                 rounded_moments.step_group(self, group, dtype)
         metrics = {} if self._repaired is None else {"nan_gradients": self._repaired}
         self._repaired = None
-        return {**metrics, **report_update(copied)}
+        return {**metrics, **report_update(copied, stages=self.stages)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores `state_dict()`, each tensor in the dtype that it was saved in."""
         super().load_state_dict(state_dict)
-        undo_casts(self, state_dict)
+        settle_loaded(self, state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._complete_groups()
         self._repaired = None
+        self._has_parts = optimizes_parts(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as in torch; the moments' precision is one for all groups."""
@@ -133,6 +139,17 @@ class AdamW(torch.optim.AdamW):
                 "kernel steps all groups."
             )
         super().add_param_group(param_group)
+        self._has_parts = self._has_parts or has_parts(self.param_groups[-1]["params"])
+
+    def _init_group(self, group: dict[str, Any], parameters: list[Tensor], *lists: list[Tensor]) -> bool:
+        """Fills torch's lists with what is stepped; of split parameters with this rank's parts."""
+        has_complex: bool = super()._init_group(group, parameters, *lists)  # type: ignore[no-untyped-call]
+        if self._has_parts:
+            gradients, *states = lists
+            gradients[:] = [own_gradient(parameter) for parameter in parameters]
+            for tensors in (parameters, *states):
+                tensors[:] = own_parts(tensors)
+        return has_complex
 
     def _complete_groups(self) -> None:
         for group in self.param_groups:

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainwright.optim.parts import own_gradients, split_state, sum_over_ranks
+from trainwright.parallel.local import local
+
 PIECE_ELEMENTS = 2**25
 """How many elements are worked on at once where a step needs room beside the state: 128 MiB in fp32."""
 
@@ -103,40 +106,41 @@ def in_pieces(tensors: Sequence[Tensor], most: int = PIECE_ELEMENTS) -> Iterator
         yield slice(start, len(tensors))
 
 
-def repair(gradients: Iterable[Tensor]) -> Tensor:
-    """Replaces values that are not finite by 0, in place; returns how many there were, on the device.
+def repair(parameters: Sequence[Tensor], *, stages: Any = None) -> Tensor:
+    """Replaces gradients' values that are not finite by 0, in place; returns how many there were, on the device.
 
-    A value whose square overflows counts too, for it would make Adam's second moment infinite for good.
+    A value whose square overflows counts too, for it would make Adam's second moment infinite for good. Of split
+    parameters the parts of all ranks are counted (see parts.py).
     """
     counts = []
-    for gradient in gradients:
+    for gradient in own_gradients(parameters):
         limits = torch.finfo(gradient.dtype)
         # In fp16 every value above 256 has an infinite square: only infinities are errors there.
         most = limits.max if gradient.dtype == torch.float16 else limits.max**0.5
         is_bad = ~(gradient.abs() <= most)  # also true of nan
         counts.append(is_bad.sum())
         gradient.masked_fill_(is_bad, 0.0)
-    return torch.stack(counts).sum().to(torch.float32) if counts else torch.zeros(())
+    return sum_over_ranks(parameters, counts, stages=stages)
 
 
 def copy_reported(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, Tensor]]:
     """Returns the parameters of groups with `report`, each with a copy: one more copy of them in memory."""
     parameters = [p for group in optimizer.param_groups if group.get("report") for p in updated_parameters(group)]
-    return [(parameter, parameter.detach().clone()) for parameter in parameters]
+    return [(parameter, local(parameter).detach().clone()) for parameter in parameters]
 
 
-def report_update(copied: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+def report_update(copied: list[tuple[Tensor, Tensor]], *, stages: Any = None) -> dict[str, Tensor]:
     """Returns `update_norm`, the 2-norm of what the step changed; nothing where no group asked for it."""
     if not copied:
         return {}
     parameters, copies = map(list, zip(*copied, strict=True))
-    torch._foreach_sub_(copies, parameters)
-    norms = [norm.to(torch.float32) for norm in torch._foreach_norm(copies)]
-    return {"update_norm": torch.linalg.vector_norm(torch.stack(norms))}
+    torch._foreach_sub_(copies, [local(parameter) for parameter in parameters])
+    squares = [norm.to(torch.float32).square() for norm in torch._foreach_norm(copies)]
+    return {"update_norm": sum_over_ranks(parameters, squares, stages=stages).sqrt()}
 
 
-def undo_casts(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Gives loaded state its own dtype back: torch casts it to the parameter's, which may lose bits."""
+def settle_loaded(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Gives loaded state its own dtype back, which torch casts to the parameter's, and the parameter's layout."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
@@ -144,3 +148,4 @@ def undo_casts(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) 
             loaded = optimizer.state[parameter][key]
             if isinstance(value, Tensor) and loaded.dtype != value.dtype:
                 optimizer.state[parameter][key] = value.to(loaded.device)
+    split_state(optimizer)

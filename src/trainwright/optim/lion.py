@@ -22,10 +22,11 @@ from trainwright.optim.device_step import (
     run_closure,
     scaled_subtract,
     settle_gradients,
-    undo_casts,
+    settle_loaded,
     unless,
     updated_parameters,
 )
+from trainwright.optim.parts import has_parts, optimizes_parts, own_gradients, own_parts
 from trainwright.optim.settings import refuse_impossible
 
 
@@ -37,6 +38,9 @@ class Lion(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    stages: Any = None
+    """The process group of the ranks with other layers, whose metrics are summed with these; None: there are none."""
+    _has_parts = False
 
     def __init__(
         self,
@@ -66,7 +70,7 @@ class Lion(torch.optim.Optimizer):
             parameters = updated_parameters(group)
             for piece in in_pieces(parameters):
                 self._step_piece(parameters[piece], group)
-        return report_update(copied)
+        return report_update(copied, stages=self.stages)
 
     def _step_piece(self, parameters: list[Tensor], group: Mapping[str, Any]) -> None:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -74,6 +78,9 @@ class Lion(torch.optim.Optimizer):
             if not self.state[parameter]:
                 self.state[parameter]["momentum"] = torch.zeros_like(parameter)
         momentum = [self.state[parameter]["momentum"] for parameter in parameters]
+        if self._has_parts:
+            gradients = own_gradients(parameters)
+            momentum, parameters = own_parts(momentum), own_parts(parameters)
         beta1, beta2 = group["betas"]
         skip = settle_gradients(self, gradients)
         rate = unless(skip, group["lr"], 0.0)
@@ -84,7 +91,16 @@ class Lion(torch.optim.Optimizer):
         scaled_subtract(parameters, updates, rate)
         move_average(momentum, gradients, beta2, skip)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group as in torch."""
+        super().add_param_group(param_group)
+        self._has_parts = self._has_parts or has_parts(self.param_groups[-1]["params"])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._has_parts = optimizes_parts(self)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores `state_dict()`, each tensor in the dtype that it was saved in."""
         super().load_state_dict(state_dict)
-        undo_casts(self, state_dict)
+        settle_loaded(self, state_dict)

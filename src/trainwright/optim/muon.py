@@ -32,19 +32,23 @@ from trainwright.optim.device_step import (
     run_closure,
     scaled_subtract,
     settle_gradients,
-    undo_casts,
+    settle_loaded,
     unless,
     updated_parameters,
 )
 from trainwright.optim.newton_schulz import as_wide_matrix, orthogonalize
 from trainwright.optim.parameter_kinds import uses_muon
+from trainwright.optim.parts import has_parts, optimizes_parts, own_gradients, own_parts
 from trainwright.optim.settings import refuse_impossible
+from trainwright.optim.spread_matrices import act_on_whole, layout_of
 
 RATIOS: Mapping[str, Callable[[int, int], float]] = {
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
 }
 """What an orthogonal update is multiplied by beside lr; rows and columns are the weight's."""
+
+NS_DTYPES = {**STATE_DTYPES, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -68,12 +72,16 @@ class Muon(torch.optim.Optimizer):
     `adjust_lr_fn` is torch's: `match_rms_adamw` scales updates to the size of AdamW's, so that one lr and one
     weight_decay serve both; `original` wants a larger lr for Muon and a smaller `adamw_lr`. None for `adamw_lr` and
     `adamw_weight_decay` means the same as Muon's. A group's own lr or weight_decay is for both of its halves.
-    `ns_dtype` is what the iteration computes in, `bf16` or `fp32`. Matrices of equal shape go through it together.
+    `ns_dtype` is what the iteration computes in, `bf16`, `fp32` or `fp64`. Matrices of equal shape go through it
+    together; of matrices that are split over ranks each rank does its share (spread_matrices.py).
     `report` returns `update_norm`, for one more copy of the weights.
     """
 
     _step_supports_amp_scaling = True
     needs_parameter_kinds = True
+    stages: Any = None
+    """The process group of the ranks with other layers, whose metrics are summed with these; None: there are none."""
+    _has_parts = False
 
     def __init__(
         self,
@@ -132,6 +140,7 @@ class Muon(torch.optim.Optimizer):
                 fused = use_muon or all(has_fused_kernel(parameter) for _, parameter in half)
                 entries = [parameter if name is None else (name, parameter) for name, parameter in half]
                 super().add_param_group({**own, **group, "params": entries, "use_muon": use_muon, "fused": fused})
+                self._has_parts = self._has_parts or has_parts(parameter for _, parameter in half)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> dict[str, Tensor]:  # type: ignore[override]
@@ -145,51 +154,64 @@ class Muon(torch.optim.Optimizer):
             if not group["use_muon"]:
                 self._step_by_adamw(parameters, group)
                 continue
-            skip = settle_gradients(self, [p.grad for p in parameters if p.grad is not None])
-            for alike in _by_shape(parameters):
+            skip = settle_gradients(self, self._gradients(parameters))
+            turn = 0
+            for alike in _by_shape(parameters, has_parts=self._has_parts):
                 for piece in in_pieces(alike):
-                    self._step_matrices(alike[piece], group, skip)
-        return report_update(copied)
+                    self._step_matrices(alike[piece], group, skip, turn)
+                    turn += len(alike[piece])
+        return report_update(copied, stages=self.stages)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores `state_dict()`, each tensor in the dtype that it was saved in."""
         super().load_state_dict(state_dict)
-        undo_casts(self, state_dict)
+        settle_loaded(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_rule": self._rule}
 
-    def _step_matrices(self, parameters: list[Tensor], group: Mapping[str, Any], skip: Tensor | None) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._has_parts = optimizes_parts(self)
+
+    def _gradients(self, parameters: list[Tensor]) -> list[Tensor]:
+        if self._has_parts:
+            return own_gradients(parameters)
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+    def _step_matrices(
+        self, parameters: list[Tensor], group: Mapping[str, Any], skip: Tensor | None, turn: int
+    ) -> None:
         """Steps matrices whose wide forms have one shape: one batch through Newton–Schulz."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradients = self._gradients(parameters)
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        weights = parameters
+        if self._has_parts:
+            buffers, weights = own_parts(buffers), own_parts(parameters)
         move_average(buffers, gradients, group["momentum"], skip)
         if group["nesterov"]:
             updates = list(torch._foreach_lerp(gradients, buffers, group["momentum"]))
         else:
             updates = [buffer.clone() for buffer in buffers]
-        matrices = [as_wide_matrix(update) for update in updates]
-        batch = torch.empty(
-            (len(matrices), *matrices[0].shape), dtype=STATE_DTYPES[group["ns_dtype"]], device=matrices[0].device
-        )
-        torch._foreach_copy_(list(batch.unbind()), matrices)
-        batch = orthogonalize(batch, group["ns_coefficients"], steps=group["ns_steps"], eps=group["eps"])
+        if self._has_parts:
+            narrow = [update.to(NS_DTYPES[group["ns_dtype"]]) for update in updates]  # half of what is sent, in bf16
+            orthogonal = act_on_whole(narrow, parameters, lambda whole: _orthogonal(whole, group), turn=turn)
+        else:
+            orthogonal = _orthogonal(updates, group)
         # Back into the updates, for they have the parameters' dtype and layout: lists then take the fast path.
-        torch._foreach_copy_(
-            updates, [_shaped_back(matrix, to=update) for matrix, update in zip(batch, updates, strict=True)]
-        )
+        torch._foreach_copy_(updates, orthogonal)
         rate = unless(skip, group["lr"], 0.0)
         if group["weight_decay"]:
-            torch._foreach_mul_(parameters, 1.0 - rate * group["weight_decay"])
+            torch._foreach_mul_(weights, 1.0 - rate * group["weight_decay"])
         for tall in (False, True):  # a matrix and its transpose share a batch, but their ratio may differ
             some = [n for n, parameter in enumerate(parameters) if _is_tall(parameter) is tall]
             if some:
                 rows = parameters[some[0]].shape[0]
                 ratio = RATIOS[group["adjust_lr_fn"]](rows, parameters[some[0]].numel() // rows)
-                scaled_subtract([parameters[n] for n in some], [updates[n] for n in some], rate * ratio)
+                scaled_subtract([weights[n] for n in some], [updates[n] for n in some], rate * ratio)
 
     def _step_by_adamw(self, parameters: list[Tensor], group: Mapping[str, Any]) -> None:
         for parameter in parameters:
@@ -200,11 +222,15 @@ class Muon(torch.optim.Optimizer):
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
         states = [self.state[parameter] for parameter in parameters]
+        gradients = self._gradients(parameters)
+        firsts, seconds = [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
+        if self._has_parts:
+            parameters, firsts, seconds = own_parts(parameters), own_parts(firsts), own_parts(seconds)
         adamw(
             parameters,
-            [parameter.grad for parameter in parameters if parameter.grad is not None],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            gradients,
+            firsts,
+            seconds,
             [],
             [state["step"] for state in states],
             fused=group["fused"] or None,
@@ -244,20 +270,37 @@ def _named_members(group: dict[str, Any]) -> list[tuple[str | None, Tensor]]:
 
 
 def _check_choices(group: Mapping[str, Any]) -> None:
-    for name, known in (("adjust_lr_fn", RATIOS), ("ns_dtype", STATE_DTYPES)):
+    for name, known in (("adjust_lr_fn", RATIOS), ("ns_dtype", NS_DTYPES)):
         if group[name] not in known:
             raise ConfigError(f"{name} is {group[name]!r}. Use one of: {', '.join(known)}.")
     if len(group["ns_coefficients"]) != 3:
         raise ConfigError(f"ns_coefficients are {group['ns_coefficients']}. Use three numbers.")
 
 
-def _by_shape(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Groups parameters whose matrices have one shape, counting a matrix and its transpose as one."""
+def _orthogonal(updates: list[Tensor], group: Mapping[str, Any]) -> list[Tensor]:
+    """Returns the updates orthogonalised, in the dtype of the iteration; all have one wide shape."""
+    if not updates:
+        return []
+    matrices = [as_wide_matrix(update) for update in updates]
+    batch = torch.empty(
+        (len(matrices), *matrices[0].shape), dtype=NS_DTYPES[group["ns_dtype"]], device=matrices[0].device
+    )
+    torch._foreach_copy_(list(batch.unbind()), matrices)
+    batch = orthogonalize(batch, group["ns_coefficients"], steps=group["ns_steps"], eps=group["eps"])
+    return [_shaped_back(matrix, to=update) for matrix, update in zip(batch, updates, strict=True)]
+
+
+def _by_shape(parameters: list[Tensor], *, has_parts: bool) -> list[list[Tensor]]:
+    """Groups parameters whose matrices have one shape, counting a matrix and its transpose as one.
+
+    Split ones go together only where they have one shape and are split alike, for they travel together.
+    """
     alike = defaultdict(list)
     for parameter in parameters:
         rows = parameter.shape[0]
         sides = sorted((rows, parameter.numel() // rows))
-        alike[(*sides, parameter.dtype, parameter.device)].append(parameter)
+        layout = (parameter.shape, layout_of(parameter)) if has_parts else None
+        alike[(*sides, parameter.dtype, parameter.device, layout)].append(parameter)
     return list(alike.values())
 
 

@@ -53,6 +53,11 @@ class Ranks:
         dist.broadcast_object_list(box, src=0, group=self._control)
         return box[0]
 
+    def copy_from_first_(self, tensor: torch.Tensor) -> None:
+        """Gives every rank the first rank's values of a tensor in main memory, in place."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=0, group=self._control)
+
     def barrier(self) -> None:
         """Waits until every rank is here."""
         if self.size > 1:
@@ -71,6 +76,10 @@ class Ranks:
         tensor = torch.tensor(counts)
         dist.all_reduce(tensor, group=self._control)
         return tuple(tensor.tolist())
+
+    def sum_sample_counts(self, *counts: int) -> tuple[int, ...]:
+        """Returns counts of samples summed over all ranks, those of ranks that share samples once."""
+        return self.sum_counts(*(counts if self.mesh.speaks else (0,) * len(counts)))
 
     def highest_votes(self, *votes: int) -> tuple[int, ...]:
         """Returns the highest of each vote that any rank cast at the call before; this call's votes are under way.

@@ -1,11 +1,33 @@
-"""What of a tensor lies on this rank: sharded parameters and their gradients are DTensors, all others themselves."""
+"""What of a tensor lies on this rank: split parameters and their gradients are DTensors, all others themselves."""
 
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import DTensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part, which shares memory with the tensor; outside of autograd."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    # Asked of the tensor and not of its class, whose module takes as long to import as half of torch.
+    part: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
+    return tensor if part is None else part
+
+
+def is_split(tensor: torch.Tensor) -> bool:
+    """Does this tensor lie on several ranks, as a DTensor?"""
+    return hasattr(tensor, "_local_tensor")
+
+
+def own_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """Returns this rank's part of a parameter's gradient, laid out as the parameter is; None where there is none.
+
+    The gradient of a parameter that ranks along `tensor` have copies of may come as a part of a sum on each of them;
+    it is summed here, and left so.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    if is_split(gradient):
+        placements = parameter.placements  # type: ignore[attr-defined]  # both are DTensors
+        if gradient.placements != placements:  # type: ignore[attr-defined]
+            gradient = parameter.grad = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
+    return local(gradient)

@@ -9,8 +9,8 @@ those along `replicate` and `data` have samples of their own. Parameters are spl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -28,13 +28,16 @@ class Mesh:
     """Where a rank stands on each axis, and torch's meshes for the collectives along them.
 
     `layers` has the axes pipeline, replicate, shard (data × context) and tensor; `sequence` has all five, and is there
-    only where context is larger than 1. Both are None in one process that was not launched.
+    only where context is larger than 1. Both are None in one process that was not launched. `stage` is the group of
+    the ranks with the same layers, `speakers` that of the ranks whose loss counts; None where that is all ranks.
     """
 
     sizes: Mapping[str, int] = field(default_factory=lambda: ALONE)
     place: int = 0
     layers: DeviceMesh | None = None
     sequence: DeviceMesh | None = None
+    stage: Any = None
+    speakers: Any = None
 
     def size(self, *axes: str) -> int:
         """Returns the number of ranks along an axis, or along several together."""
@@ -70,6 +73,11 @@ class Mesh:
         return is_last and self.rank("context") == 0 and self.rank("tensor") == 0
 
     @property
+    def first_of_stage(self) -> int:
+        """The rank that the others with the same layers get values from."""
+        return self.rank("pipeline") * self.size("replicate", "data", "context", "tensor")
+
+    @property
     def num_gradient_copies(self) -> int:
         """How often each sample's gradient is in the sum over ranks: ranks along context all propagate one loss."""
         return self.size("context")
@@ -102,4 +110,18 @@ def lay_out(axes: Mapping[str, int], *, device_type: str) -> Mesh:
     sequence = None
     if sizes["context"] > 1:
         sequence = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
-    return Mesh(MappingProxyType(sizes), dist.get_rank(), layers, sequence)
+    mesh = Mesh(MappingProxyType(sizes), dist.get_rank(), layers, sequence)
+    everybody = [replace(mesh, place=place) for place in range(dist.get_world_size())]
+    return replace(
+        mesh,
+        stage=_group_of(everybody, lambda each: each.rank("pipeline") == mesh.rank("pipeline")),
+        speakers=_group_of(everybody, lambda each: each.speaks),
+    )
+
+
+def _group_of(everybody: list[Mesh], belongs: Callable[[Mesh], bool]) -> Any:
+    """Returns the group of the ranks that belong, None where all do; every rank calls it for groups of its own."""
+    places = [each.place for each in everybody if belongs(each)]
+    if len(places) == len(everybody):
+        return None
+    return dist.new_group(places, use_local_synchronization=True)

@@ -23,7 +23,7 @@ class SequenceToSequenceTrainer(Trainer):
 
     def forward(self, **batch: Any) -> Any:
         """Returns the task's outputs with the loss as a Mean over label tokens."""
-        outputs = self.task.forward(self.model, batch)
+        outputs = self.outputs_of(batch)
         if "labels" not in batch or not isinstance(outputs, Mapping) or outputs.get("loss") is None:
             given = f"a mapping of {', '.join(outputs)}" if isinstance(outputs, Mapping) else type(outputs).__name__
             raise TrainwrightError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
+
+from trainwright.models.layers.whole_sequence import WholeSequence
 
 
 def split_heads(projected: Tensor, head_size: int) -> Tensor:
@@ -23,19 +24,20 @@ def attend(
     mask: Tensor | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
+    sequence: WholeSequence | None = None,
 ) -> Tensor:
     """Mixes values [B, keys, H × W] into [B, queries, H × W] with torch's fastest kernel for the case.
 
     `mask` has four dims and broadcasts to [B, H, queries, keys]: bool (True: may see), or numbers that are added to
     the scores. `dropout` is that of the attention weights and falls as given: pass 0 outside of training. `scale`
-    multiplies the scores and defaults to 1 / √W.
+    multiplies the scores and defaults to 1 / √W. `sequence` is that of a layer whose positions may be split over ranks.
     """
-    mixed = F.scaled_dot_product_attention(
+    mixed = (sequence or WholeSequence()).attend(
         split_heads(queries, head_size),
         split_heads(keys, head_size),
         split_heads(values, head_size),
-        attn_mask=mask,
-        dropout_p=dropout,
+        mask=mask,
+        dropout=dropout,
         scale=scale,
     )
     return mixed.transpose(1, 2).flatten(2)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainwright.labels import IGNORED_LABEL
+from trainwright.models.layers.precision import at_least_float32
 
 
 def class_criterion(num_labels: int) -> nn.Module:
@@ -22,9 +23,9 @@ def class_loss(criterion: nn.Module, logits: Tensor, labels: Tensor | None) -> T
     """
     if labels is None:
         return None
-    scores = logits.float()  # the log of a sum over classes loses too much in 16 bits
+    scores = at_least_float32(logits)
     if scores.shape[-1] == 1:
-        scores, labels = scores.squeeze(-1), labels.reshape(scores.shape[:-1]).float()
+        scores, labels = scores.squeeze(-1), labels.reshape(scores.shape[:-1]).to(scores.dtype)
     loss: Tensor = criterion(scores, labels)
     return loss
 

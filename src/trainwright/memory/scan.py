@@ -1,0 +1,202 @@
+"""A stack of equal blocks compiled once: the first block is captured as one graph, and all others run it.
+
+    model.scan: model.layers
+    model.scan: {path: model.layers, backend: inductor}
+
+Weights are inputs of that graph, so that compiling takes the time of one block whatever the depth. Blocks that differ
+are refused. Hooks around a block (those of FSDP among them) stay outside of the graph.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from trainwright.backends import waits_for_memory
+from trainwright.config.problems import describe, nearest
+from trainwright.errors import ConfigError
+from trainwright.memory.forwards import Around, Forward, has_around, put_around
+from trainwright.memory.places import by_path, parts_of
+from trainwright.memory.remat import Recomputed
+
+logger = logging.getLogger(__name__)
+
+LABEL = "scan"
+WORDS = ("path", "backend")
+_PLAIN = (Tensor, bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class Scan:
+    """One stack of blocks, or several that a glob names."""
+
+    path: str
+    backend: str | None = None
+    """A backend of torch.compile. None: inductor on a GPU, and aot_eager, which keeps every bit, on a CPU, where
+    inductor gains next to nothing."""
+
+
+def compile_stacks(model: nn.Module, given: Any, *, is_whole: bool = True, where: object | None = None) -> list[str]:
+    """Has every block of the stacks that a setting names run one compiled graph; returns the stacks' names."""
+    stacks = choose_stacks(model, given, is_whole=is_whole)
+    for name, (blocks, setting) in stacks.items():
+        graph = _Graph(name, setting.backend, is_recomputed=any(has_around(block, Recomputed) for block in blocks))
+        for block in blocks:
+            put_around(block, partial(Compiled, graph=graph, where=where))
+        logger.info("model.scan: the %d blocks of %s are compiled as one.", len(blocks), name)
+    return list(stacks)
+
+
+def choose_stacks(model: nn.Module, given: Any, *, is_whole: bool = True) -> dict[str, tuple[list[nn.Module], Scan]]:
+    """Returns the blocks of each stack, by its name, changing nothing; refuses what is no stack of equal blocks."""
+    stacks: dict[str, tuple[list[nn.Module], Scan]] = {}
+    for setting in read_scan(given):
+        for name, stack in parts_of(LABEL, model, setting.path, is_whole=is_whole).items():
+            if not isinstance(stack, nn.ModuleList | nn.Sequential) or not len(stack):
+                raise ConfigError(f"{LABEL}: {name} is a {type(stack).__name__}, not a list of blocks. Name the list.")
+            blocks = dict(stack.named_children())
+            if not is_whole:  # in a pipeline, identities stand for the blocks of other stages
+                blocks = {number: block for number, block in blocks.items() if type(block) is not nn.Identity}
+            _refuse_unequal(name, blocks)
+            if name in stacks:
+                raise ConfigError(f"{LABEL}: {name} is named twice. Keep one of the two.")
+            stacks[name] = (list(blocks.values()), setting)
+    return stacks
+
+
+def read_scan(given: Any) -> list[Scan]:
+    """Reads a path, a list of paths, {path: …, backend: …}, or a mapping from paths to backends or {backend: …}."""
+    if isinstance(given, str | list | tuple):
+        paths = (given,) if isinstance(given, str) else given
+        return [Scan(_text(LABEL, path)) for path in paths] or _refuse(given)
+    if not isinstance(given, Mapping) or not given:
+        return _refuse(given)
+    settings = by_path(LABEL, given, WORDS)
+    if "" in settings:
+        if "path" not in given:
+            return _refuse(given)
+        return [Scan(_text(f"{LABEL}.path", given["path"]), _backend(f"{LABEL}.backend", given.get("backend")))]
+    read = []
+    for path, setting in settings.items():
+        label = f'{LABEL}."{path}"'
+        if isinstance(setting, Mapping):
+            unknown = next((key for key in setting if key != "backend"), None)
+            if unknown is not None:
+                raise ConfigError(f"{label}: {unknown} is unknown. Known: backend.")
+            setting = setting.get("backend")
+        read.append(Scan(path, _backend(label, setting)))
+    return read
+
+
+class Compiled(Around):
+    """A block's forward as the graph of its stack."""
+
+    def __init__(self, forward: Forward, graph: _Graph, where: object | None = None) -> None:
+        super().__init__(forward)
+        self._graph = graph
+        self._where = where
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the graph; with an argument that no graph can hold, such as a cache of generation, the block itself."""
+        leaves = tree_leaves((args, kwargs))
+        if not all(isinstance(leaf, _PLAIN) for leaf in leaves):
+            return self.inner(*args, **kwargs)
+        device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+        run = self._graph.compiled(device)
+        try:
+            return run(self.inner, args, kwargs)
+        except torch._dynamo.exc.Unsupported as error:
+            first = str(error).strip().splitlines()[0]
+            raise ConfigError(
+                f"model.{LABEL}: a block of {self._graph.name} cannot be captured as one graph: {first}. "
+                "`trainwright check` names the line. Change it, or remove the setting.",
+                where=self._where,
+            ) from error
+
+
+class _Graph:
+    """The compiled form of one stack's block, made when it is first run."""
+
+    def __init__(self, name: str, backend: str | None, *, is_recomputed: bool) -> None:
+        self.name = name
+        self._backend = backend
+        self._is_recomputed = is_recomputed
+        self._run: Callable[..., Any] | None = None
+
+    def compiled(self, device: torch.device) -> Callable[..., Any]:
+        """Returns what takes (forward, args, kwargs) of any block of the stack."""
+        if self._run is None:
+            if self._is_recomputed:
+                # What a block puts into the event storage is put in its first pass only.
+                torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+            backend = self._backend or ("inductor" if waits_for_memory(device) else "aot_eager")
+            # Torch counts graphs by code object, and gives up at eight: each stack counts its own.
+            code = _run_block.__code__.replace(co_name=f"run_block_of_{self.name}")
+            self._run = torch.compile(FunctionType(code, globals()), backend=backend, fullgraph=True)
+        return self._run
+
+
+def _run_block(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return forward(*args, **kwargs)
+
+
+def _refuse_unequal(stack: str, blocks: Mapping[str, nn.Module]) -> None:
+    """Refuses a stack whose blocks differ, with the first difference."""
+    numbers = list(blocks)
+    if not numbers:
+        return
+    first = _structure(blocks[numbers[0]])
+    for number in numbers[1:]:
+        other = _structure(blocks[number])
+        for place in [*first, *(place for place in other if place not in first)]:
+            if first.get(place) != other.get(place):
+                shown = [each.get(place) or "nothing" for each in (first, other)]
+                raise ConfigError(
+                    f"{LABEL}: the blocks of {stack} differ: {place or 'the block'} is {shown[0]} in "
+                    f"{stack}.{numbers[0]} and {shown[1]} in {stack}.{number}. Remove the setting, or make them equal."
+                )
+
+
+def _structure(block: nn.Module) -> dict[str, str]:
+    """Returns what a graph of the block depends on, by name: modules with their sizes, weights, buffers."""
+    found = {name: f"{type(module).__name__}({module.extra_repr()})" for name, module in block.named_modules()}
+    for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
+        found[name] = f"{tuple(tensor.shape)} in {str(tensor.dtype).removeprefix('torch.')}"
+    return found
+
+
+def _backend(label: str, given: Any) -> str | None:
+    if given is None:
+        return None
+    # The list is torch's own; "eager" is not in it, and runs recomputed blocks with other random numbers.
+    known = [*torch._dynamo.list_backends(), "aot_eager"]
+    if not isinstance(given, str) or given not in known:
+        found = nearest(given, known) if isinstance(given, str) else None
+        guess = f' Did you mean "{found}"?' if found else ""
+        raise ConfigError(
+            f"{label}: torch.compile has no backend {describe(given)} that trains.{guess} Known: {', '.join(known)}."
+        )
+    return given
+
+
+def _text(label: str, given: Any) -> str:
+    if not isinstance(given, str) or not given:
+        raise ConfigError(
+            f"{label}: must be the path of a list of blocks, such as model.layers; got {describe(given)}."
+        )
+    return given
+
+
+def _refuse(given: Any) -> list[Scan]:
+    raise ConfigError(
+        f"{LABEL}: give the path of a list of blocks, such as model.layers, or {{path: …, backend: …}}; "
+        f"got {describe(given)}."
+    )

@@ -1,0 +1,29 @@
+"""Names for tensors inside a forward pass, so that a setting of the config can speak of them.
+
+`model.offload: [decoder_input]` keeps the tensors of that name in host memory between forward and backward; who acts on
+a name is memory/offload.py. Without such a setting a name costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+
+def name_tensor(tensor: Tensor, name: str) -> Tensor:
+    """Returns the tensor itself, having told its name to who listens: a mode of torch.overrides.
+
+    Many tensors may share a name, such as the inputs of all blocks. Inside compiled code nobody listens, so name a
+    block's input where the block is called.
+
+    >>> hidden = torch.zeros(2)
+    >>> name_tensor(hidden, "decoder_input") is hidden
+    True
+    """
+    if not torch.compiler.is_compiling() and has_torch_function_unary(tensor):  # type: ignore[no-untyped-call]
+        answer: Any = handle_torch_function(name_tensor, (tensor,), tensor, name)
+        return tensor if answer is None else answer
+    return tensor

@@ -1,0 +1,94 @@
+"""Optimizers over split parameters: each rank steps the parts that it holds, which are most of every update.
+
+State of a parameter's shape is a DTensor laid out as the parameter, so that a checkpoint knows what it is; the
+arithmetic sees this rank's part of it, an ordinary tensor. Only what is said of an update as a whole (counts, norms)
+needs the other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from trainwright.parallel.local import local
+
+
+def has_parts(tensors: Iterable[Any]) -> bool:
+    """Is any of the tensors split over ranks?"""
+    return any(isinstance(tensor, DTensor) for tensor in tensors)
+
+
+def optimizes_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Is any parameter of the optimizer split over ranks? Optimizers ask once, not in every step."""
+    return any(has_parts(group["params"]) for group in optimizer.param_groups)
+
+
+def own_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Returns this rank's part of each tensor; a whole one is its own part."""
+    return [local(tensor) for tensor in tensors]
+
+
+def own_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Returns this rank's part of the gradients that are there, each laid out as its parameter."""
+    return [own_gradient(each) for each in parameters if each.grad is not None]
+
+
+def own_gradient(parameter: Tensor) -> Tensor:
+    """Returns this rank's part of a parameter's gradient."""
+    gradient = parameter.grad
+    assert gradient is not None  # parameters without are left out
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        if gradient.placements != parameter.placements:  # a sum over ranks that is still to be made
+            gradient = gradient.redistribute(placements=parameter.placements)
+        return local(gradient)
+    return gradient
+
+
+def split_axes(tensor: Tensor) -> tuple[int, ...]:
+    """Returns the axes of the tensor's mesh along which it is split; none for one that is whole on every rank."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    return tuple(axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate())
+
+
+def part_of(whole: Tensor, *, like: Tensor) -> Tensor:
+    """Returns a tensor that every rank has whole as a DTensor laid out like another; whole where that is whole."""
+    if isinstance(whole, DTensor) or not isinstance(like, DTensor):
+        return whole
+    # Every rank has the same values: nothing is sent.
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def split_state(optimizer: torch.optim.Optimizer) -> None:
+    """Lays out loaded state of a parameter's shape as the parameter is; what is laid out so already stays."""
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, DTensor):
+            for key, value in state.items():
+                if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape:
+                    state[key] = part_of(value, like=parameter)
+
+
+def sum_over_ranks(parameters: Sequence[Tensor], values: Sequence[Tensor], *, stages: Any) -> Tensor:
+    """Sums a number of each parameter's part over the ranks that hold its parts; the same on every rank.
+
+    `stages` is the process group of the ranks with other layers, or None. Collective where a parameter is split.
+    """
+    alike: dict[Any, list[Tensor]] = {}
+    for parameter, value in zip(parameters, values, strict=True):
+        axes = split_axes(parameter)
+        mesh = parameter.device_mesh if axes and isinstance(parameter, DTensor) else None
+        alike.setdefault((mesh, axes), []).append(value.to(torch.float32))
+    total = torch.zeros((), device=values[0].device if values else None)
+    for (mesh, axes), some in alike.items():
+        part = torch.stack(some).sum()
+        for axis in axes:
+            dist.all_reduce(part, group=mesh.get_group(axis))
+        total = total + part
+    if stages is not None:
+        dist.all_reduce(total, group=stages)
+    return total

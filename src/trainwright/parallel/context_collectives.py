@@ -1,0 +1,65 @@
+"""The collectives inside a split model's forward, each with its adjoint in backward.
+
+Every rank of the group propagates the same loss, and what comes out is the gradient of the sum of these losses: as many
+times the gradient of one as the group has ranks (Mesh.num_gradient_copies).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def join_chunks(part: Tensor, dim: int, group: Any) -> Tensor:
+    """Returns the chunks of all ranks along `dim`, in the order of positions; a rank's part is its two chunks."""
+    apply: Callable[..., Tensor] = _JoinChunks.apply  # torch has no types here
+    return apply(part, dim, group)
+
+
+def sum_over(tensor: Tensor, group: Any) -> Tensor:
+    """Returns the sum of all ranks' tensors."""
+    apply: Callable[..., Tensor] = _SumOver.apply
+    return apply(tensor, group)
+
+
+class _JoinChunks(torch.autograd.Function):
+    """Gathers in forward; in backward each rank gets the sum of what all ranks have for its chunks."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, dim: int, group: Any) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        size = dist.get_world_size(group)
+        gathered = part.new_empty((size * part.shape[0], *part.shape[1:]))
+        dist.all_gather_into_tensor(gathered, part.contiguous(), group=group)
+        pairs = [each.chunk(2, dim) for each in gathered.chunk(size)]
+        return torch.cat([first for first, _ in pairs] + [second for _, second in reversed(pairs)], dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        size = dist.get_world_size(ctx.group)
+        chunks = grad.chunk(2 * size, ctx.dim)
+        by_rank = torch.cat([torch.cat((chunks[rank], chunks[-1 - rank]), ctx.dim) for rank in range(size)])
+        summed = by_rank.new_empty((by_rank.shape[0] // size, *by_rank.shape[1:]))
+        dist.reduce_scatter_tensor(summed, by_rank, group=ctx.group)
+        return summed, None, None
+
+
+class _SumOver(torch.autograd.Function):
+    """Sums in forward, and in backward the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

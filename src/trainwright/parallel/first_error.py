@@ -1,0 +1,61 @@
+"""Whose error is shown: of ranks that fail together, the first one's, once.
+
+When one rank fails, the others soon fail too, because it is gone. The first to fail leaves a note in the store by which
+the ranks found each other; who finds a note of another rank keeps its own error for its log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import Store
+
+_REACH_SECONDS = 2.0
+"""How long the store may take to be found. The process is about to end: nobody waits long to be polite."""
+
+
+class Failure(NamedTuple):
+    """The error that a run ends with: which rank had it first, and what it was."""
+
+    rank: int
+    text: str
+
+
+def note_failure(error: BaseException) -> bool:
+    """Notes that this rank fails; returns whether it is the first to, and so the one that speaks.
+
+    Asking again gives the same answer. Where the store is gone nobody else can speak, so this rank does.
+    """
+    rank = os.environ.get("RANK", "0")
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return True
+    try:
+        store = TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            timeout=timedelta(seconds=_REACH_SECONDS),
+            wait_for_workers=False,
+        )
+        note = json.dumps([int(rank), str(error) or repr(error)])
+        first = json.loads(store.compare_set(_key(), "", note))
+    except (RuntimeError, KeyError, ValueError):  # torch's errors of the network are RuntimeErrors
+        return True
+    return bool(first[0] == int(rank))
+
+
+def noted_failure(store: Store) -> Failure | None:
+    """Returns the first failure that a rank has noted, or None; does not wait for one."""
+    if not store.check([_key()]):
+        return None
+    note: Any = json.loads(store.get(_key()))
+    return Failure(*note)
+
+
+def _key() -> str:
+    # The launcher's store outlives a restart of the ranks, and with it what they have noted.
+    return f"trainwright/first-error/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

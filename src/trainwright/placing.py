@@ -1,0 +1,120 @@
+"""From a model that was built on every rank to what each rank keeps of it, on its device.
+
+The one order in which a model is split and rewritten: layers (pipeline), matrices (tensor), sequences (context),
+memory (offload, remat, scan), parameters (data). Each is a file of parallel/ or memory/ that knows nothing of the
+others, and is imported only where it is needed: torch's own code for it takes as long to import as half of torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainwright.config import RunConfig
+from trainwright.parallel.collectives import Ranks
+from trainwright.parallel.equal_start import make_equal
+from trainwright.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from trainwright.parallel.gradient_sync import GradientSync
+    from trainwright.parallel.pipeline import Pipeline
+    from trainwright.parallel.sharding import ShardingPlan
+
+logger = logging.getLogger(__name__)
+
+MEMORY_KEYS = ("offload", "remat", "scan")
+"""Settings of the model that change what memory a step needs, and nothing that it computes."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A model on its device, and how it was split: by which rules, and who sums its gradients."""
+
+    model: torch.nn.Module
+    mesh: Mesh
+    device: torch.device
+    plan: ShardingPlan | None = None
+    sync: GradientSync | None = None
+
+    def pipeline(self, num_micro_batches: int) -> Pipeline | None:
+        """Returns what runs the micro-batches over the stages; None where every rank has all layers."""
+        if self.mesh.size("pipeline") == 1:
+            return None
+        from trainwright.parallel.pipeline import Pipeline
+
+        return Pipeline(self.model, self.mesh, num_micro_batches=num_micro_batches, device=self.device)
+
+
+def place_model(model: torch.nn.Module, ranks: Ranks, config: RunConfig, device: torch.device) -> Placed:
+    """Splits a model in place as the mesh says and moves what is left of it to the device."""
+    mesh = ranks.mesh
+    make_equal(model, ranks)
+    if mesh.size("pipeline") > 1:
+        from trainwright.parallel.pipeline import split_layers
+
+        split_layers(model, mesh)
+    plan = plan_of(model, config, mesh.sizes)
+    if mesh.size("tensor") > 1:
+        from trainwright.parallel.tensor import split_tensors
+
+        assert plan is not None
+        split_tensors(model, plan, mesh)
+    if mesh.size("context") > 1:
+        from trainwright.parallel.context import split_sequences
+
+        split_sequences(model, mesh)
+    _rewrite(model, config)
+    sync = None
+    if mesh.size("data", "context") > 1:
+        from trainwright.parallel.fully_shard import shard_parameters
+
+        data_dim = plan.data_dim if plan is not None else _first_dim
+        sync = shard_parameters(model, mesh, settings=_settings(config), device=device, data_dim=data_dim)
+    model.to(device)
+    return Placed(model, mesh, device, plan, sync)
+
+
+def plan_of(model: torch.nn.Module, config: RunConfig, sizes: Mapping[str, int]) -> ShardingPlan | None:
+    """Returns which rule says what of which parameter; None where there are no rules and none are needed."""
+    setting = _reserved(config).get("sharding")
+    if setting is None and sizes["tensor"] == 1:
+        return None
+    from trainwright.parallel.sharding import packaged_rules, plan_sharding, read_rules
+
+    if setting is None:
+        rules = packaged_rules(model)
+    else:
+        rules = read_rules(setting, project_dir=Path(config.project_dir), origin=config.origin)
+    return plan_sharding(model, rules, sizes)
+
+
+def _rewrite(model: torch.nn.Module, config: RunConfig) -> None:
+    settings = {key: value for key, value in _reserved(config).items() if key in MEMORY_KEYS}
+    if settings:
+        from trainwright.memory.rewrite import apply_memory_settings
+
+        apply_memory_settings(model, settings, origin=config.origin)
+
+
+def _reserved(config: RunConfig) -> Mapping[str, Any]:
+    return {} if config.model is None else config.model.reserved
+
+
+def _first_dim(name: str) -> None:
+    return None
+
+
+def _settings(config: RunConfig) -> Any:
+    from trainwright.parallel.fully_shard import SplitSettings
+
+    runtime = config.runtime
+    return SplitSettings(
+        reshard_after_forward=runtime.reshard_after_forward,
+        accumulate_unsharded=runtime.accumulate_unsharded,
+        gather_dtype={None: None, "fp32": torch.float32, "bf16": torch.bfloat16}[runtime.gather_precision],
+    )

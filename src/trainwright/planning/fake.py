@@ -1,0 +1,267 @@
+"""Builds a run on one of many imaginary ranks: the real trainer on tensors that have shapes and no memory.
+
+The process group is torch's "fake" one, in which collectives return at once, and tensors are FakeTensors on the CPU. So
+any world size and any model can be built and stepped in one process; what a step does is then seen by who watches.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ContextManager, cast
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_map_only
+
+from trainwright.backends import pick_backend
+from trainwright.build import _assemble
+from trainwright.config import BatchPlan, RunConfig, resolve_batch, resolve_mesh
+from trainwright.data.collators.stack import Stack
+from trainwright.errors import ConfigError
+from trainwright.loop.feed import Feed
+from trainwright.loop.trainer import Trainer
+from trainwright.models.locate import find_folder
+from trainwright.models.pretrained import CONFIG_FILE, LoadReport, read_config_file
+from trainwright.models.pretrained_facts import PretrainedFacts, without_paths
+from trainwright.parallel.collectives import Ranks
+from trainwright.parallel.mesh import Mesh, lay_out
+from trainwright.parts import Build
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class ImaginaryRun:
+    """One rank of a run, ready to step: nothing in it has memory."""
+
+    config: RunConfig
+    trainer: Trainer
+    mesh: Mesh
+    plan: BatchPlan
+    """The batch arithmetic of the real run; the trainer's own takes two micro-batches at most."""
+    batch: Any
+    mode: FakeTensorMode
+    whole: dict[str, int]
+    """The bytes of all parameters and saved buffers of the whole model, by name, before it was split."""
+    on_gpu: bool
+    """Would the run be on an accelerator? Models then take other forms of some operations."""
+
+    def step(self, num_micro_batches: int | None = None) -> None:
+        """Makes one update of the trainer's micro-batches, or of the first of them."""
+        trainer, batch = self.trainer, self.batch
+        accumulation = trainer.surroundings.batch.accumulation
+        micro = self.plan.micro_batch_size
+        wanted = num_micro_batches or accumulation
+        surroundings = trainer.surroundings
+        gpu_forms: ContextManager[None] = _gpu_forms() if self.on_gpu else nullcontext()
+        with self.mode, trainer.storage, gpu_forms:
+            trainer.samples_in_hand = micro * accumulation
+            if wanted < accumulation:
+                batch = next(iter(trainer.micro_batches(batch)))
+                trainer.surroundings = replace(surroundings, batch=BatchPlan(micro, micro, wanted))
+            trainer.samples_in_hand = micro * wanted
+            surroundings.updater.set_rates(trainer.step)
+            try:
+                trainer.train_step(batch)
+            finally:
+                trainer.surroundings = surroundings
+
+
+@contextmanager
+def imaginary_ranks(axes: Mapping[str, int], *, world_size: int, rank: int = 0) -> Iterator[Ranks]:
+    """Opens a process group of ranks that are not there, and closes it; this process stands for one of them."""
+    if dist.is_initialized():
+        raise ConfigError("A plan of ranks needs a process of its own: this one has a process group already.")
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"--rank: {rank} is not one of the {world_size} ranks. Use 0 to {world_size - 1}.")
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield Ranks(rank, world_size, mesh=lay_out(axes, device_type="cpu"))
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def imagine(
+    config: RunConfig, *, world_size: int, rank: int = 0, sequence_length: int | None = None
+) -> Iterator[ImaginaryRun]:
+    """Builds a run as one of its ranks would, and yields it; no device, no run folder and no weights are touched.
+
+    The shapes of a batch are those of the training data's first; with `sequence_length` no data is read, and a sample
+    is a row of so many tokens.
+    """
+    axes = resolve_mesh(config, world_size)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with imaginary_ranks(axes, world_size=world_size, rank=rank) as ranks, tempfile.TemporaryDirectory() as folder:
+        plan = resolve_batch(config, ranks.mesh.num_data_ranks)
+        trial = _trial_config(config, plan, ranks.mesh, Path(folder), has_data=sequence_length is None)
+        whole: dict[str, int] = {}
+        kind = Build(trial).trainer_class()
+        trainer_class = _imagining(kind, mode, whole, sequence_length)
+        # While a model is built ranks ask each other whether they have the same one; nobody would answer.
+        ranks.size = 1
+        with mode, _unset():
+            backend = pick_backend("cpu")
+        with mode:
+            trainer, _ = _assemble(
+                trial, trainer_class, backend, ranks, Path(folder) / "run", kept=_kept_facts(config), evaluates=False
+            )
+        ranks.size = world_size
+        trainer.surroundings.updater.watch = None  # it reads the loss, which has no value
+        trainer.model.train()
+        yield ImaginaryRun(
+            config=config,
+            trainer=trainer,
+            mesh=ranks.mesh,
+            plan=plan,
+            batch=_first_batch(trainer, mode),
+            mode=mode,
+            whole=whole,
+            on_gpu=not config.runtime.device.startswith("cpu"),
+        )
+
+
+def _trial_config(config: RunConfig, plan: BatchPlan, mesh: Mesh, folder: Path, *, has_data: bool) -> RunConfig:
+    """The run's config, without what acts outside of the step, and with two micro-batches at most."""
+    accumulation = min(plan.accumulation, 2)
+    changes: dict[str, Any] = {
+        "output_dir": str(folder),
+        "runtime.device": "cpu",
+        "runtime.mode": "eager",
+        "trainer.micro_batch_size": plan.micro_batch_size,
+        "trainer.global_batch_size": plan.micro_batch_size * accumulation * mesh.num_data_ranks,
+        "trainer.accumulation": None,
+        "data.workers": 0,
+        "data.loader": {},
+        "data.eval": {},
+        "data.test": None,
+        "evaluation": {},
+        "checkpoint": {},
+        "writers": [],
+    }
+    if not has_data:
+        changes["data"] = {}
+    if config.model is not None and "scan" in config.model:
+        # It changes what is compiled, not what is held.
+        changes["model"] = {key: value for key, value in config.model.items() if key != "scan"}
+    return config.derive({key: value for key, value in changes.items() if has_data or not key.startswith("data.")})
+
+
+def _imagining(
+    kind: type[Trainer], mode: FakeTensorMode, whole: dict[str, int], sequence_length: int | None
+) -> type[Trainer]:
+    """Returns the trainer's class with `build_*` methods that make models without memory, and data for real."""
+
+    def build_model(cls: type[Trainer], build: Any) -> torch.nn.Module:
+        inherited = super(imagined, cls).build_model  # type: ignore[misc]
+        try:
+            model: torch.nn.Module = inherited(build)
+        except Exception as error:
+            # A constructor that reads values of tensors; if it is wrong otherwise too, it now says so.
+            logger.info("The model is built in main memory, for it cannot be built without: %s", error)
+            with _unset():
+                model = _without_memory(inherited(build), mode)
+        saved = model.state_dict(keep_vars=True)
+        seen: set[int] = set()
+        for name, tensor in saved.items():
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
+                seen.add(id(tensor))
+                whole[name] = tensor.nbytes
+        # It is where it will be, and torch cannot move parameters without memory that somebody refers to.
+        model.to = lambda *_, **__: model  # type: ignore[method-assign]
+        return model
+
+    def outside(part: str) -> Any:
+        def build_part(cls: type[Trainer], build: Any) -> Any:
+            with _unset():
+                return getattr(super(imagined, cls), f"build_{part}")(build)  # type: ignore[misc]
+
+        return classmethod(build_part)
+
+    body: dict[str, Any] = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    body |= {f"build_{part}": outside(part) for part in ("task", "train_data", "eval_data", "collator", "hooks")}
+    body |= {
+        "build_model": classmethod(build_model),
+        "build_writers": classmethod(lambda cls, build: build.writers()),  # of the trial's config: none
+    }
+    if sequence_length is not None:
+        rows = _Rows(sequence_length)
+        body["build_train_data"] = classmethod(lambda cls, build: rows)
+        body["build_collator"] = classmethod(lambda cls, build: Stack())
+    imagined = cast(type[Trainer], type(kind.__name__, (kind,), body))
+    return imagined
+
+
+def _first_batch(trainer: Trainer, mode: FakeTensorMode) -> Any:
+    """Reads the first batch of this rank for real, and returns its shapes."""
+    assert trainer.train_data is not None
+    with Feed(trainer.train_data, trainer.backend) as feed:
+        batch = trainer.next_train_inputs(feed)
+    return tree_map_only(torch.Tensor, mode.from_tensor, batch)
+
+
+def _without_memory(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
+    """Replaces every parameter and buffer of a model by one without memory; tied ones stay tied."""
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    table[name] = made.setdefault(id(tensor), mode.from_tensor(tensor))  # type: ignore[assignment]
+    return model
+
+
+def _kept_facts(config: RunConfig) -> PretrainedFacts | None:
+    """What a pretrained folder says of the model's sizes: its weights are not needed."""
+    given: Any = None if config.model is None else config.model.reserved.get("pretrained")
+    if given is None:
+        return None
+    settings = {"folder": given} if isinstance(given, (str, Path)) else dict(given)
+    if not settings.get("folder"):
+        return None  # build_model_section says what is wrong with it
+    beside = Path(config.project_dir) / Path(settings["folder"]).expanduser()
+    folder = find_folder(beside if beside.is_dir() else settings["folder"], home_path=settings.get("home_path"))
+    content = without_paths(read_config_file(folder)) if (folder / CONFIG_FILE).is_file() else None
+    return PretrainedFacts(content, LoadReport((), ()))
+
+
+class _Rows(Sequence[dict[str, torch.Tensor]]):
+    """As many rows of tokens as anybody asks for."""
+
+    def __init__(self, length: int) -> None:
+        self.tokens_per_sample = length
+
+    def __len__(self) -> int:
+        return 2**31
+
+    def __getitem__(self, place: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        tokens = torch.zeros(self.tokens_per_sample, dtype=torch.long)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def _unset() -> ContextManager[Any]:
+    """Within it tensors are real again."""
+    return cast(ContextManager[Any], unset_fake_temporarily())
+
+
+@contextmanager
+def _gpu_forms() -> Iterator[None]:
+    """Lets our models take the forms of their operations that they take on a GPU, on tensors that lie elsewhere."""
+    name = "waits_for_memory"
+    modules = [each for key, each in list(sys.modules.items()) if key.startswith("trainwright.models.")]
+    asking = [(vars(module), vars(module)[name]) for module in modules if name in vars(module)]
+    for names, _ in asking:
+        names[name] = lambda device: True
+    try:
+        yield
+    finally:
+        for names, verb in asking:
+            names[name] = verb
