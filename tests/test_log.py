@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from trainwright.log import show_log
+from trainwright.log import rank_log, run_log, show_log
 
 
 @pytest.fixture
@@ -30,13 +30,14 @@ def test_a_higher_level_is_quiet(package, capsys):
     assert capsys.readouterr().err == "the loss is nan\n"
 
 
-def test_other_ranks_are_heard_only_when_something_is_wrong(package, capsys, monkeypatch):
+def test_other_ranks_are_heard_only_when_they_fail(package, capsys, monkeypatch):
     package.handlers.clear()
     monkeypatch.setenv("RANK", "1")
     show_log()
     package.info("step 3")
     package.warning("slow")
-    assert capsys.readouterr().err == "slow\n"
+    package.error("stuck")
+    assert capsys.readouterr().err == "stuck\n"
 
 
 def test_what_a_quiet_terminal_does_not_show_still_reaches_other_handlers(package, capsys):
@@ -50,3 +51,42 @@ def test_what_a_quiet_terminal_does_not_show_still_reaches_other_handlers(packag
     logging.getLogger("trainwright.x").info("for the log")
     assert kept.message == "for the log"
     assert capsys.readouterr().err == ""
+
+
+def test_the_files_of_a_run_have_what_was_said_before_they_were_opened(package, tmp_path):
+    whole, own = tmp_path / "log.txt", rank_log(tmp_path, 3)
+    with run_log() as open_files:
+        package.info("building")
+        open_files(whole, own)
+        logging.getLogger("trainwright.x").warning("slow")
+    package.error("after the run")
+    for path in (whole, tmp_path / "logs" / "rank-3.txt"):
+        first, second = path.read_text("utf-8").splitlines()
+        assert first.endswith(" INFO building")
+        assert second.endswith(" WARNING slow")
+
+
+def test_the_error_that_ends_a_run_is_in_its_files_with_the_traceback_and_not_on_the_terminal(
+    package, tmp_path, capsys
+):
+    show_log()
+
+    def run():
+        with run_log() as open_files:
+            open_files(rank_log(tmp_path, 0))
+            raise ValueError("no such layer")
+
+    with pytest.raises(ValueError, match="no such layer"):
+        run()
+    text = rank_log(tmp_path, 0).read_text("utf-8")
+    assert "ERROR no such layer\nTraceback" in text
+    assert 'raise ValueError("no such layer")' in text
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_that_opens_no_file_leaves_none_and_no_handler(package, tmp_path):
+    before = list(package.handlers)
+    with run_log():
+        package.info("nothing is left to do")
+    assert package.handlers == before
+    assert list(tmp_path.iterdir()) == []

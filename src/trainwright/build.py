@@ -30,13 +30,14 @@ from trainwright.loop.held_buffers import persistent_buffers
 from trainwright.loop.incidents import IncidentWatch
 from trainwright.loop.loss_scale import LossScale
 from trainwright.loop.saving import restore_checkpoint
+from trainwright.loop.task import Task
 from trainwright.loop.trainer import Trainer
 from trainwright.loop.update import ScheduledOptimizer, Updater
 from trainwright.models.pretrained_facts import PretrainedFacts, read_facts, write_facts
 from trainwright.parallel import processes
 from trainwright.parallel.collectives import Ranks
 from trainwright.parts import Build, describe_dtypes
-from trainwright.placing import Placed, place_model
+from trainwright.placing import Placed, place_model, refuse_own_steps
 from trainwright.writers.json_lines import cut_back
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ def build_trainer(
     folder = run_folders.run_folder(config)
     kept = None if fresh else _kept_facts(config, folder, ranks)
     if config.trainer.micro_batch_size == "auto":
+        _refuse_auto(config, ranks)
 
         def assemble(trial: RunConfig, trial_folder: Path) -> Trainer:
             return _assemble(trial, trainer_class, backend, Ranks(), trial_folder, kept=kept, evaluates=False)[0]
@@ -85,6 +87,17 @@ def build_trainer(
     ranks.barrier()
     _introduce(trainer)
     return trainer
+
+
+def _refuse_auto(config: RunConfig, ranks: Ranks) -> None:
+    """Refuses to look for a micro-batch alone where a rank has only a part of the model."""
+    if ranks.mesh.is_split:
+        axes = ", ".join(f"{axis} {size}" for axis, size in ranks.mesh.sizes.items() if size > 1)
+        raise ConfigError(
+            f"trainer.micro_batch_size: auto is found on one rank alone, but the mesh ({axes}) splits the model. Give "
+            "a number; `trainwright estimate` says what fits.",
+            where=config.origin("trainer.micro_batch_size"),
+        )
 
 
 def _introduce(trainer: Trainer) -> None:
@@ -179,7 +192,7 @@ def _assemble(
     build.take_trainer(trainer_class)
     task = trainer_class.build_task(build)
     build.take_task(task)
-    model, placed = _build_model(trainer_class, build, backend, ranks)
+    model, placed = _build_model(trainer_class, task, build, backend, ranks)
     num_data_ranks = ranks.mesh.num_data_ranks
     batch = resolve_batch(config, num_data_ranks) if for_training else _evaluation_batch(config, num_data_ranks)
     collator = trainer_class.build_collator(build)
@@ -205,7 +218,6 @@ def _assemble(
         writers=trainer_class.build_writers(build) if for_training else [],
         folder=folder,
         store=open_store(checkpoints_place(folder, config)),
-        pipeline=placed.pipeline(batch.accumulation),
         metrics=build.metrics(task, backend.device),
         test_data=None if test is None else loaders.for_evaluation("test", test),
     )
@@ -226,10 +238,12 @@ def _assemble(
 
 
 def _build_model(
-    trainer_class: type[Trainer], build: Build, backend: Backend, ranks: Ranks
+    trainer_class: type[Trainer], task: Task, build: Build, backend: Backend, ranks: Ranks
 ) -> tuple[torch.nn.Module, Placed]:
     """Builds the model, equal on all ranks, and places what each keeps of it on its device."""
     model = trainer_class.build_model(build)
+    if ranks.mesh.size("pipeline") > 1:
+        refuse_own_steps(trainer_class, task, model, build.config, ranks.mesh)
     placed = place_model(model, ranks, build.config, backend.device)
     # A start that loads weights draws fewer numbers than one that builds the model for a checkpoint; what is built
     # next must not know.
@@ -305,6 +319,7 @@ def _updater(
         watch=IncidentWatch(config.incidents, device=backend.device, rank=ranks.rank),
         buffers=persistent_buffers(model),
         sync=placed.sync,
+        pipeline=placed.pipeline(batch.accumulation),
     )
 
 

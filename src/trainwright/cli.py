@@ -77,13 +77,24 @@ def main() -> None:
     try:
         app()
     except TrainwrightError as error:
-        print(f"{_speaker()}error: {error}", file=sys.stderr)
+        if _is_first_to_fail(error):
+            print(f"{_speaker()}error: {error}", file=sys.stderr)
         sys.exit(2)
     except Exception as error:
         if logging.getLogger("trainwright").level <= logging.DEBUG:
             raise
-        print(_speaker() + fold(error), end="", file=sys.stderr)
+        if _is_first_to_fail(error):
+            print(_speaker() + fold(error), end="", file=sys.stderr)
         sys.exit(1)
+
+
+def _is_first_to_fail(error: Exception) -> bool:
+    """Of several ranks one shows its error: the others' follow from it, or are the same."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return True
+    from trainwright.parallel.first_error import note_failure
+
+    return note_failure(error)
 
 
 def _speaker() -> str:

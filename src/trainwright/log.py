@@ -1,6 +1,6 @@
 """What the package says while it works: on stderr for those who have not set up logging, and in the run's files.
 
-Of several ranks the first is shown and others only when they fail; logs/rank-N.txt in the run folder has what each said.
+Of several ranks the first is shown, others only when they fail; logs/rank-N.txt in the run folder has what each said.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def rank_log(folder: Path, rank: int) -> Path:
 
 
 @contextmanager
-def run_log() -> Iterator[Callable[[Path], None]]:
-    """Keeps the package's log until the run's files are known: yields the call that opens one, from the first line on.
+def run_log() -> Iterator[Callable[..., None]]:
+    """Keeps the package's log until the run's files are known: yields the call that takes their paths and opens them.
 
-    It may be called for several files, or none. An error that ends the context is written to them, with its traceback.
+    It is called once, or never. An error that ends the context is written to the files, with its traceback.
     """
     package = logging.getLogger("trainwright")
     level = package.level
@@ -66,17 +66,19 @@ def run_log() -> Iterator[Callable[[Path], None]]:
     package.addHandler(kept)
     files: list[logging.FileHandler] = []
 
-    def open_log(path: Path) -> None:
-        path.parent.mkdir(exist_ok=True)
-        file = logging.FileHandler(path, encoding="utf-8")
-        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        for record in kept.records:
-            file.handle(record)
-        package.addHandler(file)
-        files.append(file)
+    def open_files(*paths: Path) -> None:
+        for path in paths:
+            path.parent.mkdir(exist_ok=True)
+            file = logging.FileHandler(path, encoding="utf-8")
+            file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+            for record in kept.records:
+                file.handle(record)
+            package.addHandler(file)
+            files.append(file)
+        package.removeHandler(kept)
 
     try:
-        yield open_log
+        yield open_files
     except Exception as error:
         for file in files:  # the terminal gets it from whoever called us
             file.handle(logging.LogRecord("trainwright", logging.ERROR, __file__, 0, "%s", (error,), sys.exc_info()))

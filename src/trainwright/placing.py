@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainwright.config import RunConfig
+from trainwright.loop.task import Task
+from trainwright.loop.trainer import Trainer
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.equal_start import make_equal
 from trainwright.parallel.mesh import Mesh
@@ -77,6 +79,24 @@ def place_model(model: torch.nn.Module, ranks: Ranks, config: RunConfig, device:
         sync = shard_parameters(model, mesh, settings=_settings(config), device=device, data_dim=data_dim)
     model.to(device)
     return Placed(model, mesh, device, plan, sync)
+
+
+def refuse_own_steps(
+    trainer_class: type[Trainer], task: Task, model: torch.nn.Module, config: RunConfig, mesh: Mesh
+) -> None:
+    """Refuses a pipeline whose schedule would not call what a user wrote of the step, or cannot cut the model."""
+    from trainwright.parallel.pipeline import refuse_pipeline
+
+    methods = [(trainer_class, name) for name in ("forward", "run_forward", "train_step", "eval_step")]
+    own = [f"{kind.__name__}.{name}" for kind, name in [*methods, (type(task), "forward")] if _is_users(kind, name)]
+    where = config.origin("runtime.mesh.pipeline")
+    refuse_pipeline(model, mesh.size("pipeline"), own_parts=own, where=where)
+
+
+def _is_users(kind: type, name: str) -> bool:
+    """Is this method a user's, not one of ours?"""
+    owner = next(each for each in kind.__mro__ if name in vars(each))
+    return not owner.__module__.startswith("trainwright.")
 
 
 def plan_of(model: torch.nn.Module, config: RunConfig, sizes: Mapping[str, int]) -> ShardingPlan | None:

@@ -143,7 +143,6 @@ def test_a_plain_module_loads_a_folder_by_its_own_names(project):
         ("type: llama, vocab_size: 61, replace: {mlp: own.py:Narow}", r'model\.replace\.type: .*Did you mean "Narrow"'),
         ("type: llama, vocab_size: 61, replace: {mlp: own.py:Narrow}", r'model\.replace: Narrow needs .*"width"'),
         ("type: llama, vocab_size: 61, freeze: head}", r"run\.yaml:2: model\.freeze: no parameter matches 'head'"),
-        ("type: llama, vocab_size: 61, remat: full", r"run\.yaml:2: model\.remat is not supported"),
         ("type: llama, pretrained: {fodler: a}", r"run\.yaml:2: model\.pretrained: give a folder"),
         ("type: llama, pretrained: {folder: a, stict: false}", r"run\.yaml:2: model\.pretrained\.stict: is unknown"),
         ("type: llama, pretrained: {folder: a, dtype: 16}", r"run\.yaml:2: model\.pretrained\.dtype: 16 is no dtype"),

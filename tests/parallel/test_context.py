@@ -12,7 +12,7 @@ from torch import nn
 from trainwright.errors import ConfigError
 from trainwright.models.layers.whole_sequence import WholeSequence
 from trainwright.parallel.context import VERBS, SplitSequence, split_sequences
-from trainwright.parallel.context_dropout import PartDropout, own_random_numbers
+from trainwright.parallel.context_dropout import draw_apart, own_random_numbers
 from trainwright.parallel.context_ring import RingKernel, ring_attention, ring_kernel, torch_ring
 from trainwright.parallel.mesh import Mesh
 
@@ -113,7 +113,6 @@ class Toy(nn.Module):
         self.sequence = WholeSequence()
         self.embed = nn.Embedding(11, 8)
         self.drop = nn.Dropout(dropout)
-        self.same_drop = self.drop
         self.project = nn.Linear(8, 24)
         self.head = nn.Linear(8, 11)
         self.attention_dropout = dropout
@@ -222,7 +221,7 @@ def compiled(mesh):
     results = []
     for compile_it in (False, True):
         model = split(toy(), mesh)
-        run = torch.compile(model, backend="aot_eager") if compile_it else model
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compile_it else model
         loss, _ = run(tokens_of(13))
         loss.backward()
         results.append((loss.detach(), model.project.weight.grad))
@@ -254,7 +253,7 @@ def cases(mesh):
     if mesh.size("context") == 2:
         results["compiled"] = compiled(mesh)
     twin = copy.deepcopy(model)
-    results["is_shared"] = twin.sequence is model.sequence and twin.drop is twin.same_drop
+    results["is_shared"] = twin.sequence is model.sequence
     return results
 
 
@@ -334,7 +333,8 @@ def test_own_random_numbers_leave_the_generator_where_one_draw_leaves_it():
 
 
 def test_outside_of_training_nothing_is_drawn():
-    dropout = PartDropout(nn.Dropout(0.5).eval(), rank=1)
+    dropout = nn.Dropout(0.5).eval()
+    draw_apart(dropout, rank=1)
     before = torch.get_rng_state()
     assert torch.equal(dropout(torch.ones(1, 2, 3)), torch.ones(1, 2, 3))
     assert torch.equal(before, torch.get_rng_state())

@@ -3,110 +3,14 @@
 import pytest
 import torch
 from tests.parallel.forked_ranks import on_ranks
+from tests.parallel.split_training import CPU, assert_equal, make_batches, make_net, train_alone, train_split, whole
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.nn import functional
+from torch.distributed.tensor import DTensor, Shard
 
+from trainwright.errors import ConfigError
 from trainwright.parallel.fully_shard import SplitSettings, shard_parameters
-
-CPU = torch.device("cpu")
-
-
-class Block(nn.Module):
-    def __init__(self, width, hidden):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width, bias=False)
-        self.spare = nn.Linear(width, 3)  # used by nobody, or by some samples
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x, *, use_spare=False):
-        self.calls += 1
-        x = x + self.down(functional.gelu(self.up(self.norm(x))))
-        return x + self.spare(x).sum(-1, keepdim=True) if use_spare else x
-
-
-class Net(nn.Module):
-    """Uneven shapes, a scalar, a frozen layer, tied weights, layers that are not used."""
-
-    def __init__(self, width=7, hidden=5, num_words=11, num_blocks=3):
-        super().__init__()
-        self.embed = nn.Embedding(num_words, width)
-        self.layers = nn.ModuleList(Block(width, hidden) for _ in range(num_blocks))
-        self.frozen = nn.Linear(width, width).requires_grad_(False)
-        self.unused = nn.Linear(width, 2)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.one = nn.Parameter(torch.ones(1))  # shorter than there are ranks
-        self.head = nn.Linear(width, num_words, bias=False)
-        self.head.weight = self.embed.weight
-        self.one.no_weight_decay = True
-
-    def forward(self, words, labels, spare=False):
-        x = self.embed(words)
-        for layer in self.layers:
-            x = layer(x, use_spare=spare)
-        logits = self.head(self.frozen(x)) * self.scale * self.one
-        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def make_net(**sizes):
-    torch.manual_seed(0)
-    return Net(**sizes).double()
-
-
-def batches(num_steps=3, num_samples=8):
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(0, 11, (2, num_samples, 4), generator=generator) for _ in range(num_steps)]
-
-
-def train_alone(model, make_optimizer, *, spare=lambda rank: False, num_ranks=2):
-    """The same updates in one process: the mean over the ranks' parts."""
-    optimizer = make_optimizer(model)
-    for words, labels in batches():
-        optimizer.zero_grad()
-        for rank in range(num_ranks):
-            loss = model(words.chunk(num_ranks)[rank], labels.chunk(num_ranks)[rank], spare(rank))
-            (loss / num_ranks).backward()
-        optimizer.step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}, optimizer
-
-
-def train_split(model, mesh, make_optimizer, *, settings=None, spare=lambda rank: False, num_pieces=1, says_last=True):
-    sync = shard_parameters(model, mesh, settings=settings or SplitSettings(), device=CPU)
-    optimizer = make_optimizer(model)
-    rank, num_ranks = mesh.rank("replicate", "data", "context"), mesh.size("replicate", "data", "context")
-    for words, labels in batches():
-        optimizer.zero_grad()
-        pieces = list(
-            zip(words.chunk(num_ranks)[rank].chunk(num_pieces), labels.chunk(num_ranks)[rank].chunk(num_pieces))
-        )
-        for number, (some_words, some_labels) in enumerate(pieces):
-            sync.begin_backward(is_last=not says_last or number == num_pieces - 1)
-            (model(some_words, some_labels, spare(rank)) / num_pieces).backward()
-        sync.finish()
-        optimizer.step()
-    return optimizer
-
-
-def whole(model):
-    return {
-        name: parameter.full_tensor().detach() if isinstance(parameter, DTensor) else parameter.detach()
-        for name, parameter in model.named_parameters()
-    }
-
-
-def assert_equal(left, right, *, tolerance=1e-10):
-    assert list(left) == list(right)
-    for name, value in left.items():
-        torch.testing.assert_close(
-            value, right[name], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
-def adamw(model):
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05, weight_decay=0.3)
-
+from trainwright.parallel.local import local
+from trainwright.parallel.mesh import Mesh
 
 LAYOUTS = {"data": {"data": 2}, "hybrid": {"replicate": 2, "data": 2}, "uneven": {"data": 3}}
 WAYS = {
@@ -114,28 +18,230 @@ WAYS = {
     "kept": {"settings": SplitSettings(reshard_after_forward=False)},
     "pieces": {"num_pieces": 2},
     "reduced_last": {"num_pieces": 2, "settings": SplitSettings(accumulate_unsharded=True)},
-    "last_unknown": {"num_pieces": 2, "says_last": False, "settings": SplitSettings(accumulate_unsharded=True)},
-    "spare_on_the_first_rank": {"spare": lambda rank: rank == 0},
-    "spare_on_the_first_rank_in_pieces": {"spare": lambda rank: rank == 0, "num_pieces": 2},
+    "last_unknown": {"num_pieces": 2, "is_last_known": False},
+    "last_unknown_and_whole": {
+        "num_pieces": 2,
+        "is_last_known": False,
+        "settings": SplitSettings(accumulate_unsharded=True),
+    },
+    "spare_on_one_rank": {"spare": lambda rank: rank == 0},
+    "spare_on_one_rank_in_pieces": {"spare": lambda rank: rank == 0, "num_pieces": 2},
+    "spare_on_one_rank_reduced_last": {
+        "spare": lambda rank: rank == 0,
+        "num_pieces": 2,
+        "settings": SplitSettings(accumulate_unsharded=True),
+    },
 }
 
 
 @pytest.mark.parametrize("axes", LAYOUTS.values(), ids=LAYOUTS)
 def test_split_models_train_as_whole_ones_do_in_every_way_of_reducing(axes, tmp_path):
-    num_ranks = axes.get("replicate", 1) * axes["data"]
-    num_samples = 12 if num_ranks == 3 else 8
-    globals()["batches"].__defaults__ = (3, num_samples)
-
     def act(mesh):
-        ended = {}
-        for name, way in WAYS.items():
-            model = make_net()
-            train_split(model, mesh, adamw, **way)
-            ended[name] = whole(model)
-        return ended
+        return {name: train_split(make_net(), mesh, **way)[0] for name, way in WAYS.items()}
 
+    num_ranks = axes.get("replicate", 1) * axes["data"]
     ranks = on_ranks(tmp_path, axes, act)
     for name, way in WAYS.items():
-        alone, _ = train_alone(make_net(), adamw, num_ranks=num_ranks, spare=way.get("spare", lambda rank: False))
+        alone, *_ = train_alone(make_net(), num_ranks=num_ranks, spare=way.get("spare", lambda rank: False))
         for ended in ranks:
             assert_equal(ended[name], alone)
+
+
+def cases_of_two_ranks(mesh):
+    """What the tests below look at, of one start of two ranks."""
+    found = {}
+    batch = make_batches(2)[0].chunk(2, dim=1)[mesh.rank("data")]
+    begun = whole(make_net())
+
+    model = make_net()
+    names = [name for name, _ in model.named_parameters()]
+    sync = shard_parameters(model, mesh, settings=SplitSettings(), device=CPU)
+    found["names"] = [name for name, _ in model.named_parameters()] == names
+    found["marks"] = model.one.no_weight_decay
+    found["tied"] = model.head.weight is model.embed.weight
+    found["averaging"] = sync.averaging
+    found["values"] = all(torch.equal(value, begun[name]) for name, value in whole(model).items())
+    found["whole"] = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    found["lengths"] = [local(parameter).shape[0] for parameter in (model.embed.weight, model.layers[0].up.weight)]
+    loss = model(*batch)
+    loss.backward()
+    found["unused_before"] = model.unused.weight.grad is not None
+    sync.finish()
+    found["unused"] = (model.unused.weight.grad, model.layers[1].spare.weight.grad, model.frozen.weight.grad)
+    found["laid_out"] = model.embed.weight.grad.placements == model.embed.weight.placements
+    found["buffers"] = [int(layer.calls) for layer in model.layers]
+
+    with torch.no_grad():
+        model(*batch)
+    found["split_after_evaluation"] = all(isinstance(p, DTensor) for n, p in model.named_parameters() if n != "scale")
+    model(*batch)  # and no backward
+    found["gathered_after_forward"] = not isinstance(model.embed.weight, DTensor)
+    sync.finish()
+    found["split_after_finish"] = isinstance(model.embed.weight, DTensor)
+
+    found["method"] = model.loss_of(*batch).item()
+    with torch.no_grad():
+        local(model.embed.weight).mul_(2.0)
+    found["forward_after_change"] = model(*batch).item()
+
+    model = make_net(width=8, hidden=6)
+    dims = {"layers.0.down.weight": 1, "layers.1.down.weight": 1, "layers.2.down.weight": 1, "embed.weight": 1}
+    found["dims"] = train_split(model, mesh, data_dim=dims.get)[0]
+    found["placements"] = [p.placements for p in (model.embed.weight, model.layers[0].down.weight, model.mix.weight)]
+    try:
+        uneven = {"layers.0.up.weight": 1}
+        shard_parameters(make_net(), mesh, settings=SplitSettings(), device=CPU, data_dim=uneven.get)
+    except ConfigError as error:
+        found["refused"] = str(error)
+    model = make_net()
+    model.forward_methods = ("los_of",)
+    try:
+        shard_parameters(model, mesh, settings=SplitSettings(), device=CPU)
+    except ConfigError as error:
+        found["no_method"] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return on_ranks(tmp_path_factory.mktemp("two"), {"data": 2}, cases_of_two_ranks)
+
+
+def test_names_values_ties_and_attributes_of_parameters_stay(found):
+    for rank in found:
+        assert rank["names"]
+        assert rank["values"]
+        assert rank["tied"]
+        assert rank["marks"] is True
+
+
+def test_parts_may_be_uneven_and_scalars_stay_whole(found):
+    assert [rank["lengths"] for rank in found] == [[6, 3], [5, 2]]
+    assert found[0]["whole"] == ["scale"]
+    assert found[0]["averaging"] == 2
+
+
+def test_gradients_are_laid_out_as_parameters_and_none_where_no_rank_has_one(found):
+    for rank in found:
+        assert rank["laid_out"]
+        assert rank["unused_before"]  # zeros were sent
+        assert rank["unused"] == (None, None, None)
+
+
+def test_buffers_of_blocks_are_each_ranks_own(found):
+    assert found[0]["buffers"] == [1, 1, 1]
+
+
+def test_parameters_are_in_parts_after_an_evaluation_and_before_an_update(found):
+    for rank in found:
+        assert rank["split_after_evaluation"]
+        assert rank["gathered_after_forward"]
+        assert rank["split_after_finish"]
+
+
+def test_a_listed_method_gathers_as_forward_does_and_a_change_is_seen_by_the_next_forward(found):
+    for rank, own in enumerate(make_batches(2)[0].chunk(2, dim=1)):
+        model = make_net()
+        assert found[rank]["method"] == pytest.approx(model.loss_of(*own).item(), rel=1e-12)
+        with torch.no_grad():
+            model.embed.weight.mul_(2.0)
+        assert found[rank]["forward_after_change"] == pytest.approx(model(*own).item(), rel=1e-12)
+
+
+def test_a_rule_may_name_the_dim_that_is_split(found):
+    alone, *_ = train_alone(make_net(width=8, hidden=6))
+    for rank in found:
+        assert rank["placements"] == [(Shard(1),), (Shard(1),), (Shard(0),)]
+        assert_equal(rank["dims"], alone)
+
+
+def test_another_dim_than_the_first_must_be_even(found):
+    assert found[0]["refused"].startswith("model.sharding: layers.0.up.weight of shape [5, 7] cannot be split over 2")
+
+
+def test_a_listed_method_that_is_none_is_refused(found):
+    assert "Net.forward_methods lists 'los_of'" in found[0]["no_method"]
+
+
+def test_nothing_is_split_where_nobody_shares():
+    model = make_net()
+    sync = shard_parameters(model, Mesh(), settings=SplitSettings(), device=CPU)
+    sync.begin_backward(is_last=True)
+    sync.finish()
+    assert sync.averaging == 1
+    assert not sync.is_active
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+class Mixed(nn.Module):
+    """Norms in another dtype, a weight that two blocks share, and blocks that are frozen or trained in part."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), nn.LayerNorm(6, dtype=torch.float32)) for _ in range(3)
+        )
+        self.layers = nn.ModuleList(Cast(pair) for pair in self.layers)
+        self.layers[2].first.weight = self.layers[0].first.weight
+        self.layers[1].requires_grad_(False)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Cast(nn.Module):
+    def __init__(self, pair):
+        super().__init__()
+        self.first, self.norm = pair
+        self.second = nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.second(x) + self.norm(self.first(x).float()).double()
+
+
+def test_shared_weights_and_other_dtypes_stay_whole_and_are_averaged(tmp_path):
+    def make():
+        torch.manual_seed(3)
+        return Mixed()
+
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def act(mesh):
+        model = make()
+        sync = shard_parameters(model, mesh, settings=SplitSettings(), device=CPU)
+        model(x.chunk(2)[mesh.rank("data")]).backward()
+        sync.finish()
+        split = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+        named = model.named_parameters()
+        return split, {name: whole_gradient(parameter) for name, parameter in named if parameter.grad is not None}
+
+    alone = make()
+    alone(x).backward()
+    expected = {name: parameter.grad for name, parameter in alone.named_parameters() if parameter.grad is not None}
+    for split, gradients in on_ranks(tmp_path, {"data": 2}, act):
+        assert {"layers.0.first.bias", "layers.0.second.weight"} <= set(split)
+        assert "layers.0.first.weight" not in split  # shared by two blocks
+        assert "layers.0.norm.weight" not in split  # the smaller part, of another dtype
+        assert "layers.1.norm.weight" in split  # frozen: gathered, never reduced
+        assert_equal(gradients, expected, tolerance=1e-6)
+
+
+def whole_gradient(parameter):
+    return parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+
+
+def test_parameters_can_be_gathered_in_another_dtype_and_keep_their_own(tmp_path):
+    def act(mesh):
+        model = make_net().float()
+        sync = shard_parameters(model, mesh, settings=SplitSettings(gather_dtype=torch.bfloat16), device=CPU)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            loss = model(*make_batches(2)[0].chunk(2, dim=1)[mesh.rank("data")])
+        loss.backward()
+        sync.finish()
+        return loss.item(), model.embed.weight.dtype, model.embed.weight.grad.dtype
+
+    for loss, dtype, gradient_dtype in on_ranks(tmp_path, {"data": 2}, act):
+        assert loss == pytest.approx(3.0, abs=1.5)
+        assert dtype == gradient_dtype == torch.float32

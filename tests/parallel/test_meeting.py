@@ -73,7 +73,7 @@ def test_two_processes_with_one_number_are_two_runs_on_one_port(client, monkeypa
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    client().set("trainwright/meeting/who/1", "process 7 on elsewhere")
+    client().set("trainwright/who/1", "process 7 on elsewhere")
     with pytest.raises(ConfigError, match=r"rank 1 of the run at 127\.0\.0\.1:29500: process 7 on elsewhere, and this"):
         meet(client(), 1, 2)
 

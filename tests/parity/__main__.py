@@ -68,9 +68,7 @@ def compare(folder, model, dtype, layout):
     ]
     left, right = (load_file(folder / f"{name}.safetensors") for name in (one, own))
     assert left.keys() == right.keys(), sorted(left.keys() ^ right.keys())
-    distance = max(
-        float((left[key] - right[key]).abs().max() / left[key].abs().max().clamp(min=1e-3)) for key in left
-    )
+    distance = max(float((left[key] - right[key]).abs().max() / left[key].abs().max().clamp(min=1e-3)) for key in left)
     return table, distance
 
 
@@ -82,13 +80,15 @@ def main():
     """Prints the table; returns how many layouts disagree."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--layouts", nargs="+", default=[each for each in LAYOUTS if each != "one"], choices=list(LAYOUTS))
+    parser.add_argument(
+        "--layouts", nargs="+", default=[each for each in LAYOUTS if each != "one"], choices=list(LAYOUTS)
+    )
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     chosen = parser.parse_args()
     wrong = 0
     with tempfile.TemporaryDirectory(prefix="parity-") as name:
         folder = Path(name)
-        pairs = [(model, dtype) for model in chosen.models for dtype in chosen.dtypes]
+        pairs = [(model, dtype) for model in chosen.models for dtype in chosen.dtypes if dtype in MODELS[model].dtypes]
         cases = [(*pair, layout) for pair in pairs for layout in chosen.layouts if supports(pair[0], layout)]
         run(folder, [(*pair, "one") for pair in pairs] + cases)
         print(f"{'model':16} {'dtype':8} {'layout':24} step  {'loss':>12} {'Δ':>8}  {'norm':>12} {'Δ':>8}  weights Δ")
@@ -99,7 +99,8 @@ def main():
 
 
 def _print_case(folder, model, dtype, layout):
-    errors = sorted(folder.glob(f"{case_name(model, dtype, layout)}-rank-*.error"))
+    names = (case_name(model, dtype, each) for each in ("one", layout))
+    errors = sorted(path for name in names for path in folder.glob(f"{name}-rank-*.error"))
     if errors:
         last = errors[0].read_text().strip().splitlines()[-1]
         print(f"{model:16} {dtype:8} {layout:24} FAILED: {last}")

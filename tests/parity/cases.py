@@ -33,6 +33,7 @@ class Model:
     axes: tuple = ()
     trainer: str = "trainer"
     optimizer: dict = field(default_factory=lambda: {"type": "adamw", "lr": 1e-3})
+    dtypes: tuple = ("float64", "float32")
 
 
 TEXT = {"vocab_size": 96, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "intermediate_size": 64}
@@ -60,7 +61,11 @@ MODELS = {
     "t5": Model({"type": "t5", **TEXT, "feed_forward": "gated-gelu"}, ("tensor",)),
     "cnn": Model({"type": "cnn", "num_labels": 3, "num_channels": 1, "stage_channels": [8, 16], "num_groups": 4}),
     "llama-muon": Model(
-        {"type": "llama", **TEXT}, ("tensor", "context"), "language_model", {"type": "muon", "lr": 1e-3, "ns_dtype": "fp32"}
+        {"type": "llama", **TEXT},
+        ("tensor", "context"),
+        "language_model",
+        {"type": "muon", "lr": 1e-3, "ns_dtype": "fp32"},
+        ("float32",),  # what Muon iterates in
     ),
 }
 
@@ -136,7 +141,10 @@ def run_case(folder, model_name, dtype_name, layout):
         "output_dir": str(folder),
         "seed": 7,
         "model": section,
-        "data": {"train": {"type": f"{Path(__file__).resolve()}:Samples", "kind": kind, "dtype": dtype_name}, "collator": {"type": "stack"}},
+        "data": {
+            "train": {"type": f"{Path(__file__).resolve()}:Samples", "kind": kind, "dtype": dtype_name},
+            "collator": {"type": "stack"},
+        },
         "trainer": {
             "type": model.trainer,
             "max_steps": NUM_STEPS,

@@ -5,7 +5,8 @@ save:    wait for the save before → copy the state (staging.py) → hand it to
 thread:  write → commit (store.py) → links and deletions by policy (retention.py) → report
 failed:  warn → free by policy → wait → write again, three times in all → give this save up
 ```
-The loop asks `check` and `take_committed` at each step; both read what the thread left and never wait.
+The loop asks `check` and `take_committed` at each step; both read what the thread left and never wait. Where several
+ranks write (together.py), each has a saver: the first one's retries, deletes and counts, the others' follow it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any, Protocol
 
 from trainwright.checkpoint.retention import Retention, Store, delete_all, metrics_by_step, prune
 from trainwright.checkpoint.staging import HostBuffers, StagedParts, encode_parts
-from trainwright.checkpoint.store import CheckpointStore, is_disk_full
+from trainwright.checkpoint.store import CheckpointStore, OtherWriters, is_disk_full
+from trainwright.checkpoint.together import SharedStore, Together
 from trainwright.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -28,10 +30,12 @@ ATTEMPTS = 3
 SECONDS_WORTH_A_WORD = 1.0
 
 
-class WritableStore(Store, Protocol):
+class WritableStore(Store, SharedStore, Protocol):
     """What saving asks of a store, local or remote."""
 
-    def write_staged(self, step: int, staged: StagedParts, /, *, metrics: Mapping[str, float]) -> object:
+    def write_staged(
+        self, step: int, staged: StagedParts, /, *, metrics: Mapping[str, float], others: OtherWriters | None = None
+    ) -> object:
         """Writes and commits a checkpoint, or raises and leaves the earlier ones as they were."""
 
     def clean(self) -> None:
@@ -67,8 +71,13 @@ class BackgroundSaver:
         asynchronous: bool = True,
         max_failures: int = 3,
         backoff: Callable[[int], float] = default_backoff,
+        together: Together | None = None,
     ) -> None:
+        """`together` are the ranks that write each checkpoint with this one; None: it writes alone."""
         self._store = store
+        self._together = together
+        if together is not None:
+            together.is_leaving = False
         self._retention = retention
         self._asynchronous = asynchronous
         self._max_failures = max_failures
@@ -85,10 +94,11 @@ class BackgroundSaver:
         self._last_failure: Exception | None = None
         self._end: CheckpointError | None = None
 
-    def save(self, step: int, parts: Mapping[str, Any], *, metrics: Mapping[str, float]) -> None:
+    def save(self, step: int, parts: Mapping[str, Any] | StagedParts, *, metrics: Mapping[str, float]) -> None:
         """Begins a save, after the one before has ended; the state may change as soon as this returns.
 
-        A state that cannot be saved is refused here. A write that fails is `check`'s and `wait`'s to tell.
+        `parts` may be encoded already, and then are what this rank writes. A state that cannot be saved is refused
+        here. A write that fails is `check`'s and `wait`'s to tell.
         """
         if self._is_closed:
             raise CheckpointError(f"The saver is closed; step {step} was not saved. Make another one.")
@@ -97,10 +107,11 @@ class BackgroundSaver:
         if (waited := time.monotonic() - start) > SECONDS_WORTH_A_WORD:
             logger.info("Step %d waited %.1f s for the save before; save less often, or faster.", step, waited)
         self.check()
+        encoded = parts if isinstance(parts, StagedParts) else encode_parts(parts)
         if not self._asynchronous:
-            self._write(step, encode_parts(parts), dict(metrics))
+            self._write(step, encoded, dict(metrics))
             return
-        staged = self._buffers.stage(parts)
+        staged = self._buffers.copy(encoded)
         self._start_thread()
         # One assignment hands it over: Ctrl-C comes before it or after it, and `wait` wakes the thread again.
         with self._lock:
@@ -132,6 +143,8 @@ class BackgroundSaver:
 
     def close(self) -> None:
         """Waits for what is under way and ends the thread; raises nothing of it."""
+        if self._together is not None:
+            self._together.is_leaving = True
         try:
             self.wait()
         finally:
@@ -172,13 +185,46 @@ class BackgroundSaver:
             return job
 
     def _write(self, step: int, staged: StagedParts, metrics: dict[str, float]) -> None:
-        """Writes with retries; a success or a failure is noted, an unexpected error raised."""
+        """Writes, alone or with the other ranks; a success or a failure is noted, an unexpected error raised."""
         self._last_failure = None
+        if self._together is None:
+            self._write_with_retries(step, staged, metrics, None)
+            return
+        with self._together.saving():
+            if self._together.leads:
+                self._lead(step, staged, metrics, self._together)
+            else:
+                self._follow(step, staged, self._together)
+
+    def _lead(self, step: int, staged: StagedParts, metrics: dict[str, float], together: Together) -> None:
+        try:
+            self._write_with_retries(step, staged, metrics, together)
+        except BaseException as error:
+            together.tell_given_up(f"Saving step {step} ended unexpectedly on the first rank: {error!r}")
+            raise
+        if self._last_failure is None:
+            together.tell_committed()
+        else:
+            together.tell_given_up(str(self._last_failure))
+
+    def _follow(self, step: int, staged: StagedParts, together: Together) -> None:
+        """Writes this rank's share. Whether saving goes on after a failure the first rank says, to all."""
+        try:
+            together.follow(self._store, staged)
+        except (CheckpointError, OSError) as error:
+            self._last_failure = error
+            logger.warning("Step %d is not saved, as far as this rank knows: %s", step, error)
+
+    def _write_with_retries(
+        self, step: int, staged: StagedParts, metrics: dict[str, float], together: Together | None
+    ) -> None:
+        others = {} if together is None else {"others": together}
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                self._store.write_staged(step, staged, metrics=metrics)
+                self._store.write_staged(step, staged, metrics=metrics, **others)
             except (CheckpointError, OSError) as error:
-                if attempt == ATTEMPTS:
+                # Nobody waits for ranks that are gone, again and again, when the run has ended.
+                if attempt == ATTEMPTS or (together is not None and together.is_leaving):
                     self._give_up(step, error)
                     return
                 seconds = self._backoff(attempt)

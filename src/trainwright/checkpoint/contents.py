@@ -1,22 +1,25 @@
 """What a checkpoint holds, and how it goes back: the one list of a run's state.
 
 Parts: `model` (its state dict, usable on its own), `optimizers` (state by parameter name), `training`
-(step, data position, hooks, events, loss scale, generators). Files and commits are store.py's.
+(step, data position, hooks, events, loss scale, generators). Files and commits are store.py's. What a rank holds a
+part of is a DTensor on both ways: saved in pieces, and read as the region that this rank holds.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from trainwright.checkpoint.encoding import encode
+from trainwright.checkpoint.encoding import encode_split
 from trainwright.checkpoint.open_store import AnyStore
+from trainwright.checkpoint.split_tensors import SplitTensor, as_whole, fill, laid_out_as, map_tensors
 from trainwright.errors import CheckpointError
+from trainwright.parallel.local import is_split
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +49,11 @@ def collect(
     ended_under: int,
     unclaimed_hook_state: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Returns a checkpoint's parts. `generators` has one entry a rank; `events` counts all ranks."""
+    """Returns a checkpoint's parts. `generators` has one entry a data rank; `events` counts all ranks."""
+    weights = model.state_dict()  # first: it makes FSDP put its own parameters in place of gathered ones
     names = _names_by_parameter(model)
     return {
-        "model": model.state_dict(),
+        "model": weights,
         "optimizers": {name: _state_by_name(optimizer, names) for name, optimizer in optimizers.items()},
         "training": {
             "step": step,
@@ -68,7 +72,7 @@ def collect(
 def refuse_unsavable(hooks: Mapping[str, Stateful]) -> None:
     """Refuses a hook whose state no checkpoint can hold, before the run rather than at its first save."""
     for key, hook in hooks.items():
-        encode(hook.state_dict(), name=f"hooks.{key}")
+        encode_split(hook.state_dict(), name=f"hooks.{key}")
 
 
 def generator_state() -> dict[str, Any]:
@@ -85,20 +89,30 @@ def restore_generators(state: Mapping[str, Any]) -> None:
 
 def restore_model(store: AnyStore, step: int, model: torch.nn.Module, *, strict: bool = True) -> None:
     """Loads a checkpoint's weights into the model, in place."""
-    load_model_state(store.read(step, "model"), model, place=str(store.path(step)), strict=strict)
+    load_model_state(store.read_split(step, "model"), model, place=str(store.path(step)), strict=strict)
 
 
-def load_model_state(state: Mapping[str, Any], model: torch.nn.Module, *, place: str, strict: bool = True) -> None:
-    """Loads weights in place; a mismatch names the keys and both shapes. `place` says where they come from."""
+def load_model_state(
+    state: Mapping[str, Any],
+    model: torch.nn.Module,
+    *,
+    place: str,
+    strict: bool = True,
+    elsewhere: Collection[str] = (),
+) -> None:
+    """Loads weights in place; a mismatch names the keys and both shapes. `place` says where they come from.
+
+    Keys of `elsewhere` belong to other stages of a pipeline.
+    """
     own = model.state_dict()
     wrong = [
         f"{key}: {tuple(state[key].shape)} in the checkpoint, {tuple(own[key].shape)} in the model"
         for key in state.keys() & own.keys()
-        if isinstance(state[key], torch.Tensor) and state[key].shape != own[key].shape
+        if isinstance(state[key], torch.Tensor | SplitTensor) and state[key].shape != own[key].shape
     ]
     # A tied weight has several names, of which a state dict may hold one.
     missing = sorted(own.keys() - state.keys())
-    unexpected = sorted(state.keys() - model.state_dict(keep_vars=True).keys())
+    unexpected = sorted(state.keys() - model.state_dict(keep_vars=True).keys() - {*elsewhere})
     if wrong or (strict and (missing or unexpected)):
         lines = [*sorted(wrong), *(f"{key}: not in the checkpoint" for key in missing)]
         lines += [f"{key}: not in the model" for key in unexpected]
@@ -107,7 +121,22 @@ def load_model_state(state: Mapping[str, Any], model: torch.nn.Module, *, place:
         )
     if missing or unexpected:
         logger.warning("Loaded with differences: missing %s; unexpected %s", missing or "none", unexpected or "none")
-    model.load_state_dict(state, strict=strict)
+    here = {key: value for key, value in state.items() if key in own or key not in elsewhere}
+    model.load_state_dict({key: _placed(value, own.get(key)) for key, value in here.items()}, strict=strict)
+
+
+def _placed(value: Any, own: Any) -> Any:
+    """Returns what load_state_dict is given for a key: of what lies in pieces, on disk or here, the model's own.
+
+    That is filled at once, region by region, so that no second copy of a model exists.
+    """
+    if not isinstance(own, torch.Tensor) or not isinstance(value, torch.Tensor | SplitTensor):
+        return value
+    if not isinstance(value, SplitTensor) and not is_split(own):
+        return value
+    with torch.no_grad():
+        fill(own, value)
+    return own
 
 
 def restore_optimizers(
@@ -116,8 +145,12 @@ def restore_optimizers(
     optimizers: Mapping[str, torch.optim.Optimizer],
     *,
     keep_settings: bool = False,
+    elsewhere: Collection[str] = (),
 ) -> None:
-    """Loads the optimizers' state by parameter name; `keep_settings` leaves their groups as they were built."""
+    """Loads the optimizers' state by parameter name; `keep_settings` leaves their groups as they were built.
+
+    Names of `elsewhere` belong to other stages of a pipeline.
+    """
     if state.keys() != optimizers.keys():
         raise CheckpointError(
             f"The checkpoint holds the optimizers {', '.join(state)}, but the run has {', '.join(optimizers)}. "
@@ -133,11 +166,50 @@ def restore_optimizers(
             continue
         if keep_settings:
             saved = {**saved, "groups": optimizer.state_dict()["param_groups"]}
+        if elsewhere:
+            saved = _of_this_stage(saved, optimizer, names, elsewhere, keeps_groups=keep_settings)
         _load_by_name(optimizer, saved, names, label=name)
 
 
-def restore_hooks(state: Mapping[str, Any], hooks: Mapping[str, Stateful]) -> dict[str, Any]:
-    """Loads hook states; returns those without a hook, which are kept for the next checkpoint."""
+def _of_this_stage(
+    saved: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    elsewhere: Collection[str],
+    *,
+    keeps_groups: bool,
+) -> dict[str, Any]:
+    """Returns of an optimizer's saved state what belongs to this stage: its parameters, and a group for each of its."""
+    others = {*elsewhere} - {*_ordered_names(optimizer, names)}
+    state = {name: value for name, value in saved["state"].items() if name not in others}
+    groups = saved["groups"]
+    if not keeps_groups:
+        homes = {name: group for group in groups for name in group["params"]}
+        # A group of which this stage has no parameter is found by its number, where all stages have the same groups.
+        by_number = groups if len(groups) == len(optimizer.param_groups) else [None] * len(optimizer.param_groups)
+        found = [
+            next((homes[name] for each in own["params"] if (name := names.get(id(each))) in homes), other)
+            for own, other in zip(optimizer.param_groups, by_number, strict=True)
+        ]
+        groups = [group for group in found if group is not None]
+    return {**saved, "state": state, "groups": groups}
+
+
+def restore_hooks(
+    state: Mapping[str, Any], hooks: Mapping[str, Stateful], *, model: torch.nn.Module | None = None
+) -> dict[str, Any]:
+    """Loads hook states; returns those without a hook, which are kept for the next checkpoint.
+
+    With `model`, what a hook keeps under a parameter's name and has its shape comes laid out as the parameter.
+    """
+    parameters = {} if model is None else dict(model.named_parameters())
+
+    def lay_out(value: torch.Tensor | SplitTensor, key: str) -> Any:
+        own = parameters.get(key)
+        fits = own is not None and own.shape == value.shape
+        return laid_out_as(own, value) if own is not None and fits else as_whole(value)
+
+    state = map_tensors(state, lay_out)
     for key, hook in hooks.items():
         if key in state:
             hook.load_state_dict(state[key])
@@ -185,7 +257,11 @@ def _load_by_name(
             f"{len(own_groups)}. Build it with the same groups, or start over with --fresh."
         )
     groups = [{**group, "params": own["params"]} for group, own in zip(saved["groups"], own_groups, strict=True)]
-    state = {numbers[name]: value for name, value in saved["state"].items()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = {
+        number: map_tensors(values, lambda value, _, own=parameters[number]: laid_out_as(own, value))
+        for number, values in ((numbers[name], values) for name, values in saved["state"].items())
+    }
     optimizer.load_state_dict({"state": state, "param_groups": groups, **extra})
     _undo_casts(optimizer, state)
 

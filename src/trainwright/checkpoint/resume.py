@@ -41,7 +41,13 @@ FREE_SETTINGS = (
     "incidents",
     "preemption",
     "hangs",
+    "model.sharding",
+    "model.remat",
+    "model.scan",
+    "model.offload",
     "runtime.mesh",
+    "runtime.reshard_after_forward",
+    "runtime.accumulate_unsharded",
     "runtime.mode",
     "runtime.device",
 )

@@ -159,15 +159,17 @@ def fill(target: torch.Tensor, source: torch.Tensor | SplitTensor) -> None:
 def laid_out_as(like: torch.Tensor, value: Any) -> Any:
     """Returns what belongs to a parameter, such as a momentum, laid out as the parameter is.
 
-    Where it has the parameter's dims, or 1 in place of some. Anything else is whole.
+    Where it has the parameter's shape, or that of a matrix with 1 in place of some sizes (Adafactor's factors).
+    Anything else is whole.
     """
     if not isinstance(value, torch.Tensor | SplitTensor) or is_split_already(value):
         return value
-    pairs = list(zip(value.shape, like.shape, strict=False))
-    fits = 0 < len(value.shape) == like.ndim and all(own in (1, other) for own, other in pairs)
-    if is_split(like) and fits:
-        layout = layout_of(like)
-        return as_split(value).as_dtensor(_without(layout, [own == other for own, other in pairs]))
+    if is_split(like) and len(value.shape) == like.ndim:
+        pairs = list(zip(value.shape, like.shape, strict=True))
+        keeps = [own == other for own, other in pairs]
+        is_factor = like.ndim > 1 and any(keeps) and all(own in (1, other) for own, other in pairs)
+        if all(keeps) or is_factor:
+            return as_split(value).as_dtensor(_without(layout_of(like), keeps))
     return as_whole(value)
 
 

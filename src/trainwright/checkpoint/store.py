@@ -60,6 +60,8 @@ HIDDEN_NAME = re.compile(r"(\.staging|\.aside|\.trash)-step-(\d{8,})-[0-9a-f]+")
 # Links to a checkpoint, for people: they are moved after a commit, and nothing here reads them.
 LATEST, BEST = "latest", "best"
 LINK_ON_ITS_WAY = re.compile(r"\.(latest|best)-[0-9a-f]+")
+# What a start left that died while it asked whether all ranks see this folder (shared_folder.py).
+TOKEN = re.compile(r"\.shared-[0-9a-f]+")
 
 # Hashing is what verifying costs; a file is hashed by one thread, several files by several.
 HASHING_THREADS = 4
@@ -283,7 +285,7 @@ class CheckpointStore:
     def clean(self) -> None:
         """Remove what dead writers left and bring back a checkpoint whose replacement never arrived."""
         for name in names_in(self.folder):
-            if LINK_ON_ITS_WAY.fullmatch(name):
+            if LINK_ON_ITS_WAY.fullmatch(name) or TOKEN.fullmatch(name):
                 with suppress(OSError):
                     (self.folder / name).unlink()
         hidden = self._hidden_folders()

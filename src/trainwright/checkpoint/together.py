@@ -30,7 +30,7 @@ LOST_SECONDS = 30.0
 """A rank that has said nothing for so long is not waited for."""
 LEAVING_SECONDS = 6.0
 """The same for one whose run has ended already."""
-_POLL_SECONDS = (0.01, 0.25)
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
 """How often notes are looked for: at first, and when they are slow to come."""
 
 CALL, COMMITTED, GIVEN_UP = "call", "committed", "given up"
@@ -98,14 +98,22 @@ class Together:
     def facts(self) -> dict[str, FileFact]:
         """Waits until all others have written; raises what hindered one, or who was lost."""
         files: dict[str, FileFact] = {}
-        missing = set(range(1, self._size))
+        missing = list(range(1, self._size))
+        pause = _Pause()
         while missing:
-            rank, said = self._hear_one_of(missing)
-            missing.remove(rank)
-            if "error" in said:
-                cause = OSError(errno.ENOSPC, "No space left on device") if said["is_disk_full"] else None
-                raise CheckpointError(f"Rank {rank}: {said['error']}") from cause
-            files |= {name: FileFact(**fact) for name, fact in said["files"].items()}
+            # All in one pass: a note at a time, asked for in turn, would take the square of the number of ranks.
+            for rank in list(missing):
+                said = self._hear(f"rank-{rank}")
+                if said is None or said["attempt"] != self._attempt:
+                    self._refuse_if_lost(rank)
+                    continue
+                missing.remove(rank)
+                if "error" in said:
+                    cause = OSError(errno.ENOSPC, "No space left on device") if said["is_disk_full"] else None
+                    raise CheckpointError(f"Rank {rank}: {said['error']}") from cause
+                files |= {name: FileFact(**fact) for name, fact in said["files"].items()}
+            if missing:
+                pause.sleep()
         return files
 
     def tell_committed(self) -> None:
@@ -159,28 +167,16 @@ class Together:
         said: dict[str, Any] | None = None if text is None else json.loads(text)
         return said if said is not None and said["save"] == self._save else None
 
-    def _hear_one_of(self, ranks: set[int]) -> tuple[int, dict[str, Any]]:
-        """Waits for the next of these ranks that has something to say about this attempt."""
-        seconds, longest = _POLL_SECONDS
-        while True:
-            for rank in sorted(ranks):
-                said = self._hear(f"rank-{rank}")
-                if said is not None and said["attempt"] == self._attempt:
-                    return rank, said
-                self._refuse_if_lost(rank)
-            time.sleep(seconds)
-            seconds = min(2 * seconds, longest)
-
     def _wait(self, rank: int, name: str, is_news: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        seconds, longest = _POLL_SECONDS
+        """Waits for news of this save under a name."""
         self._beats = {}
+        pause = _Pause()
         while True:
             said = self._hear(name)
             if said is not None and is_news(said):
                 return said
             self._refuse_if_lost(rank)
-            time.sleep(seconds)
-            seconds = min(2 * seconds, longest)
+            pause.sleep()
 
     def _beat(self, is_done: threading.Event, save: int) -> None:
         number = 0
@@ -207,3 +203,14 @@ class Together:
             raise CheckpointError(
                 f"Rank {rank} has not been heard of for {patience:g} s, so that its part is missing. Has it died?"
             )
+
+
+class _Pause:
+    """Waits a little, and each time longer."""
+
+    def __init__(self) -> None:
+        self._seconds = _FIRST_PAUSE
+
+    def sleep(self) -> None:
+        time.sleep(self._seconds)
+        self._seconds = min(2 * self._seconds, _LONGEST_PAUSE)

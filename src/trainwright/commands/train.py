@@ -75,16 +75,30 @@ def train(
     if (nproc > 1 or max_restarts or nnodes > 1) and not is_launched():
         code = launch(nproc, sys.argv[1:], max_restarts=max_restarts, num_nodes=nnodes, rendezvous=rendezvous)
         sys.exit(code)
-    die_with_launcher()
-    leave_if_explained()
-    if num_restarts():
-        fresh = False  # the first start has set the earlier run aside; this one goes on with its own
-        logger.warning("Restart %d: the run goes on from its newest checkpoint.", num_restarts())
+    fresh = _begin_as_worker() and fresh
+    from trainwright.main import Interrupted, run_experiment
+
     try:
-        _run(config, fresh=fresh, accept_changes=accept_changes, fast_dev_run=fast_dev_run)
+        if fast_dev_run:
+            with _shared_temporary_folder() as folder:
+                run_experiment(config.derive({**FAST_DEV_RUN, "output_dir": str(folder)}))
+        else:
+            run_experiment(config, fresh=fresh, accept_changes=accept_changes)
+    except Interrupted as interruption:
+        sys.exit(exit_code_of(str(interruption)))
     except TrainwrightError:
         note_explained_error()
         raise
+
+
+def _begin_as_worker() -> bool:
+    """Prepares a process that a launcher may have started; returns whether it is the first attempt at this run."""
+    die_with_launcher()
+    leave_if_explained()
+    if num_restarts():
+        # --fresh is not for this one: the first attempt has set the earlier run aside, and this one goes on.
+        logger.warning("Restart %d: the run goes on from its newest checkpoint.", num_restarts())
+    return num_restarts() == 0
 
 
 def _check_launch(nproc: int, max_restarts: int, nnodes: int, rendezvous: str | None) -> None:
@@ -100,19 +114,6 @@ def _check_launch(nproc: int, max_restarts: int, nnodes: int, rendezvous: str | 
             "--nproc, --nnodes and --max-restarts start processes, but a launcher has started this one: WORLD_SIZE is "
             "set. Leave them out, or start the command without the launcher."
         )
-
-
-def _run(config: RunConfig, *, fresh: bool, accept_changes: bool, fast_dev_run: bool) -> None:
-    from trainwright.main import Interrupted, run_experiment
-
-    try:
-        if fast_dev_run:
-            with _shared_temporary_folder() as folder:
-                run_experiment(config.derive({**FAST_DEV_RUN, "output_dir": str(folder)}))
-        else:
-            run_experiment(config, fresh=fresh, accept_changes=accept_changes)
-    except Interrupted as interruption:
-        sys.exit(exit_code_of(str(interruption)))
 
 
 @contextmanager

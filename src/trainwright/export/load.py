@@ -16,6 +16,7 @@ from trainwright.checkpoint.folder import read_config
 from trainwright.checkpoint.listing import checkpoints_place
 from trainwright.checkpoint.open_store import AnyStore, open_store
 from trainwright.checkpoint.resume import pick_step
+from trainwright.checkpoint.split_tensors import SplitTensor
 from trainwright.config import RunConfig
 from trainwright.errors import CheckpointError
 from trainwright.export.folders import find_source
@@ -44,7 +45,8 @@ def load_checkpoint(
     if config.model is None and config.task is None and config.trainer.type == "trainer":
         raise CheckpointError(
             f"{folder} was made from a model object, of which it keeps no recipe. Make the model yourself and load "
-            f"{store.path(chosen) / 'model.safetensors'} into it with safetensors.torch.load_model."
+            f"the weights into it: model.load_state_dict(open_store({str(store.folder)!r}).read({chosen}, 'model')), "
+            "with open_store from trainwright.checkpoint.open_store."
         )
     model = _build_for(store, chosen, config, folder)
     contents.restore_model(store, chosen, model, strict=strict)
@@ -59,8 +61,8 @@ def _build_for(store: AnyStore, step: int, config: RunConfig, folder: Path) -> t
     """
     model = _build_empty(config, folder)
     if model is not None:
-        saved = store.read(step, "model")
-        dtypes = {name: each.dtype for name, each in saved.items() if isinstance(each, torch.Tensor)}
+        saved = store.read_split(step, "model")
+        dtypes = {name: each.dtype for name, each in saved.items() if isinstance(each, torch.Tensor | SplitTensor)}
         if _holds_all(model, dtypes):
             allocate(model, dtypes)
             return model

@@ -13,13 +13,16 @@ import torch
 
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.loop.hook import Hook
+from trainwright.optim.parts import own_parts, part_of
+from trainwright.parallel.local import local
 
 
 class AverageWeights(Hook):
     """Averages every floating-point parameter: average = decay × average + (1 − decay) × weight.
 
     The average begins as a copy of the weights, not as zeros, so it needs no correction. It is saved in
-    the checkpoint; `evaluate: false` keeps it without evaluating with it.
+    the checkpoint; `evaluate: false` keeps it without evaluating with it. Of split parameters each rank averages its
+    own part.
     """
 
     copies_of_weights = 1
@@ -45,14 +48,14 @@ class AverageWeights(Hook):
         unknown = self.averages.keys() - own.keys()
         if unknown:
             raise CheckpointError(f"The averaged weights hold {', '.join(sorted(unknown))}, which the model lacks.")
-        self.averages = {name: self.averages[name].to(parameter.device) for name, parameter in own.items()}
+        self.averages = {name: _laid_out(self.averages[name], parameter) for name, parameter in own.items()}
 
     @torch.no_grad()
     def after_step(self) -> None:
         """Moves the averages towards the weights."""
         if self.trainer.step % self.every_steps == 0:
-            averages = list(self.averages.values())
-            own = self._parameters().values()
+            averages = own_parts(self.averages.values())
+            own = own_parts(self._parameters().values())
             weights = [parameter.to(average.dtype) for parameter, average in zip(own, averages, strict=True)]
             torch._foreach_lerp_(averages, weights, 1.0 - self.decay)
 
@@ -61,16 +64,16 @@ class AverageWeights(Hook):
         """Puts the averages into the model; the weights are held meanwhile, which costs their memory once more."""
         if self.evaluate and self.averages:
             own = self._parameters()
-            self._held = {name: parameter.detach().clone() for name, parameter in own.items()}
+            self._held = {name: local(parameter).detach().clone() for name, parameter in own.items()}
             for name, parameter in own.items():
-                parameter.copy_(self.averages[name])
+                local(parameter).copy_(local(self.averages[name]))
 
     @torch.no_grad()
     def after_eval(self, logs: Mapping[str, Any]) -> None:
         """Puts the weights back."""
         for name, parameter in self._parameters().items():
             if name in self._held:
-                parameter.copy_(self._held[name])
+                local(parameter).copy_(self._held[name])
         self._held = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,10 +84,14 @@ class AverageWeights(Hook):
         """Takes the averages back."""
         own = self._parameters()  # a run that goes back loads it in its midst, from main memory
         self.averages = {
-            name: average.to(own[name].device) if name in own else average
+            name: _laid_out(average, own[name]) if name in own else average
             for name, average in state["averages"].items()
         }
 
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
         named = self.trainer.model.named_parameters()
         return {name: parameter for name, parameter in named if parameter.is_floating_point()}
+
+
+def _laid_out(average: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    return part_of(average, like=parameter).to(parameter.device)

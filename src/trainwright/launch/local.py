@@ -7,6 +7,7 @@ a group that lost a process is started again, and goes on from the newest checkp
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -15,11 +16,16 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
+
 _LAUNCHED = "TRAINWRIGHT_LAUNCHED"
 """Names a folder of the launcher's, for notes between it and its workers."""
 _EXPLAINED = "explained"
 _EXPLAINED_CODE = 2
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_ADVICE = (
+    "SIGKILL is often the system's answer to too little memory. The same command goes on from the newest checkpoint."
+)
 
 
 def launch(
@@ -60,8 +66,13 @@ def launch(
         except ChildFailedError as error:
             if (Path(notes) / _EXPLAINED).exists():
                 return _EXPLAINED_CODE  # the others failed because that rank was gone
-            code: int = error.get_first_failure()[1].exitcode if error.failures else 1
-            return code if code >= 0 else 128 - code  # a signal as a shell would say it
+            rank, failure = error.get_first_failure()
+            if failure.exitcode >= 0:
+                return int(failure.exitcode)
+            # A rank that was killed says nothing itself.
+            killer = signal.Signals(-failure.exitcode).name
+            logger.error("Rank %d (process %d) was ended by %s. %s", rank, failure.pid, killer, _ADVICE)
+            return 128 - int(failure.exitcode)  # as a shell would say it
         except SignalException as error:
             return 128 + int(error.sigval)
     return 0

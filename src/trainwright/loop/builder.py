@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -23,9 +23,6 @@ from trainwright.loop.task import Task
 from trainwright.loop.update import Updater
 from trainwright.parallel.collectives import Ranks
 from trainwright.writers.writer import Writer
-
-if TYPE_CHECKING:
-    from trainwright.parallel.pipeline import Pipeline
 
 
 class Builder(Protocol):
@@ -72,7 +69,5 @@ class Surroundings:
     writers: list[Writer]
     folder: Path
     store: AnyStore
-    pipeline: Pipeline | None = None
-    """Runs the micro-batches where each rank has some of the layers; None where each has all."""
     metrics: list[ConfiguredMetric] = field(default_factory=list)
     test_data: EvaluationData | None = None

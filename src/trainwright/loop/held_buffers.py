@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from trainwright.parallel.local import local
+
 BufferPlace = tuple[torch.nn.Module, str]
 """Where a buffer lies: a forward may put another tensor there."""
 
@@ -57,8 +59,8 @@ class HeldBuffers:
 
 
 def read_buffer(place: BufferPlace) -> torch.Tensor:
-    """Returns the tensor that lies there now."""
+    """Returns the tensor that lies there now, or this rank's part of it."""
     module, name = place
     buffer = module._buffers[name]
     assert buffer is not None
-    return buffer
+    return local(buffer)

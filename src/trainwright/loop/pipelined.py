@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def run_pipeline(trainer: Trainer, update: Update, batch: Any) -> None:
     """Runs all micro-batches of a batch, forward and backward, over the stages."""
-    pipeline = trainer.surroundings.pipeline
+    pipeline = trainer.surroundings.updater.pipeline
     assert pipeline is not None
     pieces: list[Mapping[str, Any]] = []
     samples: list[int] = []
@@ -43,7 +43,7 @@ def run_pipeline(trainer: Trainer, update: Update, batch: Any) -> None:
 
 def evaluate_pipeline(trainer: Trainer, batch: Any) -> ForwardResult | None:
     """Returns a batch's result on the last stage; None on the others."""
-    pipeline = trainer.surroundings.pipeline
+    pipeline = trainer.surroundings.updater.pipeline
     assert pipeline is not None
     with trainer.backend.autocast(trainer.config.runtime.precision):
         outputs = pipeline.evaluate(_mapping(batch))

@@ -6,6 +6,7 @@ What a checkpoint holds is checkpoint/contents.py's; how it is committed checkpo
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,10 +17,15 @@ from trainwright.checkpoint import contents
 from trainwright.checkpoint.background import BackgroundSaver
 from trainwright.checkpoint.remote_files import RemotePath
 from trainwright.checkpoint.retention import Retention, best_step, is_better, metrics_by_step
+from trainwright.checkpoint.shared_folder import refuse_unshared
+from trainwright.checkpoint.shares import share_of
+from trainwright.checkpoint.together import Together
 from trainwright.config import KeepBest
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.events.windows import merge
 from trainwright.loop.loss_scale import LossScale
+from trainwright.parallel.local import is_split
+from trainwright.parallel.notes import Notes
 from trainwright.parallel.replicate import copy_from_first
 
 if TYPE_CHECKING:
@@ -68,8 +74,9 @@ class BestSoFar:
 class Checkpoints:
     """The checkpoints of a run: when one is due, the save under way, and who hears of its commit.
 
-    Every rank calls the same methods in the same order; the first one writes. A save's fate reaches the others by
-    the votes of the steps after it, or at the next save, whichever comes first.
+    Every rank calls the same methods in the same order. The first one writes; where the model is split, each writes
+    what it holds, and the first one commits. A save's fate reaches the others by the votes of the steps after it, or
+    at the next save, whichever comes first.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -77,6 +84,8 @@ class Checkpoints:
         self._trainer = trainer
         self._section = section
         self.best = BestSoFar(section.keep_best, where=trainer.config.origin("checkpoint.keep_best.metric"))
+        self._notes: Notes | None = None
+        self._together: Together | None = None
         self._saver = self._make_saver()
         self._under_way: int | None = None
         self._num_saves = self._num_saves_at_vote = 0
@@ -92,14 +101,30 @@ class Checkpoints:
         """Do the optimizers keep the settings that they were built with, whatever a checkpoint says?"""
         self._saved_at = time.monotonic()
 
+    def prepare(self) -> None:
+        """Makes ready to save together, where the model is split; every rank calls it, before training.
+
+        Refuses a checkpoints folder that not all ranks see. Whoever saves without it does it then.
+        """
+        ranks = self._trainer.ranks
+        if not ranks.mesh.is_split or self._together is not None:
+            return
+        refuse_unshared(self._trainer.surroundings.store, ranks)
+        # A topic of its own: a process may train several times, and notes stay.
+        self._notes = Notes(ranks.broadcast(f"checkpoints-{secrets.token_hex(4)}"))
+        self._together = Together(ranks.rank, ranks.size, self._notes)
+        self._saver = self._make_saver()
+
     def _make_saver(self) -> BackgroundSaver | None:
-        if not self._trainer.ranks.is_first:
+        ranks = self._trainer.ranks
+        if (self._together is None) if ranks.mesh.is_split else not ranks.is_first:
             return None
         return BackgroundSaver(
             self._trainer.surroundings.store,
             retention=Retention.of(self._section),
             asynchronous=self._section.asynchronous,
             max_failures=self._section.max_failures,
+            together=self._together,
         )
 
     def is_due(self) -> bool:
@@ -123,7 +148,7 @@ class Checkpoints:
 
     def look(self) -> None:
         """Takes notice of what the background has done since; never waits."""
-        if self._saver is None:
+        if self._saver is None or not self._trainer.ranks.is_first:
             return
         if self._saver.take_committed():
             self.num_committed = self._num_saves
@@ -142,14 +167,17 @@ class Checkpoints:
         """Copies the state of all ranks and writes it, beside training where the config says so."""
         trainer = self._trainer
         self.settle()
+        self.prepare()
         parts = collect_parts(trainer)
+        share = parts if self._together is None else share_of(parts, trainer.ranks)
         failure: CheckpointError | None = None
         if self._saver is not None:
             try:
-                self._saver.save(trainer.step, parts, metrics=metrics)
+                self._saver.save(trainer.step, share, metrics=metrics)
             except CheckpointError as error:  # a state that no checkpoint can hold
                 failure = error
-        failure = trainer.ranks.broadcast(failure)
+        failures = trainer.ranks.gather(failure) if self._together is not None else [trainer.ranks.broadcast(failure)]
+        failure = next((each for each in failures if each is not None), None)
         if failure is not None:
             raise failure
         self._saved_at = time.monotonic()
@@ -189,17 +217,25 @@ class Checkpoints:
         """Waits until the file under way is written, whatever happened to the run."""
         if self._saver is not None:
             self._saver.close()
-            self._saver = self._make_saver()  # whoever saves after the run may
+        if self._notes is not None:
+            self._notes.close()
+            self._notes = self._together = None
+        self._saver = self._make_saver()  # whoever saves after the run may
 
 
 def collect_parts(trainer: Trainer) -> dict[str, Any]:
-    """Returns what a checkpoint of this moment holds, the same on every rank; shares memory with the live state."""
+    """Returns what a checkpoint of this moment holds; shares memory with the live state.
+
+    The same on every rank, but for what is split: there each rank has its part, as a DTensor or by stages.
+    """
     ranks = trainer.ranks
-    copy_from_first(trainer.model.buffers(), ranks)  # what is saved is then what every rank goes on with
+    # What is saved is then what every rank goes on with.
+    copy_from_first([each for each in trainer.model.buffers() if not is_split(each)], ranks)
     window = merge(ranks.gather(trainer.storage.peek_window()))
-    generators = ranks.gather(contents.generator_state())
+    # Ranks that share samples share their random numbers too.
+    generators = ranks.gather_samples(contents.generator_state())
     assert trainer.train_data is not None
-    data = trainer.train_data.merge_states(ranks.gather(trainer.train_data.state_dict()))
+    data = trainer.train_data.merge_states(ranks.gather_samples(trainer.train_data.state_dict()))
     return contents.collect(
         model=trainer.model,
         optimizers=trainer.optimizers,
@@ -223,17 +259,32 @@ def restore_checkpoint(trainer: Trainer, step: int, *, keep_settings: bool = Fal
     """
     store = trainer.surroundings.store
     trainer.checkpoints.keeps_settings = keep_settings
-    restore_state(trainer, partial(store.read, step), place=str(store.path(step)))
+    restore_state(trainer, partial(store.read_split, step), place=str(store.path(step)))
     metrics = trainer.ranks.broadcast(metrics_by_step(store) if trainer.ranks.is_first else {})
     trainer.best.recall(metrics)
     trainer.step_end.recall(metrics.get(step, {}))
 
 
+def restore_weights(trainer: Trainer, step: int) -> None:
+    """Gives a trainer that only evaluates the weights of a checkpoint, and its hooks their state."""
+    store = trainer.surroundings.store
+    elsewhere = _names_of_all_stages(trainer)
+    weights = store.read_split(step, "model")
+    contents.load_model_state(weights, trainer.model, place=str(store.path(step)), elsewhere=elsewhere)
+    hooks = store.read_split(step, "training")["hooks"]
+    contents.restore_hooks(hooks, trainer.moments.keyed(), model=trainer.model)
+
+
 def restore_state(trainer: Trainer, read: Callable[[str], Any], *, place: str) -> None:
-    """Brings a trainer to a state whose parts `read` gives: `model`, `optimizers`, `training`."""
-    keep_settings = trainer.checkpoints.keeps_settings
-    contents.load_model_state(read("model"), trainer.model, place=place)
-    contents.restore_optimizers(read("optimizers"), trainer.model, trainer.optimizers, keep_settings=keep_settings)
+    """Brings a trainer to a state whose parts `read` gives: `model`, `optimizers`, `training`.
+
+    Their tensors may be whole or in pieces, however the trainer's own are laid out.
+    """
+    keep_settings, elsewhere = trainer.checkpoints.keeps_settings, _names_of_all_stages(trainer)
+    contents.load_model_state(read("model"), trainer.model, place=place, elsewhere=elsewhere)
+    contents.restore_optimizers(
+        read("optimizers"), trainer.model, trainer.optimizers, keep_settings=keep_settings, elsewhere=elsewhere
+    )
     training = read("training")
     trainer.step = trainer.storage.step = int(training["step"])
     trainer.has_unfinished_step = bool(training["has_unfinished_step"])
@@ -245,9 +296,19 @@ def restore_state(trainer: Trainer, read: Callable[[str], Any], *, place: str) -
     if "incidents" in training:  # one of an earlier version has none
         trainer.incident_response.load_state_dict(training["incidents"])
     trainer.step_end.forget()
-    trainer.unclaimed_hook_state = contents.restore_hooks(training["hooks"], trainer.moments.keyed())
-    if trainer.ranks.rank < len(training["generators"]):  # a rank that is new begins with its own seed
-        trainer.saved_generators = training["generators"][trainer.ranks.rank]
+    hooks = trainer.moments.keyed()
+    trainer.unclaimed_hook_state = contents.restore_hooks(training["hooks"], hooks, model=trainer.model)
+    data_rank = trainer.ranks.mesh.data_rank
+    if data_rank < len(training["generators"]):  # a rank that is new begins with its own seed
+        trainer.saved_generators = training["generators"][data_rank]
+
+
+def _names_of_all_stages(trainer: Trainer) -> list[str]:
+    """Returns the names of all weights of a pipeline, of which each stage holds some; none without a pipeline."""
+    if trainer.ranks.mesh.size("pipeline") == 1:
+        return []
+    own = [*trainer.model.state_dict(keep_vars=True), *(name for name, _ in trainer.model.named_parameters())]
+    return sorted({name for names in trainer.ranks.gather(own) for name in names})
 
 
 def _restore_loss_scale(loss_scale: LossScale | None, state: Any) -> None:

@@ -246,7 +246,7 @@ class Trainer:
     def train_step(self, batch: Any) -> StepResult:
         """Makes one update from one batch."""
         update = self.begin_update()
-        if self.surroundings.pipeline is not None:
+        if self._updater.pipeline is not None:
             run_pipeline(self, update, batch)
             return update.apply()
         for piece in self.micro_batches(batch):
@@ -255,7 +255,7 @@ class Trainer:
 
     def begin_update(self) -> Update:
         """Begins an update with cleared gradients; end it with `apply()`."""
-        is_known = self.surroundings.pipeline is None and not overrides(self, "train_step", Trainer)
+        is_known = self._updater.pipeline is None and not overrides(self, "train_step", Trainer)
         num_backwards = self.surroundings.batch.accumulation if is_known else None
         self._update = self._updater.begin(lambda: self.samples_in_hand, num_backwards=num_backwards)
         return self._update
@@ -301,7 +301,7 @@ class Trainer:
 
     def eval_step(self, batch: Any) -> Mapping[str, Any]:
         """Returns a batch's metrics: scalars, Means, or one value a sample. Gradients are off."""
-        result = self.run_forward(batch) if self.surroundings.pipeline is None else evaluate_pipeline(self, batch)
+        result = self.run_forward(batch) if self._updater.pipeline is None else evaluate_pipeline(self, batch)
         logs: EvalLogs = EvalLogs() if result is None else read_eval(result)
         return logs
 

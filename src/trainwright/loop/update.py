@@ -28,6 +28,7 @@ from trainwright.parallel.replicate import GradientSum, copy_from_first
 
 if TYPE_CHECKING:
     from trainwright.parallel.gradient_sync import GradientSync
+    from trainwright.parallel.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ class Updater:
         watch: IncidentWatch | None = None,
         buffers: Sequence[BufferPlace] = (),
         sync: GradientSync | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self.optimizers = dict(optimizers)
         self.global_batch_size = global_batch_size
@@ -100,6 +102,8 @@ class Updater:
         self.watch = watch
         self.sync = sync
         """How FSDP sums the gradients while they are made; None where every rank has the whole model."""
+        self.pipeline = pipeline
+        """Who runs the micro-batches where each rank has some of the layers; None where each has all."""
         self.step = 0
         """The number of the update under way, from 1 on."""
         self.is_judged = False
@@ -164,6 +168,7 @@ class Updater:
                 ],
                 self.ranks,
                 sums_gradients=self.sync is None,
+                num_stages={id(each): 2 for each, _ in self.pipeline.tied} if self.pipeline is not None else {},
                 enter=self.enter_phase,
             )
         return owned
@@ -178,11 +183,13 @@ class _OwnedParameters:
         ranks: Ranks,
         *,
         sums_gradients: bool,
+        num_stages: Mapping[int, int],
         enter: Callable[[str], None] | None,
     ) -> None:
         self.parameters = list(parameters)
         self.gradient_sum = GradientSum(self.parameters, ranks, sums_gradients=sums_gradients, enter=enter)
-        self.norm = GradientNorm(self.parameters, ranks.mesh) if ranks.mesh.is_split else None
+        is_split = ranks.mesh.is_split
+        self.norm = GradientNorm(self.parameters, ranks.mesh, num_stages=num_stages) if is_split else None
 
     def gradients(self) -> list[torch.Tensor]:
         """What of the gradients lies on this rank."""
@@ -231,7 +238,7 @@ class Update:
             self._losses.append((Mean(0.0, 0.0), 0))
             # Not even multiplied by 0, for a NaN would stay one. The forward has run, which is all that ranks share,
             # unless they also share parameters or layers: then they meet in the backward too.
-            if self._updater.sync is None and self._updater.ranks.mesh.size("pipeline") == 1:
+            if self._updater.sync is None and self._updater.pipeline is None:
                 return None
             value = loss.total if isinstance(loss, Mean) else loss
             return value * 0.0 if isinstance(value, torch.Tensor) else None
@@ -330,6 +337,8 @@ class Update:
         if sync is not None:
             sync.finish()
         owned.gradient_sum.reduce(totals)
+        if self._updater.pipeline is not None:
+            self._updater.pipeline.sum_tied_gradients()
         total, count = totals.unbind()
         self.weight = count
         # A batch without anything to count (all labels ignored) moves nothing, rather than dividing by zero.

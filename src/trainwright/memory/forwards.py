@@ -32,7 +32,7 @@ def put_around(module: nn.Module, around: Callable[[Forward], Around]) -> None:
     forward = module.forward
     if not hasattr(module, "_original_forward"):
         # Kept beside, as accelerate does: by it models/as_shipped.py knows that the mathematics are the class's own.
-        module._original_forward = forward
+        vars(module)["_original_forward"] = forward
     module.forward = around(forward)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainwright.backends import host_buffers, reads_at_once
+from trainwright.errors import TrainwrightError
 from trainwright.parallel.local import is_split, local
 
 
@@ -25,25 +26,26 @@ class HostCopies:
 
     def of(self, tensor: Tensor) -> HostCopy:
         """Begins a copy of all that the tensor's storage holds."""
-        data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.detach().untyped_storage())
         stays = tensor.is_meta or reads_at_once(tensor.device)
         if not stays and self._stream is None:
             self._stream = torch.Stream(tensor.device)
-        self._last = HostCopy(data, None if stays else self._stream, self._last)
+        self._last = HostCopy(tensor.detach(), None if stays else self._stream, self._last)
         return self._last
 
 
 class HostCopy:
     """The bytes of one storage, on the host."""
 
-    def __init__(self, data: Tensor, stream: Any, previous: HostCopy | None) -> None:
-        self._device = data.device
+    def __init__(self, tensor: Tensor, stream: Any, previous: HostCopy | None) -> None:
+        """Copies over a stream; without one the tensor's own memory is the copy."""
+        data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        self._device = tensor.device
         self._stream = stream
         self._previous = previous
         self._arriving: Tensor | None = None
         self._arrived: ref[Tensor] | None = None
         if stream is None:
-            self._host = data
+            self._host, self._shared, self._version = data, tensor, tensor._version
             return
         [self._host] = host_buffers([data])
         stream.wait_stream(torch.accelerator.current_stream(self._device))
@@ -55,6 +57,7 @@ class HostCopy:
     def data(self) -> Tensor:
         """Returns the bytes on the device; who holds them decides how long they stay there."""
         if self._stream is None:
+            refuse_changed(self._shared, self._version)
             return self._host
         arrived = None if self._arrived is None else self._arrived()
         if arrived is None:
@@ -98,3 +101,12 @@ class Piece:
 
         mesh, placements, shape, stride = self._layout
         return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def refuse_changed(tensor: Tensor, version: int) -> None:
+    """Refuses a saved tensor that was written to since: with hooks on saved tensors, torch leaves this to the hooks."""
+    if tensor._version != version:
+        raise TrainwrightError(
+            f"A tensor of shape {tuple(tensor.shape)} was changed in place between forward and backward, which needs "
+            "it as it was. Use an operation that is not in place (no trailing underscore, no +=)."
+        )

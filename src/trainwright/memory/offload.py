@@ -2,8 +2,8 @@
 
     model.offload: [decoder_input]
 
-A model names a tensor by `name_tensor(hidden, "decoder_input")` (models/layers/named_tensors.py). What autograd saves of
-it for the backward pass is copied to the host beside the computation, and comes back when it is needed. With
+A model names a tensor by `name_tensor(hidden, "decoder_input")` (models/layers/named_tensors.py). What autograd saves
+of it for the backward pass is copied to the host beside the computation, and comes back when it is needed. With
 `model.remat` of the blocks their inputs are all that is left on the device, and offloading those leaves nothing.
 How bytes travel is in host_copies.py.
 """
@@ -24,9 +24,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from trainwright.config.problems import describe, suggest
-from trainwright.errors import ConfigError, TrainwrightError
+from trainwright.errors import ConfigError
 from trainwright.memory.forwards import Around, Forward, put_around
-from trainwright.memory.host_copies import HostCopies, HostCopy, Piece
+from trainwright.memory.host_copies import HostCopies, HostCopy, Piece, refuse_changed
 from trainwright.memory.places import by_path, parts_of
 from trainwright.models.layers.named_tensors import name_tensor
 from trainwright.parallel.local import is_split, local
@@ -132,7 +132,7 @@ class Watch(TorchFunctionMode):
     """
 
     def __init__(self, names: frozenset[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.heard: set[str] = set()
         """All names that were told."""
         self.moved: set[str] = set()
@@ -189,12 +189,7 @@ def unpack(saved: _Saved) -> Tensor:
     content = saved.content
     if isinstance(content, Piece):
         return content.tensor()
-    if content._version != saved.version:
-        # With hooks torch leaves this to the hooks.
-        raise TrainwrightError(
-            f"A tensor of shape {tuple(content.shape)} was changed in place between forward and backward, which needs it "
-            "as it was. Use an operation that is not in place (no trailing underscore, no +=)."
-        )
+    refuse_changed(content, saved.version)
     return content
 
 
@@ -203,4 +198,4 @@ def _storage(tensor: Tensor) -> StorageWeakRef | None:
     own = local(tensor)
     if type(own) not in (Tensor, nn.Parameter) or (own is tensor) == is_split(tensor):
         return None
-    return StorageWeakRef(own.untyped_storage())
+    return StorageWeakRef(own.untyped_storage())  # type: ignore[no-untyped-call]

@@ -13,14 +13,14 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from trainwright.config.problems import describe
 from trainwright.errors import ConfigError
@@ -51,8 +51,14 @@ class Remat:
 def recompute_layers(model: nn.Module, given: Any, *, is_whole: bool = True) -> list[str]:
     """Has the layers that a setting names recomputed, in place; returns their names, in the model's order."""
     chosen = choose_layers(model, given, is_whole=is_whole)
+    # One object for all layers that keep the same: compiled blocks (scan.py) share a graph only if they share it.
+    contexts = {
+        setting.save: partial(create_selective_checkpoint_contexts, Policy(setting.save))
+        for _, setting in chosen.values()
+        if setting.save
+    }
     for layer, setting in chosen.values():
-        put_around(layer, partial(Recomputed, policy=Policy(setting.save) if setting.save else None))
+        put_around(layer, partial(Recomputed, contexts=contexts.get(setting.save)))
     return list(chosen)
 
 
@@ -94,9 +100,11 @@ def read_remat(label: str, given: Any) -> Remat:
 class Recomputed(Around):
     """A forward that keeps its inputs and, where a policy says so, some results; the rest is computed twice."""
 
-    def __init__(self, forward: Forward, policy: Policy | None = None) -> None:
+    def __init__(self, forward: Forward, contexts: Callable[[], Any] | None = None) -> None:
+        """`contexts` gives those of the first pass and of the recomputation, by which results are kept."""
         super().__init__(forward)
-        self._contexts = noop_context_fn if policy is None else partial(create_selective_checkpoint_contexts, policy)
+        # No key where there are none: torch.compile does not know torch's own default.
+        self._contexts = {} if contexts is None else {"context_fn": contexts}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward; without gradients there is nothing to hold, nor to recompute."""
@@ -105,7 +113,7 @@ class Recomputed(Around):
         # torch looks only at positional tensors: for the device whose random numbers must repeat, and as inputs that
         # are saved by way of hooks (offload.py).
         names = tuple(kwargs)
-        return checkpoint(self._run, names, *args, *kwargs.values(), use_reentrant=False, context_fn=self._contexts)
+        return checkpoint(self._run, names, *args, *kwargs.values(), use_reentrant=False, **self._contexts)
 
     def _run(self, names: tuple[str, ...], *values: Any) -> Any:
         num_positional = len(values) - len(names)

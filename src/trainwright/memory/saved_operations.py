@@ -1,7 +1,7 @@
 """Which operations of a recomputed layer keep their results: `save: [mm, scaled_dot_product_attention]`.
 
-Names are those of torch's operations below autograd (aten, or `namespace::name`). Matrix products and attention are what
-costs time to compute again; everything between them is cheap.
+Names are those of torch's operations below autograd (aten, or `namespace::name`). Matrix products and attention are
+what costs time to compute again; everything between them is cheap.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from trainwright.models.layers.attention import attend
 from trainwright.models.layers.checks import check_heads, check_ids, check_keywords, check_length, embed
 from trainwright.models.layers.classes import class_criterion, class_loss, label_names, num_labels_of
 from trainwright.models.layers.masks import unpadded_keys
+from trainwright.models.layers.named_tensors import name_tensor
 from trainwright.models.layers.precision import at_least_float32
 from trainwright.models.layers.settings import keywords_of, refuse_other_values
 from trainwright.models.layers.whole_sequence import WholeSequence
@@ -119,6 +120,10 @@ class Bert(Model):
         check_ids(input_ids)
         check_length(input_ids.shape[1], self.max_positions)
         return self.bert.begin(input_ids, token_type_ids, position_ids)
+
+    def hidden_shape(self, input_ids: Tensor, **_: Any) -> tuple[int, ...]:
+        """Returns [B, S, D] of the states."""
+        return (*self.sequence.take(input_ids).shape, self.settings["hidden_size"])
 
     def beside(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> tuple[Tensor | None]:
         """Returns the mask that all layers get."""
@@ -220,6 +225,10 @@ class BertClassifier(Model):
         check_length(input_ids.shape[1], self.max_positions)
         return self.bert.begin(input_ids, token_type_ids, position_ids)
 
+    def hidden_shape(self, input_ids: Tensor, **_: Any) -> tuple[int, ...]:
+        """Returns [B, S, D] of the states."""
+        return (*self.sequence.take(input_ids).shape, self.settings["hidden_size"])
+
     def beside(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> tuple[Tensor | None]:
         """Returns the mask that all layers get."""
         return (self.bert.mask(input_ids, attention_mask),)
@@ -266,7 +275,7 @@ class Body(nn.Module):
         mask = self.mask(input_ids, attention_mask)
         layers: Any = self.encoder["layer"]
         for layer in layers:
-            hidden = layer(hidden, mask)
+            hidden = layer(name_tensor(hidden, "encoder_input"), mask)
         return hidden
 
     def begin(self, input_ids: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None) -> Tensor:

@@ -4,7 +4,8 @@ Weights are loaded first, into the model as it was published; replacements then 
 adapters go on the layers that there are at last. Freezing comes last: what the user names is frozen, whatever else.
 A run that has a checkpoint loads no weights here, and its pretrained folder may be gone (pretrained_facts.py), unless
 something is made from the loaded weights.
-Each step is a file of its own; who asks for a model, and when, is parts.py's.
+Each step is a file of its own; who asks for a model, and when, is parts.py's. How it is split over ranks and rewritten
+to need less memory (`sharding`, `remat`, `scan`, `offload`) comes after all of this, in placing.py.
 """
 
 from __future__ import annotations
@@ -45,7 +46,6 @@ Origin = Callable[[str], object | None]
 """Where a setting such as `model.lora` was written, or None."""
 
 PRETRAINED_KEYS = ("folder", "strict", "home_path", "dtype", "allow_pickle")
-NOT_SUPPORTED = ("sharding", "remat", "scan", "offload")
 
 
 def build_model_section(
@@ -66,9 +66,6 @@ def build_model_section(
     beside adapters, which freeze the rest: frozen, it would stay noise.
     """
     reserved = section.reserved
-    for key in NOT_SUPPORTED:
-        if key in reserved:
-            raise ConfigError(f"model.{key} is not supported in this version. Remove it.", where=origin(f"model.{key}"))
     pretrained = _read_pretrained(reserved.get("pretrained"), project_dir, origin)
     rules = _rules(reserved["replace"], origin) if "replace" in reserved else {}
     generators = _Generators()

@@ -21,6 +21,7 @@ from trainwright.models.layers.activations import activation as find_activation
 from trainwright.models.layers.attention import split_heads
 from trainwright.models.layers.checks import check_heads, check_ids, check_keywords, check_length, embed
 from trainwright.models.layers.masks import next_tokens, visible_keys
+from trainwright.models.layers.named_tensors import name_tensor
 from trainwright.models.layers.precision import at_least_float32
 from trainwright.models.layers.settings import keywords_of, refuse_other_values
 from trainwright.models.layers.whole_sequence import WholeSequence
@@ -154,6 +155,10 @@ class GPT2(Model):
         self._check_tokens(input_ids)
         return self.transformer.begin(input_ids, position_ids)
 
+    def hidden_shape(self, input_ids: Tensor, **_: Any) -> tuple[int, ...]:
+        """Returns [B, S, D] of the states."""
+        return (*self.sequence.take(input_ids).shape, self.settings["hidden_size"])
+
     def beside(
         self,
         input_ids: Tensor,
@@ -252,7 +257,7 @@ class Decoder(nn.Module):
         if cache is None:
             mask = visible_keys(attention_mask, document_ids)
             for block in self.h:
-                hidden = block(hidden, mask)
+                hidden = block(name_tensor(hidden, "decoder_input"), mask)
         else:
             mask = cache.visible_keys(input_ids)
             for number, block in enumerate(self.h):

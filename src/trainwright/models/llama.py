@@ -23,6 +23,7 @@ from trainwright.models.generation import KeyValueCache, LayerCache, append_toke
 from trainwright.models.layers.checks import check_ids, check_keywords, check_length, embed
 from trainwright.models.layers.linear_cross_entropy import is_plain_head, is_plain_mean, linear_cross_entropy
 from trainwright.models.layers.masks import next_tokens, visible_keys
+from trainwright.models.layers.named_tensors import name_tensor
 from trainwright.models.layers.precision import at_least_float32
 from trainwright.models.layers.rotary import Rotations, checked_scaling, rotary_angles, rotate
 from trainwright.models.layers.settings import keywords_of, refuse_other_values
@@ -148,6 +149,10 @@ class Llama(Model):
         """Embeds the tokens [B, S]: the states [B, S, D] that the first layer gets."""
         self._check_tokens(input_ids)
         return self.model.begin(input_ids)
+
+    def hidden_shape(self, input_ids: Tensor, **_: Any) -> tuple[int, ...]:
+        """Returns [B, S, D] of the states."""
+        return (*self.sequence.take(input_ids).shape, self.settings["hidden_size"])
 
     def beside(
         self,
@@ -295,7 +300,7 @@ class Decoder(nn.Module):
         if cache is None:
             mask = visible_keys(attention_mask, document_ids)
             for layer in self.layers:
-                hidden = layer(hidden, rotations, mask)
+                hidden = layer(name_tensor(hidden, "decoder_input"), rotations, mask)
         else:
             mask = cache.visible_keys(input_ids)
             for number, layer in enumerate(self.layers):

@@ -36,9 +36,13 @@ class LoRALinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Maps [..., in] to [..., out]."""
         output = F.linear(input, self.weight, self.bias)
-        adapter_input = F.dropout(input, self.lora_dropout, self.training).to(self.lora_a.dtype)
+        adapter_input = self.drop(input).to(self.lora_a.dtype)
         added = F.linear(F.linear(adapter_input, self.lora_a), self.lora_b) * (self.lora_alpha / self.lora_rank)
         return output + added.to(output.dtype)
+
+    def drop(self, input: Tensor) -> Tensor:
+        """Returns what the adapter sees of the input while training."""
+        return F.dropout(input, self.lora_dropout, self.training)
 
     def reset_parameters(self) -> None:
         """Draws the weights anew, the adapter's too."""

@@ -101,6 +101,10 @@ class Model(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} has no stack of blocks that could be run in parts.")
 
+    def hidden_shape(self, *args: Any, **batch: Any) -> tuple[int, ...]:
+        """Returns the shape of what `begin` returns for a batch, without a look at any parameter."""
+        raise NotImplementedError(f"{type(self).__name__} has no stack of blocks that could be run in parts.")
+
     def beside(self, *args: Any, **batch: Any) -> tuple[Any, ...]:
         """Returns what each block gets beside the hidden states; it uses no parameters."""
         raise NotImplementedError(f"{type(self).__name__} has no stack of blocks that could be run in parts.")

@@ -23,6 +23,7 @@ from trainwright.models.layers.activations import activation
 from trainwright.models.layers.attention import attend
 from trainwright.models.layers.checks import check_heads, check_ids, check_keywords, embed
 from trainwright.models.layers.masks import unpadded_keys, visible_keys
+from trainwright.models.layers.named_tensors import name_tensor
 from trainwright.models.layers.precision import at_least_float32
 from trainwright.models.layers.settings import keywords_of
 from trainwright.models.model import Model
@@ -250,9 +251,9 @@ class Stack(nn.Module):
         of them count.
         """
         hidden = self.dropout(hidden)
-        bias = None
+        bias, name = None, "encoder_input" if states is None else "decoder_input"
         for block in self.block:
-            hidden, bias = block(hidden, bias, visible, states, visible_states)
+            hidden, bias = block(name_tensor(hidden, name), bias, visible, states, visible_states)
         normalised: Tensor = self.dropout(self.final_layer_norm(hidden))
         return normalised
 

@@ -19,6 +19,7 @@ from trainwright.models.layers.activations import activation as find_activation
 from trainwright.models.layers.attention import attend
 from trainwright.models.layers.checks import check_heads, check_keywords
 from trainwright.models.layers.classes import class_criterion, class_loss, label_names, num_labels_of
+from trainwright.models.layers.named_tensors import name_tensor
 from trainwright.models.layers.settings import keywords_of
 from trainwright.models.model import KeyRule, Model
 
@@ -101,6 +102,10 @@ class ViT(Model):
         """Cuts and embeds the images: the states [B, S, D] that the first layer gets."""
         return self.vit.begin(pixel_values)
 
+    def hidden_shape(self, pixel_values: Tensor, **_: Any) -> tuple[int, ...]:
+        """Returns [B, S, D] of the states."""
+        return (len(pixel_values), *self.vit.states_shape)
+
     def beside(self, **_: Any) -> tuple[()]:
         """Returns nothing: a layer gets the states alone."""
         return ()
@@ -171,7 +176,8 @@ class Body(nn.Module):
             )
         self.patch_projection = nn.Conv2d(settings["num_channels"], hidden_size, kernel_size=patch, stride=patch)
         self.cls_token = nn.Parameter(torch.empty(1, 1, hidden_size))
-        self.position_embeddings = nn.Parameter(torch.empty(1, num_patches + 1, hidden_size))
+        self.states_shape = (num_patches + 1, hidden_size)
+        self.position_embeddings = nn.Parameter(torch.empty(1, *self.states_shape))
         self.dropout = nn.Dropout(settings["dropout"])
         self.layers = nn.ModuleList(Layer(settings) for _ in range(settings["num_layers"]))
         self.layernorm = nn.LayerNorm(hidden_size, eps=settings["norm_eps"])
@@ -180,7 +186,7 @@ class Body(nn.Module):
         """Cuts, embeds and encodes the images."""
         hidden = self.begin(pixel_values)
         for layer in self.layers:
-            hidden = layer(hidden)
+            hidden = layer(name_tensor(hidden, "encoder_input"))
         normalised: Tensor = self.layernorm(hidden)
         return normalised
 

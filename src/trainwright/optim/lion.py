@@ -97,7 +97,7 @@ class Lion(torch.optim.Optimizer):
         self._has_parts = self._has_parts or has_parts(self.param_groups[-1]["params"])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         self._has_parts = optimizes_parts(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

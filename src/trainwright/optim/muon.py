@@ -171,7 +171,7 @@ class Muon(torch.optim.Optimizer):
         return {**super().__getstate__(), "_rule": self._rule}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         self._has_parts = optimizes_parts(self)
 
     def _gradients(self, parameters: list[Tensor]) -> list[Tensor]:

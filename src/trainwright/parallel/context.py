@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from trainwright.errors import ConfigError
 from trainwright.labels import IGNORED_LABEL
 from trainwright.parallel.context_collectives import join_chunks, sum_over
-from trainwright.parallel.context_dropout import own_random_numbers, replace_dropouts
+from trainwright.parallel.context_dropout import draw_apart, own_random_numbers
 from trainwright.parallel.context_ring import ring_attention, ring_kernel
 from trainwright.parallel.mesh import Mesh
 
@@ -92,18 +92,19 @@ class SplitSequence:
                 f"{queries.shape[2]} queries met {keys.shape[2]} keys on a rank, as with a cache of keys and values. "
                 "A sequence that is split over ranks (runtime.mesh.context) has no such cache: call the model without."
             )
-        if torch.is_autocast_enabled(queries.device.type):
-            dtype = torch.get_autocast_dtype(queries.device.type)
-            queries, keys, values = (each.to(dtype) for each in (queries, keys, values))
         if is_causal and mask is None and not dropout and (kernel := ring_kernel(queries, keys)):
             return ring_attention(queries, keys, values, group=self.group, kernel=kernel, scale=scale)
-        # One message for both.
-        keys, values = join_chunks(torch.stack((keys, values)), 3, self.group).unbind()
+        keys, values = self.gather(keys, values)
         settings = {"dropout_p": dropout, "scale": scale, "enable_gqa": enable_gqa}
         if not dropout or torch.compiler.is_compiling():
             return self._attend_to_all(queries, keys, values, mask=mask, is_causal=is_causal, settings=settings)
         with own_random_numbers(queries.device, self.rank):
             return self._attend_to_all(queries, keys, values, mask=mask, is_causal=is_causal, settings=settings)
+
+    def gather(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values of all positions, those added at the end included, by one message."""
+        all_keys, all_values = join_chunks(torch.stack((keys, values)), 3, self.group).unbind()
+        return all_keys, all_values
 
     def mean(self, loss: Tensor, targets: Tensor) -> Tensor:
         """Returns the mean loss over the whole sequence, from that over this rank's `targets` (ignored ones apart)."""
@@ -192,7 +193,7 @@ def split_sequences(model: nn.Module, mesh: Mesh) -> None:
     sequence = SplitSequence(rank=mesh.rank("context"), size=size, group=mesh.group("context"))
     for module in modules:
         module.sequence = sequence  # type: ignore[assignment]  # no module, but nn.Module's types know only those
-    replace_dropouts(model, rank=sequence.rank)
+    draw_apart(model, rank=sequence.rank)
 
 
 def _has_sequence(module: nn.Module) -> bool:

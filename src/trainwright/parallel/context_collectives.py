@@ -13,6 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 has other names for both, and warns of the old ones.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 def join_chunks(part: Tensor, dim: int, group: Any) -> Tensor:
     """Returns the chunks of all ranks along `dim`, in the order of positions; a rank's part is its two chunks."""
@@ -34,7 +38,7 @@ class _JoinChunks(torch.autograd.Function):
         ctx.dim, ctx.group = dim, group
         size = dist.get_world_size(group)
         gathered = part.new_empty((size * part.shape[0], *part.shape[1:]))
-        dist.all_gather_into_tensor(gathered, part.contiguous(), group=group)
+        _all_gather(gathered, part.contiguous(), group=group)
         pairs = [each.chunk(2, dim) for each in gathered.chunk(size)]
         return torch.cat([first for first, _ in pairs] + [second for _, second in reversed(pairs)], dim)
 
@@ -43,9 +47,11 @@ class _JoinChunks(torch.autograd.Function):
         size = dist.get_world_size(ctx.group)
         chunks = grad.chunk(2 * size, ctx.dim)
         by_rank = torch.cat([torch.cat((chunks[rank], chunks[-1 - rank]), ctx.dim) for rank in range(size)])
+        # One process would add up in float32 and round once, even where the gradients have 16 bits.
+        by_rank = by_rank.to(torch.promote_types(grad.dtype, torch.float32))
         summed = by_rank.new_empty((by_rank.shape[0] // size, *by_rank.shape[1:]))
-        dist.reduce_scatter_tensor(summed, by_rank, group=ctx.group)
-        return summed, None, None
+        _reduce_scatter(summed, by_rank, group=ctx.group)
+        return summed.to(grad.dtype), None, None
 
 
 class _SumOver(torch.autograd.Function):

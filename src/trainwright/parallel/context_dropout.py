@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 @contextmanager
@@ -19,9 +20,13 @@ def own_random_numbers(device: torch.device, rank: int) -> Iterator[None]:
 
     The seed is drawn from the host's generator, so that no device is waited for.
     """
-    seed = int(torch.randint(2**62, (), device="cpu")) ^ (rank * 0x9E3779B97F4A7C15 % 2**62)
+    drawn = torch.randint(2**62, (), device="cpu")
+    if isinstance(drawn, FakeTensor):  # a plan of a run, in which nothing is worked out
+        yield
+        return
+    seed = int(drawn) ^ (rank * 0x9E3779B97F4A7C15 % 2**62)  # bits that differ all over
     indices = [] if device.index is None else [device.index]
-    with torch.random.fork_rng(devices=indices, device_type=device.type):
+    with torch.random.fork_rng(devices=indices, **({"device_type": device.type} if indices else {})):
         torch.default_generator.manual_seed(seed)
         if indices:
             torch.get_device_module(device).manual_seed(seed)
@@ -31,10 +36,7 @@ def own_random_numbers(device: torch.device, rank: int) -> Iterator[None]:
 class PartDropout(nn.Dropout):
     """nn.Dropout that draws for itself on states [B, S, D]; what has fewer dims is no part, and equal on all ranks."""
 
-    def __init__(self, replaced: nn.Dropout, *, rank: int) -> None:
-        super().__init__(replaced.p, replaced.inplace)
-        self.training = replaced.training
-        self.rank = rank
+    rank: int
 
     def forward(self, input: Tensor) -> Tensor:
         """Drops features; a compiled graph draws from the shared numbers, for it cannot change generators."""
@@ -45,12 +47,9 @@ class PartDropout(nn.Dropout):
             return super().forward(input)
 
 
-def replace_dropouts(model: nn.Module, *, rank: int) -> None:
-    """Puts a PartDropout in place of every nn.Dropout of the model, one that has several names once."""
-    replacements: dict[nn.Module, PartDropout] = {}
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):  # named_children leaves out second names
-            if type(child) is nn.Dropout:
-                if child not in replacements:
-                    replacements[child] = PartDropout(child, rank=rank)
-                setattr(parent, name, replacements[child])
+def draw_apart(model: nn.Module, *, rank: int) -> None:
+    """Makes a PartDropout of every nn.Dropout of the model, in place: hooks on it stay."""
+    for module in model.modules():
+        if type(module) is nn.Dropout:
+            module.__class__ = PartDropout
+            module.rank = rank  # type: ignore[assignment]  # no module either

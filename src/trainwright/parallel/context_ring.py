@@ -62,8 +62,8 @@ KERNELS = {torch.float16: FLASH, torch.bfloat16: FLASH, torch.float32: EFFICIENT
 
 
 class _Ring(NamedTuple):
-    forward: Callable[..., tuple[Any, ...]]
-    backward: Callable[..., tuple[Any, ...]]
+    attend: Callable[..., tuple[Any, ...]]
+    gradients: Callable[..., tuple[Any, ...]]
     options: Any
 
 
@@ -75,21 +75,26 @@ def torch_ring() -> _Ring | None:
     except ImportError:
         return None
     names = ("_templated_ring_attention", "_templated_ring_attention_backward", "_cp_options")
-    forward, backward, options = (getattr(_attention, name, None) for name in names)
-    if forward is None or backward is None or options is None:
+    attend, gradients, options = (getattr(_attention, name, None) for name in names)
+    if attend is None or gradients is None or options is None:
         return None
-    starts = [list(inspect.signature(each).parameters)[:3] for each in (forward, backward)]
+    starts = [list(inspect.signature(each).parameters)[:3] for each in (attend, gradients)]
     if starts != [["group", "seq_dim", "op"]] * 2:
         return None
-    return _Ring(forward, backward, options)
+    return _Ring(attend, gradients, options)
 
 
 def ring_kernel(queries: Tensor, keys: Tensor) -> RingKernel | None:
-    """Returns the kernel with which these tensors [B, heads, S, W] go through the ring; None: they cannot."""
+    """Returns the kernel with which these tensors [B, heads, S, W] go through the ring; None: they cannot.
+
+    A compiler cannot follow torch's ring, so that compiled models gather.
+    """
+    if torch.compiler.is_compiling():
+        return None
     ring = torch_ring()
     if ring is None or not ring.options.enable_load_balance or not waits_for_memory(queries.device):
         return None
-    kernel = KERNELS.get(queries.dtype)
+    kernel = KERNELS.get(_dtype_inside(queries))
     if kernel is None or keys.shape[2:] != queries.shape[2:]:
         return None
     length, width = queries.shape[2:]
@@ -105,11 +110,19 @@ def ring_attention(
     Each tensor is [B, heads, S, W] and holds, of twice as many chunks as ranks, the rank's own and that many from the
     end. The parts are merged in float32.
     """
+    dtype = _dtype_inside(queries)
+    queries, keys, values = (each.to(dtype) for each in (queries, keys, values))
     num_shared = queries.shape[1] // keys.shape[1]
     if num_shared > 1 and not kernel.is_grouped:
         keys, values = (each.repeat_interleave(num_shared, dim=1) for each in (keys, values))
     apply: Callable[..., Tensor] = _RingAttention.apply  # torch has no types here
     return apply(queries, keys, values, group, kernel, scale)
+
+
+def _dtype_inside(queries: Tensor) -> torch.dtype:
+    """Returns the dtype in which attention is worked out here: autocast knows nothing of the ring."""
+    kind = queries.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else queries.dtype
 
 
 class _RingAttention(torch.autograd.Function):
@@ -127,7 +140,7 @@ class _RingAttention(torch.autograd.Function):
     ) -> Tensor:
         ring = torch_ring()
         assert ring is not None  # else there would be no kernel to call this with
-        mixed, sums, *rest = ring.forward(
+        mixed, sums, *rest = ring.attend(
             group,
             2,
             kernel.forward,
@@ -152,7 +165,7 @@ class _RingAttention(torch.autograd.Function):
         ring = torch_ring()
         assert ring is not None
         queries, keys, values, mixed, sums, *rest = ctx.saved_tensors
-        grads = ring.backward(
+        grads = ring.gradients(
             ctx.group,
             2,
             ctx.kernel.backward,

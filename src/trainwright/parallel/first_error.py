@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import Store
 
+from trainwright.errors import ConfigError
+
 _REACH_SECONDS = 2.0
 """How long the store may take to be found. The process is about to end: nobody waits long to be polite."""
+
+
+class RaisedByAll(ConfigError):  # noqa: N818  # an error by what it inherits
+    """An error that every rank raises in the same words: the first rank is the one that says it."""
 
 
 class Failure(NamedTuple):
@@ -33,6 +40,8 @@ def note_failure(error: BaseException) -> bool:
     rank = os.environ.get("RANK", "0")
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return True
+    if isinstance(error, RaisedByAll):
+        return rank == "0"
     try:
         store = TCPStore(
             os.environ["MASTER_ADDR"],
@@ -41,6 +50,8 @@ def note_failure(error: BaseException) -> bool:
             timeout=timedelta(seconds=_REACH_SECONDS),
             wait_for_workers=False,
         )
+        if who_is(store, rank) not in ("", own_name()):
+            return True  # this is another run's store: two runs share a port
         note = json.dumps([int(rank), str(error) or repr(error)])
         first = json.loads(store.compare_set(_key(), "", note))
     except (RuntimeError, KeyError, ValueError):  # torch's errors of the network are RuntimeErrors
@@ -54,6 +65,19 @@ def noted_failure(store: Store) -> Failure | None:
         return None
     note: Any = json.loads(store.get(_key()))
     return Failure(*note)
+
+
+def own_name() -> str:
+    """Names this process for those who look for it."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def who_is(store: Store, rank: int | str, *, name: str = "") -> str:
+    """Returns the name of the process that came first as this rank; `name` is noted if none has. "": none has."""
+    key = f"trainwright/who/{rank}"
+    if not name and not store.check([key]):
+        return ""
+    return str(store.compare_set(key, "", name), "utf-8")
 
 
 def _key() -> str:

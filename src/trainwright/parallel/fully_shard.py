@@ -62,6 +62,7 @@ def shard_parameters(
         return GradientSync([], [], groups=(), reduces_last=False)
     replicate = mesh.group("replicate")
     along = shard if replicate is None else _hybrid(mesh)
+    methods = _forward_methods(model)
     blocks = find_blocks(model)
     whole = _kept_whole(model, blocks)
     marks = {name: _attributes_of(parameter) for name, parameter in model.named_parameters()}
@@ -80,9 +81,10 @@ def shard_parameters(
         parameter.data = parameter.data.to(device)
     for name, parameter in model.named_parameters():
         vars(parameter).update(marks[name])
-    _gather_around_methods(model)
+    for method in methods:
+        register_fsdp_forward_method(model, method)
     # Training lets go of the model in its backward; an evaluation has none, and averaged weights would stay behind.
-    model.register_forward_hook(torch.compiler.disable(_let_go_without_backward))
+    model.register_forward_hook(torch.compiler.disable(_let_go_without_backward))  # type: ignore[no-untyped-call]
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     groups = [shard.get_group()] + ([] if replicate is None else [replicate])
     return GradientSync(modules, whole, groups=groups, reduces_last=settings.accumulate_unsharded)
@@ -164,14 +166,15 @@ def _precision(module: nn.Module, settings: SplitSettings, whole: set[nn.Paramet
     return MixedPrecisionPolicy(settings.gather_dtype, dtypes[0] if dtypes else None, cast_forward_inputs=False)
 
 
-def _gather_around_methods(model: nn.Module) -> None:
-    for name in getattr(model, "forward_methods", ()):
+def _forward_methods(model: nn.Module) -> tuple[str, ...]:
+    names = tuple(getattr(model, "forward_methods", ()))
+    for name in names:
         if not callable(getattr(model, name, None)):
             raise ConfigError(
-                f"{type(model).__mro__[1].__name__}.forward_methods lists {name!r}, which is no method of the model. "
-                "Correct the name, or remove it."
+                f"{type(model).__name__}.forward_methods lists {name!r}, which is no method of the model. Correct the "
+                "name, or remove it."
             )
-        register_fsdp_forward_method(model, name)
+    return names
 
 
 def _let_go_without_backward(model: nn.Module, inputs: Any, outputs: Any) -> None:

@@ -16,7 +16,10 @@ from trainwright.parallel.mesh import Mesh
 
 
 class GradientNorm:
-    """Measures the gradients of a model that is split over ranks. `twice` names parameters that two stages hold."""
+    """Measures the gradients of a model that is split over ranks.
+
+    `num_stages` says of parameters, by their id, how many stages of a pipeline hold them, where that is not one.
+    """
 
     def __init__(
         self, parameters: Sequence[torch.nn.Parameter], mesh: Mesh, *, num_stages: Mapping[int, int] | None = None

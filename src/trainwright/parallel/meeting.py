@@ -11,7 +11,6 @@ So a group that is restarted, wholly or in part, never takes up what an earlier 
 from __future__ import annotations
 
 import os
-import socket
 import time
 import uuid
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trainwright.errors import ConfigError, TrainwrightError
-from trainwright.parallel.first_error import noted_failure
+from trainwright.parallel.first_error import noted_failure, own_name, who_is
 
 ARRIVE_SECONDS = 300.0
 """How long ranks may come after each other: imports from a slow disk take minutes on many machines."""
@@ -36,7 +35,7 @@ def meet(store: Store, rank: int, size: int, *, arrive_seconds: float = ARRIVE_S
     """
     notes: Any = PrefixStore("trainwright/meeting", store)  # torch's stubs lack `append`
     if not _launcher_numbers_ranks():
-        _refuse_twins(notes, rank)
+        _refuse_twins(store, rank)
     own = uuid.uuid4().hex
     notes.append(_HERE, f"{rank} {own}\n")
     if rank == 0:
@@ -101,10 +100,10 @@ def _wait(is_done: Callable[[], bool], store: Store, rank: int, seconds: float) 
     return False
 
 
-def _refuse_twins(notes: Store, rank: int) -> None:
+def _refuse_twins(store: Store, rank: int) -> None:
     """Two processes with one number: two runs share a port."""
-    own = f"process {os.getpid()} on {socket.gethostname()}"
-    first = _text(notes.compare_set(f"who/{rank}", "", own))
+    own = own_name()
+    first = who_is(store, rank, name=own)
     if first != own:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ConfigError(

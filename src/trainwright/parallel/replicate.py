@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from trainwright.parallel.collectives import Ranks
-from trainwright.parallel.local import local, own_gradient
+from trainwright.parallel.local import is_split, local, own_gradient
 
+FIRST_BYTES = 2**20
+"""The first bucket is small, so that ranks begin to talk early."""
 BUCKET_BYTES = 25 * 2**20
 SMALL_BYTES = 2**16
 
@@ -127,7 +129,7 @@ class GradientSum:
             for number in numbers:
                 size += local(self._parameters[number]).nbytes
                 bucket.append(number)
-                if size >= BUCKET_BYTES:
+                if size >= (BUCKET_BYTES if buckets else FIRST_BYTES):
                     buckets.append(bucket)
                     bucket, size = [], 0
             if bucket:
@@ -147,17 +149,17 @@ class GradientSum:
     @torch.no_grad()
     def _unpack(self, bucket: list[int], flat: torch.Tensor, absent: list[bool]) -> None:
         sizes = [local(self._parameters[number]).numel() for number in bucket]
-        targets, sources = [], []
         for number, piece in zip(bucket, torch.split(flat, sizes), strict=True):
+            parameter = self._parameters[number]
             if absent and absent[number]:
                 continue
-            parameter = self._parameters[number]
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            targets.append(local(parameter.grad))
-            sources.append(piece.view(local(parameter).shape))
-        if targets:
-            torch._foreach_copy_(targets, sources)
+            summed = piece.view(local(parameter).shape)
+            if not is_split(parameter):
+                parameter.grad = summed  # a view: one copy less
+            else:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                local(parameter.grad).copy_(summed)
 
 
 @torch.no_grad()

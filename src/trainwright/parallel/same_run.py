@@ -23,7 +23,8 @@ from torch.distributed.distributed_c10d import Store
 
 from trainwright.built_ins import KIND_FOLDERS
 from trainwright.config import RunConfig
-from trainwright.errors import ConfigError, TrainwrightError
+from trainwright.errors import TrainwrightError
+from trainwright.parallel.first_error import RaisedByAll
 
 ANSWER_SECONDS = 25.0
 """How long a rank may take to answer once it has come. One that does not has died, and all are gone within 30 s."""
@@ -75,7 +76,10 @@ def refuse_other_runs(store: Store, rank: int, size: int, facts: RunFacts) -> No
         store.set(f"verdict/{rank}", _difference(first, own, rank))
     verdict = _wait_for(store, "verdict", "Rank 0")
     if verdict:
-        raise ConfigError(verdict)
+        store.set(f"heard/{rank}", "1")
+        if rank == 0:  # it may keep the store, and must not leave before the others have read it
+            _collect(store, [f"heard/{other}" for other in range(1, size)])
+        raise RaisedByAll(verdict)
 
 
 def _difference(first: Mapping[str, Mapping[str, str]], own: Mapping[str, Mapping[str, str]], rank: int) -> str:

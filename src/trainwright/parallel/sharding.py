@@ -71,7 +71,7 @@ class ShardingPlan:
         if layout is None or layout.data_dim is not None:
             return None if layout is None else layout.data_dim
         # A vocabulary that does not divide is split unevenly along tensor; FSDP then takes the other dim.
-        return 1 if name in self.uneven else None
+        return 1 if name in self.uneven and len(layout.axes) > 1 else None
 
     def remarks(self) -> list[str]:
         """Returns what a user should know: rules without effect, parameters without rules."""
@@ -262,7 +262,7 @@ def _check_sizes(
         if dim is None or name in plan.uneven:
             continue
         size = parameters[name].shape[dim]
-        parent = modules[path.rpartition(".")[0]]
+        parent = modules[path.rpartition(".")[0]] if isinstance(modules[path], nn.Linear) else None
         head_size, count = getattr(parent, "head_size", None), plan.fused.get(path, 1)
         heads = size // head_size // count if isinstance(head_size, int) and size % (head_size * count) == 0 else None
         if heads is not None and heads % num_parts:

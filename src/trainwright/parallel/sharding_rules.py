@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib.resources
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -55,9 +55,16 @@ class ShardingRules:
 
 
 def read_rules(
-    setting: str | Mapping[str, Any], *, project_dir: Path, origin: Origin | None = None
+    setting: str | Mapping[str, Any],
+    *,
+    project_dir: Path,
+    origin: Callable[[str], Origin | None] | Origin | None = None,
 ) -> ShardingRules:
-    """Reads `model.sharding`: a packaged name, a file of the project, or the rules themselves."""
+    """Reads `model.sharding`: a packaged name, a file of the project, or the rules themselves.
+
+    `origin` is where that stands, or tells where a setting stands.
+    """
+    origin = origin("model.sharding") if callable(origin) else origin
     if isinstance(setting, Mapping):
         return parse_rules(setting, where=origin)
     if not isinstance(setting, str) or not setting:

@@ -17,9 +17,11 @@ from typing import Any, ContextManager, cast
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainwright.backends import pick_backend
 from trainwright.build import _assemble
@@ -62,7 +64,7 @@ class ImaginaryRun:
         wanted = num_micro_batches or accumulation
         surroundings = trainer.surroundings
         gpu_forms: ContextManager[None] = _gpu_forms() if self.on_gpu else nullcontext()
-        with self.mode, trainer.storage, gpu_forms:
+        with self.mode, _ReadOnes(), trainer.storage, gpu_forms:
             trainer.samples_in_hand = micro * accumulation
             if wanted < accumulation:
                 batch = next(iter(trainer.micro_batches(batch)))
@@ -108,14 +110,12 @@ def imagine(
         trainer_class = _imagining(kind, mode, whole, sequence_length)
         # While a model is built ranks ask each other whether they have the same one; nobody would answer.
         ranks.size = 1
-        with mode, _unset():
-            backend = pick_backend("cpu")
-        with mode:
+        backend = pick_backend("cpu")
+        with mode, _ReadOnes():
             trainer, _ = _assemble(
                 trial, trainer_class, backend, ranks, Path(folder) / "run", kept=_kept_facts(config), evaluates=False
             )
         ranks.size = world_size
-        trainer.surroundings.updater.watch = None  # it reads the loss, which has no value
         trainer.model.train()
         yield ImaginaryRun(
             config=config,
@@ -247,9 +247,28 @@ class _Rows(Sequence[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
+class _ReadOnes(TorchDispatchMode):
+    """Within it a value that the host reads from a tensor without memory is 1: finite, true, and there."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # its own operations follow, on local tensors
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+        if func is torch.ops.aten.equal.default and isinstance(args[0], FakeTensor):
+            return True
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        if tensors and not any(isinstance(each, FakeTensor) for each in tensors):
+            with _unset():  # what is real stays so: the numbers of ranks in torch's meshes
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
 def _unset() -> ContextManager[Any]:
     """Within it tensors are real again."""
-    return cast(ContextManager[Any], unset_fake_temporarily())
+    return cast(ContextManager[Any], _disable_current_modes())
 
 
 @contextmanager

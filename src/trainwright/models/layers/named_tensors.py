@@ -6,8 +6,6 @@ a name is memory/offload.py. Without such a setting a name costs nothing.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
@@ -23,7 +21,7 @@ def name_tensor(tensor: Tensor, name: str) -> Tensor:
     >>> name_tensor(hidden, "decoder_input") is hidden
     True
     """
-    if not torch.compiler.is_compiling() and has_torch_function_unary(tensor):  # type: ignore[no-untyped-call]
-        answer: Any = handle_torch_function(name_tensor, (tensor,), tensor, name)
-        return tensor if answer is None else answer
+    if not torch.compiler.is_compiling() and has_torch_function_unary(tensor):
+        answer: Tensor = handle_torch_function(name_tensor, (tensor,), tensor, name)
+        return answer
     return tensor

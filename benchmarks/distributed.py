@@ -1,0 +1,274 @@
+"""Two processes on the CPU: our step against hand-written DDP and FSDP2, bytes sent, and memory of a rank.
+
+    python benchmarks/distributed.py [--steps 60] [--output FILE]
+
+Every contender trains the same Llama on the same tokens with torch's fused AdamW and clipping to norm 1. In each pair
+the two take turns, step after step, in the same processes, because the machine's speed drifts: after each of our steps
+(the whole loop, with its default hooks and a log line every 10) the hand-written loop makes one. Reported is the median
+of the ratios of neighbouring steps. Bytes are those of the collectives that torch was asked for, of whole tensors;
+the least is what the layout needs: the gradients summed once (DDP), or the parameters gathered for the forward, those of
+the blocks again for the backward, and the gradients reduced once (FSDP2).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+import yaml
+from torch import nn
+from torch.utils.data import Dataset
+
+LAYERS, WIDTH, VOCABULARY, LENGTH, BATCH = 4, 256, 2048, 128, 8
+"""BATCH is the samples of all ranks."""
+
+
+class Tokens(Dataset):
+    """Random tokens by number."""
+
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, index):
+        ids = torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+def model_section():
+    """The model of every contender."""
+    return {
+        "type": "llama",
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "num_layers": LAYERS,
+        "num_heads": 4,
+        "tie_embeddings": False,
+    }
+
+
+class HandWritten:
+    """What a person writes: DDP or FSDP2 around the model, and five lines."""
+
+    def __init__(self, layout):
+        from trainwright.models.llama import Llama
+
+        torch.manual_seed(0)
+        model = Llama(**{key: value for key, value in model_section().items() if key != "type"})
+        if layout == "replicate":
+            model = nn.parallel.DistributedDataParallel(model)
+        elif layout == "data":
+            from torch.distributed.fsdp import fully_shard
+
+            for layer in model.model.layers:
+                fully_shard(layer)
+            fully_shard(model)
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step(self, batch):
+        """One update."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.model(**batch)["loss"].backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+
+
+def ours(folder, layout, steps, hooks_of):
+    """Builds our run of this layout."""
+    from trainwright import RunConfig, Trainer, build_trainer
+
+    settings = {
+        "name": layout,
+        "output_dir": str(folder),
+        "model": model_section(),
+        "data": {"train": {"type": f"{Path(__file__).resolve()}:Tokens"}},
+        "trainer": {
+            "max_steps": steps,
+            "global_batch_size": BATCH,
+            "max_grad_norm": 1.0,
+            "optimizer": {"type": "adamw", "lr": 1e-3},
+        },
+        "checkpoint": {"every_steps": None},
+        "writers": ["json"],
+        "runtime": {"device": "cpu", "mesh": {"replicate" if layout == "one" else layout: -1}},
+    }
+    path = Path(folder) / f"{layout}.yaml"
+    if os.environ.get("RANK", "0") == "0":
+        path.write_text(yaml.safe_dump(settings))
+    if dist.is_initialized():
+        dist.barrier()
+    else:
+        while not path.exists():
+            time.sleep(0.05)
+
+    class Measured(Trainer):
+        """The default trainer with a hook more."""
+
+        @classmethod
+        def build_hooks(cls, build):
+            return [*build.hooks(), *hooks_of()]
+
+    return build_trainer(RunConfig.load(path), Measured, fresh=True)
+
+
+def take_turns(folder, layout, steps):
+    """Returns the seconds of our steps and of the hand-written ones, which ran in between."""
+    from trainwright import Hook
+
+    class Turns(Hook):
+        """Times our step, then makes one by hand."""
+
+        def __init__(self):
+            self.seconds, self.by_hand, self.other, self.ended = [], [], None, None
+
+        def after_step(self):
+            # The first of the hooks to see the step's end: what follows (vote, log line) is counted to the next step.
+            now = time.perf_counter()
+            if self.ended is not None:
+                self.seconds.append(now - self.ended)
+            if self.other is None:
+                self.other = HandWritten(layout)
+            begun = time.perf_counter()
+            self.other.step(self.batch)
+            ended = time.perf_counter()
+            if self.ended is not None:
+                self.by_hand.append(ended - begun)
+            self.ended = ended
+
+    turns = Turns()
+    trainer = ours(folder, layout, steps, lambda: [turns])
+    ids = torch.randint(0, VOCABULARY, (BATCH // dist.get_world_size(), LENGTH))
+    turns.batch = {"input_ids": ids, "labels": ids}
+    trainer.train()
+    return turns.seconds, turns.by_hand
+
+
+def bytes_of_a_step(folder, layout):
+    """Returns the collectives of one of our steps, and what a layout needs at least, in bytes of whole tensors."""
+    from trainwright import Hook
+    from trainwright.planning.collectives import CollectiveRecorder
+
+    class Record(Hook):
+        """Records the third step."""
+
+        def before_step(self):
+            if self.trainer.step == 2:
+                self.recorder = CollectiveRecorder(self.trainer.ranks.mesh)
+                self.recorder.__enter__()
+
+        def after_step(self):
+            if self.trainer.step == 3:
+                self.recorder.__exit__(None, None, None)
+
+    record = Record()
+    trainer = ours(folder, layout, 4, lambda: [record])
+    sizes = {name: each.numel() * each.element_size() for name, each in trainer.model.named_parameters()}
+    weights, in_blocks = sum(sizes.values()), sum(size for name, size in sizes.items() if ".layers." in name)
+    trainer.train()
+    sent = sum(each.sent_bytes for each in record.recorder.found)
+    # One all-reduce of the gradients; or a gather for the forward, one of the blocks for the backward, a reduce-scatter.
+    share = (dist.get_world_size() - 1) / dist.get_world_size()
+    least = share * (2 * weights if layout == "replicate" else 2 * weights + in_blocks)
+    table = [(each.kind, each.axis, each.count, each.num_bytes) for each in record.recorder.found]
+    return {"sent": sent, "least": least, "collectives": table}
+
+
+def memory_of_a_rank(folder, layout):
+    """Returns what parameters, gradients and optimizer state hold on this rank after a few steps, in bytes."""
+    from trainwright.parallel.local import local
+
+    trainer = ours(folder, layout, 3, list)
+    trainer.train()
+    held = 0
+    for parameter in trainer.model.parameters():
+        held += local(parameter).nbytes + (0 if parameter.grad is None else local(parameter.grad).nbytes)
+    for optimizer in trainer.optimizers.values():
+        for state in optimizer.state.values():
+            held += sum(local(value).nbytes for value in state.values() if isinstance(value, torch.Tensor))
+    return held
+
+
+def work(folder, steps):
+    """What each process does."""
+    found = {}
+    for layout in ("replicate", "data"):
+        own, by_hand = take_turns(folder, layout, steps)
+        pairs = list(zip(own, by_hand, strict=True))[5:]
+        found[layout] = {
+            "ours_ms": statistics.median(own for own, _ in pairs) * 1e3,
+            "by_hand_ms": statistics.median(other for _, other in pairs) * 1e3,
+            "ratio": statistics.median(own / other for own, other in pairs),
+            "bytes": bytes_of_a_step(folder, layout),
+            "held": memory_of_a_rank(folder, layout),
+        }
+    if dist.get_rank() == 0:
+        (Path(folder) / "found.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def report(found, one):
+    """Prints the figures and returns them as lines of Markdown."""
+    lines = [
+        "| layout | ours, ms | by hand, ms | ratio | bytes sent / least | state per rank / one process |",
+        "|---|---|---|---|---|---|",
+    ]
+    names = {"replicate": "replicate 2 (DDP)", "data": "data 2 (FSDP2)"}
+    for layout, row in found.items():
+        lines.append(
+            f"| {names[layout]} | {row['ours_ms']:.1f} | {row['by_hand_ms']:.1f} | {row['ratio']:.3f} | "
+            f"{row['bytes']['sent'] / row['bytes']['least']:.4f} | {row['held'] / one:.3f} |"
+        )
+    return lines
+
+
+def main():
+    """Launches two processes, then prints what they found."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.one:
+        print(memory_of_a_rank(Path(chosen.folder), "one"))
+        return
+    if chosen.folder:
+        work(chosen.folder, chosen.steps)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        subprocess.run([*launch, __file__, "--folder", folder, "--steps", str(chosen.steps)], check=True)
+        alone = [sys.executable, __file__, "--folder", folder, "--one"]
+        one = int(subprocess.run(alone, check=True, capture_output=True, text=True).stdout.split()[-1])
+        found = json.loads((Path(folder) / "found.json").read_text())
+    lines = report(found, one)
+    print("\n".join(lines))
+    for layout, row in found.items():
+        print(
+            layout,
+            *(
+                f"{kind} along {axis}: {count} × , {size:,} bytes"
+                for kind, axis, count, size in row["bytes"]["collectives"]
+            ),
+            sep="\n  ",
+        )
+    if chosen.output:
+        command = f"python benchmarks/distributed.py --steps {chosen.steps}"
+        text = "\n".join(["# Two processes on the CPU", "", f"`{command}`", "", *lines, ""])
+        chosen.output.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""Runs micro-batches through a model whose layers lie on several ranks, forward and backward.
+
+torch's schedules (torch.distributed.pipelining) decide who does what when and move the hidden states: one forward,
+one backward (1F1B) where there are micro-batches enough, else all forwards first. They want to know the shape of what
+travels beforehand; here it is worked out from the batch. What each rank keeps of the model is stages.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from trainwright.errors import DataError, TrainwrightError
+from trainwright.parallel.local import own_gradient
+from trainwright.parallel.mesh import Mesh
+from trainwright.parallel.stages import Stage, refuse_pipeline, split_layers
+
+__all__ = ["Pipeline", "refuse_pipeline", "split_layers"]
+
+logger = logging.getLogger(__name__)
+
+TRAVELLING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""The dtypes that hidden states may have on their way."""
+
+Batch = Mapping[str, Any]
+Scale = Callable[[Any, int], Tensor]
+
+
+class Hidden(NamedTuple):
+    """The shape and the dtype of the hidden states that travel from stage to stage."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Pipeline:
+    """The stages of one model, of which this rank runs one. All ranks of a pipeline call the same verbs together.
+
+    `tied` are the parameters that the first and the last stage both hold, with the group of the two: their gradients
+    are parts of one sum (`sum_tied_gradients`).
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, *, num_micro_batches: int, device: torch.device) -> None:
+        self._model: Any = model
+        self._mesh = mesh
+        self._device = device
+        self._group = mesh.group("pipeline")
+        stage: Any = model.stage
+        self._stage: Stage = stage
+        self._part = _Part(model, self._stage)
+        self._travel: dict[Any, tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._schedules: dict[bool, tuple[Any, PipelineScheduleSingle]] = {}
+        self._known_keys: set[frozenset[str]] = set()
+        self.tied = self._find_tied()
+        idle = (self._stage.num_stages - 1) / (num_micro_batches + self._stage.num_stages - 1)
+        logger.info(
+            "pipeline: %d stages and %d micro-batches an update: each rank is idle for %d %% of a step.",
+            self._stage.num_stages,
+            num_micro_batches,
+            round(100 * idle),
+        )
+
+    def run(self, pieces: Sequence[Batch], scale: Scale) -> None:
+        """Runs forward and backward of all micro-batches; gradients add up in `.grad`.
+
+        On the last stage `scale(outputs, number)` is called once for each piece, in order, with what the model
+        returned for it; it returns the number to propagate. The outputs are not kept: all logits of an update would
+        not fit. Pieces of different shapes are run one after the other, which costs idle time, not exactness.
+        """
+        for shape, numbers in self._in_equal_runs(pieces):
+            self._part.begin([pieces[number] for number in numbers], _shifted(scale, numbers[0]), shape)
+            self._step(shape, len(numbers), has_backward=True)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Any:
+        """Returns the model's outputs for a batch on the last stage, None on the others; without gradients."""
+        [(shape, _)] = self._in_equal_runs([batch])
+        self._part.begin([batch], None, shape)
+        self._step(shape, 1, has_backward=False)
+        return self._part.take_outputs()
+
+    @torch.no_grad()
+    def sum_tied_gradients(self) -> None:
+        """Adds up what both ends know of the gradients of shared weights; after the last backward, before the norm."""
+        for parameter, group in self.tied:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = own_gradient(parameter)
+            assert gradient is not None
+            dist.all_reduce(gradient, group=group)
+
+    def _find_tied(self) -> list[tuple[nn.Parameter, Any]]:
+        is_end = self._stage.is_first or self._stage.is_last
+        own = dict(self._model.named_parameters(remove_duplicate=False))
+        tied = [own[name] for name in self._stage.tied if is_end and own[name].requires_grad]
+        if not tied:
+            return []
+        group = self._group
+        if self._stage.num_stages > 2:
+            ranks = dist.get_process_group_ranks(group)
+            group = dist.new_group([ranks[0], ranks[-1]], use_local_synchronization=True)
+        return [(parameter, group) for parameter in tied]
+
+    def _in_equal_runs(self, pieces: Sequence[Batch]) -> Iterator[tuple[Hidden, list[int]]]:
+        """Yields the numbers of neighbouring pieces whose hidden states are of one shape, and that shape."""
+        shapes = [self._hidden_of(piece) for piece in pieces]
+        for shape, numbers in groupby(range(len(pieces)), key=lambda number: shapes[number]):
+            yield shape, list(numbers)
+
+    def _hidden_of(self, piece: Batch) -> Hidden:
+        keys = frozenset(piece)
+        if keys not in self._known_keys:
+            _refuse_other_keys(self._model, piece)
+            self._known_keys.add(keys)
+        kind = self._device.type
+        # What decides about the dtype; the same on every rank at the same time.
+        circumstances = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        if circumstances not in self._travel:
+            self._travel[circumstances] = self._learn(piece)
+        dtype, parts = self._travel[circumstances]
+        whole = self._model.hidden_shape(**piece)
+        place = self._mesh.rank("tensor")
+        return Hidden(tuple(_own_length(*each, place) for each in zip(whole, parts, strict=True)), dtype)
+
+    def _learn(self, piece: Batch) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Returns the dtype of hidden states and into how many parts each dim is cut along tensor.
+
+        Only the first stage can see it, by running its beginning once, and tells the others. All ranks of the run do
+        this at the same time, at the first batch: on a split model it is collective.
+        """
+        facts = torch.zeros(8, dtype=torch.int64)
+        if self._stage.is_first:
+            hidden = self._begin(piece)
+            whole = self._model.hidden_shape(**piece)
+            size, place = self._mesh.size("tensor"), self._mesh.rank("tensor")
+            parts = [1 if own == length else size for own, length in zip(hidden.shape, whole, strict=True)]
+            expected = [_own_length(*each, place) for each in zip(whole, parts, strict=True)]
+            if list(hidden.shape) != expected or hidden.dtype not in TRAVELLING:
+                raise TrainwrightError(
+                    f"{type(self._model).__name__}.begin returned {hidden.dtype} {list(hidden.shape)}, but its "
+                    f"hidden_shape says {list(whole)}. Let both agree, in a dtype of {', '.join(map(str, TRAVELLING))}."
+                )
+            facts[: 2 + len(parts)] = torch.tensor([TRAVELLING.index(hidden.dtype), len(parts), *parts])
+        facts = facts.to(self._device)
+        dist.broadcast(facts, src=dist.get_global_rank(self._group, 0), group=self._group)
+        number, num_dims, *parts = facts.tolist()
+        return TRAVELLING[number], tuple(parts[:num_dims])
+
+    @torch.no_grad()
+    def _begin(self, piece: Batch) -> Tensor:
+        """Returns the hidden states that the first block gets; leaves random generators alone."""
+        training = [module for module in self._model.modules() if module.training]
+        self._model.eval()  # dropout would draw
+        try:
+            return cast(Tensor, self._model(None, piece, only_begins=True))
+        finally:
+            for module in training:
+                module.training = True
+
+    def _step(self, hidden: Hidden, num_pieces: int, *, has_backward: bool) -> None:
+        """Lets torch's schedule run the pieces that the part was given."""
+        schedule = self._schedule(hidden, num_pieces, has_backward=has_backward)
+        numbers = torch.arange(num_pieces)  # the schedule cuts this into one number a micro-batch
+        try:
+            schedule.step(number=numbers, target=numbers if has_backward else None)
+        except RuntimeError as error:
+            # torch wraps what the model raised, which may be an error in words or out of memory.
+            if error.__cause__ is None:
+                raise
+            raise error.__cause__ from None
+        finally:
+            self._part.end()
+            schedule._stage.clear_runtime_states()
+
+    def _schedule(self, hidden: Hidden, num_pieces: int, *, has_backward: bool) -> PipelineScheduleSingle:
+        """Returns a schedule for these shapes. The last one is kept: its buffers are as large as an update's states."""
+        key = (hidden, num_pieces)
+        if has_backward not in self._schedules or self._schedules[has_backward][0] != key:
+            self._schedules.pop(has_backward, None)
+            travelling = torch.empty(hidden.shape, dtype=hidden.dtype, device="meta", requires_grad=has_backward)
+            stage = PipelineStage(
+                self._part,
+                self._stage.number,
+                self._stage.num_stages,
+                self._device,
+                input_args=() if self._stage.is_first else (travelling,),
+                output_args=(torch.empty(1, device="meta") if self._stage.is_last else travelling,),
+                group=self._group,
+            )
+            kind = Schedule1F1B if has_backward and num_pieces >= self._stage.num_stages else ScheduleGPipe
+            loss = _given if has_backward else None
+            self._schedules[has_backward] = key, kind(stage, num_pieces, loss_fn=loss, scale_grads=False)
+        return self._schedules[has_backward][1]
+
+
+class _Part(nn.Module):
+    """What torch's schedule calls as this rank's module, once for each micro-batch.
+
+    It hides the model: torch would otherwise reduce FSDP's gradients itself, and only after the last micro-batch.
+    """
+
+    def __init__(self, model: nn.Module, stage: Stage) -> None:
+        super().__init__()
+        self._hidden_model = (model,)
+        self._stage = stage
+        self._pieces: list[Batch] = []
+        self._scale: Scale | None = None
+        self._expected: Hidden | None = None
+        self._outputs: Any = None
+
+    def begin(self, pieces: Sequence[Batch], scale: Scale | None, hidden: Hidden) -> None:
+        """Takes the micro-batches that come next; without `scale` their outputs are kept instead."""
+        self._pieces, self._scale, self._expected = list(pieces), scale, hidden
+
+    def end(self) -> None:
+        """Lets go of the micro-batches."""
+        self._pieces, self._scale = [], None
+
+    def take_outputs(self) -> Any:
+        """Returns the outputs that the last stage has kept, once."""
+        outputs, self._outputs = self._outputs, None
+        return outputs
+
+    def forward(self, *received: Tensor, number: Tensor) -> Tensor:
+        """Returns the hidden states for the next stage or, on the last one, [1] to propagate."""
+        index = int(number)  # in main memory: nobody waits
+        hidden = received[0] if received else None
+        [model] = self._hidden_model
+        result = model(hidden, self._pieces[index])
+        if self._stage.is_last:
+            return self._to_propagate(result, cast(Tensor, hidden), index)
+        if Hidden(tuple(result.shape), result.dtype) != self._expected:
+            raise TrainwrightError(
+                f"The last block of stage {self._stage.number} returned {result.dtype} {list(result.shape)}, but "
+                f"{self._expected} went into the first. A pipeline needs blocks that keep both."
+            )
+        # Where all is frozen so far there is nothing to propagate into, but the next stage sends its gradient.
+        needs_grad = torch.is_grad_enabled() and not result.requires_grad
+        return cast(Tensor, result.requires_grad_() if needs_grad else result.contiguous())
+
+    def _to_propagate(self, outputs: Any, hidden: Tensor, index: int) -> Tensor:
+        if self._scale is None:
+            self._outputs = outputs
+            return torch.zeros(1, device=hidden.device)
+        value = self._scale(outputs, index)
+        if not value.requires_grad:  # a piece that weighs nothing; the stages before wait for a gradient all the same
+            value = hidden.sum() * 0.0
+        # Its value is of no account: only the gradient goes on from here, which is 1 in any dtype.
+        return value.reshape(1).float()
+
+
+def _given(output: Tensor, target: Tensor) -> Tensor:
+    """Returns the last stage's output as the loss, which it is."""
+    return output
+
+
+def _shifted(scale: Scale, start: int) -> Scale:
+    return lambda outputs, number: scale(outputs, start + number)
+
+
+def _own_length(length: int, num_parts: int, place: int) -> int:
+    """Returns how much of a dim a rank has, as DTensor cuts it: all but the last parts are equal."""
+    each = -(-length // num_parts)
+    return max(0, min(each, length - each * place)) if num_parts > 1 else length
+
+
+def _refuse_other_keys(model: nn.Module, piece: Batch) -> None:
+    """Refuses a batch that the model's own forward would not take, before parts of it are left unread."""
+    try:
+        inspect.signature(type(model).forward).bind(model, **piece)
+    except TypeError as error:
+        raise DataError(
+            f"{type(model).__name__}.forward does not take a batch with the keys {', '.join(piece)}: {error}. "
+            "Let the collator give it what it takes."
+        ) from error

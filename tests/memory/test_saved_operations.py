@@ -1,0 +1,40 @@
+"""Which operations a recomputed layer may keep."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
+
+from trainwright.errors import ConfigError
+from trainwright.memory.saved_operations import Policy, read_operations
+
+
+def test_names_are_operations_of_torch_and_attention_is_all_of_its_kernels():
+    assert read_operations("save", ["mm", "trainwright::rotations"]) == ("aten::mm", "trainwright::rotations")
+    kernels = read_operations("save", ["scaled_dot_product_attention"])
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in kernels
+    assert read_operations("save", kernels) == kernels  # each is an operation that torch has
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("admm", r'torch has no operation "admm"\. Did you mean "addmm"'),
+        ("linear", r'"linear" becomes other operations .* Name those, such as mm'),
+        ("native_dropout", r'"native_dropout" draws random numbers'),
+        ("bernoulli_", r'"bernoulli_" draws random numbers'),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(name, said):
+    with pytest.raises(ConfigError, match=said):
+        read_operations("remat.save", [name])
+
+
+def test_attention_that_draws_random_numbers_is_not_kept():
+    # Popped instead of run, it would leave the generator behind, and a later dropout would draw another mask.
+    policy = Policy(read_operations("save", ["scaled_dot_product_attention"]))
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    tensors = [torch.zeros(1, 1, 2, 2)] * 3
+    assert policy(None, attention, *tensors) == CheckpointPolicy.MUST_SAVE
+    assert policy(None, attention, *tensors, 0.0) == CheckpointPolicy.MUST_SAVE
+    assert policy(None, attention, *tensors, 0.1) == CheckpointPolicy.PREFER_RECOMPUTE
+    assert policy(None, torch.ops.aten.mm.default, *tensors[:2]) == CheckpointPolicy.PREFER_RECOMPUTE

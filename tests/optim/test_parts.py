@@ -1,0 +1,281 @@
+"""Optimizers over split parameters do what they do over whole ones, and their state is split likewise."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.parallel.forked_ranks import on_ranks
+from tests.parallel.split_training import (
+    CPU,
+    assert_equal,
+    make_batches,
+    make_net,
+    torch_adamw,
+    train_alone,
+    train_split,
+    trained,
+    whole,
+    whole_tensor,
+)
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from trainwright.loop.step_unless import step_unless
+from trainwright.optim.adamw import AdamW
+from trainwright.optim.lion import Lion
+from trainwright.optim.muon import Muon
+from trainwright.optim.parameter_kinds import classify_parameters
+from trainwright.optim.parts import part_of, sum_over_ranks
+from trainwright.parallel.fully_shard import SplitSettings, shard_parameters
+
+
+def parameters_of(model):
+    return [parameter for _, parameter in trained(model)]
+
+
+OPTIMIZERS = {
+    "adamw": lambda model: AdamW(parameters_of(model), lr=0.05, weight_decay=0.3, report=True),
+    "adamw_foreach": lambda model: AdamW(parameters_of(model), lr=0.05, weight_decay=0.3, amsgrad=True, fused=False),
+    "lion": lambda model: Lion(parameters_of(model), lr=0.01, weight_decay=0.3, report=True),
+    "muon": lambda model: Muon(
+        trained(model), lr=0.02, ns_dtype="fp64", kinds=classify_parameters(model), report=True, adamw_lr=0.01
+    ),
+    "torch_adamw": torch_adamw,
+    "torch_sgd": lambda model: torch.optim.SGD(parameters_of(model), lr=0.1, momentum=0.9),
+}
+LAYOUTS = {"data": {"data": 2}, "uneven": {"data": 3}, "hybrid": {"replicate": 2, "data": 2}}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS.values(), ids=LAYOUTS)
+def trained_on_ranks(request, tmp_path_factory):
+    """Per rank: what each optimizer made of the model, what its steps returned, and its whole state."""
+
+    def act(mesh):
+        ended = {}
+        for name, make_optimizer in OPTIMIZERS.items():
+            model = make_net()
+            parameters, metrics, optimizer = train_split(model, mesh, make_optimizer)
+            laid_out = all(
+                value.placements == parameter.placements
+                for parameter, state in optimizer.state.items()
+                for value in state.values()
+                if isinstance(parameter, DTensor) and value.shape == parameter.shape
+            )
+            ended[name] = parameters, metrics, states_of(optimizer), laid_out
+        return ended
+
+    num_ranks = request.param.get("replicate", 1) * request.param["data"]
+    return num_ranks, on_ranks(tmp_path_factory.mktemp("ranks"), request.param, act)
+
+
+def states_of(optimizer):
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {
+        f"{number}.{key}": whole_tensor(value)
+        for number, parameter in enumerate(parameters)
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weights_state_and_metrics_are_those_of_one_process(trained_on_ranks, name):
+    num_ranks, ranks = trained_on_ranks
+    alone, metrics, optimizer = train_alone(make_net(), OPTIMIZERS[name], num_ranks=num_ranks)
+    for rank in ranks:
+        parameters, rank_metrics, states, laid_out = rank[name]
+        assert_equal(parameters, alone)
+        assert_equal(states, states_of(optimizer))
+        assert laid_out
+        for ours, theirs in zip(rank_metrics, metrics, strict=True):
+            if theirs:
+                assert ours["update_norm"].item() == pytest.approx(theirs["update_norm"].item(), rel=1e-6)
+
+
+class Fewer(torch.nn.Module):
+    """One tensor split along the tensor axis too, as rules split it, with data × tensor on the same dim or not."""
+
+    def __init__(self, mesh=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8, bias=False).double() for _ in range(4))
+        if mesh is not None:
+            for layer, dim in zip(self.layers, (0, 1, 0, 1), strict=True):
+                split = distribute_tensor(layer.weight.detach(), mesh.along("tensor"), [Shard(dim)])
+                layer.weight = torch.nn.Parameter(split)
+
+
+def gradients_of(step):
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(8, 8, generator=generator, dtype=torch.float64) for _ in range(4)]
+
+
+def give_gradients(model, step):
+    for layer, gradient in zip(model.layers, gradients_of(step), strict=True):
+        layer.weight.grad = part_of(gradient, like=layer.weight)
+
+
+SPLIT_TWICE = {
+    "adamw": lambda model: AdamW(model.parameters(), lr=0.05, report=True, repair_nan=True),
+    "lion": lambda model: Lion(model.parameters(), lr=0.01, report=True),
+    "muon": lambda model: Muon(model.parameters(), lr=0.02, ns_dtype="fp64", report=True),
+}
+
+
+@pytest.mark.parametrize("axes", [{"data": 2, "tensor": 2}, {"tensor": 2}], ids=["both", "tensor"])
+def test_parameters_that_rules_and_fsdp_split_step_as_whole_ones_do(axes, tmp_path):
+    def drive(make_optimizer, mesh=None):
+        model = Fewer(mesh)
+        if mesh is not None:
+            shard_parameters(model, mesh, settings=SplitSettings(), device=CPU)
+        optimizer = make_optimizer(model)
+        for step in range(3):
+            give_gradients(model, step)
+            metrics = optimizer.step()
+        return whole(model), metrics
+
+    def act(mesh):
+        return {name: drive(make, mesh) for name, make in SPLIT_TWICE.items()}
+
+    for ended in on_ranks(tmp_path, axes, act):
+        for name, make in SPLIT_TWICE.items():
+            alone, metrics = drive(make)
+            assert_equal(ended[name][0], alone)
+            assert {key: value.item() for key, value in ended[name][1].items()} == pytest.approx(
+                {key: value.item() for key, value in metrics.items()}
+            )
+
+
+def drive_with_given_gradients(model, optimizer):
+    """Three steps with gradients that have the same bits on every layout; returns whole weights and state."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        for parameter in parameters_of(model):
+            gradient = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.grad = part_of(gradient, like=parameter)
+        optimizer.step()
+    return whole(model), states_of(optimizer)
+
+
+def cases_of_three_ranks(mesh):
+    """Loading, holding back, repairing and rounding: one start of three ranks for all."""
+    found = {}
+    own = make_batches(3)[0].chunk(3, dim=1)[mesh.rank("data")]
+
+    def begin(make_optimizer, dtype=torch.float64):
+        model = make_net().to(dtype)
+        sync = shard_parameters(model, mesh, settings=SplitSettings(), device=CPU)
+        optimizer = make_optimizer(model)
+
+        def step(hold=False):
+            optimizer.zero_grad()
+            model(*own).backward()
+            sync.finish()
+            return step_unless(optimizer, hold)
+
+        return model, optimizer, step
+
+    for name, make_optimizer in OPTIMIZERS.items():
+        if name.startswith("torch"):
+            continue
+        # The state as one process would give it, whole, and as ranks give it, in parts.
+        model, optimizer, step = begin(make_optimizer)
+        step()
+        saved, weights = optimizer.state_dict(), whole(model)
+        in_parts = copy.deepcopy(saved)
+        in_whole = copy.deepcopy(saved)
+        for state in in_whole["state"].values():
+            for key, value in state.items():
+                state[key] = whole_tensor(value)
+        step()
+        expected = whole(model)
+        for form, state in (("parts", in_parts), ("whole", in_whole)):
+            model, optimizer, step = begin(make_optimizer)
+            for parameter_name, parameter in model.named_parameters():
+                parameter.data.copy_(part_of(weights[parameter_name], like=parameter))
+            optimizer.load_state_dict(state)
+            step()
+            found[name, "resumed", form] = whole(model), expected
+            found[name, "laid_out", form] = all(
+                isinstance(value, DTensor) == isinstance(parameter, DTensor)
+                for parameter, entry in optimizer.state.items()
+                for value in entry.values()
+                if value.shape == parameter.shape
+            )
+
+    for name, make_optimizer in OPTIMIZERS.items():
+        model, optimizer, step = begin(make_optimizer)
+        step()
+        before = whole(model), states_of(optimizer)
+        step(hold=torch.tensor(True))
+        found[name, "held"] = before, (whole(model), states_of(optimizer))
+
+    for dtype in ("fp32", "bf16"):
+        model, optimizer, _ = begin(
+            lambda model, dtype=dtype: AdamW(parameters_of(model), lr=0.05, state_dtype=dtype), torch.float32
+        )
+        found["rounded", dtype] = drive_with_given_gradients(model, optimizer)
+
+    model, optimizer, _ = begin(lambda model: AdamW(parameters_of(model), lr=0.05, repair_nan=True))
+    for parameter in parameters_of(model):
+        gradient = torch.zeros(parameter.shape, dtype=parameter.dtype)
+        gradient.view(-1)[-1] = torch.nan  # on the last rank that has a part
+        parameter.grad = part_of(gradient, like=parameter)
+    found["repaired"] = optimizer.step()["nan_gradients"].item(), len(parameters_of(model))
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return on_ranks(tmp_path_factory.mktemp("three"), {"data": 3}, cases_of_three_ranks)
+
+
+@pytest.mark.parametrize("form", ["parts", "whole"])
+@pytest.mark.parametrize("name", ["adamw", "adamw_foreach", "lion", "muon"])
+def test_loaded_state_goes_on_bit_for_bit_and_is_laid_out_as_parameters(found, name, form):
+    for rank in found:
+        resumed, expected = rank[name, "resumed", form]
+        assert_equal(resumed, expected, tolerance=0.0)
+        assert rank[name, "laid_out", form]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_that_is_held_back_changes_no_part(found, name):
+    for rank in found:
+        before, after = rank[name, "held"]
+        for left, right in zip(before, after, strict=True):
+            assert_equal(left, right, tolerance=0.0)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_moments_in_another_precision_are_rounded_bit_for_bit_as_in_one_process(found, dtype):
+    model = make_net().float()
+    alone = drive_with_given_gradients(model, AdamW(parameters_of(model), lr=0.05, state_dtype=dtype))
+    for rank in found:
+        for ours, theirs in zip(rank["rounded", dtype], alone, strict=True):
+            assert_equal(ours, theirs, tolerance=0.0)
+
+
+def test_gradients_that_are_not_finite_are_counted_over_all_ranks(found):
+    for rank in found:
+        count, expected = rank["repaired"]
+        assert count == expected
+
+
+def test_sums_count_each_part_once_and_stages_add_up(tmp_path):
+    def act(mesh):
+        model = make_net()
+        shard_parameters(model, mesh, settings=SplitSettings(), device=CPU)
+        parameters = [model.embed.weight, model.scale]
+        ones = [torch.ones(()), torch.ones(())]
+        once = sum_over_ranks(parameters, ones, stages=None).item()
+        return once, sum_over_ranks(parameters, ones, stages=mesh.group("pipeline")).item()
+
+    assert on_ranks(tmp_path, {"pipeline": 2, "data": 2}, act) == [(3.0, 6.0)] * 4
+
+
+def test_one_process_has_no_parts():
+    model = make_net()
+    for make_optimizer in (OPTIMIZERS["adamw"], OPTIMIZERS["lion"], OPTIMIZERS["muon"]):
+        assert make_optimizer(model)._has_parts is False
+    assert not dist.is_initialized()
