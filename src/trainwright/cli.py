@@ -17,12 +17,15 @@ from trainwright.commands.checkpoints import checkpoints
 from trainwright.commands.components import components
 from trainwright.commands.config import config
 from trainwright.commands.data import data
+from trainwright.commands.estimate import estimate
 from trainwright.commands.evaluate import evaluate
 from trainwright.commands.explain import explain
 from trainwright.commands.export import export
 from trainwright.commands.generate import generate
+from trainwright.commands.launch import launch
 from trainwright.commands.new import new
 from trainwright.commands.runs import runs
+from trainwright.commands.shard import shard
 from trainwright.commands.train import train
 from trainwright.errors import TrainwrightError
 from trainwright.log import show_log
@@ -35,6 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(train)
+app.command()(launch)
 app.command()(evaluate)
 app.command()(export)
 app.command()(generate)
@@ -42,6 +46,8 @@ app.command()(new)
 app.command()(explain)
 app.command()(check)
 app.command()(data)
+app.command()(shard)
+app.command()(estimate)
 app.command()(components)
 app.command()(config)
 app.command()(runs)

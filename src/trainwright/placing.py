@@ -69,7 +69,7 @@ def place_model(model: torch.nn.Module, ranks: Ranks, config: RunConfig, device:
     if mesh.size("context") > 1:
         from trainwright.parallel.context import split_sequences
 
-        split_sequences(model, mesh)
+        split_sequences(model, mesh, where=config.origin("runtime.mesh.context"))
     _rewrite(model, config)
     sync = None
     if mesh.size("data", "context") > 1:

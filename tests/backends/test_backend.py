@@ -18,6 +18,7 @@ def test_auto_takes_a_gpu_only_where_there_is_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_backend("auto").device.type == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert pick_backend("auto", local_rank=2).device == torch.device("cuda", 2)
     assert pick_backend("cuda:1", local_rank=2).device == torch.device("cuda", 1)
     assert type(pick_backend("cpu")) is Backend
@@ -27,8 +28,16 @@ def test_devices_that_are_not_there_are_refused_with_where_they_are_set(monkeypa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"run\.yaml:3: runtime\.device: 'cuda', but torch sees no GPU"):
         pick_backend("cuda", where="run.yaml:3")
-    with pytest.raises(ConfigError, match=r"no device 'gpu'\. Use auto, cpu, cuda"):
-        pick_backend("gpu")
+    for device in ("gpu", "cuda:", "cuda:x", "tpu:1"):
+        with pytest.raises(ConfigError, match=rf"no device '{device}'\. Use auto, cpu, cuda, cuda:N or tpu"):
+            pick_backend(device)
+
+
+def test_a_process_without_a_gpu_of_its_own_is_told_how_many_there_are(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"'cuda' is cuda:3 in this process, but torch sees 2 GPU\(s\) here"):
+        pick_backend("cuda", local_rank=3)
 
 
 def test_a_seed_decides_what_is_drawn(backend):

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor  # takes long: here once, not in each child
 from torch.distributed import TCPStore
+from torch.distributed.device_mesh import init_device_mesh
 
 from trainwright.parallel.collectives import Ranks
-from trainwright.parallel.mesh import lay_out
+from trainwright.parallel.mesh import ALONE, Mesh
 
 PATIENCE_SECONDS = 60
 
@@ -36,15 +37,23 @@ def on_ranks(size, act, **axes):
 
     def join(rank):
         torch.set_num_threads(1)
-        store = TCPStore("127.0.0.1", port, size, rank == 0, timeout=timedelta(seconds=60))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-        ranks = Ranks(rank, size, control=dist.new_group(backend="gloo"), mesh=lay_out(axes, device_type="cpu"))
+        store = TCPStore("127.0.0.1", port, size, rank == 0, timeout=timedelta(seconds=40))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=40))
+        ranks = along(Ranks(rank, size, control=dist.new_group(backend="gloo")), axes)
         answer = act(ranks)
         ranks.part()
         dist.destroy_process_group()
         return answer
 
     return in_children([lambda rank=rank: join(rank) for rank in range(size)])
+
+
+def along(ranks, axes):
+    """The same ranks in a layout of their own; the groups that training needs besides are left out."""
+    sizes = {**ALONE, **axes}
+    shape = (sizes["pipeline"], sizes["replicate"], sizes["data"] * sizes["context"], sizes["tensor"])
+    layers = init_device_mesh("cpu", shape, mesh_dim_names=("pipeline", "replicate", "shard", "tensor"))
+    return Ranks(ranks.rank, ranks.size, control=ranks._control, mesh=Mesh(sizes, ranks.rank, layers))
 
 
 def in_children(acts):
@@ -54,7 +63,11 @@ def in_children(acts):
         until = time.monotonic() + PATIENCE_SECONDS
         codes = [_wait(child, until) for child in children]
         said = [_read(Path(folder) / str(number)) for number in range(len(acts))]
-    problems = [f"rank {number} ended with {code}: {text}" for number, (code, text) in enumerate(zip(codes, said)) if code]
+    problems = [
+        f"rank {number} ended with {code}: {text}"
+        for number, (code, text) in enumerate(zip(codes, said, strict=True))
+        if code
+    ]
     assert not problems, "\n".join(problems)
     return said
 

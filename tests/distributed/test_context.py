@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from tests.distributed.context_ranks import on_ranks
+from tests.parallel.forked_ranks import on_ranks
 
 from trainwright.errors import ConfigError
 from trainwright.models.bert import Bert, BertClassifier
@@ -129,7 +129,7 @@ def split_results(mesh):
 
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request, tmp_path_factory):
-    return on_ranks(tmp_path_factory.mktemp("ranks") / "run", {"context": request.param}, split_results)
+    return on_ranks(tmp_path_factory.mktemp("ranks"), {"context": request.param}, split_results)
 
 
 @pytest.mark.parametrize("case", list(CASES))
@@ -161,4 +161,4 @@ def test_a_model_that_cannot_split_its_sequences_is_refused_by_name(tmp_path):
         with pytest.raises(ConfigError, match="but T5 cannot split its own"):
             split_sequences(model, mesh)
 
-    on_ranks(tmp_path / "run", {"context": 2}, act)
+    on_ranks(tmp_path, {"context": 2}, act)

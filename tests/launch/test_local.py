@@ -2,12 +2,17 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from trainwright import cli
 from trainwright.checkpoint.store import CheckpointStore
 
 PROJECT = Path(__file__).parents[1] / "project"
@@ -19,9 +24,29 @@ LONG = (
 )
 
 
-def start(tmp_path, *overrides):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "trainwright", "train", PROJECT / "run.yaml", "--nproc", "2", "name=launched"]
+FAILS = """
+import os, signal
+from pathlib import Path
+from trainwright import Hook
+
+
+class KillOnce(Hook):
+    def after_step(self):
+        mark = Path(os.environ["MARK"])
+        if self.trainer.step == 7 and self.trainer.ranks.rank == 1 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+DIES = """
+import os
+if os.environ["RANK"] == "1":
+    os._exit(9)
+"""
+
+
+def start(tmp_path, *overrides, project=PROJECT):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MARK": str(tmp_path / "mark")}
+    command = [sys.executable, "-m", "trainwright", "train", project / "run.yaml", "--nproc", "2", "name=launched"]
     return subprocess.Popen([*command, *overrides], cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment)
 
 
@@ -34,11 +59,13 @@ def wait_for_steps(folder):
 
 
 def test_an_explained_error_of_the_ranks_is_the_launchers_exit_code(tmp_path):
-    process = start(tmp_path, "trainer.optimizer.type=adamww")
+    process = start(tmp_path, "trainer.optimizer.type=adamww", "--max-restarts", "2")
     _, errors = process.communicate(timeout=90)
     assert process.returncode == 2
-    assert 'no optimizer "adamww". Did you mean "adamw"?' in errors
+    # Both ranks met it, and no restart makes it go away: it is shown once.
+    assert errors.count('no optimizer "adamww". Did you mean "adamw"?') == 1
     assert "ChildFailedError" not in errors
+    assert "Restart" not in errors
 
 
 def test_a_killed_launcher_leaves_no_orphans_and_no_step_is_lost(tmp_path):
@@ -61,3 +88,66 @@ def test_a_signal_to_the_launcher_reaches_the_ranks_and_is_its_exit_code(tmp_pat
     assert launched.wait(timeout=60) == 138
     last = [line for line in (tmp_path / "runs/launched/metrics.json").read_text().splitlines() if line][-1]
     assert CheckpointStore(tmp_path / "runs/launched/checkpoints").newest_intact() == json.loads(last)["step"]
+
+
+def test_a_lost_process_restarts_the_group_which_goes_on_as_if_nothing_had_happened(tmp_path):
+    project = tmp_path / "project"
+    shutil.copytree(PROJECT, project)
+    (project / "hooks").mkdir()
+    (project / "hooks" / "fails.py").write_text(FAILS)
+    (tmp_path / "mark").touch()  # the first run is left in peace
+    metrics = []
+    for options in ([], ["--fresh", "--max-restarts", "1"]):
+        process = start(tmp_path, "hooks=[fails.KillOnce]", "log.every_steps=1", *options, project=project)
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        lines = map(json.loads, (tmp_path / "runs/launched/metrics.json").read_text().splitlines())
+        timed = re.compile(r"_per_second|_per_step|slowest_rank_share")
+        metrics.append([{name: value for name, value in line.items() if not timed.search(name)} for line in lines])
+        (tmp_path / "mark").unlink(missing_ok=True)
+    assert errors.count("Restart 1: the run goes on from its newest checkpoint.") == 1
+    assert metrics[0] == metrics[1]
+    assert len(metrics[0]) == 12
+    # --fresh was for the first attempt: the run before was set aside, this one's own steps were not.
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+    for rank in range(2):
+        said = (tmp_path / "runs/launched/logs" / f"rank-{rank}.txt").read_text()
+        assert said.count("12 steps of 8 samples") == 2, "both attempts write there"
+
+
+def test_a_rank_that_dies_at_start_up_ends_all_and_is_named(tmp_path):
+    (tmp_path / "project").mkdir()
+    shutil.copytree(PROJECT, tmp_path / "project", dirs_exist_ok=True)
+    (tmp_path / "project" / "dies.py").write_text(DIES)
+    process = start(tmp_path, "imports=[dies.py]", project=tmp_path / "project")
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 9
+    (pid,) = re.findall(r"^Rank 1 \(process (\d+)\) left with exit code 9, without a word\.$", errors, re.MULTILINE)
+    assert not Path(f"/proc/{pid}").exists()
+    alive = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=False).stdout
+    assert str(tmp_path) not in alive, "an orphan is left"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--nnodes", "2"], "--nnodes 2 needs --rendezvous HOST:PORT"),
+        (["--rendezvous", "here:1"], "--rendezvous is for several machines"),
+        (["--nnodes", "2", "--rendezvous", "here"], "'here' is not HOST:PORT, such as node-1:29400"),
+    ],
+)
+def test_options_of_a_launcher_that_do_not_fit_are_refused(options, message, in_tmp, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["trainwright", "train", str(PROJECT / "run.yaml"), *options])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_launcher_inside_of_a_launcher_is_refused(in_tmp, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(sys, "argv", ["trainwright", "train", str(PROJECT / "run.yaml"), "--nproc", "2"])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 2
+    assert "a launcher has started this one: WORLD_SIZE is set" in capsys.readouterr().err

@@ -78,20 +78,6 @@ def test_other_names_are_heard_and_left_alone():
     assert (watch.heard, watch.moved) == ({"other"}, set())
 
 
-def test_memory_that_is_used_again_is_not_taken_for_the_named_tensor():
-    def act(x):
-        total = 0
-        for number in range(6):
-            hidden = x * (number + 1)
-            if number % 2 == 0:
-                name_tensor(hidden, "hidden")
-            total = total + hidden.detach().clone().mul(x).square()  # frees and takes blocks of one size again
-            del hidden
-        return total
-
-    squares(["hidden"], act)
-
-
 def test_nothing_of_a_pass_outlives_its_graph():
     x = torch.ones(4, requires_grad=True)
     with offloading(["hidden"]) as watch:

@@ -85,11 +85,12 @@ def test_only_settings_that_are_not_used_yet_are_proposed():
     assert [each.split("=")[0].split(":")[0].split(",")[0] for each in everything] == [
         "trainer.micro_batch_size",
         "runtime.precision",
+        "model.remat",
         "trainer.optimizer.state_dtype",
         "model.freeze",
     ]
     frugal = config(micro_batch_size=1, optimizer={"type": "adamw", "state_dtype": "bf16"}).derive(
-        {"runtime.precision": "bf16", "model.lora": {"rank": 4}}
+        {"runtime.precision": "bf16", "model.lora": {"rank": 4}, "model.remat": ["Block"]}
     )
     assert advice_for(frugal) == []
     averaging = frugal.derive({"hooks": [{"type": "average_weights"}]})

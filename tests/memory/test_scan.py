@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tests.memory.models import POINTS, SHIPPED, Layer, Stack, assert_same_bits, make, update_of
+from tests.memory.models import POINTS, SHIPPED, TEXT, Layer, Stack, assert_same_bits, make, update_of
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -54,6 +54,18 @@ def test_a_deeper_stack_takes_no_more_compilations():
     compile_stacks(model, {"path": "layers", "backend": "aot_eager"})
     update_of(model, POINTS)
     assert num_graphs() == 1
+
+
+def test_other_shapes_take_one_more_graph_and_an_evaluation_another():
+    model, plain = make(SHIPPED["llama"][0]), make(SHIPPED["llama"][0])
+    compile_stacks(model, "model.layers")
+    for length in (8, 7, 6, 5):
+        batch = {name: tensor[:, :length] for name, tensor in TEXT.items()}
+        assert_same_bits(update_of(model, batch), update_of(plain, batch))
+    assert num_graphs() == 2
+    with torch.no_grad():
+        assert torch.equal(model.eval()(**TEXT)["loss"], plain.eval()(**TEXT)["loss"])
+    assert num_graphs() == 3
 
 
 def test_a_copy_of_the_model_runs_its_own_weights():

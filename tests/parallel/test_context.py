@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.distributed.context_ranks import on_ranks
+from tests.parallel.forked_ranks import on_ranks
 from torch import nn
 
 from trainwright.errors import ConfigError
@@ -197,8 +197,16 @@ def drawn(mesh):
     model.zero_grad()
     loss, _ = model(tokens_of(13))
     loss.backward()
+    ones = torch.ones(2, 4, 16 // mesh.size("context"), 8)
+    attended = model.sequence.attend(ones, ones, ones, dropout=0.5)  # how many weights are kept: equal, but for luck
     shared = model.drop(torch.ones(64))
-    return {"dropped": states == 0, "shared": shared, "loss": loss.detach(), "next": torch.rand(2)}
+    return {
+        "dropped": states == 0,
+        "attended": attended,
+        "shared": shared,
+        "loss": loss.detach(),
+        "next": torch.rand(2),
+    }
 
 
 def recomputed(mesh):
@@ -259,7 +267,7 @@ def cases(mesh):
 
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request, tmp_path_factory):
-    return on_ranks(tmp_path_factory.mktemp("ranks") / "run", {"context": request.param}, cases)
+    return on_ranks(tmp_path_factory.mktemp("ranks"), {"context": request.param}, cases)
 
 
 @pytest.mark.parametrize("kind", list(MASKS))
@@ -301,6 +309,7 @@ def test_every_rank_drops_other_features_and_all_end_alike(ranks):
     first, *others = (each["drawn"] for each in ranks)
     for other in others:
         assert not torch.equal(first["dropped"], other["dropped"])
+        assert not torch.equal(first["attended"], other["attended"])
         assert torch.equal(first["shared"], other["shared"])
         assert torch.equal(first["next"], other["next"])
         assert torch.equal(first["loss"], other["loss"])

@@ -1,7 +1,5 @@
 """Losses, outputs, gradients and updates of a pipeline are those of one process, in float64 to 1e-10."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,9 +11,13 @@ from trainwright.errors import DataError, TrainwrightError
 from trainwright.models.bert import BertClassifier
 from trainwright.models.gpt2 import GPT2
 from trainwright.models.llama import Llama
+from trainwright.parallel.context import split_sequences
 from trainwright.parallel.fully_shard import SplitSettings, shard_parameters
 from trainwright.parallel.local import own_gradient
-from trainwright.parallel.pipeline import Pipeline, split_layers
+from trainwright.parallel.mesh import ALONE, Mesh
+from trainwright.parallel.pipeline import Hidden, Pipeline, _Part, split_layers
+from trainwright.parallel.sharding import packaged_rules, plan_sharding
+from trainwright.parallel.tensor import split_tensors, whole
 
 RATE = 0.1
 CPU = torch.device("cpu")
@@ -172,32 +174,29 @@ def in_bf16(mesh):
     return seen
 
 
-class Shrinking(nn.Module):
-    """A block that keeps the shape, but not the dtype."""
+class Complaining(nn.Module):
+    """A criterion that refuses what it gets."""
 
-    def forward(self, hidden, *beside):
-        return hidden.float()
+    def forward(self, logits, labels):
+        raise DataError("These labels are none.")
 
 
 def mistakes(mesh):
-    """What is said of batches and models that do not fit; on the rank that sees it."""
+    """What is said of batches that do not fit, on each rank, and of an error on the last."""
     model, pieces = made("tied")
-    other = copy.deepcopy(model)
+    model.criterion = Complaining()
     split_layers(model, mesh)
     pipeline = Pipeline(model, mesh, num_micro_batches=1, device=CPU)
     said = []
     with pytest.raises(DataError) as caught:
         pipeline.evaluate({**pieces[0], "weights": torch.ones(2)})
     said.append(str(caught.value))
-    other.model.layers[0] = Shrinking()
-    split_layers(other, mesh)
-    pipeline = Pipeline(other, mesh, num_micro_batches=1, device=CPU)
-    if mesh.rank("pipeline") == 0:
-        with pytest.raises(TrainwrightError) as caught:
+    if mesh.speaks:
+        with pytest.raises(DataError) as caught:
             pipeline.evaluate(pieces[0])
         said.append(str(caught.value))
     else:
-        pipeline._hidden_of(pieces[0])  # the other rank waits for what the first tells, and no further
+        pipeline.evaluate(pieces[0])
     return said
 
 
@@ -274,7 +273,24 @@ def test_a_batch_with_a_key_that_forward_does_not_take_is_refused_on_every_stage
 
 
 def test_an_error_of_a_stage_is_raised_as_it_is(two_stages):
-    assert "The last block of stage 0 returned torch.float" in two_stages[0]["mistakes"][1]
+    assert two_stages[1]["mistakes"][1] == "These labels are none."
+
+
+class Shrinking(nn.Module):
+    """A block that keeps the shape, but not the dtype."""
+
+    def forward(self, hidden, *beside):
+        return hidden.half()
+
+
+def test_blocks_that_do_not_keep_the_dtype_are_refused():
+    model, pieces = made("tied")
+    model.model.layers[1] = Shrinking()
+    split_layers(model, Mesh({**ALONE, "pipeline": 2}, 0))
+    part = _Part(model, model.stage)
+    part.begin(pieces, None, Hidden((2, 9, 16), torch.float64))
+    with pytest.raises(TrainwrightError, match=r"last block of stage 0 returned torch\.float16"):
+        part(number=torch.tensor([0]))
 
 
 def three_stages(mesh):
@@ -332,3 +348,80 @@ def test_stages_may_split_their_parameters_along_data(tmp_path):
     assert ranks[0][True][1] is None
     for rank, piece in ((2, pieces[0]), (3, others[0])):
         assert ranks[rank][True][1] == pytest.approx(model(**piece)["loss"].item(), abs=1e-10)
+
+
+def in_split_matrices(mesh):
+    """The same as in_a_pipeline, of stages whose matrices are split along tensor, with gathered weights."""
+    results = {}
+    for name in ("tied", "gpt2", "bert"):
+        model, pieces = made(name)
+        split_layers(model, mesh)
+        split_tensors(model, plan_sharding(model, packaged_rules(model), mesh.sizes), mesh)
+        pipeline = Pipeline(model, mesh, num_micro_batches=len(pieces), device=CPU)
+        losses = []
+
+        def scale(outputs, number, pieces=pieces, losses=losses):
+            losses.append(outputs["loss"].item())
+            return outputs["loss"] * share(pieces, number)
+
+        for _ in range(2):
+            pipeline.run(pieces, scale)
+            pipeline.sum_tied_gradients()
+            for parameter in model.parameters():
+                own_gradient(parameter)
+            step(model.parameters())
+        weights = {key: whole(value) for key, value in model.state_dict().items()}
+        model.eval()
+        outputs = pipeline.evaluate(pieces[0])
+        logits = None if outputs is None else outputs["logits"]
+        results[name] = {"losses": losses, "weights": weights, "logits": logits}
+    return results
+
+
+def test_stages_may_split_their_matrices_along_tensor(tmp_path):
+    ranks = on_ranks(tmp_path, {"pipeline": 2, "tensor": 2}, in_split_matrices)
+    for name in ranks[0]:
+        alone = in_one_process(name)
+        for rank in ranks:
+            for key, weight in rank[name]["weights"].items():
+                assert_close(weight, alone["weights"][key])
+        for rank in ranks[2:]:
+            assert rank[name]["losses"] == pytest.approx(alone["losses"], abs=1e-10)
+            assert_close(rank[name]["logits"], alone["logits"])
+
+
+def in_split_sequences(mesh):
+    """Gradients of stages that each have a part of the sequence, summed over the parts."""
+    model, pieces = made("tied")
+    split_layers(model, mesh)
+    split_sequences(model, mesh)
+    pipeline = Pipeline(model, mesh, num_micro_batches=len(pieces), device=CPU)
+    losses = []
+
+    def scale(outputs, number):
+        losses.append(outputs["loss"].item())
+        return outputs["loss"] * share(pieces, number)
+
+    pipeline.run(pieces, scale)
+    pipeline.sum_tied_gradients()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        dist.all_reduce(parameter.grad, group=mesh.group("context"))
+        gradients[name] = parameter.grad / mesh.num_gradient_copies
+    model.eval()
+    outputs = pipeline.evaluate(pieces[0])
+    return losses, gradients, None if outputs is None else outputs["logits"]
+
+
+def test_stages_may_split_their_sequences(tmp_path):
+    model, pieces = made("tied")
+    losses = [model(**piece)["loss"] for piece in pieces]
+    for number, loss in enumerate(losses):
+        (loss * share(pieces, number)).backward()
+    ranks = on_ranks(tmp_path, {"pipeline": 2, "context": 2}, in_split_sequences)
+    for number, (seen, gradients, logits) in enumerate(ranks):
+        for name, gradient in gradients.items():
+            assert_close(gradient, model.get_parameter(name).grad)
+        if number >= 2:
+            assert seen == pytest.approx([loss.item() for loss in losses], abs=1e-10)
+            assert_close(logits, model(**pieces[0])["logits"].detach())

@@ -1,6 +1,6 @@
 """The verbs that differ between devices, as a CPU does them, and the choice of a backend.
 
-The CPU's way is the plain way, so it is the contract; cuda.py overrides what a GPU does otherwise.
+The CPU's way is the plain way, so it is the contract; cuda.py and tpu.py override what their devices do otherwise.
 An `if device ==` anywhere else is a missing verb here.
 """
 
@@ -163,27 +163,58 @@ def memory_in_use() -> int:
 
 
 def checked_device(device: torch.device | str) -> torch.device:
-    """Returns a device that a call names; one that torch does not know, or a GPU where it sees none, is refused."""
+    """Returns a device that a call names; one that torch does not know, or that is not here, is refused."""
+    if str(device) == "tpu":  # where torch_tpu is not installed torch does not know the word
+        _refuse_absent_tpu("device")
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device: no device {device!r}. Use cpu, cuda or cuda:N.") from error
+        raise ConfigError(f"device: no device {device!r}. Use cpu, cuda, cuda:N or tpu.") from error
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device: {str(found)!r}, but torch sees no GPU here. Use cpu.")
     return found
 
 
 def pick_backend(setting: str, *, local_rank: int = 0, where: object | None = None) -> Backend:
-    """Returns the backend for `runtime.device`: auto, cpu, cuda or cuda:1."""
+    """Returns the backend for `runtime.device`: auto, cpu, cuda, cuda:1 or tpu."""
     if setting == "auto":
-        setting = "cuda" if torch.cuda.is_available() else "cpu"
+        setting = _best_device()
     kind, _, index = setting.partition(":")
     if kind == "cpu":
         return Backend(torch.device("cpu"))
-    if kind == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError(f"runtime.device: {setting!r}, but torch sees no GPU here. Use auto or cpu.", where=where)
-        from trainwright.backends.cuda import CudaBackend
+    if setting == "tpu":
+        _refuse_absent_tpu("runtime.device", where=where)
+        from trainwright.backends.tpu import TpuBackend
 
-        return CudaBackend(torch.device("cuda", int(index) if index else local_rank))
-    raise ConfigError(f"runtime.device: no device {setting!r}. Use auto, cpu, cuda or cuda:N.", where=where)
+        return TpuBackend(torch.device("tpu"))
+    if setting == "cuda" or (kind == "cuda" and index.isdecimal()):
+        return _pick_gpu(setting, int(index) if index else local_rank, where=where)
+    raise ConfigError(f"runtime.device: no device {setting!r}. Use auto, cpu, cuda, cuda:N or tpu.", where=where)
+
+
+def _pick_gpu(setting: str, index: int, *, where: object | None) -> Backend:
+    if not torch.cuda.is_available():
+        raise ConfigError(f"runtime.device: {setting!r}, but torch sees no GPU here. Use auto or cpu.", where=where)
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"runtime.device: {setting!r} is cuda:{index} in this process, but torch sees {torch.cuda.device_count()} "
+            "GPU(s) here. Start one process for each GPU (--nproc), and look at CUDA_VISIBLE_DEVICES.",
+            where=where,
+        )
+    from trainwright.backends.cuda import CudaBackend
+
+    return CudaBackend(torch.device("cuda", index))
+
+
+def _best_device() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    from trainwright.backends.tpu import has_tpu
+
+    return "tpu" if has_tpu() else "cpu"
+
+
+def _refuse_absent_tpu(label: str, *, where: object | None = None) -> None:
+    from trainwright.backends.tpu import refuse_absent_tpu
+
+    refuse_absent_tpu(label, where=where)

@@ -62,6 +62,7 @@ class Together:
         self._beat_seconds = beat_seconds
         self._save = 0
         self._attempt = 0
+        self._fate: dict[str, str] = {}
         self._beats: dict[int, tuple[str | None, float]] = {}
         """Of each rank that is waited for: its last beat, and when it was heard first."""
         self.is_leaving = False
@@ -93,7 +94,8 @@ class Together:
         """Tells the others where to write; each call is another attempt."""
         self._attempt += 1
         self._beats = {}
-        self._tell("first", {"says": CALL, "place": place})
+        # With the fate of the save before, for whoever was too slow to hear of it.
+        self._tell("first", {"says": CALL, "place": place, "before": self._fate})
 
     def facts(self) -> dict[str, FileFact]:
         """Waits until all others have written; raises what hindered one, or who was lost."""
@@ -118,13 +120,15 @@ class Together:
 
     def tell_committed(self) -> None:
         """Tells the others that the checkpoint is there; whoever does not hear it learns it at the next step."""
+        self._fate = {"says": COMMITTED}
         with suppress(CheckpointError):
-            self._tell("first", {"says": COMMITTED})
+            self._tell("first", self._fate)
 
     def tell_given_up(self, reason: str) -> None:
         """Tells the others that this save has failed."""
+        self._fate = {"says": GIVEN_UP, "reason": reason}
         with suppress(CheckpointError):
-            self._tell("first", {"says": GIVEN_UP, "reason": reason})
+            self._tell("first", self._fate)
 
     # what the others do
 
@@ -165,6 +169,8 @@ class Together:
         except NotesUnreachable as error:
             raise CheckpointError(f"The other ranks cannot be heard of during a save: {error}.") from error
         said: dict[str, Any] | None = None if text is None else json.loads(text)
+        if said is not None and said["save"] == self._save + 1 and "before" in said:
+            return dict(said["before"])
         return said if said is not None and said["save"] == self._save else None
 
     def _wait(self, rank: int, name: str, is_news: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:

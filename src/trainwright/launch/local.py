@@ -16,16 +16,17 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainwright.errors import HANG_EXIT_CODE, TrainwrightError
+
 logger = logging.getLogger(__name__)
 
 _LAUNCHED = "TRAINWRIGHT_LAUNCHED"
 """Names a folder of the launcher's, for notes between it and its workers."""
 _EXPLAINED = "explained"
 _EXPLAINED_CODE = 2
+_EXPLAINED_CODES = (1, _EXPLAINED_CODE, HANG_EXIT_CODE, 130, 138, 143)  # an error was shown, or a signal obeyed
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
-_ADVICE = (
-    "SIGKILL is often the system's answer to too little memory. The same command goes on from the newest checkpoint."
-)
+_ADVICE = "SIGKILL often means too little memory. The same command goes on from the newest checkpoint."
 
 
 def launch(
@@ -43,6 +44,7 @@ def launch(
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # More threads than cores are slower than one, and torch would say so with a warning.
@@ -67,15 +69,28 @@ def launch(
             if (Path(notes) / _EXPLAINED).exists():
                 return _EXPLAINED_CODE  # the others failed because that rank was gone
             rank, failure = error.get_first_failure()
-            if failure.exitcode >= 0:
-                return int(failure.exitcode)
-            # A rank that was killed says nothing itself.
-            killer = signal.Signals(-failure.exitcode).name
-            logger.error("Rank %d (process %d) was ended by %s. %s", rank, failure.pid, killer, _ADVICE)
-            return 128 - int(failure.exitcode)  # as a shell would say it
+            return _say_how_it_ended(rank, failure.pid, failure.exitcode)
         except SignalException as error:
             return 128 + int(error.sigval)
+        except RendezvousError as error:
+            raise TrainwrightError(
+                f"The {num_nodes} machines did not meet at {rendezvous}: {error} Is the command started on all, "
+                "with the same --nnodes and --rendezvous, and can they reach that address?"
+            ) from error
+        finally:
+            del os.environ[_LAUNCHED]
     return 0
+
+
+def _say_how_it_ended(rank: int, process: int, code: int) -> int:
+    """Names a rank that could say nothing itself; returns the exit code as a shell would."""
+    if code < 0:
+        killer = signal.Signals(-code).name
+        logger.error("Rank %d (process %d) was ended by %s. %s", rank, process, killer, _ADVICE)
+        return 128 - code
+    if code not in _EXPLAINED_CODES:
+        logger.error("Rank %d (process %d) left with exit code %d, without a word.", rank, process, code)
+    return code
 
 
 def is_launched() -> bool:

@@ -1,1 +1,4 @@
-"""Memory: which micro-batch fits (micro_batch.py), and what to say when none is left (out_of_memory.py)."""
+"""Memory: which micro-batch fits (micro_batch.py), what to say when none is left (out_of_memory.py), what a step holds.
+
+The last is rewrite.py: a model section's `remat`, `offload` and `scan`, each in a file of its own.
+"""

@@ -136,6 +136,11 @@ def _advice(config: RunConfig, held: Mapping[str, int], *, in_evaluation: bool =
         )
     if config.runtime.precision == "fp32":
         yield "runtime.precision=bf16: most activations take half; parameters stay in fp32."
+    if config.model is not None and "remat" not in config.model.reserved and not in_evaluation:
+        yield (
+            "model.remat, with the class of the model's blocks: their activations are computed again instead of held, "
+            "for about a quarter more time; losses stay as they are, to the bit."
+        )
     for label, optimizer in _optimizers(config):
         if optimizer.type == "adamw" and optimizer.arguments.get("state_dtype") != "bf16":
             yield f"{label}.state_dtype=bf16: {_saving(held, STATE, 0.5)}both moments take half."

@@ -104,7 +104,7 @@ class Recomputed(Around):
         """`contexts` gives those of the first pass and of the recomputation, by which results are kept."""
         super().__init__(forward)
         # No key where there are none: torch.compile does not know torch's own default.
-        self._contexts = {} if contexts is None else {"context_fn": contexts}
+        self._contexts: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward; without gradients there is nothing to hold, nor to recompute."""

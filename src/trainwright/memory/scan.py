@@ -26,6 +26,7 @@ from trainwright.errors import ConfigError
 from trainwright.memory.forwards import Around, Forward, has_around, put_around
 from trainwright.memory.places import by_path, parts_of
 from trainwright.memory.remat import Recomputed
+from trainwright.parallel.local import is_split
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,14 @@ def compile_stacks(model: nn.Module, given: Any, *, is_whole: bool = True, where
     """Has every block of the stacks that a setting names run one compiled graph; returns the stacks' names."""
     stacks = choose_stacks(model, given, is_whole=is_whole)
     for name, (blocks, setting) in stacks.items():
-        graph = _Graph(name, setting.backend, is_recomputed=any(has_around(block, Recomputed) for block in blocks))
+        is_recomputed = any(has_around(block, Recomputed) for block in blocks)
+        if is_recomputed and any(is_split(weight) for block in blocks for weight in block.parameters()):
+            # Torch's partitioner would save the mesh for the backward pass as if it were a tensor, and fail.
+            raise ConfigError(
+                f"{LABEL}: the blocks of {name} are recomputed and split along tensor, which torch.compile cannot do "
+                "at once. Remove model.scan or model.remat, or use another axis of runtime.mesh."
+            )
+        graph = _Graph(name, setting.backend, is_recomputed=is_recomputed)
         for block in blocks:
             put_around(block, partial(Compiled, graph=graph, where=where))
         logger.info("model.scan: the %d blocks of %s are compiled as one.", len(blocks), name)

@@ -26,7 +26,7 @@ from trainwright.optim.device_step import (
     tensors_of,
     updated_parameters,
 )
-from trainwright.optim.parts import has_parts, optimizes_parts, own_gradient, own_parts
+from trainwright.optim.parts import has_parts, optimizes_parts, own_gradients, own_parts
 
 # torch wraps a class's step() in profiling and hooks when its first object is made. Calling super().step() would run
 # a user's step hooks twice in a process that also made a plain torch AdamW, so we call the function inside the wraps.
@@ -146,7 +146,7 @@ class AdamW(torch.optim.AdamW):
         has_complex: bool = super()._init_group(group, parameters, *lists)  # type: ignore[no-untyped-call]
         if self._has_parts:
             gradients, *states = lists
-            gradients[:] = [own_gradient(parameter) for parameter in parameters]
+            gradients[:] = own_gradients(parameters)
             for tensors in (parameters, *states):
                 tensors[:] = own_parts(tensors)
         return has_complex

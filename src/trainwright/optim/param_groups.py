@@ -22,6 +22,7 @@ from trainwright.config.problems import suggest
 from trainwright.errors import ConfigError
 from trainwright.models.freeze import freeze
 from trainwright.models.names import as_globs, unmatched
+from trainwright.optim.parts import optimizes_parts
 from trainwright.optim.settings import Origin, check_settings, is_number
 
 MOST_SHOWN = 4
@@ -66,6 +67,7 @@ def make_optimizer(
             raise
         raise type(error)(f"{label}: {error.problem}", where=origin(label)) from error
     _check_rules(rules, optimizer, label=f"{label}.groups", origin=origin)
+    _refuse_fused(optimizer, label=label, origin=origin)
     for group in optimizer.param_groups:
         _settle(group, optimizer, label=label, where=origin(label))
     return optimizer
@@ -225,6 +227,17 @@ def _check_rules(rules: Sequence[Rule], optimizer: torch.optim.Optimizer, *, lab
             label=f"{label}.{number}",
             origin=origin,
             has_strict_forms=True,
+        )
+
+
+def _refuse_fused(optimizer: torch.optim.Optimizer, *, label: str, origin: Origin) -> None:
+    """Refuses torch's fused steps that know no split parameters: they would fail in the first update."""
+    knows_parts = not isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad))
+    if not knows_parts and optimizes_parts(optimizer) and any(group["fused"] for group in optimizer.param_groups):
+        raise ConfigError(
+            f"{label}.fused: torch's fused {type(optimizer).__name__} cannot step parameters that are split over "
+            "ranks. Remove it, or use adamw.",
+            where=origin(f"{label}.fused"),
         )
 
 

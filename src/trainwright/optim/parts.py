@@ -13,14 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trainwright.parallel.local import local
+from trainwright.parallel.local import is_split, local, own_gradient
 
 
 def has_parts(tensors: Iterable[Any]) -> bool:
     """Is any of the tensors split over ranks?"""
-    return any(isinstance(tensor, DTensor) for tensor in tensors)
+    return any(is_split(tensor) for tensor in tensors)
 
 
 def optimizes_parts(optimizer: torch.optim.Optimizer) -> bool:
@@ -33,33 +32,25 @@ def own_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [local(tensor) for tensor in tensors]
 
 
-def own_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+def own_gradients(parameters: Iterable[Any]) -> list[Tensor]:
     """Returns this rank's part of the gradients that are there, each laid out as its parameter."""
-    return [own_gradient(each) for each in parameters if each.grad is not None]
+    gradients = (own_gradient(parameter) for parameter in parameters)
+    return [gradient for gradient in gradients if gradient is not None]
 
 
-def own_gradient(parameter: Tensor) -> Tensor:
-    """Returns this rank's part of a parameter's gradient."""
-    gradient = parameter.grad
-    assert gradient is not None  # parameters without are left out
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-        if gradient.placements != parameter.placements:  # a sum over ranks that is still to be made
-            gradient = gradient.redistribute(placements=parameter.placements)
-        return local(gradient)
-    return gradient
-
-
-def split_axes(tensor: Tensor) -> tuple[int, ...]:
+def split_axes(tensor: Any) -> tuple[int, ...]:
     """Returns the axes of the tensor's mesh along which it is split; none for one that is whole on every rank."""
-    if not isinstance(tensor, DTensor):
+    if not is_split(tensor):
         return ()
     return tuple(axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate())
 
 
-def part_of(whole: Tensor, *, like: Tensor) -> Tensor:
+def part_of(whole: Tensor, *, like: Any) -> Tensor:
     """Returns a tensor that every rank has whole as a DTensor laid out like another; whole where that is whole."""
-    if isinstance(whole, DTensor) or not isinstance(like, DTensor):
+    if is_split(whole) or not is_split(like):
         return whole
+    from torch.distributed.tensor import distribute_tensor  # slow to import, and one process has no use for it
+
     # Every rank has the same values: nothing is sent.
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
@@ -67,13 +58,13 @@ def part_of(whole: Tensor, *, like: Tensor) -> Tensor:
 def split_state(optimizer: torch.optim.Optimizer) -> None:
     """Lays out loaded state of a parameter's shape as the parameter is; what is laid out so already stays."""
     for parameter, state in optimizer.state.items():
-        if isinstance(parameter, DTensor):
+        if is_split(parameter):
             for key, value in state.items():
-                if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape:
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
                     state[key] = part_of(value, like=parameter)
 
 
-def sum_over_ranks(parameters: Sequence[Tensor], values: Sequence[Tensor], *, stages: Any) -> Tensor:
+def sum_over_ranks(parameters: Sequence[Any], values: Sequence[Tensor], *, stages: Any) -> Tensor:
     """Sums a number of each parameter's part over the ranks that hold its parts; the same on every rank.
 
     `stages` is the process group of the ranks with other layers, or None. Collective where a parameter is split.
@@ -81,7 +72,7 @@ def sum_over_ranks(parameters: Sequence[Tensor], values: Sequence[Tensor], *, st
     alike: dict[Any, list[Tensor]] = {}
     for parameter, value in zip(parameters, values, strict=True):
         axes = split_axes(parameter)
-        mesh = parameter.device_mesh if axes and isinstance(parameter, DTensor) else None
+        mesh = parameter.device_mesh if axes else None
         alike.setdefault((mesh, axes), []).append(value.to(torch.float32))
     total = torch.zeros((), device=values[0].device if values else None)
     for (mesh, axes), some in alike.items():

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from trainwright.optim.device_step import PIECE_ELEMENTS, in_pieces, updated_parameters
-from trainwright.optim.parts import own_gradient
-from trainwright.parallel.local import local
+from trainwright.parallel.local import local, own_gradient
 
 _SPREAD = 0x9E3779B1 - 2**32  # 2³² over the golden ratio, as the signed 32-bit number that it is
 
@@ -54,9 +53,10 @@ def step_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype
         _step_piece(parts[piece], group, salt, getattr(optimizer, "grad_scale", None), found_inf)
 
 
-def _parts_of(parameter: Tensor, state: Mapping[str, Tensor]) -> Iterator[_Part]:
-    gradient, first, second = own_gradient(parameter), local(state["exp_avg"]), local(state["exp_avg_sq"])
-    parameter, step = local(parameter), state["step"]
+def _parts_of(parameter: Any, state: Mapping[str, Tensor]) -> Iterator[_Part]:
+    gradient, step = own_gradient(parameter), state["step"]
+    assert gradient is not None  # parameters without are left out
+    parameter, first, second = local(parameter), local(state["exp_avg"]), local(state["exp_avg_sq"])
     whole = _Part(parameter, gradient, first, second, step)
     if not all(tensor.is_contiguous() for tensor in whole):
         yield whole

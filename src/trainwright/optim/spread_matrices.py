@@ -14,16 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from trainwright.optim.parts import part_of, split_axes
-from trainwright.parallel.local import local
+from trainwright.parallel.local import is_split, local
 
 Act = Callable[[list[Tensor]], list[Tensor]]
 """Turns whole tensors into others of the same shapes; given an empty list where a rank has none to work on."""
 
 
-def act_on_whole(parts: Sequence[Tensor], parameters: Sequence[Tensor], act: Act, *, turn: int = 0) -> list[Tensor]:
+def act_on_whole(parts: Sequence[Tensor], parameters: Sequence[Any], act: Act, *, turn: int = 0) -> list[Tensor]:
     """Returns this rank's parts of `act` of the whole tensors, of which `parts` are this rank's.
 
     `parameters` say how each is split; all must be split alike and have one shape. The one with number n is worked
@@ -31,19 +30,18 @@ def act_on_whole(parts: Sequence[Tensor], parameters: Sequence[Tensor], act: Act
     """
     first = parameters[0]
     axes = split_axes(first)
-    if not axes or not isinstance(first, DTensor):
+    if not axes:
         return act(list(parts))
-    placement: Any = first.placements[axes[0]]
+    placement = first.placements[axes[0]]
     if len(axes) > 1 or not placement.is_shard():
         # Split along several axes: the parts lie in each other, and torch knows how. Every rank does all of the work.
         return _act_everywhere(parts, parameters, act)
-    mesh = first.device_mesh
-    return _Exchange(first.shape, placement.dim, mesh.get_group(axes[0]), turn).run(parts, act)
+    return _Exchange(first.shape, placement.dim, first.device_mesh.get_group(axes[0]), turn).run(parts, act)
 
 
-def layout_of(parameter: Tensor) -> object:
+def layout_of(parameter: Any) -> object:
     """Returns what is equal for parameters that are split alike; None for one that is whole."""
-    return (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+    return (parameter.device_mesh, parameter.placements) if is_split(parameter) else None
 
 
 class _Exchange:
@@ -94,10 +92,11 @@ def _exchange(sent: Tensor, sizes: list[int], sizes_received: list[int], group: 
     return received
 
 
-def _act_everywhere(parts: Sequence[Tensor], parameters: Sequence[Tensor], act: Act) -> list[Tensor]:
+def _act_everywhere(parts: Sequence[Tensor], parameters: Sequence[Any], act: Act) -> list[Tensor]:
+    from torch.distributed.tensor import DTensor  # slow to import, and one process has no use for it
+
     whole = []
     for part, parameter in zip(parts, parameters, strict=True):
-        assert isinstance(parameter, DTensor)
         mesh, placements = parameter.device_mesh, parameter.placements
         laid_out = DTensor.from_local(
             part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()

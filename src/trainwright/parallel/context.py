@@ -176,8 +176,12 @@ class SplitSequence:
         return self._take(mask, mask.dim() - 2, fill=1 if mask.dtype == torch.bool else 0)
 
 
-def split_sequences(model: nn.Module, mesh: Mesh) -> None:
-    """Splits the model's sequences over the ranks along context, in place; nothing where there is one rank."""
+def split_sequences(model: nn.Module, mesh: Mesh, *, where: object | None = None) -> None:
+    """Splits the model's sequences over the ranks along context, in place; nothing where there is one rank.
+
+    `where` is the place of the setting, for what is refused: a model that does not speak of its sequence, or a loss
+    that cannot be taken in parts.
+    """
     size = mesh.size("context")
     if size == 1:
         return
@@ -185,11 +189,12 @@ def split_sequences(model: nn.Module, mesh: Mesh) -> None:
     if not modules:
         raise ConfigError(
             f"runtime.mesh.context: {size} ranks are to share each sequence, but {type(model).__name__} cannot split "
-            "its own: neither it nor a module in it has a `sequence` (models/layers/whole_sequence.py). Llama, GPT2 "
-            "and models made like them have one. Use context: 1, and data or tensor for the ranks."
+            "its own: neither it nor a module in it has a `sequence` (models/layers/whole_sequence.py). Llama, "
+            "GPT2, Bert and models made like them have one. Use context: 1, and data or tensor for the ranks.",
+            where=where,
         )
     for module in modules:
-        _check_criterion(module, size)
+        _check_criterion(module, size, where)
     sequence = SplitSequence(rank=mesh.rank("context"), size=size, group=mesh.group("context"))
     for module in modules:
         module.sequence = sequence  # type: ignore[assignment]  # no module, but nn.Module's types know only those
@@ -201,7 +206,7 @@ def _has_sequence(module: nn.Module) -> bool:
     return all(callable(getattr(sequence, verb, None)) for verb in VERBS)
 
 
-def _check_criterion(module: nn.Module, size: int) -> None:
+def _check_criterion(module: nn.Module, size: int, where: object | None) -> None:
     """Refuses a loss whose mean over the whole cannot be told from the means of the parts."""
     criterion = getattr(module, "criterion", None)
     if criterion is None:
@@ -211,7 +216,8 @@ def _check_criterion(module: nn.Module, size: int) -> None:
         raise ConfigError(
             f"runtime.mesh.context: {size} ranks each take the loss over some positions, from which that over all "
             f"follows for a plain mean over targets only; the criterion of {type(module).__name__} is {criterion}. "
-            f"Use one with reduction mean, ignore_index {IGNORED_LABEL} and no weight, or context: 1."
+            f"Use one with reduction mean, ignore_index {IGNORED_LABEL} and no weight, or context: 1.",
+            where=where,
         )
 
 

@@ -9,7 +9,7 @@ those along `replicate` and `data` have samples of their own. Parameters are spl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -112,16 +112,14 @@ def lay_out(axes: Mapping[str, int], *, device_type: str) -> Mesh:
         sequence = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
     mesh = Mesh(MappingProxyType(sizes), dist.get_rank(), layers, sequence)
     everybody = [replace(mesh, place=place) for place in range(dist.get_world_size())]
-    return replace(
-        mesh,
-        stage=_group_of(everybody, lambda each: each.rank("pipeline") == mesh.rank("pipeline")),
-        speakers=_group_of(everybody, lambda each: each.speaks),
-    )
+    stages = [
+        [each.place for each in everybody if each.rank("pipeline") == stage] for stage in range(sizes["pipeline"])
+    ]
+    # Every rank makes every group, its own or not, in the same order: torch counts them to name them.
+    groups = [_group_of(places) for places in [*stages, [each.place for each in everybody if each.speaks]]]
+    return replace(mesh, stage=groups[mesh.rank("pipeline")], speakers=groups[-1])
 
 
-def _group_of(everybody: list[Mesh], belongs: Callable[[Mesh], bool]) -> Any:
-    """Returns the group of the ranks that belong, None where all do; every rank calls it for groups of its own."""
-    places = [each.place for each in everybody if belongs(each)]
-    if len(places) == len(everybody):
-        return None
-    return dist.new_group(places, use_local_synchronization=True)
+def _group_of(places: list[int]) -> Any:
+    """Returns the group of these ranks, None where they are all."""
+    return None if len(places) == dist.get_world_size() else dist.new_group(places)

@@ -45,20 +45,20 @@ class Hidden(NamedTuple):
 class Pipeline:
     """The stages of one model, of which this rank runs one. All ranks of a pipeline call the same verbs together.
 
-    `tied` are the parameters that the first and the last stage both hold, with the group of the two: their gradients
-    are parts of one sum (`sum_tied_gradients`).
+    `tied` are the parameters that the first and the last stage both hold, each with the group in which the two meet;
+    on stages between there are none. Their gradients are parts of one sum (`sum_tied_gradients`), and count once in a
+    norm.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, *, num_micro_batches: int, device: torch.device) -> None:
         self._model: Any = model
-        self._mesh = mesh
         self._device = device
         self._group = mesh.group("pipeline")
         stage: Any = model.stage
         self._stage: Stage = stage
         self._part = _Part(model, self._stage)
-        self._travel: dict[Any, tuple[torch.dtype, tuple[int, ...]]] = {}
-        self._schedules: dict[bool, tuple[Any, PipelineScheduleSingle]] = {}
+        self._dtypes: dict[torch.dtype | None, torch.dtype] = {}
+        self._schedules: dict[bool, tuple[Any, PipelineScheduleSingle, PipelineStage]] = {}
         self._known_keys: set[frozenset[str]] = set()
         self.tied = self._find_tied()
         idle = (self._stage.num_stages - 1) / (num_micro_batches + self._stage.num_stages - 1)
@@ -91,24 +91,27 @@ class Pipeline:
     @torch.no_grad()
     def sum_tied_gradients(self) -> None:
         """Adds up what both ends know of the gradients of shared weights; after the last backward, before the norm."""
+        ranks = dist.get_process_group_ranks(self._group)
+        other_end = ranks[-1] if self._stage.is_first else ranks[0]
         for parameter, group in self.tied:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradient = own_gradient(parameter)
             assert gradient is not None
-            dist.all_reduce(gradient, group=group)
+            gradient_there = torch.empty_like(gradient)
+            # Both ends add the same two numbers, so that their weights stay equal bit for bit.
+            sending = dist.P2POp(dist.isend, gradient, other_end, group)
+            receiving = dist.P2POp(dist.irecv, gradient_there, other_end, group)
+            for work in dist.batch_isend_irecv([sending, receiving]):
+                work.wait()
+            gradient += gradient_there
 
     def _find_tied(self) -> list[tuple[nn.Parameter, Any]]:
-        is_end = self._stage.is_first or self._stage.is_last
-        own = dict(self._model.named_parameters(remove_duplicate=False))
-        tied = [own[name] for name in self._stage.tied if is_end and own[name].requires_grad]
-        if not tied:
+        if not (self._stage.is_first or self._stage.is_last):
             return []
-        group = self._group
-        if self._stage.num_stages > 2:
-            ranks = dist.get_process_group_ranks(group)
-            group = dist.new_group([ranks[0], ranks[-1]], use_local_synchronization=True)
-        return [(parameter, group) for parameter in tied]
+        own = dict(self._model.named_parameters(remove_duplicate=False))
+        tied = {id(own[name]): own[name] for name in self._stage.tied}
+        return [(parameter, self._group) for parameter in tied.values() if parameter.requires_grad]
 
     def _in_equal_runs(self, pieces: Sequence[Batch]) -> Iterator[tuple[Hidden, list[int]]]:
         """Yields the numbers of neighbouring pieces whose hidden states are of one shape, and that shape."""
@@ -124,36 +127,27 @@ class Pipeline:
         kind = self._device.type
         # What decides about the dtype; the same on every rank at the same time.
         circumstances = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        if circumstances not in self._travel:
-            self._travel[circumstances] = self._learn(piece)
-        dtype, parts = self._travel[circumstances]
-        whole = self._model.hidden_shape(**piece)
-        place = self._mesh.rank("tensor")
-        return Hidden(tuple(_own_length(*each, place) for each in zip(whole, parts, strict=True)), dtype)
+        if circumstances not in self._dtypes:
+            self._dtypes[circumstances] = self._learn_dtype(piece)
+        return Hidden(tuple(self._model.hidden_shape(**piece)), self._dtypes[circumstances])
 
-    def _learn(self, piece: Batch) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Returns the dtype of hidden states and into how many parts each dim is cut along tensor.
+    def _learn_dtype(self, piece: Batch) -> torch.dtype:
+        """Returns the dtype of hidden states, which only the first stage sees, by running its beginning once.
 
-        Only the first stage can see it, by running its beginning once, and tells the others. All ranks of the run do
-        this at the same time, at the first batch: on a split model it is collective.
+        All ranks of the run do this at the same time, at the first batch: on a split model it is collective.
         """
-        facts = torch.zeros(8, dtype=torch.int64)
+        number = torch.zeros(1, dtype=torch.int64, device=self._device)
         if self._stage.is_first:
             hidden = self._begin(piece)
-            whole = self._model.hidden_shape(**piece)
-            size, place = self._mesh.size("tensor"), self._mesh.rank("tensor")
-            parts = [1 if own == length else size for own, length in zip(hidden.shape, whole, strict=True)]
-            expected = [_own_length(*each, place) for each in zip(whole, parts, strict=True)]
-            if list(hidden.shape) != expected or hidden.dtype not in TRAVELLING:
+            expected = self._model.hidden_shape(**piece)
+            if tuple(hidden.shape) != tuple(expected) or hidden.dtype not in TRAVELLING:
                 raise TrainwrightError(
                     f"{type(self._model).__name__}.begin returned {hidden.dtype} {list(hidden.shape)}, but its "
-                    f"hidden_shape says {list(whole)}. Let both agree, in a dtype of {', '.join(map(str, TRAVELLING))}."
+                    f"hidden_shape says {list(expected)}. Let both agree, in one of {', '.join(map(str, TRAVELLING))}."
                 )
-            facts[: 2 + len(parts)] = torch.tensor([TRAVELLING.index(hidden.dtype), len(parts), *parts])
-        facts = facts.to(self._device)
-        dist.broadcast(facts, src=dist.get_global_rank(self._group, 0), group=self._group)
-        number, num_dims, *parts = facts.tolist()
-        return TRAVELLING[number], tuple(parts[:num_dims])
+            number.fill_(TRAVELLING.index(hidden.dtype))
+        dist.broadcast(number, src=dist.get_global_rank(self._group, 0), group=self._group)
+        return TRAVELLING[int(number)]
 
     @torch.no_grad()
     def _begin(self, piece: Batch) -> Tensor:
@@ -168,7 +162,7 @@ class Pipeline:
 
     def _step(self, hidden: Hidden, num_pieces: int, *, has_backward: bool) -> None:
         """Lets torch's schedule run the pieces that the part was given."""
-        schedule = self._schedule(hidden, num_pieces, has_backward=has_backward)
+        schedule, stage = self._schedule(hidden, num_pieces, has_backward=has_backward)
         numbers = torch.arange(num_pieces)  # the schedule cuts this into one number a micro-batch
         try:
             schedule.step(number=numbers, target=numbers if has_backward else None)
@@ -179,10 +173,12 @@ class Pipeline:
             raise error.__cause__ from None
         finally:
             self._part.end()
-            schedule._stage.clear_runtime_states()
+            stage.clear_runtime_states()
 
-    def _schedule(self, hidden: Hidden, num_pieces: int, *, has_backward: bool) -> PipelineScheduleSingle:
-        """Returns a schedule for these shapes. The last one is kept: its buffers are as large as an update's states."""
+    def _schedule(
+        self, hidden: Hidden, num_pieces: int, *, has_backward: bool
+    ) -> tuple[PipelineScheduleSingle, PipelineStage]:
+        """Returns a schedule for these shapes; only the last is kept, as its buffers hold an update's states."""
         key = (hidden, num_pieces)
         if has_backward not in self._schedules or self._schedules[has_backward][0] != key:
             self._schedules.pop(has_backward, None)
@@ -198,8 +194,8 @@ class Pipeline:
             )
             kind = Schedule1F1B if has_backward and num_pieces >= self._stage.num_stages else ScheduleGPipe
             loss = _given if has_backward else None
-            self._schedules[has_backward] = key, kind(stage, num_pieces, loss_fn=loss, scale_grads=False)
-        return self._schedules[has_backward][1]
+            self._schedules[has_backward] = key, kind(stage, num_pieces, loss_fn=loss, scale_grads=False), stage
+        return self._schedules[has_backward][1:]
 
 
 class _Part(nn.Module):
@@ -244,8 +240,8 @@ class _Part(nn.Module):
                 f"{self._expected} went into the first. A pipeline needs blocks that keep both."
             )
         # Where all is frozen so far there is nothing to propagate into, but the next stage sends its gradient.
-        needs_grad = torch.is_grad_enabled() and not result.requires_grad
-        return cast(Tensor, result.requires_grad_() if needs_grad else result.contiguous())
+        sent: Tensor = result.contiguous()
+        return sent.requires_grad_() if torch.is_grad_enabled() and not sent.requires_grad else sent
 
     def _to_propagate(self, outputs: Any, hidden: Tensor, index: int) -> Tensor:
         if self._scale is None:
@@ -267,18 +263,12 @@ def _shifted(scale: Scale, start: int) -> Scale:
     return lambda outputs, number: scale(outputs, start + number)
 
 
-def _own_length(length: int, num_parts: int, place: int) -> int:
-    """Returns how much of a dim a rank has, as DTensor cuts it: all but the last parts are equal."""
-    each = -(-length // num_parts)
-    return max(0, min(each, length - each * place)) if num_parts > 1 else length
-
-
 def _refuse_other_keys(model: nn.Module, piece: Batch) -> None:
     """Refuses a batch that the model's own forward would not take, before parts of it are left unread."""
     try:
         inspect.signature(type(model).forward).bind(model, **piece)
     except TypeError as error:
         raise DataError(
-            f"{type(model).__name__}.forward does not take a batch with the keys {', '.join(piece)}: {error}. "
+            f"{type(model).forward.__qualname__} does not take a batch with the keys {', '.join(piece)}: {error}. "
             "Let the collator give it what it takes."
         ) from error

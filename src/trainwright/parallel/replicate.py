@@ -122,7 +122,7 @@ class GradientSum:
         groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for number, parameter in reversed(list(enumerate(self._parameters))):
             groups.setdefault((parameter.dtype, parameter.device), []).append(number)
-        buckets = []
+        buckets: list[list[int]] = []
         for numbers in groups.values():
             bucket: list[int] = []
             size = 0

@@ -240,8 +240,11 @@ def _uncovered(rules: ShardingRules, plan: ShardingPlan, parameters: Mapping[str
         return []
     covered = {id(parameters[name]) for name, layout in plan.layouts.items() if layout.rule is not None}
     covered |= {id(parameters[name]) for name in plan.on_parts}
-    missing = {id(one): name for name, one in reversed(parameters.items()) if id(one) not in covered}
-    return list(reversed(missing.values()))
+    missing: dict[int, str] = {}
+    for name, one in parameters.items():
+        if id(one) not in covered:
+            missing.setdefault(id(one), name)
+    return list(missing.values())
 
 
 def _check_sizes(
@@ -251,7 +254,7 @@ def _check_sizes(
     modules: Mapping[str, nn.Module],
     num_parts: int,
 ) -> None:
-    """Refuses dims and heads that the tensor axis does not divide, and parameters of which it is not clear what to do."""
+    """Refuses dims and heads that the tensor axis does not divide, and parameters that could be meant in two ways."""
     if all(layout.tensor_dim is None for layout in plan.layouts.values()):
         raise ConfigError(
             f"runtime.mesh: tensor is {num_parts}, but model.sharding splits no parameter along it, so that every rank "
@@ -291,16 +294,19 @@ def _refuse_doubtful(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> No
         dims = {child: _split_dim(plan, _join(path, child)) for child, _ in module.named_children()}
         if not {0, 1} <= set(dims.values()):
             continue
-        for child, dim in dims.items():
-            part = module.get_submodule(child)
-            for last, _ in part.named_parameters(recurse=False):
-                name = f"{_join(path, child)}.{last}"
-                if dim is None and plan.layouts[name].rule is None and name not in plan.on_parts:
-                    raise ConfigError(
-                        f"model.sharding: {name} stands between layers that are split along tensor, and no rule speaks "
-                        "of it. If it is used on what one rank has (such as its heads), name it under on_parts, so "
-                        "that its gradients are summed; else give it a rule of its own, such as [null]."
-                    )
+        beside = ["", *(child for child, dim in dims.items() if dim is None)]
+        names = [
+            _join(_join(path, child), last)
+            for child in beside
+            for last, _ in module.get_submodule(child).named_parameters(recurse=False)
+        ]
+        for name in names:
+            if plan.layouts[name].rule is None and name not in plan.on_parts:
+                raise ConfigError(
+                    f"model.sharding: {name} stands between layers that are split along tensor, and no rule speaks "
+                    "of it. If it is used on what one rank has (such as its heads), name it under on_parts, so "
+                    "that its gradients are summed; else give it a rule of its own, such as [null]."
+                )
 
 
 def _split_dim(plan: ShardingPlan, path: str) -> int | None:
@@ -309,7 +315,7 @@ def _split_dim(plan: ShardingPlan, path: str) -> int | None:
 
 
 def _join(path: str, child: str) -> str:
-    return f"{path}.{child}" if path else child
+    return f"{path}.{child}" if path and child else path or child
 
 
 def _some(names: list[str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_group
+from torch.distributed.distributed_c10d import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -133,18 +133,18 @@ def axes_by_ranks(mesh: Mesh) -> dict[frozenset[int], str]:
 
 
 def extrapolate(
-    once: Iterable[Collective], twice: Iterable[Collective], num_micro_batches: int
+    once: Iterable[Collective], more: Iterable[Collective], *, num_more: int, num_micro_batches: int
 ) -> list[Collective]:
-    """Returns the collectives of a step of many micro-batches from those of a step of one and of two."""
+    """Returns the collectives of a step of many micro-batches from those of a step of one and of `num_more`."""
     first = {(each.kind, each.axis, each.num_ranks): each for each in once}
-    second = {(each.kind, each.axis, each.num_ranks): each for each in twice}
+    further = {(each.kind, each.axis, each.num_ranks): each for each in more}
     found = []
-    for key in first.keys() | second.keys():
-        counts = [table[key].count if key in table else 0 for table in (first, second)]
-        sizes = [table[key].num_bytes if key in table else 0 for table in (first, second)]
-        more = num_micro_batches - 1
-        count = counts[0] + more * (counts[1] - counts[0])
-        found.append(Collective(*key, count, sizes[0] + more * (sizes[1] - sizes[0])))
+    for key in first.keys() | further.keys():
+        nothing = Collective(*key, 0, 0)
+        one, several = first.get(key, nothing), further.get(key, nothing)
+        share = (num_micro_batches - 1) / (num_more - 1)
+        count = one.count + round(share * (several.count - one.count))
+        found.append(Collective(*key, count, one.num_bytes + round(share * (several.num_bytes - one.num_bytes))))
     return sort(each for each in found if each.count > 0)
 
 
@@ -154,7 +154,7 @@ def sort(collectives: Iterable[Collective]) -> list[Collective]:
 
 
 def _group_in(arguments: Iterable[Any]) -> ProcessGroup | None:
-    """Finds the process group among a collective's arguments: the object itself, boxed, or its name as the last text."""
+    """Finds the process group among a collective's arguments: itself, boxed, or its name as the last text."""
     name = None
     for each in arguments:
         if isinstance(each, ProcessGroup):
@@ -166,7 +166,8 @@ def _group_in(arguments: Iterable[Any]) -> ProcessGroup | None:
                 continue  # the reduction's operation is boxed too
         if isinstance(each, str):
             name = each
-    return None if name is None else _resolve_process_group(name)
+    resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    return None if name is None else resolve(name)
 
 
 def _num_bytes(argument: Any) -> int:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ContextManager, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map_only
 
 from trainwright.backends import pick_backend
 from trainwright.build import _assemble
 from trainwright.config import BatchPlan, RunConfig, resolve_batch, resolve_mesh
 from trainwright.data.collators.stack import Stack
+from trainwright.data.randomness import Watch
 from trainwright.errors import ConfigError
 from trainwright.loop.feed import Feed
 from trainwright.loop.trainer import Trainer
@@ -35,9 +36,24 @@ from trainwright.models.pretrained import CONFIG_FILE, LoadReport, read_config_f
 from trainwright.models.pretrained_facts import PretrainedFacts, without_paths
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import Mesh, lay_out
+from trainwright.parallel.sharding import ShardingPlan
 from trainwright.parts import Build
+from trainwright.placing import plan_of
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class WholeModel:
+    """What the model was before it was split."""
+
+    num_parameters: int = 0
+    """Tied ones once."""
+    parameter_bytes: int = 0
+    saved_bytes: int = 0
+    """Of parameters and saved buffers."""
+    plan: ShardingPlan | None = None
+    """What sharding rules say of it; None where there are none."""
 
 
 @dataclass
@@ -48,23 +64,38 @@ class ImaginaryRun:
     trainer: Trainer
     mesh: Mesh
     plan: BatchPlan
-    """The batch arithmetic of the real run; the trainer's own takes two micro-batches at most."""
+    """The batch arithmetic of the real run; the trainer's own takes a few micro-batches at most."""
     batch: Any
     mode: FakeTensorMode
-    whole: dict[str, int]
-    """The bytes of all parameters and saved buffers of the whole model, by name, before it was split."""
+    whole: WholeModel
     on_gpu: bool
     """Would the run be on an accelerator? Models then take other forms of some operations."""
 
+    @property
+    def num_micro_batches(self) -> int:
+        """How many micro-batches a step takes here: all that differ, the others of the real run are alike."""
+        return self.trainer.surroundings.batch.accumulation
+
+    def batch_shapes(self) -> dict[str, list[int]]:
+        """Returns the shapes of a micro-batch's tensors, by name where it has names."""
+        self.trainer.samples_in_hand = self.plan.micro_batch_size * self.num_micro_batches
+        with self.mode:
+            piece = next(iter(self.trainer.micro_batches(self.batch)))
+        named = tree_leaves_with_path(piece)
+        return {
+            keystr(path).strip("[]'.") or "batch": list(each.shape)
+            for path, each in named
+            if isinstance(each, torch.Tensor)
+        }
+
     def step(self, num_micro_batches: int | None = None) -> None:
-        """Makes one update of the trainer's micro-batches, or of the first of them."""
+        """Makes one update of the trainer's micro-batches, or (1) of the first of them alone."""
         trainer, batch = self.trainer, self.batch
-        accumulation = trainer.surroundings.batch.accumulation
-        micro = self.plan.micro_batch_size
+        accumulation, micro = self.num_micro_batches, self.plan.micro_batch_size
         wanted = num_micro_batches or accumulation
+        assert wanted in (1, accumulation)
         surroundings = trainer.surroundings
-        gpu_forms: ContextManager[None] = _gpu_forms() if self.on_gpu else nullcontext()
-        with self.mode, _ReadOnes(), trainer.storage, gpu_forms:
+        with self.mode, _read_ones(), trainer.storage, _forms(on_gpu=self.on_gpu):
             trainer.samples_in_hand = micro * accumulation
             if wanted < accumulation:
                 batch = next(iter(trainer.micro_batches(batch)))
@@ -100,18 +131,29 @@ def imagine(
     The shapes of a batch are those of the training data's first; with `sequence_length` no data is read, and a sample
     is a row of so many tokens.
     """
+    generators = Watch()
+    generators.begin()
+    try:
+        with _imagined(config, world_size=world_size, rank=rank, sequence_length=sequence_length) as run:
+            yield run
+    finally:
+        generators.restore()
+
+
+@contextmanager
+def _imagined(config: RunConfig, *, world_size: int, rank: int, sequence_length: int | None) -> Iterator[ImaginaryRun]:
     axes = resolve_mesh(config, world_size)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with imaginary_ranks(axes, world_size=world_size, rank=rank) as ranks, tempfile.TemporaryDirectory() as folder:
         plan = resolve_batch(config, ranks.mesh.num_data_ranks)
         trial = _trial_config(config, plan, ranks.mesh, Path(folder), has_data=sequence_length is None)
-        whole: dict[str, int] = {}
+        whole = WholeModel()
         kind = Build(trial).trainer_class()
-        trainer_class = _imagining(kind, mode, whole, sequence_length)
+        trainer_class = _imagining(kind, mode, whole, ranks.mesh, sequence_length)
         # While a model is built ranks ask each other whether they have the same one; nobody would answer.
         ranks.size = 1
         backend = pick_backend("cpu")
-        with mode, _ReadOnes():
+        with mode, _read_ones():
             trainer, _ = _assemble(
                 trial, trainer_class, backend, ranks, Path(folder) / "run", kept=_kept_facts(config), evaluates=False
             )
@@ -130,8 +172,9 @@ def imagine(
 
 
 def _trial_config(config: RunConfig, plan: BatchPlan, mesh: Mesh, folder: Path, *, has_data: bool) -> RunConfig:
-    """The run's config, without what acts outside of the step, and with two micro-batches at most."""
-    accumulation = min(plan.accumulation, 2)
+    """The run's config, without what acts outside of the step, and with a few micro-batches at most."""
+    # The first has no gradients to add to, the last reduces them, and a pipeline has as many under way as stages.
+    accumulation = min(plan.accumulation, max(2, mesh.size("pipeline")))
     changes: dict[str, Any] = {
         "output_dir": str(folder),
         "runtime.device": "cpu",
@@ -156,7 +199,7 @@ def _trial_config(config: RunConfig, plan: BatchPlan, mesh: Mesh, folder: Path, 
 
 
 def _imagining(
-    kind: type[Trainer], mode: FakeTensorMode, whole: dict[str, int], sequence_length: int | None
+    kind: type[Trainer], mode: FakeTensorMode, whole: WholeModel, mesh: Mesh, sequence_length: int | None
 ) -> type[Trainer]:
     """Returns the trainer's class with `build_*` methods that make models without memory, and data for real."""
 
@@ -169,12 +212,12 @@ def _imagining(
             logger.info("The model is built in main memory, for it cannot be built without: %s", error)
             with _unset():
                 model = _without_memory(inherited(build), mode)
-        saved = model.state_dict(keep_vars=True)
-        seen: set[int] = set()
-        for name, tensor in saved.items():
-            if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
-                seen.add(id(tensor))
-                whole[name] = tensor.nbytes
+        parameters = list(model.parameters())
+        saved = {id(each): each for each in model.state_dict(keep_vars=True).values() if isinstance(each, torch.Tensor)}
+        whole.num_parameters = sum(each.numel() for each in parameters)
+        whole.parameter_bytes = sum(each.nbytes for each in parameters)
+        whole.saved_bytes = sum(each.nbytes for each in saved.values())
+        whole.plan = plan_of(model, build.config, mesh.sizes)
         # It is where it will be, and torch cannot move parameters without memory that somebody refers to.
         model.to = lambda *_, **__: model  # type: ignore[method-assign]
         return model
@@ -182,7 +225,7 @@ def _imagining(
     def outside(part: str) -> Any:
         def build_part(cls: type[Trainer], build: Any) -> Any:
             with _unset():
-                return getattr(super(imagined, cls), f"build_{part}")(build)  # type: ignore[misc]
+                return getattr(super(imagined, cls), f"build_{part}")(build)
 
         return classmethod(build_part)
 
@@ -233,7 +276,7 @@ def _kept_facts(config: RunConfig) -> PretrainedFacts | None:
     return PretrainedFacts(content, LoadReport((), ()))
 
 
-class _Rows(Sequence[dict[str, torch.Tensor]]):
+class _Rows:
     """As many rows of tokens as anybody asks for."""
 
     def __init__(self, length: int) -> None:
@@ -242,13 +285,21 @@ class _Rows(Sequence[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return 2**31
 
-    def __getitem__(self, place: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
+    def __getitem__(self, place: int) -> dict[str, torch.Tensor]:
         tokens = torch.zeros(self.tokens_per_sample, dtype=torch.long)
         return {"input_ids": tokens, "labels": tokens}
 
 
-class _ReadOnes(TorchDispatchMode):
-    """Within it a value that the host reads from a tensor without memory is 1: finite, true, and there."""
+_FILLED = "_filled_with"
+_COUNTS = (torch.ops.aten.arange.default, torch.ops.aten.arange.start, torch.ops.aten.arange.start_step)
+_SHORT = 64  # a count so short is no activation: it may be real
+
+
+class _ReadOnes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within it a value that the host reads from a tensor without memory is 1: finite, true, and there.
+
+    A tensor that was filled with a number is read as that: ranks tell each other numbers so.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -256,31 +307,56 @@ class _ReadOnes(TorchDispatchMode):
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # its own operations follow, on local tensors
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+            kind = bool if args[0].dtype == torch.bool else float if args[0].is_floating_point() else int
+            return kind(getattr(args[0], _FILLED, 1))
+        if func is torch.ops.aten.fill_.Scalar and isinstance(args[0], FakeTensor):
+            setattr(args[0], _FILLED, args[1])
         if func is torch.ops.aten.equal.default and isinstance(args[0], FakeTensor):
             return True
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        if tensors and not any(isinstance(each, FakeTensor) for each in tensors):
-            with _unset():  # what is real stays so: the numbers of ranks in torch's meshes
-                return func(*args, **(kwargs or {}))
+        if not (args and isinstance(args[0], FakeTensor)):
+            tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            is_short_count = func in _COUNTS and all(isinstance(each, int) and each <= _SHORT for each in args)
+            if is_short_count or (tensors and not any(isinstance(each, FakeTensor) for each in tensors)):
+                # What is real stays so: the numbers of ranks in torch's meshes, those of a pipeline's pieces.
+                with _unset():
+                    return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def _unset() -> ContextManager[Any]:
+def _read_ones() -> AbstractContextManager[Any]:
+    return cast(AbstractContextManager[Any], _ReadOnes())  # type: ignore[no-untyped-call]
+
+
+def _unset() -> AbstractContextManager[Any]:
     """Within it tensors are real again."""
-    return cast(ContextManager[Any], _disable_current_modes())
+    return cast(AbstractContextManager[Any], _disable_current_modes())
 
 
 @contextmanager
-def _gpu_forms() -> Iterator[None]:
-    """Lets our models take the forms of their operations that they take on a GPU, on tensors that lie elsewhere."""
-    name = "waits_for_memory"
-    modules = [each for key, each in list(sys.modules.items()) if key.startswith("trainwright.models.")]
-    asking = [(vars(module), vars(module)[name]) for module in modules if name in vars(module)]
-    for names, _ in asking:
-        names[name] = lambda device: True
+def _forms(*, on_gpu: bool) -> Iterator[None]:
+    """Lets our models take the forms of their operations that they would take in the run.
+
+    They choose by the device and the class of a tensor; one without memory is of another class, on the CPU.
+    """
+    answers: dict[str, Callable[..., bool]] = {"is_plain_head": _is_plain_head}
+    if on_gpu:
+        answers["waits_for_memory"] = lambda device: True
+    modules = [vars(each) for key, each in list(sys.modules.items()) if key.startswith("trainwright.models.")]
+    asking = [(names, verb, names[verb]) for names in modules for verb in answers if verb in names]
+    for names, verb, _ in asking:
+        names[verb] = answers[verb]
     try:
         yield
     finally:
-        for names, verb in asking:
-            names[name] = verb
+        for names, verb, own in asking:
+            names[verb] = own
+
+
+def _is_plain_head(head: torch.nn.Module) -> bool:
+    """As in models/layers/linear_cross_entropy.py, of weights without memory."""
+    return (
+        type(head) is torch.nn.Linear
+        and head.bias is None
+        and type(head.weight) in (torch.nn.Parameter, FakeTensor)
+        and not (head._forward_hooks or head._forward_pre_hooks)
+    )

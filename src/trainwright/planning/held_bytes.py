@@ -36,6 +36,8 @@ class HeldBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.now: Counter[str] = Counter()
         self.peak: dict[str, int] = dict.fromkeys(KINDS, 0)
+        self.most: dict[str, int] = dict.fromkeys(KINDS, 0)
+        """The most of each kind since `begin_peak`, not all at one time."""
         self._total = 0
         self._highest = 0
         self._is_forward = False
@@ -59,6 +61,7 @@ class HeldBytes(TorchDispatchMode):
     def begin_peak(self) -> None:
         """Lets the peak count from here on."""
         self._highest = 0
+        self.most = {kind: self.now[kind] for kind in KINDS}
         self._look()
 
     @contextmanager
@@ -75,6 +78,7 @@ class HeldBytes(TorchDispatchMode):
                 self._storages[key] = (reference, size, ACTIVATIONS, number)
                 self.now[kind] -= size
                 self.now[ACTIVATIONS] += size
+                self.most[ACTIVATIONS] = max(self.most[ACTIVATIONS], self.now[ACTIVATIONS])
                 if self._peak_number is not None and number <= self._peak_number:
                     # Most was held within this forward, and this was part of it.
                     self.peak[kind] -= size
@@ -97,6 +101,8 @@ class HeldBytes(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its own operations follow, on local tensors
         result = func(*args, **(kwargs or {}))
+        if func.namespace == "prim":
+            return result  # questions such as where a tensor lies
         kind = TEMPORARY
         if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
             kind = COMMUNICATION
@@ -115,6 +121,7 @@ class HeldBytes(TorchDispatchMode):
                 self._storages[id(storage)] = (entry[0], entry[1], COMMUNICATION, entry[3])
                 self.now[TEMPORARY] -= entry[1]
                 self.now[COMMUNICATION] += entry[1]
+                self.most[COMMUNICATION] = max(self.most[COMMUNICATION], self.now[COMMUNICATION])
 
     def _note(self, storage: torch.UntypedStorage, kind: str) -> None:
         key = id(storage)
@@ -145,6 +152,7 @@ class HeldBytes(TorchDispatchMode):
         self.now[kind] += size
         self._total += size
         if size > 0:
+            self.most[kind] = max(self.most[kind], self.now[kind])
             self._look()
 
     def _look(self) -> None:

@@ -1,0 +1,110 @@
+"""A TPU by torch_tpu: what it does otherwise than a CPU. See backend.py for the contract of each verb.
+
+torch_tpu makes a TPU an ordinary device of torch, `tpu`, with eager execution, DTensor and FSDP2; a process has one.
+Nothing outside of this file knows of it. docs/launching.md says what of it was exercised.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from trainwright.backends.backend import Backend
+from trainwright.backends.main_memory import MemoryFacts
+from trainwright.errors import ConfigError
+
+
+class TpuBackend(Backend):
+    """The TPU of this process."""
+
+    # Objects and flags are exchanged on the CPU.
+    collectives = "cpu:gloo,tpu:tpu_dist"
+
+    def claim(self) -> None:
+        """Lets float32 mean float32: by default a TPU rounds the factors of a matrix product to bfloat16.
+
+        Which TPU a process has is decided by its launcher's variables, not here.
+        """
+        torch.set_float32_matmul_precision("highest")
+
+    def seed(self, value: int) -> None:
+        """Seeds the CPU's and the TPU's generators."""
+        torch.default_generator.manual_seed(value)
+        _module().manual_seed(value)
+
+    def autocast(self, precision: str) -> AbstractContextManager[Any]:
+        """Returns the context of a forward; fp16 is refused, for a TPU computes in bfloat16."""
+        if precision == "fp16":
+            raise ConfigError("runtime.precision: fp16 is not for a TPU, which multiplies in bfloat16. Use bf16.")
+        return super().autocast(precision)
+
+    def to_device(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Copies one batch ahead. Copies and steps are queued alike: the copy of the next is asked for first."""
+        ahead: list[Any] = []
+        for batch in batches:
+            ahead.append(tree_map_only(torch.Tensor, self._copy, batch))
+            if len(ahead) == 2:
+                yield ahead.pop(0)
+        yield from ahead
+
+    def memory_room(self) -> int | None:
+        """Returns None: who asks for too much is told."""
+        return None
+
+    def begin_peak(self) -> None:
+        """Does nothing: torch_tpu keeps no peak."""
+
+    def memory(self) -> MemoryFacts:
+        """Returns what the device has; how much of it is in use torch_tpu 0.2 does not tell."""
+        return MemoryFacts(in_use=None, peak=None, total=_total_memory())
+
+    def release_memory(self) -> None:
+        """Waits for the device, after which it has what nobody refers to any more."""
+        gc.collect()
+        torch.accelerator.synchronize()
+
+    def describe(self) -> str:
+        """Names the device and its memory."""
+        total = _total_memory()
+        size = "" if total is None else f", {total / 2**30:.0f} GiB"
+        return f"{self.device} ({_module().get_device_name()}{size})"
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+
+def has_tpu() -> bool:
+    """Does torch see a TPU? Importing torch loads torch_tpu, which makes `tpu` the accelerator where there is one."""
+    found = torch.accelerator.current_accelerator()
+    return found is not None and found.type == "tpu"
+
+
+def refuse_absent_tpu(label: str, *, where: object | None = None) -> None:
+    """Raises what is missing, where a TPU is asked for and torch sees none."""
+    if has_tpu():
+        return
+    if importlib.util.find_spec("torch_tpu") is None:
+        raise ConfigError(
+            f"{label}: 'tpu' needs the package torch_tpu, which is not installed. "
+            "Run pip install 'trainwright[tpu]', or use auto or cpu.",
+            where=where,
+        )
+    raise ConfigError(f"{label}: 'tpu', but torch_tpu sees no TPU here. Use auto or cpu.", where=where)
+
+
+def _module() -> Any:
+    """torch_tpu's own verbs, which torch does not have for every device."""
+    return torch.get_device_module("tpu")
+
+
+def _total_memory() -> int | None:
+    try:
+        return int(_module().get_device_properties().total_memory)
+    except RuntimeError:  # a TPU that is newer than torch_tpu
+        return None

@@ -1,0 +1,82 @@
+"""`trainwright estimate run.yaml --world 64`: predicts memory per rank and disk per checkpoint, without a device."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainwright.commands.checkpoints import size_text
+from trainwright.commands.shard import Length, Rank, World, describe_batch, describe_ranks
+from trainwright.commands.table import show_rows
+from trainwright.config import RunConfig
+from trainwright.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trainwright.planning.estimate import Estimate
+
+UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def estimate(
+    run: Annotated[Path, typer.Argument(help="The run's YAML file, or its folder.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Settings to replace, such as trainer.micro_batch_size=8.", show_default=False),
+    ] = None,
+    world: World = 1,
+    rank: Rank = 0,
+    length: Length = None,
+    memory: Annotated[
+        str | None, typer.Option("--memory", help="What a device has, such as 80GB: says whether it fits.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as one JSON object.")] = False,
+) -> None:
+    """Predict, without a device, the memory that one rank needs and the size of a checkpoint.
+
+    The run is built and stepped twice on imaginary ranks, on tensors that have no memory; each that would be held is
+    counted. Exits with 1 where --memory is given and it does not fit.
+    """
+    config = RunConfig.load(run / "config.yaml" if run.is_dir() else run, overrides or [])
+    limit = None if memory is None else read_size(memory)
+    from trainwright.planning.estimate import estimate as estimate_run
+
+    found = estimate_run(config, world_size=world, rank=rank, sequence_length=length)
+    if as_json:
+        fitting = {} if limit is None else {"memory_bytes": limit, "fits": found.fits(limit)}
+        print(json.dumps(found.to_dict() | fitting, indent=2))
+    else:
+        _show(found, limit)
+    if limit is not None and not found.fits(limit):
+        raise typer.Exit(1)
+
+
+def read_size(text: str) -> int:
+    """Returns the bytes that a text such as 80GB or 80 GiB says."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b)\s*", text.lower())
+    if found is None:
+        raise ConfigError(f"--memory: {text!r} is no size. Use a number with a unit, such as 80GB or 80GiB.")
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+def _show(found: Estimate, limit: int | None) -> None:
+    print(f"{describe_ranks(found.world_size, found.axes)}; {found.num_parameters:,} parameters")
+    batch = describe_batch(found.batch_shapes, found.micro_batch_size, found.accumulation)
+    print(f"Rank {found.rank}, in a step of {batch}:\n")
+    kinds = [kind for kind, size in found.most.items() if size or found.at_peak[kind]]
+    rows = [(kind, size_text(found.most[kind]), size_text(found.at_peak[kind])) for kind in kinds]
+    show_rows(("held", "at most", "at the peak"), [*rows, ("together", "", size_text(found.peak_bytes))])
+    print(f"\nA checkpoint takes {size_text(found.checkpoint_bytes)} on disk, of all ranks together.")
+    for remark in found.remarks:
+        print(remark)
+    if limit is None:
+        return
+    if found.fits(limit):
+        words = f"fits {size_text(limit)}, with {size_text(limit - found.peak_bytes)} left"
+    else:
+        words = f"does not fit {size_text(limit)} (5 % of it is kept free for what is not counted)"
+    samples = found.largest_micro_batch(limit)
+    print(f"It {words}. The largest micro-batch that would fit has about {samples} samples of this shape.")

@@ -1,0 +1,68 @@
+"""`trainwright launch run.yaml … --slurm nodes=4 gpus=8`: writes the job of a cluster for a run, and submits it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainwright.config import RunConfig
+from trainwright.errors import ConfigError
+from trainwright.launch.slurm import SETTINGS, file_stem, follow, job_of, read_settings, submit
+
+_TOP_SETTINGS = {*RunConfig.model_fields, "extends"}
+
+
+def launch(
+    run: Annotated[Path, typer.Argument(help="The YAML file of the run.", show_default=False)],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SETTING=VALUE",
+            help=f"Settings of the run to replace, and of the job: {', '.join(SETTINGS)}.",
+            show_default=False,
+        ),
+    ] = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Write a job file for SLURM.")] = False,
+    submits: Annotated[
+        bool, typer.Option("--submit", help="Submit the job with sbatch, and show what it writes.")
+    ] = False,
+    file: Annotated[
+        Path | None, typer.Option(help="Where to write the job file.", show_default="NAME.slurm in this folder")
+    ] = None,
+) -> None:
+    """Write the job that runs a YAML file on a cluster; a person can read it, and --submit submits it."""
+    if not slurm:
+        raise ConfigError(
+            "launch: for which cluster? Add --slurm, such as: --slurm nodes=4 gpus=8. "
+            "On one machine: trainwright train run.yaml --nproc N."
+        )
+    # Names of sbatch's and of the config's settings are never the same, so they may stand in any order.
+    overrides = [word for word in words or [] if _is_override(word)]
+    settings = read_settings([word for word in words or [] if not _is_override(word)])
+    config = RunConfig.load(run, overrides)  # a mistake is cheaper here than after hours in a queue
+    command = ["trainwright", "train", str(run), *overrides]
+    job = job_of(config.name, command, settings)
+    path = file or Path(f"{file_stem(config.name)}.slurm")
+    path.write_text(job.text(), encoding="utf-8")
+    num_processes = job.nodes * job.processes
+    print(f"Wrote {path}: {num_processes} processes, {job.processes} on each of {job.nodes} machines.")
+    if not submits:
+        print(f"Submit it with: sbatch {path}")
+        return
+    job_id = submit(path)
+    log = Path(job.log_name(job_id))
+    print(f"Submitted job {job_id}; it writes {log}. Ctrl-C ends the showing, not the job.")
+    try:
+        for text in follow(job_id, log):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(f"\nJob {job_id} goes on. scancel {job_id} ends it.")
+
+
+def _is_override(word: str) -> bool:
+    key = word.partition("=")[0]
+    return key.partition(".")[0] in _TOP_SETTINGS

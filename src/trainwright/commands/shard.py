@@ -1,0 +1,110 @@
+"""`trainwright shard run.yaml --world 64`: shows who would hold what of the model, and what a step would send."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainwright.commands.checkpoints import size_text
+from trainwright.commands.table import show_rows
+from trainwright.config import RunConfig
+
+if TYPE_CHECKING:
+    from trainwright.planning.shard import Sharding
+
+World = Annotated[int, typer.Option("--world", min=1, help="The number of ranks: processes, one a device.")]
+Rank = Annotated[int, typer.Option("--rank", min=0, help="The rank to look at.")]
+Length = Annotated[
+    int | None,
+    typer.Option("--length", min=1, help="Take rows of so many tokens as samples, instead of reading the data."),
+]
+
+
+def shard(
+    run: Annotated[Path, typer.Argument(help="The run's YAML file, or its folder.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Settings to replace, such as 'runtime.mesh={data: -1}'.", show_default=False),
+    ] = None,
+    world: World = 1,
+    rank: Rank = 0,
+    length: Length = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Show each layer's parameters, not those of equal layers as one.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as one JSON object.")] = False,
+) -> None:
+    """Show, without devices, what each rank holds of the model and what ranks send in one step.
+
+    The run is built and stepped once on imaginary ranks, on tensors that have no memory.
+    """
+    config = RunConfig.load(run / "config.yaml" if run.is_dir() else run, overrides or [])
+    from trainwright.planning.shard import plan_shards
+
+    found = plan_shards(config, world_size=world, rank=rank, sequence_length=length)
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        _show(found, shows_all=every)
+
+
+def describe_ranks(world_size: int, axes: dict[str, int]) -> str:
+    """Returns how many ranks there are, and along which axes: 64 ranks = data 8 × tensor 8."""
+    if world_size == 1:
+        return "1 rank"
+    return f"{world_size} ranks = {' × '.join(f'{axis} {size}' for axis, size in axes.items())}"
+
+
+def describe_batch(shapes: dict[str, list[int]], micro_batch_size: int, accumulation: int) -> str:
+    """Returns what one step of a rank takes in."""
+    tensors = ", ".join(f"{name} {' × '.join(map(str, shape))}" for name, shape in shapes.items())
+    pieces = f"{accumulation} micro-batches" if accumulation > 1 else "one micro-batch"
+    return f"{pieces} of {micro_batch_size} ({tensors})"
+
+
+def _show(found: Sharding, *, shows_all: bool) -> None:
+    from trainwright.planning.layouts import grouped
+
+    copies = f"rank {found.rank} holds {size_text(found.rank_bytes)} of {size_text(found.num_bytes)}"
+    print(f"{describe_ranks(found.world_size, found.axes)}; {found.num_parameters:,} parameters: {copies}\n")
+    rows = [
+        (
+            each.name,
+            f"{each.count} ×" if each.count > 1 else "",
+            " × ".join(map(str, each.shape)),
+            f"[{', '.join(each.axes)}]",
+            " × ".join(map(str, each.local_shape)),
+            size_text(each.num_bytes * each.count),
+            each.dtype if each.is_trained else f"{each.dtype}, frozen",
+        )
+        for each in (found.layouts if shows_all else grouped(found.layouts))
+    ]
+    show_rows(("parameter", "", "whole", "split along", "on this rank", "bytes", "type"), rows)
+    for title, names in (
+        ("These sharding rules match nothing:", found.unmatched),
+        ("No sharding rule covers these parameters, which are copied along tensor:", found.uncovered),
+    ):
+        if names:
+            print(f"\n{title}\n  " + "\n  ".join(names))
+    batch = describe_batch(found.batch_shapes, found.micro_batch_size, found.accumulation)
+    print(f"\nOne step, of {batch}:\n")
+    if not found.collectives:
+        print("Nothing is sent.")
+        return
+    show_rows(
+        ("collective", "along", "ranks", "times", "whole", "sent by a rank"),
+        [
+            (
+                each.kind,
+                each.axis,
+                str(each.num_ranks),
+                str(each.count),
+                *map(size_text, (each.num_bytes, round(each.sent_bytes))),
+            )
+            for each in found.collectives
+        ],
+    )
+    print(f"\nSent by a rank in a step: {size_text(round(sum(each.sent_bytes for each in found.collectives)))}")

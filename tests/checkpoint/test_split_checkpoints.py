@@ -1,0 +1,252 @@
+"""A checkpoint of any layout is read in any other, bit for bit: by four ranks, one process, and torch's own reader."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from tests.checkpoint.layouts import (
+    LAYOUTS,
+    Net,
+    differences,
+    everything,
+    make_optimizer,
+    parts_of,
+    restored,
+    save,
+    saver_for,
+    step,
+    trained,
+)
+from tests.checkpoint.ranks import along, on_ranks
+from torch.distributed.tensor import DTensor
+
+from trainwright.checkpoint import contents
+from trainwright.checkpoint.encoding import encode
+from trainwright.checkpoint.shares import share_of
+from trainwright.checkpoint.split_tensors import SplitTensor
+from trainwright.checkpoint.staging import HostBuffers
+from trainwright.checkpoint.store import CheckpointStore
+from trainwright.errors import CheckpointError
+
+WHOLE = 9
+"""The step that one process saved."""
+NUMBERS = {name: 10 + number for number, name in enumerate(LAYOUTS)}
+
+
+def names_of_all(ranks, model):
+    return sorted({name for names in ranks.gather(list(model.state_dict())) for name in names})
+
+
+def act_on_four(ranks, folder):
+    """Saves in each layout, then reads each of them in each; returns what went wrong."""
+    store = CheckpointStore(folder)
+    expected = everything(*trained())
+    further = everything_after_a_step(*trained())
+    places = {name: along(ranks, axes) for name, axes in LAYOUTS.items()}
+    wrong = []
+    for name, placed in places.items():
+        save(placed, store, NUMBERS[name], name)
+    for target, placed in places.items():
+        names = []
+        if placed.mesh.size("pipeline") > 1:
+            names = names_of_all(placed, trained(placed.mesh)[0])
+        for source, number in {"whole": WHOLE, **NUMBERS}.items():
+            found = restored(lambda part, number=number: store.read_split(number, part), placed.mesh, names)
+            wrong += [f"{source} → {target}: {name}" for name in differences(everything(*found), expected)]
+            wrong += [f"{source} → {target}: averages of {name}" for name in badly_laid_out(*found)]
+            after = everything_after_a_step(*found)
+            wrong += [f"{source} → {target}, a step later: {name}" for name in differences(after, further)]
+    wrong += snapshot_differences(places["data-tensor"], expected)
+    return wrong
+
+
+def everything_after_a_step(model, optimizer, averages):
+    step(model, optimizer)
+    return everything(model, optimizer, averages)
+
+
+def badly_laid_out(model, optimizer, averages):
+    for name, parameter in model.named_parameters():
+        for value in (averages.averages[name], optimizer.state[parameter]["exp_avg"]):
+            if getattr(value, "placements", None) != getattr(parameter, "placements", None):
+                yield name
+
+
+def snapshot_differences(ranks, expected):
+    """A copy in main memory holds this rank's parts, whatever becomes of the state meanwhile."""
+    model, optimizer, averages = trained(ranks.mesh)
+    buffers = HostBuffers()
+    staged = buffers.stage(parts_of(model, optimizer, averages))
+    step(model, optimizer)
+    assert staged.num_bytes < buffers_of_whole().num_bytes / 1.5
+    found = restored(staged.to_state().__getitem__, ranks.mesh)
+    return [f"snapshot: {name}" for name in differences(everything(*found), expected)]
+
+
+def buffers_of_whole():
+    return HostBuffers().stage(parts_of(*trained()))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder in which one process and four ranks have saved the same state in every layout."""
+    folder = tmp_path_factory.mktemp("layouts") / "checkpoints"
+    CheckpointStore(folder).write(WHOLE, parts_of(*trained()), metrics={"loss": 1.0})
+    answers = on_ranks(4, lambda ranks: act_on_four(ranks, folder), data=4)
+    assert answers == [[], [], [], []]
+    return folder
+
+
+def test_every_layout_reads_every_other_and_goes_on_alike(folder):
+    """The fixture has compared them on four ranks; every file is as its manifest says."""
+    store = CheckpointStore(folder)
+    assert store.steps() == [WHOLE, *NUMBERS.values()]
+    for number in store.steps():
+        store.verify(number)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_one_process_reads_a_split_checkpoint_as_if_it_were_whole(folder, name):
+    store = CheckpointStore(folder)
+    expected = everything(*trained())
+    for read in (store.read, store.read_split):
+        found = restored(lambda part, read=read: read(NUMBERS[name], part))
+        assert differences(everything(*found), expected) == []
+    plain = store.read(NUMBERS[name], "model")
+    assert all(type(value) is torch.Tensor for value in plain.values())
+    assert plain["last.weight"] is plain["first.weight"]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_split_checkpoint_holds_each_value_once(folder, name):
+    store = CheckpointStore(folder)
+
+    def weigh(number):
+        files = store.path(number).glob("optimizers*.safetensors")
+        return sum(tensor.nbytes for file in files for tensor in read_file(file).values())
+
+    assert weigh(NUMBERS[name]) == weigh(WHOLE)
+
+
+def read_file(path):
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def test_ranks_write_what_they_hold(folder):
+    names = {path.name for path in CheckpointStore(folder).path(NUMBERS["hybrid"]).iterdir()}
+    # Ranks 2 and 3 are copies of ranks 0 and 1.
+    assert {name for name in names if "rank" in name} == {
+        f"{part}.rank-0000{rank}.safetensors" for part in ("model", "optimizers", "training") for rank in (0, 1)
+    }
+
+
+def test_torch_reads_a_split_model(folder):
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    expected = Net()
+    optimizer = make_optimizer(expected)
+    step(expected, optimizer)
+    step(expected, optimizer)
+    state = {name: torch.zeros_like(value) for name, value in expected.state_dict().items() if name != "last.weight"}
+    reader = HuggingFaceStorageReader(str(CheckpointStore(folder).path(NUMBERS["data-tensor"])))
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    for name, value in state.items():
+        assert torch.equal(value, expected.state_dict()[name]), name
+
+
+def test_only_the_region_that_is_asked_for_is_read(folder):
+    found = CheckpointStore(folder).read_split(NUMBERS["tensor"], "model")["blocks.0.weight"]
+    assert isinstance(found, SplitTensor)
+    assert len(found.pieces) == 4
+    found.pieces = found.pieces[1:2]  # as if the others were not there
+    row = torch.empty(2, 6)
+    found.copy_into(row, (2, 0))
+    with pytest.raises(CheckpointError, match="in no piece"):
+        found.whole()
+
+
+def test_a_whole_checkpoint_is_written_as_ever(tmp_path):
+    store = CheckpointStore(tmp_path)
+    parts = parts_of(*trained())
+    store.write(1, parts, metrics={})
+    expected = {"MANIFEST.json", "model.json", "model.safetensors", "optimizers.json", "optimizers.safetensors"}
+    assert {path.name for path in store.path(1).iterdir()} == {*expected, "training.json", "training.safetensors"}
+    assert all(each.shape == parts["model"][name].shape for name, each in store.read_split(1, "model").items())
+
+
+def test_a_dtensor_is_refused_where_one_process_writes_alone(folder):
+    def act(ranks):
+        model = trained(ranks.mesh)[0]
+        with pytest.raises(CheckpointError, match="DTensor"):
+            encode(model.state_dict())
+        return refusals(ranks)
+
+    assert on_ranks(2, act, data=2) == [[True] * 3] * 2
+
+
+def refusals(ranks):
+    """What cannot be saved together is refused on every rank, with the rank that is the reason."""
+    from torch.distributed.tensor import Partial, Shard, distribute_tensor
+
+    split = distribute_tensor(torch.ones(4), ranks.mesh.along("shard"), [Shard(0)])
+    summed = DTensor.from_local(torch.ones(4), ranks.mesh.along("shard"), [Partial()])
+    cases = {
+        "hold pieces of different tensors": {"a": split, "b": split.clone()} if ranks.rank else {"a": split},
+        "waits for a sum": {"a": summed},
+        "cannot be saved": {"a": object()} if ranks.rank else {"a": 1},
+    }
+    found = []
+    for problem, state in cases.items():
+        with pytest.raises(CheckpointError, match=problem):
+            share_of({"model": state}, ranks)
+        found.append(True)
+    return found
+
+
+def test_another_model_is_refused_by_name(folder):
+    state = CheckpointStore(folder).read_split(NUMBERS["data"], "model")
+    state["blocks.0.weight"] = state["blocks.1.bias"]
+    with pytest.raises(CheckpointError, match=r"blocks.0.weight: \(7,\) in the checkpoint, \(7, 6\) in the model"):
+        contents.load_model_state(state, Net(), place="here")
+
+
+def test_followers_share_the_fate_of_the_save(tmp_path):
+    """A rank that cannot write fails the save on all, and the next attempt is whole."""
+    from trainwright.checkpoint import store as store_module
+
+    def act(ranks):
+        store = CheckpointStore(tmp_path / "checkpoints")
+        share = share_of(parts_of(*trained(ranks.mesh)), ranks)
+        saver = saver_for(store, ranks, "fate")
+        write_share, failures = store_module.write_share, [2]
+
+        def fail(*arguments, **options):
+            if ranks.rank == 1 and failures[0]:
+                failures[0] -= 1
+                raise OSError(28, "No space left on device")
+            return write_share(*arguments, **options)
+
+        store_module.write_share = fail
+        saver.save(1, share, metrics={})
+        saver.wait(must_succeed=True)
+        first = store.steps()
+        failures[0] = 3
+        saver.save(2, share, metrics={})
+        saver.wait()
+        problem = ""
+        try:
+            saver.wait(must_succeed=True)
+        except CheckpointError as error:
+            problem = str(error)
+        saver.save(3, share, metrics={})
+        saver.wait(must_succeed=True)
+        saver.close()
+        return first, problem, store.steps()
+
+    for first, problem, steps in on_ranks(2, act, data=2):
+        assert first == [1]
+        assert "Rank 1" in problem
+        assert "No space left" in problem
+        assert steps == [1, 3]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith(".")] == []

@@ -1,0 +1,71 @@
+"""Runs of a small language model on one process and on two stages; test_pipeline.py compares what they leave.
+
+python pipeline_cases.py FOLDER                             one process
+torchrun --nproc-per-node 2 pipeline_cases.py FOLDER        two stages
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from trainwright import RunConfig, build_trainer
+
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+CASES = {
+    "tied": [],
+    "ragged": ["trainer.max_steps=null", "trainer.max_samples=33", "model.tie_embeddings=false"],
+    "parts": ["trainer.max_steps=3"],  # goes on below
+    "gpt2": ["model={type: gpt2, vocab_size: 23, hidden_size: 16, num_heads: 2, num_layers: 3, max_positions: 16}"],
+}
+"""What each run changes of the file. Rows have different lengths, so that shapes change from step to step."""
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows of three to nine words, drawn by their number."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        length = 3 + int(torch.randint(7, (1,), generator=generator))
+        return {"input_ids": torch.randint(1, 23, (length,), generator=generator).tolist()}
+
+
+class Hits:
+    """Counts right words; asks for logits and labels of the same shape."""
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        self.right = self.total = 0
+
+    def update(self, logits, labels):
+        counted = labels[:, 1:] != -100
+        self.right += int(((logits[:, :-1].argmax(-1) == labels[:, 1:]) & counted).sum())
+        self.total += int(counted.sum())
+
+    def compute(self):
+        return self.right / max(1, self.total)
+
+
+def load(folder, name, *overrides):
+    mesh = f"runtime.mesh={{pipeline: {WORLD}}}"
+    place = (f"output_dir={folder}", f"name={name}")
+    return RunConfig.load(Path(__file__).parent / "pipeline_run.yaml", [*place, mesh, *overrides])
+
+
+def main(folder):
+    for name, overrides in CASES.items():
+        build_trainer(load(folder, name, *overrides)).train()
+    build_trainer(load(folder, "parts")).train()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,55 @@
+"""The three settings together, as the model section has them."""
+
+import logging
+
+import pytest
+from tests.memory.models import SHIPPED, Stack, assert_same_bits, make, update_of
+
+from trainwright.errors import ConfigError
+from trainwright.memory.rewrite import apply_memory_settings, check_memory_settings
+
+
+def origin(label):
+    return f"run.yaml:7 ({label})"
+
+
+@pytest.mark.parametrize("name", ["llama", "vit"])
+def test_all_three_together_have_the_same_bits(name):
+    build, batch, block, stack, tensor = SHIPPED[name]
+    model = make(build)
+    before = update_of(model, batch)
+    names = list(model.state_dict())
+    apply_memory_settings(model, {"scan": stack, "remat": [block], "offload": [tensor]}, origin=origin)
+    assert list(model.state_dict()) == names
+    assert_same_bits(update_of(model, batch), before)
+    model.eval()
+    assert_same_bits(update_of(model, batch), update_of(make(build).eval(), batch))
+
+
+@pytest.mark.parametrize(
+    ("key", "setting"), [("remat", ["Layr"]), ("scan", "layer"), ("offload", {"layer": ["layer_input"]})]
+)
+@pytest.mark.parametrize("act", [apply_memory_settings, check_memory_settings])
+def test_what_names_nothing_is_refused_at_its_place(key, setting, act):
+    with pytest.raises(ConfigError, match=rf"^run\.yaml:7 \(model\.{key}\): model\.{key}.*no .* matches"):
+        act(Stack(), {key: setting}, origin=origin)
+
+
+def test_checking_changes_nothing():
+    model = Stack()
+    check_memory_settings(model, {"remat": "Layer", "scan": "layers", "offload": ["layer_input"]}, origin=origin)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_stage_of_a_pipeline_need_not_have_what_is_named():
+    reserved = {"remat": {"decoder": ["Block"]}, "scan": "decoder.layers", "offload": {"decoder": ["x"]}}
+    apply_memory_settings(Stack(), reserved, origin=origin, is_whole=False)
+
+
+def test_the_log_tells_what_was_rewritten(caplog):
+    with caplog.at_level(logging.INFO, logger="trainwright"):
+        apply_memory_settings(Stack(), {"remat": {"layers": "Layer", "budget": 0.5}, "scan": "layers"}, origin=origin)
+    assert [record.getMessage() for record in caplog.records] == [
+        "model.remat: 2 of 4 Layer are recomputed in the backward pass.",
+        "model.scan: the 4 blocks of layers are compiled as one.",
+    ]

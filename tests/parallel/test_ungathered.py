@@ -1,0 +1,44 @@
+"""A split parameter that is used by itself: what a user is told, and what is left to torch."""
+
+import pytest
+import torch
+from tests.parallel.forked_ranks import on_ranks
+from tests.parallel.split_training import CPU, make_net
+from torch.nn import functional
+
+from trainwright.errors import TrainwrightError
+from trainwright.parallel.fully_shard import SplitSettings, shard_parameters
+from trainwright.parallel.ungathered import refuse_ungathered
+
+WAYS = {
+    "embedding": lambda model: model.embed(torch.zeros(2, 3, dtype=torch.int64)),
+    "inside_a_block": lambda model: model.layers[0].norm(torch.ones(2, 7, dtype=torch.float64)),
+    "functional": lambda model: functional.linear(torch.ones(2, 7, dtype=torch.float64), model.frozen.weight),
+    "convolution": lambda model: model.mix(torch.ones(1, 7, 4, dtype=torch.float64)),
+}
+
+
+def test_who_calls_a_part_of_a_split_model_is_told_what_to_call(tmp_path):
+    def act(mesh):
+        model = make_net()
+        shard_parameters(model, mesh, settings=SplitSettings(), device=CPU)
+        said = {}
+        for name, use in WAYS.items():
+            try:
+                use(model)
+            except RuntimeError as error:
+                with pytest.raises(TrainwrightError) as told:
+                    refuse_ungathered(error, model)
+                said[name] = str(told.value)
+        return said
+
+    for said in on_ranks(tmp_path, {"data": 2}, act):
+        assert list(said) == list(WAYS)
+        for text in said.values():
+            assert f"{__file__}:" in text
+            assert "a method of Net was called by itself" in text
+
+
+def test_other_errors_and_whole_models_are_left_to_torch():
+    refuse_ungathered(RuntimeError("shapes cannot be multiplied"), make_net())
+    refuse_ungathered(RuntimeError("got mixed torch.Tensor and DTensor"), make_net())
