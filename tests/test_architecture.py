@@ -30,7 +30,7 @@ ROWS = (
     ("loop",),
     ("trainers", "hooks"),
     ("build",),
-    ("export", "launch", "checking", "explaining", "looking"),
+    ("export", "launch", "checking", "explaining", "looking", "planning"),
     ("main",),
     ("doors", "commands"),
     ("cli",),

@@ -4,6 +4,7 @@ A block without a language holds commands; one with a language is a file, whose 
 what the command above shows, with … for what may differ.
 """
 
+import json
 import logging
 import re
 import shlex
@@ -185,3 +186,25 @@ def test_the_readme_reads_and_writes_weights(reader):
     reader.read([block for block in blocks_of(text) if block[1].startswith("# weights.py")])
     reader.type("python weights.py")
     assert "torch.Size([1, 8])" in reader.shown
+
+
+def losses_of(run):
+    lines = Path(f"runs/{run}/metrics.json").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def test_the_page_on_memory_works_and_its_settings_change_no_loss(reader):
+    for block in blocks_of((DOCS / "memory.md").read_text("utf-8")):
+        reader.read([block])
+        if not block[0]:
+            assert reader.exit_code == 0, reader.shown
+    assert losses_of("plain") == losses_of("remat")
+
+
+def test_the_page_on_clusters_works_and_its_layouts_agree(reader):
+    for block in blocks_of((DOCS / "distributed.md").read_text("utf-8")):
+        reader.read([block])
+        if not block[0]:
+            assert reader.exit_code == 0, reader.shown
+    for layout in ("tensor", "context", "pipeline", "ruled"):
+        assert losses_of(layout) == pytest.approx(losses_of("small")[:4], rel=1e-5)

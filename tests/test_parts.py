@@ -229,12 +229,6 @@ def test_a_model_that_is_not_named_is_refused(tmp_path):
         build_trainer(load(tmp_path, "model=null"))
 
 
-@pytest.mark.parametrize("key", ["sharding", "remat", "scan", "offload"])
-def test_what_a_model_cannot_do_yet_is_refused_by_name(tmp_path, key):
-    with pytest.raises(ConfigError, match=rf"^override model\.{key}=.*: model\.{key} is not supported"):
-        build_trainer(load(tmp_path, f"model.{key}={{rank: 4}}"))
-
-
 def test_a_wrong_argument_is_refused_with_its_place_and_the_nearest(tmp_path):
     with pytest.raises(
         ConfigError, match=r'^override model\.widht=3: model: Net takes no argument "widht"\. Did you mean "width"'

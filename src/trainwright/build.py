@@ -192,11 +192,9 @@ def _assemble(
     build.take_trainer(trainer_class)
     task = trainer_class.build_task(build)
     build.take_task(task)
-    model, placed = _build_model(trainer_class, task, build, backend, ranks)
-    num_data_ranks = ranks.mesh.num_data_ranks
-    batch = resolve_batch(config, num_data_ranks) if for_training else _evaluation_batch(config, num_data_ranks)
-    collator = trainer_class.build_collator(build)
-    loaders = Loaders(config, batch, collator, ranks, folder)
+    placed = _build_model(trainer_class, task, build, backend, ranks)
+    batch = _batch_of(config, ranks.mesh.num_data_ranks, for_training=for_training)
+    loaders = Loaders(config, batch, trainer_class.build_collator(build), ranks, folder)
     train_data, max_steps = None, 0
     if for_training:
         train_data, max_steps = loaders.for_training(trainer_class.build_train_data(build))
@@ -206,13 +204,13 @@ def _assemble(
     test = build.test_data()
     if not evaluates:
         eval_data, test = {}, None
-    optimizers = _by_name(trainer_class.build_optimizers(build, model)) if for_training else {}
+    optimizers = _by_name(trainer_class.build_optimizers(build, placed.model)) if for_training else {}
     surroundings = Surroundings(
         backend=backend,
         ranks=ranks,
         batch=batch,
         max_steps=max_steps,
-        updater=_updater(config, model, optimizers, build, batch, max_steps, backend, ranks, placed),
+        updater=_updater(config, placed, optimizers, build, batch, max_steps, backend, ranks),
         storage=EventStorage(max_steps=max_steps or None),
         hooks=trainer_class.build_hooks(build),
         writers=trainer_class.build_writers(build) if for_training else [],
@@ -226,7 +224,7 @@ def _assemble(
     trainer = trainer_class(
         config=config,
         task=task,
-        model=model,
+        model=placed.model,
         optimizer=optimizers,
         train_dataset=train_data,
         validation_dataset=eval_data,
@@ -237,9 +235,7 @@ def _assemble(
     return trainer, build
 
 
-def _build_model(
-    trainer_class: type[Trainer], task: Task, build: Build, backend: Backend, ranks: Ranks
-) -> tuple[torch.nn.Module, Placed]:
+def _build_model(trainer_class: type[Trainer], task: Task, build: Build, backend: Backend, ranks: Ranks) -> Placed:
     """Builds the model, equal on all ranks, and places what each keeps of it on its device."""
     model = trainer_class.build_model(build)
     if ranks.mesh.size("pipeline") > 1:
@@ -248,7 +244,7 @@ def _build_model(
     # A start that loads weights draws fewer numbers than one that builds the model for a checkpoint; what is built
     # next must not know.
     _seed_everything(backend, mix_seed(build.config.seed, _PARTS_STREAM))
-    return model, placed
+    return placed
 
 
 def _kept_facts(config: RunConfig, folder: Path, ranks: Ranks) -> PretrainedFacts | None:
@@ -286,10 +282,12 @@ def _resolved(config: RunConfig, batch: BatchPlan, max_steps: int) -> RunConfig:
     )
 
 
-def _evaluation_batch(config: RunConfig, num_ranks: int) -> BatchPlan:
-    """An evaluation on another number of ranks than the training needs no batch arithmetic."""
+def _batch_of(config: RunConfig, num_data_ranks: int, *, for_training: bool) -> BatchPlan:
+    """The batch sizes; an evaluation on another number of ranks than the training needs no arithmetic."""
+    if for_training:
+        return resolve_batch(config, num_data_ranks)
     micro = micro_batch_alone(config)
-    return BatchPlan(micro * num_ranks, micro, 1)
+    return BatchPlan(micro * num_data_ranks, micro, 1)
 
 
 def _by_name(optimizers: Any) -> dict[str, torch.optim.Optimizer]:
@@ -298,14 +296,13 @@ def _by_name(optimizers: Any) -> dict[str, torch.optim.Optimizer]:
 
 def _updater(
     config: RunConfig,
-    model: torch.nn.Module,
+    placed: Placed,
     optimizers: Mapping[str, torch.optim.Optimizer],
     build: Build,
     batch: BatchPlan,
     max_steps: int,
     backend: Backend,
     ranks: Ranks,
-    placed: Placed,
 ) -> Updater:
     schedules = build.schedules(optimizers)
     return Updater(
@@ -317,7 +314,7 @@ def _updater(
         max_grad_value=config.trainer.max_grad_value,
         loss_scale=LossScale(backend.device) if config.runtime.precision == "fp16" else None,
         watch=IncidentWatch(config.incidents, device=backend.device, rank=ranks.rank),
-        buffers=persistent_buffers(model),
+        buffers=persistent_buffers(placed.model),
         sync=placed.sync,
         pipeline=placed.pipeline(batch.accumulation),
     )

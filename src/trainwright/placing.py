@@ -56,21 +56,32 @@ def place_model(model: torch.nn.Module, ranks: Ranks, config: RunConfig, device:
     """Splits a model in place as the mesh says and moves what is left of it to the device."""
     mesh = ranks.mesh
     make_equal(model, ranks)
+    memory = {key: value for key, value in _reserved(config).items() if key in MEMORY_KEYS}
     if mesh.size("pipeline") > 1:
         from trainwright.parallel.pipeline import split_layers
 
+        if memory:
+            from trainwright.memory.rewrite import check_memory_settings
+
+            check_memory_settings(model, memory, origin=config.origin)
         split_layers(model, mesh)
     plan = plan_of(model, config, mesh.sizes)
+    if plan is not None and ranks.is_first:
+        for remark in plan.remarks():
+            logger.warning("model.sharding: %s", remark)
     if mesh.size("tensor") > 1:
         from trainwright.parallel.tensor import split_tensors
 
-        assert plan is not None
+        assert plan is not None  # refused otherwise
         split_tensors(model, plan, mesh)
     if mesh.size("context") > 1:
         from trainwright.parallel.context import split_sequences
 
         split_sequences(model, mesh, where=config.origin("runtime.mesh.context"))
-    _rewrite(model, config)
+    if memory:
+        from trainwright.memory.rewrite import apply_memory_settings
+
+        apply_memory_settings(model, memory, origin=config.origin, is_whole=mesh.size("pipeline") == 1)
     sync = None
     if mesh.size("data", "context") > 1:
         from trainwright.parallel.fully_shard import shard_parameters
@@ -111,14 +122,6 @@ def plan_of(model: torch.nn.Module, config: RunConfig, sizes: Mapping[str, int])
     else:
         rules = read_rules(setting, project_dir=Path(config.project_dir), origin=config.origin)
     return plan_sharding(model, rules, sizes)
-
-
-def _rewrite(model: torch.nn.Module, config: RunConfig) -> None:
-    settings = {key: value for key, value in _reserved(config).items() if key in MEMORY_KEYS}
-    if settings:
-        from trainwright.memory.rewrite import apply_memory_settings
-
-        apply_memory_settings(model, settings, origin=config.origin)
 
 
 def _reserved(config: RunConfig) -> Mapping[str, Any]:

@@ -1,8 +1,13 @@
 """A checkpoint of any layout is read in any other, bit for bit: by four ranks, one process, and torch's own reader."""
 
+import json
+import shutil
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tests.checkpoint.layouts import (
     LAYOUTS,
     Net,
@@ -21,6 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from trainwright.checkpoint import contents
 from trainwright.checkpoint.encoding import encode
+from trainwright.checkpoint.open_store import open_store
+from trainwright.checkpoint.shared_folder import refuse_unshared
 from trainwright.checkpoint.shares import share_of
 from trainwright.checkpoint.split_tensors import SplitTensor
 from trainwright.checkpoint.staging import HostBuffers
@@ -250,3 +257,59 @@ def test_followers_share_the_fate_of_the_save(tmp_path):
         assert "No space left" in problem
         assert steps == [1, 3]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith(".")] == []
+
+
+def test_ranks_save_together_behind_an_address(tmp_path):
+    """The files go there through each rank's temporary folder, the manifest last, by the first."""
+    address = f"dir::file://{tmp_path}/bucket/run"
+
+    def act(ranks):
+        store = open_store(address)
+        refuse_unshared(store, ranks)
+        for number in (1, 1, 2):  # the second replaces the first
+            save(ranks, store, number, f"remote-{number}")
+        found = restored(lambda part: store.read_split(1, part), ranks.mesh)
+        wrong = differences(everything(*found), everything(*trained()))
+        with pytest.raises(CheckpointError, match="does not see what the first rank writes"):
+            refuse_unshared(open_store("memory://bucket/run"), ranks, patience=0.0)  # each process has its own
+        return wrong
+
+    assert on_ranks(2, act, data=2) == [[], []]
+    store = open_store(address)
+    assert store.steps() == [1, 2]
+    store.verify(2)
+    assert differences(everything(*restored(lambda part: store.read(2, part))), everything(*trained())) == []
+    assert not list((tmp_path / "bucket" / "run").glob(".shared*"))
+
+
+DAMAGE = {
+    "no word of it": lambda info: None,
+    "another shape": lambda info: {**info, "blocks.0.weight": {**info["blocks.0.weight"], "whole_shape": [7, 60]}},
+    "beyond the end": lambda info: {**info, "blocks.0.weight": {**info["blocks.0.weight"], "saved_offsets": [6, 0]}},
+    "no numbers": lambda info: {**info, "blocks.0.weight": {"saved_offsets": [-1, True], "whole_shape": "x"}},
+    "too few": lambda info: {key: value for key, value in info.items() if key != "blocks.0.weight"},
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_pieces_that_do_not_fit_together_are_refused(folder, name, tmp_path):
+    """What describes them is anybody's text: it is checked before a byte is copied."""
+    store = CheckpointStore(tmp_path)
+    shutil.copytree(CheckpointStore(folder).path(NUMBERS["tensor"]), store.path(1))
+    path = store.path(1) / "model.rank-00001.safetensors"
+    with safe_open(path, "pt") as file:
+        info = DAMAGE[name](json.loads(file.metadata()["DCP_SHARDING_INFO"]))
+        tensors = {key: file.get_tensor(key).clone() for key in file.keys() if info is None or key in info}  # noqa: SIM118
+    path.unlink()
+    metadata = {} if info is None else {"DCP_SHARDING_INFO": json.dumps(info)}
+    if name == "too few":
+        save_file(tensors, path, metadata)
+    else:
+        save_file(load_all(CheckpointStore(folder).path(NUMBERS["tensor"]) / path.name), path, metadata)
+    for read in (store.read, store.read_split):
+        with pytest.raises(CheckpointError, match=r"where its pieces belong|hold .* values instead of"):
+            read(1, "model")
+
+
+def load_all(path):
+    return {key: value.clone() for key, value in read_file(path).items()}

@@ -7,10 +7,10 @@ import signal
 
 import pytest
 from tests.faults.hooks import At
-from tests.faults.runs import SMALL, assert_same_end, differences, lines_of, store_of, what_is_left
+from tests.faults.runs import SMALL, assert_same_end, differences, lines_of, log_of, store_of, what_is_left
 from tests.faults.two_ranks import Fault, Run, send
 
-from trainwright import load_checkpoint
+from trainwright import Hook, load_checkpoint
 
 # Without dropout and noise: what a rank draws depends on how many there are.
 COMMON = (
@@ -98,25 +98,28 @@ def test_a_rank_of_a_split_run_that_is_killed_loses_nothing(phase, victim, tmp_p
     assert_same_end(undisturbed / "two shards", folder)
 
 
+class HurtOnce(Hook):
+    """Makes the weights nan before an update, on all ranks: the way back must bring every part of them."""
+
+    is_done = False
+
+    def before_step(self):
+        if self.trainer.step == 4 and not self.is_done:
+            self.is_done = True
+            for parameter in self.trainer.model.parameters():
+                parameter.data.fill_(float("nan"))
+
+
 def test_a_split_run_goes_back_to_its_parts_in_memory(tmp_path):
+    """As to the checkpoint of the same step, which is read from the disk."""
     settings = ("incidents.non_finite=rollback", "checkpoint.asynchronous=false")
-    hurt = "data.train={type: tests.project.parts:Points, size: 50, noise: 0.0}"
-
-    class Hurt(At):
-        """Makes the loss of one update nan, once, on all ranks."""
-
-    def hurt_once(trainer):
-        for parameter in trainer.model.parameters():
-            parameter.data.fill_(float("nan"))
-
     ends = []
     for name, more in {"checkpoint": (), "memory": ("incidents.snapshot_every_steps=1",)}.items():
-        hook = lambda: Hurt(4, hurt_once, moment="before_step")  # noqa: E731
-        assert train(tmp_path / name, "two shards", hurt, *settings, *more, hooks=(hook,)).wait() == [0, 0]
+        assert train(tmp_path / name, "two shards", *settings, *more, hooks=(HurtOnce,)).wait() == [0, 0]
         ends.append(what_is_left(tmp_path / name))
-    assert ends[0]["training"]["incidents"]["num_incidents"] == 1
-    found = [each for each in differences(*ends) if "snapshot" not in each]
-    assert found == []
+        assert ends[-1]["training"]["incidents"]["num_incidents"] == 1
+        assert "Went back to step 4" in log_of(tmp_path / name)
+    assert differences(*ends) == []
 
 
 def test_a_split_checkpoint_is_read_by_everybody(undisturbed):

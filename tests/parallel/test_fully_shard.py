@@ -3,9 +3,19 @@
 import pytest
 import torch
 from tests.parallel.forked_ranks import on_ranks
-from tests.parallel.split_training import CPU, assert_equal, make_batches, make_net, train_alone, train_split, whole
+from tests.parallel.split_training import (
+    CPU,
+    Block,
+    assert_equal,
+    make_batches,
+    make_net,
+    train_alone,
+    train_split,
+    whole,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
 from trainwright.errors import ConfigError
 from trainwright.parallel.fully_shard import SplitSettings, shard_parameters
@@ -80,6 +90,10 @@ def cases_of_two_ranks(mesh):
     found["split_after_finish"] = isinstance(model.embed.weight, DTensor)
 
     found["method"] = model.loss_of(*batch).item()
+    sync.finish()
+    with torch.no_grad():
+        model.loss_of(*batch)
+    found["split_after_method"] = isinstance(model.embed.weight, DTensor)
     with torch.no_grad():
         local(model.embed.weight).mul_(2.0)
     found["forward_after_change"] = model(*batch).item()
@@ -137,6 +151,7 @@ def test_parameters_are_in_parts_after_an_evaluation_and_before_an_update(found)
         assert rank["split_after_evaluation"]
         assert rank["gathered_after_forward"]
         assert rank["split_after_finish"]
+        assert rank["split_after_method"]
 
 
 def test_a_listed_method_gathers_as_forward_does_and_a_change_is_seen_by_the_next_forward(found):
@@ -226,6 +241,71 @@ def test_shared_weights_and_other_dtypes_stay_whole_and_are_averaged(tmp_path):
         assert "layers.0.norm.weight" not in split  # the smaller part, of another dtype
         assert "layers.1.norm.weight" in split  # frozen: gathered, never reduced
         assert_equal(gradients, expected, tolerance=1e-6)
+
+
+def test_several_updates_of_a_step_and_layers_that_are_used_now_and_then_keep_their_gradients(tmp_path):
+    batch = make_batches(1)[0]
+
+    def act(mesh):
+        model = make_net()
+        sync = shard_parameters(model, mesh, settings=SplitSettings(), device=CPU)
+        found = []
+
+        def note():
+            sync.finish()
+            weights = (model.embed.weight, model.layers[0].spare.weight, model.scale)
+            found.append([None if weight.grad is None else whole_gradient(weight).clone() for weight in weights])
+
+        model(*batch, True).backward()
+        note()
+        note()  # a second update of the same step, by another optimizer
+        model(*batch).backward()
+        note()  # added to what is there; the spare layer adds nothing
+        for parameter in model.parameters():
+            parameter.grad = None
+        model(*batch).backward()
+        note()  # the spare layer is used by nobody now
+        return found
+
+    for found in on_ranks(tmp_path, {"data": 2}, act):
+        first, again, more, other = found
+        for left, right in zip(first, again, strict=True):
+            torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(more[1], first[1], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(more[0], first[0] + other[0], rtol=1e-10, atol=1e-10)
+        assert other[1] is None
+        assert other[0] is not None
+
+
+class Repeating(nn.Module):
+    """One block that runs three times, once by a call of its own under recomputation."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Block(7, 5)] * 3)
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            x = checkpoint(layer, x, use_reentrant=False) if number == 1 else layer(x)
+        return x.square().mean()
+
+
+def test_a_block_that_runs_several_times_gets_all_of_its_gradient(tmp_path):
+    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def gradients(mesh):
+        model = Repeating().double()
+        sync = shard_parameters(model, mesh, settings=SplitSettings(), device=CPU)
+        model(x.chunk(mesh.size("data"))[mesh.rank("data")]).backward()
+        sync.finish()
+        named = model.named_parameters()
+        return {name: whole_gradient(parameter) for name, parameter in named if parameter.grad is not None}
+
+    alone = gradients(Mesh())
+    assert len(alone) == 5  # norm, up, down, not spare
+    for found in on_ranks(tmp_path, {"data": 2}, gradients):
+        assert_equal(found, alone)
 
 
 def whole_gradient(parameter):

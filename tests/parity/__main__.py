@@ -16,7 +16,6 @@ from collections import defaultdict
 from pathlib import Path
 
 from safetensors.torch import load_file
-
 from tests.parity.cases import DTYPES, LAYOUTS, MODELS, case_name, supports, world_of
 
 LIMITS = {"float64": 1e-10, "float32": 1e-5}

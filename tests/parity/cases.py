@@ -135,7 +135,7 @@ def run_case(folder, model_name, dtype_name, layout):
     section = dict(model.section)
     kind = section["type"]
     if layout == "remat":
-        section["remat"] = ["*Layer", "*Block"]
+        section["remat"] = [f"{SCAN_PATHS[kind]}.*"]
     if layout == "compiled":
         section["scan"] = {"path": SCAN_PATHS[kind], "backend": "aot_eager"}
     settings = {

@@ -135,9 +135,10 @@ def _find_extended(entry: Node, folder: Path) -> Path:
 
 
 def _packaged_files() -> dict[str, Path]:
-    """Return the packaged configs: `experiments/digits.yaml` → where it lies."""
+    """Return the packaged configs: `experiments/digits.yaml` → where it lies. Sharding rules are no config."""
     folder = Path(str(importlib.resources.files("trainwright"))) / "configs"
-    return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.yaml"))}
+    paths = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.yaml"))
+    return {path: folder / path for path in paths if not path.startswith("sharding/")}
 
 
 def _relative_to(project_dir: Path, base: Document) -> Node:

@@ -7,6 +7,7 @@ split, scalars above all, stays whole on every rank, and its gradient is average
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -82,7 +83,7 @@ def shard_parameters(
     for name, parameter in model.named_parameters():
         vars(parameter).update(marks[name])
     for method in methods:
-        register_fsdp_forward_method(model, method)
+        _gather_around(model, method)
     # Training lets go of the model in its backward; an evaluation has none, and averaged weights would stay behind.
     model.register_forward_hook(torch.compiler.disable(_let_go_without_backward))  # type: ignore[no-untyped-call]
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -175,6 +176,20 @@ def _forward_methods(model: nn.Module) -> tuple[str, ...]:
                 "name, or remove it."
             )
     return names
+
+
+def _gather_around(model: nn.Module, name: str) -> None:
+    """Lets a method gather as forward does, and let go where no backward will."""
+    register_fsdp_forward_method(model, name)
+    gathering = getattr(model, name)
+
+    @functools.wraps(gathering)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        outputs = gathering(*args, **kwargs)
+        _let_go_without_backward(model, args, outputs)
+        return outputs
+
+    setattr(model, name, method)
 
 
 def _let_go_without_backward(model: nn.Module, inputs: Any, outputs: Any) -> None:

@@ -7,6 +7,7 @@ before the update, for an optimizer must leave it alone.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,6 +40,9 @@ class GradientSync:
             self.averaging *= dist.get_world_size(group)
         self._split = [one for module in self._modules for group in _groups_of(module) for one in group.fsdp_params]
         self._touched: set[int] = set()
+        """The parameters, by id, that got a gradient on this rank since the last `finish`."""
+        self._finished: dict[int, weakref.ref[torch.Tensor]] = {}
+        """The gradients that were there at the last `finish`. Whoever clears them does not tell; a dead one is gone."""
         for module in self._modules:
             for group in _groups_of(module):
                 group.post_backward = self._with_zeros(group, group.post_backward)
@@ -63,7 +67,7 @@ class GradientSync:
     def finish(self) -> None:
         """Makes the gradients of this update whole; collective. Parameters are in their parts afterwards.
 
-        Called after the last backward and before any gradient is read.
+        Called after the last backward and before any gradient is read; again where a step has several updates.
         """
         for module in self._modules:
             # A forward that no backward followed leaves its block gathered: the update would not reach those weights.
@@ -71,7 +75,7 @@ class GradientSync:
         if not self._groups:
             return
         parameters = [one.sharded_param for one in self._split]
-        present = [id(parameter) in self._touched for parameter in parameters]
+        present = [id(parameter) in self._touched or self._was_finished(parameter) for parameter in parameters]
         present += [parameter.grad is not None for parameter in self._whole]
         self._touched.clear()
         device = (parameters or self._whole)[0].device
@@ -88,6 +92,12 @@ class GradientSync:
             for parameter, count in zip([*parameters, *self._whole], flags.tolist(), strict=True):
                 if count == 0:
                     parameter.grad = None
+        self._finished = {id(each): weakref.ref(each.grad) for each in parameters if each.grad is not None}
+
+    def _was_finished(self, parameter: nn.Parameter) -> bool:
+        """Is this gradient, apart from zeros, the one of the last `finish`?"""
+        known = self._finished.get(id(parameter))
+        return known is not None and parameter.grad is not None and known() is parameter.grad
 
     def _reduce(self, tensor: torch.Tensor) -> None:
         for group in self._groups:

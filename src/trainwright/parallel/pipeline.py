@@ -239,9 +239,7 @@ class _Part(nn.Module):
                 f"The last block of stage {self._stage.number} returned {result.dtype} {list(result.shape)}, but "
                 f"{self._expected} went into the first. A pipeline needs blocks that keep both."
             )
-        # Where all is frozen so far there is nothing to propagate into, but the next stage sends its gradient.
-        sent: Tensor = result.contiguous()
-        return sent.requires_grad_() if torch.is_grad_enabled() and not sent.requires_grad else sent
+        return cast(Tensor, result.contiguous())
 
     def _to_propagate(self, outputs: Any, hidden: Tensor, index: int) -> Tensor:
         if self._scale is None:

@@ -129,7 +129,9 @@ def _laid_out(tensor: Tensor, placement: Placement, ranks: DeviceMesh) -> DTenso
     if tensor.placements == (placement,):
         return tensor
     dims = [each.dim for each in (*tensor.placements, placement) if isinstance(each, Shard)]
-    if all(tensor.shape[dim] % ranks.size() == 0 for dim in dims):
+    is_even = all(tensor.shape[dim] % ranks.size() == 0 for dim in dims)
+    # Traced by torch's compiler, a function of DTensors has gradients in another layout than it says.
+    if is_even or torch.compiler.is_compiling():
         return tensor.redistribute(placements=[placement])
     return _in_one_piece(_in_one_piece(tensor).redistribute(placements=[placement]))
 

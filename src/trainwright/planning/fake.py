@@ -10,7 +10,7 @@ import logging
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map_only
@@ -345,11 +346,26 @@ def _forms(*, on_gpu: bool) -> Iterator[None]:
     asking = [(names, verb, names[verb]) for names in modules for verb in answers if verb in names]
     for names, verb, _ in asking:
         names[verb] = answers[verb]
+    attention: AbstractContextManager[Any] = _FusedAttention() if on_gpu else nullcontext()
     try:
-        yield
+        with attention:
+            yield
     finally:
         for names, verb, own in asking:
             names[verb] = own
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Within it attention with dropout is fused, as on a GPU; the CPU would hold the scores of all pairs of tokens."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
+        return func(*args, **kwargs)
 
 
 def _is_plain_head(head: torch.nn.Module) -> bool:
