@@ -6,8 +6,8 @@ Every contender trains the same Llama on the same tokens with torch's fused Adam
 the two take turns, step after step, in the same processes, because the machine's speed drifts: after each of our steps
 (the whole loop, with its default hooks and a log line every 10) the hand-written loop makes one. Reported is the median
 of the ratios of neighbouring steps. Bytes are those of the collectives that torch was asked for, of whole tensors;
-the least is what the layout needs: the gradients summed once (DDP), or the parameters gathered for the forward, those of
-the blocks again for the backward, and the gradients reduced once (FSDP2).
+the least is what the layout needs: the gradients summed once (DDP), or the parameters gathered for the forward, those
+of the blocks again for the backward, and the gradients reduced once (FSDP2).
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def bytes_of_a_step(folder, layout):
     weights, in_blocks = sum(sizes.values()), sum(size for name, size in sizes.items() if ".layers." in name)
     trainer.train()
     sent = sum(each.sent_bytes for each in record.recorder.found)
-    # One all-reduce of the gradients; or a gather for the forward, one of the blocks for the backward, a reduce-scatter.
+    # One all-reduce of the gradients; or a gather for the forward, one of the blocks for the backward, one reduction.
     share = (dist.get_world_size() - 1) / dist.get_world_size()
     least = share * (2 * weights if layout == "replicate" else 2 * weights + in_blocks)
     table = [(each.kind, each.axis, each.count, each.num_bytes) for each in record.recorder.found]

@@ -36,6 +36,8 @@ from trainwright.loop.update import ScheduledOptimizer, Updater
 from trainwright.models.pretrained_facts import PretrainedFacts, read_facts, write_facts
 from trainwright.parallel import processes
 from trainwright.parallel.collectives import Ranks
+from trainwright.parallel.mesh import Mesh
+from trainwright.parallel.same_run import facts_of
 from trainwright.parts import Build, describe_dtypes
 from trainwright.placing import Placed, place_model, refuse_own_steps
 from trainwright.writers.json_lines import cut_back
@@ -166,7 +168,9 @@ def _join(config: RunConfig) -> tuple[Backend, Ranks]:
     backend = pick_backend(config.runtime.device, local_rank=processes.local_rank(), where=where)
     backend.claim()
     axes = resolve_mesh(config, processes.world_size())
-    return backend, processes.join(axes, collectives=backend.collectives, device_type=backend.device.type)
+    return backend, processes.join(
+        axes, collectives=backend.collectives, device_type=backend.device.type, facts=facts_of(config)
+    )
 
 
 def _seed_everything(backend: Backend, seed: int) -> None:
@@ -204,7 +208,7 @@ def _assemble(
     test = build.test_data()
     if not evaluates:
         eval_data, test = {}, None
-    optimizers = _by_name(trainer_class.build_optimizers(build, placed.model)) if for_training else {}
+    optimizers = _by_name(trainer_class.build_optimizers(build, placed.model), ranks.mesh) if for_training else {}
     surroundings = Surroundings(
         backend=backend,
         ranks=ranks,
@@ -290,8 +294,13 @@ def _batch_of(config: RunConfig, num_data_ranks: int, *, for_training: bool) -> 
     return BatchPlan(micro * num_data_ranks, micro, 1)
 
 
-def _by_name(optimizers: Any) -> dict[str, torch.optim.Optimizer]:
-    return dict(optimizers) if isinstance(optimizers, Mapping) else {"main": optimizers}
+def _by_name(optimizers: Any, mesh: Mesh) -> dict[str, torch.optim.Optimizer]:
+    """The optimizers by name; those that report numbers of all parameters know the ranks with other layers."""
+    named = dict(optimizers) if isinstance(optimizers, Mapping) else {"main": optimizers}
+    for optimizer in named.values():
+        if hasattr(optimizer, "stages"):
+            optimizer.stages = mesh.group("pipeline")
+    return named
 
 
 def _updater(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import logging.handlers
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,9 +18,11 @@ from trainwright.config import RunConfig
 from trainwright.errors import ConfigError
 from trainwright.hooks.obey_preemption import Listener
 from trainwright.launch.slurm import requeue
+from trainwright.log import rank_log, run_log
 from trainwright.loop.evaluation import evaluate_sets
 from trainwright.loop.trainer import Trainer
 from trainwright.parallel import processes
+from trainwright.parallel.first_error import note_failure
 
 logger = logging.getLogger(__name__)
 
@@ -64,14 +64,14 @@ def run_experiment(
     with _start_up() as starting:
         if mode == "eval":
             return _evaluate(config, trainer_class, step)
-        with _log_file() as open_log:
+        with run_log() as open_logs:
             evaluates = mode != "train"
             trainer = build_trainer(
                 config, trainer_class, fresh=fresh, accept_changes=accept_changes, evaluates=evaluates
             )
             # A finished run changes nothing, its log included.
-            if trainer.ranks.is_first and not trainer.is_finished:
-                open_log(trainer.folder / LOG_FILE)
+            if not trainer.is_finished:
+                open_logs(*_log_files(trainer))
             starting.only_note()  # the training listens itself, and what comes after it must not undo it
             logs = trainer.train()
             _say_how_it_ended(trainer)
@@ -91,6 +91,10 @@ def _start_up() -> Iterator[Listener]:
         starting.listen()
         try:
             yield starting
+        except Exception as error:
+            if not isinstance(error, Interrupted):
+                note_failure(error)  # before the others notice that this rank is gone
+            raise
         finally:
             starting.only_note()  # the run has ended, one way or the other: a signal must not undo that
             processes.leave()
@@ -127,6 +131,13 @@ def _evaluate(
         return trainer.model, evaluate_sets(trainer, sets)
 
 
+def _log_files(trainer: Trainer) -> Iterator[Path]:
+    if trainer.ranks.is_first:
+        yield trainer.folder / LOG_FILE
+    if trainer.ranks.size > 1:
+        yield rank_log(trainer.folder, trainer.ranks.rank)
+
+
 def _say_how_it_ended(trainer: Trainer) -> None:
     if not trainer.ranks.is_first:
         return
@@ -148,36 +159,3 @@ def _say_how_it_ended(trainer: Trainer) -> None:
     if not trainer.interrupted and trainer.eval_data:
         step = "best" if trainer.best.step is not None else "latest"
         logger.info("Next: trainwright evaluate %s --step %s", folder, step)
-
-
-@contextmanager
-def _log_file() -> Iterator[Callable[[Path], None]]:
-    """Keeps the package's log until the run folder is known, then writes it there: yields the call that opens it."""
-    package = logging.getLogger("trainwright")
-    level = package.level
-    if level == logging.NOTSET:
-        package.setLevel(logging.INFO)  # a script need not set up logging to get a log
-    waiting = logging.handlers.MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
-    package.addHandler(waiting)
-    handlers: list[logging.Handler] = [waiting]
-
-    def open_log(path: Path) -> None:
-        file = logging.FileHandler(path, encoding="utf-8")
-        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        waiting.setTarget(file)
-        waiting.flush()
-        package.removeHandler(waiting)
-        package.addHandler(file)
-        handlers.append(file)
-
-    try:
-        yield open_log
-    except Exception as error:
-        for file in handlers[1:]:  # the terminal gets it from whoever called us
-            file.handle(logging.LogRecord("trainwright", logging.ERROR, __file__, 0, "%s", (error,), sys.exc_info()))
-        raise
-    finally:
-        package.setLevel(level)
-        for handler in handlers:
-            package.removeHandler(handler)
-            handler.close()

@@ -8,6 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import save_file
+from tests.checkpoint.hostile import HostileDisk, Plan
 from tests.checkpoint.layouts import (
     LAYOUTS,
     Net,
@@ -261,13 +262,14 @@ def test_followers_share_the_fate_of_the_save(tmp_path):
 
 def test_ranks_save_together_behind_an_address(tmp_path):
     """The files go there through each rank's temporary folder, the manifest last, by the first."""
-    address = f"dir::file://{tmp_path}/bucket/run"
+    Plan.set(None, -1)
+    address = f"{HostileDisk.protocol}://{tmp_path}/bucket/run"
 
     def act(ranks):
         store = open_store(address)
         refuse_unshared(store, ranks)
-        for number in (1, 1, 2):  # the second replaces the first
-            save(ranks, store, number, f"remote-{number}")
+        for topic, number in {"first": 1, "replaced": 1, "next": 2}.items():
+            save(ranks, store, number, topic)
         found = restored(lambda part: store.read_split(1, part), ranks.mesh)
         wrong = differences(everything(*found), everything(*trained()))
         with pytest.raises(CheckpointError, match="does not see what the first rank writes"):

@@ -143,7 +143,7 @@ def with_value(path, value):
 
 
 def change_what_is_read(changed_part, change):
-    read = CheckpointStore.read
+    read = CheckpointStore.read_split
 
     def changed_read(self, step, part, **arguments):
         state = read(self, step, part, **arguments)
@@ -152,7 +152,7 @@ def change_what_is_read(changed_part, change):
         replaced = change(state)
         return state if replaced is None else replaced
 
-    CheckpointStore.read = changed_read
+    CheckpointStore.read_split = changed_read
 
 
 def is_nothing(value):

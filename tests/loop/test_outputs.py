@@ -14,7 +14,7 @@ from torch import nn
 from trainwright import RunConfig, build_trainer
 from trainwright.errors import DataError, TrainwrightError
 from trainwright.events import Mean
-from trainwright.loop.outputs import CriterionError, read_forward, refuse_ids
+from trainwright.loop.outputs import CriterionError, explain_failure, read_forward
 
 PROJECT = Path(__file__).parents[1] / "project"
 LOGITS = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
@@ -174,7 +174,7 @@ def test_a_lack_of_memory_in_a_criterion_is_left_alone():
 def test_ids_that_an_embedding_of_the_users_lacks_are_named_with_it():
     model = nn.ModuleDict({"words": nn.Embedding(20, 2)})
     with pytest.raises(DataError, match="x holds ids from 3 to 30, but the embedding words has 20 rows"):
-        refuse_ids(IndexError("index out of range in self"), {"x": torch.tensor([3, 30])}, model)
+        explain_failure(IndexError("index out of range in self"), {"x": torch.tensor([3, 30])}, model)
 
 
 def test_a_token_outside_of_the_vocabulary_is_named_with_the_embedding(tmp_path):

@@ -288,7 +288,7 @@ def test_blocks_that_do_not_keep_the_dtype_are_refused():
     model.model.layers[1] = Shrinking()
     split_layers(model, Mesh({**ALONE, "pipeline": 2}, 0))
     part = _Part(model, model.stage)
-    part.begin(pieces, None, Hidden((2, 9, 16), torch.float64))
+    part.begin(pieces, None, [Hidden((2, 9, 16), torch.float64)] * len(pieces))
     with pytest.raises(TrainwrightError, match=r"last block of stage 0 returned torch\.float16"):
         part(number=torch.tensor([0]))
 
@@ -307,6 +307,9 @@ def test_three_stages_learn_what_one_process_does(tmp_path, name):
             assert_close(weight, alone["weights"][key])
 
 
+OTHERS = [tokens(2, 7, seed=10), tokens(2, 7, seed=11), tokens(1, 5, seed=12), tokens(2, 6, seed=13)]
+
+
 def in_split_stages(mesh):
     """Gradients of stages whose parameters are split along data, each data rank with pieces of its own."""
     results = {}
@@ -316,8 +319,8 @@ def in_split_stages(mesh):
         settings = SplitSettings(reshard_after_forward=reshards)
         sync = shard_parameters(model, mesh, settings=settings, device=CPU)
         pipeline = Pipeline(model, mesh, num_micro_batches=4, device=CPU)
-        # Data ranks have rows of different lengths: nothing that their collectives need depends on shapes.
-        own = pieces if mesh.data_rank == 0 else [tokens(2, 7, seed=10 + number) for number in range(4)]
+        # Data ranks have rows of different lengths: the order of their collectives must not depend on shapes.
+        own = pieces if mesh.data_rank == 0 else OTHERS
         for _ in range(2):
             for parameter in model.parameters():
                 parameter.grad = None
@@ -337,8 +340,7 @@ def in_split_stages(mesh):
 
 def test_stages_may_split_their_parameters_along_data(tmp_path):
     model, pieces = made("tied")
-    others = [tokens(2, 7, seed=10 + number) for number in range(4)]
-    for piece in (*pieces, *others):
+    for piece in (*pieces, *OTHERS):
         model(**piece)["loss"].backward()
     ranks = on_ranks(tmp_path, {"pipeline": 2, "data": 2}, in_split_stages)
     for rank in ranks:
@@ -346,7 +348,7 @@ def test_stages_may_split_their_parameters_along_data(tmp_path):
             for name, gradient in gradients.items():
                 assert_close(gradient, model.get_parameter(name).grad)
     assert ranks[0][True][1] is None
-    for rank, piece in ((2, pieces[0]), (3, others[0])):
+    for rank, piece in ((2, pieces[0]), (3, OTHERS[0])):
         assert ranks[rank][True][1] == pytest.approx(model(**piece)["loss"].item(), abs=1e-10)
 
 

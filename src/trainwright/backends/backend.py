@@ -48,11 +48,15 @@ class Backend:
         """Seeds torch's generators. `torch.manual_seed` visits every device type and costs 200 times more."""
         torch.default_generator.manual_seed(value)
 
-    def autocast(self, precision: str) -> AbstractContextManager[Any]:
-        """Returns the context in which a forward of this precision runs."""
+    def autocast(self, precision: str, *, keeps_casts: bool = True) -> AbstractContextManager[Any]:
+        """Returns the context in which a forward of this precision runs.
+
+        `keeps_casts` keeps a copy of every weight in that precision until its end, for who uses a weight twice; where
+        weights are gathered for each use, that would be a copy of the whole model.
+        """
         if precision == "fp32":
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=AUTOCAST_DTYPES[precision])
+        return torch.autocast(self.device.type, dtype=AUTOCAST_DTYPES[precision], cache_enabled=keeps_casts)
 
     def to_device(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Returns the batches on the device; where copies can overlap with work, one batch ahead."""

@@ -38,11 +38,11 @@ class TpuBackend(Backend):
         torch.default_generator.manual_seed(value)
         _module().manual_seed(value)
 
-    def autocast(self, precision: str) -> AbstractContextManager[Any]:
+    def autocast(self, precision: str, *, keeps_casts: bool = True) -> AbstractContextManager[Any]:
         """Returns the context of a forward; fp16 is refused, for a TPU computes in bfloat16."""
         if precision == "fp16":
             raise ConfigError("runtime.precision: fp16 is not for a TPU, which multiplies in bfloat16. Use bf16.")
-        return super().autocast(precision)
+        return super().autocast(precision, keeps_casts=keeps_casts)
 
     def to_device(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Copies one batch ahead. Copies and steps are queued alike: the copy of the next is asked for first."""

@@ -107,11 +107,10 @@ class BackgroundSaver:
         if (waited := time.monotonic() - start) > SECONDS_WORTH_A_WORD:
             logger.info("Step %d waited %.1f s for the save before; save less often, or faster.", step, waited)
         self.check()
-        encoded = parts if isinstance(parts, StagedParts) else encode_parts(parts)
         if not self._asynchronous:
-            self._write(step, encoded, dict(metrics))
+            self._write(step, parts if isinstance(parts, StagedParts) else encode_parts(parts), dict(metrics))
             return
-        staged = self._buffers.copy(encoded)
+        staged = self._buffers.stage(parts)
         self._start_thread()
         # One assignment hands it over: Ctrl-C comes before it or after it, and `wait` wakes the thread again.
         with self._lock:

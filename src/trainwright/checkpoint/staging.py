@@ -77,12 +77,9 @@ class HostBuffers:
     def __init__(self) -> None:
         self._buffers: dict[tuple[object, ...], torch.Tensor] = {}
 
-    def stage(self, parts: Mapping[str, Any]) -> StagedParts:
-        """Copies the state; returns when it may change again."""
-        return self.copy(encode_parts(parts))
-
-    def copy(self, staged: StagedParts) -> StagedParts:
-        """Copies parts that are encoded already."""
+    def stage(self, parts: Mapping[str, Any] | StagedParts) -> StagedParts:
+        """Copies the state, which may be encoded already; returns when it may change again."""
+        staged = parts if isinstance(parts, StagedParts) else encode_parts(parts)
         shared = staged.parts
         sources = {
             (part, key, tensor.shape, tensor.dtype, tensor.device): tensor

@@ -62,6 +62,7 @@ class Together:
         self._beat_seconds = beat_seconds
         self._save = 0
         self._attempt = 0
+        self._place = ""
         self._fate: dict[str, str] = {}
         self._beats: dict[int, tuple[str | None, float]] = {}
         """Of each rank that is waited for: its last beat, and when it was heard first."""
@@ -93,6 +94,7 @@ class Together:
     def call(self, place: str) -> None:
         """Tells the others where to write; each call is another attempt."""
         self._attempt += 1
+        self._place = place
         self._beats = {}
         # With the fate of the save before, for whoever was too slow to hear of it.
         self._tell("first", {"says": CALL, "place": place, "before": self._fate})
@@ -106,7 +108,7 @@ class Together:
             # All in one pass: a note at a time, asked for in turn, would take the square of the number of ranks.
             for rank in list(missing):
                 said = self._hear(f"rank-{rank}")
-                if said is None or said["attempt"] != self._attempt:
+                if said is None or said["attempt"] != self._attempt or said["place"] != self._place:
                     self._refuse_if_lost(rank)
                     continue
                 missing.remove(rank)
@@ -145,12 +147,13 @@ class Together:
                 files = store.write_share(said["place"], staged, rank=self.rank)
             except BaseException as error:
                 problem = str(error) if isinstance(error, CheckpointError | OSError) else f"unexpectedly {error!r}"
-                self._tell(f"rank-{self.rank}", {"error": problem, "is_disk_full": is_disk_full(error)})
+                problems = {"error": problem, "is_disk_full": is_disk_full(error)}
+                self._tell(f"rank-{self.rank}", {"place": said["place"], **problems})
                 if not isinstance(error, CheckpointError | OSError):
                     raise
             else:
                 facts = {name: {"size": fact.size, "sha256": fact.sha256} for name, fact in files.items()}
-                self._tell(f"rank-{self.rank}", {"files": facts})
+                self._tell(f"rank-{self.rank}", {"place": said["place"], "files": facts})
 
     # how they hear each other
 

@@ -35,7 +35,17 @@ class ForwardResult:
     outputs: Mapping[str, Any] | None = None
 
 
-def refuse_ids(error: IndexError, batch: Any, model: torch.nn.Module) -> None:
+def explain_failure(error: IndexError | RuntimeError, batch: Any, model: torch.nn.Module) -> None:
+    """Says what some errors of torch in a forward mean: labels, ids, parameters that are split; others are left."""
+    if isinstance(error, IndexError):
+        _refuse_ids(error, batch, model)
+    elif "DTensor" in str(error):
+        from trainwright.parallel.ungathered import refuse_ungathered  # imports much of torch
+
+        refuse_ungathered(error, model)
+
+
+def _refuse_ids(error: IndexError, batch: Any, model: torch.nn.Module) -> None:
     """Says what torch's "Target 10 is out of bounds." and "index out of range" mean; other errors are left alone."""
     if str(error).startswith("index out of range") and isinstance(batch, Mapping):
         rows = {

@@ -7,6 +7,7 @@ the same as ever: the last stage notes each micro-batch's loss, and every stage 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +37,7 @@ def run_pipeline(trainer: Trainer, update: Update, batch: Any) -> None:
         return scaled
 
     update.begin_backward()
-    with trainer.backend.autocast(trainer.config.runtime.precision):
+    with _autocast(trainer):
         pipeline.run(pieces, scale)
     update.note_elsewhere()
 
@@ -45,9 +46,14 @@ def evaluate_pipeline(trainer: Trainer, batch: Any) -> ForwardResult | None:
     """Returns a batch's result on the last stage; None on the others."""
     pipeline = trainer.surroundings.updater.pipeline
     assert pipeline is not None
-    with trainer.backend.autocast(trainer.config.runtime.precision):
+    with _autocast(trainer):
         outputs = pipeline.evaluate(_mapping(batch))
     return None if outputs is None else _read(trainer, outputs, batch, trainer.samples_in_hand)
+
+
+def _autocast(trainer: Trainer) -> AbstractContextManager[Any]:
+    keeps_casts = trainer.surroundings.updater.sync is None
+    return trainer.backend.autocast(trainer.config.runtime.precision, keeps_casts=keeps_casts)
 
 
 def _read(trainer: Trainer, outputs: Any, piece: Mapping[str, Any], num_samples: int) -> ForwardResult:

@@ -28,7 +28,7 @@ from trainwright.loop.evaluation import EvalLogs, evaluate_sets, read_eval
 from trainwright.loop.feed import Feed
 from trainwright.loop.hook import Hook, Hooks, call_each
 from trainwright.loop.incident_response import IncidentResponse
-from trainwright.loop.outputs import ForwardResult, read_forward, refuse_ids
+from trainwright.loop.outputs import ForwardResult, explain_failure, read_forward
 from trainwright.loop.phases import Phases
 from trainwright.loop.pieces import cut
 from trainwright.loop.pipelined import evaluate_pipeline, run_pipeline
@@ -275,12 +275,12 @@ class Trainer:
 
     def run_forward(self, batch: Any) -> ForwardResult:
         """Runs `forward` in the run's precision and reads what it returned."""
-        with self.backend.autocast(self.config.runtime.precision):
+        with self.backend.autocast(self.config.runtime.precision, keeps_casts=self._updater.sync is None):
             try:
                 returned = self._call_forward(batch)
                 result = read_forward(returned, batch, self.model, self.samples_in_hand)
-            except IndexError as error:
-                refuse_ids(error, batch, self.model)
+            except (IndexError, RuntimeError) as error:
+                explain_failure(error, batch, self.model)
                 raise
         while self._unchecked_metrics:
             self._unchecked_metrics.pop().require_outputs(result.outputs)

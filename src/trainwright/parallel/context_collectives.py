@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 # torch 2.13 has other names for both, and warns of the old ones.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def join_chunks(part: Tensor, dim: int, group: Any) -> Tensor:
@@ -38,7 +38,7 @@ class _JoinChunks(torch.autograd.Function):
         ctx.dim, ctx.group = dim, group
         size = dist.get_world_size(group)
         gathered = part.new_empty((size * part.shape[0], *part.shape[1:]))
-        _all_gather(gathered, part.contiguous(), group=group)
+        _ALL_GATHER(gathered, part.contiguous(), group=group)
         pairs = [each.chunk(2, dim) for each in gathered.chunk(size)]
         return torch.cat([first for first, _ in pairs] + [second for _, second in reversed(pairs)], dim)
 
@@ -50,7 +50,7 @@ class _JoinChunks(torch.autograd.Function):
         # One process would add up in float32 and round once, even where the gradients have 16 bits.
         by_rank = by_rank.to(torch.promote_types(grad.dtype, torch.float32))
         summed = by_rank.new_empty((by_rank.shape[0] // size, *by_rank.shape[1:]))
-        _reduce_scatter(summed, by_rank, group=ctx.group)
+        _REDUCE_SCATTER(summed, by_rank, group=ctx.group)
         return summed.to(grad.dtype), None, None
 
 

@@ -1,16 +1,15 @@
 """Runs micro-batches through a model whose layers lie on several ranks, forward and backward.
 
 torch's schedules (torch.distributed.pipelining) decide who does what when and move the hidden states: one forward,
-one backward (1F1B) where there are micro-batches enough, else all forwards first. They want to know the shape of what
-travels beforehand; here it is worked out from the batch. What each rank keeps of the model is stages.py.
+one backward (1F1B) where there are micro-batches enough, else all forwards first. The shape of what travels is worked
+out from each micro-batch, which all stages have. What each rank keeps of the model is stages.py.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -58,7 +57,7 @@ class Pipeline:
         self._stage: Stage = stage
         self._part = _Part(model, self._stage)
         self._dtypes: dict[torch.dtype | None, torch.dtype] = {}
-        self._schedules: dict[bool, tuple[Any, PipelineScheduleSingle, PipelineStage]] = {}
+        self._schedules: dict[tuple[int, bool], tuple[PipelineScheduleSingle, _RaggedStage]] = {}
         self._known_keys: set[frozenset[str]] = set()
         self.tied = self._find_tied()
         idle = (self._stage.num_stages - 1) / (num_micro_batches + self._stage.num_stages - 1)
@@ -74,18 +73,14 @@ class Pipeline:
 
         On the last stage `scale(outputs, number)` is called once for each piece, in order, with what the model
         returned for it; it returns the number to propagate. The outputs are not kept: all logits of an update would
-        not fit. Pieces of different shapes are run one after the other, which costs idle time, not exactness.
+        not fit. Pieces may differ in shape; what a rank does when depends on their number alone.
         """
-        for shape, numbers in self._in_equal_runs(pieces):
-            self._part.begin([pieces[number] for number in numbers], _shifted(scale, numbers[0]), shape)
-            self._step(shape, len(numbers), has_backward=True)
+        self._step(pieces, scale, has_backward=True)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Any:
         """Returns the model's outputs for a batch on the last stage, None on the others; without gradients."""
-        [(shape, _)] = self._in_equal_runs([batch])
-        self._part.begin([batch], None, shape)
-        self._step(shape, 1, has_backward=False)
+        self._step([batch], None, has_backward=False)
         return self._part.take_outputs()
 
     @torch.no_grad()
@@ -112,12 +107,6 @@ class Pipeline:
         own = dict(self._model.named_parameters(remove_duplicate=False))
         tied = {id(own[name]): own[name] for name in self._stage.tied}
         return [(parameter, self._group) for parameter in tied.values() if parameter.requires_grad]
-
-    def _in_equal_runs(self, pieces: Sequence[Batch]) -> Iterator[tuple[Hidden, list[int]]]:
-        """Yields the numbers of neighbouring pieces whose hidden states are of one shape, and that shape."""
-        shapes = [self._hidden_of(piece) for piece in pieces]
-        for shape, numbers in groupby(range(len(pieces)), key=lambda number: shapes[number]):
-            yield shape, list(numbers)
 
     def _hidden_of(self, piece: Batch) -> Hidden:
         keys = frozenset(piece)
@@ -160,10 +149,12 @@ class Pipeline:
             for module in training:
                 module.training = True
 
-    def _step(self, hidden: Hidden, num_pieces: int, *, has_backward: bool) -> None:
-        """Lets torch's schedule run the pieces that the part was given."""
-        schedule, stage = self._schedule(hidden, num_pieces, has_backward=has_backward)
-        numbers = torch.arange(num_pieces)  # the schedule cuts this into one number a micro-batch
+    def _step(self, pieces: Sequence[Batch], scale: Scale | None, *, has_backward: bool) -> None:
+        """Lets torch's schedule run the pieces."""
+        schedule, stage = self._schedule(len(pieces), has_backward=has_backward)
+        stage.expected = [self._hidden_of(piece) for piece in pieces]
+        self._part.begin(pieces, scale, stage.expected)
+        numbers = torch.arange(len(pieces))  # the schedule cuts this into one number a micro-batch
         try:
             schedule.step(number=numbers, target=numbers if has_backward else None)
         except RuntimeError as error:
@@ -175,15 +166,12 @@ class Pipeline:
             self._part.end()
             stage.clear_runtime_states()
 
-    def _schedule(
-        self, hidden: Hidden, num_pieces: int, *, has_backward: bool
-    ) -> tuple[PipelineScheduleSingle, PipelineStage]:
-        """Returns a schedule for these shapes; only the last is kept, as its buffers hold an update's states."""
-        key = (hidden, num_pieces)
-        if has_backward not in self._schedules or self._schedules[has_backward][0] != key:
-            self._schedules.pop(has_backward, None)
-            travelling = torch.empty(hidden.shape, dtype=hidden.dtype, device="meta", requires_grad=has_backward)
-            stage = PipelineStage(
+    def _schedule(self, num_pieces: int, *, has_backward: bool) -> tuple[PipelineScheduleSingle, _RaggedStage]:
+        """Returns the schedule of so many micro-batches, with this rank's stage of it."""
+        key = num_pieces, has_backward
+        if key not in self._schedules:
+            travelling = torch.empty(0, device="meta", requires_grad=has_backward)  # stands for any shape
+            stage = _RaggedStage(
                 self._part,
                 self._stage.number,
                 self._stage.num_stages,
@@ -194,8 +182,42 @@ class Pipeline:
             )
             kind = Schedule1F1B if has_backward and num_pieces >= self._stage.num_stages else ScheduleGPipe
             loss = _given if has_backward else None
-            self._schedules[has_backward] = key, kind(stage, num_pieces, loss_fn=loss, scale_grads=False), stage
-        return self._schedules[has_backward][1:]
+            self._schedules[key] = kind(stage, num_pieces, loss_fn=loss, scale_grads=False), stage
+        return self._schedules[key]
+
+
+class _RaggedStage(PipelineStage):
+    """A stage that makes room for each micro-batch when it comes, so that they may differ in shape.
+
+    Were they run by one shape after the other, ranks along data, whose rows differ, would gather and reduce FSDP's
+    parameters in different orders, and wait for each other for ever.
+    """
+
+    expected: Sequence[Hidden] = ()
+    """What travels for each micro-batch of this run."""
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Returns how hidden states are received."""
+        if not self.is_first:
+            self._make_room(self.args_recv_info[fwd_chunk_id], fwd_chunk_id, requires_grad=self.has_backward)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Returns how gradients of hidden states are received."""
+        if self.has_backward and not self.is_last:
+            self._make_room(self.grad_recv_info[bwd_chunk_id], bwd_chunk_id, requires_grad=False)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _make_room(self, places: Sequence[Any], number: int, *, requires_grad: bool) -> None:
+        shape, dtype = self.expected[number]
+        for place in places:
+            place.buffer = torch.empty(shape, dtype=dtype, device=self.device, requires_grad=requires_grad)
+
+    def _validate_fwd_outputs(self, *unused: Any) -> None:
+        """Compares no shapes, as torch 2.11 would; `_Part` does."""
+
+    def _validate_stage_tensors(self, *unused: Any) -> None:
+        """Compares no shapes, as torch from 2.13 on would under TORCH_DISTRIBUTED_DEBUG=DETAIL; `_Part` does."""
 
 
 class _Part(nn.Module):
@@ -210,12 +232,12 @@ class _Part(nn.Module):
         self._stage = stage
         self._pieces: list[Batch] = []
         self._scale: Scale | None = None
-        self._expected: Hidden | None = None
+        self._expected: Sequence[Hidden] = ()
         self._outputs: Any = None
 
-    def begin(self, pieces: Sequence[Batch], scale: Scale | None, hidden: Hidden) -> None:
+    def begin(self, pieces: Sequence[Batch], scale: Scale | None, expected: Sequence[Hidden]) -> None:
         """Takes the micro-batches that come next; without `scale` their outputs are kept instead."""
-        self._pieces, self._scale, self._expected = list(pieces), scale, hidden
+        self._pieces, self._scale, self._expected = list(pieces), scale, expected
 
     def end(self) -> None:
         """Lets go of the micro-batches."""
@@ -234,10 +256,10 @@ class _Part(nn.Module):
         result = model(hidden, self._pieces[index])
         if self._stage.is_last:
             return self._to_propagate(result, cast(Tensor, hidden), index)
-        if Hidden(tuple(result.shape), result.dtype) != self._expected:
+        if Hidden(tuple(result.shape), result.dtype) != self._expected[index]:
             raise TrainwrightError(
                 f"The last block of stage {self._stage.number} returned {result.dtype} {list(result.shape)}, but "
-                f"{self._expected} went into the first. A pipeline needs blocks that keep both."
+                f"{self._expected[index]} went into the first. A pipeline needs blocks that keep both."
             )
         return cast(Tensor, result.contiguous())
 
@@ -255,10 +277,6 @@ class _Part(nn.Module):
 def _given(output: Tensor, target: Tensor) -> Tensor:
     """Returns the last stage's output as the loss, which it is."""
     return output
-
-
-def _shifted(scale: Scale, start: int) -> Scale:
-    return lambda outputs, number: scale(outputs, start + number)
 
 
 def _refuse_other_keys(model: nn.Module, piece: Batch) -> None:

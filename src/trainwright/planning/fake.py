@@ -346,17 +346,20 @@ def _forms(*, on_gpu: bool) -> Iterator[None]:
     asking = [(names, verb, names[verb]) for names in modules for verb in answers if verb in names]
     for names, verb, _ in asking:
         names[verb] = answers[verb]
-    attention: AbstractContextManager[Any] = _FusedAttention() if on_gpu else nullcontext()
+    fused: AbstractContextManager[Any] = _FusedForms() if on_gpu else nullcontext()
     try:
-        with attention:
+        with fused:
             yield
     finally:
         for names, verb, own in asking:
             names[verb] = own
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Within it attention with dropout is fused, as on a GPU; the CPU would hold the scores of all pairs of tokens."""
+class _FusedForms(TorchFunctionMode):
+    """Within it attention with dropout and root-mean-square norms are fused, as on a GPU.
+
+    The CPU's forms would hold the scores of all pairs of tokens, and several float32 copies of what is normalised.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -365,7 +368,26 @@ class _FusedAttention(TorchFunctionMode):
         if func is torch.nn.functional.scaled_dot_product_attention:
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
+        if func is torch.nn.functional.rms_norm and not any(isinstance(each, DTensor) for each in args):
+            weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
+            apply: Callable[..., torch.Tensor] = _FusedNorm.apply
+            return apply(args[0], weight)
         return func(*args, **kwargs)
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Holds what a fused norm holds: its input and one number a row. Nothing is computed: there are no values."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        rows = hidden.new_empty((*hidden.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(hidden, weight, rows)
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden, weight, _ = ctx.saved_tensors
+        return torch.empty_like(hidden), None if weight is None else torch.empty_like(weight)
 
 
 def _is_plain_head(head: torch.nn.Module) -> bool:
