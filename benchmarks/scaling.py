@@ -12,14 +12,13 @@ import argparse
 import json
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trainwright import RunConfig
-from trainwright.planning.collectives import Collective
+from trainwright.planning.collectives import Collective, CollectiveRecorder
 from trainwright.planning.estimate import watch_step
 from trainwright.planning.fake import imagine
-from trainwright.planning.shard import record_step
 
 RANKS_PER_HOST = 8
 NVLINK = 360e9  # bytes a second between the ranks of a host, one way: 80 % of 450 GB/s
@@ -140,13 +139,19 @@ def plan(model: str, ranks: int) -> Case:
     """Counts one case."""
     mesh = mesh_of(model, ranks)
     with imagine(config_of(model, mesh), world_size=ranks, sequence_length=LENGTH) as run:
-        watch = watch_step(run)
+        recorder = CollectiveRecorder(run.mesh)
+        with recorder:
+            watch = watch_step(run)
+        steps = 2  # a first one, and the one that is watched; both say the same
+        collectives = [
+            replace(each, count=each.count // steps, num_bytes=each.num_bytes // steps) for each in recorder.found
+        ]
         settings = run.trainer.model.settings
         return Case(
             model=model,
             ranks=ranks,
             mesh=mesh,
-            collectives=record_step(run),
+            collectives=collectives,
             num_parameters=run.whole.num_parameters,
             num_layers=settings["num_layers"],
             hidden_size=settings["hidden_size"],

@@ -56,6 +56,10 @@ def place_model(model: torch.nn.Module, ranks: Ranks, config: RunConfig, device:
     """Splits a model in place as the mesh says and moves what is left of it to the device."""
     mesh = ranks.mesh
     make_equal(model, ranks)
+    plan = plan_of(model, config, mesh.sizes)
+    if plan is not None and ranks.is_first:
+        for remark in plan.remarks():
+            logger.warning("model.sharding: %s", remark)
     memory = {key: value for key, value in _reserved(config).items() if key in MEMORY_KEYS}
     if mesh.size("pipeline") > 1:
         from trainwright.parallel.pipeline import split_layers
@@ -65,10 +69,6 @@ def place_model(model: torch.nn.Module, ranks: Ranks, config: RunConfig, device:
 
             check_memory_settings(model, memory, origin=config.origin)
         split_layers(model, mesh)
-    plan = plan_of(model, config, mesh.sizes)
-    if plan is not None and ranks.is_first:
-        for remark in plan.remarks():
-            logger.warning("model.sharding: %s", remark)
     if mesh.size("tensor") > 1:
         from trainwright.parallel.tensor import split_tensors
 

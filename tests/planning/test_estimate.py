@@ -123,3 +123,11 @@ def test_a_first_stage_holds_as_many_micro_batches_as_there_are_stages():
     assert many.most[kinds.ACTIVATIONS] > 2.5 * few.most[kinds.ACTIVATIONS] > 0
     one = plan(model__num_layers=4)
     assert many.checkpoint_bytes == pytest.approx(one.checkpoint_bytes, rel=0.01)
+
+
+def test_a_gpu_s_fused_forms_hold_no_scores_and_no_copies():
+    settings = {"model__dropout": 0.1, "model__num_layers": 4, "model__fused_loss": False}
+    cpu, gpu = (plan(runtime__device=device, **settings) for device in ("cpu", "cuda"))
+    assert gpu.most[kinds.ACTIVATIONS] < 0.9 * cpu.most[kinds.ACTIVATIONS]
+    assert gpu.most[kinds.PARAMETERS] == cpu.most[kinds.PARAMETERS]
+    assert gpu.most[kinds.GRADIENTS] == cpu.most[kinds.GRADIENTS]

@@ -110,7 +110,7 @@ def evaluate_sets(trainer: Trainer, sets: Mapping[str, EvaluationData]) -> dict[
         copy_from_first(trainer.model.buffers(), trainer.ranks)  # running means are each rank's own until now
         trainer.model.eval()
         for name, data in sets.items():
-            trainer.backend.seed(mix_seed(trainer.config.seed, _EVAL_STREAM, trainer.ranks.mesh.data_rank))
+            trainer.backend.seed(mix_seed(trainer.config.seed, _EVAL_STREAM, *trainer.ranks.mesh.draws))
             values = _evaluate_set(trainer, data)
             logs.update({f"{name}/{key}": value for key, value in values.items()})
         # A user's own metric may differ between ranks; what is decided by it (best, stop) must not.

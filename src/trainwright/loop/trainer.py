@@ -400,7 +400,7 @@ class Trainer:
 
         Randomness is a function of the step, so a resumed or rolled-back run draws the same numbers.
         """
-        self.backend.seed(mix_seed(self.config.seed, _STEP_STREAM, self.step, self.ranks.mesh.data_rank))
+        self.backend.seed(mix_seed(self.config.seed, _STEP_STREAM, self.step, *self.ranks.mesh.draws))
 
     def stop(self, reason: str) -> None:
         """Ends the run after this step, as if it were the last: evaluated, written and saved.

@@ -67,6 +67,12 @@ class Mesh:
         return self.rank("replicate", "data")
 
     @property
+    def draws(self) -> tuple[int, ...]:
+        """Whose random numbers this rank draws: those of its samples, and in a pipeline those of its layers."""
+        stage = self.rank("pipeline")
+        return (self.data_rank, stage) if stage else (self.data_rank,)
+
+    @property
     def speaks(self) -> bool:
         """Does this rank's loss count? Of the ranks that share samples one does: the last layers' first."""
         is_last = self.rank("pipeline") == self.size("pipeline") - 1
