@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: quickstart test test-slow lint format types benchmark benchmark-data reliability torture clean help
+.PHONY: quickstart test test-slow lint format types benchmark benchmark-data parity reliability torture clean help
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -22,6 +22,10 @@ test-slow: $(VENV)/.installed-dev ## Run the tests that take minutes.
 
 reliability: $(VENV)/.installed-dev ## Try every fault and write the table of docs/reliability.md.
 	$(BIN)/python -m pytest tests/faults -n 2 --write-table
+
+ARGUMENTS ?=
+parity: $(VENV)/.installed-dev ## Compare every model under every layout with one process, step by step.
+	$(BIN)/python -m tests.parity $(ARGUMENTS)
 
 MINUTES ?= 2
 SEED ?= 0

@@ -80,6 +80,8 @@ BUILT_INS: Mapping[str, Mapping[str, str]] = {
         "average_weights": "trainwright.hooks.average_weights:AverageWeights",
         "stop_early": "trainwright.hooks.stop_early:StopEarly",
         "every": "trainwright.hooks.every:every_from_config",
+        "callback": "trainwright.hooks.callback:callback_from_config",
+        "count_progress": "trainwright.hooks.count_progress:CountProgress",
     },
     "writer": {
         "console": "trainwright.writers.console:ConsoleWriter",

@@ -159,7 +159,7 @@ def check(folder):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_is_killed_before_any_act_leaves_the_old_or_the_new(victim, tmp_path, meeting, tried):
+def test_a_rank_that_is_killed_before_any_act_leaves_the_old_or_the_new(victim, tmp_path, meeting):
     template = tmp_path / "template"
     save_both(template, meeting, 1)
     newest, is_done, number = [], False, 0
@@ -181,15 +181,13 @@ def test_a_rank_that_is_killed_before_any_act_leaves_the_old_or_the_new(victim, 
             newest.append(check(folder))
             is_done |= pair[victim] == 0
         number += AT_A_TIME
-    tried("kill -9 of a rank that writes with another, before each of its acts", cases=number)
     assert set(newest) == {10, 20}
     assert newest == sorted(newest) or victim == 1  # what the first rank has committed stays so
     save_both(tmp_path / "0", meeting, 3)
     assert check(tmp_path / "0") == 30
 
 
-def test_ranks_that_are_both_killed_lose_nothing(tmp_path, meeting, tried):
-    tried("kill -9 of both ranks that write a checkpoint")
+def test_ranks_that_are_both_killed_lose_nothing(tmp_path, meeting):
     folder = tmp_path / "run"
     save_both(folder, meeting, 1)
     topic = meeting.next_topic()
@@ -203,9 +201,8 @@ def test_ranks_that_are_both_killed_lose_nothing(tmp_path, meeting, tried):
     assert check(folder) == 30
 
 
-def test_a_rank_that_is_stopped_is_given_up_and_may_come_back(tmp_path, meeting, tried):
+def test_a_rank_that_is_stopped_is_given_up_and_may_come_back(tmp_path, meeting):
     """It wakes up after the save was given up: its file is nobody's, and the next save is whole."""
-    tried("a rank that writes with another is stopped for a while")
     folder = tmp_path / "run"
     stopped, woken, topic = threading.Event(), threading.Event(), meeting.next_topic()
 

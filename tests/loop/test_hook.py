@@ -92,6 +92,16 @@ def test_a_hook_need_not_inherit():
     assert calls == ["quack"]
 
 
+def test_a_moment_may_be_given_to_one_object():
+    calls = []
+    hook = Quiet()
+    hook.after_step = lambda: calls.append("here")
+    hooks = Hooks([Quiet(), hook])
+    assert len(hooks.after_step) == 1
+    hooks.after_step[0]()
+    assert calls == ["here"]
+
+
 def test_a_hook_that_does_not_inherit_and_keeps_nothing_has_no_state():
     class Duck:
         pass

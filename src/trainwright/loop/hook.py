@@ -143,6 +143,6 @@ def _refuse_misspelt(hook: Hook) -> None:
 
 
 def _overrides(hook: Hook, moment: str) -> bool:
-    # A hook need not inherit from Hook, nor define every moment.
-    own = getattr(type(hook), moment, None)
-    return hasattr(hook, moment) and own is not getattr(Hook, moment)
+    # A hook need not inherit from Hook, nor define every moment; a moment may be the class's or the object's own.
+    own = getattr(hook, moment, None)
+    return own is not None and getattr(own, "__func__", None) is not getattr(Hook, moment)

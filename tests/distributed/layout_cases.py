@@ -1,0 +1,361 @@
+"""Whole runs of a small language model in many layouts; test_layouts.py compares what they leave with one process.
+
+Ranks are forked children of the test, which has torch imported: a launch costs a second. All cases of one world size
+share a launch. Everything is in float64, so that a layout can be told from one process by rounding alone.
+"""
+
+import gc
+import json
+import os
+import signal
+import socket
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torchmetrics
+
+from trainwright import Hook, Mean, RunConfig, Task, build_trainer, get_event_storage
+from trainwright.errors import IncidentError, TrainwrightError
+from trainwright.parallel import processes
+from trainwright.parallel.local import local
+from trainwright.planning.collectives import CollectiveRecorder
+from trainwright.trainers.language_model import LanguageModelTrainer
+
+RUN_FILE = Path(__file__).with_name("pipeline_run.yaml")
+"""Six steps of eight rows of three to nine words, in micro-batches of two; evaluated at 3 and 6."""
+PATIENCE_SECONDS = 240
+LAYOUTS = {
+    "one": {},
+    "data": {"data": 2},
+    "tensor": {"tensor": 2},
+    "context": {"context": 2},
+    "pipeline": {"pipeline": 2},
+    "replicate": {"replicate": 2},
+    "data-tensor": {"data": 2, "tensor": 2},
+    "replicate-data": {"replicate": 2, "data": 2},
+}
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows of three to nine words, drawn by their number."""
+
+    def __init__(self, size, first=0):
+        self.size, self.first = size, first
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(self.first + index)
+        length = 3 + int(torch.randint(7, (1,), generator=generator))
+        return {"input_ids": torch.randint(1, 23, (length,), generator=generator).tolist()}
+
+
+class RowStream(torch.utils.data.IterableDataset):
+    """The same rows, that can only be iterated."""
+
+    def __init__(self, size, first=0):
+        self.rows = Rows(size, first)
+
+    def __iter__(self):
+        return (self.rows[index] for index in range(len(self.rows)))
+
+
+class Words(torchmetrics.Metric):
+    """Counts words by torchmetrics' own means: a sum over ranks, and values that are joined in their order."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("num_words", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("peaks", [], dist_reduce_fx="cat")
+
+    def update(self, logits, labels):
+        counted = labels != -100
+        self.num_words += counted.sum()
+        self.peaks.append((logits.amax(-1) * counted).sum(-1).double())
+
+    def compute(self):
+        peaks = self.peaks if isinstance(self.peaks, torch.Tensor) else torch.cat(self.peaks)
+        return {"num": self.num_words, "peak": peaks.sum(), "rows": torch.tensor(len(peaks))}
+
+
+class Ordered(Task):
+    """Collects what names each row of an evaluation, in order."""
+
+    def aggregate_logs(self, state, outputs):
+        assert len(outputs["texts"]) == len(outputs["names"])
+        return [*(state or []), *outputs["names"].tolist()]
+
+    def reduce_aggregated_logs(self, state, step):
+        return {"num_rows": len(state), "order": sum(name * (place + 1) for place, name in enumerate(state))}
+
+
+class Double(LanguageModelTrainer):
+    """Trains in float64. It overrides nothing of the step, so that it may run in a pipeline."""
+
+    @classmethod
+    def build_model(cls, build):
+        return super().build_model(build).double()
+
+    def next_eval_inputs(self, iterator):
+        batch, logs = super().next_eval_inputs(iterator)
+        names = (batch["input_ids"] * 31 % 101).sum(-1)
+        return batch, {**logs, "names": names, "texts": [str(name) for name in names.tolist()]}
+
+
+class LeavesInEvaluation(Double):
+    """The last rank gets a signal in the midst of the evaluation of step 3."""
+
+    def next_eval_inputs(self, iterator):
+        inputs = super().next_eval_inputs(iterator)
+        if self.step == 3 and self.ranks.rank == self.ranks.size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return inputs
+
+
+class Talk(Hook):
+    """Ranks put different names, and a different number of times."""
+
+    def before_step(self):
+        storage, ranks = get_event_storage(), self.trainer.ranks
+        storage.put_scalar("everywhere", float(ranks.rank))
+        if ranks.rank == ranks.size - 1:
+            storage.put_scalar("last_rank_only", 5.0)
+        if self.trainer.step % 2:
+            storage.put_scalar("odd_steps", 1.0)
+
+
+class Talking(Double):
+    @classmethod
+    def build_hooks(cls, build):
+        return [*build.hooks(), Talk()]
+
+
+class Metrics(Double):
+    """Returns metrics beside the loss: a mean that knows its weight, and one by samples."""
+
+    draws: list
+
+    def post_init(self):
+        self.draws = []
+
+    def forward(self, **batch):
+        if self.model.training:
+            self.draws.append(torch.rand(()).item())
+        outputs = super().forward(**batch)
+        long = (batch["input_ids"] != 0).sum(-1).double()
+        return outputs["loss"], {"length": Mean(long.sum(), len(long)), "longest_of_two": long.max()}
+
+
+class Spoiled(Double):
+    """The loss of the fourth update is nan, on the last rank alone, whenever its batch comes."""
+
+    kept: list
+    decided: list
+    culprit: int | None
+
+    def post_init(self):
+        self.kept, self.decided, self.culprit = [], [], None
+
+    @classmethod
+    def build_hooks(cls, build):
+        return [*build.hooks(), NoteIncidents()]
+
+    def forward(self, **batch):
+        outputs = super().forward(**batch)
+        if not self.model.training or self.ranks.rank != self.ranks.size - 1:
+            return outputs
+        place = self.train_data.places
+        if self.step == 3 and self.culprit is None:
+            self.culprit = place
+        if place != self.culprit:
+            return outputs
+        return {**outputs, "loss": Mean(outputs["loss"].total * torch.nan, outputs["loss"].count)}
+
+
+class NoteIncidents(Hook):
+    """Notes whether an update left this rank's weights alone, and what was decided."""
+
+    def before_step(self):
+        self.before = [local(each).detach().clone() for each in self.trainer.model.parameters()]
+
+    def after_step(self):
+        now = [local(each) for each in self.trainer.model.parameters()]
+        self.trainer.kept.append(all(map(torch.equal, self.before, now)))
+
+    def on_incident(self, incident):
+        self.trainer.decided.append((incident.step, incident.kind, incident.policy, list(incident.ranks)))
+
+
+class CountCollectives(Hook):
+    """Counts what ranks say to each other in the second update."""
+
+    def before_step(self):
+        self.recorder = CollectiveRecorder(self.trainer.ranks.mesh) if self.trainer.step == 1 else None
+        if self.recorder is not None:
+            self.recorder.__enter__()
+
+    def after_step(self):
+        if self.recorder is not None:
+            self.recorder.__exit__(None, None, None)
+            self.trainer.found = [[each.kind, each.axis, each.count, each.num_bytes] for each in self.recorder.found]
+
+
+class Counted(Double):
+    @classmethod
+    def build_hooks(cls, build):
+        return [*build.hooks(), CountCollectives()]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run in some layouts; `collect(trainer)` gives what each rank is asked for after it."""
+
+    layouts: tuple
+    overrides: tuple
+    trainer: type = Double
+    collect: object = None
+
+
+HERE = Path(__file__).name
+LORA = 'model.lora={match: ["q_proj", "o_proj", "up_proj"], rank: 2, train: ["*norm*"]}'
+SETS = f"data.eval={{valid: {{type: {HERE}:Rows, size: 7}}, stream: {{type: {HERE}:RowStream, size: 5, first: 90}}}}"
+TINY = f"data.eval={{tiny: {{type: {HERE}:Rows, size: 1}}, few: {{type: {HERE}:RowStream, size: 1}}}}"
+ACCURACY = "accuracy: {type: accuracy}"
+METRICS = f"evaluation.metrics={{{ACCURACY}, words: {{type: {HERE}:Words}}}}"
+ORDERED = f"task={{type: {HERE}:Ordered}}"
+EVALUATED = (SETS, METRICS, ORDERED, "evaluation.batch_size=2")
+PLAIN = ("data.eval={}", "evaluation={}", "trainer.max_steps=3")
+STREAMED = (*PLAIN, f"data.train={{type: {HERE}:RowStream, size: 24}}")
+INCIDENTS = ("data.eval={}", "evaluation={}", "checkpoint.every_steps=2", "checkpoint.asynchronous=false")
+SPLIT = ("data", "tensor", "context", "pipeline", "data-tensor", "replicate-data")
+MATRICES = ("data", "tensor", "data-tensor")
+
+
+def incidents_of(trainer):
+    return {"step": trainer.step, "kept": trainer.kept, "decided": trainer.decided}
+
+
+def collectives_of(trainer):
+    return trainer.found
+
+
+CASES = {
+    "evaluated": Case(SPLIT, EVALUATED),
+    "tiny": Case(SPLIT, (TINY, f"evaluation.metrics={{{ACCURACY}}}", ORDERED, "trainer.max_steps=3")),
+    "talk": Case(("tensor", "pipeline"), PLAIN, Talking),
+    "metrics": Case(
+        (*MATRICES, "context"), PLAIN, Metrics, lambda trainer: [trainer.draws, trainer.ranks.mesh.data_rank]
+    ),
+    "dropout": Case(("tensor",), (*PLAIN, "model.dropout=0.3")),
+    "lora": Case((*MATRICES, "pipeline"), (*PLAIN, LORA)),
+    "frozen": Case(
+        (*MATRICES, "pipeline"), (*PLAIN, 'model.freeze=["model.embed_tokens.*", "model.layers.*.q_proj.*"]')
+    ),
+    "skip": Case(MATRICES, (*INCIDENTS, "incidents.non_finite=skip"), Spoiled, incidents_of),
+    "rollback": Case(MATRICES, (*INCIDENTS, "incidents.non_finite=rollback"), Spoiled, incidents_of),
+    "streamed": Case(MATRICES, STREAMED),
+    "bf16": Case(("data", "tensor"), (*PLAIN, "runtime.precision=bf16"), LanguageModelTrainer),
+    "fp16": Case(("data", "tensor"), (*PLAIN, "runtime.precision=fp16"), LanguageModelTrainer),
+}
+for micro in (4, 2, 1):
+    for unsharded in ("false", "true"):
+        CASES[f"reduced-{micro}-{unsharded}"] = Case(
+            ("data", "replicate", "replicate-data"),
+            (*PLAIN, f"trainer.micro_batch_size={micro}", f"runtime.accumulate_unsharded={unsharded}"),
+            Counted,
+            collectives_of,
+        )
+
+
+def is_run(name, layout):
+    """Is this case run in this layout? Four data ranks have two rows each, two have four: one and two micro-batches."""
+    if name.startswith("reduced"):
+        micro = int(name.split("-")[1])
+        if layout == "one":
+            return name == "reduced-2-false"
+        return layout in CASES[name].layouts and micro in ((2, 1) if layout == "replicate-data" else (4, 2))
+    return layout == "one" or layout in CASES[name].layouts
+
+
+def load(folder, name, layout, *overrides):
+    axes = ", ".join(f"{axis}: {size}" for axis, size in LAYOUTS[layout].items())
+    place = (f"output_dir={folder / layout}", f"name={name}", "checkpoint.every_steps=null")
+    return RunConfig.load(RUN_FILE, [*place, f"runtime.mesh={{{axes}}}", *overrides])
+
+
+def run(folder, name, layout):
+    """Runs one case; returns what every rank was asked for."""
+    case = CASES[name]
+    trainer = build_trainer(load(folder, name, layout, *case.overrides), case.trainer)
+    trainer.train()
+    return None if case.collect is None else trainer.ranks.gather(case.collect(trainer))
+
+
+def run_further(folder, layout):
+    """What needs more than one run, or ends in words; returns what every rank saw."""
+    results = {}
+    if layout in ("data", "tensor", "pipeline", "data-tensor"):
+        left = build_trainer(load(folder, "left", layout, *EVALUATED), LeavesInEvaluation)
+        left.train()
+        results["left"] = left.ranks.gather((left.step, left.interrupted, left.stop_reason))
+        build_trainer(load(folder, "left", layout, *EVALUATED), Double).train()
+    if layout in MATRICES:
+        raising = build_trainer(load(folder, "raise", layout, *INCIDENTS), Spoiled)
+        said = words_of(raising.train, IncidentError)
+        results["raise"] = raising.ranks.gather((raising.step, raising.kept[-1], raising.decided, said))
+        few = build_trainer(load(folder, "few", layout, TINY, METRICS, ORDERED, "trainer.max_steps=3"), Double)
+        results["few"] = few.ranks.gather((words_of(few.train, TrainwrightError), few.step))
+    return results
+
+
+def words_of(act, kind):
+    try:
+        act()
+    except kind as error:
+        return str(error)
+    return ""
+
+
+def main(folder, world):
+    """Runs all cases of one world size on this rank."""
+    for layout, axes in LAYOUTS.items():
+        if world != torch.tensor(list(axes.values()) or [1]).prod().item():
+            continue
+        results = {name: run(folder, name, layout) for name in CASES if is_run(name, layout)}
+        if world > 1:
+            results |= run_further(folder, layout)
+        if os.environ.get("RANK", "0") == "0":
+            (folder / layout / "results.json").write_text(json.dumps(results))
+
+
+def launch(folder, world, act=main):
+    """Calls `act(folder, world)` on forked ranks; returns their exit codes, and what those that failed said."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+    children = [_fork(folder, world, rank, port, act) for rank in range(world)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    return codes, [path.read_text()[-3000:] for path in sorted(folder.glob("rank-*.error"))]
+
+
+def _fork(folder, world, rank, port, act):
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        gc.freeze()  # else the collector would touch, and so copy, all that the parent has
+        signal.alarm(PATIENCE_SECONDS)  # a rank that waits for ever is ended, and the test fails
+        torch.set_num_threads(1)
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+        act(folder, world)
+        processes.leave()
+        code = 0
+    except BaseException:
+        (folder / f"rank-{rank}.error").write_text(traceback.format_exc())
+    finally:
+        os._exit(code)
