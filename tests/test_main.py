@@ -143,7 +143,7 @@ def test_an_interrupted_experiment_says_so_and_goes_on_later(tmp_path):
             return super().train_step(batch)
 
     with pytest.raises(Interrupted, match="SIGTERM"):
-        run_experiment(load(tmp_path), trainer_class=Leaves)
+        run_experiment(load(tmp_path), trainer=Leaves)
     assert "step 3 is finished and saved" in (tmp_path / "small" / "log.txt").read_text()
     _, logs = run_experiment(load(tmp_path))
     _, undisturbed = run_experiment(load(tmp_path, "name=undisturbed"))
@@ -157,7 +157,7 @@ def test_a_stopped_experiment_says_why(tmp_path):
                 self.stop("enough")
             return super().train_step(batch)
 
-    run_experiment(load(tmp_path), trainer_class=Stops)
+    run_experiment(load(tmp_path), trainer=Stops)
     assert "Stopped at step 3: enough." in (tmp_path / "small" / "log.txt").read_text()
     assert "valid/loss" in lines_of(tmp_path / "small")[-1]
 

@@ -240,13 +240,13 @@ def _assemble(
 
 
 def _build_model(trainer_class: type[Trainer], task: Task, build: Build, backend: Backend, ranks: Ranks) -> Placed:
-    """Builds the model, equal on all ranks, and places what each keeps of it on its device."""
+    """Builds the model, equal on all ranks or on the first for all, and places what each keeps of it on its device."""
     model = trainer_class.build_model(build)
     if ranks.mesh.size("pipeline") > 1:
         refuse_own_steps(trainer_class, task, model, build.config, ranks.mesh)
-    placed = place_model(model, ranks, build.config, backend.device)
-    # A start that loads weights draws fewer numbers than one that builds the model for a checkpoint; what is built
-    # next must not know.
+    placed = place_model(model, ranks, build.config, backend.device, first_has_weights=build.first_has_weights)
+    # A start that loads weights draws fewer numbers than one that builds the model for a checkpoint, and a rank that
+    # is sent them draws none; what is built next must not know.
     _seed_everything(backend, mix_seed(build.config.seed, _PARTS_STREAM))
     return placed
 

@@ -2,34 +2,49 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from trainwright.build import build_evaluator, build_trainer
-from trainwright.checkpoint import contents
-from trainwright.checkpoint.folder import LOG_FILE, run_folder
+from trainwright.checkpoint.folder import LOG_FILE, read_config, run_folder
 from trainwright.checkpoint.resume import pick_step
 from trainwright.config import RunConfig
-from trainwright.errors import ConfigError
+from trainwright.data.stream_loader import EvaluationData
+from trainwright.errors import CheckpointError, ConfigError
 from trainwright.hooks.obey_preemption import Listener
 from trainwright.launch.slurm import requeue
 from trainwright.log import rank_log, run_log
+from trainwright.loop.builder import Builder
 from trainwright.loop.evaluation import evaluate_sets
+from trainwright.loop.saving import restore_weights
+from trainwright.loop.task import Task
 from trainwright.loop.trainer import Trainer
 from trainwright.parallel import processes
 from trainwright.parallel.first_error import note_failure
+from trainwright.parts import Build
 
 logger = logging.getLogger(__name__)
 
 START_UP_SECONDS = 5.0
 """How long a process that was told to leave may stay before it trains: there is nothing to save yet."""
 
-MODES = ("train", "eval", "train_and_eval")
+MODES = ("train", "eval", "train_and_eval", "train_and_post_eval", "continuous_eval")
+
+EVALUATIONS_FILE = "evaluations.json"
+"""What `continuous_eval` writes to the run folder: a line of JSON a checkpoint. metrics.json is the training's."""
+
+POLL_SECONDS = 10.0
+"""How often `continuous_eval` looks for a new checkpoint."""
+_POLLS_PER_LOOK = 6  # whether an idle training was stopped stands in its newest checkpoint, which costs a read
 
 
 class Interrupted(Exception):  # noqa: N818 # not an error: the run is safe and will go on
@@ -44,43 +59,142 @@ def run_experiment(
     config: RunConfig,
     *,
     mode: str = "train_and_eval",
-    model_dir: str | None = None,
-    trainer_class: type[Trainer] | None = None,
+    model_dir: str | os.PathLike[str] | None = None,
+    trainer: type[Trainer] | Trainer | None = None,
+    task: Task | None = None,
     fresh: bool = False,
     accept_changes: bool = False,
     step: int | str = "latest",
+    poll_seconds: float = POLL_SECONDS,
+    timeout_seconds: float | None = None,
 ) -> tuple[torch.nn.Module, dict[str, float]]:
-    """Runs an experiment and returns (model, evaluation logs).
+    """Runs an experiment and returns (model, evaluation logs). Running it again continues the run.
 
-    `train` leaves the evaluation sets alone; `eval` evaluates the checkpoint that `step` names ("latest",
-    "best" or a number) and trains nothing. `model_dir` replaces output_dir/name. Running it again
-    continues the run.
+    train                 leaves the evaluation sets alone
+    eval                  evaluates the checkpoint that `step` names ("latest", "best" or a number), whatever settings
+                          have changed since; trains nothing
+    train_and_eval        evaluates as the config says, and at the end
+    train_and_post_eval   evaluates once, at the end
+    continuous_eval       evaluates each new checkpoint of a run that trains elsewhere, once, until that has ended;
+                          `timeout_seconds` is how long it waits for one; None: for ever
+
+    `model_dir` replaces output_dir/name. `trainer` is a class to use instead of the config's, or what `build_trainer`
+    made of this config; `task` is used instead of the config's.
     """
     if mode not in MODES:
         raise ConfigError(f"mode: {mode!r} is unknown. Use one of {', '.join(MODES)}.")
-    if model_dir is not None:
-        folder = Path(os.path.abspath(model_dir))  # noqa: PTH100  # "." has no name; resolve() would follow links
-        config = config.derive({"output_dir": str(folder.parent), "name": folder.name})
+    config = _at_place(config, mode, model_dir)
+    built = trainer if isinstance(trainer, Trainer) else None
+    if built is not None:
+        _refuse_other_wishes(built, config, task=task, fresh=fresh, accept_changes=accept_changes)
     with _start_up() as starting:
-        if mode == "eval":
-            return _evaluate(config, trainer_class, step)
+        kind = None if built is not None else _trainer_class(config, cast(type[Trainer] | None, trainer), task)
+        if mode in ("eval", "continuous_eval"):
+            evaluator = built or build_evaluator(config, kind)
+            if mode == "eval":
+                return evaluator.model, _evaluate(evaluator, step)
+            return evaluator.model, _evaluate_as_they_come(evaluator, poll_seconds, timeout_seconds)
         with run_log() as open_logs:
             evaluates = mode != "train"
-            trainer = build_trainer(
-                config, trainer_class, fresh=fresh, accept_changes=accept_changes, evaluates=evaluates
+            running = built or build_trainer(
+                config, kind, fresh=fresh, accept_changes=accept_changes, evaluates=evaluates
             )
-            # A finished run changes nothing, its log included.
-            if not trainer.is_finished:
-                open_logs(*_log_files(trainer))
-            starting.only_note()  # the training listens itself, and what comes after it must not undo it
-            logs = trainer.train()
-            _say_how_it_ended(trainer)
-            trainer.ranks.part()
-            if trainer.interrupted and config.preemption.requeue and trainer.ranks.is_first:
-                requeue()
-        if trainer.interrupted:
-            raise Interrupted(trainer.stop_reason)
-        return trainer.model, logs
+            _evaluate_only_in(mode, running)
+            logs = _train(running, open_logs, starting)
+        if running.interrupted:
+            raise Interrupted(running.stop_reason)
+        return running.model, logs
+
+
+def _at_place(config: RunConfig, mode: str, model_dir: str | os.PathLike[str] | None) -> RunConfig:
+    """Returns the config of a run in `model_dir`; one that is evaluated after training alone has no period."""
+    values: dict[str, object] = {}
+    if model_dir is not None:
+        folder = Path(os.path.abspath(model_dir))  # noqa: PTH100  # "." has no name; resolve() would follow links
+        values |= {"output_dir": str(folder.parent), "name": folder.name}
+    if mode == "train_and_post_eval" and config.evaluation.every_steps is not None:
+        values["evaluation.every_steps"] = None
+    return config.derive(values) if values else config
+
+
+def _trainer_class(config: RunConfig, trainer: type[Trainer] | None, task: Task | None) -> type[Trainer] | None:
+    """Returns the class to build: the one given, or the config's where a task is; None leaves it to the config."""
+    if trainer is not None and not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
+        raise ConfigError(
+            f"trainer: must be a subclass of Trainer, or what build_trainer(config, …) returned; got {trainer!r}."
+        )
+    if task is None:
+        return trainer
+    if not isinstance(task, Task):
+        raise ConfigError(f"task: must be an instance of Task, such as MyTask(); got {task!r}.")
+    kind = trainer or Build(config).trainer_class()
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+
+    def build_task(cls: type[Trainer], build: Builder) -> Task:
+        return task
+
+    return type(kind.__name__, (kind,), {**names, "build_task": classmethod(build_task)})
+
+
+def _refuse_other_wishes(
+    trainer: Trainer, config: RunConfig, *, task: Task | None, fresh: bool, accept_changes: bool
+) -> None:
+    """Refuses what was decided when a trainer was built."""
+    late = {"task": task is not None, "fresh": fresh, "accept_changes": accept_changes}
+    for name in (name for name, is_given in late.items() if is_given):
+        raise ConfigError(f"{name}: has no effect on a trainer that is built. Give it to build_trainer, or its class.")
+    own = trainer.config
+    resolved = {
+        "checkpoint.folder": own.checkpoint.folder,
+        "trainer.max_steps": own.trainer.max_steps,
+        "trainer.global_batch_size": own.trainer.global_batch_size,
+        "trainer.micro_batch_size": own.trainer.micro_batch_size,
+        "evaluation.every_steps": own.evaluation.every_steps,  # that of a run which is evaluated at its end
+    }
+    if config.derive(resolved) != own:
+        raise ConfigError(
+            f"trainer: this {type(trainer).__name__} was built from another config, or for another folder "
+            f"({trainer.folder}). Give the config that it was built from, or its own: trainer.config."
+        )
+
+
+def _evaluate_only_in(mode: str, trainer: Trainer) -> None:
+    """Makes a trainer that somebody else has built evaluate as the mode says."""
+    if mode == "train":
+        trainer.eval_data = {}
+        trainer.surroundings = replace(trainer.surroundings, test_data=None)
+    elif mode == "train_and_post_eval" and trainer.config.evaluation.every_steps is not None:
+        trainer.config = trainer.config.derive({"evaluation.every_steps": None})
+
+
+def _train(trainer: Trainer, open_logs: Callable[..., None], starting: Listener) -> dict[str, float]:
+    """Trains to the end and says how it went; returns the logs of the last evaluation."""
+    was_finished = trainer.is_finished
+    # A finished run changes nothing, its log included.
+    if not was_finished:
+        open_logs(*_log_files(trainer))
+    starting.only_note()  # the training listens itself, and what comes after it must not undo it
+    logs = trainer.train()
+    if was_finished:
+        logs = _complete(trainer, logs)
+    _say_how_it_ended(trainer)
+    trainer.ranks.part()
+    if trainer.interrupted and trainer.config.preemption.requeue and trainer.ranks.is_first:
+        requeue()
+    return logs
+
+
+def _complete(trainer: Trainer, logs: Mapping[str, float]) -> dict[str, float]:
+    """Evaluates the sets of which a run that had ended before knows nothing: it was trained without them."""
+    unknown = {
+        name: data
+        for name, data in _sets_of(trainer).items()
+        if not any(metric.startswith(f"{name}/") for metric in logs)
+    }
+    if not unknown:
+        return dict(logs)
+    with trainer.storage:
+        return {**logs, **evaluate_sets(trainer, unknown)}
 
 
 @contextmanager
@@ -109,26 +223,113 @@ def _leave(signal_name: str) -> None:
     raise _ToldToLeave(signal_name)
 
 
-def _evaluate(
-    config: RunConfig, trainer_class: type[Trainer] | None, step: int | str
-) -> tuple[torch.nn.Module, dict[str, float]]:
-    trainer = build_evaluator(config, trainer_class)
+def _sets_of(trainer: Trainer) -> dict[str, EvaluationData]:
     test = trainer.surroundings.test_data
-    sets = trainer.eval_data if test is None else {**trainer.eval_data, test.name: test}
+    return dict(trainer.eval_data) if test is None else {**trainer.eval_data, test.name: test}
+
+
+def _required_sets(trainer: Trainer) -> dict[str, EvaluationData]:
+    sets = _sets_of(trainer)
     if not sets:
         raise ConfigError("data.eval: there is no evaluation set. Name one, such as eval: {valid: {type: …}}.")
-    store = trainer.surroundings.store
+    return sets
+
+
+def _evaluate(trainer: Trainer, step: int | str) -> dict[str, float]:
+    """Evaluates the checkpoint that `step` names on every set."""
+    sets, store = _required_sets(trainer), trainer.surroundings.store
+    best = trainer.config.checkpoint.keep_best
     # The first rank looks for all: a checkpoint may come or go meanwhile.
-    chosen = trainer.ranks.broadcast(
-        pick_step(store, step, best=config.checkpoint.keep_best) if trainer.ranks.is_first else 0
-    )
-    contents.restore_model(store, chosen, trainer.model)
-    # A hook may evaluate with other weights than the checkpoint's model: the averaged ones.
-    contents.restore_hooks(store.read(chosen, "training")["hooks"], trainer.moments.keyed())
+    chosen = trainer.ranks.broadcast(pick_step(store, step, best=best) if trainer.ranks.is_first else 0)
+    restore_weights(trainer, chosen)
     trainer.step = chosen
     logger.info("Evaluating %s", store.path(chosen))
     with trainer.storage:
-        return trainer.model, evaluate_sets(trainer, sets)
+        return evaluate_sets(trainer, sets)
+
+
+def _evaluate_as_they_come(trainer: Trainer, poll_seconds: float, timeout_seconds: float | None) -> dict[str, float]:
+    """Evaluates each checkpoint once, in order, until the training has ended; returns the logs of the last one."""
+    sets, store, ranks = _required_sets(trainer), trainer.surroundings.store, trainer.ranks
+    results = trainer.folder / EVALUATIONS_FILE
+    seen: set[int] = set()
+    logs: dict[str, float] = {}
+    last_news, num_polls = time.monotonic(), 0
+    logger.info("Waiting for checkpoints in %s", store.folder)
+    while True:
+        found: int | str | None = None
+        if ranks.is_first:  # it looks for all: a checkpoint may come or go meanwhile
+            found = _find_next(trainer, seen, look=num_polls % _POLLS_PER_LOOK == 0)
+            if found is None and timeout_seconds is not None and time.monotonic() - last_news >= timeout_seconds:
+                found = "late"
+        found = ranks.broadcast(found)
+        if isinstance(found, int):
+            seen.add(found)
+            if _restore_unless_gone(trainer, found):
+                trainer.step = found
+                logger.info("Evaluating %s", store.path(found))
+                with trainer.storage:
+                    logs = evaluate_sets(trainer, sets)
+                if ranks.is_first:
+                    _write_down(results, found, logs, is_first=len(seen) == 1)
+            last_news, num_polls = time.monotonic(), 0
+        elif found == "ended":
+            logger.info("The training has ended at step %d: every checkpoint is evaluated.", max(seen))
+            return logs
+        elif found == "late":
+            problem = f"{store.folder}: no new checkpoint within {timeout_seconds:g} seconds"
+            if not logs:
+                raise CheckpointError(f"{problem}. Train first, give another folder, or wait longer.")
+            logger.warning("%s; the last one evaluated is step %d.", problem, max(seen))
+            return logs
+        else:
+            num_polls += 1
+            time.sleep(poll_seconds)
+
+
+def _find_next(trainer: Trainer, seen: set[int], *, look: bool) -> int | str | None:
+    """Returns the next checkpoint to evaluate, or "ended", or None while the training goes on."""
+    steps = trainer.surroundings.store.steps()
+    unseen = [step for step in steps if step not in seen]
+    if unseen:
+        return min(unseen)
+    saved = read_config(trainer.folder)
+    max_steps = None if saved is None else saved.trainer.max_steps
+    if not steps or max_steps is None:
+        return None
+    if steps[-1] >= max_steps:
+        return "ended"
+    if look:  # one that stopped early says so in its last checkpoint, which it may have written twice
+        try:
+            if trainer.surroundings.store.read_split(steps[-1], "training")["ended_under"] >= max_steps:
+                return "ended"
+        except CheckpointError as error:
+            logger.debug("Not readable yet: %s", error)
+    return None
+
+
+def _restore_unless_gone(trainer: Trainer, step: int) -> bool:
+    """Loads a checkpoint's weights; returns False if the training has deleted it meanwhile."""
+    failure: Exception | None = None
+    try:
+        restore_weights(trainer, step)
+    except (CheckpointError, OSError) as error:
+        failure = error
+    failure = next((each for each in trainer.ranks.gather(failure) if each is not None), None)
+    if failure is None:
+        return True
+    if trainer.ranks.broadcast(step in trainer.surroundings.store.steps()):
+        raise failure
+    logger.warning("Step %d was deleted before it could be evaluated. Keep more with checkpoint.keep_last.", step)
+    return False
+
+
+def _write_down(path: Path, step: int, logs: Mapping[str, float], *, is_first: bool) -> None:
+    """Writes a line of the results; those of an earlier `continuous_eval` are replaced."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w" if is_first else "a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, **logs}) + "\n")
+    logger.info("Step %d: %s", step, ", ".join(f"{name} {value:.4g}" for name, value in logs.items()))
 
 
 def _log_files(trainer: Trainer) -> Iterator[Path]:

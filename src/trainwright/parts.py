@@ -16,11 +16,11 @@ import torch
 
 from trainwright import registry
 from trainwright.checkpoint.folder import run_folder
-from trainwright.config import Component, DataSection, RunConfig
+from trainwright.config import Component, DataSection, ModelSection, RunConfig
 from trainwright.data.components import DatasetBuilder
 from trainwright.data.split import sizes_by_ratio, split
 from trainwright.data.stream import is_stream
-from trainwright.errors import ConfigError
+from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.hooks.obey_preemption import ObeyPreemption
 from trainwright.hooks.time_steps import TimeSteps
 from trainwright.hooks.watch_for_hangs import WatchForHangs
@@ -28,7 +28,7 @@ from trainwright.loop.hook import Hook
 from trainwright.loop.metrics import ConfiguredMetric
 from trainwright.loop.task import Task, overrides
 from trainwright.loop.trainer import Trainer
-from trainwright.models.from_config import build_model_section
+from trainwright.models.from_config import build_model_section, build_without_memory, is_as_shipped
 from trainwright.models.pretrained_facts import PretrainedFacts
 from trainwright.optim.param_groups import make_optimizer, names_of_others
 from trainwright.optim.parameter_kinds import classify_parameters
@@ -58,6 +58,8 @@ class Build:
         self._kept = kept
         self._reader: str | None = None
         self.pretrained_facts: PretrainedFacts | None = None
+        self.first_has_weights = False
+        """Has the first rank alone built weights, while the other ranks wait for them on the meta device?"""
         self._task: Task | None = None
         self._used: set[str] = set()
         self._splits: dict[str, Any] | None = None
@@ -72,19 +74,24 @@ class Build:
         return Task() if self.config.task is None else self._make("task", "task", self.config.task)
 
     def model(self) -> torch.nn.Module:
-        """The task's model where it builds one, else the `model` section."""
+        """The task's model where it builds one, else the `model` section.
+
+        Where ranks keep only parts of it, and nobody else's code sees it whole, the first rank alone makes weights:
+        of a large model a machine holds one copy, but not one for each of its ranks.
+        """
         if self._task is not None and overrides(self._task, "build_model", Task):
             return self._task.build_model()
         self._used.add("model")
         section = self.config.model
         if section is None:
             raise ConfigError("model: there is none. Name one, such as {type: llama, …} or {type: models/net.py:Net}.")
+        project_dir, origin = Path(self.project_dir), self.config.origin
+        is_split = self._ranks.size > 1 and self._ranks.mesh.is_split
+        self.first_has_weights = is_split and self._reader is None and is_as_shipped(section, project_dir=project_dir)
+        if self.first_has_weights:
+            return self._model_of_first(section)
         model, self.pretrained_facts = build_model_section(
-            section,
-            project_dir=Path(self.project_dir),
-            origin=self.config.origin,
-            kept=self._kept,
-            reader=self._reader,
+            section, project_dir=project_dir, origin=origin, kept=self._kept, reader=self._reader
         )
         return model
 
@@ -247,6 +254,31 @@ class Build:
                     f"it there through build.{offer}.",
                     where=config.origin(section),
                 )
+
+    def _model_of_first(self, section: ModelSection) -> torch.nn.Module:
+        """Builds weights on the first rank, and the same model without memory on the others; collective.
+
+        What the first rank's pretrained folder told, or why there is no model, all ranks get to know.
+        """
+        project_dir, origin = Path(self.project_dir), self.config.origin
+        model: torch.nn.Module | None = None
+        facts: PretrainedFacts | None = None
+        failure: Exception | None = None
+        if self._ranks.is_first:
+            try:
+                model, facts = build_model_section(section, project_dir=project_dir, origin=origin, kept=self._kept)
+            except Exception as error:
+                failure = error
+        problem = failure
+        if failure is not None and not isinstance(failure, TrainwrightError):  # perhaps one that cannot be sent
+            problem = TrainwrightError(f"Rank 0 could not build the model: {type(failure).__name__}: {failure}")
+        self.pretrained_facts, problem = self._ranks.broadcast((facts, problem))
+        if problem is not None:
+            raise failure or problem
+        if model is None:
+            facts = self.pretrained_facts
+            model = build_without_memory(section, project_dir=project_dir, origin=origin, kept=facts)
+        return model
 
     def _make(self, kind: str, label: str, component: Component, **provided: Any) -> Any:
         provided = {"project_dir": self.project_dir, **provided}

@@ -1,4 +1,4 @@
-"""From a model that was built on every rank to what each rank keeps of it, on its device.
+"""From a model that every rank has built, or the first for all, to what each rank keeps of it, on its device.
 
 The one order in which a model is split and rewritten: layers (pipeline), matrices (tensor), sequences (context),
 memory (offload, remat, scan), parameters (data). Each is a file of parallel/ or memory/ that knows nothing of the
@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainwright.checkpoint.split_tensors import fill
 from trainwright.config import RunConfig
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Trainer
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.equal_start import make_equal
 from trainwright.parallel.mesh import Mesh
+from trainwright.parallel.sent_weights import SentWeights, give_memory
 
 if TYPE_CHECKING:
     from trainwright.parallel.gradient_sync import GradientSync
@@ -52,10 +54,38 @@ class Placed:
         return Pipeline(self.model, self.mesh, num_micro_batches=num_micro_batches, device=self.device)
 
 
-def place_model(model: torch.nn.Module, ranks: Ranks, config: RunConfig, device: torch.device) -> Placed:
-    """Splits a model in place as the mesh says and moves what is left of it to the device."""
+def place_model(
+    model: torch.nn.Module,
+    ranks: Ranks,
+    config: RunConfig,
+    device: torch.device,
+    *,
+    first_has_weights: bool = False,
+) -> Placed:
+    """Splits a model in place as the mesh says and moves what is left of it to the device.
+
+    With `first_has_weights` the model of every other rank is on the meta device, and is filled when it is split.
+    """
+    sent = None
+    if first_has_weights:
+        sent = SentWeights(model, ranks)
+    else:
+        make_equal(model, ranks)
+    is_empty = first_has_weights and not ranks.is_first
+    plan, sync = _split(model, ranks, config, torch.device("meta") if is_empty else device)
+    if is_empty:
+        give_memory(model, device)
+    model.to(device)
+    if sent is not None:
+        sent.send_into(model, copy=fill)
+    return Placed(model, ranks.mesh, device, plan, sync)
+
+
+def _split(
+    model: torch.nn.Module, ranks: Ranks, config: RunConfig, device: torch.device
+) -> tuple[ShardingPlan | None, GradientSync | None]:
+    """Splits and rewrites a model in the one order; returns by which rules, and who sums its gradients."""
     mesh = ranks.mesh
-    make_equal(model, ranks)
     plan = plan_of(model, config, mesh.sizes)
     if plan is not None and ranks.is_first:
         for remark in plan.remarks():
@@ -88,8 +118,7 @@ def place_model(model: torch.nn.Module, ranks: Ranks, config: RunConfig, device:
 
         data_dim = plan.data_dim if plan is not None else _first_dim
         sync = shard_parameters(model, mesh, settings=_settings(config), device=device, data_dim=data_dim)
-    model.to(device)
-    return Placed(model, mesh, device, plan, sync)
+    return plan, sync
 
 
 def refuse_own_steps(

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from trainwright import build_trainer, load_checkpoint, registry
 from trainwright.checking.check import check_run
 from trainwright.cli import app
-from trainwright.errors import ComponentError
+from trainwright.errors import CheckpointError, ComponentError
 
 FILES = {
     "run.yaml": """
@@ -46,8 +46,10 @@ FILES = {
 
 
         class Net(nn.Module):
-            def __init__(self, width=4):
+            def __init__(self, width=4, has_gate=False):
                 super().__init__()
+                if has_gate:
+                    self.gate = nn.Linear(4, 1)
                 self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
                 self.head = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 2))
                 self.criterion = nn.CrossEntropyLoss()
@@ -204,14 +206,18 @@ def test_sub_modules_may_have_settings_of_their_own(project, caplog):
 
 def test_a_checkpoint_loads_on_any_device_at_any_step_and_leniently_if_asked(project):
     trained = train(project)
-    model = load_checkpoint(project / "runs" / "mine", device="cpu")
+    run = project / "runs" / "mine"
+    model = load_checkpoint(run)
     assert equal_weights(trained.model, model)
     assert not model.training
-    earlier = load_checkpoint(project / "runs" / "mine", 2)
-    assert not equal_weights(earlier, model)
-    assert {each.device.type for each in load_checkpoint(project / "runs" / "mine", device="meta").parameters()} == {
-        "meta"
-    }
+    assert not equal_weights(load_checkpoint(run, 2), model)
+    assert {each.device.type for each in load_checkpoint(run, device="meta").parameters()} == {"meta"}
+    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("width: 8", "width: 8\n  has_gate: true"))
+    with pytest.raises(CheckpointError, match=r"gate\.weight"):
+        load_checkpoint(run)
+    lenient = load_checkpoint(run, strict=False)
+    assert torch.equal(lenient.head[0].weight, model.head[0].weight)
+    assert hasattr(lenient, "gate")
 
 
 # optimizers
@@ -235,7 +241,9 @@ def test_several_named_optimizers_own_different_parameters_with_their_own_schedu
     assert (written[0]["lr/body"], written[-1]["lr/body"]) == (0.1, 0.0)
     assert {line["lr/top"] for line in written} == {0.2}
     assert "largest/body" in written[0]
-    owned = [{id(one) for group in each.param_groups for one in group["params"]} for each in trainer.optimizers.values()]
+    owned = [
+        {id(one) for group in each.param_groups for one in group["params"]} for each in trainer.optimizers.values()
+    ]
     assert not owned[0] & owned[1]
     assert owned[0] | owned[1] == {id(one) for one in trainer.model.parameters()}
 
@@ -409,6 +417,8 @@ def test_building_and_training_reaches_for_no_network(project, monkeypatch):
 
 def test_a_config_with_a_mistake_leaves_nothing_behind(project):
     write(project, {"run.yaml": FILES["run.yaml"].replace("width", "widht")})
-    with pytest.raises(ComponentError, match=r'run\.yaml:2: model: Net takes no argument "widht"\. Did you mean "width"'):
+    with pytest.raises(
+        ComponentError, match=r'run\.yaml:2: model: Net takes no argument "widht"\. Did you mean "width"'
+    ):
         build_trainer(load(project))
     assert not (project / "runs").exists()

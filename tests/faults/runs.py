@@ -55,7 +55,7 @@ def _run(config, hooks, trainer):
         def build_hooks(cls, build):
             return [*super().build_hooks(build), *hooks]
 
-    run_experiment(config, trainer_class=WithHooks)
+    run_experiment(config, trainer=WithHooks)
 
 
 def in_child(act, folder, prepare=None):

@@ -58,14 +58,15 @@ def test_a_rank_that_sleeps_in_the_midst_of_a_collective_is_named(tmp_path, undi
     tried("one rank of two asleep in the sum of the gradients")
 
     def make_sleepy():
-        pack, count = GradientSum._pack, iter(range(1, 100))
+        reduce, count = GradientSum.reduce, iter(range(1, 100))
 
-        def sleepy(self, bucket):
+        def sleepy(self, totals):
             if self._ranks.rank == 1 and next(count) == STEP:
+                self._enter("reduce")
                 sleep_for_ever(None)
-            return pack(self, bucket)
+            return reduce(self, totals)
 
-        GradientSum._pack = sleepy
+        GradientSum.reduce = sleepy
 
     run = Run(tmp_path / "run", *OVERRIDES, prepare=make_sleepy)
     assert run.wait() == [HANG_EXIT_CODE] * 2

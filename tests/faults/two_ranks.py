@@ -142,7 +142,7 @@ class Run:
                 return [*super().build_hooks(build), *(make() for make in hooks)]
 
         def act():
-            run_experiment(config, trainer_class=struck_by(WithHooks, *faults))
+            run_experiment(config, trainer=struck_by(WithHooks, *faults))
 
         def prepare_rank(rank):
             if num_ranks > 1:

@@ -74,7 +74,7 @@ def test_a_function_that_is_not_there_is_named_with_its_moment(tmp_path):
 
 
 def test_a_moment_that_is_none_is_answered_with_the_nearest(tmp_path):
-    with pytest.raises(ComponentError, match='takes no argument "after_stp". Did you mean "after_step"'):
+    with pytest.raises(ComponentError, match=r'takes no argument "after_stp"\. Did you mean "after_step"'):
         build_trainer(load(tmp_path, "hooks=[{type: callback, after_stp: parts.py:Net}]"))
 
 

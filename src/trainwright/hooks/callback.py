@@ -41,7 +41,9 @@ class CallbackHook(Hook):
         given = dict(locals())
         acts: dict[str, Act] = {moment: given[moment] for moment in MOMENTS if given[moment] is not None}
         if not acts:
-            raise ConfigError("CallbackHook was given no function. Give one, such as after_step=act, with act(trainer).")
+            raise ConfigError(
+                "CallbackHook was given no function. Give one, such as after_step=act, with act(trainer)."
+            )
         for moment, act in acts.items():
             if not callable(act):
                 raise ConfigError(f"CallbackHook: {moment} is {act!r}, not a function. Give one: {moment}=act.")

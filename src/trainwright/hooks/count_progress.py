@@ -1,4 +1,4 @@
-"""Counts what a run has used up so far, over all of its processes and resumptions: samples, tokens, hours, incidents."""
+"""Counts what a run has used up since its first step, over all of its starts: samples, tokens, hours, incidents."""
 
 from __future__ import annotations
 

@@ -427,6 +427,7 @@ class Trainer:
                 if self.incident_response.may_go_back:
                     self.incident_response.take_snapshot()  # there may be no checkpoint yet
                 self.agreement.begin()
+                self.checkpoints.prepare()
                 self.checkpoints.is_training = True
                 yield
                 self.checkpoints.is_training = False

@@ -31,7 +31,14 @@ from trainwright.models.freeze import freeze
 from trainwright.models.locate import find_folder
 from trainwright.models.lora import add_lora
 from trainwright.models.model import Model, preset_settings
-from trainwright.models.pretrained import CONFIG_FILE, LoadReport, as_dtype, load_weights, read_config_file
+from trainwright.models.pretrained import (
+    CONFIG_FILE,
+    LoadReport,
+    as_dtype,
+    load_weights,
+    on_meta,
+    read_config_file,
+)
 from trainwright.models.pretrained_facts import (
     PretrainedFacts,
     gather_facts,
@@ -102,6 +109,34 @@ def build_model_section(
         with _located("model.", origin("model.freeze")):
             freeze(model, reserved["freeze"])
     return model, facts
+
+
+def is_as_shipped(section: ModelSection, *, project_dir: Path) -> bool:
+    """Does this section build one of our own classes, without a user's code in it?
+
+    Then building it is making its tensors and nothing else, and it may be done without memory. Adapters and frozen
+    parameters are ours too; a user's class or replacement may compute from weights, or draw beside them.
+    """
+    generators = _Generators()
+    _, target = _find(section, project_dir)
+    generators.restore()  # as above: a file may draw while it is imported
+    return (
+        isinstance(target, type)
+        and issubclass(target, Model)
+        and target.is_shipped()
+        and "replace" not in section.reserved
+    )
+
+
+def build_without_memory(
+    section: ModelSection, *, project_dir: Path, origin: Origin, kept: PretrainedFacts | None
+) -> nn.Module:
+    """Builds the model of a section that is as shipped on the meta device: names, sizes and dtypes, and no values.
+
+    `kept` is what the pretrained folder told the rank that has the values; None where the section has none.
+    """
+    with on_meta():
+        return build_model_section(section, project_dir=project_dir, origin=origin, kept=kept)[0]
 
 
 def _build(section: ModelSection, target: Any, project_dir: Path, origin: Origin) -> nn.Module:

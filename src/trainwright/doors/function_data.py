@@ -1,0 +1,132 @@
+"""The datasets of the door for functions: one of each path by the user's function, mixed and split as the flags say."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from trainwright.data.mix import mix
+from trainwright.data.split import sizes_by_ratio, split
+from trainwright.data.stream import has_index, is_stream
+from trainwright.doors.user_code import name_of, place_of
+from trainwright.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+CreateDataset = Callable[[Any, argparse.Namespace], Any]
+
+PARTS = ("train", "valid", "test")
+
+
+class FunctionData:
+    """Makes the sets train, valid and test when they are asked for; each path is given to the function once."""
+
+    def __init__(self, create: CreateDataset, args: argparse.Namespace, flags: argparse.Namespace) -> None:
+        self._create = create
+        self._args = args
+        self._flags = flags
+        self._ratios = read_ratios(flags.split)
+        self._cut: dict[str, dict[str, Any]] | None = None
+        self._refuse_contradictions()
+
+    def dataset(self, part: str) -> Any:
+        """Returns a set, or None where neither a path nor the split gives one."""
+        if self._ratios is not None and (part == "train" or self._is_cut_off(part)):
+            sources = self._cut_sources()[part]
+        else:
+            sources = self._sources(getattr(self._flags, f"{part}_data"))
+        if not sources:
+            return None
+        if len(sources) == 1:
+            return next(iter(sources.values()))
+        weights = self._flags.train_data_weights if part == "train" else None
+        shares = None if weights is None else dict(zip(sources, weights, strict=True))
+        return mix(sources, shares, run_seed=self._flags.seed)
+
+    def _is_cut_off(self, part: str) -> bool:
+        return self._ratios is not None and PARTS.index(part) < len(self._ratios) and part != "train"
+
+    def _sources(self, paths: Any) -> dict[str, Any]:
+        """Returns the dataset of each path, by the path; one that is given twice has a number the second time."""
+        sources: dict[str, Any] = {}
+        for path in _as_list(paths):
+            name = str(path)
+            while name in sources:
+                name += "#2"
+            sources[name] = self._checked(self._create(path, self._args))
+        return sources
+
+    def _cut_sources(self) -> dict[str, dict[str, Any]]:
+        """Cuts each path's dataset by itself, so that every one is in every part."""
+        if self._cut is None:
+            assert self._ratios is not None
+            self._cut = {part: {} for part in PARTS}
+            for name, whole in self._sources(self._flags.train_data).items():
+                if is_stream(whole) or hasattr(type(whole), "make_order"):
+                    raise ConfigError(
+                        f"--split: {name} is a stream or a mixture, which is not cut. Give --valid-data.",
+                        where=place_of(self._create),
+                    )
+                sizes = sizes_by_ratio(len(whole), self._ratios)
+                for part, cut in zip(PARTS, split(whole, sizes, seed=self._flags.seed), strict=False):
+                    if len(cut):
+                        self._cut[part][name] = cut
+            for part in PARTS[1 : len(self._ratios)]:
+                if not self._cut[part] and self._ratios[PARTS.index(part)]:
+                    logger.warning("--split: there are too few samples for a set %s: there is none.", part)
+        return self._cut
+
+    def _checked(self, dataset: Any) -> Any:
+        is_dataset = is_stream(dataset) or (has_index(dataset) and hasattr(dataset, "__len__"))
+        if is_dataset and not isinstance(dataset, list | tuple | DataLoader):
+            return dataset
+        what = "None" if dataset is None else f"a {type(dataset).__name__}"
+        what += f" of {len(dataset)}" if isinstance(dataset, list | tuple) else ""
+        raise DataError(
+            f"{name_of(self._create)} returned {what}. Return a dataset: an object with `__len__` and `__getitem__`, "
+            "such as a torch.utils.data.Dataset, or an iterable one.",
+            where=place_of(self._create),
+        )
+
+    def _refuse_contradictions(self) -> None:
+        flags = self._flags
+        paths, weights = _as_list(flags.train_data), flags.train_data_weights
+        if weights is not None and len(weights) != len(paths):
+            raise ConfigError(
+                f"--train-data-weights: there are {len(weights)} weights for {len(paths)} paths of --train-data. "
+                "Give one for each."
+            )
+        for part in PARTS[1:]:
+            if self._is_cut_off(part) and getattr(flags, f"{part}_data"):
+                raise ConfigError(
+                    f"--{part}-data and --split {flags.split} both give the set {part}. Leave one out, or cut off "
+                    "no such part: --split 1."
+                )
+        if not paths and flags.mode != "inference":
+            raise ConfigError("--train-data: there is none. Give the path that create_dataset_function reads.")
+
+
+def read_ratios(text: str | None) -> tuple[float, ...] | None:
+    """Reads `95,5,5` or `95,5`; None where nothing is cut off (`1`, `100,0,0`)."""
+    if text is None:
+        return None
+    try:
+        ratios = tuple(float(word) for word in str(text).replace("/", ",").split(","))
+    except ValueError:
+        ratios = ()
+    if not 1 <= len(ratios) <= len(PARTS) or min(ratios) < 0 or not 0 < ratios[0] < float("inf"):
+        raise ConfigError(
+            f"--split: {text!r} is no list of one to three ratios, the first of them above 0. Write 95,5,5 for train, "
+            "valid and test."
+        )
+    return ratios if sum(ratios[1:]) > 0 else None
+
+
+def _as_list(paths: Any) -> Sequence[Any]:
+    if paths is None:
+        return []
+    return paths if isinstance(paths, list | tuple) else [paths]

@@ -1,0 +1,42 @@
+"""Where a user's functions stand and from where ours are called: for errors that name the user's file and line."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+def place_of(target: Any) -> str | None:
+    """Returns `file:line` where a function or class is written; None where Python does not know."""
+    while isinstance(target, functools.partial):
+        target = target.func
+    if not inspect.isclass(target) and not inspect.isroutine(target):
+        target = type(target)
+    code = getattr(inspect.unwrap(target), "__code__", None)
+    if code is not None:
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    try:
+        return f"{inspect.getfile(target)}:{inspect.getsourcelines(target)[1]}"
+    except (OSError, TypeError):
+        return None
+
+
+def name_of(target: Any) -> str:
+    """Returns what a user calls a function or class."""
+    while isinstance(target, functools.partial):
+        target = target.func
+    return getattr(target, "__name__", type(target).__name__)
+
+
+def caller() -> str | None:
+    """Returns `file:line` of the nearest frame that is not the package's: the line of the user's that led here."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
