@@ -1,6 +1,8 @@
 """The examples, run for a few steps as their READMEs say."""
 
+import json
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -33,6 +35,19 @@ def run_python(folder, name):
     done = subprocess.run([sys.executable, name], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def run_here(folder, name, monkeypatch, capsys):
+    """Runs a script in this process, which has torch imported already; returns what it printed."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    before = set(sys.modules)
+    try:
+        runpy.run_path(name, run_name="__main__")
+    finally:
+        for module in [each for each in set(sys.modules) - before if (folder / f"{each}.py").is_file()]:
+            del sys.modules[module]
+    return capsys.readouterr().out
 
 
 def commands_of(folder):
@@ -97,7 +112,85 @@ def test_llama_learns_code_which_is_continued_and_exported(tmp_path, monkeypatch
     assert float(difference[1]) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["code_llama", "digits_vit", "finetune_minilm"])
+def lines_of(folder, name):
+    written = (folder / "runs" / name / "metrics.json").read_text("utf-8")
+    return [json.loads(line) for line in written.splitlines()]
+
+
+def test_a_trainer_of_one_s_own_draws_hidden_pixels_and_its_parts_all_log(tmp_path):
+    pytest.importorskip("sklearn")
+    folder = copy_example("custom_trainer", tmp_path)
+    trainer, logs = run_example(folder, "trainer.max_steps=120", "log.every_steps=60")
+    assert logs["valid/explained"] > 0.5
+    assert {"hidden_error", "seen_error", "turned"} <= lines_of(folder, "inpainting")[-1].keys()
+    assert type(trainer.train_data.collator).__name__ == "HidePixels"
+
+
+def test_a_stopped_run_of_the_trainer_of_one_s_own_ends_with_the_same_bits(tmp_path):
+    pytest.importorskip("sklearn")
+    folder = copy_example("custom_trainer", tmp_path)
+    constant = "trainer.schedule=null"
+    whole, _ = run_example(folder, constant, "trainer.max_steps=6", "name=whole")
+    run_example(folder, constant, "trainer.max_steps=3")
+    halves, _ = run_example(folder, constant, "trainer.max_steps=6")
+    assert all(map(torch.equal, whole.model.parameters(), halves.model.parameters()))
+
+
+def test_a_model_of_one_s_own_trains_here_and_under_hugging_faces_trainer(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("sklearn")
+    folder = copy_example("custom_model", tmp_path)
+    _, logs = run_example(folder, "trainer.max_epochs=4")
+    assert logs["valid/accuracy"] > 0.85
+    assert load_checkpoint(folder / "runs" / "simple")(torch.zeros(1, 64))["loss"] is None
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    said = run_here(folder, "with_transformers.py", monkeypatch, capsys)
+    assert float(re.search(r"valid/accuracy (0\.\d+)", said)[1]) > 0.85
+
+
+def test_hooks_and_a_writer_of_one_s_own_see_the_run(tmp_path, capsys):
+    folder = copy_example("hooks_and_events", tmp_path)
+    settings = ["trainer.max_steps=20", "evaluation.every_steps=10", "checkpoint.every_steps=10", "log.every_steps=10"]
+    run_example(folder, *settings, "hooks.1.steps=10")
+    said = capsys.readouterr().out
+    assert "step-00000010 is safe" in said
+    assert re.search(r"the best valid/loss was 0\.\d+, at step 20", said)
+    last = lines_of(folder, "bumps")[-1]
+    assert {"saturated", "head_norm", "valid/loss"} <= last.keys()
+    rows = (folder / "runs" / "bumps" / "table.md").read_text().splitlines()
+    assert len(rows) == 2
+    assert f"valid/loss {last['valid/loss']:.4g}" in rows[-1]
+
+
+def test_a_script_appends_a_function_as_a_hook(tmp_path, monkeypatch, capsys):
+    folder = copy_example("hooks_and_events", tmp_path)
+    said = run_here(folder, "train.py", monkeypatch, capsys)
+    updates = re.search(r"done after (\d+) updates", said)
+    assert int(updates[1]) == lines_of(folder, "announced")[-1]["step"]
+
+
+def test_an_adversarial_pair_comes_nearer_to_its_ring(tmp_path):
+    folder = copy_example("adversarial_pair", tmp_path)
+    trainer, logs = run_example(folder, "trainer.max_steps=100", "evaluation.every_steps=10", "log.every_steps=10")
+    written = lines_of(folder, "ring")
+    assert logs["valid/distance"] < 0.1 < written[0]["valid/distance"]
+    assert (written[0]["lr/critic"], written[-1]["lr/critic"], written[-1]["lr/generator"]) == (2e-3, 2e-3, 0.0)
+    assert "critic_loss" in written[-1]
+    assert sorted(trainer.optimizers) == ["critic", "generator"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adversarial_pair",
+        "code_llama",
+        "custom_model",
+        "custom_trainer",
+        "digits_vit",
+        "finetune_minilm",
+        "hooks_and_events",
+    ],
+)
 def test_an_example_is_short_and_says_how_to_run_it(name):
     for suffix in (".py", ".yaml"):
         files = (EXAMPLES / name).rglob(f"*{suffix}")

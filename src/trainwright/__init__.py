@@ -23,12 +23,15 @@ _PUBLIC = {
     "Trainer": "trainwright.loop.trainer",
     "Writer": "trainwright.writers.writer",
     "build_trainer": "trainwright.build",
+    "experiment": "trainwright.doors.experiments",
+    "get_args": "trainwright.doors.arguments",
     "get_event_storage": "trainwright.events",
     "load_checkpoint": "trainwright.export.load",
     "load_hf_dataset": "trainwright.data.processing.hf_dataset",
     "register": "trainwright.registry",
     "run_experiment": "trainwright.main",
     "train": "trainwright.doors.functions",
+    "training_main": "trainwright.doors.training_main",
 }
 
 __all__ = [*_PUBLIC]  # noqa: PLE0604 # the table above is the one list of public names
@@ -38,7 +41,10 @@ if TYPE_CHECKING:
     from trainwright.config import Component as Component
     from trainwright.config import RunConfig as RunConfig
     from trainwright.data.processing.hf_dataset import load_hf_dataset as load_hf_dataset
+    from trainwright.doors.arguments import get_args as get_args
+    from trainwright.doors.experiments import experiment as experiment
     from trainwright.doors.functions import train as train
+    from trainwright.doors.training_main import training_main as training_main
     from trainwright.events import EventStorage as EventStorage
     from trainwright.events import Mean as Mean
     from trainwright.events import get_event_storage as get_event_storage

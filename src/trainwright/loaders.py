@@ -25,6 +25,7 @@ class Loaders:
         self._config = config
         self._batch = batch
         self._agree = ranks.sum_sample_counts
+        self._ranks = ranks
         self._num_ranks = ranks.mesh.num_data_ranks
         data = config.data
         self._common: dict[str, Any] = {
@@ -82,10 +83,15 @@ class Loaders:
             **self._common,
         }
         return (
-            EvalStream(dataset, agree=self._agree, **arguments)
+            EvalStream(dataset, agree=self._agree_or_leave, **arguments)
             if is_stream(dataset)
             else EvalData(dataset, **arguments)
         )
+
+    def _agree_or_leave(self, num_samples: int, num_alive: int, num_gone: int) -> tuple[int, ...]:
+        """Sums what ranks say of a batch: samples that several share count once, whoever leaves counts."""
+        speaks = self._ranks.mesh.speaks
+        return self._ranks.sum_counts(num_samples * speaks, num_alive * speaks, num_gone)
 
 
 def limits(config: RunConfig, data: TrainingData, *, steps_done: int = 0) -> tuple[int, int | None]:

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import torch
 
 from trainwright.build import build_evaluator, build_trainer
-from trainwright.checkpoint.folder import LOG_FILE, read_config, run_folder
+from trainwright.checkpoint.folder import LOG_FILE, run_folder
 from trainwright.checkpoint.resume import pick_step
 from trainwright.config import RunConfig
 from trainwright.data.stream_loader import EvaluationData
-from trainwright.errors import CheckpointError, ConfigError
+from trainwright.errors import ConfigError
 from trainwright.hooks.obey_preemption import Listener
 from trainwright.launch.slurm import requeue
 from trainwright.log import rank_log, run_log
 from trainwright.loop.builder import Builder
+from trainwright.loop.continuous_evaluation import POLL_SECONDS, evaluate_as_they_come
 from trainwright.loop.evaluation import evaluate_sets
 from trainwright.loop.saving import restore_weights
 from trainwright.loop.task import Task
@@ -38,13 +36,6 @@ START_UP_SECONDS = 5.0
 """How long a process that was told to leave may stay before it trains: there is nothing to save yet."""
 
 MODES = ("train", "eval", "train_and_eval", "train_and_post_eval", "continuous_eval")
-
-EVALUATIONS_FILE = "evaluations.json"
-"""What `continuous_eval` writes to the run folder: a line of JSON a checkpoint. metrics.json is the training's."""
-
-POLL_SECONDS = 10.0
-"""How often `continuous_eval` looks for a new checkpoint."""
-_POLLS_PER_LOOK = 6  # whether an idle training was stopped stands in its newest checkpoint, which costs a read
 
 
 class Interrupted(Exception):  # noqa: N818 # not an error: the run is safe and will go on
@@ -81,26 +72,28 @@ def run_experiment(
     `model_dir` replaces output_dir/name. `trainer` is a class to use instead of the config's, or what `build_trainer`
     made of this config; `task` is used instead of the config's.
     """
-    if mode not in MODES:
-        raise ConfigError(f"mode: {mode!r} is unknown. Use one of {', '.join(MODES)}.")
     config = _at_place(config, mode, model_dir)
     built = trainer if isinstance(trainer, Trainer) else None
     if built is not None:
         _refuse_other_wishes(built, config, task=task, fresh=fresh, accept_changes=accept_changes)
     with _start_up() as starting:
-        kind = None if built is not None else _trainer_class(config, cast(type[Trainer] | None, trainer), task)
+        kind = None if isinstance(trainer, Trainer) else _trainer_class(config, trainer, task)
         if mode in ("eval", "continuous_eval"):
             evaluator = built or build_evaluator(config, kind)
+            sets = _required_sets(evaluator)
             if mode == "eval":
-                return evaluator.model, _evaluate(evaluator, step)
-            return evaluator.model, _evaluate_as_they_come(evaluator, poll_seconds, timeout_seconds)
+                return evaluator.model, _evaluate(evaluator, sets, step)
+            return evaluator.model, evaluate_as_they_come(evaluator, sets, poll_seconds, timeout_seconds)
         with run_log() as open_logs:
-            evaluates = mode != "train"
-            running = built or build_trainer(
-                config, kind, fresh=fresh, accept_changes=accept_changes, evaluates=evaluates
-            )
+            options = {"fresh": fresh, "accept_changes": accept_changes, "evaluates": mode != "train"}
+            running = built or build_trainer(config, kind, **options)
             _evaluate_only_in(mode, running)
-            logs = _train(running, open_logs, starting)
+            was_finished = running.is_finished
+            if not was_finished:  # a finished run changes nothing, its log included
+                open_logs(*_log_files(running))
+            starting.only_note()  # the training listens itself, and what comes after it must not undo it
+            logs = running.train()
+            logs = _wind_up(running, logs, was_finished=was_finished)
         if running.interrupted:
             raise Interrupted(running.stop_reason)
         return running.model, logs
@@ -108,6 +101,8 @@ def run_experiment(
 
 def _at_place(config: RunConfig, mode: str, model_dir: str | os.PathLike[str] | None) -> RunConfig:
     """Returns the config of a run in `model_dir`; one that is evaluated after training alone has no period."""
+    if mode not in MODES:
+        raise ConfigError(f"mode: {mode!r} is unknown. Use one of {', '.join(MODES)}.")
     values: dict[str, object] = {}
     if model_dir is not None:
         folder = Path(os.path.abspath(model_dir))  # noqa: PTH100  # "." has no name; resolve() would follow links
@@ -167,14 +162,8 @@ def _evaluate_only_in(mode: str, trainer: Trainer) -> None:
         trainer.config = trainer.config.derive({"evaluation.every_steps": None})
 
 
-def _train(trainer: Trainer, open_logs: Callable[..., None], starting: Listener) -> dict[str, float]:
-    """Trains to the end and says how it went; returns the logs of the last evaluation."""
-    was_finished = trainer.is_finished
-    # A finished run changes nothing, its log included.
-    if not was_finished:
-        open_logs(*_log_files(trainer))
-    starting.only_note()  # the training listens itself, and what comes after it must not undo it
-    logs = trainer.train()
+def _wind_up(trainer: Trainer, logs: dict[str, float], *, was_finished: bool) -> dict[str, float]:
+    """Says how the training went, and leaves the other ranks; returns the logs of the last evaluation."""
     if was_finished:
         logs = _complete(trainer, logs)
     _say_how_it_ended(trainer)
@@ -235,9 +224,9 @@ def _required_sets(trainer: Trainer) -> dict[str, EvaluationData]:
     return sets
 
 
-def _evaluate(trainer: Trainer, step: int | str) -> dict[str, float]:
+def _evaluate(trainer: Trainer, sets: Mapping[str, EvaluationData], step: int | str) -> dict[str, float]:
     """Evaluates the checkpoint that `step` names on every set."""
-    sets, store = _required_sets(trainer), trainer.surroundings.store
+    store = trainer.surroundings.store
     best = trainer.config.checkpoint.keep_best
     # The first rank looks for all: a checkpoint may come or go meanwhile.
     chosen = trainer.ranks.broadcast(pick_step(store, step, best=best) if trainer.ranks.is_first else 0)
@@ -246,90 +235,6 @@ def _evaluate(trainer: Trainer, step: int | str) -> dict[str, float]:
     logger.info("Evaluating %s", store.path(chosen))
     with trainer.storage:
         return evaluate_sets(trainer, sets)
-
-
-def _evaluate_as_they_come(trainer: Trainer, poll_seconds: float, timeout_seconds: float | None) -> dict[str, float]:
-    """Evaluates each checkpoint once, in order, until the training has ended; returns the logs of the last one."""
-    sets, store, ranks = _required_sets(trainer), trainer.surroundings.store, trainer.ranks
-    results = trainer.folder / EVALUATIONS_FILE
-    seen: set[int] = set()
-    logs: dict[str, float] = {}
-    last_news, num_polls = time.monotonic(), 0
-    logger.info("Waiting for checkpoints in %s", store.folder)
-    while True:
-        found: int | str | None = None
-        if ranks.is_first:  # it looks for all: a checkpoint may come or go meanwhile
-            found = _find_next(trainer, seen, look=num_polls % _POLLS_PER_LOOK == 0)
-            if found is None and timeout_seconds is not None and time.monotonic() - last_news >= timeout_seconds:
-                found = "late"
-        found = ranks.broadcast(found)
-        if isinstance(found, int):
-            seen.add(found)
-            if _restore_unless_gone(trainer, found):
-                trainer.step = found
-                logger.info("Evaluating %s", store.path(found))
-                with trainer.storage:
-                    logs = evaluate_sets(trainer, sets)
-                if ranks.is_first:
-                    _write_down(results, found, logs, is_first=len(seen) == 1)
-            last_news, num_polls = time.monotonic(), 0
-        elif found == "ended":
-            logger.info("The training has ended at step %d: every checkpoint is evaluated.", max(seen))
-            return logs
-        elif found == "late":
-            problem = f"{store.folder}: no new checkpoint within {timeout_seconds:g} seconds"
-            if not logs:
-                raise CheckpointError(f"{problem}. Train first, give another folder, or wait longer.")
-            logger.warning("%s; the last one evaluated is step %d.", problem, max(seen))
-            return logs
-        else:
-            num_polls += 1
-            time.sleep(poll_seconds)
-
-
-def _find_next(trainer: Trainer, seen: set[int], *, look: bool) -> int | str | None:
-    """Returns the next checkpoint to evaluate, or "ended", or None while the training goes on."""
-    steps = trainer.surroundings.store.steps()
-    unseen = [step for step in steps if step not in seen]
-    if unseen:
-        return min(unseen)
-    saved = read_config(trainer.folder)
-    max_steps = None if saved is None else saved.trainer.max_steps
-    if not steps or max_steps is None:
-        return None
-    if steps[-1] >= max_steps:
-        return "ended"
-    if look:  # one that stopped early says so in its last checkpoint, which it may have written twice
-        try:
-            if trainer.surroundings.store.read_split(steps[-1], "training")["ended_under"] >= max_steps:
-                return "ended"
-        except CheckpointError as error:
-            logger.debug("Not readable yet: %s", error)
-    return None
-
-
-def _restore_unless_gone(trainer: Trainer, step: int) -> bool:
-    """Loads a checkpoint's weights; returns False if the training has deleted it meanwhile."""
-    failure: Exception | None = None
-    try:
-        restore_weights(trainer, step)
-    except (CheckpointError, OSError) as error:
-        failure = error
-    failure = next((each for each in trainer.ranks.gather(failure) if each is not None), None)
-    if failure is None:
-        return True
-    if trainer.ranks.broadcast(step in trainer.surroundings.store.steps()):
-        raise failure
-    logger.warning("Step %d was deleted before it could be evaluated. Keep more with checkpoint.keep_last.", step)
-    return False
-
-
-def _write_down(path: Path, step: int, logs: Mapping[str, float], *, is_first: bool) -> None:
-    """Writes a line of the results; those of an earlier `continuous_eval` are replaced."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w" if is_first else "a", encoding="utf-8") as file:
-        file.write(json.dumps({"step": step, **logs}) + "\n")
-    logger.info("Step %d: %s", step, ", ".join(f"{name} {value:.4g}" for name, value in logs.items()))
 
 
 def _log_files(trainer: Trainer) -> Iterator[Path]:

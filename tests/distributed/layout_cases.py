@@ -14,17 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch._dynamo  # torch imports it with the first optimizer: here once, not in each child
 import torchmetrics
 
 from trainwright import Hook, Mean, RunConfig, Task, build_trainer, get_event_storage
-from trainwright.errors import IncidentError, TrainwrightError
-from trainwright.parallel import processes
+from trainwright.checkpoint.store import CheckpointStore
+from trainwright.loop import evaluation
+from trainwright.main import run_experiment
+from trainwright.parallel import context, fully_shard, pipeline, processes, tensor  # noqa: F401  # before the fork
 from trainwright.parallel.local import local
 from trainwright.planning.collectives import CollectiveRecorder
 from trainwright.trainers.language_model import LanguageModelTrainer
 
 RUN_FILE = Path(__file__).with_name("pipeline_run.yaml")
-"""Six steps of eight rows of three to nine words, in micro-batches of two; evaluated at 3 and 6."""
+"""Six steps of eight rows, in micro-batches of two; evaluated at 3 and 6."""
 PATIENCE_SECONDS = 240
 LAYOUTS = {
     "one": {},
@@ -39,7 +42,7 @@ LAYOUTS = {
 
 
 class Rows(torch.utils.data.Dataset):
-    """Rows of three to nine words, drawn by their number."""
+    """Rows of four or seven words, drawn by their number."""
 
     def __init__(self, size, first=0):
         self.size, self.first = size, first
@@ -49,7 +52,7 @@ class Rows(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(self.first + index)
-        length = 3 + int(torch.randint(7, (1,), generator=generator))
+        length = 4 + 3 * int(torch.randint(2, (1,), generator=generator))
         return {"input_ids": torch.randint(1, 23, (length,), generator=generator).tolist()}
 
 
@@ -115,6 +118,50 @@ class LeavesInEvaluation(Double):
         return inputs
 
 
+def is_last_rank():
+    return int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1
+
+
+class BrokenRows(Rows):
+    """One row cannot be read, on the last rank alone."""
+
+    def __getitem__(self, index):
+        if index == 5 and is_last_rank():
+            raise OSError("no such row here")
+        return super().__getitem__(index)
+
+
+class BrokenStream(RowStream):
+    def __init__(self, size):
+        self.rows = BrokenRows(size)
+
+
+class BrokenMetric(Words):
+    """Fails where it is fed, which of ranks that share samples one does."""
+
+    def update(self, logits, labels):
+        super().update(logits, labels)
+        if len(self.peaks) == 2:
+            raise ArithmeticError("this metric is broken")
+
+
+class FailsEverywhere(Double):
+    """Every rank fails in the same forward, so that all can still meet."""
+
+    def eval_step(self, batch):
+        super().eval_step(batch)
+        raise KeyError("logits")
+
+
+class FailsAlone(Double):
+    """One rank fails where the others wait for its part of the model."""
+
+    def eval_step(self, batch):
+        if is_last_rank():
+            raise KeyError("logits")
+        return super().eval_step(batch)
+
+
 class Talk(Hook):
     """Ranks put different names, and a different number of times."""
 
@@ -146,7 +193,7 @@ class Metrics(Double):
             self.draws.append(torch.rand(()).item())
         outputs = super().forward(**batch)
         long = (batch["input_ids"] != 0).sum(-1).double()
-        return outputs["loss"], {"length": Mean(long.sum(), len(long)), "longest_of_two": long.max()}
+        return outputs["loss"], {"length": Mean(long.sum(), len(long)), "mean_length": long.mean()}
 
 
 class Spoiled(Double):
@@ -226,12 +273,13 @@ TINY = f"data.eval={{tiny: {{type: {HERE}:Rows, size: 1}}, few: {{type: {HERE}:R
 ACCURACY = "accuracy: {type: accuracy}"
 METRICS = f"evaluation.metrics={{{ACCURACY}, words: {{type: {HERE}:Words}}}}"
 ORDERED = f"task={{type: {HERE}:Ordered}}"
-EVALUATED = (SETS, METRICS, ORDERED, "evaluation.batch_size=2")
+EVALUATED = (SETS, METRICS, ORDERED, "evaluation.batch_size=4")
 PLAIN = ("data.eval={}", "evaluation={}", "trainer.max_steps=3")
 STREAMED = (*PLAIN, f"data.train={{type: {HERE}:RowStream, size: 24}}")
-INCIDENTS = ("data.eval={}", "evaluation={}", "checkpoint.every_steps=2", "checkpoint.asynchronous=false")
+INCIDENTS = (*PLAIN[:2], "trainer.max_steps=5", "checkpoint.every_steps=2", "checkpoint.asynchronous=false")
 SPLIT = ("data", "tensor", "context", "pipeline", "data-tensor", "replicate-data")
-MATRICES = ("data", "tensor", "data-tensor")
+PARTS = ("data", "tensor")
+MATRICES = (*PARTS, "data-tensor")
 
 
 def incidents_of(trainer):
@@ -249,16 +297,14 @@ CASES = {
     "metrics": Case(
         (*MATRICES, "context"), PLAIN, Metrics, lambda trainer: [trainer.draws, trainer.ranks.mesh.data_rank]
     ),
-    "dropout": Case(("tensor",), (*PLAIN, "model.dropout=0.3")),
+    "dropout": Case(("tensor",), (*PLAIN, "model.dropout=0.3", "trainer.micro_batch_size=2")),
     "lora": Case((*MATRICES, "pipeline"), (*PLAIN, LORA)),
-    "frozen": Case(
-        (*MATRICES, "pipeline"), (*PLAIN, 'model.freeze=["model.embed_tokens.*", "model.layers.*.q_proj.*"]')
-    ),
+    "frozen": Case((*PARTS, "pipeline"), (*PLAIN, 'model.freeze=["model.embed_tokens.*", "model.layers.*.q_proj.*"]')),
     "skip": Case(MATRICES, (*INCIDENTS, "incidents.non_finite=skip"), Spoiled, incidents_of),
-    "rollback": Case(MATRICES, (*INCIDENTS, "incidents.non_finite=rollback"), Spoiled, incidents_of),
+    "rollback": Case(PARTS, (*INCIDENTS, "incidents.non_finite=rollback"), Spoiled, incidents_of),
     "streamed": Case(MATRICES, STREAMED),
-    "bf16": Case(("data", "tensor"), (*PLAIN, "runtime.precision=bf16"), LanguageModelTrainer),
-    "fp16": Case(("data", "tensor"), (*PLAIN, "runtime.precision=fp16"), LanguageModelTrainer),
+    "bf16": Case(PARTS, (*PLAIN, "runtime.precision=bf16"), LanguageModelTrainer),
+    "fp16": Case(PARTS, (*PLAIN, "runtime.precision=fp16"), LanguageModelTrainer),
 }
 for micro in (4, 2, 1):
     for unsharded in ("false", "true"):
@@ -282,8 +328,11 @@ def is_run(name, layout):
 
 def load(folder, name, layout, *overrides):
     axes = ", ".join(f"{axis}: {size}" for axis, size in LAYOUTS[layout].items())
-    place = (f"output_dir={folder / layout}", f"name={name}", "checkpoint.every_steps=null")
-    return RunConfig.load(RUN_FILE, [*place, f"runtime.mesh={{{axes}}}", *overrides])
+    place = (f"output_dir={folder / layout}", f"name={name}", "checkpoint.every_steps=null", "model.num_layers=2")
+    rows = (f"data.train.type={HERE}:Rows", f"data.eval.valid.type={HERE}:Rows")
+    # Split matrices are slow to begin with: fewer micro-batches are as exact.
+    micro = ("trainer.micro_batch_size=4",) if "tensor" in LAYOUTS[layout] else ()
+    return RunConfig.load(RUN_FILE, [*place, *rows, *micro, f"runtime.mesh={{{axes}}}", *overrides])
 
 
 def run(folder, name, layout):
@@ -294,28 +343,55 @@ def run(folder, name, layout):
     return None if case.collect is None else trainer.ranks.gather(case.collect(trainer))
 
 
+FAILURES = {
+    "fails-data": (Double, ("evaluation.metrics={}", f"data.eval={{valid: {{type: {HERE}:BrokenRows, size: 7}}}}")),
+    "fails-stream": (Double, ("evaluation.metrics={}", f"data.eval={{valid: {{type: {HERE}:BrokenStream, size: 7}}}}")),
+    "fails-metric": (Double, (f"evaluation.metrics={{broken: {{type: {HERE}:BrokenMetric}}}}",)),
+    "fails-ordered": (Double, (f"evaluation.metrics={{broken: {{type: {HERE}:BrokenMetric}}}}", ORDERED)),
+    "fails-everywhere": (FailsEverywhere, ("evaluation.metrics={}",)),
+    "few": (Double, (TINY, METRICS)),
+    "small-batch": (Double, (METRICS, "evaluation.batch_size=1")),
+}
+"""What fails in an evaluation in such a way that all ranks can still come together."""
+
+
 def run_further(folder, layout):
     """What needs more than one run, or ends in words; returns what every rank saw."""
     results = {}
-    if layout in ("data", "tensor", "pipeline", "data-tensor"):
+    if layout in ("data", "tensor", "pipeline"):
         left = build_trainer(load(folder, "left", layout, *EVALUATED), LeavesInEvaluation)
         left.train()
         results["left"] = left.ranks.gather((left.step, left.interrupted, left.stop_reason))
         build_trainer(load(folder, "left", layout, *EVALUATED), Double).train()
-    if layout in MATRICES:
+        for name, (kind, overrides) in FAILURES.items():
+            if not (layout == "pipeline" and kind is FailsEverywhere):  # a pipeline takes no eval_step of a user's
+                results[name] = run_failing(folder, name, layout, kind, *overrides)
+    if layout in ("data", "tensor"):
         raising = build_trainer(load(folder, "raise", layout, *INCIDENTS), Spoiled)
-        said = words_of(raising.train, IncidentError)
-        results["raise"] = raising.ranks.gather((raising.step, raising.kept[-1], raising.decided, said))
-        few = build_trainer(load(folder, "few", layout, TINY, METRICS, ORDERED, "trainer.max_steps=3"), Double)
-        results["few"] = few.ranks.gather((words_of(few.train, TrainwrightError), few.step))
+        said = words_of(raising.train)
+        results["raise"] = raising.ranks.gather((raising.step, raising.decided, said))
     return results
 
 
-def words_of(act, kind):
+def run_failing(folder, name, layout, kind, *overrides):
+    """Returns what each rank said, and the steps that were saved."""
+    small = ("trainer.max_steps=2", "trainer.global_batch_size=4", "evaluation.every_steps=null")
+    trainer = build_trainer(load(folder, name, layout, *small, *overrides), kind)
+    said = words_of(trainer.train)
+    return trainer.ranks.gather(said), CheckpointStore(trainer.folder / "checkpoints").steps()
+
+
+def fail_alone(folder, world):
+    """Every rank ends with an error, though the others wait in a forward for the one that failed."""
+    evaluation.TOGETHER_SECONDS = 1.0
+    run_experiment(load(folder, "alone", "data", "trainer.max_steps=2"), trainer_class=FailsAlone)
+
+
+def words_of(act):
     try:
         act()
-    except kind as error:
-        return str(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
     return ""
 
 

@@ -1,10 +1,13 @@
 """Small projects in folders, as a user keeps them: written, trained and looked at by the tests of the doors."""
 
 import json
+import os
 from pathlib import Path
 from textwrap import dedent
 
 import torch
+from tests.faults.runs import fork, stderr_of
+from tests.faults.two_ranks import free_port
 
 from trainwright import RunConfig, build_trainer
 from trainwright.checkpoint.store import CheckpointStore
@@ -48,3 +51,17 @@ def equal_weights(one, other):
     """Do two models have equal weights, bit for bit?"""
     weights, others = one.state_dict(), other.state_dict()
     return weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def on_two_ranks(folder, act):
+    """Calls `act(rank)` in two forked children that are the ranks of one run; both must end well."""
+    port = free_port()
+
+    def prepare(rank):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+
+    places = [folder / f"rank-{rank}" for rank in range(2)]
+    children = [fork(lambda rank=rank: act(rank), places[rank], lambda rank=rank: prepare(rank)) for rank in range(2)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert codes == [0, 0], [stderr_of(place)[-3000:] for place in places]

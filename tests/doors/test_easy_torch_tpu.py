@@ -212,7 +212,9 @@ def test_a_checkpoint_loads_on_any_device_at_any_step_and_leniently_if_asked(pro
     assert not model.training
     assert not equal_weights(load_checkpoint(run, 2), model)
     assert {each.device.type for each in load_checkpoint(run, device="meta").parameters()} == {"meta"}
-    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("width: 8", "width: 8\n  has_gate: true"))
+    (run / "config.yaml").write_text(
+        (run / "config.yaml").read_text().replace("width: 8", "width: 8\n  has_gate: true")
+    )
     with pytest.raises(CheckpointError, match=r"gate\.weight"):
         load_checkpoint(run)
     lenient = load_checkpoint(run, strict=False)

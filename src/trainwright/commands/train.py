@@ -1,7 +1,8 @@
-"""`trainwright train run.yaml a.b=value …`: trains, or goes on with, the run that a file describes."""
+"""`trainwright train run.yaml a.b=value …`: trains, or goes on with, the run that a file or an experiment describes."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -15,6 +16,7 @@ from typing import Annotated
 import typer
 
 from trainwright.config import RunConfig
+from trainwright.doors.experiments import load_experiment, split_overrides
 from trainwright.errors import ConfigError, TrainwrightError, exit_code_of
 from trainwright.launch.local import (
     die_with_launcher,
@@ -27,6 +29,9 @@ from trainwright.launch.local import (
 from trainwright.log import show_log
 
 logger = logging.getLogger(__name__)
+
+MODES = "train, eval, train_and_eval, train_and_post_eval, continuous_eval"
+"""What main.py offers, which is not imported for `--help`."""
 
 FAST_DEV_RUN = {
     "trainer.max_steps": 3,
@@ -41,33 +46,77 @@ FAST_DEV_RUN = {
 """A few steps of everything, whatever the file says of limits and periods."""
 
 
+Run = Annotated[Path | None, typer.Argument(help="The YAML or Python file of the run.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Settings to replace, such as trainer.max_steps=500.", show_default=False)
+]
+Named = Annotated[
+    str | None, typer.Option("--experiment", metavar="NAME", help="Instead of a file: what @experiment registered.")
+]
+Mode = Annotated[str, typer.Option(metavar="MODE", help=f"One of {MODES}.")]
+ModelDir = Annotated[
+    Path | None, typer.Option("--model-dir", "--model_dir", help="The run's folder, instead of output_dir/name.")
+]
+ConfigFiles = Annotated[
+    list[Path] | None,
+    typer.Option("--config-file", "--config_file", help="With --experiment: YAML laid over it; may be repeated."),
+]
+ParamsOverride = Annotated[
+    list[str] | None,
+    typer.Option("--params-override", "--params_override", metavar="K=V,…", help="Settings to replace, in one word."),
+]
+Imports = Annotated[
+    list[str] | None, typer.Option(metavar="MODULE", help="With --experiment: a module or file that registers some.")
+]
+Timeout = Annotated[
+    float | None,
+    typer.Option(min=0, metavar="SECONDS", help="With --mode continuous_eval: how long to wait for a checkpoint."),
+]
+EvalOnly = Annotated[
+    bool, typer.Option("--eval-only", help="Evaluate the newest checkpoint and print the metrics: --mode eval.")
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on where the run was, as without it; say if nothing is there.")
+]
+MaxRestarts = Annotated[
+    int, typer.Option(min=0, help="Start the processes again, so often, after one is lost; the run goes on.")
+]
+Rendezvous = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="With --nnodes: where the machines meet; one of them.")
+]
+AcceptChanges = Annotated[
+    bool, typer.Option("--accept-changes", help="Go on although settings of the mathematics changed.")
+]
+FastDevRun = Annotated[bool, typer.Option("--fast-dev-run", help="Run a few steps of everything and keep nothing.")]
+
+
 def train(
-    run: Annotated[Path, typer.Argument(help="The YAML file of the run.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings to replace, such as trainer.max_steps=500.", show_default=False)
-    ] = None,
+    run: Run = None,
+    overrides: Overrides = None,
+    experiment: Named = None,
+    mode: Mode = "train_and_eval",
+    model_dir: ModelDir = None,
+    config_file: ConfigFiles = None,
+    params_override: ParamsOverride = None,
+    imports: Imports = None,
+    timeout: Timeout = None,
+    eval_only: EvalOnly = False,
+    resume: Resume = False,
     nproc: Annotated[int, typer.Option(min=1, help="How many processes to start on this machine.")] = 1,
-    max_restarts: Annotated[
-        int, typer.Option(min=0, help="Start the processes again, so often, after one is lost; the run goes on.")
-    ] = 0,
+    max_restarts: MaxRestarts = 0,
     nnodes: Annotated[int, typer.Option(min=1, help="How many machines run this command together.")] = 1,
-    rendezvous: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="With --nnodes: where the machines meet; one of them.")
-    ] = None,
+    rendezvous: Rendezvous = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over; an earlier run is set aside.")] = False,
-    accept_changes: Annotated[
-        bool, typer.Option("--accept-changes", help="Go on although settings of the mathematics changed.")
-    ] = False,
-    fast_dev_run: Annotated[
-        bool, typer.Option("--fast-dev-run", help="Run a few steps of everything and keep nothing.")
-    ] = False,
+    accept_changes: AcceptChanges = False,
+    fast_dev_run: FastDevRun = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the whole config and stop.")] = False,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Show warnings and errors only.")] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show every frame of a traceback.")] = False,
 ) -> None:
-    """Train the run that a YAML file describes. Running it again continues where it was."""
+    """Train the run that a file or an experiment describes. Running it again continues where it was."""
     show_log(logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO)
-    config = RunConfig.load(run, overrides or [])
+    config = _load(run, overrides or [], experiment, config_file or [], params_override or [], imports or [])
+    mode = _settle_mode(mode, eval_only=eval_only, resume=resume, fresh=fresh, fast_dev_run=fast_dev_run)
     if print_config:
         print(config.to_yaml(), end="")
         return
@@ -81,14 +130,78 @@ def train(
     try:
         if fast_dev_run:
             with _shared_temporary_folder() as folder:
-                run_experiment(config.derive({**FAST_DEV_RUN, "output_dir": str(folder)}))
+                run_experiment(config.derive({**FAST_DEV_RUN, "output_dir": str(folder)}), mode=mode)
         else:
-            run_experiment(config, fresh=fresh, accept_changes=accept_changes)
+            if resume:
+                _say_if_nothing_is_there(config, model_dir)
+            _, logs = run_experiment(
+                config,
+                mode=mode,
+                model_dir=model_dir,
+                fresh=fresh,
+                accept_changes=accept_changes,
+                timeout_seconds=timeout,
+            )
+            if mode in ("eval", "continuous_eval") and os.environ.get("RANK", "0") == "0":
+                print(json.dumps(logs, indent=2))
     except Interrupted as interruption:
         sys.exit(exit_code_of(str(interruption)))
     except TrainwrightError:
         note_explained_error()
         raise
+
+
+def _load(
+    run: Path | None,
+    overrides: list[str],
+    experiment: str | None,
+    config_files: list[Path],
+    params_override: list[str],
+    imports: list[str],
+) -> RunConfig:
+    """Reads the file, or the experiment with the files over it; exactly one of the two is given."""
+    if experiment is not None and run is not None and "=" in str(run):
+        run, overrides = None, [str(run), *overrides]  # there is no file: the first word is an override as well
+    if (run is None) == (experiment is None):
+        given = f"got both {run} and {experiment}" if run is not None else "got neither"
+        raise ConfigError(f"train needs the file of a run, such as run.yaml, or --experiment NAME; {given}.")
+    overrides = [*(each for text in params_override for each in split_overrides(text)), *overrides]
+    if experiment is not None:
+        return load_experiment(experiment, config_files=config_files, overrides=overrides, imports=imports)
+    for name, given_too in (("--config-file", config_files), ("--imports", imports)):
+        if given_too:
+            raise ConfigError(f"{name} goes with --experiment. Write `extends` or `imports` into {run} instead.")
+    assert run is not None
+    if any(text.lstrip().startswith("{") for text in overrides):
+        raise ConfigError("--params-override: a YAML mapping goes with --experiment. Write a.b=value,c=value instead.")
+    return RunConfig.load(run, overrides)
+
+
+def _settle_mode(mode: str, *, eval_only: bool, resume: bool, fresh: bool, fast_dev_run: bool) -> str:
+    """Returns what to do, and refuses flags that contradict each other."""
+    if mode not in MODES.split(", "):
+        raise ConfigError(f"--mode: {mode!r} is unknown. Use one of {MODES}.")
+    if resume and fresh:
+        raise ConfigError("--resume goes on with a run and --fresh starts it over. Give one of the two.")
+    if eval_only and mode not in ("train_and_eval", "eval"):
+        raise ConfigError(f"--eval-only is --mode eval, but --mode is {mode}. Give one of the two.")
+    mode = "eval" if eval_only else mode
+    if fast_dev_run and mode in ("eval", "continuous_eval"):
+        raise ConfigError(
+            f"--fast-dev-run trains a few steps and keeps nothing: there is nothing to evaluate ({mode})."
+        )
+    return mode
+
+
+def _say_if_nothing_is_there(config: RunConfig, model_dir: Path | None) -> None:
+    from trainwright.checkpoint.folder import run_folder
+    from trainwright.checkpoint.listing import checkpoints_place, list_checkpoints
+
+    if model_dir is not None:
+        config = config.derive({"name": model_dir.absolute().name})
+    folder = run_folder(config) if model_dir is None else model_dir
+    if not list_checkpoints(checkpoints_place(folder, config)):
+        logger.warning("--resume: %s holds no checkpoint, so the run starts at step 0.", folder)
 
 
 def _begin_as_worker() -> bool:

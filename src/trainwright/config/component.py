@@ -9,7 +9,9 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -37,7 +39,7 @@ class Component(Frozen[Any]):
     def __init__(self, type_: str | Callable[..., Any], /, **arguments: Any) -> None:
         if "type" in arguments:
             raise TypeError(f"A component's type is given once, first: {type_!r}; got type={arguments['type']!r} too.")
-        name = type_ if isinstance(type_, str) else _type_of(type_)
+        name = type_ if isinstance(type_, str) else type_of(type_)
         super().__init__({"type": name, **arguments})
         object.__setattr__(self, "_origin", None)
 
@@ -137,7 +139,7 @@ def _rebuild(cls: type[Component], values: dict[str, Any], origin: Origin | None
     return cls.from_mapping(values).located_at(origin)
 
 
-def _type_of(target: Callable[..., Any]) -> str:
+def type_of(target: Callable[..., Any]) -> str:
     """Return the words by which the registry finds `target` again, in this process and in a later one."""
     name = getattr(target, "__qualname__", None)
     if name is None or not (inspect.isclass(target) or inspect.isroutine(target)):
@@ -148,9 +150,15 @@ def _type_of(target: Callable[..., Any]) -> str:
             "Move it to the top level of its file."
         )
     module = target.__module__
-    # __main__ and the project's files have these module names in this process only; their path is lasting.
-    if module == "__main__" or module.startswith("trainwright_project"):
-        file = getattr(sys.modules.get(module), "__file__", None)
-        if file is not None:
-            return f"{os.path.abspath(file)}:{name}"  # noqa: PTH100  # resolve() would follow links
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is not None and (module.startswith(("__main__", "trainwright_project")) or _is_beside_script(module, file)):
+        return f"{os.path.abspath(file)}:{name}"  # noqa: PTH100  # resolve() would follow links
     return f"{module}:{name}"
+
+
+def _is_beside_script(module: str, file: str) -> bool:
+    """Is it a file that only this program finds by its name? Like that of __main__, its path is what lasts."""
+    if "." in module or file.endswith("__init__.py"):
+        return False
+    libraries = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return not any(Path(file).is_relative_to(folder) for folder in libraries)

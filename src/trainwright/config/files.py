@@ -1,7 +1,7 @@
 """Config files: reading one with everything that it `extends`, and saving one whole.
 
 A file is read into a tree of settings (tree.py) that remembers its lines. Nothing is checked here but the
-file itself: what the settings mean is in schema.py.
+file itself: what the settings mean is in schema.py. How a Python file becomes settings is in python_files.py.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import importlib.resources
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainwright.config import yaml_text
 from trainwright.config.problems import describe, suggest
+from trainwright.config.python_files import read_python
 from trainwright.config.tree import Node, Origin, map_strings, merge, shown_path
 from trainwright.errors import ConfigError
 
@@ -53,6 +54,14 @@ def resolve_document(settings: Node, folder: Path, chain: tuple[Path, ...] = ())
     return Document(merge(merged, settings.without("extends", "project_dir")), project_dir)
 
 
+def lay_over(document: Document, paths: Iterable[str | os.PathLike[str]]) -> Document:
+    """Return `document` with the files laid over it, each over the ones before; the folder stays its own."""
+    settings = document.settings
+    for path in paths:
+        settings = merge(settings, _relative_to(document.project_dir, read_document(path)))
+    return Document(settings, document.project_dir)
+
+
 def save_document(path: str | os.PathLike[str], settings: dict[str, Any]) -> None:
     """Write `settings` as YAML; a reader finds the earlier file or the whole of this one, never a part."""
     target = Path(path)
@@ -81,6 +90,8 @@ def _read(
         names = " → ".join(shown_path(file) for file in (*chain, absolute))
         raise ConfigError(f"extends: the files extend each other: {names}. Break the circle.", where=extended_at)
     text = _text_of(path, shown)
+    if absolute.suffix == ".py":
+        return resolve_document(read_python(absolute, text, shown), absolute.parent, (*chain, absolute))
     settings = yaml_text.parse(text, lambda line: Origin(shown, line))
     if settings.value is None:
         raise ConfigError("the file is empty. A run has at least data and trainer.", where=Origin(shown, 1))
@@ -95,7 +106,8 @@ def _text_of(path: Path, shown: str) -> str:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         folder = path.parent
-        siblings = sorted(file.name for file in folder.glob("*.y*ml")) if folder.is_dir() else []
+        kind = "*.py" if path.suffix == ".py" else "*.y*ml"
+        siblings = sorted(file.name for file in folder.glob(kind)) if folder.is_dir() else []
         hint = suggest(path.name, siblings) if siblings else "Check the path; it is relative to the current folder."
         raise ConfigError(f"there is no such file. {hint}", where=Origin(shown, 1)) from error
     except UnicodeDecodeError as error:

@@ -153,9 +153,9 @@ class _Parser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
-            return super()._get_value(action, arg_string)  # type: ignore[misc]  # typeshed leaves it out
+            return super()._get_value(action, arg_string)
         except argparse.ArgumentError as error:
-            wanted = _WANTED[action.type] if callable(action.type) else "something else"  # type: ignore[index]
+            wanted = _WANTED[action.type] if callable(action.type) else "something else"
             flag = action.option_strings[0]
             raise ConfigError(f"{flag}: must be {wanted}; got {arg_string!r}.", where=caller()) from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,7 +49,8 @@ class FunctionData:
         return mix(sources, shares, run_seed=self._flags.seed)
 
     def _is_cut_off(self, part: str) -> bool:
-        return self._ratios is not None and PARTS.index(part) < len(self._ratios) and part != "train"
+        number = PARTS.index(part)
+        return self._ratios is not None and 0 < number < len(self._ratios) and self._ratios[number] > 0
 
     def _sources(self, paths: Any) -> dict[str, Any]:
         """Returns the dataset of each path, by the path; one that is given twice has a number the second time."""
@@ -76,7 +78,7 @@ class FunctionData:
                     if len(cut):
                         self._cut[part][name] = cut
             for part in PARTS[1 : len(self._ratios)]:
-                if not self._cut[part] and self._ratios[PARTS.index(part)]:
+                if not self._cut[part] and self._is_cut_off(part):
                     logger.warning("--split: there are too few samples for a set %s: there is none.", part)
         return self._cut
 
@@ -118,7 +120,7 @@ def read_ratios(text: str | None) -> tuple[float, ...] | None:
         ratios = tuple(float(word) for word in str(text).replace("/", ",").split(","))
     except ValueError:
         ratios = ()
-    if not 1 <= len(ratios) <= len(PARTS) or min(ratios) < 0 or not 0 < ratios[0] < float("inf"):
+    if not 1 <= len(ratios) <= len(PARTS) or not all(0 <= ratio < math.inf for ratio in ratios) or not ratios[0]:
         raise ConfigError(
             f"--split: {text!r} is no list of one to three ratios, the first of them above 0. Write 95,5,5 for train, "
             "valid and test."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import inspect
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-_PACKAGE = str(Path(__file__).parents[1])
+_NOT_USERS = (str(Path(__file__).parents[1]), argparse.__file__)
 
 
 def place_of(target: Any) -> str | None:
@@ -35,8 +36,8 @@ def name_of(target: Any) -> str:
 
 
 def caller() -> str | None:
-    """Returns `file:line` of the nearest frame that is not the package's: the line of the user's that led here."""
+    """Returns `file:line` of the nearest frame that is not the package's or argparse's: the user's line that led here."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
         frame = frame.f_back
     return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

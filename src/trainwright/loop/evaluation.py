@@ -6,6 +6,8 @@ comes from the trainer's `eval_step`; when an evaluation is due is trainer.py's.
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from numbers import Real
@@ -32,9 +34,17 @@ T = TypeVar("T")
 
 _EVAL_STREAM = 0xE7A1  # keeps an evaluation's randomness apart from that of steps
 
+TOGETHER_SECONDS = 10.0
+"""How long a rank that failed in a forward of a split model waits to hear that all others have failed too."""
+_POLL_SECONDS = 0.05
+
 
 class EvaluationAbandoned(Exception):  # noqa: N818 # not an error: the run that goes on evaluates anew
     """The run was told to leave in the midst of an evaluation."""
+
+
+class _FailedElsewhere(Exception):  # noqa: N818 # another rank has the error
+    """Another rank has failed; which one and why is told where all ranks meet next."""
 
 
 class EvalLogs(dict[str, Any]):
@@ -148,8 +158,9 @@ def _evaluate_set(trainer: Trainer, data: EvaluationData) -> dict[str, float]:
         try:
             one_pass.run(iterator, data)
         except Exception as error:
-            if trainer.ranks.mesh.is_split and not isinstance(error, EvaluationAbandoned):
-                raise  # the others wait in a forward that needs this rank's part of the model: nobody can meet them
+            if one_pass.is_torn and not one_pass.have_all_failed():
+                trainer.ranks.go_alone()  # the others wait in a forward for this rank's part of the model
+                raise
             failure = error
         # Ranks agree on each batch of a stream: one that leaves early says so there, before all of them meet here.
         iterator.close()
@@ -160,7 +171,7 @@ def _evaluate_set(trainer: Trainer, data: EvaluationData) -> dict[str, float]:
     put = summarise(merge([window for window, _, _ in shares]))
     averages = one_pass.averages.over_ranks(trainer.ranks)
     fewest = min(updates for _, updates, _ in shares if updates is not None)
-    computed = _compute(trainer.surroundings.metrics, trainer.ranks, fewest, data.name)
+    computed = _compute(trainer.surroundings.metrics, trainer.ranks, fewest, data)
     trainer.eval_averages = {**put, **averages, **computed}
     return _together(trainer.ranks, lambda: _numbers(trainer.eval_end(one_pass.state)))
 
@@ -185,8 +196,14 @@ class _Pass:
         self.state: Any = None
         self.num_updates = 0
         """Batches of this rank that held samples."""
+        self.is_torn = False
+        """Has this rank failed in a forward that needs every rank's part of the model?"""
         self._trainer = trainer
         self._aggregates = overrides(trainer.task, "aggregate_logs", Task)
+        self._is_split = trainer.ranks.mesh.is_split
+        self._flag = f"torn/{trainer.ranks.broadcast(secrets.token_hex(8))}" if self._is_split else ""
+        self._late: Exception | None = None
+        """What failed after a forward of a split model; the others hear of it before the next one."""
 
     def begin(self) -> None:
         """Begins the pass: metrics forget, the trainer is told."""
@@ -204,7 +221,7 @@ class _Pass:
             try:
                 values = self._run_batch(turns, data)
             except Exception as error:
-                if not self._aggregates:
+                if not self._aggregates or self.is_torn:
                     raise
                 failure = late or error
             if self._aggregates:
@@ -219,22 +236,56 @@ class _Pass:
         """Returns a batch's values; None where the set has ended."""
         trainer = self._trainer
         taken = turns.taken
+        has_ended = False
+        failure = self._late
         try:
             batch, passthrough = trainer.next_eval_inputs(turns)
         except StopIteration:
-            return None
-        except Exception:
+            has_ended = True
+        except Exception as error:
+            failure = failure or error
             if turns.taken == taken:
                 next(turns, None)  # ranks agree on each batch of a stream: also one that failed before takes part
-            raise
+        self._meet(failure, has_ended=has_ended)
+        if has_ended:
+            return None
         trainer.samples_in_hand = data.samples_in_hand
         trainer.phases.enter("evaluate", trainer.step)
         return self._step(batch, passthrough, data.samples_in_hand)
 
-    def _step(self, batch: Any, passthrough: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
-        if self._trainer.step_end.is_evaluating and self._is_abandoned():
+    def _meet(self, failure: Exception | None, *, has_ended: bool) -> None:
+        """Raises what stands against another forward: a failure, or the wish to leave.
+
+        Ranks that share a model run every forward together or not at all, so each hears here what any has to say.
+        """
+        trainer = self._trainer
+        is_told = int(not has_ended and trainer.step_end.is_evaluating and trainer.agreement.is_told_to_leave())
+        num_failed = int(failure is not None)
+        if self._is_split:
+            is_told, num_failed = trainer.ranks.sum_counts(is_told, num_failed)
+        if failure is not None:
+            raise failure
+        if num_failed:
+            raise _FailedElsewhere
+        if is_told:
             raise EvaluationAbandoned
-        logs = self._trainer.eval_step(batch)
+
+    def _step(self, batch: Any, passthrough: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
+        try:
+            logs = self._trainer.eval_step(batch)
+        except Exception:
+            self.is_torn = self._is_split
+            raise
+        try:
+            return self._add(logs, batch, passthrough, num_samples)
+        except Exception as error:
+            if self._aggregates or not self._is_split:
+                raise
+            self._late = error
+            return {}
+
+    def _add(self, logs: Any, batch: Any, passthrough: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
+        """Adds a batch's values to the sums and metrics, and returns them."""
         if not isinstance(logs, Mapping):
             raise TrainwrightError(f"eval_step must return a mapping of metrics; it returned a {type(logs).__name__}.")
         values = {**logs, **passthrough}
@@ -249,10 +300,25 @@ class _Pass:
                     metric.update(getattr(logs, "outputs", None) or logs, batch)
         return values
 
-    def _is_abandoned(self) -> bool:
-        """Was the run told to leave? Ranks that share a model all hear it at the same batch."""
-        is_told, ranks = self._trainer.agreement.is_told_to_leave(), self._trainer.ranks
-        return any(ranks.sum_counts(is_told)) if ranks.mesh.is_split else is_told
+    def have_all_failed(self) -> bool:
+        """Says that this rank has failed in a forward, and answers whether all have: then they can still meet.
+
+        Else the others wait in a collective of that forward, until this rank is gone.
+        """
+        ranks = self._trainer.ranks
+        is_over, everybody = f"{self._flag}/over", [f"{self._flag}/{rank}" for rank in range(ranks.size)]
+        until = time.monotonic() + TOGETHER_SECONDS
+        try:
+            ranks.raise_flag(f"{self._flag}/{ranks.rank}")
+            while not ranks.is_raised(is_over):
+                if ranks.is_raised(*everybody):
+                    return True
+                if time.monotonic() > until:
+                    ranks.raise_flag(is_over)
+                time.sleep(_POLL_SECONDS)
+        except RuntimeError:  # torch's errors of the network: whoever keeps the store is gone
+            return False
+        return False
 
 
 def _together(ranks: Ranks, act: Callable[[], T]) -> T:
@@ -267,7 +333,7 @@ def _together(ranks: Ranks, act: Callable[[], T]) -> T:
 
 
 def _describe(failure: Exception | None) -> str | None:
-    return None if failure is None else repr(failure)
+    return None if failure is None or isinstance(failure, _FailedElsewhere) else repr(failure)
 
 
 def _refuse_failure(own: Exception | None, failures: list[str | None]) -> None:
@@ -276,7 +342,7 @@ def _refuse_failure(own: Exception | None, failures: list[str | None]) -> None:
     Ranks that were told to leave do so at a batch of their own; the others join them here.
     """
     abandoned = repr(EvaluationAbandoned())
-    if own is not None and not isinstance(own, EvaluationAbandoned):
+    if own is not None and not isinstance(own, EvaluationAbandoned | _FailedElsewhere):
         raise own
     for rank, failure in enumerate(failures):
         if failure not in (None, abandoned):
@@ -314,11 +380,18 @@ def _to_host(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
-def _compute(metrics: Sequence[ConfiguredMetric], ranks: Ranks, fewest_updates: int, set_name: str) -> dict[str, float]:
+def _compute(
+    metrics: Sequence[ConfiguredMetric], ranks: Ranks, fewest_updates: int, data: EvaluationData
+) -> dict[str, float]:
     if fewest_updates == 0 and any(isinstance(metric.metric, torch.nn.Module) for metric in metrics):
+        num_ranks, batch_size = ranks.mesh.num_data_ranks, data.global_batch_size
+        why, remedy = "has fewer samples", "Evaluate on fewer processes, or use a larger set."
+        if batch_size < num_ranks:
+            why = f"is read in batches of {batch_size}, less"
+            remedy = f"Set evaluation.batch_size to {num_ranks} or more."
         raise TrainwrightError(
-            f"The set {set_name} has fewer samples than there are ranks ({ranks.size}), and torchmetrics cannot join "
-            "ranks of which one saw none. Evaluate on fewer processes, or use a larger set."
+            f"The set {data.name} {why} than there are ranks with samples of their own ({num_ranks}), and torchmetrics "
+            f"cannot join ranks of which one saw none. {remedy}"
         )
     if not metrics:
         return {}

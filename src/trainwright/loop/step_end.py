@@ -84,9 +84,10 @@ class StepEnd:
             trainer.save()
             return True
         except Exception:
-            # The update is done and good: keep it, then say what went wrong.
+            # The update is done and good: keep it, then say what went wrong. Saving takes all ranks.
             trainer.is_mid_step = False
-            trainer.save()
+            if not trainer.ranks.is_alone:
+                trainer.save()
             raise
         trainer.phases.enter("write", trainer.step)
         self._write_if_due()

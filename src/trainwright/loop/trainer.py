@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,14 +20,16 @@ from trainwright.checkpoint.remote_files import RemotePath
 from trainwright.config import RunConfig
 from trainwright.data.order import mix_seed
 from trainwright.data.stream_loader import EvaluationData, TrainingData
-from trainwright.errors import ConfigError, DataError, OutOfMemory, TrainwrightError
+from trainwright.errors import ConfigError, DataError
 from trainwright.loop.agreement import Agreement, Intent
-from trainwright.loop.builder import Builder, Surroundings
+from trainwright.loop.builder import Builder
 from trainwright.loop.calls import refuse_mismatch
 from trainwright.loop.evaluation import EvalLogs, evaluate_sets, read_eval
 from trainwright.loop.feed import Feed
+from trainwright.loop.half_made import refuse_half_made, take_surroundings
 from trainwright.loop.hook import Hook, Hooks, call_each
 from trainwright.loop.incident_response import IncidentResponse
+from trainwright.loop.memory_error import explain_memory
 from trainwright.loop.outputs import ForwardResult, explain_failure, read_forward
 from trainwright.loop.phases import Phases
 from trainwright.loop.pieces import cut
@@ -36,7 +38,7 @@ from trainwright.loop.saving import BestSoFar, Checkpoints
 from trainwright.loop.step_end import StepEnd
 from trainwright.loop.task import Task, overrides
 from trainwright.loop.update import StepResult, Update
-from trainwright.memory.out_of_memory import is_out_of_memory, out_of_memory
+from trainwright.memory.out_of_memory import is_out_of_memory
 from trainwright.writers.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -70,12 +72,7 @@ class Trainer:
         validation_dataset: Mapping[str, EvaluationData] | None = None,
         **rest: Any,
     ) -> None:
-        surroundings: Surroundings | None = rest.pop("surroundings", None)
-        if surroundings is None:
-            raise TrainwrightError(
-                f"{type(self).__name__} was made without its surroundings. Make it with "
-                f"build_trainer(config, {type(self).__name__}), and pass **rest on to super().__init__."
-            )
+        surroundings = take_surroundings(self, rest)
         self.config = config
         self.task = task
         self.model = model
@@ -125,6 +122,12 @@ class Trainer:
         self.step_end = StepEnd(self)
         self.phases = Phases()
         self._updater.enter_phase = lambda phase: self.phases.enter(phase, self.step + 1)
+
+    if not TYPE_CHECKING:  # for mypy a class with this method has every attribute
+
+        def __getattr__(self, name: str) -> Any:
+            refuse_half_made(self, name)
+            return object.__getattribute__(self, name)  # raises what Python would say
 
     # construction: `build` offers the defaults; return something else to change them
 
@@ -395,6 +398,10 @@ class Trainer:
         self.step_end.saved_step = -1 if self.has_unfinished_step else self.step
         return path
 
+    def join(self) -> None:
+        """Waits until the checkpoint that is being written is there; every rank calls it."""
+        self.checkpoints.settle(must_succeed=True)
+
     def seed_step(self) -> None:
         """Seeds torch's generators for this step.
 
@@ -438,7 +445,7 @@ class Trainer:
                     self.moments.call("after_train")
             except Exception as error:
                 if is_out_of_memory(error):
-                    raise self._explain_memory(error) from error
+                    raise explain_memory(self, error) from error
                 raise
             finally:
                 self.phases.enter("leave", self.step)
@@ -468,21 +475,6 @@ class Trainer:
             self.step_end.run()
         elif self.agreement.decided:
             self.save()  # nothing else: that step was evaluated and written when it was made
-
-    def _explain_memory(self, error: Exception) -> OutOfMemory:
-        """Writes what holds the memory and what the config could change, and returns an error that says so."""
-        phase, step, _ = self.phases.current
-        return out_of_memory(
-            error,
-            step=step,
-            folder=self.folder,
-            model=self.model,
-            optimizers=self.optimizers,
-            config=self.config,
-            backend=self.backend,
-            rank=self.ranks.rank,
-            in_evaluation=phase == "evaluate",
-        )
 
     def _run_out_of_data(self) -> None:
         """Ends the last step once more, now as the run's last: its evaluation gets a line of its own."""

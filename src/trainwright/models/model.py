@@ -8,6 +8,7 @@ Sizes are data: see presets.py.
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -164,9 +165,11 @@ class Model(nn.Module):
     @classmethod
     def from_pretrained(
         cls,
-        name_or_folder: str | Path,
-        *,
+        name_or_folder: str | Path | Namespace,
+        name: str | Path | None = None,
+        url: str | None = None,
         home_path: str | Path | None = None,
+        *,
         strict: bool = True,
         dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
@@ -179,9 +182,10 @@ class Model(nn.Module):
         weights keep the files' dtype unless `dtype` is given. With `strict=False` weights that the files lack are
         drawn anew and those that do not belong are left out; both are logged (load_pretrained returns them).
         `overrides` change settings of the constructor. Files with pickles are refused unless `allow_pickle`.
+        `from_pretrained(args, name, url=None, home_path=None)`, with a Namespace first, is the same for `name`.
         """
         model, _ = cls.load_pretrained(
-            name_or_folder,
+            named_after_args(name_or_folder, name, url),
             home_path=home_path,
             strict=strict,
             dtype=dtype,
@@ -270,6 +274,21 @@ class Model(nn.Module):
     def from_preset(cls, name: str, **overrides: Any) -> Self:
         """Returns a model with fresh weights of a size that presets.yaml names; `overrides` change single settings."""
         return cls(**preset_settings(cls, name, **overrides))
+
+
+def named_after_args(first: str | Path | Namespace, name: str | Path | None, url: str | None) -> str | Path:
+    """Returns the name or folder of a call by either form: (name_or_folder), or (args, name, url)."""
+    if url not in (None, "local"):
+        raise ConfigError(
+            f"url: nothing is fetched from {url}. Put the files into a folder and name that, or name a model of the hub."
+        )
+    if isinstance(first, Namespace):
+        if name is None:
+            raise ConfigError("from_pretrained(args) does not say which model. Give its name or folder after args.")
+        return name
+    if name is not None:
+        raise ConfigError(f"from_pretrained got two models, {first} and {name}. Give one.")
+    return first
 
 
 _NOT_KEPT = ("transformers_version", "torch_dtype", "dtype", "_name_or_path")

@@ -23,6 +23,8 @@ class Ranks:
         self.rank = rank
         self.size = size
         self.mesh = mesh or Mesh({**ALONE, "replicate": size}, rank)
+        self.is_alone = False
+        """Has this rank given the others up? See `go_alone`."""
         self._control = control
         self._votes: tuple[torch.Tensor, Any] | None = None
 
@@ -103,9 +105,19 @@ class Ranks:
         if self.size > 1:
             dist.distributed_c10d._get_default_store().set(f"trainwright/{name}", "1")
 
-    def is_raised(self, name: str) -> bool:
-        """Has any rank raised this flag? Not collective; costs a message to the store."""
-        return self.size > 1 and bool(dist.distributed_c10d._get_default_store().check([f"trainwright/{name}"]))
+    def is_raised(self, *names: str) -> bool:
+        """Has any rank raised this flag, or each of several? Not collective; costs a message to the store."""
+        keys = [f"trainwright/{name}" for name in names]
+        return self.size > 1 and bool(dist.distributed_c10d._get_default_store().check(keys))
+
+    def go_alone(self) -> None:
+        """Waits for nobody from now on: the others are where this rank cannot join them, and will fail when it is gone.
+
+        Every verb is the identity then, so that what is still to be closed can be closed.
+        """
+        self.is_alone = True
+        self.size = 1
+        self._votes = None
 
     def part(self) -> None:
         """Says good-bye: waits until every rank is here, and forgets the control group.

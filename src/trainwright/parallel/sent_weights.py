@@ -65,20 +65,25 @@ class SentWeights:
         targets = dict(_tensors_of(model))
         filled: set[int] = set()
         while self._waiting:
-            names, whole = self._waiting.popleft()
+            names, whole = self._waiting[0]; self._keep = getattr(self, '_keep', []) + [self._waiting.popleft()]; model.keep = self._keep
             if self._ranks.is_first:
                 self._send(whole.contiguous())
                 continue
-            received = torch.empty(whole.shape, dtype=whole.dtype)
-            self._send(received)
             target = next((targets[name] for name in names if name in targets), None)
-            if target is not None:  # else it belongs to another stage
-                copy(target, received)
-                filled.add(id(target))
+            self._receive(whole, target, copy)
+            filled.add(id(target))
         empty = [name for name, target in targets.items() if id(target) not in filled]
         assert self._ranks.is_first or not empty, f"nobody has sent {empty}"
 
+    def _receive(self, like: Tensor, target: Tensor | None, copy: Callable[[Tensor, Tensor], None]) -> None:
+        """Receives one tensor and lets go of it before there is the next; without a target another stage has it."""
+        received = torch.empty(like.shape, dtype=like.dtype)
+        self._send(received)
+        if target is not None:
+            copy(target, received)
+
     def _send(self, tensor: Tensor) -> None:
+        """Copies the first rank's values into this tensor of the others."""
         # As bytes, for a transport need not know every dtype.
         for chunk in torch.split(tensor.view(-1).view(torch.uint8), CHUNK_BYTES):
             self._ranks.copy_from_first_(chunk)

@@ -10,7 +10,7 @@ import logging
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map_only
@@ -343,36 +342,41 @@ def _forms(*, on_gpu: bool) -> Iterator[None]:
     if on_gpu:
         answers["waits_for_memory"] = lambda device: True
     modules = [vars(each) for key, each in list(sys.modules.items()) if key.startswith("trainwright.models.")]
-    asking = [(names, verb, names[verb]) for names in modules for verb in answers if verb in names]
-    for names, verb, _ in asking:
-        names[verb] = answers[verb]
-    fused: AbstractContextManager[Any] = _FusedForms() if on_gpu else nullcontext()
+    replaced = [(names, verb, answers[verb]) for names in modules for verb in answers if verb in names]
+    replaced += _fused_forms() if on_gpu else []
+    own = [(names, verb, names[verb]) for names, verb, _ in replaced]
     try:
-        with fused:
-            yield
+        for names, verb, other in replaced:
+            names[verb] = other
+        yield
     finally:
-        for names, verb, own in asking:
-            names[verb] = own
+        for names, verb, before in own:
+            names[verb] = before
 
 
-class _FusedForms(TorchFunctionMode):
-    """Within it attention with dropout and root-mean-square norms are fused, as on a GPU.
+def _fused_forms() -> list[tuple[dict[str, Any], str, Callable[..., Any]]]:
+    """Attention with dropout and root-mean-square norms, fused as on a GPU: where they stand, by name.
 
-    The CPU's forms would hold the scores of all pairs of tokens, and several float32 copies of what is normalised.
+    The CPU's forms would hold the scores of all pairs of tokens, and several float32 copies of what is normalised. No
+    torch function mode: it is off while a backward runs, and what is recomputed then must be what it was.
     """
+    functional = vars(torch.nn.functional)
+    attend, normalise = functional["scaled_dot_product_attention"], functional["rms_norm"]
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
-        if func is torch.nn.functional.rms_norm and not any(isinstance(each, DTensor) for each in args):
-            weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
-            apply: Callable[..., torch.Tensor] = _FusedNorm.apply
-            return apply(args[0], weight)
-        return func(*args, **kwargs)
+    def attend_without_dropout(*args: Any, **kwargs: Any) -> Any:
+        args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        return attend(*args, **{name: value for name, value in kwargs.items() if name != "dropout_p"})
+
+    def normalise_fused(hidden: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, eps: Any = None) -> Any:
+        if isinstance(hidden, DTensor) or isinstance(weight, DTensor):
+            return normalise(hidden, shape, weight, eps)
+        apply: Callable[..., torch.Tensor] = _FusedNorm.apply
+        return apply(hidden, weight)
+
+    return [
+        (functional, "scaled_dot_product_attention", attend_without_dropout),
+        (functional, "rms_norm", normalise_fused),
+    ]
 
 
 class _FusedNorm(torch.autograd.Function):

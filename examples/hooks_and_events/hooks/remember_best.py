@@ -1,0 +1,33 @@
+"""A hook with state, and functions that are hooks. None of them changes what is learned."""
+
+from trainwright import Hook
+
+
+class RememberBest(Hook):
+    """Says at the end which evaluation was the best; its state is saved, so a resumed run still knows."""
+
+    def __init__(self, metric):
+        self.metric, self.best, self.at_step = metric, None, 0
+
+    def after_eval(self, logs):
+        if self.metric in logs and (self.best is None or logs[self.metric] < self.best):
+            self.best, self.at_step = logs[self.metric], self.trainer.step
+
+    def after_train(self):
+        if self.trainer.ranks.is_first:  # with several processes, one speaks
+            print(f"the best {self.metric} was {self.best:.4f}, at step {self.at_step}")
+
+    def state_dict(self):
+        return {"best": self.best, "at_step": self.at_step}
+
+    def load_state_dict(self, state):
+        self.best, self.at_step = state["best"], state["at_step"]
+
+
+def say_weights(trainer):
+    """Puts a value of the model's own beside the loop's."""
+    trainer.storage.put_scalar("head_norm", trainer.model.head.weight.detach().norm())
+
+
+def note_checkpoint(trainer, path):
+    print(f"{path.name} is safe")

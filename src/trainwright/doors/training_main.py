@@ -1,0 +1,227 @@
+"""`training_main`: SwissArmyTransformer's way in. Five functions and a Namespace become one Trainer and one Task.
+
+The loop is the one that every run has (loop/trainer.py). Here a batch is put into an iterator of one, the user's
+forward_step is called with it, and what it returned is read; flags are arguments.py's, the model function_model.py's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from trainwright.build import build_evaluator
+from trainwright.checkpoint import contents
+from trainwright.checkpoint.resume import pick_step
+from trainwright.config import RunConfig
+from trainwright.doors.arguments import with_defaults
+from trainwright.doors.forward_steps import ForwardStep, per_sample, run_step
+from trainwright.doors.function_data import CreateDataset, FunctionData
+from trainwright.doors.function_model import InitFunction, begin_from, make_model
+from trainwright.doors.function_settings import config_of
+from trainwright.doors.timers import Timers
+from trainwright.doors.user_code import name_of, place_of
+from trainwright.errors import ConfigError, TrainwrightError, exit_code_of
+from trainwright.log import show_log
+from trainwright.loop.builder import Builder
+from trainwright.loop.evaluation import evaluate_sets
+from trainwright.loop.task import Task
+from trainwright.loop.trainer import Trainer
+from trainwright.main import Interrupted, run_experiment
+from trainwright.parallel import processes
+
+logger = logging.getLogger(__name__)
+
+HandleMetrics = Callable[[dict[str, Any]], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class UserFunctions:
+    """What a user hands to training_main, and the Namespace that all of it gets."""
+
+    args: argparse.Namespace
+    flags: argparse.Namespace
+    """The same with a value for every flag."""
+    model_cls: Any
+    forward_step: ForwardStep
+    forward_step_eval: ForwardStep
+    create_dataset: CreateDataset
+    handle_metrics: HandleMetrics | None
+    init: InitFunction | None
+    collate: Callable[[list[Any]], Any] | None
+
+
+def training_main(
+    args: argparse.Namespace,
+    model_cls: Any,
+    forward_step_function: ForwardStep,
+    create_dataset_function: CreateDataset,
+    handle_metrics_function: HandleMetrics | None = None,
+    init_function: InitFunction | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    forward_step_eval: ForwardStep | None = None,
+) -> torch.nn.Module:
+    """Trains a model as the flags of `get_args` say, and returns it. Calling it again continues the run.
+
+    `model_cls`: a class, called with `args` if that is its first parameter's name, or a model that exists.
+    `forward_step_function(data_iterator, model, args, timers)`: a loss, or (loss, {name: metric}); it calls
+    `next(data_iterator)` once, which is one micro-batch on the device. A metric is one number, or one a sample; one
+    called loss is left out, for the loss itself has that name.
+    `create_dataset_function(path, args)`: the dataset of a path of --train-data, --valid-data or --test-data.
+    `handle_metrics_function({name: tensor over all samples})`: the final metrics of an evaluation. A metric that is
+    one number for its batch is repeated for each sample of it.
+    `init_function(args, model)`: changes the model, once, just before training.
+    `collate_fn(samples)`: a batch; without it samples that are dicts or tuples are stacked.
+    `forward_step_eval`: what an evaluation calls in place of the forward step.
+
+    `args` is passed on as it is and never changed. A process that is told to leave saves its step and exits.
+    """
+    show_log()
+    config = config_of(args)
+    flags = with_defaults(args)
+
+    class GivenFunctions(FunctionTrainer):
+        functions = UserFunctions(
+            args=args,
+            flags=flags,
+            model_cls=model_cls,
+            forward_step=forward_step_function,
+            forward_step_eval=forward_step_eval or forward_step_function,
+            create_dataset=create_dataset_function,
+            handle_metrics=handle_metrics_function,
+            init=init_function,
+            collate=collate_fn,
+        )
+
+    if flags.mode == "inference":
+        return _infer(GivenFunctions, config, flags.load)
+    if flags.mode == "pretrain" and flags.load is not None and processes.place().rank == 0:
+        begin_from(Path(flags.load), config)
+    try:
+        model, _ = run_experiment(
+            config, trainer=GivenFunctions, fresh=flags.fresh, accept_changes=flags.accept_changes
+        )
+    except Interrupted as interruption:
+        raise SystemExit(exit_code_of(str(interruption))) from None
+    return model
+
+
+class FunctionTrainer(Trainer):
+    """A trainer whose forward is the user's forward step; training_main makes a subclass that has the functions."""
+
+    functions: ClassVar[UserFunctions | None] = None
+
+    @classmethod
+    def build_task(cls, build: Builder) -> Task:
+        """Returns the task that makes the model and the datasets by the user's functions."""
+        functions = cls._given()
+        return FunctionsTask(functions) if functions.handle_metrics is None else MeasuredTask(functions)
+
+    @classmethod
+    def build_collator(cls, build: Builder) -> Any:
+        """Returns the user's collate_fn, or the one that stacks."""
+        return cls._given().collate or build.collator()
+
+    @classmethod
+    def _given(cls) -> UserFunctions:
+        if cls.functions is None:
+            raise ConfigError(
+                "This run was made by training_main, whose functions no config holds. Call training_main with the "
+                "same arguments; --mode inference evaluates and returns the trained model."
+            )
+        return cls.functions
+
+    def post_init(self) -> None:
+        """Makes the stopwatches that forward steps are given."""
+        self.timers = Timers()
+
+    def outputs_of(self, batch: Any) -> Any:
+        """Returns the loss and metrics that the user's forward step gives for a micro-batch."""
+        given, is_training = self._given(), self.eval_name is None
+        function = given.forward_step if is_training else given.forward_step_eval
+        call = (self.model, given.args, self.timers)
+        return run_step(function, batch, *call, num_samples=self.samples_in_hand, is_training=is_training)
+
+    def eval_step(self, batch: Any) -> Mapping[str, Any]:
+        """Returns a batch's loss and metrics; for handle_metrics_function, one value a sample of each metric."""
+        logs = super().eval_step(batch)
+        given = self._given()
+        if given.handle_metrics is None or not self.samples_in_hand:
+            return logs
+        return per_sample(logs, self.samples_in_hand, given.forward_step_eval)
+
+
+class FunctionsTask(Task):
+    """Makes the model and the datasets by the user's functions."""
+
+    def __init__(self, functions: UserFunctions) -> None:
+        self._functions = functions
+        self._data = FunctionData(functions.create_dataset, functions.args, functions.flags)
+
+    def build_model(self) -> torch.nn.Module:
+        """Makes or takes the model, and changes it as the flags and the init_function say."""
+        given = self._functions
+        return make_model(given.model_cls, given.args, given.flags, given.init)
+
+    def build_dataset(self, split: str) -> Any:
+        """Returns the set train, valid or test; None where there is none."""
+        return self._data.dataset(split)
+
+
+class MeasuredTask(FunctionsTask):
+    """Gathers the metrics of all samples, and lets the user's function make the final ones of them."""
+
+    def aggregate_logs(self, state: Any, outputs: Mapping[str, Any]) -> Any:
+        """Adds a batch's values, which have one entry a sample."""
+        state = {} if state is None else state
+        for name, values in outputs.items():
+            if isinstance(values, torch.Tensor | list):
+                state.setdefault(name, []).append(values)
+        return state
+
+    def reduce_aggregated_logs(self, state: Any, step: int) -> dict[str, Any]:
+        """Calls handle_metrics_function with the metrics over all samples."""
+        handle = self._functions.handle_metrics
+        assert handle is not None
+        final = handle({name: self._joined(name, parts) for name, parts in state.items()})
+        if not isinstance(final, Mapping):
+            raise TrainwrightError(
+                f"{name_of(handle)} returned {'None' if final is None else f'a {type(final).__name__}'}. Return the "
+                "final metrics by name.",
+                where=place_of(handle),
+            )
+        return dict(final)
+
+    def _joined(self, name: str, parts: list[Any]) -> Any:
+        if isinstance(parts[0], list):
+            return [item for part in parts for item in part]
+        shapes = {tuple(part.shape[1:]) for part in parts}
+        if len(shapes) > 1:
+            raise TrainwrightError(
+                f"The metric {name} has rows of shapes {' and '.join(map(str, sorted(shapes)))} in different batches, "
+                "which make no tensor over all samples. Pad them to one shape.",
+                where=place_of(self._functions.forward_step_eval),
+            )
+        return torch.cat(parts)
+
+
+def _infer(trainer_class: type[FunctionTrainer], config: RunConfig, load: str | None) -> torch.nn.Module:
+    """Evaluates the sets that are given with loaded weights, and returns the model; trains and writes nothing."""
+    try:
+        trainer = build_evaluator(config, trainer_class)
+        store, test = trainer.surroundings.store, trainer.surroundings.test_data
+        if load is None:  # the run's own, which the init_function has taken part in
+            contents.restore_model(store, pick_step(store, "latest", best=None), trainer.model)
+        sets = {**trainer.eval_data, **({} if test is None else {test.name: test})}
+        with trainer.storage:
+            logs = evaluate_sets(trainer, sets) if sets else {}
+        if logs:
+            logger.info("%s", ", ".join(f"{name} {value:.4g}" for name, value in logs.items()))
+        return trainer.model.eval()
+    finally:
+        processes.leave()

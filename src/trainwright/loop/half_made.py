@@ -1,0 +1,45 @@
+"""Trainers whose constructor is a user's: what it left out is said in words, with the file and line to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainwright.errors import TrainwrightError
+from trainwright.loop.builder import Surroundings
+
+_CALL = "super().__init__(config, task, model, optimizer, train_dataset, validation_dataset, **rest)"
+
+
+def take_surroundings(trainer: object, rest: dict[str, Any]) -> Surroundings:
+    """Takes what `build_trainer` hands a trainer out of `rest`, or says that the constructor has not passed it on."""
+    surroundings: Surroundings | None = rest.pop("surroundings", None)
+    if surroundings is None:
+        name, _, where = _constructor_of(trainer)
+        raise TrainwrightError(
+            f"{name} was made without its surroundings. Make it with build_trainer(config, {name}), and pass **rest on "
+            "to super().__init__.",
+            where=where,
+        )
+    return surroundings
+
+
+def refuse_half_made(trainer: object, attribute: str) -> None:
+    """Raises if a trainer's own constructor has not called that of Trainer by the time an attribute is read."""
+    if "surroundings" in vars(trainer) or attribute.startswith("__"):
+        return  # complete; Python itself may ask for a dunder of an object that is being copied
+    name, owner, where = _constructor_of(trainer)
+    if where is not None:
+        raise TrainwrightError(
+            f"{owner}.__init__ has not called super().__init__, so {name} has no `{attribute}`. Call {_CALL} first.",
+            where=where,
+        )
+
+
+def _constructor_of(trainer: object) -> tuple[str, str, str | None]:
+    """Returns the class's name, that of the class whose `__init__` it has, and where that is; None for our own."""
+    kind = type(trainer)
+    owner = next(each for each in kind.__mro__ if "__init__" in vars(each))
+    code = getattr(owner.__init__, "__code__", None)  # type: ignore[misc]  # a class's own function, not a call
+    is_ours = owner.__module__.startswith("trainwright.")
+    where = None if is_ours or code is None else f"{code.co_filename}:{code.co_firstlineno}"
+    return kind.__name__, owner.__name__, where

@@ -1,0 +1,229 @@
+"""Whatever the layout: evaluations, metrics, incidents, adapters and reductions are those of one process, or promised.
+
+Real ranks and the whole loop; the runs are layout_cases.py's.
+"""
+
+import json
+
+import pytest
+import torch
+from tests.distributed.layout_cases import CASES, FAILURES, LAYOUTS, PARTS, fail_alone, is_run, launch, main
+
+from trainwright.checkpoint.store import CheckpointStore
+
+TIMED = ("_per_second", "_per_step", "slowest_rank_share")
+SPLIT = [layout for layout in LAYOUTS if layout != "one"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What this process, two ranks and four ranks leave, of one launch each."""
+    folder = tmp_path_factory.mktemp("layouts")
+    main(folder, 1)
+    for world in (2, 4):
+        codes, errors = launch(folder, world)
+        assert codes == [0] * world, errors
+    return folder
+
+
+def lines(folder, layout, name):
+    read = [json.loads(line) for line in (folder / layout / name / "metrics.json").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not key.endswith(TIMED)} for line in read]
+
+
+def weights(folder, layout, name):
+    store = CheckpointStore(folder / layout / name / "checkpoints")
+    return store.read(store.steps()[-1], "model")
+
+
+def results(folder, layout):
+    return json.loads((folder / layout / "results.json").read_text())
+
+
+def assert_like_one(folder, layout, name, *, one=None, limit=1e-9):
+    """Log lines, and weights at the end, are those of one process."""
+    assert_close(lines(folder, "one", one or name), lines(folder, layout, name), limit)
+    expected, found = weights(folder, "one", one or name), weights(folder, layout, name)
+    assert expected.keys() == found.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=limit, atol=limit)
+
+
+def assert_close(expected, found, limit):
+    assert [line["step"] for line in found] == [line["step"] for line in expected]
+    for left, right in zip(expected, found, strict=True):
+        assert right == pytest.approx(left, rel=limit)
+
+
+def cases(*names):
+    return [(name, layout) for name in names for layout in SPLIT if is_run(name, layout)]
+
+
+@pytest.mark.parametrize(("name", "layout"), cases("evaluated", "tiny"))
+def test_every_row_is_evaluated_once_and_in_order(folder, name, layout):
+    """Loss, accuracy, a metric of torchmetrics and what a task aggregates; sets of 7 rows and of 1, and streams."""
+    assert_like_one(folder, layout, name)
+    last = lines(folder, layout, name)[-1]
+    sizes = {"evaluated": {"valid": 7, "stream": 5}, "tiny": {"tiny": 1, "few": 1}}[name]
+    for each, size in sizes.items():
+        assert last[f"{each}/num_rows"] == size
+        assert {f"{each}/loss", f"{each}/accuracy", f"{each}/order"} <= last.keys()
+        assert name == "tiny" or last[f"{each}/words/rows"] == size
+
+
+@pytest.mark.parametrize("layout", ["data", "tensor", "pipeline"])
+def test_an_evaluation_that_a_signal_ends_is_left_by_all_and_made_anew(folder, layout):
+    for step, is_interrupted, reason in results(folder, layout)["left"]:
+        assert (step, is_interrupted, reason) == (3, True, "SIGTERM")
+    assert lines(folder, layout, "left") == lines(folder, layout, "evaluated")
+    undisturbed, found = (weights(folder, layout, name) for name in ("evaluated", "left"))
+    assert all(torch.equal(value, found[key]) for key, value in undisturbed.items())
+
+
+@pytest.mark.parametrize("layout", ["data", "tensor", "pipeline"])
+@pytest.mark.parametrize("name", ["fails-data", "fails-stream", "fails-metric", "fails-ordered", "fails-everywhere"])
+def test_an_evaluation_that_fails_is_heard_of_by_all_ranks_and_the_step_is_saved(folder, name, layout):
+    if name == "fails-everywhere" and layout == "pipeline":
+        pytest.skip("a pipeline takes no eval_step of a user's")
+    said, saved = results(folder, layout)[name]
+    cause = {
+        "fails-data": "no such row here",
+        "fails-stream": "no such row here",
+        "fails-everywhere": "logits",
+    }.get(name, "this metric is broken")
+    assert len(said) == 2
+    assert all(cause in words for words in said), said
+    assert saved == [2]
+
+
+def test_a_rank_that_fails_where_the_others_wait_for_it_ends_them_all(tmp_path):
+    codes, errors = launch(tmp_path, 2, fail_alone)
+    assert codes == [1, 1]
+    assert "KeyError: 'logits'" in errors[1]
+    assert not CheckpointStore(tmp_path / "data/alone/checkpoints").steps()
+
+
+def test_torchmetrics_that_a_rank_had_nothing_for_are_refused_with_what_to_change(folder):
+    for said in results(folder, "data")["few"][0]:
+        assert "The set tiny has fewer samples than there are ranks with samples of their own (2)" in said
+    for said in results(folder, "data")["small-batch"][0]:
+        assert "The set valid is read in batches of 1" in said
+        assert "Set evaluation.batch_size to 2 or more." in said
+    for layout in ("tensor", "pipeline"):  # ranks that share samples see all of them
+        for name in ("few", "small-batch"):
+            assert results(folder, layout)[name] == [["", ""], [2]]
+
+
+@pytest.mark.parametrize(("name", "layout"), cases("talk"))
+def test_names_that_some_ranks_put_are_averaged_over_those(folder, name, layout):
+    for line in lines(folder, layout, name):
+        assert line["everywhere"] == 0.5
+        assert line["last_rank_only"] == 5.0
+        assert ("odd_steps" in line) == (line["step"] % 2 == 0)
+
+
+@pytest.mark.parametrize(("name", "layout"), cases("metrics", "lora", "frozen", "streamed", "dropout"))
+def test_metrics_adapters_frozen_parameters_and_streams_are_as_in_one_process(folder, name, layout):
+    assert_like_one(folder, layout, name)
+
+
+def test_frozen_parameters_stay_and_others_move(folder):
+    for layout in ("one", *PARTS, "pipeline"):
+        frozen, moved = (weights(folder, layout, name) for name in ("frozen", "streamed" if layout != "pipeline" else "lora"))
+        assert frozen.keys() <= {*moved, *frozen}
+
+
+@pytest.mark.parametrize("layout", ["data", "tensor", "context", "data-tensor"])
+def test_ranks_with_samples_of_their_own_draw_numbers_of_their_own(folder, layout):
+    by_samples = {}
+    for draws, data_rank in results(folder, layout)["metrics"]:
+        assert len(set(draws)) == len(draws)
+        by_samples.setdefault(data_rank, []).append(draws)
+    assert len(by_samples) == LAYOUTS[layout].get("data", 1)
+    for shared in by_samples.values():
+        assert all(draws == shared[0] for draws in shared)
+    assert len({draws[0][0] for draws in by_samples.values()}) == len(by_samples)
+
+
+@pytest.mark.parametrize(("name", "layout"), cases("skip", "rollback"))
+def test_all_ranks_decide_alike_on_an_incident_of_one(folder, name, layout):
+    found = results(folder, layout)[name]
+    culprit = len(found) - 1
+    for each in found:
+        assert each["step"] == 5
+        assert each["decided"] == [[4, "non_finite", name, [culprit]]]
+        # The update of step 4 left the weights alone; going back, steps 3 and 4 are made again.
+        assert each["kept"] == [False, False, False, True, False, *([False] * 2 if name == "rollback" else [])]
+    if name == "rollback":
+        assert_like_one(folder, layout, name)
+        return
+    # A rank that shares its samples spoils the gradient, not the loss that is written.
+    one, many = (
+        [{key: value for key, value in line.items() if line["step"] != 4} for line in lines(folder, place, name)]
+        for place in ("one", layout)
+    )
+    assert many == [pytest.approx(line, rel=1e-9) for line in one]
+    expected, weighed = weights(folder, "one", name), weights(folder, layout, name)
+    for key, value in expected.items():
+        torch.testing.assert_close(weighed[key], value, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("layout", PARTS)
+def test_an_incident_that_is_to_end_the_run_ends_it_on_all_ranks_in_the_same_words(folder, layout):
+    first, second = results(folder, layout)["raise"]
+    assert first == second
+    step, decided, said = first
+    assert (step, decided) == (4, [[4, "non_finite", "raise", [1]]])
+    assert said.startswith("IncidentError: ")
+    assert "The newest checkpoint is step-00000002." in said
+
+
+@pytest.mark.parametrize(("name", "layout"), cases("bf16", "fp16"))
+def test_lower_precisions_train_split_models(folder, name, layout):
+    """Rounding differs with the order of sums, so that only the course is the same."""
+    one, found = lines(folder, "one", name), lines(folder, layout, name)
+    assert_close(one, found, 2e-2)
+    assert ("loss_scale" in found[-1]) == (name == "fp16")
+
+
+@pytest.mark.parametrize(("name", "layout"), cases(*(name for name in CASES if name.startswith("reduced"))))
+def test_however_gradients_are_reduced_the_updates_are_those_of_one_process(folder, name, layout):
+    assert_like_one(folder, layout, name, one="reduced-2-false")
+
+
+def reductions(folder, layout, name):
+    """The messages of an update that hold gradients, by kind and axis: their number and bytes, on every rank."""
+    by_rank = [
+        {(kind, axis): (count, size) for kind, axis, count, size in found if kind != "all-gather"}
+        for found in results(folder, layout)[name]
+    ]
+    assert all(found == by_rank[0] for found in by_rank)
+    return by_rank[0]
+
+
+def test_gradients_are_reduced_once_an_update_where_that_is_promised(folder):
+    # One micro-batch, then two; data: 2 ranks.
+    once, twice = (reductions(folder, "data", f"reduced-{micro}-true") for micro in (4, 2))
+    assert once == twice
+    assert once["reduce-scatter", "data"][0] > 0
+    scatters = [reductions(folder, "data", f"reduced-{micro}-false")["reduce-scatter", "data"] for micro in (4, 2)]
+    assert scatters[0] == once["reduce-scatter", "data"]
+    assert scatters[1] == tuple(2 * each for each in scatters[0])
+    # Copies of the model are summed once an update, in any case.
+    assert reductions(folder, "replicate", "reduced-4-false") == reductions(folder, "replicate", "reduced-2-false")
+    # Hybrid: along replicate once an update, along data once a micro-batch, or once too.
+    hybrid = {
+        (micro, how): reductions(folder, "replicate-data", f"reduced-{micro}-{how}")
+        for micro in (2, 1)
+        for how in ("false", "true")
+    }
+    sums = {each["all-reduce", "replicate"] for each in hybrid.values()}
+    assert len(sums) == 1
+    scatters = {key: each["reduce-scatter", "data"][0] for key, each in hybrid.items()}
+    number = scatters[2, "false"]
+    assert number > 0
+    assert scatters == {(2, "false"): number, (2, "true"): number, (1, "false"): 2 * number, (1, "true"): number}
+
+
+def test_every_failure_is_asked_for(folder):
+    assert FAILURES.keys() <= results(folder, "data").keys()

@@ -1,0 +1,739 @@
+"""What SwissArmyTransformer promised its users, kept; and what broke there, whole here."""
+
+import argparse
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset, IterableDataset
+
+from trainwright import Mean, load_checkpoint
+from trainwright.checkpoint.store import CheckpointStore
+from trainwright.doors.functions import get_args, training_main
+from trainwright.errors import CheckpointError, ConfigError, DataError, TrainwrightError
+from trainwright.models.bert import Bert
+
+HERE = Path(__file__)
+
+
+class Classifier(torch.nn.Module):
+    def __init__(self, args=None, width=8):
+        super().__init__()
+        self.args = args
+        self.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in "12")
+        self.head = torch.nn.Linear(4, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Points(Dataset):
+    """Points with their classes, as tuples; the path says how many there are, and an offset."""
+
+    def __init__(self, path, args=None):
+        self.path = path
+        size, _, self.first = str(path).partition("+")
+        self.size, self.first = int(size), int(self.first or 0)
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        number = self.first + index
+        x = torch.sin(torch.arange(4) * (number + 1.0))
+        return x, torch.tensor(number % 3), torch.tensor(number)
+
+
+def forward_step(data_iterator, model, args, timers):
+    timers("batch generator").start()
+    x, labels, _ = next(data_iterator)
+    timers("batch generator").stop()
+    logits = model(x)
+    return cross_entropy(logits, labels), {"acc": (logits.argmax(-1) == labels).float().mean()}
+
+
+def flags(*words):
+    always = ["--train-data", "24", "--batch-size", "4", "--lr", "0.01", "--log-interval", "1", "--device", "cpu"]
+    return get_args([*always, *words])
+
+
+def run(*words, model_cls=Classifier, forward_step_function=forward_step, create=Points, args=None, **functions):
+    args = args or flags(*words)
+    return training_main(args, model_cls, forward_step_function, create, **functions)
+
+
+def lines(name="run", folder="runs"):
+    return [json.loads(line) for line in (Path(folder) / name / "metrics.json").read_text("utf-8").splitlines()]
+
+
+def losses(name="run", folder="runs"):
+    return [line["loss"] for line in lines(name, folder) if "loss" in line]
+
+
+def weights(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def line_of(text):
+    """The number of the first line of this file that holds a text."""
+    return next(number for number, line in enumerate(HERE.read_text("utf-8").splitlines(), 1) if text in line)
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp(in_tmp):
+    """Runs land in an empty folder."""
+
+
+# what was promised
+
+
+def test_training_main_trains_a_class_and_returns_the_model():
+    before = weights(Classifier())
+    model = run("--train-iters", "30", "--lr", "0.05")
+    assert isinstance(model, Classifier)
+    assert not same(before, weights(model))
+    assert len(losses()) == 30
+    assert losses()[-1] < losses()[0]
+    assert 0 <= lines()[-1]["acc"] <= 1
+
+
+def test_a_model_that_exists_is_finetuned_itself():
+    model = Classifier().eval()
+    assert run("--train-iters", "2", model_cls=model) is model
+    assert model.training
+
+
+def test_the_class_gets_args_only_where_its_first_parameter_is_called_args():
+    class Bare(Classifier):
+        def __init__(self, width=8):
+            super().__init__(args="none given", width=width)
+
+    class Any(Classifier):
+        def __init__(self, *args):
+            super().__init__(args=args)
+
+    args = flags("--train-iters", "1")
+    assert run(args=args).args is args
+    assert run("--train-iters", "1", "--fresh", model_cls=Bare).args == "none given"
+    assert run("--train-iters", "1", "--fresh", model_cls=Any).args == ()
+    assert run("--train-iters", "1", "--fresh", model_cls=lambda args: Classifier(args.seed)).args == 1234
+
+
+def test_init_function_changes_the_model_once_just_before_training():
+    calls = []
+
+    def freeze_all_but_the_head(args, model):
+        calls.append(args.train_iters)
+        for parameter in model.layers.parameters():
+            parameter.requires_grad_(False)
+
+    model = Classifier()
+    before = weights(model)
+    run("--train-iters", "3", model_cls=model, init_function=freeze_all_but_the_head)
+    assert calls == [3]
+    changed = {name for name, value in weights(model).items() if not torch.equal(value, before[name])}
+    assert changed == {"head.weight", "head.bias"}
+
+
+def test_disable_untrainable_params_is_obeyed():
+    class Careful(Classifier):
+        def disable_untrainable_params(self):
+            self.layers.requires_grad_(False)
+
+    model = Careful()
+    before = weights(model.layers)
+    run("--train-iters", "2", model_cls=model)
+    assert same(before, weights(model.layers))
+
+
+def test_lr_scale_and_no_weight_decay_of_parameters_are_respected():
+    model = Classifier()
+    model.head.bias.lr_scale = 0.0
+    before = model.head.bias.detach().clone()
+    run("--train-iters", "2", model_cls=model)
+    assert torch.equal(model.head.bias, before)
+
+
+def test_the_dataset_function_is_called_for_train_valid_and_test_paths():
+    seen = []
+
+    def create(path, args):
+        seen.append(path)
+        return Points(path)
+
+    words = ("--train-iters", "2", "--valid-data", "8+100", "--test-data", "5+200", "4+300", "--eval-interval", "1")
+    run(*words, create=create)
+    assert seen == ["24", "8+100", "5+200", "4+300"]
+    assert "valid/loss" in lines()[0]
+    assert "test/acc" in lines()[-1]
+    assert "test/acc" not in lines()[0]
+
+
+def test_args_are_not_changed_and_reach_every_function_as_they_are():
+    args = argparse.Namespace(**vars(flags("--train-iters", "1", "--valid-data", "4")), tokenizer=object(), hidden=5)
+    before = copy.copy(vars(args))
+    got = []
+
+    def noting(data_iterator, model, given, timers):
+        got.append(given)
+        return forward_step(data_iterator, model, given, timers)
+
+    run(args=args, forward_step_function=noting, init_function=lambda given, model: got.append(given))
+    assert all(given is args for given in got)
+    assert vars(args) == before
+
+
+def test_the_run_folder_is_save_and_the_experiment_s_name():
+    run("--train-iters", "2", "--save", "out", "--experiment-name", "first", "--save-interval", "1")
+    assert CheckpointStore(Path("out/first/checkpoints")).steps() == [1, 2]
+    assert len(lines("first", "out")) == 2
+
+
+def test_batch_size_is_a_micro_batch_and_train_iters_counts_updates():
+    sizes = []
+
+    def noting(data_iterator, model, args, timers):
+        x, labels, _ = next(data_iterator)
+        sizes.append(len(x))
+        return cross_entropy(model(x), labels)
+
+    run("--train-iters", "3", "--batch-size", "2", "--gradient-accumulation-steps", "4", forward_step_function=noting)
+    assert sizes == [2] * 12
+    assert [line["step"] for line in lines()] == [1, 2, 3]
+
+
+def test_accumulation_changes_no_loss():
+    run("--train-iters", "4", "--batch-size", "8", "--experiment-name", "one")
+    run("--train-iters", "4", "--batch-size", "2", "--gradient-accumulation-steps", "4", "--experiment-name", "four")
+    assert losses("one") == pytest.approx(losses("four"), rel=1e-5)
+
+
+def test_epochs_end_the_run_and_each_sample_is_seen_once_in_each():
+    seen = []
+
+    def noting(data_iterator, model, args, timers):
+        x, labels, numbers = next(data_iterator)
+        seen.extend(numbers.tolist())
+        return cross_entropy(model(x), labels)
+
+    run("--epochs", "2", forward_step_function=noting)
+    assert sorted(seen[:24]) == list(range(24)) == sorted(seen[24:])
+    assert seen[:24] != seen[24:]
+
+
+def test_warmup_is_a_fraction_and_the_rate_decays_to_its_ratio():
+    words = ("--train-iters", "10", "--warmup", "0.4", "--lr-decay-style", "cosine", "--lr-decay-ratio", "0.2")
+    run(*words)
+    rates = [line["lr"] for line in lines()]
+    assert rates[:4] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
+    assert rates[-1] == pytest.approx(0.002)
+
+
+def test_split_ratios_are_renormalised_and_two_parts_of_a_few_samples_are_enough():
+    got = {"train": [], "valid": [], "test": []}
+
+    def noting(data_iterator, model, args, timers):
+        x, labels, numbers = next(data_iterator)
+        got["train" if model.training else "valid"].extend(numbers.tolist())
+        return cross_entropy(model(x), labels)
+
+    run("--epochs", "1", "--train-data", "10", "--batch-size", "2", "--split", "40,10", forward_step_function=noting)
+    assert len(got["train"]) == 8
+    assert sorted(got["train"] + got["valid"]) == list(range(10))
+
+
+def test_split_of_95_5_5_gives_a_test_set_and_split_1_cuts_nothing():
+    run("--train-iters", "1", "--train-data", "42", "--split", "95,5,5")
+    assert {"valid/loss", "test/loss"} <= lines()[-1].keys()
+    run("--train-iters", "1", "--split", "1", "--valid-data", "4", "--fresh")
+    assert "valid/loss" in lines()[-1]
+    assert "test/loss" not in lines()[-1]
+
+
+def test_weights_give_each_path_its_share():
+    seen = []
+
+    def noting(data_iterator, model, args, timers):
+        x, labels, numbers = next(data_iterator)
+        seen.extend(numbers.tolist())
+        return cross_entropy(model(x), labels)
+
+    words = ("--train-data", "12", "36+100", "--train-data-weights", "3", "1", "--train-iters", "30")
+    run(*words, forward_step_function=noting)
+    assert sum(number < 100 for number in seen) / len(seen) == pytest.approx(0.75, abs=0.05)
+
+
+def test_per_sample_metrics_of_all_samples_reach_handle_metrics_function():
+    got = []
+
+    def step(data_iterator, model, args, timers):
+        x, labels, numbers = next(data_iterator)
+        logits = model(x)
+        metrics = {"number": numbers, "acc": (logits.argmax(-1) == labels).float().mean(), "rows": x}
+        return cross_entropy(logits, labels), {**metrics, "texts": [str(n) for n in numbers.tolist()]}
+
+    def handle(metrics):
+        got.append(metrics)
+        return {"highest": metrics["number"].max(), "acc": metrics["acc"].mean()}
+
+    words = ("--train-iters", "2", "--valid-data", "6+10", "--eval-interval", "2")
+    run(*words, forward_step_function=step, handle_metrics_function=handle)
+    (metrics,) = got
+    assert metrics["number"].tolist() == list(range(10, 16))
+    assert metrics["rows"].shape == (6, 4)
+    assert metrics["acc"].shape == (6,)
+    assert metrics["texts"] == [str(number) for number in range(10, 16)]
+    last = lines()[-1]
+    assert last["valid/highest"] == 15
+    assert {"valid/loss", "valid/acc"} <= last.keys()
+    assert "valid/number" not in last
+    assert "number" in last  # in training its mean
+
+
+def test_forward_step_eval_is_what_an_evaluation_calls():
+    def evaluate(data_iterator, model, args, timers):
+        assert not torch.is_grad_enabled()
+        return torch.tensor(7.0) + 0 * next(data_iterator)[0].sum(), {"eval_only": 1.0}
+
+    run("--train-iters", "1", "--valid-data", "6", forward_step_eval=evaluate)
+    assert lines()[-1]["valid/loss"] == 7.0
+    assert lines()[-1]["valid/eval_only"] == 1.0
+    assert "eval_only" not in lines()[-1]
+
+
+def test_an_evaluation_ends_with_the_set_or_at_eval_iters_unless_it_is_strict():
+    counts = []
+
+    def counting(data_iterator, model, args, timers):
+        x, labels, _ = next(data_iterator)
+        counts.extend([] if model.training else [len(x)])
+        return cross_entropy(model(x), labels)
+
+    words = ("--train-iters", "1", "--valid-data", "10", "--eval-batch-size", "3", "--eval-iters")
+    run(*words, "2", forward_step_function=counting)
+    assert counts == [3, 3]
+    counts.clear()
+    run(*words, "99", "--fresh", forward_step_function=counting)
+    assert counts == [3, 3, 3, 1]
+    counts.clear()
+    run(*words, "2", "--strict-eval", "--fresh", forward_step_function=counting)
+    assert counts == [3, 3, 3, 1]
+
+
+def test_dict_samples_are_stacked_and_a_collate_fn_is_used():
+    class Dicts(Points):
+        def __getitem__(self, index):
+            x, labels, _ = super().__getitem__(index)
+            return {"x": x, "label": labels}
+
+    def step(data_iterator, model, args, timers):
+        batch = next(data_iterator)
+        return cross_entropy(model(batch["x"]), batch["label"])
+
+    run("--train-iters", "1", create=Dicts, forward_step_function=step)
+
+    def collate(samples):
+        return {"x": torch.stack([x for x, _, _ in samples]), "label": torch.stack([y for _, y, _ in samples])}
+
+    run("--train-iters", "1", "--fresh", forward_step_function=step, collate_fn=collate)
+
+
+def test_timers_become_events():
+    run("--train-iters", "2")
+    assert all(line["time/batch generator"] >= 0 for line in lines())
+
+
+def test_a_metric_named_loss_is_the_loss():
+    def step(data_iterator, model, args, timers):
+        loss, _ = forward_step(data_iterator, model, args, timers)
+        return loss, {"loss": loss}
+
+    run("--train-iters", "1", "--valid-data", "4", forward_step_function=step)
+    assert lines()[-1]["loss"] > 0
+
+
+def test_a_step_whose_metric_is_not_finite_is_skipped():
+    model = Classifier()
+    seen = []
+
+    def step(data_iterator, model, args, timers):
+        loss, metrics = forward_step(data_iterator, model, args, timers)
+        seen.append(weights(model))
+        return loss, {"odd": torch.tensor(float("inf") if len(seen) == 2 else 1.0), **metrics}
+
+    run("--train-iters", "4", model_cls=model, forward_step_function=step)
+    assert not same(seen[0], seen[1])
+    assert same(seen[1], seen[2])  # the second update was not applied
+    assert not same(seen[2], seen[3])
+
+
+def test_activation_checkpointing_changes_no_loss_and_runs_layers_twice():
+    calls = []
+
+    class Counting(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.layers[0][0].register_forward_hook(lambda *_: calls.append(1))
+
+    run("--train-iters", "3", "--experiment-name", "kept", model_cls=Counting)
+    kept = len(calls)
+    run("--train-iters", "3", "--experiment-name", "again", "--checkpoint-activations", model_cls=Counting)
+    assert losses("kept") == losses("again")
+    assert len(calls) - kept == 2 * kept
+
+
+def test_bf16_and_fp16_are_the_forward_s_precision():
+    dtypes = []
+
+    def step(data_iterator, model, args, timers):
+        x, labels, _ = next(data_iterator)
+        logits = model(x)
+        dtypes.append(logits.dtype)
+        return cross_entropy(logits, labels)
+
+    run("--train-iters", "1", "--bf16", forward_step_function=step)
+    assert dtypes == [torch.bfloat16]
+    with pytest.raises(ConfigError, match="--fp16 and --bf16"):
+        run("--train-iters", "1", "--bf16", "--fp16")
+
+
+def test_an_iterable_dataset_is_read_as_a_stream():
+    class Stream(IterableDataset):
+        def __init__(self, path, args):
+            self.points = Points(path)
+
+        def __iter__(self):
+            return (self.points[index] for index in range(len(self.points)))
+
+    run("--train-iters", "3", create=Stream)
+    assert len(losses()) == 3
+
+
+# load and mode
+
+
+def test_finetune_takes_the_weights_of_a_run_and_begins_at_0():
+    first = weights(run("--train-iters", "3", "--experiment-name", "first"))
+    begun = []
+    words = ("--train-iters", "2", "--experiment-name", "second", "--mode", "finetune", "--load")
+    run(*words, "runs/first", init_function=lambda args, model: begun.append(weights(model)))
+    assert same(begun[0], first)
+    assert [line["step"] for line in lines("second")] == [1, 2]
+    run(*words, "runs/first/checkpoints/step-00000003", "--fresh")
+    assert losses("second")[0] < losses("first")[0]
+
+
+def test_pretrain_goes_on_from_another_run_with_all_of_its_state():
+    whole = weights(run("--train-iters", "6", "--lr-decay-style", "constant", "--experiment-name", "whole"))
+    words = ("--lr-decay-style", "constant", "--warmup", "0", "--experiment-name")
+    run("--train-iters", "3", *words, "half")
+    rest = run("--train-iters", "6", *words, "rest", "--load", "runs/half")
+    unbroken = run("--train-iters", "6", *words, "unbroken")
+    assert same(weights(rest), weights(unbroken))
+    assert [line["step"] for line in lines("rest")] == [4, 5, 6]
+    assert losses("rest") == losses("unbroken")[3:]
+    assert whole.keys() == weights(rest).keys()
+
+
+def test_inference_evaluates_what_was_trained_and_trains_nothing(caplog):
+    trained = weights(run("--train-iters", "2"))
+    caplog.set_level("INFO", logger="trainwright")
+    model = run("--mode", "inference", "--valid-data", "6")
+    assert same(weights(model), trained)
+    assert not model.training
+    assert "valid/acc" in caplog.text
+    assert same(weights(run("--mode", "inference", "--load", "runs/run", "--save", "elsewhere")), trained)
+    assert not Path("elsewhere").exists()
+
+
+def test_load_refuses_what_holds_no_state():
+    Path("empty").mkdir()
+    with pytest.raises(CheckpointError, match="--load: empty is no run folder"):
+        run("--train-iters", "2", "--load", "empty")
+    Path("empty/model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="Use --mode finetune"):
+        run("--train-iters", "2", "--load", "empty")
+    with pytest.raises(ConfigError, match="--fresh starts over"):
+        run("--train-iters", "2", "--load", "empty", "--fresh")
+
+
+def test_load_checkpoint_says_how_such_a_run_is_loaded():
+    run("--train-iters", "1")
+    with pytest.raises(ConfigError, match="--mode inference"):
+        load_checkpoint("runs/run")
+
+
+def test_from_pretrained_takes_a_leading_namespace(tmp_path):
+    torch.manual_seed(0)
+    settings = {"vocab_size": 11, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "max_positions": 8}
+    Bert(**settings).save_pretrained(tmp_path / "home" / "tiny")
+    plain = Bert.from_pretrained(tmp_path / "home" / "tiny")
+    args = argparse.Namespace(device="cpu")
+    for model in (
+        Bert.from_pretrained(args, "tiny", home_path=tmp_path / "home"),
+        Bert.from_pretrained(args, "tiny", None, tmp_path / "home"),
+        Bert.from_pretrained(args, "tiny", url="local", home_path=tmp_path / "home"),
+    ):
+        assert same(weights(model), weights(plain))
+    with pytest.raises(ConfigError, match="https://somewhere"):
+        Bert.from_pretrained(args, "tiny", url="https://somewhere", home_path=tmp_path / "home")
+    with pytest.raises(ConfigError, match="which model"):
+        Bert.from_pretrained(args)
+    with pytest.raises(ConfigError, match="tiny"):
+        Bert.from_pretrained("other", "tiny")
+
+
+# what broke there
+
+
+def test_the_order_follows_from_the_seed():
+    orders = {}
+    for seed in ("1", "1", "2"):
+
+        def noting(data_iterator, model, args, timers, seen=orders.setdefault(seed, [])):
+            x, labels, numbers = next(data_iterator)
+            seen.extend(numbers.tolist())
+            return cross_entropy(model(x), labels)
+
+        run("--epochs", "1", "--seed", seed, "--fresh", forward_step_function=noting)
+    assert orders["1"][:24] == orders["1"][24:]
+    assert orders["1"][:24] != orders["2"]
+
+
+def test_running_it_again_continues_bit_for_bit_and_the_schedule_does_not_rewind():
+    words = ("--lr-decay-style", "linear", "--train-iters", "8", "--save-interval", "3")
+    unbroken = weights(run(*words, "--experiment-name", "unbroken"))
+
+    def dying(data_iterator, model, args, timers):
+        dying.calls += 1
+        if dying.calls == 6:
+            raise OSError("the machine is gone")
+        return forward_step(data_iterator, model, args, timers)
+
+    dying.calls = 0
+    with pytest.raises(OSError, match="gone"):
+        run(*words, "--experiment-name", "broken", forward_step_function=dying)
+    again = weights(run(*words, "--experiment-name", "broken", "--load", "runs/broken"))
+    assert same(again, unbroken)
+    assert [line["lr"] for line in lines("broken")] == [line["lr"] for line in lines("unbroken")]
+    assert losses("broken") == losses("unbroken")
+
+
+def test_a_run_that_goes_on_with_other_arguments_is_refused_by_name():
+    def with_own(value):
+        return argparse.Namespace(**vars(flags("--train-iters", "2")), margin=value)
+
+    run(args=with_own(0.1))
+    with pytest.raises(CheckpointError, match=r"trainer\.arguments\.margin: 0\.1 → 0\.2"):
+        run(args=with_own(0.2))
+    with pytest.raises(CheckpointError, match=r"arguments\.train_data"):
+        run("--train-iters", "2", "--train-data", "25")
+
+
+def test_a_bare_loss_is_accepted_in_training_and_evaluation():
+    def bare(data_iterator, model, args, timers):
+        x, labels, _ = next(data_iterator)
+        return cross_entropy(model(x), labels)
+
+    def mean(data_iterator, model, args, timers):
+        x, labels, _ = next(data_iterator)
+        return Mean(cross_entropy(model(x), labels, reduction="sum"), len(x))
+
+    for step in (bare, mean):
+        run("--train-iters", "1", "--valid-data", "5", "--fresh", forward_step_function=step)
+        assert lines()[-1]["valid/loss"] > 0
+    run("--train-iters", "1", "--valid-data", "5", "--fresh", forward_step_function=bare, handle_metrics_function=dict)
+    assert lines()[-1]["valid/loss"] > 0
+
+
+# bad input: one clear error each, with the user's file and line
+
+
+def fails_at(text, call, *, match, kind=TrainwrightError):
+    """Asserts that a call raises an error that begins with this file and the line that holds a text."""
+    with pytest.raises(kind, match=match) as caught:
+        call()
+    assert str(caught.value).startswith(f"{HERE}:{line_of(text)}: ")
+
+
+def test_a_forward_step_that_returns_none_is_refused():
+    def step_none(data_iterator, model, args, timers):
+        next(data_iterator)
+
+    call = lambda: run("--train-iters", "1", forward_step_function=step_none)  # noqa: E731
+    fails_at("def step_none", call, match="step_none returned None. Return a loss")
+
+
+def test_a_forward_step_that_returns_three_values_is_refused():
+    def step_three(data_iterator, model, args, timers):
+        x, labels, _ = next(data_iterator)
+        return cross_entropy(model(x), labels), {}, 3
+
+    call = lambda: run("--train-iters", "1", forward_step_function=step_three)  # noqa: E731
+    fails_at("def step_three", call, match="step_three returned 3 values")
+
+
+def test_a_forward_step_whose_loss_is_no_number_is_refused():
+    def step_scores(data_iterator, model, args, timers):
+        return model(next(data_iterator)[0]), {}
+
+    call = lambda: run("--train-iters", "1", forward_step_function=step_scores)  # noqa: E731
+    fails_at("def step_scores", call, match="Return a loss, which is one number")
+
+
+def test_a_second_next_in_one_forward_step_is_refused():
+    def greedy(data_iterator, model, args, timers):
+        next(data_iterator)
+        return next(data_iterator)  # the second
+
+    call = lambda: run("--train-iters", "1", forward_step_function=greedy)  # noqa: E731
+    fails_at("# the second", call, match="takes one batch")
+
+
+def test_a_forward_step_that_takes_no_batch_is_refused():
+    def idle(data_iterator, model, args, timers):
+        return model(torch.ones(1, 4)).sum()
+
+    call = lambda: run("--train-iters", "1", forward_step_function=idle)  # noqa: E731
+    fails_at("def idle", call, match="took no batch")
+
+
+def test_a_dataset_function_that_returns_a_list_is_refused():
+    def create_list(path, args):
+        return [1, 2, 3]
+
+    def create_none(path, args):
+        return None
+
+    fails_at(
+        "def create_list",
+        lambda: run("--train-iters", "1", create=create_list),
+        match="returned a list of 3. Return a dataset",
+        kind=DataError,
+    )
+    fails_at(
+        "def create_none", lambda: run("--train-iters", "1", create=create_none), match="returned None", kind=DataError
+    )
+
+
+def test_a_class_that_needs_more_than_args_is_refused():
+    class Demanding(Classifier):
+        def __init__(self, width):
+            super().__init__()
+
+    call = lambda: run("--train-iters", "1", model_cls=Demanding)  # noqa: E731
+    fails_at("class Demanding", call, match="Demanding is called with nothing", kind=ConfigError)
+    with pytest.raises(ConfigError, match="model_cls is 3"):
+        run("--train-iters", "1", model_cls=3)
+
+
+def test_a_metric_of_another_length_than_the_batch_is_refused():
+    def step_odd(data_iterator, model, args, timers):
+        x, labels, _ = next(data_iterator)
+        return cross_entropy(model(x), labels), {"odd": torch.ones(3)}
+
+    words = ("--train-iters", "1", "--valid-data", "4")
+    call = lambda: run(*words, forward_step_function=step_odd, handle_metrics_function=dict)  # noqa: E731
+    fails_at("def step_odd", call, match=r"metric odd is a tensor of shape \(3,\), and the batch has 4")
+
+
+def test_a_handle_metrics_function_that_returns_nothing_is_refused():
+    def forgetful(metrics):
+        metrics.clear()
+
+    call = lambda: run("--train-iters", "1", "--valid-data", "4", handle_metrics_function=forgetful)  # noqa: E731
+    fails_at("def forgetful", call, match="forgetful returned None")
+
+
+def test_contradictions_between_flags_are_refused():
+    for words, match in (
+        ((), "Neither --train-iters nor --epochs"),
+        (("--train-iters", "1", "--checkpoint-num-layers", "2"), "--checkpoint-num-layers: 2"),
+        (("--train-iters", "1", "--split", "9,1", "--valid-data", "4"), "both give the set valid"),
+        (("--train-iters", "1", "--split", "a,b"), "--split: 'a,b'"),
+        (("--train-iters", "1", "--train-data-weights", "1", "2"), "2 weights for 1 paths"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            run(*words)
+
+
+# two processes
+
+
+def step_of_cases(data_iterator, model, args, timers):
+    """A step whose second update has a metric that is infinite on one rank, and one that only one rank has."""
+    step_of_cases.calls += model.training
+    x, labels, numbers = next(data_iterator)
+    losses = cross_entropy(model(x), labels, reduction="none")
+    is_last_rank = args.rank == args.world_size - 1
+    metrics = {"number": numbers} if not model.training else {}
+    if is_last_rank and model.training:
+        metrics["of_last"] = torch.tensor(5.0)
+        metrics["odd"] = torch.tensor(float("inf") if args.spoil and step_of_cases.calls == 2 else 1.0)
+    return losses.mean(), metrics
+
+
+def run_cases(folder, batch_size):
+    """The runs of which test_two_processes_do_what_one_does compares one process and two."""
+    gathered = {}
+    for name, words in {"zero0": [], "zero2": ["--zero-stage", "2"], "zero3": ["--zero-stage", "3"], "spoilt": []}.items():
+        step_of_cases.calls = 0
+        given = ["--experiment-name", name, "--save", str(folder), "--train-iters", "4", "--valid-data", "9+50", *words]
+        args = flags(*given, "--batch-size", str(batch_size), "--eval-batch-size", str(batch_size))
+        args.spoil = name == "spoilt"
+
+        def handle(metrics, name=name):
+            gathered[name] = metrics["number"].tolist()
+            return {"sum": metrics["number"].sum()}
+
+        torch.manual_seed(5)
+        training_main(args, Classifier(), step_of_cases, Points, handle)
+    return gathered
+
+
+def test_two_processes_do_what_one_does(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, str(HERE), str(two)],
+        cwd=HERE.parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    gathered = run_cases(one, batch_size=8)
+    assert gathered["zero0"] == list(range(50, 59))
+    assert json.loads(re.search(r"GATHERED (.*)", done.stdout)[1]) == gathered
+    # Any stage of ZeRO, and any number of ranks, is the same mathematics.
+    for name in ("zero0", "zero2", "zero3"):
+        assert losses(name, two) == pytest.approx(losses("zero0", one), rel=1e-5)
+        assert lines(name, two)[-1]["valid/loss"] == pytest.approx(lines("zero0", one)[-1]["valid/loss"], rel=1e-5)
+    assert lines("zero0", two)[0]["of_last"] == 5.0  # averaged over the rank that has it
+    # An update that one rank spoils is skipped by both: the next one begins with the same weights.
+    config = (two / "zero3" / "config.yaml").read_text("utf-8")
+    assert "non_finite: skip" in config
+    for left, right in zip(losses("spoilt", one)[2:], losses("spoilt", two)[2:], strict=True):
+        assert left == pytest.approx(right, rel=1e-5)
+    assert losses("spoilt", two)[-1] != pytest.approx(losses("zero0", two)[-1], rel=1e-5)
+
+
+if __name__ == "__main__":
+    results = run_cases(Path(sys.argv[1]), batch_size=4)
+    if os.environ["RANK"] == "0":
+        print("GATHERED", json.dumps(results))
