@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.faults.runs import log_of, store_of, train
+from tests.faults.runs import config_of, log_of, start, store_of, train
 
-from trainwright import Hook, RunConfig, Trainer, run_experiment
-from trainwright.errors import ConfigError
+from trainwright import Hook, RunConfig, Task, Trainer, build_trainer, run_experiment
+from trainwright.checkpoint.store import CheckpointStore
+from trainwright.errors import CheckpointError, ConfigError, TrainwrightError
 from trainwright.main import Interrupted
 
 PROJECT = Path(__file__).parent / "project"
@@ -219,3 +220,336 @@ def test_a_signal_before_the_first_step_leaves_at_once_and_nothing_is_lost(tmp_p
     assert train(tmp_path / "run", trainer=Told) == 128 + signal.SIGTERM
     assert not (tmp_path / "slept").exists()
     assert train(tmp_path / "run") == 0
+
+
+# who trains, and what is learned
+
+
+class Doubled(Trainer):
+    """Trains on twice the loss, and says so."""
+
+    def forward(self, **batch):
+        return 2 * self.model(**batch)["loss"], {"doubled": 1.0}
+
+
+def test_a_trainer_is_given_as_a_class(tmp_path):
+    run_experiment(load(tmp_path, "evaluation.metrics={}"), trainer=Doubled)
+    assert lines_of(tmp_path / "small")[-1]["doubled"] == 1.0
+
+
+def test_a_trainer_is_given_as_it_was_built(tmp_path):
+    config = load(tmp_path, "evaluation.metrics={}")
+    trainer = build_trainer(config, Doubled)
+    model, logs = run_experiment(config, trainer=trainer)
+    assert model is trainer.model
+    assert trainer.step == 6
+    assert logs == last_evaluation(tmp_path / "small")
+    assert "Finished at step 6." in (tmp_path / "small" / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("mode", ["train", "train_and_post_eval"])
+def test_a_trainer_that_is_built_evaluates_as_the_mode_says(tmp_path, mode):
+    config = load(tmp_path)
+    _, logs = run_experiment(config, mode=mode, trainer=build_trainer(config))
+    evaluated = [line["step"] for line in lines_of(tmp_path / "small") if "valid/loss" in line]
+    assert evaluated == ([] if mode == "train" else [6])
+    assert bool(logs) == bool(evaluated)
+
+
+def test_a_trainer_that_is_built_is_evaluated_at_a_checkpoint(tmp_path):
+    config = load(tmp_path)
+    _, logs = run_experiment(config)
+    trainer = build_trainer(config)
+    for parameter in trainer.model.parameters():
+        parameter.data.zero_()
+    assert run_experiment(config, mode="eval", trainer=trainer)[1] == logs
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"fresh": True}, "fresh: has no effect on a trainer that is built"),
+        ({"task": Task()}, "task: has no effect on a trainer that is built"),
+        ({"model_dir": "elsewhere"}, "this Trainer was built from another config, or for another folder"),
+    ],
+)
+def test_what_was_decided_when_a_trainer_was_built_is_refused(tmp_path, options, words):
+    config = load(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        run_experiment(config, trainer=build_trainer(config), **options)
+
+
+def test_another_config_than_the_trainer_s_own_is_refused(tmp_path):
+    trainer = build_trainer(load(tmp_path))
+    with pytest.raises(ConfigError, match=r"was built from another config.*trainer\.config"):
+        run_experiment(load(tmp_path, "trainer.optimizer.lr=0.5"), trainer=trainer)
+    assert run_experiment(trainer.config, trainer=trainer)[0] is trainer.model
+
+
+@pytest.mark.parametrize("wrong", ["Doubled", torch.nn.Linear, object()])
+def test_what_is_no_trainer_is_refused(tmp_path, wrong):
+    with pytest.raises(ConfigError, match=r"trainer: must be a subclass of Trainer, or what build_trainer"):
+        run_experiment(load(tmp_path), trainer=wrong)
+
+
+class Regression(Task):
+    """Learns the sum of a point."""
+
+    def __init__(self, width=3):
+        self.width = width
+
+    def build_model(self):
+        return torch.nn.Linear(4, 1)
+
+    def forward(self, model, batch):
+        return (model(batch["x"])[:, 0] - self.width * batch["x"].sum(1)).square().mean()
+
+
+class Plain(Trainer):
+    """Nothing of its own."""
+
+
+@pytest.mark.parametrize("trainer", [None, Plain])
+def test_a_task_is_given_as_an_instance(tmp_path, trainer):
+    config = load(tmp_path, "model=null", "evaluation.metrics={}", "trainer.optimizer.lr=0.3", "trainer.max_steps=40")
+    model, logs = run_experiment(config, task=Regression(), trainer=trainer)
+    assert isinstance(model, torch.nn.Linear)
+    assert logs["valid/loss"] < 1.0  # 36 at first
+    assert run_experiment(config, task=Regression(), mode="eval")[1] == logs
+
+
+def test_a_task_is_no_class(tmp_path):
+    with pytest.raises(ConfigError, match=r"task: must be an instance of Task, such as MyTask\(\)"):
+        run_experiment(load(tmp_path), task=Regression)
+
+
+def test_a_task_section_that_loses_against_a_given_task_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"task: has no effect"):
+        run_experiment(load(tmp_path, "task={type: task}"), task=Task())
+
+
+# the modes
+
+
+def evaluated_steps(folder):
+    return [line["step"] for line in lines_of(folder) if "valid/loss" in line]
+
+
+def test_evaluation_after_training_is_made_once_and_returned(tmp_path):
+    _, logs = run_experiment(load(tmp_path), mode="train_and_post_eval")
+    assert evaluated_steps(tmp_path / "small") == [6]
+    assert logs == last_evaluation(tmp_path / "small")
+    _, usual = run_experiment(load(tmp_path, "name=usual"))
+    assert logs == usual
+
+
+@pytest.mark.parametrize("mode", ["train_and_eval", "train_and_post_eval", "eval"])
+def test_a_run_that_was_trained_alone_is_evaluated_when_it_is_asked_for(tmp_path, mode):
+    config = load(tmp_path, "data.test={type: parts.py:Points, size: 9, seed: 2}")
+    run_experiment(config, mode="train")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    _, logs = run_experiment(config, mode=mode)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert logs.keys() == {"valid/loss", "valid/accuracy", "test/loss", "test/accuracy"}
+    assert logs == run_experiment(config.derive({"name": "both"}))[1]
+
+
+def test_a_finished_run_is_not_evaluated_twice(tmp_path):
+    evaluations = []
+
+    class Counts(Trainer):
+        def eval_begin(self):
+            evaluations.append(self.eval_name)
+
+    run_experiment(load(tmp_path), trainer=Counts)
+    assert evaluations == ["valid", "valid"]  # at 5 and at the end
+    run_experiment(load(tmp_path), trainer=Counts)
+    assert len(evaluations) == 2
+    extra = "data.eval={valid: {type: parts.py:Points, size: 33, seed: 1}, more: {type: parts.py:Points, size: 5}}"
+    _, logs = run_experiment(load(tmp_path, extra), trainer=Counts)
+    assert evaluations[2:] == ["more"]
+    assert {"valid/loss", "more/loss"} <= logs.keys()
+
+
+def test_evaluating_refuses_no_changed_setting(tmp_path):
+    _, logs = run_experiment(load(tmp_path))
+    changed = load(tmp_path, "trainer.optimizer.lr=0.5", "seed=1", "trainer.global_batch_size=12", "data.train.size=9")
+    assert run_experiment(changed, mode="eval")[1]["valid/accuracy"] == logs["valid/accuracy"]
+
+
+# evaluating what another process trains
+
+
+def results_of(folder):
+    return [json.loads(line) for line in (folder / "evaluations.json").read_text().splitlines()]
+
+
+def test_continuous_evaluation_takes_each_checkpoint_once_and_ends_with_the_training(tmp_path):
+    config = load(tmp_path, "checkpoint.every_steps=2", "checkpoint.keep_last=null", "evaluation.every_steps=2")
+    run_experiment(config)
+    logged = [{key: line[key] for key in ("step", "valid/loss", "valid/accuracy")} for line in lines_of_sets(tmp_path)]
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for _ in range(2):  # a second one begins its own results
+        model, logs = run_experiment(config, mode="continuous_eval")
+        assert results_of(tmp_path / "small") == logged
+        assert {"step": 6, **logs} == logged[-1]
+    (tmp_path / "small" / "evaluations.json").unlink()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert isinstance(model, torch.nn.Module)
+
+
+def lines_of_sets(tmp_path):
+    return [line for line in lines_of(tmp_path / "small") if "valid/loss" in line]
+
+
+def test_continuous_evaluation_of_averaged_weights_gives_what_training_logged(tmp_path):
+    hooks = "hooks=[{type: average_weights, decay: 0.9}]"
+    config = load(tmp_path, hooks, "checkpoint.every_steps=2", "evaluation.every_steps=2", "checkpoint.keep_last=null")
+    run_experiment(config)
+    run_experiment(config, mode="continuous_eval")
+    assert [line["valid/loss"] for line in results_of(tmp_path / "small")] == [
+        line["valid/loss"] for line in lines_of_sets(tmp_path)
+    ]
+
+
+class WaitForEvaluation(Hook):
+    """Trains on only when the newest checkpoint was evaluated; ends early where it is told to."""
+
+    def __init__(self, *, stop_at=None):
+        self.stop_at = stop_at
+
+    def after_step(self):
+        results = self.trainer.folder / "evaluations.json"
+        newest = max(self.trainer.surroundings.store.steps(), default=0)
+        deadline = time.monotonic() + 60
+        while newest and f'"step": {newest},' not in (results.read_text() if results.exists() else ""):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        if self.trainer.step == self.stop_at:
+            self.trainer.stop("enough")
+
+
+@pytest.mark.parametrize(("stop_at", "steps"), [(None, [2, 4, 6]), (5, [2, 4, 5])])
+def test_continuous_evaluation_follows_a_training_to_its_end(tmp_path, stop_at, steps):
+    folder = tmp_path / "run"
+    child = start(folder, "checkpoint.asynchronous=false", hooks=[WaitForEvaluation(stop_at=stop_at)])
+    config = config_of(folder)
+    _, logs = run_experiment(config, mode="continuous_eval", poll_seconds=0.02, timeout_seconds=60)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert [line["step"] for line in results_of(folder)] == steps
+    assert {"step": steps[-1], **logs} == results_of(folder)[-1]
+
+
+def test_continuous_evaluation_waits_no_longer_than_it_is_told(tmp_path, caplog):
+    with pytest.raises(CheckpointError, match=r"no new checkpoint within 0\.1 seconds\. Train first"):
+        run_experiment(load(tmp_path), mode="continuous_eval", poll_seconds=0.02, timeout_seconds=0.1)
+
+    class Dies(Trainer):
+        def train_step(self, batch):
+            if self.step == 5:
+                raise OSError("died")
+            return super().train_step(batch)
+
+    with pytest.raises(OSError, match="died"):
+        run_experiment(load(tmp_path), trainer=Dies)
+    _, logs = run_experiment(load(tmp_path), mode="continuous_eval", poll_seconds=0.02, timeout_seconds=0.1)
+    assert results_of(tmp_path / "small") == [{"step": 4, **logs}]
+    assert "the last one evaluated is step 4" in caplog.text
+
+
+def test_a_checkpoint_that_is_deleted_before_it_is_read_is_skipped_in_words(tmp_path, monkeypatch, caplog):
+    config = load(tmp_path, "checkpoint.every_steps=2", "checkpoint.keep_last=null")
+    run_experiment(config)
+    read_split = CheckpointStore.read_split
+
+    def read_too_late(store, step, part):
+        if step == 4:
+            store.delete(4)  # as the training's retention does, at this very moment
+        return read_split(store, step, part)
+
+    monkeypatch.setattr(CheckpointStore, "read_split", read_too_late)
+    run_experiment(config, mode="continuous_eval")
+    assert [line["step"] for line in results_of(tmp_path / "small")] == [2, 6]
+    assert "Step 4 was deleted before it could be evaluated." in caplog.text
+
+
+def test_a_checkpoint_that_cannot_be_read_ends_continuous_evaluation(tmp_path):
+    config = load(tmp_path)
+    run_experiment(config)
+    with pytest.raises(CheckpointError, match="holds another model"):
+        run_experiment(load(tmp_path, "model.width=16"), mode="continuous_eval")
+
+
+def test_continuous_evaluation_needs_a_set(tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.eval: there is no evaluation set"):
+        run_experiment(load(tmp_path, "data.eval={}"), mode="continuous_eval")
+
+
+# what a trainer's own constructor may leave out
+
+
+def line_of(method):
+    return f"{method.__code__.co_filename}:{method.__code__.co_firstlineno}"
+
+
+def test_a_trainer_that_forgets_the_constructor_of_trainer_is_told_so_with_its_line(tmp_path):
+    class Forgets(Trainer):
+        def __init__(self, config, task, model, optimizer, train_dataset, **rest):
+            self.config, self.model = config, model
+
+    for run in (build_trainer, lambda config, kind: run_experiment(config, trainer=kind)):
+        with pytest.raises(TrainwrightError) as refused:
+            run(load(tmp_path), Forgets)
+        assert str(refused.value).startswith(f"{line_of(Forgets.__init__)}: Forgets.__init__ has not called super()")
+        assert "Call super().__init__(config, task, model, optimizer, train_dataset" in str(refused.value)
+
+
+def test_a_trainer_that_reads_an_attribute_too_early_is_told_so(tmp_path):
+    class Early(Trainer):
+        def __init__(self, config, task, model, optimizer, train_dataset, **rest):
+            self.first = self.device
+            super().__init__(config, task, model, optimizer, train_dataset, **rest)
+
+    with pytest.raises(TrainwrightError, match=r"has not called super\(\).__init__, so Early has no `device`"):
+        build_trainer(load(tmp_path), Early)
+
+
+def test_a_trainer_that_keeps_the_rest_to_itself_is_told_so_with_its_line(tmp_path):
+    class Keeps(Trainer):
+        def __init__(self, config, task, model, optimizer, train_dataset, **rest):
+            super().__init__(config, task, model, optimizer, train_dataset)
+
+    with pytest.raises(TrainwrightError) as refused:
+        build_trainer(load(tmp_path), Keeps)
+    assert str(refused.value).startswith(f"{line_of(Keeps.__init__)}: Keeps was made without its surroundings.")
+
+
+def test_an_attribute_that_a_whole_trainer_lacks_is_python_s_own_error(tmp_path):
+    class Broken(Trainer):
+        @property
+        def inner(self):
+            return self.nothing
+
+    trainer = build_trainer(load(tmp_path), Broken)
+    for name in ("nothing", "inner"):
+        with pytest.raises(AttributeError, match="object has no attribute 'nothing'"):
+            getattr(trainer, name)
+    assert not hasattr(trainer, "absent")
+
+
+def test_joining_waits_for_the_checkpoint_that_is_being_written(tmp_path):
+    found = []
+
+    class Joins(Hook):
+        def after_step(self):
+            if self.trainer.step == 5:  # one was begun after step 4
+                self.trainer.join()
+                found.append(self.trainer.surroundings.store.steps())
+
+    class WithHook(Trainer):
+        @classmethod
+        def build_hooks(cls, build):
+            return [*build.hooks(), Joins()]
+
+    run_experiment(load(tmp_path), trainer=WithHook)
+    assert found == [[4]]

@@ -12,8 +12,7 @@ from trainwright import get_args, training_main
 from trainwright.data.tokenizer import load_tokenizer
 from trainwright.models.bert import Bert
 
-LIBRARY = Path(sysconfig.get_path("stdlib"))
-LENGTH = 40
+LIBRARY, LENGTH = Path(sysconfig.get_path("stdlib")), 40
 
 
 class AnswerJudge(torch.nn.Module):
@@ -32,7 +31,7 @@ class AnswerJudge(torch.nn.Module):
 class QuestionsAndAnswers(torch.utils.data.Dataset):
     """What does a function do? Every second answer is another function's docstring."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, args):
         self.tokenizer, self.pairs = load_tokenizer("minilm"), []
         for path in sorted(Path(folder).glob("*.py")):
             for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -53,14 +52,8 @@ class QuestionsAndAnswers(torch.utils.data.Dataset):
         return pad(tokens, missing), pad(texts, missing, value=-1), torch.tensor(is_right)
 
 
-def create_dataset(path, args):
-    return QuestionsAndAnswers(path)
-
-
 def forward_step(data_iterator, model, args, timers):
-    timers("batch").start()
     tokens, texts, labels = next(data_iterator)
-    timers("batch").stop()
     logits = model(tokens, texts)
     return cross_entropy(logits, labels), {"right": (logits.argmax(-1) == labels).float()}
 
@@ -81,4 +74,4 @@ if __name__ == "__main__":
     settings = ["--experiment-name", "answers", "--mode", "finetune", "--train-iters", "100", "--batch-size", "16"]
     settings += ["--lr", "3e-5", "--warmup", "0.1", "--eval-interval", "50", "--log-interval", "10"]
     args = get_args([*data, *settings, *sys.argv[1:]])
-    training_main(args, AnswerJudge, forward_step, create_dataset, handle_metrics, begin_with_similarity)
+    training_main(args, AnswerJudge, forward_step, QuestionsAndAnswers, handle_metrics, begin_with_similarity)

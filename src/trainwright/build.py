@@ -67,17 +67,17 @@ def build_trainer(
     if config.trainer.micro_batch_size == "auto":
         _refuse_auto(config, ranks)
 
-        def assemble(trial: RunConfig, trial_folder: Path) -> Trainer:
-            return _assemble(trial, trainer_class, backend, Ranks(), trial_folder, kept=kept, evaluates=False)[0]
+        def assemble_alone(trial: RunConfig, trial_folder: Path) -> Trainer:
+            return assemble(trial, trainer_class, backend, Ranks(), trial_folder, kept=kept, evaluates=False)[0]
 
         going_on = None if fresh else folder
-        config = settle_micro_batch(config, assemble, backend=backend, ranks=ranks, folder=going_on)
-    trainer, build = _assemble(config, trainer_class, backend, ranks, folder, kept=kept, evaluates=evaluates)
+        config = settle_micro_batch(config, assemble_alone, backend=backend, ranks=ranks, folder=going_on)
+    trainer, build = assemble(config, trainer_class, backend, ranks, folder, kept=kept, evaluates=evaluates)
     # Only now is the folder touched: a config with a mistake in it sets nothing aside and leaves nothing behind.
     step, saved = _find_checkpoint(trainer, fresh=fresh, accept_changes=accept_changes)
     if step is None and kept is not None:
         # No checkpoint is intact: the run begins again, with the weights of the pretrained folder.
-        trainer, build = _assemble(config, trainer_class, backend, ranks, folder, evaluates=evaluates)
+        trainer, build = assemble(config, trainer_class, backend, ranks, folder, evaluates=evaluates)
     if step is not None:
         restore_checkpoint(trainer, step, keep_settings=accept_changes)
         _realign(trainer, config, always=accept_changes)
@@ -136,7 +136,7 @@ def build_evaluator(config: RunConfig, trainer_class: type[Trainer] | None = Non
     backend, ranks = _join(config)
     folder = run_folders.run_folder(config)
     kept = _kept_facts(config, folder, ranks)
-    return _assemble(config, trainer_class, backend, ranks, folder, kept=kept, for_training=False)[0]
+    return assemble(config, trainer_class, backend, ranks, folder, kept=kept, for_training=False)[0]
 
 
 def build_model(config: RunConfig, *, folder: Path | None = None) -> torch.nn.Module:
@@ -178,7 +178,7 @@ def _seed_everything(backend: Backend, seed: int) -> None:
     backend.seed(seed)
 
 
-def _assemble(
+def assemble(
     config: RunConfig,
     trainer_class: type[Trainer] | None,
     backend: Backend,

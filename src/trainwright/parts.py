@@ -28,6 +28,7 @@ from trainwright.loop.hook import Hook
 from trainwright.loop.metrics import ConfiguredMetric
 from trainwright.loop.task import Task, overrides
 from trainwright.loop.trainer import Trainer
+from trainwright.loop.trainer_methods import refuse_wrong_methods
 from trainwright.models.from_config import build_model_section, build_without_memory, is_as_shipped
 from trainwright.models.pretrained_facts import PretrainedFacts
 from trainwright.optim.param_groups import make_optimizer, names_of_others
@@ -194,6 +195,7 @@ class Build:
 
     def take_trainer(self, trainer_class: type[Trainer]) -> None:
         """Notes the class that asks for the model: a `build_model` of a user's may read the weights that it gets."""
+        refuse_wrong_methods(trainer_class, Trainer)
         owner = next(each for each in trainer_class.__mro__ if "build_model" in vars(each))
         if not owner.__module__.startswith("trainwright."):
             self._reader = f"{owner.__name__}.build_model"

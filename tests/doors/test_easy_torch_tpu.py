@@ -118,6 +118,32 @@ def test_a_trainer_is_a_file_in_trainers_whose_forward_returns_loss_and_aux(proj
     assert all(isinstance(line["spread"], float) and line["spread"] > 0 for line in written)
 
 
+def test_a_file_in_any_folder_of_a_kind_is_found_by_its_name(project):
+    task = """
+        from trainwright import Task
+
+
+        class Halved(Task):
+            def forward(self, model, batch):
+                return model.criterion(model(batch["x"]), batch["labels"]) / 2
+        """
+    hook = """
+        from trainwright import Hook
+
+
+        class Puts(Hook):
+            def after_step(self):
+                self.trainer.storage.put_scalar("twice", 2.0 * self.trainer.step)
+        """
+    plain = "from trainwright import Trainer\n\n\nclass Plain(Trainer):\n    pass\n"
+    write(project, {"tasks/halved.py": task, "hooks/puts.py": hook, "trainers/plain.py": plain})
+    train(project, "trainer.sharpness=1.0", "trainer.max_steps=1")
+    mine = ["trainer.type=plain.Plain", "task=halved.Halved", "hooks=[puts.Puts]"]
+    train(project, *mine, "trainer.max_steps=1", "name=half")
+    [whole], [half] = lines(project), lines(project, "half")
+    assert (half["loss"], half["twice"]) == (pytest.approx(whole["loss"] / 2), 2.0)
+
+
 def test_an_overridden_train_step_returns_four_values_and_all_else_still_works(project):
     overrides = """
         class Steps(Mine):

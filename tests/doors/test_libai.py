@@ -226,6 +226,21 @@ def test_fast_dev_run_tries_everything_and_keeps_nothing_and_overrides_come_last
     assert lines(project)[-1]["lr"] == 0.5
 
 
+def test_eval_only_evaluates_the_newest_checkpoint_and_resume_goes_on(project, monkeypatch):
+    monkeypatch.chdir(project)
+    invoke = CliRunner().invoke
+    assert invoke(app, ["train", "run.yaml", "-q", "trainer.max_steps=4"]).exit_code == 0
+    logged = lines(project)[-1]
+    before = {path: path.read_bytes() for path in (project / "runs").rglob("*") if path.is_file()}
+    done = invoke(app, ["train", "run.yaml", "-q", "--eval-only", "trainer.max_steps=4"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["valid/loss"] == logged["valid/loss"]
+    assert {path: path.read_bytes() for path in (project / "runs").rglob("*") if path.is_file()} == before
+    done = invoke(app, ["train", "run.yaml", "-q", "--resume"])
+    assert done.exit_code == 0, done.output
+    assert [line["step"] for line in lines(project)] == [1, 2, 3, 4, 5, 6]
+
+
 # parallelism and memory
 
 

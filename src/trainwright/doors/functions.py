@@ -1,6 +1,6 @@
-"""The door for functions: `train` for a notebook or a short script; `training_main` and `get_args` beside it.
+"""The door for functions, in its short form: a model, a dataset and a forward, in a notebook or a short script.
 
-A model, a dataset and a forward are all that `train` needs. The other two are in files of their own.
+`training_main` and `get_args`, SwissArmyTransformer's form, are in training_main.py and arguments.py.
 """
 
 from __future__ import annotations
@@ -12,15 +12,11 @@ import torch
 
 from trainwright.build import build_trainer
 from trainwright.config import RunConfig
-from trainwright.doors.arguments import get_args
-from trainwright.doors.training_main import training_main
 from trainwright.log import show_log
 from trainwright.loop.builder import Builder
 from trainwright.loop.hook import Hook
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Trainer
-
-__all__ = ["FunctionTask", "get_args", "train", "training_main"]
 
 Forward = Callable[[torch.nn.Module, Any], Any]
 

@@ -22,7 +22,7 @@ from trainwright.config import RunConfig
 from trainwright.doors.arguments import with_defaults
 from trainwright.doors.forward_steps import ForwardStep, per_sample, run_step
 from trainwright.doors.function_data import CreateDataset, FunctionData
-from trainwright.doors.function_model import InitFunction, begin_from, make_model
+from trainwright.doors.function_model import InitFunction, begin_from, is_spent, make_model
 from trainwright.doors.function_settings import config_of
 from trainwright.doors.timers import Timers
 from trainwright.doors.user_code import name_of, place_of
@@ -84,6 +84,8 @@ def training_main(
     show_log()
     config = config_of(args)
     flags = with_defaults(args)
+    if flags.mode == "finetune" and flags.load is not None and not flags.fresh and is_spent(Path(flags.load), config):
+        flags.load = None
 
     class GivenFunctions(FunctionTrainer):
         functions = UserFunctions(

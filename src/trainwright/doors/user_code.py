@@ -36,7 +36,7 @@ def name_of(target: Any) -> str:
 
 
 def caller() -> str | None:
-    """Returns `file:line` of the nearest frame that is not the package's or argparse's: the user's line that led here."""
+    """Returns `file:line` of the nearest frame that is neither the package's nor argparse's: the user's own."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
         frame = frame.f_back

@@ -103,8 +103,11 @@ class Hooks:
     """The hooks of a run. Only methods that a hook overrides are called, so an unused moment costs nothing."""
 
     def __init__(self, hooks: Iterable[Hook]) -> None:
+        if not isinstance(hooks, Iterable):
+            raise ConfigError(f"build_hooks returned {hooks!r}. Return a list, such as [*build.hooks(), MyHook()].")
         self.all = list(hooks)
         for hook in self.all:
+            _refuse_no_hook(hook)
             _refuse_misspelt(hook)
         self._calls: dict[str, list[Callable[..., None]]] = {
             moment: [getattr(hook, moment) for hook in self.all if _overrides(hook, moment)] for moment in MOMENTS
@@ -131,6 +134,17 @@ class Hooks:
             number = sum(type(other).__name__ == name for other in keyed.values()) + 1
             keyed[name if number == 1 else f"{name}#{number}"] = hook
         return keyed
+
+
+def _refuse_no_hook(hook: Any) -> None:
+    """Refuses a class or a function in a hook's place: its moments could not be called, or would never be."""
+    name = getattr(hook, "__name__", repr(hook))
+    if isinstance(hook, type):
+        raise ConfigError(f"{name} is a class, but a hook is an object of one. Give {name}() instead.")
+    if callable(hook) and not any(hasattr(hook, moment) for moment in MOMENTS):
+        raise ConfigError(
+            f"{name} is a function, not a hook. Give Every(n)({name}), or CallbackHook(after_step={name})."
+        )
 
 
 def _refuse_misspelt(hook: Hook) -> None:

@@ -280,7 +280,7 @@ def named_after_args(first: str | Path | Namespace, name: str | Path | None, url
     """Returns the name or folder of a call by either form: (name_or_folder), or (args, name, url)."""
     if url not in (None, "local"):
         raise ConfigError(
-            f"url: nothing is fetched from {url}. Put the files into a folder and name that, or name a model of the hub."
+            f"url: nothing is fetched from {url}. Put the files into a folder and name it, or name a model on the hub."
         )
     if isinstance(first, Namespace):
         if name is None:

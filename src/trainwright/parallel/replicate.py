@@ -101,14 +101,14 @@ class GradientSum:
             self._begin_next()
         sums, self._under_way = self._under_way, []
         waiting = [dist.all_reduce(totals, async_op=True)]
-        present = torch.tensor([parameter.grad is not None for parameter in self._parameters], dtype=torch.int32)
-        flags = present.to(totals.device)
+        present = [parameter.grad is not None for parameter in self._parameters]
+        flags = torch.tensor(present, dtype=torch.int32).to(totals.device)
         if self._sums_gradients:
             waiting.append(dist.all_reduce(flags, group=self._group, async_op=True))
         for work in [*(work for _, work in sums), *waiting]:
             work.wait()
         # Only a rank that lacks a gradient needs to know whether another has it; reading that waits for the device.
-        absent = [] if bool(present.all()) else (flags == 0).tolist()
+        absent = [] if all(present) else (flags == 0).tolist()
         for bucket, (flat, _) in zip(self._buckets, sums, strict=True):
             self._unpack(bucket, flat, absent)
         if self._enter is not None:

@@ -65,7 +65,7 @@ class SentWeights:
         targets = dict(_tensors_of(model))
         filled: set[int] = set()
         while self._waiting:
-            names, whole = self._waiting[0]; self._keep = getattr(self, '_keep', []) + [self._waiting.popleft()]; model.keep = self._keep
+            names, whole = self._waiting.popleft()
             if self._ranks.is_first:
                 self._send(whole.contiguous())
                 continue

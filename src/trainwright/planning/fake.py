@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map_only
 
 from trainwright.backends import pick_backend
-from trainwright.build import _assemble
+from trainwright.build import assemble
 from trainwright.config import BatchPlan, RunConfig, resolve_batch, resolve_mesh
 from trainwright.data.collators.stack import Stack
 from trainwright.data.randomness import Watch
@@ -154,7 +154,7 @@ def _imagined(config: RunConfig, *, world_size: int, rank: int, sequence_length:
         ranks.size = 1
         backend = pick_backend("cpu")
         with mode, _read_ones():
-            trainer, _ = _assemble(
+            trainer, _ = assemble(
                 trial, trainer_class, backend, ranks, Path(folder) / "run", kept=_kept_facts(config), evaluates=False
             )
         ranks.size = world_size
@@ -336,11 +336,9 @@ def _unset() -> AbstractContextManager[Any]:
 def _forms(*, on_gpu: bool) -> Iterator[None]:
     """Lets our models take the forms of their operations that they would take in the run.
 
-    They choose by the device and the class of a tensor; one without memory is of another class, on the CPU.
+    They choose by the device of a tensor; one without memory is on the CPU.
     """
-    answers: dict[str, Callable[..., bool]] = {"is_plain_head": _is_plain_head}
-    if on_gpu:
-        answers["waits_for_memory"] = lambda device: True
+    answers: dict[str, Callable[..., bool]] = {"waits_for_memory": lambda device: True} if on_gpu else {}
     modules = [vars(each) for key, each in list(sys.modules.items()) if key.startswith("trainwright.models.")]
     replaced = [(names, verb, answers[verb]) for names in modules for verb in answers if verb in names]
     replaced += _fused_forms() if on_gpu else []
@@ -392,13 +390,3 @@ class _FusedNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         hidden, weight, _ = ctx.saved_tensors
         return torch.empty_like(hidden), None if weight is None else torch.empty_like(weight)
-
-
-def _is_plain_head(head: torch.nn.Module) -> bool:
-    """As in models/layers/linear_cross_entropy.py, of weights without memory."""
-    return (
-        type(head) is torch.nn.Linear
-        and head.bias is None
-        and type(head.weight) in (torch.nn.Parameter, FakeTensor)
-        and not (head._forward_hooks or head._forward_pre_hooks)
-    )

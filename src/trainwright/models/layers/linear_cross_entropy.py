@@ -40,7 +40,8 @@ def is_plain_head(head: nn.Module) -> bool:
     return (
         type(head) is nn.Linear
         and head.bias is None
-        and type(head.weight) is nn.Parameter  # a sharded weight is of another class
+        and isinstance(head.weight, nn.Parameter)
+        and not hasattr(head.weight, "_local_tensor")  # of a weight that is split over ranks
         and not (head._forward_hooks or head._forward_pre_hooks)
     )
 

@@ -1,0 +1,82 @@
+"""Methods of a user's trainer that nobody would call are refused by name."""
+
+import re
+
+import pytest
+
+from trainwright import Trainer
+from trainwright.errors import ConfigError
+from trainwright.loop.trainer_methods import ELSEWHERE, OVERRIDE_POINTS, refuse_wrong_methods
+
+
+def refusal_of(trainer_class):
+    with pytest.raises(ConfigError) as caught:
+        refuse_wrong_methods(trainer_class, Trainer)
+    return str(caught.value)
+
+
+def test_a_misspelt_method_is_answered_with_the_nearest_and_its_place():
+    class Mine(Trainer):
+        def train_stpe(self, batch):
+            """Would never be called."""
+
+    text = refusal_of(Mine)
+    assert re.match(r".*test_trainer_methods\.py:\d+: Mine\.train_stpe is never called", text)
+    assert "Did you mean train_step?" in text
+
+
+@pytest.mark.parametrize(("theirs", "ours"), ELSEWHERE.items())
+def test_another_frameworks_name_is_answered_with_ours(theirs, ours):
+    mine = type("Mine", (Trainer,), {theirs: lambda self, batch: None})
+    assert f"Mine.{theirs} is never called here. Call it {ours}(batch)." in refusal_of(mine)
+
+
+def test_another_frameworks_name_may_stand_beside_ours():
+    class Mine(Trainer):
+        def run_step(self, batch):
+            return super().train_step(batch)
+
+        def train_step(self, batch):
+            return self.run_step(batch)
+
+    refuse_wrong_methods(Mine, Trainer)
+
+
+def test_a_build_method_of_an_object_is_refused_with_what_to_write():
+    class Mine(Trainer):
+        def build_hooks(self):
+            return []
+
+    text = refusal_of(Mine)
+    assert "Mine.build_hooks is no class method" in text
+    assert "Write @classmethod above it, and (cls, build) as its arguments." in text
+
+
+def test_the_mistake_of_a_base_is_named_with_the_base():
+    class Base(Trainer):
+        def eval_stop(self, batch):
+            """Would never be called."""
+
+    assert "Base.eval_stop is never called" in refusal_of(type("Mine", (Base,), {}))
+
+
+def test_methods_of_one_s_own_are_left_alone():
+    class Mine(Trainer):
+        @classmethod
+        def build_hooks(cls, build):
+            return build.hooks()
+
+        def forward(self, **batch):
+            return self.critic_loss(batch)
+
+        def critic_loss(self, batch):
+            return batch
+
+        def _train_stpe(self):
+            """Private."""
+
+    refuse_wrong_methods(Mine, Trainer)
+
+
+def test_every_override_point_is_trainers():
+    assert all(hasattr(Trainer, name) for name in OVERRIDE_POINTS)
