@@ -366,7 +366,7 @@ def run_further(folder, layout):
     if layout in ("data", "tensor", "pipeline"):
         left = build_trainer(load(folder, "left", layout, *EVALUATED), LeavesInEvaluation)
         left.train()
-        results["left"] = left.ranks.gather((left.step, left.interrupted, left.stop_reason))
+        results["left"] = left.ranks.gather((left.step, left.interrupted, left.stop_reason, left.has_unfinished_step))
         build_trainer(load(folder, "left", layout, *EVALUATED), Double).train()
         for name, (kind, overrides) in FAILURES.items():
             if fails_in(name, layout):

@@ -73,8 +73,8 @@ def test_every_row_is_evaluated_once_and_in_order(folder, name, layout):
 
 @pytest.mark.parametrize("layout", ["data", "tensor", "pipeline"])
 def test_an_evaluation_that_a_signal_ends_is_left_by_all_and_made_anew(folder, layout):
-    for step, is_interrupted, reason in results(folder, layout)["left"]:
-        assert (step, is_interrupted, reason) == (3, True, "SIGTERM")
+    for left in results(folder, layout)["left"]:
+        assert left == [3, True, "SIGTERM", True]  # the last: it did not end the evaluation first
     assert lines(folder, layout, "left") == lines(folder, layout, "evaluated")
     undisturbed, found = (weights(folder, layout, name) for name in ("evaluated", "left"))
     assert all(torch.equal(value, found[key]) for key, value in undisturbed.items())

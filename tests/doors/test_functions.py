@@ -74,7 +74,9 @@ def test_a_wrong_value_is_refused_with_what_is_wanted():
     for words, match in (
         (["--batch-size", "0"], "--batch-size: must be a whole number from 1 on; got '0'"),
         (["--warmup", "20"], "--warmup: must be a fraction from 0 to 1; got '20'"),
-        (["--lr", "fast"], "--lr: must be a number from 0 on; got 'fast'"),
+        (["--lr", "fast"], "--lr: must be a number above 0; got 'fast'"),
+        (["--epochs", "0"], "--epochs: must be a number above 0; got '0'"),
+        (["--clip-grad", "-1"], "--clip-grad: must be a number from 0 on; got '-1'"),
         (["--zero-stage", "4"], "--zero-stage"),
         (["--zero-stage", "x"], "--zero-stage: must be a whole number; got 'x'"),
         (["--mode", "train"], "--mode"),

@@ -41,6 +41,13 @@ def _number(text: str) -> float:
     return number
 
 
+def _positive(text: str) -> float:
+    number = _number(text)
+    if number == 0:
+        raise ValueError
+    return number
+
+
 def _fraction(text: str) -> float:
     number = float(text)
     if not 0 <= number <= 1:
@@ -53,15 +60,16 @@ _WANTED: Mapping[Callable[[str], Any], str] = {
     _whole: "a whole number from 0 on",
     int: "a whole number",
     _number: "a number from 0 on",
+    _positive: "a number above 0",
     _fraction: "a fraction from 0 to 1",
 }
 
 _FLAGS: Mapping[str, Mapping[str, Any]] = {
     "--train-iters": {"type": _count, "help": "Updates, whatever the number of forwards in each."},
-    "--epochs": {"type": _number, "help": "Passes over the training data; with --train-iters, the first limit ends."},
+    "--epochs": {"type": _positive, "help": "Passes over the training data; with --train-iters, the first limit ends."},
     "--batch-size": {"type": _count, "default": 4, "help": "Samples of one forward on one rank."},
     "--gradient-accumulation-steps": {"type": _count, "default": 1, "help": "Forwards of one update on one rank."},
-    "--lr": {"type": _number, "default": 1e-4, "help": "The learning rate after the warm-up."},
+    "--lr": {"type": _positive, "default": 1e-4, "help": "The learning rate after the warm-up."},
     "--warmup": {"type": _fraction, "default": 0.01, "help": "The part of the updates in which the rate rises."},
     "--lr-decay-style": {"choices": DECAY_STYLES, "default": "linear", "help": "How the rate falls afterwards."},
     "--lr-decay-ratio": {"type": _fraction, "default": 0.1, "help": "The last rate, as a part of --lr."},
