@@ -17,6 +17,7 @@ import torch
 
 from trainwright.checkpoint.split_tensors import fill
 from trainwright.config import RunConfig
+from trainwright.errors import ConfigError
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Trainer
 from trainwright.parallel.collectives import Ranks
@@ -150,7 +151,13 @@ def plan_of(model: torch.nn.Module, config: RunConfig, sizes: Mapping[str, int])
         rules = packaged_rules(model)
     else:
         rules = read_rules(setting, project_dir=Path(config.project_dir), origin=config.origin)
-    return plan_sharding(model, rules, sizes)
+    try:
+        return plan_sharding(model, rules, sizes)
+    except ConfigError as error:
+        if error.where is not None:
+            raise
+        where = config.origin("model.sharding" if setting is not None else "runtime.mesh.tensor")
+        raise ConfigError(error.problem, where=where) from error
 
 
 def _reserved(config: RunConfig) -> Mapping[str, Any]:

@@ -69,7 +69,7 @@ CASES = {
     ),
     "heads": (
         [("num_heads: 2", "num_heads: 1"), ("{data: 2}", "{tensor: 2}")],
-        None,
+        "mesh:",
         "model.num_heads is 1, which tensor: 2 ranks cannot share",
     ),
     "batch": (

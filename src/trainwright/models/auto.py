@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trainwright.errors import ConfigError
 from trainwright.models.locate import find_folder
-from trainwright.models.model import OTHER_TYPES, Model, readers_of, shipped_models
+from trainwright.models.model import OTHER_TYPES, Model, named_after_args, readers_of, shipped_models
 from trainwright.models.pretrained import CONFIG_FILE, read_config_file
 
 
@@ -21,12 +22,18 @@ class AutoModel:
         )
 
     @staticmethod
-    def from_pretrained(name_or_folder: str | Path, *, home_path: str | Path | None = None, **options: Any) -> Model:
-        """Returns the model of a folder in Hugging Face's layout, with its weights.
+    def from_pretrained(
+        name_or_folder: str | Path | Namespace,
+        name: str | Path | None = None,
+        url: str | None = None,
+        home_path: str | Path | None = None,
+        **options: Any,
+    ) -> Model:
+        """Returns the model of a folder in Hugging Face's layout, with its weights; (args, name) is accepted too.
 
         `options` are those of `Model.from_pretrained`: strict, dtype, device, allow_pickle, and settings to change.
         """
-        folder = find_folder(name_or_folder, home_path=home_path)
+        folder = find_folder(named_after_args(name_or_folder, name, url), home_path=home_path)
         chosen = AutoModel.choose(read_config_file(folder), file=folder / CONFIG_FILE)
         return chosen.from_pretrained(folder, **options)
 
