@@ -32,7 +32,8 @@ ROWS = (
     ("build",),
     ("export", "launch", "checking", "explaining", "looking", "planning"),
     ("main",),
-    ("doors", "commands"),
+    ("doors",),
+    ("commands",),
     ("cli",),
     ("__main__",),
 )

@@ -27,7 +27,7 @@ from trainwright.commands.new import new
 from trainwright.commands.runs import runs
 from trainwright.commands.shard import shard
 from trainwright.commands.train import train
-from trainwright.errors import TrainwrightError
+from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.log import show_log
 from trainwright.tracebacks import fold
 
@@ -84,13 +84,15 @@ def main() -> None:
         app()
     except TrainwrightError as error:
         if _is_first_to_fail(error):
-            print(f"{_speaker()}error: {error}", file=sys.stderr)
+            # What is wrong in a file or an override is so on every rank.
+            speaker = "" if isinstance(error, ConfigError) and error.where is not None else _speaker()
+            print(f"{speaker}error: {error}", file=sys.stderr)
         sys.exit(2)
     except Exception as error:
         if logging.getLogger("trainwright").level <= logging.DEBUG:
             raise
         if _is_first_to_fail(error):
-            print(_speaker() + fold(error), end="", file=sys.stderr)
+            print(_lost_rank(error) or _speaker() + fold(error), end="", file=sys.stderr)
         sys.exit(1)
 
 
@@ -101,6 +103,22 @@ def _is_first_to_fail(error: Exception) -> bool:
     from trainwright.parallel.first_error import note_failure
 
     return note_failure(error)
+
+
+def _lost_rank(error: Exception) -> str | None:
+    """Returns the line for an error that only says that another rank is gone; the launcher says how it ended."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return None
+    from trainwright.parallel.first_error import describe_lost_connection
+
+    reason = describe_lost_connection(error)
+    if reason is None:
+        return None
+    rank = os.environ.get("RANK", "0")
+    return (
+        f"Rank {rank}: the connection to another rank was lost ({reason}); see logs/rank-{rank}.txt in the run folder. "
+        "-v shows the traceback here.\n"
+    )
 
 
 def _speaker() -> str:

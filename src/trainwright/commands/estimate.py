@@ -50,6 +50,8 @@ def estimate(
         print(json.dumps(found.to_dict() | fitting, indent=2))
     else:
         _show(found, limit)
+        if limit is not None and not found.fits(limit):
+            print(f"To try: {what_to_try(config, found.axes)}.")
     if limit is not None and not found.fits(limit):
         raise typer.Exit(1)
 
@@ -60,6 +62,22 @@ def read_size(text: str) -> int:
     if found is None:
         raise ConfigError(f"--memory: {text!r} is no size. Use a number with a unit, such as 80GB or 80GiB.")
     return int(float(found[1]) * UNITS[found[2]])
+
+
+def what_to_try(config: RunConfig, axes: dict[str, int]) -> str:
+    """Returns what would take less memory, of what the run does not do yet."""
+    found = []
+    if config.model is not None and "remat" not in config.model.reserved:
+        found.append("recompute layers (model.remat)")
+    if axes.get("replicate", 1) > 1 and axes.get("data", 1) == 1:
+        found.append("split the model instead of copying it (runtime.mesh: {data: -1})")
+    else:
+        found.append("more data ranks (--world, with runtime.mesh: {data: -1})")
+    if config.runtime.precision == "bf16" and config.runtime.gather_precision != "bf16" and axes.get("data", 1) > 1:
+        found.append("gather weights as bf16 (runtime.gather_precision: bf16)")
+    if axes.get("tensor", 1) == 1:
+        found.append("split layers too (runtime.mesh.tensor, within one machine)")
+    return "; ".join(found)
 
 
 def _show(found: Estimate, limit: int | None) -> None:

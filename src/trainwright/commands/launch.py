@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from trainwright.config import RunConfig
+from trainwright.config import RunConfig, resolve_batch, resolve_mesh
 from trainwright.errors import ConfigError
-from trainwright.launch.slurm import SETTINGS, file_stem, follow, job_of, read_settings, submit
+from trainwright.launch.slurm import SETTINGS, SlurmJob, file_stem, follow, job_of, read_settings, submit
 
 _TOP_SETTINGS = {*RunConfig.model_fields, "extends"}
 
@@ -45,6 +45,7 @@ def launch(
     config = RunConfig.load(run, overrides)  # a mistake is cheaper here than after hours in a queue
     command = ["trainwright", "train", str(run), *overrides]
     job = job_of(config.name, command, settings)
+    _refuse_what_the_ranks_would(config, job, has_gpus="gpus" in settings)
     path = file or Path(f"{file_stem(config.name)}.slurm")
     path.write_text(job.text(), encoding="utf-8")
     num_processes = job.nodes * job.processes
@@ -61,6 +62,18 @@ def launch(
             sys.stdout.flush()
     except KeyboardInterrupt:
         print(f"\nJob {job_id} goes on. scancel {job_id} ends it.")
+
+
+def _refuse_what_the_ranks_would(config: RunConfig, job: SlurmJob, *, has_gpus: bool) -> None:
+    """Raises the errors of the run's start that the number of its processes decides."""
+    if has_gpus and config.runtime.device.startswith("cpu"):
+        raise ConfigError(
+            f"runtime.device: cpu leaves the GPUs idle that --slurm asks for (gpus={job.processes}). Set "
+            "runtime.device=auto, or leave gpus= out: then one process runs on the CPU of each machine.",
+            where=config.origin("runtime.device"),
+        )
+    axes = resolve_mesh(config, job.nodes * job.processes)
+    resolve_batch(config, axes["replicate"] * axes["data"])
 
 
 def _is_override(word: str) -> bool:

@@ -98,7 +98,8 @@ def _contradiction(config: RunConfig, total: int, data_ranks: int) -> str:
     if micro is not None and accumulation is not None:
         return f"{shown} is not {' × '.join(factors)} = {unit}. Use {unit}, or leave one of the three out."
     problem = f"{shown} is not {' × '.join(factors)} × a whole number. Use a multiple of {unit}"
-    if config.trainer.micro_batch_size == "auto":
+    # Where accumulation is derived from one sample each, or both are, a smaller factor can help; else none can.
+    if config.trainer.micro_batch_size == "auto" or total % data_ranks:
         return f"{problem}."
     other = "micro_batch_size" if accumulation is None else "accumulation"
     return f"{problem}, or set {other}."

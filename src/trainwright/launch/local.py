@@ -10,13 +10,19 @@ import ctypes
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainwright.errors import HANG_EXIT_CODE, TrainwrightError
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +31,7 @@ _LAUNCHED = "TRAINWRIGHT_LAUNCHED"
 _EXPLAINED = "explained"
 _EXPLAINED_CODE = 2
 _EXPLAINED_CODES = (1, _EXPLAINED_CODE, HANG_EXIT_CODE, 130, 138, 143)  # an error was shown, or a signal obeyed
+_ELASTIC = "torch.distributed.elastic"
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _ADVICE = "SIGKILL often means too little memory. The same command goes on from the newest checkpoint."
 
@@ -61,7 +68,7 @@ def launch(
         monitor_interval=0.1,
         signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     )
-    with tempfile.TemporaryDirectory(prefix="trainwright-launch-") as notes:
+    with tempfile.TemporaryDirectory(prefix="trainwright-launch-") as notes, _own_words(config, Path(notes)):
         os.environ[_LAUNCHED] = notes
         try:
             elastic_launch(config, sys.executable)("-m", "trainwright", *arguments)
@@ -80,6 +87,59 @@ def launch(
         finally:
             del os.environ[_LAUNCHED]
     return 0
+
+
+@contextmanager
+def _own_words(config: LaunchConfig, notes: Path) -> Iterator[None]:
+    """Keeps the log lines of torch's launcher from being shown, unless every detail is wanted: we say it ourselves."""
+    if logger.isEnabledFor(logging.DEBUG):
+        yield
+        return
+    names = [name for name in logging.root.manager.loggerDict if name.startswith(_ELASTIC)]
+    words = _TorchsWords(notes, num_nodes=config.max_nodes, max_restarts=config.max_restarts)
+    for name in names:  # a logger's filter does not see what its children log
+        logging.getLogger(name).addFilter(words)
+    try:
+        yield
+    finally:
+        for name in names:
+            logging.getLogger(name).removeFilter(words)
+
+
+class _TorchsWords(logging.Filter):
+    """Takes what torch's launcher logs, and says of it who was lost where a restart follows.
+
+    Torch tells nobody else: after a restart the failures before it are forgotten.
+    """
+
+    def __init__(self, notes: Path, *, num_nodes: int, max_restarts: int) -> None:
+        super().__init__()
+        self._notes = notes
+        self._num_nodes = num_nodes
+        self._max_restarts = max_restarts
+        self._num_failures = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Lets nothing pass."""
+        match record.args:
+            case (int(code), int(local_rank), int(process), *_) if str(record.msg).startswith("failed (exitcode"):
+                self._num_failures += 1
+                if self._num_failures <= self._max_restarts and not (self._notes / _EXPLAINED).exists():
+                    self._say_restart(local_rank, process, code)
+        return False
+
+    def _say_restart(self, local_rank: int, process: int, code: int) -> None:
+        # Of several machines' launchers none knows the number among all.
+        rank = f"Rank {local_rank}" if self._num_nodes == 1 else f"Local rank {local_rank} on {socket.gethostname()}"
+        ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+        logger.warning(
+            "%s (process %d) %s. Restart %d of %d: all ranks are started again.",
+            rank,
+            process,
+            ended,
+            self._num_failures,
+            self._max_restarts,
+        )
 
 
 def _say_how_it_ended(rank: int, process: int, code: int) -> int:

@@ -80,7 +80,7 @@ class SlurmJob:
             name=name,
             # srun does not take this one over from sbatch.
             cores=" --cpus-per-task=" + self.options["cpus-per-task"] if "cpus-per-task" in self.options else "",
-            options="\n".join(lines),
+            options="\n".join(lines if "cpus-per-task" in self.options else [*lines, _NO_CPUS]),
             before=self.before,
             command=" \\\n        ".join(_wrapped(self.command)),
             processes=self.processes,
@@ -92,12 +92,18 @@ class SlurmJob:
         return f"{file_stem(self.name)}-{job_id}.log"
 
 
+_NO_CPUS = """\
+# No cpus= was given: on many clusters a task then gets one CPU, for all processes of its machine and their data workers.
+# Write the file again with cpus=N after --slurm, or add --cpus-per-task=N here and to srun below."""
+
 _JOB = """\
 #!/bin/bash
 # Trains the run "{name}". Written by `trainwright launch`; change what you like, and submit it with: sbatch THIS_FILE
 {options}
 # Above: all attempts write one log (open-mode), the job may be queued again (requeue), and {before} s before the time
 # limit every process is told to leave (signal): the run finishes its step and saves it.
+
+# Lines that prepare the environment belong here, such as: module load cuda; source .venv/bin/activate
 
 # One launcher on each machine; they meet at the first one, at a port of this job's own.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

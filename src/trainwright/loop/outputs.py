@@ -79,7 +79,7 @@ def read_forward(returned: Any, batch: Any, model: torch.nn.Module, num_samples:
             return ForwardResult(_one_number(returned), num_samples)
         return _with_criterion({"output": returned}, batch, model, num_samples)
     if isinstance(returned, tuple) and not hasattr(returned, "loss"):
-        return ForwardResult(*_read_pair(returned, num_samples))
+        return read_pair(returned, num_samples)
     if isinstance(returned, Mapping):
         outputs = {name: value for name, value in returned.items() if name != "loss"}
         loss = returned.get("loss")
@@ -96,13 +96,14 @@ def read_forward(returned: Any, batch: Any, model: torch.nn.Module, num_samples:
     return ForwardResult(loss if isinstance(loss, Mean) else _one_number(loss), num_samples, outputs=outputs)
 
 
-def _read_pair(returned: tuple[Any, ...], num_samples: int) -> tuple[Loss, int, dict[str, Any]]:
+def read_pair(returned: tuple[Any, ...], num_samples: int) -> ForwardResult:
+    """Reads (loss, metrics)."""
     if len(returned) != 2 or not isinstance(returned[1], Mapping):
         raise TrainwrightError(
             f"forward returned {_describe(returned)}. A tuple must be (loss, metrics), with the metrics in a mapping."
         )
     loss, metrics = returned
-    return loss if isinstance(loss, Mean) else _one_number(loss), num_samples, dict(metrics)
+    return ForwardResult(loss if isinstance(loss, Mean) else _one_number(loss), num_samples, dict(metrics))
 
 
 def _with_criterion(outputs: Mapping[str, Any], batch: Any, model: torch.nn.Module, num_samples: int) -> ForwardResult:

@@ -20,7 +20,7 @@ from trainwright.events import Mean
 from trainwright.loop.held_buffers import BufferPlace, HeldBuffers, read_buffer
 from trainwright.loop.incidents import IncidentWatch
 from trainwright.loop.loss_scale import LossScale
-from trainwright.loop.outputs import ForwardResult, Loss
+from trainwright.loop.outputs import ForwardResult, Loss, read_pair
 from trainwright.loop.step_unless import knows_found_inf, step_unless
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.gradient_norm import GradientNorm
@@ -218,13 +218,15 @@ class Update:
         self.weight: torch.Tensor | float = 0.0
         """After `apply`: what the loss weighs, Σcount over micro-batches and ranks."""
 
-    def backward(self, result: ForwardResult | Loss) -> None:
+    def backward(self, result: ForwardResult | Loss | tuple[Loss, Mapping[str, Any]]) -> None:
         """Adds a micro-batch: propagates its share of the loss and keeps its metrics.
 
-        A plain loss is weighed by the samples of its micro-batch. What is propagated is
+        A plain loss, alone or as (loss, metrics), is weighed by the samples of its micro-batch. What is propagated is
         total / global_batch_size, which keeps fp16 in range whatever the counts are.
         """
-        if not isinstance(result, ForwardResult):
+        if isinstance(result, tuple):
+            result = read_pair(result, self._count_samples())
+        elif not isinstance(result, ForwardResult):
             result = ForwardResult(result, self._count_samples())
         scaled = self.scale(result)
         if scaled is not None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import Store
 
@@ -19,6 +21,14 @@ from trainwright.errors import ConfigError
 
 _REACH_SECONDS = 2.0
 """How long the store may take to be found. The process is about to end: nobody waits long to be polite."""
+
+
+_LOST = re.compile(
+    r"connection (closed|reset) by peer|broken pipe|socket closed|remote process (has terminated|exited)|"
+    r"communicator was aborted|ncclRemoteError|connection was likely closed",
+    re.IGNORECASE,
+)
+"""What gloo, NCCL and torch's store say when the process at the other end is gone."""
 
 
 class RaisedByAll(ConfigError):  # noqa: N818  # an error by what it inherits
@@ -57,6 +67,15 @@ def note_failure(error: BaseException) -> bool:
     except (RuntimeError, KeyError, ValueError):  # torch's errors of the network are RuntimeErrors
         return True
     return bool(first[0] == int(rank))
+
+
+def describe_lost_connection(error: BaseException) -> str | None:
+    """Returns in few words how a collective lost another rank; None for every other error."""
+    own = (dist.DistError, dist.DistNetworkError, dist.DistBackendError)
+    found = _LOST.search(str(error)) if isinstance(error, RuntimeError) else None
+    if found is None or not (isinstance(error, own) or re.search(r"gloo|nccl|c10d|TCPStore", str(error), re.I)):
+        return None
+    return found[0]
 
 
 def noted_failure(store: Store) -> Failure | None:

@@ -73,7 +73,7 @@ def split_tensors(model: nn.Module, plan: ShardingPlan, mesh: Mesh) -> None:
             _bind(module, "drop", tensor_forwards.drop_before_adapter)
         if isinstance(module, nn.modules.loss._Loss) or name.rpartition(".")[2] == "criterion":
             _bind(module, "forward", tensor_forwards.score)
-        _hook_output(name, module, plan, ranks)
+        _hook_output(name, module, plan, ranks, keeps_part=_is_met_by_rows(name, model))
     model.register_forward_hook(tensor_forwards.return_whole)
 
 
@@ -308,29 +308,49 @@ def _bind(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
     setattr(module, name, MethodType(function, module))
 
 
-def _hook_output(name: str, module: nn.Module, plan: ShardingPlan, ranks: DeviceMesh) -> None:
+def _hook_output(name: str, module: nn.Module, plan: ShardingPlan, ranks: DeviceMesh, *, keeps_part: bool) -> None:
     rules = plan.outputs.get(name, {})
+    is_split = any(split_dim(each) is not None for each in _own_parameters(module).values())
 
     def bring(layer: nn.Module, args: Any, output: Any) -> Any:
         if None in rules:
-            return _bring(output, rules[None], layer, ranks)
+            brought = _bring(output, rules[None], layer, ranks)
+            is_whole = is_split and not any("tensor" in dim for dim in rules[None])
+            return whole(brought) if is_whole else brought
         if rules:
             several = [
                 _bring(each, rules[number], layer, ranks) if number in rules else each
                 for number, each in enumerate(output)
             ]
             return type(output)(several)
-        return _plain_output(output)
+        return _plain_output(output, keeps_part=keeps_part)
 
-    if rules or any(split_dim(each) is not None for each in _own_parameters(module).values()):
+    if rules or is_split:
         module.register_forward_hook(bring)
 
 
-def _plain_output(output: Any) -> Any:
+def _plain_output(output: Any, *, keeps_part: bool) -> Any:
     """Returns what leaves a split layer without a rule: its part of the features, or the whole."""
-    if isinstance(output, DTensor) and split_dim(output) == output.dim() - 1:
+    if keeps_part and isinstance(output, DTensor) and split_dim(output) == output.dim() - 1:
         return output.to_local()
     return whole(output)
+
+
+def _is_met_by_rows(name: str, model: nn.Module) -> bool:
+    """Does a layer follow nearby that takes a part of the features? Else what this one returns is gathered.
+
+    Nearby is beside it, or in the module around both, but not in the whole model: what its head returns meets a loss.
+    A layer that is given whole features where it could take a part cuts them itself, so that gathering is only slower.
+    """
+    around, _, last = name.rpartition(".")
+    outer = around.rpartition(".")[0]
+    scope = model.get_submodule(outer or around)
+    names = [each for each, _ in scope.named_modules()] if around else [each for each, _ in model.named_children()]
+    own = name.removeprefix(f"{outer or around}.") if around else last
+    is_table = isinstance(model.get_submodule(name), nn.Embedding)  # of numbers by head, wherever it was made
+    later = names if is_table else names[names.index(own) + 1 :] if own in names else []
+    followers = [scope.get_submodule(each) for each in later]
+    return any(isinstance(each, nn.Linear) and split_dim(each.weight) == 1 for each in followers)
 
 
 def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

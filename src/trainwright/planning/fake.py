@@ -28,9 +28,10 @@ from trainwright.build import assemble
 from trainwright.config import BatchPlan, RunConfig, resolve_batch, resolve_mesh
 from trainwright.data.collators.stack import Stack
 from trainwright.data.randomness import Watch
-from trainwright.errors import ConfigError
+from trainwright.errors import ConfigError, DataError
 from trainwright.loop.feed import Feed
 from trainwright.loop.trainer import Trainer
+from trainwright.memory import offload
 from trainwright.models.locate import find_folder
 from trainwright.models.pretrained import CONFIG_FILE, LoadReport, read_config_file
 from trainwright.models.pretrained_facts import PretrainedFacts, without_paths
@@ -95,7 +96,7 @@ class ImaginaryRun:
         wanted = num_micro_batches or accumulation
         assert wanted in (1, accumulation)
         surroundings = trainer.surroundings
-        with self.mode, _read_ones(), trainer.storage, _forms(on_gpu=self.on_gpu):
+        with self.mode, _read_ones(), trainer.storage, _forms(on_gpu=self.on_gpu), _nothing_waits_on_the_host():
             trainer.samples_in_hand = micro * accumulation
             if wanted < accumulation:
                 batch = next(iter(trainer.micro_batches(batch)))
@@ -209,9 +210,9 @@ def _imagining(
             model: torch.nn.Module = inherited(build)
         except Exception as error:
             # A constructor that reads values of tensors; if it is wrong otherwise too, it now says so.
-            logger.info("The model is built in main memory, for it cannot be built without: %s", error)
             with _unset():
                 model = _without_memory(inherited(build), mode)
+            logger.info("The model was built in main memory, for it cannot be built without: %s", error)
         parameters = list(model.parameters())
         saved = {id(each): each for each in model.state_dict(keep_vars=True).values() if isinstance(each, torch.Tensor)}
         whole.num_parameters = sum(each.numel() for each in parameters)
@@ -224,8 +225,14 @@ def _imagining(
 
     def outside(part: str) -> Any:
         def build_part(cls: type[Trainer], build: Any) -> Any:
-            with _unset():
-                return getattr(super(imagined, cls), f"build_{part}")(build)
+            try:
+                with _unset():
+                    return getattr(super(imagined, cls), f"build_{part}")(build)
+            except (ConfigError, DataError) as error:
+                if part != "train_data":
+                    raise
+                advice = "Or give --length N: rows of N tokens are then taken as samples, and no data is read."
+                raise ConfigError(f"{error.problem} {advice}", where=error.where) from error
 
         return classmethod(build_part)
 
@@ -330,6 +337,17 @@ def _read_ones() -> AbstractContextManager[Any]:
 def _unset() -> AbstractContextManager[Any]:
     """Within it tensors are real again."""
     return cast(AbstractContextManager[Any], _disable_current_modes())
+
+
+@contextmanager
+def _nothing_waits_on_the_host() -> Iterator[None]:
+    """Keeps offloading from warning that it moves nothing: what has no memory is never moved, and a remark says so."""
+    level = offload.logger.level
+    offload.logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        offload.logger.setLevel(level)
 
 
 @contextmanager
