@@ -106,7 +106,8 @@ def _introduce(trainer: Trainer) -> None:
     """Says in a few lines what will run, and where."""
     assert trainer.train_data is not None
     batch, num_parameters = trainer.surroundings.batch, sum(each.numel() for each in trainer.model.parameters())
-    processes = f"{trainer.ranks.size} processes, " if trainer.ranks.size > 1 else ""
+    axes = " × ".join(f"{axis} {size}" for axis, size in trainer.ranks.mesh.sizes.items() if size > 1)
+    processes = f"{trainer.ranks.size} processes ({axes}), " if trainer.ranks.size > 1 else ""
     logger.info(
         "%s: %s parameters%s, %s, %s%s, %s, %s",
         trainer.config.name,

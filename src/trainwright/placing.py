@@ -115,6 +115,7 @@ def _split(
         apply_memory_settings(model, memory, origin=config.origin, is_whole=mesh.size("pipeline") == 1)
     sync = None
     if mesh.size("data", "context") > 1:
+        _refuse_unreduced(config, mesh)
         from trainwright.parallel.fully_shard import shard_parameters
 
         data_dim = plan.data_dim if plan is not None else _first_dim
@@ -164,6 +165,16 @@ def _reserved(config: RunConfig) -> Mapping[str, Any]:
     return {} if config.model is None else config.model.reserved
 
 
+def _refuse_unreduced(config: RunConfig, mesh: Mesh) -> None:
+    """Refuses to reduce once per update where a pipeline's schedule runs all backwards by itself."""
+    if config.runtime.accumulate_unsharded and mesh.size("pipeline") > 1:
+        raise ConfigError(
+            "runtime.accumulate_unsharded: a pipeline reduces gradients with every micro-batch. Leave it out, or the "
+            "pipeline.",
+            where=config.origin("runtime.accumulate_unsharded"),
+        )
+
+
 def _first_dim(name: str) -> None:
     return None
 
@@ -172,6 +183,12 @@ def _settings(config: RunConfig) -> Any:
     from trainwright.parallel.fully_shard import SplitSettings
 
     runtime = config.runtime
+    if runtime.gather_precision == "bf16" and runtime.precision != "bf16":
+        raise ConfigError(
+            f"runtime.gather_precision: bf16 gathers parameters as bf16, but runtime.precision is {runtime.precision}: "
+            "layers would meet two types. Set runtime.precision: bf16, or leave gather_precision out.",
+            where=config.origin("runtime.gather_precision"),
+        )
     return SplitSettings(
         reshard_after_forward=runtime.reshard_after_forward,
         accumulate_unsharded=runtime.accumulate_unsharded,

@@ -40,6 +40,41 @@ def test_what_fits_exits_with_0_and_what_does_not_with_1(run_file):
     assert "has about 0 samples" in tight.stdout
 
 
+def test_what_does_not_fit_gets_advice_that_the_run_does_not_follow_yet(run_file):
+    tight = ("--world", 4, "--length", 32, "--memory", "10 kB")
+    (advice,) = [line for line in invoke(run_file, *tight).stdout.splitlines() if line.startswith("To try: ")]
+    assert "model.remat" in advice
+    assert "runtime.mesh.tensor" in advice
+    assert "gather_precision" not in advice, "the run is in fp32"
+    wiser = ("model.remat=[DecoderLayer]", "runtime.precision=bf16", "runtime.mesh={data: -1, tensor: 2}")
+    (advice,) = [line for line in invoke(run_file, *wiser, *tight).stdout.splitlines() if line.startswith("To try: ")]
+    assert "more data ranks" in advice
+    assert "runtime.gather_precision: bf16" in advice
+    assert "model.remat" not in advice
+    assert "runtime.mesh.tensor" not in advice
+
+
+def test_offload_is_remarked_on_and_not_warned_of(run_file, caplog):
+    offloads = ("model.remat=[DecoderLayer]", "model.offload=[decoder_input]")
+    done = invoke(run_file, *offloads, "--world", 4, "--length", 32)
+    assert done.exit_code == 0, done.output
+    assert "model.offload is not counted" in done.stdout
+    assert "waits on the host" not in caplog.text
+
+
+def test_without_data_the_error_names_the_length(run_file):
+    done = invoke(run_file, "--world", 4)
+    assert isinstance(done.exception, ConfigError)
+    assert "data.train: there is no dataset" in str(done.exception)
+    assert "Or give --length N" in str(done.exception)
+
+
+def test_a_model_that_cannot_be_built_is_said_once(run_file, caplog):
+    done = invoke(run_file, "model.preset=wrong", "--world", 4, "--length", 32)
+    assert "has no preset 'wrong'" in str(done.exception)
+    assert "preset" not in caplog.text
+
+
 def test_json_is_one_object(run_file):
     done = invoke(run_file, "--world", 4, "--length", 32, "--json", "--memory", "1GiB")
     told = json.loads(done.stdout)

@@ -89,6 +89,15 @@ def test_a_contradiction_is_refused_with_file_line_and_arithmetic(tmp_path, monk
             "100 is not micro_batch_size 8 × 3 data ranks × accumulation 2 = 48. "
             "Use 48, or leave one of the three out.",
         ),
+        (
+            {"global_batch_size": 2},
+            "2 is not 3 data ranks × a whole number. Use a multiple of 3.",  # no micro_batch_size would help
+        ),
+        (
+            {"accumulation": 2},
+            "the default, 32, is not 3 data ranks × accumulation 2 × a whole number. Use a multiple of 6, "
+            "or set micro_batch_size.",
+        ),
         ({}, "the default, 32, is not 3 data ranks × a whole number. Use a multiple of 3, or set micro_batch_size."),
         (
             {"global_batch_size": 33, "accumulation": 2},

@@ -66,6 +66,9 @@ def test_an_explained_error_of_the_ranks_is_the_launchers_exit_code(tmp_path):
     assert errors.count('no optimizer "adamww". Did you mean "adamw"?') == 1
     assert "ChildFailedError" not in errors
     assert "Restart" not in errors
+    # Torch's launcher logs who was told to end and who failed; all of it is said in the one error.
+    assert not re.search(r"^[WE]\d{4} |exitcode|closing signal", errors, re.MULTILINE)
+    assert not re.search(r"^rank \d+:", errors, re.MULTILINE), "a setting is wrong on every rank"
 
 
 def test_a_killed_launcher_leaves_no_orphans_and_no_step_is_lost(tmp_path):
@@ -105,6 +108,9 @@ def test_a_lost_process_restarts_the_group_which_goes_on_as_if_nothing_had_happe
         timed = re.compile(r"_per_second|_per_step|slowest_rank_share")
         metrics.append([{name: value for name, value in line.items() if not timed.search(name)} for line in lines])
         (tmp_path / "mark").unlink(missing_ok=True)
+    lost = r"^Rank 1 \(process \d+\) was ended by SIGKILL\. Restart 1 of 1: all ranks are started again\.$"
+    assert len(re.findall(lost, errors, re.MULTILINE)) == 1
+    assert "Traceback" not in errors, "the other rank only says that it lost a connection"
     assert errors.count("Restart 1: the run goes on from its newest checkpoint.") == 1
     assert metrics[0] == metrics[1]
     assert len(metrics[0]) == 12

@@ -82,6 +82,8 @@ def test_the_job_file_is_shell_that_a_person_can_read(in_tmp, monkeypatch, capsy
         "nodes=4",
         "gpus=8",
         "time=24:00:00",
+        "runtime.device=cuda",
+        "trainer.global_batch_size=256",
     ]
     assert launch(monkeypatch, PROJECT / "run.yaml", *words, "memory=200G", "cpus=16", "restarts=0") == 0
     assert "Wrote big-run.slurm: 32 processes, 8 on each of 4 machines." in capsys.readouterr().out
@@ -99,6 +101,36 @@ def test_the_job_file_is_shell_that_a_person_can_read(in_tmp, monkeypatch, capsy
     )
     assert "--nproc 8 --max-restarts 0" in text
     assert "srun --ntasks-per-node=1 --cpus-per-task=16" in text
+    assert "module load" in text
+    assert "No cpus= was given" not in text
+
+
+def test_a_job_without_cores_says_what_that_means_and_how_to_set_them():
+    text = job_of("big", ["trainwright", "train", "run.yaml"], {"nodes": "2"}).text()
+    assert "# No cpus= was given: on many clusters a task then gets one CPU" in text
+    assert "add --cpus-per-task=N here and to srun below" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ([], "runtime.device: cpu leaves the GPUs idle that --slurm asks for (gpus=8)."),
+        (
+            ["runtime.device=auto"],
+            "8 is not micro_batch_size 4 × 32 data ranks × a whole number. Use a multiple of 128.",
+        ),
+        (
+            ["runtime.device=auto", "runtime.mesh={tensor: 5, data: -1}"],
+            "data ? × tensor 5 cannot be 32 ranks: 32 is not a multiple of 5.",
+        ),
+    ],
+)
+def test_what_the_number_of_processes_makes_impossible_is_refused_as_by_the_run(
+    overrides, problem, in_tmp, monkeypatch, capsys
+):
+    assert launch(monkeypatch, PROJECT / "run.yaml", *overrides, "--slurm", "nodes=4", "gpus=8") == 2
+    assert problem in capsys.readouterr().err
+    assert list(in_tmp.iterdir()) == []
 
 
 def test_a_run_with_a_mistake_is_refused_before_it_waits_in_a_queue(in_tmp, monkeypatch, capsys):
@@ -163,7 +195,7 @@ def test_two_machines_meet_train_save_before_the_time_limit_and_are_queued_again
 def test_a_job_is_submitted_and_what_it_writes_is_shown_until_it_ends(slurm, monkeypatch, capsys):
     slurm("sbatch", SBATCH)
     slurm("squeue", SQUEUE)
-    assert launch(monkeypatch, PROJECT / "run.yaml", "--slurm", "nodes=2", "gpus=1", "--submit") == 0
+    assert launch(monkeypatch, PROJECT / "run.yaml", "--slurm", "nodes=2", "--submit") == 0
     shown = capsys.readouterr().out
     assert "Submitted job 7; it writes small-7.log." in shown
     assert shown.endswith("Attempt 1\nFinished at step 12.\n")

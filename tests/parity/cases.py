@@ -82,6 +82,8 @@ LAYOUTS = {
     "data 2 × context 2": {"data": 2, "context": 2},
     "data 2 × pipeline 2": {"data": 2, "pipeline": 2},
     "tensor 2 × pipeline 2": {"tensor": 2, "pipeline": 2},
+    "replicate 2 × context 2": {"replicate": 2, "context": 2},
+    "replicate 2 × pipeline 2": {"replicate": 2, "pipeline": 2},
     "context 2 × tensor 2": {"context": 2, "tensor": 2},
     "context 2 × pipeline 2": {"context": 2, "pipeline": 2},
     "remat": {},

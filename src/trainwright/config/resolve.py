@@ -98,8 +98,8 @@ def _contradiction(config: RunConfig, total: int, data_ranks: int) -> str:
     if micro is not None and accumulation is not None:
         return f"{shown} is not {' × '.join(factors)} = {unit}. Use {unit}, or leave one of the three out."
     problem = f"{shown} is not {' × '.join(factors)} × a whole number. Use a multiple of {unit}"
-    # Where accumulation is derived from one sample each, or both are, a smaller factor can help; else none can.
-    if config.trainer.micro_batch_size == "auto" or total % data_ranks:
-        return f"{problem}."
-    other = "micro_batch_size" if accumulation is None else "accumulation"
+    is_given = config.trainer.global_batch_size is not None
+    if config.trainer.micro_batch_size == "auto" or (is_given and total % data_ranks):
+        return f"{problem}."  # not even one sample a forward would be a solution
+    other = "accumulation" if is_given and accumulation is not None else "micro_batch_size"
     return f"{problem}, or set {other}."

@@ -80,7 +80,8 @@ class SlurmJob:
             name=name,
             # srun does not take this one over from sbatch.
             cores=" --cpus-per-task=" + self.options["cpus-per-task"] if "cpus-per-task" in self.options else "",
-            options="\n".join(lines if "cpus-per-task" in self.options else [*lines, _NO_CPUS]),
+            options="\n".join(lines),
+            remark="" if "cpus-per-task" in self.options else _NO_CPUS,
             before=self.before,
             command=" \\\n        ".join(_wrapped(self.command)),
             processes=self.processes,
@@ -94,7 +95,8 @@ class SlurmJob:
 
 _NO_CPUS = """\
 # No cpus= was given: on many clusters a task then gets one CPU, for all processes of its machine and their data workers.
-# Write the file again with cpus=N after --slurm, or add --cpus-per-task=N here and to srun below."""
+# Write the file again with cpus=N after --slurm, or add --cpus-per-task=N here and to srun below.
+"""
 
 _JOB = """\
 #!/bin/bash
@@ -102,7 +104,7 @@ _JOB = """\
 {options}
 # Above: all attempts write one log (open-mode), the job may be queued again (requeue), and {before} s before the time
 # limit every process is told to leave (signal): the run finishes its step and saves it.
-
+{remark}
 # Lines that prepare the environment belong here, such as: module load cuda; source .venv/bin/activate
 
 # One launcher on each machine; they meet at the first one, at a port of this job's own.

@@ -258,7 +258,8 @@ class Trainer:
 
     def begin_update(self) -> Update:
         """Begins an update with cleared gradients; end it with `apply()`."""
-        is_known = self._updater.pipeline is None and not overrides(self, "train_step", Trainer)
+        own = [name for name in ("train_step", "micro_batches", "begin_update") if overrides(self, name, Trainer)]
+        is_known = self._updater.pipeline is None and not own
         num_backwards = self.surroundings.batch.accumulation if is_known else None
         self._update = self._updater.begin(lambda: self.samples_in_hand, num_backwards=num_backwards)
         return self._update

@@ -244,10 +244,12 @@ class Update:
                 return None
             value = loss.total if isinstance(loss, Mean) else loss
             return value * 0.0 if isinstance(value, torch.Tensor) else None
+        # Ranks along context all propagate this loss, and their gradients are added up.
+        batch_size = self._updater.global_batch_size * self._updater.ranks.mesh.num_gradient_copies
         if isinstance(loss, Mean):
-            scaled = loss.total / self._updater.global_batch_size
+            scaled = loss.total / batch_size
         else:
-            share = num_samples / self._updater.global_batch_size
+            share = num_samples / batch_size
             scaled = loss if share == 1.0 else loss * share
         if not isinstance(scaled, torch.Tensor) or not scaled.requires_grad:
             raise TrainwrightError(
@@ -273,6 +275,8 @@ class Update:
             return
         is_last = True
         if self._backwards_left is not None:
+            if self._backwards_left == 0:
+                raise TrainwrightError("backward was called more often than the update was told, and ranks have met.")
             self._backwards_left -= 1
             is_last = self._backwards_left == 0
             if is_last:
@@ -346,7 +350,7 @@ class Update:
         # A batch without anything to count (all labels ignored) moves nothing, rather than dividing by zero.
         counted = count.clamp(min=1e-12)
         # FSDP has divided the sum by the number of its ranks.
-        unit = batch_size * (1 if sync is None else sync.averaging) / mesh.num_gradient_copies
+        unit = batch_size * (1 if sync is None else sync.averaging)
         return (total / counted).to(owned.parameters[0].dtype), torch.where(count > 0, unit / counted, 0.0)
 
     def _prepare_gradients(

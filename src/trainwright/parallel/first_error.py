@@ -29,6 +29,7 @@ _LOST = re.compile(
     re.IGNORECASE,
 )
 """What gloo, NCCL and torch's store say when the process at the other end is gone."""
+_SENDERS = re.compile(r"gloo|nccl|c10d|TCPStore", re.IGNORECASE)
 
 
 class RaisedByAll(ConfigError):  # noqa: N818  # an error by what it inherits
@@ -71,11 +72,12 @@ def note_failure(error: BaseException) -> bool:
 
 def describe_lost_connection(error: BaseException) -> str | None:
     """Returns in few words how a collective lost another rank; None for every other error."""
-    own = (dist.DistError, dist.DistNetworkError, dist.DistBackendError)
-    found = _LOST.search(str(error)) if isinstance(error, RuntimeError) else None
-    if found is None or not (isinstance(error, own) or re.search(r"gloo|nccl|c10d|TCPStore", str(error), re.I)):
+    if not isinstance(error, RuntimeError):
         return None
-    return found[0]
+    # Gloo raises plain RuntimeErrors, which name its source files; data that is read over a network does not.
+    is_of_ranks = isinstance(error, dist.DistError) or _SENDERS.search(str(error)) is not None
+    found = _LOST.search(str(error)) if is_of_ranks else None
+    return None if found is None else found[0]
 
 
 def noted_failure(store: Store) -> Failure | None:

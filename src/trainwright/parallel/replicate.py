@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainwright.errors import TrainwrightError
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.local import is_split, local, own_gradient
 
@@ -51,6 +52,11 @@ class GradientSum:
         self._left: list[int] = []
         """How many gradients each bucket waits for in the last backward."""
         self._is_last = False
+        self._seen: set[int] = set()
+        """The parameters whose gradients have come in the last backward."""
+        self._overlaps: bool | None = None
+        """Do sums run beside the backward? None until one has shown that no gradient comes in several parts. Ranks
+        may answer differently: the order of the sums is the same."""
         self._under_way: list[tuple[torch.Tensor, Any]] = []
 
     def begin_last_backward(self) -> None:
@@ -72,14 +78,26 @@ class GradientSum:
                 if parameter.requires_grad
             ]
         self._left = [sum(self._parameters[number].requires_grad for number in bucket) for bucket in self._buckets]
+        self._seen.clear()
         self._is_last = True
 
     def _note(self, number: int) -> None:
         """A gradient is whole: begins the sums of the buckets that are, in their order, for all ranks keep it."""
         if not self._is_last:
             return
-        self._left[self._homes[number]] -= 1
-        while len(self._under_way) < len(self._buckets) and self._left[len(self._under_way)] == 0:
+        home = self._homes[number]
+        if number in self._seen:
+            self._overlaps = False
+            if home < len(self._under_way):
+                raise TrainwrightError(
+                    f"A parameter of shape {list(self._parameters[number].shape)} got its gradient in several parts in "
+                    "one backward, after ranks had begun to sum it. torch.utils.checkpoint with use_reentrant=True "
+                    "around a layer that is used twice does that: use use_reentrant=False."
+                )
+            return
+        self._seen.add(number)
+        self._left[home] -= 1
+        while self._overlaps and len(self._under_way) < len(self._buckets) and self._left[len(self._under_way)] == 0:
             self._begin_next()
 
     def _begin_next(self) -> None:
@@ -100,6 +118,8 @@ class GradientSum:
         while len(self._under_way) < len(self._buckets):
             self._begin_next()
         sums, self._under_way = self._under_way, []
+        if self._overlaps is None and self._seen:
+            self._overlaps = True  # a whole backward has gone by, and each gradient came once
         waiting = [dist.all_reduce(totals, async_op=True)]
         present = [parameter.grad is not None for parameter in self._parameters]
         flags = torch.tensor(present, dtype=torch.int32).to(totals.device)

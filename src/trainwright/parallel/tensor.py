@@ -12,7 +12,7 @@ how is sharding.py's; what tables, dropouts and losses do is tensor_forwards.py'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from trainwright.parallel.sharding import ShardingPlan
 from trainwright.parallel.sharding_rules import Axes
 from trainwright.parallel.tensor_forwards import own_part, split_dim, whole
 
-__all__ = ["loss_context", "split_tensors", "whole"]
+__all__ = ["split_tensors", "whole"]
 
 PARTS_OF_FORWARD = ("begin", "finish")
 """Methods by which the stages of a pipeline run a model without its forward."""
@@ -75,11 +75,6 @@ def split_tensors(model: nn.Module, plan: ShardingPlan, mesh: Mesh) -> None:
             _bind(module, "forward", tensor_forwards.score)
         _hook_output(name, module, plan, ranks, keeps_part=_is_met_by_rows(name, model))
     model.register_forward_hook(tensor_forwards.return_whole)
-
-
-def loss_context(plan: ShardingPlan | None, mesh: Mesh) -> AbstractContextManager[None]:
-    """Returns what must be open around forward and backward: nothing, as a split loss is an operation of its own."""
-    return nullcontext()
 
 
 def _split_parameters(model: nn.Module, plan: ShardingPlan, ranks: DeviceMesh) -> None:
