@@ -31,9 +31,15 @@ from trainwright.loop.trainer import Trainer
 from trainwright.loop.trainer_methods import refuse_wrong_methods
 from trainwright.models.from_config import build_model_section, build_without_memory, is_as_shipped
 from trainwright.models.pretrained_facts import PretrainedFacts
-from trainwright.optim.param_groups import make_optimizer, names_of_others
+from trainwright.optim.param_groups import make_optimizer, reasons_of_others
 from trainwright.optim.parameter_kinds import classify_parameters
 from trainwright.optim.settings import check_settings, defaults_of, has_strict_forms, refuse_provided
+from trainwright.optim.whole_model import (
+    first_idle_stage,
+    parameters_of_all_stages,
+    take_out_others,
+    whole_of,
+)
 from trainwright.parallel.collectives import Ranks
 from trainwright.writers.writer import Writer
 
@@ -100,13 +106,7 @@ class Build:
         """The `trainer.optimizer` section over all parameters, or each of `trainer.optimizers` over its own."""
         self._used |= {"trainer.optimizer", "trainer.optimizers"}
         trainer = self.config.trainer
-        trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        if not trainable:
-            problem = "the model has no parameter that requires a gradient: there is nothing to train."
-            if self.config.model is not None and "freeze" in self.config.model.reserved:
-                where = self.config.origin("model.freeze")
-                raise ConfigError(f"model.freeze: {problem} Name fewer parameters.", where=where)
-            raise ConfigError(problem[0].upper() + problem[1:])
+        trainable = self._trainable(model)
         if not trainer.optimizers:
             if trainer.optimizer is None:
                 raise ConfigError(
@@ -302,13 +302,41 @@ class Build:
             # A user's optimizer may go through its parameters itself: it gets groups only where there are some.
             is_plain = len(params) == 1 and not needs_kinds and params[0].keys() <= {"params", "param_names"}
             # Kinds are given to those that ask: a constructor that takes any keyword would be handed them too.
-            extra = {"kinds": classify_parameters(model)} if needs_kinds else {}
+            whole = whole_of(model)
+            extra = {"kinds": classify_parameters(model) if whole is None else whole.kinds} if needs_kinds else {}
             given = params[0]["params"] if is_plain else params
             made: torch.optim.Optimizer = self._make("optimizer", label, bare, params=given, **extra)
             return made
 
-        others = names_of_others(model, owned)
-        return make_optimizer(make, owned, groups, label=label, origin=origin, others=others)
+        others = reasons_of_others(parameters_of_all_stages(model), owned)
+        optimizer = make_optimizer(make, owned, groups, label=label, origin=origin, others=others)
+        if whole_of(model) is not None:
+            take_out_others(optimizer, model)
+        return optimizer
+
+    def _trainable(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Returns the parameters that are trained; with a pipeline of all stages. Refuses a stage without any."""
+        parameters = parameters_of_all_stages(model)
+        seen: set[int] = set()
+        trainable = {}
+        for name, parameter in parameters.items():  # a tied one under its first name
+            if parameter.requires_grad and id(parameter) not in seen:
+                trainable[name] = parameter
+            seen.add(id(parameter))
+        problem = None
+        if not trainable:
+            problem = "the model has no parameter that requires a gradient: there is nothing to train."
+        elif (stage := first_idle_stage(model, trainable)) is not None:
+            problem = (
+                f"stage {stage} of the pipeline (of 0 … {self._ranks.mesh.size('pipeline') - 1}) has no parameter that "
+                "requires a gradient, but every stage must have something to train."
+            )
+        if problem is None:
+            return trainable
+        if self.config.model is not None and "freeze" in self.config.model.reserved:
+            where = self.config.origin("model.freeze")
+            raise ConfigError(f"model.freeze: {problem} Name fewer parameters.", where=where)
+        raise ConfigError(problem[0].upper() + problem[1:])
 
     def _dataset(self, label: str, component: Component | None) -> Any:
         if component is None:

@@ -79,6 +79,10 @@ def place_model(
     model.to(device)
     if sent is not None:
         sent.send_into(model, copy=fill)
+    if ranks.mesh.size("pipeline") > 1:
+        from trainwright.parallel.stages import mark_shared
+
+        mark_shared(model)
     return Placed(model, ranks.mesh, device, plan, sync)
 
 
@@ -93,13 +97,16 @@ def _split(
             logger.warning("model.sharding: %s", remark)
     memory = {key: value for key, value in _reserved(config).items() if key in MEMORY_KEYS}
     if mesh.size("pipeline") > 1:
+        from trainwright.optim.whole_model import describe_whole
         from trainwright.parallel.pipeline import split_layers
 
         if memory:
             from trainwright.memory.rewrite import check_memory_settings
 
             check_memory_settings(model, memory, origin=config.origin)
+        whole: Any = describe_whole(model, mesh.size("pipeline"))
         split_layers(model, mesh)
+        model.whole = whole  # rules of optimizers and hooks hold for the whole model
     if mesh.size("tensor") > 1:
         from trainwright.parallel.tensor import split_tensors
 

@@ -108,7 +108,7 @@ def test_the_job_file_is_shell_that_a_person_can_read(in_tmp, monkeypatch, capsy
 def test_a_job_without_cores_says_what_that_means_and_how_to_set_them():
     text = job_of("big", ["trainwright", "train", "run.yaml"], {"nodes": "2"}).text()
     assert "# No cpus= was given: on many clusters a task then gets one CPU" in text
-    assert "add --cpus-per-task=N here and to srun below" in text
+    assert "add --cpus-per-task=N above and to srun below" in text
 
 
 @pytest.mark.parametrize(

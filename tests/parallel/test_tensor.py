@@ -183,8 +183,43 @@ def refused_ids(mesh):
     return messages
 
 
+class OwnLoss(nn.Module):
+    """A user's model whose head meets a loss that knows nothing of ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+        self.down = nn.Linear(8, 4)
+        self.head = nn.Linear(4, 6)
+
+    def forward(self, x, labels):
+        return nn.functional.cross_entropy(self.head(self.down(self.up(x).relu())), labels)
+
+
+HEAD_RULES = {
+    "up.weight": ["tensor", None],
+    "up.bias": ["tensor"],
+    "down.weight": [None, "tensor"],
+    "down.bias": [None],
+    "head.weight": ["tensor", None],
+    "head.bias": ["tensor"],
+}
+
+
+def split_heads(mesh):
+    x, labels = torch.randn(6, 4, generator=torch.Generator().manual_seed(2)), torch.arange(6)
+    found = []
+    for outputs in ({}, {"head": [None, None]}):
+        whole, other = made(OwnLoss), split(made(OwnLoss), mesh, {"parameters": HEAD_RULES, "outputs": outputs})
+        losses = [model(x, labels) for model in (whole, other)]
+        for loss in losses:
+            loss.backward()
+        found.append((float(losses[0] - losses[1]), max(gradients_apart(whole, other).values())))
+    return found
+
+
 def everything(mesh):
-    cases = (users_model, held, returned, collectives, other_losses, refused_ids)
+    cases = (users_model, split_heads, held, returned, collectives, other_losses, refused_ids)
     return {case.__name__: case(mesh) for case in cases}
 
 
@@ -243,6 +278,13 @@ def test_a_users_modules_compute_on_parts_wholes_and_copies_as_rules_say(found):
         assert model["restored"]
         assert set(model["apart"]) == {name for name, _ in Twice().named_parameters()}
         assert max(model["apart"].values()) < 1e-4, model["apart"]
+
+
+def test_a_split_head_of_a_users_model_is_gathered_for_its_loss(found):
+    for each in found:
+        for losses_apart, gradients in each["split_heads"]:
+            assert abs(losses_apart) < 1e-6
+            assert gradients < 1e-5
 
 
 def test_one_tensor_rank_changes_nothing():

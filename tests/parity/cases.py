@@ -62,7 +62,7 @@ MODELS = {
     "cnn": Model({"type": "cnn", "num_labels": 3, "num_channels": 1, "stage_channels": [8, 16], "num_groups": 4}),
     "llama-muon": Model(
         {"type": "llama", **TEXT},
-        ("tensor", "context"),
+        ("tensor", "context", "pipeline"),
         "language_model",
         {"type": "muon", "lr": 1e-3, "ns_dtype": "fp32"},
         ("float32",),  # what Muon iterates in

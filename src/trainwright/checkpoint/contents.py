@@ -256,7 +256,9 @@ def _load_by_name(
             f"The checkpoint's optimizer {label!r} has {len(saved['groups'])} parameter groups, but the run's has "
             f"{len(own_groups)}. Build it with the same groups, or start over with --fresh."
         )
-    groups = [{**group, "params": own["params"]} for group, own in zip(saved["groups"], own_groups, strict=True)]
+    # What an optimizer has stays its own; the names that were saved may be those of another stage.
+    kept = [{key: own[key] for key in ("params", "param_names") if key in own} for own in own_groups]
+    groups = [{**group, **own} for group, own in zip(saved["groups"], kept, strict=True)]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {
         number: map_tensors(values, lambda value, _, own=parameters[number]: laid_out_as(own, value))

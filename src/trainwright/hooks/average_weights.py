@@ -14,6 +14,7 @@ import torch
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.loop.hook import Hook
 from trainwright.optim.parts import own_parts, part_of
+from trainwright.optim.whole_model import whole_of
 from trainwright.parallel.local import local
 
 
@@ -82,11 +83,12 @@ class AverageWeights(Hook):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes the averages back."""
-        own = self._parameters()  # a run that goes back loads it in its midst, from main memory
-        self.averages = {
-            name: _laid_out(average, own[name]) if name in own else average
-            for name, average in state["averages"].items()
-        }
+        own = self._parameters()  # a run that goes back loads it in its midst
+        saved = state["averages"]
+        whole = whole_of(self.trainer.model)
+        elsewhere = {} if whole is None else whole.parameters  # other stages of a pipeline take theirs
+        self.averages = {name: _laid_out(saved[name], parameter) for name, parameter in own.items() if name in saved}
+        self.averages |= {name: average for name, average in saved.items() if name not in own and name not in elsewhere}
 
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
         named = self.trainer.model.named_parameters()

@@ -94,8 +94,8 @@ class SlurmJob:
 
 
 _NO_CPUS = """\
-# No cpus= was given: on many clusters a task then gets one CPU, for all processes of its machine and their data workers.
-# Write the file again with cpus=N after --slurm, or add --cpus-per-task=N here and to srun below.
+# No cpus= was given: on many clusters a task then gets one CPU, for all processes of its machine and their workers.
+# Write the file again with cpus=N after --slurm, or add --cpus-per-task=N above and to srun below.
 """
 
 _JOB = """\

@@ -123,19 +123,27 @@ def repair(parameters: Sequence[Tensor], *, stages: Any = None) -> Tensor:
     return sum_over_ranks(parameters, counts, stages=stages)
 
 
-def copy_reported(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, Tensor]]:
-    """Returns the parameters of groups with `report`, each with a copy: one more copy of them in memory."""
-    parameters = [p for group in optimizer.param_groups if group.get("report") for p in updated_parameters(group)]
+def copy_reported(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, Tensor]] | None:
+    """Returns the parameters of groups with `report`, each with a copy: one more copy of them in memory.
+
+    None where no group asks. A stage of a pipeline may have nothing to report, and adds it to what the others have.
+    """
+    groups = [group for group in optimizer.param_groups if group.get("report")]
+    if not groups:
+        return None
+    parameters = [parameter for group in groups for parameter in updated_parameters(group)]
     return [(parameter, local(parameter).detach().clone()) for parameter in parameters]
 
 
-def report_update(copied: list[tuple[Tensor, Tensor]], *, stages: Any = None) -> dict[str, Tensor]:
+def report_update(copied: list[tuple[Tensor, Tensor]] | None, *, stages: Any = None) -> dict[str, Tensor]:
     """Returns `update_norm`, the 2-norm of what the step changed; nothing where no group asked for it."""
-    if not copied:
+    if copied is None or (not copied and stages is None):
         return {}
-    parameters, copies = map(list, zip(*copied, strict=True))
-    torch._foreach_sub_(copies, [local(parameter) for parameter in parameters])
-    squares = [norm.to(torch.float32).square() for norm in torch._foreach_norm(copies)]
+    parameters, copies = [parameter for parameter, _ in copied], [copy for _, copy in copied]
+    squares: list[Tensor] = []
+    if copied:
+        torch._foreach_sub_(copies, [local(parameter) for parameter in parameters])
+        squares = [norm.to(torch.float32).square() for norm in torch._foreach_norm(copies)]
     return {"update_norm": sum_over_ranks(parameters, squares, stages=stages).sqrt()}
 
 

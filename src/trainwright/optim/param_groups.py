@@ -75,9 +75,14 @@ def make_optimizer(
 
 def names_of_others(model: nn.Module, owned: Mapping[str, Tensor]) -> dict[str, str]:
     """Returns the names of a model's parameters that an optimizer over `owned` does not have, each with the reason."""
+    return reasons_of_others(dict(model.named_parameters(remove_duplicate=False)), owned)
+
+
+def reasons_of_others(parameters: Mapping[str, Tensor], owned: Mapping[str, Tensor]) -> dict[str, str]:
+    """Does the same for parameters under all of their names, wherever they come from."""
     names = {id(parameter): name for name, parameter in owned.items()}
     reasons = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in parameters.items():
         if name in owned:
             continue
         if id(parameter) in names:

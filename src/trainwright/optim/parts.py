@@ -67,14 +67,16 @@ def split_state(optimizer: torch.optim.Optimizer) -> None:
 def sum_over_ranks(parameters: Sequence[Any], values: Sequence[Tensor], *, stages: Any) -> Tensor:
     """Sums a number of each parameter's part over the ranks that hold its parts; the same on every rank.
 
-    `stages` is the process group of the ranks with other layers, or None. Collective where a parameter is split.
+    `stages` is the process group of the ranks with other layers, or None. Collective where a parameter is split, and
+    where there are stages: then one without any parameter asks too. What several stages have (tied weights, marked
+    by stages.py) counts once.
     """
     alike: dict[Any, list[Tensor]] = {}
     for parameter, value in zip(parameters, values, strict=True):
         axes = split_axes(parameter)
         mesh = parameter.device_mesh if axes else None
-        alike.setdefault((mesh, axes), []).append(value.to(torch.float32))
-    total = torch.zeros((), device=values[0].device if values else None)
+        alike.setdefault((mesh, axes), []).append(value.to(torch.float32) / getattr(parameter, "num_stages", 1))
+    total = torch.zeros((), device=values[0].device if values else _device_of(stages))
     for (mesh, axes), some in alike.items():
         part = torch.stack(some).sum()
         for axis in axes:
@@ -83,3 +85,8 @@ def sum_over_ranks(parameters: Sequence[Any], values: Sequence[Tensor], *, stage
     if stages is not None:
         dist.all_reduce(total, group=stages)
     return total
+
+
+def _device_of(group: Any) -> torch.device | None:
+    """Returns a device whose tensors a process group sends; None, which is torch's own default, without a group."""
+    return None if group is None else torch.device(dist.distributed_c10d._get_object_coll_device(group))

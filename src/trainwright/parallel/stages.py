@@ -94,16 +94,35 @@ def split_layers(model: nn.Module, mesh: Mesh) -> None:
     """
     num_stages, number = mesh.size("pipeline"), mesh.rank("pipeline")
     refuse_pipeline(model, num_stages)
-    shares = _deal(len(_blocks_of(model)), num_stages)
-    homes = {name: _home(name, model, shares) for name, _ in _tensors_of(model)}
-    tied = _tied_names(model, homes)
-    at_both_ends = tuple(name for name in homes if name in tied and homes[name] == 0)
-    also = tied if number == num_stages - 1 else ()
-    _let_go(model, "", lambda name: homes[name] == number or name in also)
-    stage: Any = Stage(number, num_stages, shares[number], at_both_ends)
+    stages = stages_of(model, num_stages)
+    at_both_ends = tuple(name for name, having in stages.items() if len(having) > 1)
+    share = _deal(len(_blocks_of(model)), num_stages)[number]
+    _let_go(model, "", lambda name: number in stages[name])
+    stage: Any = Stage(number, num_stages, share, at_both_ends)
     model.stage = stage
     # Bound, so that a copy of the model runs itself; called through the model, so that hooks on it (FSDP's) run.
     model.forward = MethodType(_run_stage, model)
+
+
+def stages_of(model: nn.Module, num_stages: int) -> dict[str, tuple[int, ...]]:
+    """Returns which stages have each parameter and buffer of a model that is still whole, under all of its names."""
+    shares = _deal(len(_blocks_of(model)), num_stages)
+    homes = {name: _home(name, model, shares) for name, _ in _tensors_of(model)}
+    tied = _tied_names(model, homes)
+    last = num_stages - 1
+    return {name: tuple(sorted({home, last})) if name in tied else (home,) for name, home in homes.items()}
+
+
+def mark_shared(model: nn.Module) -> None:
+    """Leaves on each parameter that both ends have, as `num_stages`, how many stages count it in a sum over stages.
+
+    For a model that is split in every way already: splitting makes other parameters.
+    """
+    stage: Any = model.stage
+    own = dict(model.named_parameters(remove_duplicate=False))
+    for name in stage.tied:
+        if name in own:
+            own[name].num_stages = 2  # type: ignore[attr-defined]  # a mark, as lr_scale is
 
 
 def _run_stage(model: Any, hidden: Tensor | None, batch: Mapping[str, Any], *, only_begins: bool = False) -> Any:
