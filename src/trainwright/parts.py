@@ -328,8 +328,8 @@ class Build:
             problem = "the model has no parameter that requires a gradient: there is nothing to train."
         elif (stage := first_idle_stage(model, trainable)) is not None:
             problem = (
-                f"stage {stage} of the pipeline (of 0 … {self._ranks.mesh.size('pipeline') - 1}) has no parameter that "
-                "requires a gradient, but every stage must have something to train."
+                f"stage {stage} of the pipeline has no parameter that requires a gradient, but every stage must have "
+                "something to train."
             )
         if problem is None:
             return trainable

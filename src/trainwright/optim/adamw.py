@@ -18,6 +18,7 @@ from trainwright.errors import ConfigError
 from trainwright.optim import rounded_moments
 from trainwright.optim.device_step import (
     copy_reported,
+    device_of,
     entries_of,
     repair,
     report_update,
@@ -98,7 +99,7 @@ class AdamW(torch.optim.AdamW):
         if groups:
             with torch.no_grad():
                 parameters = [parameter for group in groups for parameter in updated_parameters(group)]
-                self._repaired = repair(parameters, stages=self.stages)
+                self._repaired = repair(parameters, stages=self.stages, device=device_of(self))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> dict[str, Tensor]:  # type: ignore[override]
@@ -118,7 +119,7 @@ class AdamW(torch.optim.AdamW):
                 rounded_moments.step_group(self, group, dtype)
         metrics = {} if self._repaired is None else {"nan_gradients": self._repaired}
         self._repaired = None
-        return {**metrics, **report_update(copied, stages=self.stages)}
+        return {**metrics, **report_update(copied, stages=self.stages, device=device_of(self))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores `state_dict()`, each tensor in the dtype that it was saved in."""

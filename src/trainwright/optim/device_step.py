@@ -54,6 +54,13 @@ def updated_parameters(group: Mapping[str, Any]) -> list[Tensor]:
     return [parameter for parameter in group["params"] if parameter.grad is not None]
 
 
+def device_of(optimizer: torch.optim.Optimizer) -> torch.device | None:
+    """Returns where an optimizer's numbers lie. One that owns nothing on this stage was told (whole_model.py)."""
+    first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
+    told: torch.device | None = getattr(optimizer, "device_of_stage", None)
+    return told if first is None else first.device
+
+
 def settle_gradients(optimizer: torch.optim.Optimizer, gradients: list[Tensor]) -> Tensor | None:
     """Unscales the gradients in place as torch's protocol asks; returns the 0-dim bool that says: skip, or None.
 
@@ -106,7 +113,7 @@ def in_pieces(tensors: Sequence[Tensor], most: int = PIECE_ELEMENTS) -> Iterator
         yield slice(start, len(tensors))
 
 
-def repair(parameters: Sequence[Tensor], *, stages: Any = None) -> Tensor:
+def repair(parameters: Sequence[Tensor], *, stages: Any = None, device: torch.device | None = None) -> Tensor:
     """Replaces gradients' values that are not finite by 0, in place; returns how many there were, on the device.
 
     A value whose square overflows counts too, for it would make Adam's second moment infinite for good. Of split
@@ -120,7 +127,7 @@ def repair(parameters: Sequence[Tensor], *, stages: Any = None) -> Tensor:
         is_bad = ~(gradient.abs() <= most)  # also true of nan
         counts.append(is_bad.sum())
         gradient.masked_fill_(is_bad, 0.0)
-    return sum_over_ranks(parameters, counts, stages=stages)
+    return sum_over_ranks(parameters, counts, stages=stages, device=device)
 
 
 def copy_reported(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, Tensor]] | None:
@@ -135,7 +142,9 @@ def copy_reported(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, Tensor
     return [(parameter, local(parameter).detach().clone()) for parameter in parameters]
 
 
-def report_update(copied: list[tuple[Tensor, Tensor]] | None, *, stages: Any = None) -> dict[str, Tensor]:
+def report_update(
+    copied: list[tuple[Tensor, Tensor]] | None, *, stages: Any = None, device: torch.device | None = None
+) -> dict[str, Tensor]:
     """Returns `update_norm`, the 2-norm of what the step changed; nothing where no group asked for it."""
     if copied is None or (not copied and stages is None):
         return {}
@@ -144,7 +153,7 @@ def report_update(copied: list[tuple[Tensor, Tensor]] | None, *, stages: Any = N
     if copied:
         torch._foreach_sub_(copies, [local(parameter) for parameter in parameters])
         squares = [norm.to(torch.float32).square() for norm in torch._foreach_norm(copies)]
-    return {"update_norm": sum_over_ranks(parameters, squares, stages=stages).sqrt()}
+    return {"update_norm": sum_over_ranks(parameters, squares, stages=stages, device=device).sqrt()}
 
 
 def settle_loaded(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:

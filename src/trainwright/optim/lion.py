@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trainwright.optim.device_step import (
     copy_reported,
+    device_of,
     entries_of,
     in_pieces,
     move_average,
@@ -70,7 +71,7 @@ class Lion(torch.optim.Optimizer):
             parameters = updated_parameters(group)
             for piece in in_pieces(parameters):
                 self._step_piece(parameters[piece], group)
-        return report_update(copied, stages=self.stages)
+        return report_update(copied, stages=self.stages, device=device_of(self))
 
     def _step_piece(self, parameters: list[Tensor], group: Mapping[str, Any]) -> None:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

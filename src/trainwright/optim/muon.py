@@ -25,6 +25,7 @@ from trainwright.models.names import as_globs, unmatched
 from trainwright.optim.adamw import STATE_DTYPES, has_fused_kernel
 from trainwright.optim.device_step import (
     copy_reported,
+    device_of,
     entries_of,
     in_pieces,
     move_average,
@@ -160,7 +161,7 @@ class Muon(torch.optim.Optimizer):
                 for piece in in_pieces(alike):
                     self._step_matrices(alike[piece], group, skip, turn)
                     turn += len(alike[piece])
-        return report_update(copied, stages=self.stages)
+        return report_update(copied, stages=self.stages, device=device_of(self))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores `state_dict()`, each tensor in the dtype that it was saved in."""

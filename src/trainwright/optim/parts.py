@@ -64,19 +64,23 @@ def split_state(optimizer: torch.optim.Optimizer) -> None:
                     state[key] = part_of(value, like=parameter)
 
 
-def sum_over_ranks(parameters: Sequence[Any], values: Sequence[Tensor], *, stages: Any) -> Tensor:
+def sum_over_ranks(
+    parameters: Sequence[Any], values: Sequence[Tensor], *, stages: Any, device: torch.device | None = None
+) -> Tensor:
     """Sums a number of each parameter's part over the ranks that hold its parts; the same on every rank.
 
     `stages` is the process group of the ranks with other layers, or None. Collective where a parameter is split, and
-    where there are stages: then one without any parameter asks too. What several stages have (tied weights, marked
-    by stages.py) counts once.
+    where there are stages: then one without any parameter asks too, with the `device` that the others' sums lie on.
+    What several stages have (tied weights, marked by stages.py) counts once.
     """
     alike: dict[Any, list[Tensor]] = {}
     for parameter, value in zip(parameters, values, strict=True):
         axes = split_axes(parameter)
         mesh = parameter.device_mesh if axes else None
-        alike.setdefault((mesh, axes), []).append(value.to(torch.float32) / getattr(parameter, "num_stages", 1))
-    total = torch.zeros((), device=values[0].device if values else _device_of(stages))
+        number = value.to(torch.float32)
+        num_stages = getattr(parameter, "num_stages", 1)
+        alike.setdefault((mesh, axes), []).append(number if num_stages == 1 else number / num_stages)
+    total = torch.zeros((), device=values[0].device if values else device)
     for (mesh, axes), some in alike.items():
         part = torch.stack(some).sum()
         for axis in axes:
@@ -85,8 +89,3 @@ def sum_over_ranks(parameters: Sequence[Any], values: Sequence[Tensor], *, stage
     if stages is not None:
         dist.all_reduce(total, group=stages)
     return total
-
-
-def _device_of(group: Any) -> torch.device | None:
-    """Returns a device whose tensors a process group sends; None, which is torch's own default, without a group."""
-    return None if group is None else torch.device(dist.distributed_c10d._get_object_coll_device(group))

@@ -65,6 +65,8 @@ def parameters_of_all_stages(model: nn.Module) -> dict[str, Tensor]:
 def take_out_others(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Takes the parameters of other stages out of an optimizer, in place."""
     own = {id(parameter) for parameter in model.parameters()}
+    told: Any = optimizer
+    told.device_of_stage = next((parameter.device for parameter in model.parameters()), None)
     for group in optimizer.param_groups:
         is_own = [id(parameter) in own for parameter in group["params"]]
         for parameter, stays in zip(group["params"], is_own, strict=True):
