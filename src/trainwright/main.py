@@ -262,6 +262,7 @@ def _say_how_it_ended(trainer: Trainer) -> None:
         where = trainer.surroundings.store.path(trainer.best.step)
         logger.info("Best %s %.4g, at step %d: %s", trainer.best.metric, trainer.best.value, trainer.best.step, where)
     logger.info("Run folder: %s", folder)
-    if not trainer.interrupted and trainer.eval_data:
+    from_file = not trainer.config.trainer.type.startswith("trainwright.doors.")  # functions are in no file
+    if not trainer.interrupted and trainer.eval_data and from_file:
         step = "best" if trainer.best.step is not None else "latest"
         logger.info("Next: trainwright evaluate %s --step %s", folder, step)

@@ -60,3 +60,21 @@ def test_a_batch_without_rows_is_refused_with_its_shapes():
         pieces_of({"x": torch.zeros(3, 2)}, 8, 2)
     with pytest.raises(DataError, match="no tensors"):
         pieces_of({"text": ["a", "b"]}, 2, 2)
+
+
+def test_texts_and_numbers_of_samples_go_with_their_rows():
+    batch = {
+        "x": torch.arange(4),
+        "ids": ["a", "b", "c", "d"],
+        "pair": (torch.arange(4), torch.arange(4)),
+        "names": ["x"],
+    }
+    pieces = [piece for piece, _ in cut(batch, 4, 2, None)]
+    assert [piece["ids"] for piece in pieces] == [["a", "b"], ["c", "d"]]
+    assert [piece["pair"][1].tolist() for piece in pieces] == [[0, 1], [2, 3]]
+    assert [piece["names"] for piece in pieces] == [["x"], ["x"]]
+
+
+def test_a_pair_of_tensors_is_no_column_in_a_batch_of_two():
+    [(first, _), (second, _)] = cut((torch.arange(2), torch.arange(2)), 2, 2, None)
+    assert [each.tolist() for each in (*first, *second)] == [[0], [0], [1], [1]]

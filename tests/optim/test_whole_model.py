@@ -125,7 +125,7 @@ def test_averages_of_all_stages_are_taken_up_by_each_that_has_the_weight():
         for name, weight in stage.named_parameters():
             assert torch.equal(hook.averages[name], torch.lerp(averages[name], weight.detach(), 0.5))
         hook.load_state_dict({"averages": {**averages, "gone.weight": torch.zeros(1)}})
-        with pytest.raises(CheckpointError, match="gone.weight"):
+        with pytest.raises(CheckpointError, match=r"gone\.weight"):
             hook.before_train()
 
 

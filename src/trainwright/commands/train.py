@@ -34,6 +34,7 @@ MODES = "train, eval, train_and_eval, train_and_post_eval, continuous_eval"
 """What main.py offers, which is not imported for `--help`."""
 
 FAST_DEV_RUN = {
+    "checkpoint.folder": None,
     "trainer.max_steps": 3,
     "trainer.max_epochs": None,
     "trainer.max_samples": None,
@@ -46,7 +47,7 @@ FAST_DEV_RUN = {
 """A few steps of everything, whatever the file says of limits and periods."""
 
 
-Run = Annotated[Path | None, typer.Argument(help="The YAML or Python file of the run.", show_default=False)]
+Run = Annotated[str | None, typer.Argument(help="The YAML or Python file of the run.", show_default=False)]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings to replace, such as trainer.max_steps=500.", show_default=False)
 ]
@@ -152,7 +153,7 @@ def train(
 
 
 def _load(
-    run: Path | None,
+    run: str | None,
     overrides: list[str],
     experiment: str | None,
     config_files: list[Path],
@@ -160,8 +161,8 @@ def _load(
     imports: list[str],
 ) -> RunConfig:
     """Reads the file, or the experiment with the files over it; exactly one of the two is given."""
-    if experiment is not None and run is not None and "=" in str(run):
-        run, overrides = None, [str(run), *overrides]  # there is no file: the first word is an override as well
+    if experiment is not None and run is not None and "=" in run:
+        run, overrides = None, [run, *overrides]  # there is no file: the first word is an override as well
     if (run is None) == (experiment is None):
         given = f"got both {run} and {experiment}" if run is not None else "got neither"
         raise ConfigError(f"train needs the file of a run, such as run.yaml, or --experiment NAME; {given}.")
@@ -174,7 +175,7 @@ def _load(
     assert run is not None
     if any(text.lstrip().startswith("{") for text in overrides):
         raise ConfigError("--params-override: a YAML mapping goes with --experiment. Write a.b=value,c=value instead.")
-    return RunConfig.load(run, overrides)
+    return RunConfig.load(Path(run), overrides)
 
 
 def _settle_mode(mode: str, *, eval_only: bool, resume: bool, fresh: bool, fast_dev_run: bool) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
+import os
 import sys
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-_NOT_USERS = (str(Path(__file__).parents[1]), argparse.__file__)
+_NOT_USERS = (f"{Path(__file__).parents[1]}{os.sep}", argparse.__file__)
 
 
 def place_of(target: Any) -> str | None:

@@ -11,16 +11,18 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from trainwright.errors import DataError
+
+PLAIN = (str, bytes, bool, int, float, type(None))
 
 
 def cut(batch: Any, num_samples: int, num_pieces: int, collator: Callable[..., Any]) -> Iterator[tuple[Any, int]]:
     """Yields (piece, how many samples it has).
 
-    Tensors whose dim 0 is the number of samples are cut; the rest is passed whole. A collator whose
-    batches have other shapes defines `split(batch, n)`.
+    Tensors whose dim 0 is the number of samples are cut, and lists of as many texts or numbers; the rest is passed
+    whole. A collator whose batches have other shapes defines `split(batch, n)`.
     """
     bounds = [num_samples * number // num_pieces for number in range(num_pieces + 1)]
     if hasattr(collator, "split"):
@@ -39,7 +41,15 @@ def _select(batch: Any, length: int, rows: slice) -> Any:
     def select(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[rows] if tensor.ndim and tensor.shape[0] == length else tensor
 
-    return tree_map_only(torch.Tensor, select, batch)
+    def is_column(node: Any) -> bool:
+        """One plain value a sample. A pair of tensors is no column, also in a batch of two."""
+        is_list = isinstance(node, (list, tuple)) and not hasattr(node, "_fields")
+        return is_list and len(node) == length and all(isinstance(each, PLAIN) for each in node)
+
+    def choose(node: Any) -> Any:
+        return node[rows] if is_column(node) else select(node) if isinstance(node, torch.Tensor) else node
+
+    return tree_map(choose, batch, is_leaf=is_column)
 
 
 def _refuse_uncut(batch: Any, length: int, num_pieces: int) -> None:
