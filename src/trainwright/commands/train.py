@@ -162,7 +162,7 @@ def _load(
 ) -> RunConfig:
     """Reads the file, or the experiment with the files over it; exactly one of the two is given."""
     if experiment is not None and run is not None and "=" in run:
-        run, overrides = None, [run, *overrides]  # there is no file: the first word is an override as well
+        overrides, run = [run, *overrides], None  # there is no file: the first word is an override as well
     if (run is None) == (experiment is None):
         given = f"got both {run} and {experiment}" if run is not None else "got neither"
         raise ConfigError(f"train needs the file of a run, such as run.yaml, or --experiment NAME; {given}.")

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from trainwright.optim.device_step import device_of
+
 
 def step_unless(optimizer: torch.optim.Optimizer, hold: torch.Tensor | bool) -> Any:
     """Steps the optimizer, or leaves weights and state as they are where `hold`; returns what its step returned.
@@ -22,7 +24,7 @@ def step_unless(optimizer: torch.optim.Optimizer, hold: torch.Tensor | bool) -> 
         if isinstance(hold, torch.Tensor):
             found = hold.to(torch.float32)
         else:
-            found = torch.ones((), device=optimizer.param_groups[0]["params"][0].device)
+            found = torch.ones((), device=device_of(optimizer))
         optimizer.found_inf = found  # type: ignore[attr-defined]  # torch's own protocol
         try:
             return optimizer.step()

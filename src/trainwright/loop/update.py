@@ -22,6 +22,7 @@ from trainwright.loop.incidents import IncidentWatch
 from trainwright.loop.loss_scale import LossScale
 from trainwright.loop.outputs import ForwardResult, Loss, read_pair
 from trainwright.loop.step_unless import knows_found_inf, step_unless
+from trainwright.optim.device_step import device_of
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.gradient_norm import GradientNorm
 from trainwright.parallel.replicate import GradientSum, copy_from_first
@@ -121,7 +122,7 @@ class Updater:
     def _announce_waits(self) -> None:
         """Says which optimizers cannot hold an update back by themselves, so that the host waits in every step."""
         for name, entry in self.optimizers.items():
-            device = entry.optimizer.param_groups[0]["params"][0].device
+            device = device_of(entry.optimizer) or torch.device("cpu")
             if not reads_at_once(device) and not knows_found_inf(entry.optimizer):
                 logger.info(
                     "incidents: the optimizer %s (%s) cannot hold an update back on the device, so the host waits for "
