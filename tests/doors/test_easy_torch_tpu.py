@@ -440,7 +440,7 @@ def test_building_and_training_reaches_for_no_network(project, monkeypatch):
 
     for name in ("connect", "connect_ex", "bind"):
         monkeypatch.setattr(socket.socket, name, refuse)
-    train(project, "trainer.max_steps=2")
+    assert train(project, "trainer.max_steps=2").step == 2
 
 
 def test_a_config_with_a_mistake_leaves_nothing_behind(project):

@@ -288,14 +288,18 @@ def test_dict_samples_are_stacked_and_a_collate_fn_is_used():
 
     def step(data_iterator, model, args, timers):
         batch = next(data_iterator)
+        shapes.append(batch["x"].shape[0])
         return cross_entropy(model(batch["x"]), batch["label"])
 
+    shapes = []
     run("--train-iters", "1", create=Dicts, forward_step_function=step)
 
     def collate(samples):
         return {"x": torch.stack([x for x, _, _ in samples]), "label": torch.stack([y for _, y, _ in samples])}
 
     run("--train-iters", "1", "--fresh", forward_step_function=step, collate_fn=collate)
+    assert len(set(shapes)) == 1  # whole batches both ways
+    assert shapes[0] > 1
 
 
 def test_timers_become_events():

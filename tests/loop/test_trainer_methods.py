@@ -39,7 +39,7 @@ def test_another_frameworks_name_may_stand_beside_ours():
         def train_step(self, batch):
             return self.run_step(batch)
 
-    refuse_wrong_methods(Mine, Trainer)
+    assert refuse_wrong_methods(Mine, Trainer) is None
 
 
 def test_a_build_method_of_an_object_is_refused_with_what_to_write():
@@ -75,7 +75,7 @@ def test_methods_of_one_s_own_are_left_alone():
         def _train_stpe(self):
             """Private."""
 
-    refuse_wrong_methods(Mine, Trainer)
+    assert refuse_wrong_methods(Mine, Trainer) is None
 
 
 def test_every_override_point_is_trainers():

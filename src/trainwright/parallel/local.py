@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
+
 import torch
 
 
@@ -31,3 +34,9 @@ def own_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
         if gradient.placements != placements:  # type: ignore[attr-defined]
             gradient = parameter.grad = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
     return local(gradient)
+
+
+def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields parameters and buffers under all of their names, computed buffers too."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    return chain(parameters, module.named_buffers(remove_duplicate=False))

@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.parallel.first_error import noted_failure, own_name, who_is
+from trainwright.parallel.notes import text_of
 
 ARRIVE_SECONDS = 300.0
 """How long ranks may come after each other: imports from a slow disk take minutes on many machines."""
@@ -45,7 +46,7 @@ def meet(store: Store, rank: int, size: int, *, arrive_seconds: float = ARRIVE_S
     def is_open() -> bool:
         nonlocal meeting
         if not meeting and notes.check([f"{_INVITATION}/{own}"]):
-            meeting = _text(notes.get(f"{_INVITATION}/{own}"))
+            meeting = text_of(notes.get(f"{_INVITATION}/{own}"))
             notes.add(f"{_ANSWERS}/{meeting}", 1)
         return bool(meeting) and notes.check([f"{_OPEN}/{meeting}"])
 
@@ -62,7 +63,7 @@ def _host(notes: Store, store: Store, own: str, size: int, arrive_seconds: float
     missing: list[int] = []
 
     def has_all() -> bool:
-        names = dict(line.split() for line in _text(notes.get(_HERE)).splitlines())  # the last name of a rank counts
+        names = dict(line.split() for line in text_of(notes.get(_HERE)).splitlines())  # the last name of a rank counts
         missing[:] = [rank for rank in range(size) if str(rank) not in names]
         for name in set(names.values()) - invited - {own}:
             notes.set(f"{_INVITATION}/{name}", meeting)
@@ -115,7 +116,3 @@ def _refuse_twins(store: Store, rank: int) -> None:
 def _launcher_numbers_ranks() -> bool:
     """Does torch's launcher number the ranks and end them all when one fails? Its store outlives them, too."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _text(answer: str | bytes) -> str:
-    return answer.decode("utf-8") if isinstance(answer, bytes) else answer

@@ -54,11 +54,11 @@ class Notes:
 
     def write_first(self, name: str, text: str) -> str:
         """Leaves a note unless another rank has left one of that name; returns the one that stands."""
-        return _text(self._ask(lambda: self._store.compare_set(name, "", text)))
+        return text_of(self._ask(lambda: self._store.compare_set(name, "", text)))
 
     def read(self, name: str) -> str | None:
         """Returns a note, or None if nobody has left it; does not wait for it."""
-        answer: str | None = self._ask(lambda: _text(self._store.get(name)) if self._store.check([name]) else None)
+        answer: str | None = self._ask(lambda: text_of(self._store.get(name)) if self._store.check([name]) else None)
         return answer
 
     def wait_for(self, *names: str, seconds: float) -> dict[str, str]:
@@ -138,7 +138,7 @@ def collective_log() -> str | None:
     # NCCL records on its own; what other backends record is kept apart from that.
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         try:
-            dumped = json.loads(_text(getattr(torch._C._distributed_c10d, name)()))
+            dumped = json.loads(text_of(getattr(torch._C._distributed_c10d, name)()))
         except Exception:  # private, absent without that backend, and recording may be off
             continue
         if dumped.get("entries"):
@@ -146,5 +146,6 @@ def collective_log() -> str | None:
     return None
 
 
-def _text(answer: str | bytes) -> str:
+def text_of(answer: str | bytes) -> str:
+    """Returns an answer of the store as text."""
     return answer.decode("utf-8") if isinstance(answer, bytes) else answer

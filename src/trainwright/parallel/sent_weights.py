@@ -11,8 +11,7 @@ is done where every rank has built the weights is equal_start.py's.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from trainwright.errors import TrainwrightError
 from trainwright.parallel.collectives import Ranks
-from trainwright.parallel.local import local
+from trainwright.parallel.local import local, named_tensors
 
 CHUNK_BYTES = 1 << 28
 """How much is sent at once: the largest tables have more bytes than every transport takes in one message."""
@@ -39,7 +38,7 @@ class SentWeights:
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         names: dict[int, list[str]] = {}
         tensors: dict[int, Tensor] = {}
-        for name, tensor in _tensors_of(model):
+        for name, tensor in named_tensors(model):
             names.setdefault(id(tensor), []).append(name)
             # Not the parameter itself, which may be moved to the device while the model is split.
             tensors.setdefault(id(tensor), tensor.detach())
@@ -62,7 +61,7 @@ class SentWeights:
 
         `copy(target, whole)` copies into a tensor that may be split this rank's part of a whole one.
         """
-        targets = dict(_tensors_of(model))
+        targets = dict(named_tensors(model))
         filled: set[int] = set()
         while self._waiting:
             names, whole = self._waiting.popleft()
@@ -96,7 +95,7 @@ def give_memory(model: nn.Module, device: torch.device) -> None:
     The objects stay, whoever refers to them (tied modules, FSDP), and so do their attributes and hooks: torch's
     `to_empty` makes other parameters, each name its own. Call `model.to(device)` next, for FSDP to take notice.
     """
-    for tensor in {id(tensor): tensor for _, tensor in _tensors_of(model)}.values():
+    for tensor in {id(tensor): tensor for _, tensor in named_tensors(model)}.values():
         if not local(tensor).is_meta:
             continue
         made = torch.empty_like(tensor.detach(), device=device)
@@ -108,9 +107,3 @@ def give_memory(model: nn.Module, device: torch.device) -> None:
         torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]  # torch has no types here
         for hook in hooks:
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-
-
-def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields parameters and buffers under all of their names, computed buffers too."""
-    parameters = model.named_parameters(remove_duplicate=False)
-    return chain(parameters, model.named_buffers(remove_duplicate=False))

@@ -7,15 +7,15 @@ parameters stay as they are. Who sends what to whom is pipeline.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, pairwise
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from types import MethodType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from trainwright.errors import ConfigError
+from trainwright.parallel.local import named_tensors
 from trainwright.parallel.mesh import Mesh
 
 PARTS = ("begin", "hidden_shape", "beside", "finish")
@@ -107,7 +107,7 @@ def split_layers(model: nn.Module, mesh: Mesh) -> None:
 def stages_of(model: nn.Module, num_stages: int) -> dict[str, tuple[int, ...]]:
     """Returns which stages have each parameter and buffer of a model that is still whole, under all of its names."""
     shares = _deal(len(_blocks_of(model)), num_stages)
-    homes = {name: _home(name, model, shares) for name, _ in _tensors_of(model)}
+    homes = {name: _home(name, model, shares) for name, _ in named_tensors(model)}
     tied = _tied_names(model, homes)
     last = num_stages - 1
     return {name: tuple(sorted({home, last})) if name in tied else (home,) for name, home in homes.items()}
@@ -163,7 +163,7 @@ def _home(name: str, model: Any, shares: Sequence[range]) -> int:
 def _tied_names(model: Any, homes: Mapping[str, int]) -> set[str]:
     """Returns all names of the weights that both ends need; refuses weights that blocks of several stages share."""
     names: dict[int, list[str]] = {}
-    for name, tensor in _tensors_of(model):
+    for name, tensor in named_tensors(model):
         names.setdefault(id(tensor), []).append(name)
     tied: set[str] = set()
     for shared in names.values():
@@ -181,7 +181,7 @@ def _tied_names(model: Any, homes: Mapping[str, int]) -> set[str]:
 def _let_go(module: nn.Module, prefix: str, keeps: Callable[[str], bool]) -> None:
     """Empties what holds nothing that is kept, from the outside in."""
     for name, child in module._modules.items():
-        kept = [keeps(f"{prefix}{name}.{each}") for each, _ in _tensors_of(child)] if child is not None else []
+        kept = [keeps(f"{prefix}{name}.{each}") for each, _ in named_tensors(child)] if child is not None else []
         if child is None or all(kept):
             continue
         if any(kept):
@@ -192,12 +192,6 @@ def _let_go(module: nn.Module, prefix: str, keeps: Callable[[str], bool]) -> Non
         for name, tensor in held.items():
             if tensor is not None and not keeps(f"{prefix}{name}"):
                 held[name] = None  # as register_parameter(name, None) does
-
-
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields parameters and buffers under all of their names."""
-    parameters = module.named_parameters(remove_duplicate=False)
-    return chain(parameters, module.named_buffers(remove_duplicate=False))
 
 
 def _owner(kind: type[Any], name: str) -> type[Any]:
