@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: quickstart test test-slow lint format types benchmark benchmark-data parity reliability torture clean help
+.PHONY: quickstart test test-slow lint format types benchmark benchmark-data benchmark-gpu parity reliability torture clean help
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -15,13 +15,13 @@ quickstart: $(VENV)/.installed ## Train a small language model on Python's own s
 	OMP_NUM_THREADS=2 $(BIN)/trainwright train examples/quickstart/run.yaml
 
 test: $(VENV)/.installed-dev lint types ## Run lint, types and the whole suite.
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: $(VENV)/.installed-dev ## Run the tests that take minutes.
 	$(BIN)/python -m pytest -m slow
 
 reliability: $(VENV)/.installed-dev ## Try every fault and write the table of docs/reliability.md.
-	$(BIN)/python -m pytest tests/faults -n 2 --write-table
+	$(BIN)/python -m pytest tests/faults -n 2 -m 'slow or not slow' --write-table
 
 ARGUMENTS ?=
 parity: $(VENV)/.installed-dev ## Compare every model under every layout with one process, step by step.
@@ -49,6 +49,10 @@ benchmark: $(VENV)/.installed-dev ## Measure the loop's overhead against its pee
 
 benchmark-data: $(VENV)/.installed-dev ## Measure the handling of data against its peers.
 	$(BIN)/python benchmarks/data.py --output benchmarks/results
+
+benchmark-gpu: $(VENV)/.installed-dev ## Measure training on one GPU against its peers; nine minutes.
+	$(INSTALL) --editable '.[benchmarks]'
+	$(BIN)/python benchmarks/gpu.py --output benchmarks/results
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -22,7 +22,7 @@ SOURCES = {
 }
 
 ROWS = (
-    ("errors", "log", "tracebacks", "built_ins", "labels"),
+    ("errors", "log", "tracebacks", "user_code", "built_ins", "labels"),
     ("config", "registry"),
     ("backends", "events", "catalogue"),
     ("models", "data", "parallel"),

@@ -166,13 +166,19 @@ def test_the_model_alone_is_built_as_the_run_would(tmp_path):
     assert build_model(config).weight.shape == (5, 3)
 
 
-# what is not there yet is refused by name
+# what cannot be is refused by name
 
 
-@pytest.mark.parametrize("mode", ["compile", "graph"])
-def test_a_mode_that_is_not_there_yet_is_refused_by_name(tmp_path, mode):
-    with pytest.raises(ConfigError, match=rf"^override runtime\.mode={mode}: runtime\.mode: {mode} is not supported"):
-        build_trainer(load(tmp_path, f"runtime.mode={mode}"))
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("runtime.precision=fp16", "runtime.mode=graph"), "runtime.mode: graph does not go with precision fp16"),
+        (("runtime.expect_graph_breaks=0",), "runtime.expect_graph_breaks: has no effect with runtime.mode: eager"),
+    ],
+)
+def test_a_mode_that_cannot_be_is_refused_by_name(tmp_path, settings, said):
+    with pytest.raises(ConfigError, match=rf"^override {settings[-1]}: {said}"):
+        build_trainer(load(tmp_path, *settings))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -121,7 +121,7 @@ def test_an_explained_error_exits_with_2_and_no_traceback(in_tmp):
         (["train", RUN, "trainer.max_stepz=3"], "trainer.max_stepz"),
         (["train", RUN, "nonsense"], "nonsense"),
         (["train", RUN, "model.widht=3"], "override model.widht=3:"),
-        (["train", RUN, "runtime.mode=graph"], "runtime.mode"),
+        (["train", RUN, "runtime.compile_backend=inductor"], "runtime.compile_backend"),
         (["evaluate", RUN], "holds no checkpoint"),
         (["evaluate", "."], "config.yaml"),
     ],

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.distributed.forked_launch import command, launch_well
 
 from trainwright import cli
 from trainwright.built_ins import BUILT_INS
@@ -106,6 +107,19 @@ class Reader:
         for line in filter(str.strip, expected.splitlines()):
             pattern = ".*".join(re.escape(part) for part in " ".join(line.split()).split("…"))
             assert any(re.fullmatch(f"{pattern},?", one) for one in shown), f"not shown: {line}\n{self.shown}"
+
+
+class ForkingReader(Reader):
+    """A reader whose processes are forked, where the page is about what they do and not about the launcher."""
+
+    def run(self, arguments):
+        if "--nproc" not in arguments or "--max-restarts" in arguments:
+            return super().run(arguments)
+        place = arguments.index("--nproc")
+        self.capfd.readouterr()
+        launch_well(Path.cwd(), int(arguments[place + 1]), command(*arguments[:place], *arguments[place + 2 :]))
+        self.exit_code = 0
+        return "".join(self.capfd.readouterr())
 
 
 @pytest.fixture
@@ -201,7 +215,8 @@ def test_the_page_on_memory_works_and_its_settings_change_no_loss(reader):
     assert losses_of("plain") == losses_of("remat")
 
 
-def test_the_page_on_clusters_works_and_its_layouts_agree(reader):
+def test_the_page_on_clusters_works_and_its_layouts_agree(in_tmp, monkeypatch, capfd):
+    reader = ForkingReader(monkeypatch, capfd)
     for block in blocks_of((DOCS / "distributed.md").read_text("utf-8")):
         reader.read([block])
         if not block[0]:

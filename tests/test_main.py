@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 from tests.faults.runs import config_of, log_of, start, store_of, train
 
+import trainwright
 from trainwright import Hook, RunConfig, Task, Trainer, build_trainer, run_experiment
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.errors import CheckpointError, ConfigError, TrainwrightError
@@ -146,9 +149,39 @@ def test_an_interrupted_experiment_says_so_and_goes_on_later(tmp_path):
     with pytest.raises(Interrupted, match="SIGTERM"):
         run_experiment(load(tmp_path), trainer=Leaves)
     assert "step 3 is finished and saved" in (tmp_path / "small" / "log.txt").read_text()
-    _, logs = run_experiment(load(tmp_path))
+    _, logs = run_experiment(load(tmp_path), trainer=Leaves)
     _, undisturbed = run_experiment(load(tmp_path, "name=undisturbed"))
     assert logs == undisturbed
+
+
+PROGRAM = """
+import os, signal, time
+from trainwright import RunConfig, Trainer, run_experiment
+
+class Told(Trainer):
+    def train_step(self, batch):
+        if self.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+        return super().train_step(batch)
+
+run_experiment(RunConfig.load({file!r}, ["output_dir={folder}", "trainer.max_steps=6"]), trainer=Told)
+print("never reached")
+"""
+
+
+def test_a_program_that_is_told_to_leave_ends_as_the_command_line_does(tmp_path):
+    program = PROGRAM.format(file=str(PROJECT / "run.yaml"), folder=tmp_path)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 128 + signal.SIGTERM
+    assert (done.stdout, "Traceback" in done.stderr) == ("", False)
+    assert store_of(tmp_path / "small").steps()[-1] == 3
+
+
+def test_an_interruption_is_public_and_says_why(tmp_path):
+    interruption = trainwright.Interrupted("SIGTERM")
+    assert (interruption.reason, interruption.code) == ("SIGTERM", 128 + signal.SIGTERM)
+    assert trainwright.Interrupted("the queue is full").code == 75
 
 
 def test_a_stopped_experiment_says_why(tmp_path):
@@ -438,6 +471,27 @@ def test_continuous_evaluation_follows_a_training_to_its_end(tmp_path, stop_at, 
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert [line["step"] for line in results_of(folder)] == steps
     assert {"step": steps[-1], **logs} == results_of(folder)[-1]
+
+
+def test_continuous_evaluation_takes_the_checkpoints_of_a_run_that_was_started_over(tmp_path):
+    config = load(tmp_path, "checkpoint.every_steps=6", "trainer.max_steps=6")
+    other = load(tmp_path, "checkpoint.every_steps=6", "trainer.max_steps=6", "seed=5")
+    measured = []
+
+    class StartsOver(Trainer):
+        def eval_end(self, aggregated):
+            logs = super().eval_end(aggregated)
+            measured.append(logs["loss"])
+            if len(measured) == 1:
+                with torch.enable_grad():
+                    run_experiment(other, fresh=True, mode="train")
+            return logs
+
+    _, logs = run_experiment(config)
+    run_experiment(config, mode="continuous_eval", trainer=StartsOver, poll_seconds=0.01, timeout_seconds=20)
+    assert measured[0] == logs["valid/loss"]
+    assert measured[1:] == [run_experiment(other, mode="eval")[1]["valid/loss"]]
+    assert measured[0] != measured[1]
 
 
 def test_continuous_evaluation_waits_no_longer_than_it_is_told(tmp_path, caplog):

@@ -119,7 +119,6 @@ def tensors_of(model):
 # weights
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 def test_ranks_begin_with_the_weights_of_one_process_in_every_layout(tmp_path, axes):
     configs = {name: load(tmp_path, section, axes) for name, section in SECTIONS.items()}

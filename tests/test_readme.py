@@ -2,12 +2,12 @@
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.test_docs import Reader
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, flags=re.DOTALL)
@@ -29,23 +29,23 @@ def project(tmp_path_factory):
     return folder
 
 
-def run(command, folder):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done
-
-
-def test_every_command_works_in_order(project):
-    assert len(COMMANDS) == 6
-    outputs = [
-        run([sys.executable, "-m", *shlex.split(command, comments=True)], project).stdout for command in COMMANDS
-    ]
+def test_every_command_works_in_order(project, monkeypatch, capfd):
+    monkeypatch.chdir(project)
+    reader = Reader(monkeypatch, capfd)
+    outputs = []
+    for command in COMMANDS:
+        reader.shown = ""
+        reader.type(command)
+        assert reader.exit_code == 0, f"{command}\n{reader.shown}"
+        outputs.append(reader.shown)
+    assert len(outputs) == 6
     assert '"valid/accuracy": 0.9' in outputs[2]
 
 
-def test_the_notebook_script_trains(project):
-    done = run([sys.executable, "notebook.py"], project)
+def test_the_notebook_script_trains_in_a_process_of_its_own(project):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "notebook.py"], cwd=project, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
     assert "eval/loss" in done.stdout

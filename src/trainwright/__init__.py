@@ -12,10 +12,12 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "AutoModel": "trainwright.models.auto",
+    "CallbackHook": "trainwright.hooks.callback",
     "Component": "trainwright.config",
     "EventStorage": "trainwright.events",
     "Every": "trainwright.hooks.every",
     "Hook": "trainwright.loop.hook",
+    "Interrupted": "trainwright.main",
     "Mean": "trainwright.events",
     "RunConfig": "trainwright.config",
     "StepResult": "trainwright.loop.update",
@@ -27,6 +29,7 @@ _PUBLIC = {
     "get_args": "trainwright.doors.arguments",
     "get_event_storage": "trainwright.events",
     "load_checkpoint": "trainwright.export.load",
+    "load_experiment": "trainwright.doors.experiments",
     "load_hf_dataset": "trainwright.data.processing.hf_dataset",
     "register": "trainwright.registry",
     "run_experiment": "trainwright.main",
@@ -43,17 +46,20 @@ if TYPE_CHECKING:
     from trainwright.data.processing.hf_dataset import load_hf_dataset as load_hf_dataset
     from trainwright.doors.arguments import get_args as get_args
     from trainwright.doors.experiments import experiment as experiment
+    from trainwright.doors.experiments import load_experiment as load_experiment
     from trainwright.doors.functions import train as train
     from trainwright.doors.training_main import training_main as training_main
     from trainwright.events import EventStorage as EventStorage
     from trainwright.events import Mean as Mean
     from trainwright.events import get_event_storage as get_event_storage
     from trainwright.export.load import load_checkpoint as load_checkpoint
+    from trainwright.hooks.callback import CallbackHook as CallbackHook
     from trainwright.hooks.every import Every as Every
     from trainwright.loop.hook import Hook as Hook
     from trainwright.loop.task import Task as Task
     from trainwright.loop.trainer import Trainer as Trainer
     from trainwright.loop.update import StepResult as StepResult
+    from trainwright.main import Interrupted as Interrupted
     from trainwright.main import run_experiment as run_experiment
     from trainwright.models.auto import AutoModel as AutoModel
     from trainwright.registry import register as register

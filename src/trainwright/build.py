@@ -25,11 +25,14 @@ from trainwright.errors import ConfigError
 from trainwright.events import EventStorage
 from trainwright.loaders import Loaders, describe_size, limits
 from trainwright.loop.builder import Surroundings
+from trainwright.loop.compiled_forward import refuse_modes
 from trainwright.loop.fitting import settle_micro_batch
 from trainwright.loop.held_buffers import persistent_buffers
 from trainwright.loop.incidents import IncidentWatch
 from trainwright.loop.loss_scale import LossScale
+from trainwright.loop.remat_fitting import settle_remat, wants_budget
 from trainwright.loop.saving import restore_checkpoint
+from trainwright.loop.step import refuse_unrecorded
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Trainer
 from trainwright.loop.update import ScheduledOptimizer, Updater
@@ -64,13 +67,15 @@ def build_trainer(
     backend, ranks = _join(config)
     folder = run_folders.run_folder(config)
     kept = None if fresh else _kept_facts(config, folder, ranks)
+
+    def assemble_alone(trial: RunConfig, trial_folder: Path) -> Trainer:
+        return assemble(trial, trainer_class, backend, Ranks(), trial_folder, kept=kept, evaluates=False)[0]
+
+    going_on = None if fresh else folder
+    if wants_budget(config):
+        config = settle_remat(config, assemble_alone, backend=backend, ranks=ranks, folder=going_on)
     if config.trainer.micro_batch_size == "auto":
         _refuse_auto(config, ranks)
-
-        def assemble_alone(trial: RunConfig, trial_folder: Path) -> Trainer:
-            return assemble(trial, trainer_class, backend, Ranks(), trial_folder, kept=kept, evaluates=False)[0]
-
-        going_on = None if fresh else folder
         config = settle_micro_batch(config, assemble_alone, backend=backend, ranks=ranks, folder=going_on)
     trainer, build = assemble(config, trainer_class, backend, ranks, folder, kept=kept, evaluates=evaluates)
     # Only now is the folder touched: a config with a mistake in it sets nothing aside and leaves nothing behind.
@@ -160,18 +165,16 @@ def build_model(config: RunConfig, *, folder: Path | None = None) -> torch.nn.Mo
 
 
 def _join(config: RunConfig) -> tuple[Backend, Ranks]:
-    if config.runtime.mode != "eager":
-        raise ConfigError(
-            f"runtime.mode: {config.runtime.mode} is not supported in this version. Use eager.",
-            where=config.origin("runtime.mode"),
-        )
     where = config.origin("runtime.device")
     backend = pick_backend(config.runtime.device, local_rank=processes.local_rank(), where=where)
     backend.claim()
     axes = resolve_mesh(config, processes.world_size())
-    return backend, processes.join(
+    refuse_modes(config, axes)
+    ranks = processes.join(
         axes, collectives=backend.collectives, device_type=backend.device.type, facts=facts_of(config)
     )
+    refuse_unrecorded(config, ranks)
+    return backend, ranks
 
 
 def _seed_everything(backend: Backend, seed: int) -> None:
@@ -323,7 +326,9 @@ def _updater(
         max_grad_norm=config.trainer.max_grad_norm,
         max_grad_value=config.trainer.max_grad_value,
         loss_scale=LossScale(backend.device) if config.runtime.precision == "fp16" else None,
-        watch=IncidentWatch(config.incidents, device=backend.device, rank=ranks.rank),
+        watch=IncidentWatch(
+            config.incidents, device=backend.device, rank=ranks.rank, is_recorded=config.runtime.mode == "graph"
+        ),
         buffers=persistent_buffers(placed.model),
         sync=placed.sync,
         pipeline=placed.pipeline(batch.accumulation),

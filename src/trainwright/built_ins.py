@@ -82,6 +82,7 @@ BUILT_INS: Mapping[str, Mapping[str, str]] = {
         "every": "trainwright.hooks.every:every_from_config",
         "callback": "trainwright.hooks.callback:callback_from_config",
         "count_progress": "trainwright.hooks.count_progress:CountProgress",
+        "profile_steps": "trainwright.hooks.profile_steps:ProfileSteps",
     },
     "writer": {
         "console": "trainwright.writers.console:ConsoleWriter",

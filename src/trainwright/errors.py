@@ -6,7 +6,11 @@ that the message starts with. Nothing here imports the rest of the package.
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
+import sys
+from types import TracebackType
 
 HANG_EXIT_CODE = 75
 """How every rank of a run leaves in which one was stuck: sysexits.h's "temporary failure, try again".
@@ -29,6 +33,24 @@ class TrainwrightError(Exception):
         super().__init__(f"{where}: {problem}" if where is not None else problem)
 
 
+def shorten_tracebacks() -> None:
+    """Lets a script that ends with an explained error show its one line, as the command line does.
+
+    Where somebody else shows errors (a debugger, a service) nothing changes. A log level of DEBUG shows tracebacks.
+    """
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _show_in_words
+
+
+def _show_in_words(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+    is_explained = isinstance(error, TrainwrightError)
+    if not is_explained or logging.getLogger("trainwright").getEffectiveLevel() <= logging.DEBUG:
+        sys.__excepthook__(kind, error, frames)
+        return
+    rank = os.environ.get("RANK", "0")
+    sys.stderr.write(f"{'' if rank == '0' else f'rank {rank}: '}error: {error}\n")
+
+
 class ConfigError(TrainwrightError):
     """A setting is unknown, of the wrong type, or contradicts another."""
 
@@ -47,6 +69,10 @@ class DataError(TrainwrightError):
 
 class IncidentError(TrainwrightError):
     """An update went wrong (a loss that is not finite, a spike) and the config says that the run ends."""
+
+
+class HostReadError(TrainwrightError):
+    """A step that is being recorded asked for something that differs from step to step, such as a tensor's value."""
 
 
 class OutOfMemory(TrainwrightError):  # noqa: N818  # the words that everybody has for it

@@ -14,8 +14,10 @@ from trainwright.data.stream import is_stream
 from trainwright.data.stream_loader import EvalStream, EvaluationData, StreamData, TrainingData
 from trainwright.data.view import View
 from trainwright.data.workers import LoaderOptions
-from trainwright.errors import ConfigError
+from trainwright.errors import ConfigError, DataError
 from trainwright.parallel.collectives import Ranks
+
+_BATCH_SIZE = "trainer.global_batch_size"
 
 
 class Loaders:
@@ -56,13 +58,13 @@ class Loaders:
         else:
             if hasattr(type(dataset), "make_order"):
                 self._refuse_grouping("is a mixture")
-            data = TrainData(
-                dataset,
-                global_batch_size=batch_size,
-                shuffle=section.shuffle,
-                group_by_length=section.group_by_length,
-                **self._common,
-            )
+            options: dict[str, Any] = {"shuffle": section.shuffle, "group_by_length": section.group_by_length}
+            try:
+                data = TrainData(dataset, global_batch_size=batch_size, **options, **self._common)
+            except DataError as error:
+                if error.where is not None or not error.problem.startswith(_BATCH_SIZE):
+                    raise
+                raise DataError(error.problem, where=self._config.origin(_BATCH_SIZE)) from error
         max_steps, data.num_samples = limits(self._config, data)
         return data, max_steps
 
@@ -107,6 +109,11 @@ def limits(config: RunConfig, data: TrainingData, *, steps_done: int = 0) -> tup
         data.num_passes = _num_passes(config)
     elif trainer.max_epochs is not None:
         samples.append(round(trainer.max_epochs * len(data)))
+        if not samples[0]:
+            raise ConfigError(
+                f"trainer.max_epochs: {trainer.max_epochs:g} of {len(data)} samples is none. Give more.",
+                where=config.origin("trainer.max_epochs"),
+            )
     if trainer.max_samples is not None:
         samples.append(trainer.max_samples)
     if trainer.max_tokens is not None:

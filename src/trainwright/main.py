@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,17 +13,18 @@ from pathlib import Path
 import torch
 
 from trainwright.build import build_evaluator, build_trainer
-from trainwright.checkpoint.folder import LOG_FILE, run_folder
+from trainwright.checkpoint.folder import LOG_FILE, read_config, run_folder
 from trainwright.checkpoint.resume import pick_step
 from trainwright.config import RunConfig
 from trainwright.data.stream_loader import EvaluationData
-from trainwright.errors import ConfigError
+from trainwright.errors import HANG_EXIT_CODE, ConfigError, exit_code_of, shorten_tracebacks
 from trainwright.hooks.obey_preemption import Listener
 from trainwright.launch.slurm import requeue
 from trainwright.log import rank_log, run_log
 from trainwright.loop.builder import Builder
 from trainwright.loop.continuous_evaluation import POLL_SECONDS, evaluate_as_they_come
 from trainwright.loop.evaluation import evaluate_sets
+from trainwright.loop.given_in_code import component_of, is_found_again, recorded, task_named_in, trainer_named_in
 from trainwright.loop.saving import restore_weights
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Trainer
@@ -38,8 +40,20 @@ START_UP_SECONDS = 5.0
 MODES = ("train", "eval", "train_and_eval", "train_and_post_eval", "continuous_eval")
 
 
-class Interrupted(Exception):  # noqa: N818 # not an error: the run is safe and will go on
-    """The run was asked to leave, has saved its step, and goes on when the same command is run again."""
+class Interrupted(SystemExit):  # not an error: the run is safe and will go on
+    """The run was asked to leave, has saved its step, and goes on when the same command is run again.
+
+    A program that lets it pass ends as `trainwright train` does: without a traceback, and by a signal with 128 + its
+    number. `reason` is the signal's name, or what `trainer.interrupt` was given.
+    """
+
+    def __init__(self, reason: str) -> None:
+        is_signal = reason in signal.Signals.__members__
+        super().__init__(exit_code_of(reason) if is_signal else HANG_EXIT_CODE)  # "temporary failure, try again"
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 class _ToldToLeave(BaseException):
@@ -70,19 +84,26 @@ def run_experiment(
                           `timeout_seconds` is how long it waits for one; None: for ever
 
     `model_dir` replaces output_dir/name. `trainer` is a class to use instead of the config's, or what `build_trainer`
-    made of this config; `task` is used instead of the config's.
+    made of this config; `task` is used instead of the config's. The run's config.yaml names both. A run that is told
+    to leave raises `Interrupted`.
     """
+    shorten_tracebacks()
     config = _at_place(config, mode, model_dir)
     built = trainer if isinstance(trainer, Trainer) else None
     if built is not None:
         _refuse_other_wishes(built, config, task=task, fresh=fresh, accept_changes=accept_changes)
-    with _start_up() as starting:
-        kind = None if isinstance(trainer, Trainer) else _trainer_class(config, trainer, task)
+    with start_up() as starting:
+        kind: type[Trainer] | None = None
+        if not isinstance(trainer, Trainer):
+            _refuse_no_parts(trainer, task)
+            config = recorded(config, trainer, task)
+            kind = trainer if task is None else _with_task(config, trainer, task)
         if mode in ("eval", "continuous_eval"):
             evaluator = built or build_evaluator(config, kind)
+            _say_who_trained(evaluator)
             sets = _required_sets(evaluator)
             if mode == "eval":
-                return evaluator.model, _evaluate(evaluator, sets, step)
+                return evaluator.model, evaluate_checkpoint(evaluator, sets, step)
             return evaluator.model, evaluate_as_they_come(evaluator, sets, poll_seconds, timeout_seconds)
         with run_log() as open_logs:
             options = {"fresh": fresh, "accept_changes": accept_changes, "evaluates": mode != "train"}
@@ -95,7 +116,7 @@ def run_experiment(
             logs = running.train()
             logs = _wind_up(running, logs, was_finished=was_finished)
         if running.interrupted:
-            raise Interrupted(running.stop_reason)
+            raise Interrupted(running.stop_reason or "interrupted")
         return running.model, logs
 
 
@@ -112,23 +133,37 @@ def _at_place(config: RunConfig, mode: str, model_dir: str | os.PathLike[str] | 
     return config.derive(values) if values else config
 
 
-def _trainer_class(config: RunConfig, trainer: type[Trainer] | None, task: Task | None) -> type[Trainer] | None:
-    """Returns the class to build: the one given, or the config's where a task is; None leaves it to the config."""
+def _refuse_no_parts(trainer: object, task: object) -> None:
     if trainer is not None and not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
         raise ConfigError(
             f"trainer: must be a subclass of Trainer, or what build_trainer(config, …) returned; got {trainer!r}."
         )
-    if task is None:
-        return trainer
-    if not isinstance(task, Task):
+    if task is not None and not isinstance(task, Task):
         raise ConfigError(f"task: must be an instance of Task, such as MyTask(); got {task!r}.")
+
+
+def _with_task(config: RunConfig, trainer: type[Trainer] | None, task: Task) -> type[Trainer]:
+    """Returns the class to build, the given one or the config's, with a task of the caller's."""
     kind = trainer or Build(config).trainer_class()
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
 
     def build_task(cls: type[Trainer], build: Builder) -> Task:
+        if build.config.task is not None and build.config.task == component_of(task, build.config):
+            build.task()  # the section stands for this very task: it is used
         return task
 
     return type(kind.__name__, (kind,), {**names, "build_task": classmethod(build_task)})
+
+
+def _say_who_trained(evaluator: Trainer) -> None:
+    """Warns where a run is measured by another trainer or task than it was trained by: their values may differ."""
+    saved = read_config(evaluator.folder) if evaluator.ranks.is_first else None
+    if saved is None:
+        return
+    for section, name_in in (("trainer", trainer_named_in), ("task", task_named_in)):
+        then, now = name_in(saved), name_in(evaluator.config)
+        if then != now:
+            logger.warning("%s: the run was trained by %s, but is evaluated by %s.", section, then, now)
 
 
 def _refuse_other_wishes(
@@ -146,6 +181,7 @@ def _refuse_other_wishes(
         "trainer.micro_batch_size": own.trainer.micro_batch_size,
         "evaluation.every_steps": own.evaluation.every_steps,  # that of a run which is evaluated at its end
     }
+    config = recorded(config, type(trainer)) if recorded(own, type(trainer)) == own else config
     if config.derive(resolved) != own:
         raise ConfigError(
             f"trainer: this {type(trainer).__name__} was built from another config, or for another folder "
@@ -177,7 +213,7 @@ def _complete(trainer: Trainer, logs: Mapping[str, float]) -> dict[str, float]:
     """Evaluates the sets of which a run that had ended before knows nothing: it was trained without them."""
     unknown = {
         name: data
-        for name, data in _sets_of(trainer).items()
+        for name, data in sets_of(trainer).items()
         if not any(metric.startswith(f"{name}/") for metric in logs)
     }
     if not unknown:
@@ -187,7 +223,7 @@ def _complete(trainer: Trainer, logs: Mapping[str, float]) -> dict[str, float]:
 
 
 @contextmanager
-def _start_up() -> Iterator[Listener]:
+def start_up() -> Iterator[Listener]:
     """Lets a signal end the run at once until it trains, and leaves the other processes whatever happens."""
     starting = Listener(_leave, deadline_seconds=START_UP_SECONDS)
     try:
@@ -195,8 +231,7 @@ def _start_up() -> Iterator[Listener]:
         try:
             yield starting
         except Exception as error:
-            if not isinstance(error, Interrupted):
-                note_failure(error)  # before the others notice that this rank is gone
+            note_failure(error)  # before the others notice that this rank is gone
             raise
         finally:
             starting.only_note()  # the run has ended, one way or the other: a signal must not undo that
@@ -212,20 +247,30 @@ def _leave(signal_name: str) -> None:
     raise _ToldToLeave(signal_name)
 
 
-def _sets_of(trainer: Trainer) -> dict[str, EvaluationData]:
+def sets_of(trainer: Trainer) -> dict[str, EvaluationData]:
+    """Returns the evaluation sets of a run by name, the test set included."""
     test = trainer.surroundings.test_data
     return dict(trainer.eval_data) if test is None else {**trainer.eval_data, test.name: test}
 
 
 def _required_sets(trainer: Trainer) -> dict[str, EvaluationData]:
-    sets = _sets_of(trainer)
+    sets = sets_of(trainer)
     if not sets:
         raise ConfigError("data.eval: there is no evaluation set. Name one, such as eval: {valid: {type: …}}.")
     return sets
 
 
-def _evaluate(trainer: Trainer, sets: Mapping[str, EvaluationData], step: int | str) -> dict[str, float]:
-    """Evaluates the checkpoint that `step` names on every set."""
+def evaluate_checkpoint(
+    trainer: Trainer, sets: Mapping[str, EvaluationData], step: int | str | None
+) -> dict[str, float]:
+    """Evaluates the checkpoint that `step` names on every set; None: the weights that the model has been built with."""
+    if step is not None:
+        _restore(trainer, step)
+    with trainer.storage:
+        return evaluate_sets(trainer, sets) if sets else {}
+
+
+def _restore(trainer: Trainer, step: int | str) -> None:
     store = trainer.surroundings.store
     best = trainer.config.checkpoint.keep_best
     # The first rank looks for all: a checkpoint may come or go meanwhile.
@@ -233,8 +278,6 @@ def _evaluate(trainer: Trainer, sets: Mapping[str, EvaluationData], step: int | 
     restore_weights(trainer, chosen)
     trainer.step = chosen
     logger.info("Evaluating %s", store.path(chosen))
-    with trainer.storage:
-        return evaluate_sets(trainer, sets)
 
 
 def _log_files(trainer: Trainer) -> Iterator[Path]:
@@ -263,6 +306,6 @@ def _say_how_it_ended(trainer: Trainer) -> None:
         logger.info("Best %s %.4g, at step %d: %s", trainer.best.metric, trainer.best.value, trainer.best.step, where)
     logger.info("Run folder: %s", folder)
     from_file = not trainer.config.trainer.type.startswith("trainwright.doors.")  # functions are in no file
-    if not trainer.interrupted and trainer.eval_data and from_file:
+    if not trainer.interrupted and trainer.eval_data and from_file and is_found_again(trainer.config):
         step = "best" if trainer.best.step is not None else "latest"
         logger.info("Next: trainwright evaluate %s --step %s", folder, step)

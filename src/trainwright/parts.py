@@ -6,9 +6,11 @@ setting without effect is a bug. The order in which parts are made is build.py's
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,18 @@ import torch
 from trainwright import registry
 from trainwright.checkpoint.folder import run_folder
 from trainwright.config import Component, DataSection, ModelSection, RunConfig
+from trainwright.config.blame import blaming_arguments
 from trainwright.data.components import DatasetBuilder
 from trainwright.data.split import sizes_by_ratio, split
 from trainwright.data.stream import is_stream
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.hooks.obey_preemption import ObeyPreemption
 from trainwright.hooks.time_steps import TimeSteps
+from trainwright.hooks.watch_compilation import WatchCompilation
 from trainwright.hooks.watch_for_hangs import WatchForHangs
+from trainwright.loop.half_made import refuse_wrong_constructor
 from trainwright.loop.hook import Hook
-from trainwright.loop.metrics import ConfiguredMetric
+from trainwright.loop.metrics import ConfiguredMetric, refuse_no_metric
 from trainwright.loop.task import Task, overrides
 from trainwright.loop.trainer import Trainer
 from trainwright.loop.trainer_methods import refuse_wrong_methods
@@ -41,6 +46,7 @@ from trainwright.optim.whole_model import (
     whole_of,
 )
 from trainwright.parallel.collectives import Ranks
+from trainwright.user_code import place_of
 from trainwright.writers.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -91,15 +97,20 @@ class Build:
         self._used.add("model")
         section = self.config.model
         if section is None:
-            raise ConfigError("model: there is none. Name one, such as {type: llama, …} or {type: models/net.py:Net}.")
+            where = self.config.origin("model")
+            problem = "model: there is none. Name one, such as {type: llama, …} or {type: models/net.py:Net}."
+            if where is not None and where.file.endswith(".py"):
+                problem += " A Python file says so in `config`, or in a variable `model`."
+            raise ConfigError(problem, where=where)
         project_dir, origin = Path(self.project_dir), self.config.origin
         is_split = self._ranks.size > 1 and self._ranks.mesh.is_split
         self.first_has_weights = is_split and self._reader is None and is_as_shipped(section, project_dir=project_dir)
         if self.first_has_weights:
             return self._model_of_first(section)
-        model, self.pretrained_facts = build_model_section(
-            section, project_dir=project_dir, origin=origin, kept=self._kept, reader=self._reader
-        )
+        with blaming_arguments(self.config, "model", section.arguments):
+            model, self.pretrained_facts = build_model_section(
+                section, project_dir=project_dir, origin=origin, kept=self._kept, reader=self._reader
+            )
         return model
 
     def optimizers(self, model: torch.nn.Module) -> dict[str, torch.optim.Optimizer]:
@@ -155,9 +166,14 @@ class Build:
         return self._parts().get("test")
 
     def collator(self) -> Callable[[list[Any]], Any]:
-        """The `data.collator` section."""
+        """The `data.collator` section: an object that the section makes, or a plain function of the samples."""
         self._used.add("data.collator")
-        collator: Callable[[list[Any]], Any] = self._make("collator", "data.collator", self.config.data.collator)
+        label, section = "data.collator", self.config.data.collator
+        where = section.origin
+        target = registry.find("collator", section.type, project_dir=self.project_dir, where=where, label=label)
+        if _takes_samples(target, section.arguments):
+            return partial(target, **section.arguments)
+        collator: Callable[[list[Any]], Any] = self._make("collator", label, section)
         return collator
 
     def hooks(self) -> list[Hook]:
@@ -168,6 +184,7 @@ class Build:
             TimeSteps(),
             ObeyPreemption(self.config.preemption),
             WatchForHangs(self.config.hangs),
+            *([] if self.config.runtime.mode == "eager" else [WatchCompilation()]),
             *own,
         ]
 
@@ -196,6 +213,7 @@ class Build:
     def take_trainer(self, trainer_class: type[Trainer]) -> None:
         """Notes the class that asks for the model: a `build_model` of a user's may read the weights that it gets."""
         refuse_wrong_methods(trainer_class, Trainer)
+        refuse_wrong_constructor(trainer_class)
         owner = next(each for each in trainer_class.__mro__ if "build_model" in vars(each))
         if not owner.__module__.startswith("trainwright."):
             self._reader = f"{owner.__name__}.build_model"
@@ -223,8 +241,11 @@ class Build:
             outputs, labels = arguments.pop("outputs", "logits"), arguments.pop("labels", "labels")
             label = f"evaluation.metrics.{name}"
             metric = self._make("metric", label, Component(component.type, **arguments).located_at(component.origin))
+            refuse_no_metric(metric, label, self.config.origin(label))
             made.append(ConfiguredMetric(name, metric, outputs, labels, self.config.origin(label)))
-        made += [ConfiguredMetric(name, metric, "logits", "labels") for name, metric in task.build_metrics().items()]
+        for name, metric in task.build_metrics().items():
+            refuse_no_metric(metric, f"{type(task).__name__}.build_metrics, {name}", place_of(type(task).build_metrics))
+            made.append(ConfiguredMetric(name, metric, "logits", "labels"))
         for each in made:
             if isinstance(each.metric, torch.nn.Module):
                 each.metric.to(device)
@@ -284,7 +305,8 @@ class Build:
 
     def _make(self, kind: str, label: str, component: Component, **provided: Any) -> Any:
         provided = {"project_dir": self.project_dir, **provided}
-        return registry.instantiate(kind, component, label=label, **provided)
+        with blaming_arguments(self.config, label, component.arguments):
+            return registry.instantiate(kind, component, label=label, **provided)
 
     def _optimizer(
         self, label: str, component: Component, owned: Mapping[str, Any], model: torch.nn.Module
@@ -340,9 +362,13 @@ class Build:
 
     def _dataset(self, label: str, component: Component | None) -> Any:
         if component is None:
-            raise ConfigError(f"{label}: there is no dataset. Name one, such as {{type: datasets/mine.py:Mine}}.")
+            raise ConfigError(
+                f"{label}: there is no dataset. Name one, such as {{type: datasets/mine.py:Mine}}.",
+                where=self.config.origin(label),
+            )
         self._used.add("data.process")
-        dataset = self._datasets.build(label, component)
+        with blaming_arguments(self.config, label, component.arguments):
+            dataset = self._datasets.build(label, component)
         if label != "data.train" and getattr(dataset, "weights", None) and hasattr(type(dataset), "make_order"):
             raise ConfigError(
                 f"{label}: weights have no effect in an evaluation, which sees each sample once. Leave them out.",
@@ -385,6 +411,15 @@ class Build:
             logger.warning("data.split: %d samples are too few for a set %s: there is none.", len(whole), name)
             del parts[name]
         return parts
+
+
+def _takes_samples(target: Callable[..., Any], given: Mapping[str, Any]) -> bool:
+    """Is it a user's function that lacks one argument, which is the list of samples? Then it is the collator itself."""
+    if not inspect.isfunction(target) or target.__module__.startswith("trainwright."):
+        return False
+    named = inspect.signature(target).parameters.values()
+    missing = [each for each in named if each.default is each.empty and each.name not in given]
+    return len(missing) == 1 and missing[0].kind in (missing[0].POSITIONAL_ONLY, missing[0].POSITIONAL_OR_KEYWORD)
 
 
 def _share_out(

@@ -31,6 +31,18 @@ def fold(error: BaseException) -> str:
     return "".join([*lines, *whole.format_exception_only()])
 
 
+def user_place(error: BaseException) -> str | None:
+    """Returns `file:line` of the user's innermost frame in an error's traceback, or in that of what led to it."""
+    each: BaseException | None = error
+    while each is not None:
+        frames = traceback.extract_tb(each.__traceback__)
+        found = next((frame for frame in reversed(frames) if _owner(frame) is None), None)
+        if found is not None:
+            return f"{found.filename}:{found.lineno}"
+        each = each.__cause__ or each.__context__
+    return None
+
+
 def _count(frames: list[traceback.FrameSummary]) -> str:
     owners = Counter(_owner(frame) for frame in frames)
     return "  … " + ", ".join(f"{count} frame{'s'[: count > 1]} of {owner}" for owner, count in owners.items()) + "\n"

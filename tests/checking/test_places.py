@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from trainwright.checking import places
-from trainwright.checking.places import UserFiles
 from trainwright.config import Origin
+from trainwright.loop.user_lines import UserFiles, of_frame
 
 SOURCE = """\
 import sys
@@ -122,7 +122,7 @@ def test_an_exception_that_passed_no_user_s_file_has_no_place(users):
 
 
 def test_a_frame_is_placed_at_what_it_evaluates(module):
-    assert marked(module.here(places.of_frame)) == "look(sys._getframe())"
+    assert marked(module.here(of_frame)) == "look(sys._getframe())"
 
 
 def test_a_function_is_marked_at_a_parameter_or_at_its_name(module, users):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from trainwright.checking.findings import Finding, Findings, Place
+from trainwright.checking.findings import Finding, Findings
 from trainwright.checking.report import Report
+from trainwright.loop.user_lines import Place
 
 
 def rendered(*findings, **facts):

@@ -1,25 +1,20 @@
 """The cases that run on one and on two processes; test_two_processes.py compares what they leave.
 
-    python cases.py FOLDER                                  one process
-    torchrun --nproc-per-node 2 cases.py FOLDER             two
-
-Several cases share one launch, for starting torch costs seconds.
+Several cases share one launch.
 """
 
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
 
 from trainwright import Hook, Mean, RunConfig, Task, Trainer, build_trainer, get_event_storage
 from trainwright.data.collators import Stack
+from trainwright.parallel import processes
 
 PROJECT = Path(__file__).parents[1] / "project"
-RANK = int(os.environ.get("RANK", "0"))
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Tokens(Trainer):
@@ -92,8 +87,7 @@ class Unused(torch.nn.Module):
         self.heads = torch.nn.ModuleList(torch.nn.Linear(4, 2) for _ in range(3))
 
     def forward(self, x, labels):
-        rank = int(os.environ.get("RANK", "0"))
-        return {"loss": torch.nn.functional.cross_entropy(self.heads[rank](x), labels)}
+        return {"loss": torch.nn.functional.cross_entropy(self.heads[processes.place().rank](x), labels)}
 
 
 class UnusedTrainer(Trainer):
@@ -132,7 +126,7 @@ class LocalMetric:
         """Takes nothing."""
 
     def compute(self):
-        return float(self.calls if RANK == 0 else -self.calls)
+        return float(self.calls if processes.place().rank == 0 else -self.calls)
 
 
 class LocalMetricTask(Task):
@@ -169,7 +163,11 @@ def load(folder, name, *overrides):
         PROJECT / "run.yaml",
         [
             *(f"output_dir={folder}", f"name={name}", "model.dropout=0.0", "trainer.global_batch_size=8"),
-            *("trainer.micro_batch_size=2", f"runtime.mesh={{replicate: {WORLD}}}", "checkpoint.keep_last=null"),
+            *(
+                "trainer.micro_batch_size=2",
+                f"runtime.mesh={{replicate: {processes.world_size()}}}",
+                "checkpoint.keep_last=null",
+            ),
             *overrides,
         ],
     )
@@ -214,7 +212,7 @@ def main(folder):
     results["seen"] = order.ranks.gather(order.train_data.collator.seen)
     clipped = build_trainer(load(folder, "averaged", "hooks=[{type: average_weights, decay: 0.5}]"))
     clipped.train()
-    if WORLD > 1:
+    if processes.world_size() > 1:
         unused = build_trainer(load(folder, "unused", "model=null", "data.eval={}", no_metrics), UnusedTrainer)
         before = [parameter.clone() for parameter in unused.model.parameters()]
         unused.train()
@@ -228,12 +226,5 @@ def main(folder):
         again.train()
         results["interrupted"] = [steps, again.step]
         results.update(second_half(folder, no_metrics))
-    if RANK == 0:
+    if processes.place().rank == 0:
         (Path(folder) / "results.json").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
-    from trainwright.parallel.processes import leave
-
-    leave()

@@ -1,22 +1,20 @@
-"""What two processes train over every kind of data, undisturbed and in two parts; run by test_data_two_processes.py."""
+"""What two processes train over every kind of data, undisturbed and in two parts; for test_data_two_processes.py."""
 
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
+from tests.data.kinds import SOURCES
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+from trainwright import Hook, RunConfig, Trainer, build_trainer
+from trainwright.data.collators import Stack
+from trainwright.parallel import processes
 
-from tests.data.kinds import SOURCES  # noqa: E402
-
-from trainwright import Hook, RunConfig, Trainer, build_trainer  # noqa: E402
-from trainwright.data.collators import Stack  # noqa: E402
-
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+PROJECT = Path(__file__).parents[1] / "project"
+RUNS = [*((source, 2) for source in SOURCES), ("a mixture of streams", 0), ("packed documents", 0)]
+"""Kinds of data and numbers of workers; in one process every kind is tried without workers too."""
 
 
 class StopAtFour(Hook):
@@ -50,19 +48,18 @@ class Watched(Trainer):
 
 def load(folder, name, *overrides):
     common = (f"output_dir={folder}", f"name={name}", "data.shuffle_buffer=20", "trainer.micro_batch_size=2")
-    mesh = f"runtime.mesh={{replicate: {WORLD}}}"
-    return RunConfig.load(ROOT / "tests/project/run.yaml", (*common, mesh, "evaluation.metrics={}", *overrides))
+    mesh = f"runtime.mesh={{replicate: {processes.world_size()}}}"
+    return RunConfig.load(PROJECT / "run.yaml", (*common, mesh, "evaluation.metrics={}", *overrides))
 
 
 def main(folder):
     results = {}
-    for number, source in enumerate(SOURCES):
-        for workers in (0, 2):
-            overrides = (*SOURCES[source], f"data.workers={workers}")
-            build_trainer(load(folder, f"whole-{number}-{workers}", *overrides)).train()
-            stop = f"hooks=[{{type: {__file__}:StopAtFour}}]"
-            build_trainer(load(folder, f"parts-{number}-{workers}", *overrides, stop)).train()
-            build_trainer(load(folder, f"parts-{number}-{workers}", *overrides)).train()
+    for number, (source, workers) in enumerate(RUNS):
+        overrides = (*SOURCES[source], f"data.workers={workers}")
+        build_trainer(load(folder, f"whole-{number}", *overrides)).train()
+        stop = f"hooks=[{{type: {__file__}:StopAtFour}}]"
+        build_trainer(load(folder, f"parts-{number}", *overrides, stop)).train()
+        build_trainer(load(folder, f"parts-{number}", *overrides)).train()
     # Shards of 23 rows and 2 ranks: one rank runs out before the other.
     for name in ("PointStream", "ShardedPoints"):
         train = f"data.train={{type: parts.py:{name}, size: 23}}"
@@ -75,12 +72,5 @@ def main(folder):
         ]
         own = torch.cat([parameter.detach().flatten() for parameter in uneven.model.parameters()])
         results[f"{name} equal"] = all(torch.equal(own, other) for other in uneven.ranks.gather(own))
-    if RANK == 0:
+    if processes.place().rank == 0:
         (Path(folder) / "results.json").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
-    from trainwright.parallel.processes import leave
-
-    leave()

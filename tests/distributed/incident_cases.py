@@ -1,8 +1,6 @@
-"""One rank of two, whose loss goes wrong: `python incident_cases.py RANK FOLDER`, for test_incidents_two_processes."""
+"""One rank of two, whose loss goes wrong; for test_incidents_two_processes.py."""
 
 import json
-import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -11,6 +9,7 @@ from trainwright.config import IncidentsSection
 from trainwright.loop.incidents import IncidentWatch, join_ranks
 from trainwright.loop.outputs import ForwardResult
 from trainwright.loop.update import ScheduledOptimizer, Updater
+from trainwright.parallel import processes
 from trainwright.parallel.collectives import Ranks
 
 
@@ -33,7 +32,8 @@ def run(factors, ranks, *, watch=None):
     return weight.tolist()
 
 
-def main(rank, folder):
+def main(folder):
+    rank = processes.place().rank
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
     ranks = Ranks(rank, 2, control=dist.new_group(backend="gloo"))
     section = IncidentsSection(non_finite="skip", spike="rollback", spike_window=8)
@@ -47,7 +47,3 @@ def main(rank, folder):
     (folder / f"{rank}.json").write_text(json.dumps(facts))
     ranks.part()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

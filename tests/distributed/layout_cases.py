@@ -1,33 +1,28 @@
 """Whole runs of a small language model in many layouts; test_layouts.py compares what they leave with one process.
 
-Ranks are forked children of the test, which has torch imported: a launch costs a second. All cases of one world size
-share a launch. Everything is in float64, so that a layout can be told from one process by rounding alone.
+All cases of one world size share a launch. Everything is in float64, so that a layout can be told from one process by
+rounding alone.
 """
 
-import gc
 import json
 import os
 import signal
-import socket
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch._dynamo  # torch imports it with the first optimizer: here once, not in each child
 import torchmetrics
 
 from trainwright import Hook, Mean, RunConfig, Task, build_trainer, get_event_storage
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.loop import evaluation
-from trainwright.parallel import context, fully_shard, pipeline, processes, tensor  # noqa: F401  # before the fork
+from trainwright.parallel import processes
 from trainwright.parallel.local import local
 from trainwright.planning.collectives import CollectiveRecorder
 from trainwright.trainers.language_model import LanguageModelTrainer
 
 RUN_FILE = Path(__file__).with_name("pipeline_run.yaml")
 """Six steps of eight rows, in micro-batches of two; evaluated at 3 and 6."""
-PATIENCE_SECONDS = 240
 LAYOUTS = {
     "one": {},
     "data": {"data": 2},
@@ -118,7 +113,8 @@ class LeavesInEvaluation(Double):
 
 
 def is_last_rank():
-    return int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1
+    rank, world = processes.place()
+    return rank == world - 1
 
 
 class BrokenRows(Rows):
@@ -302,6 +298,10 @@ CASES = {
     "skip": Case(MATRICES, (*INCIDENTS, "incidents.non_finite=skip"), Spoiled, incidents_of),
     "rollback": Case(PARTS, (*INCIDENTS, "incidents.non_finite=rollback"), Spoiled, incidents_of),
     "streamed": Case(MATRICES, STREAMED),
+    "compiled": Case(
+        ("replicate", "data", "tensor"),
+        (*PLAIN, "runtime.mode=compile", "runtime.compile_backend=aot_eager", "trainer.max_steps=2"),
+    ),
     "bf16": Case(("data",), (*PLAIN, "runtime.precision=bf16"), LanguageModelTrainer),
     "fp16": Case(("data",), (*PLAIN, "runtime.precision=fp16"), LanguageModelTrainer),
 }
@@ -386,7 +386,7 @@ def run_failing(folder, name, layout, kind, *overrides):
     return trainer.ranks.gather(said), CheckpointStore(trainer.folder / "checkpoints").steps()
 
 
-def fail_alone(folder, world):
+def fail_alone(folder):
     """Every rank ends with an error, though the others wait in a forward for the one that failed."""
     evaluation.TOGETHER_SECONDS = 1.0
     build_trainer(load(folder, "alone", "data", "trainer.max_steps=2"), FailsAlone).train()
@@ -400,43 +400,14 @@ def words_of(act):
     return ""
 
 
-def main(folder, world):
-    """Runs all cases of one world size on this rank."""
+def main(folder):
+    """Runs all cases of this world size on this rank."""
+    rank, world = processes.place()
     for layout, axes in LAYOUTS.items():
         if world != torch.tensor(list(axes.values()) or [1]).prod().item():
             continue
         results = {name: run(folder, name, layout) for name in CASES if is_run(name, layout)}
         if world > 1:
             results |= run_further(folder, layout)
-        if os.environ.get("RANK", "0") == "0":
+        if rank == 0:
             (folder / layout / "results.json").write_text(json.dumps(results))
-
-
-def launch(folder, world, act=main):
-    """Calls `act(folder, world)` on forked ranks; returns their exit codes, and what those that failed said."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
-    children = [_fork(folder, world, rank, port, act) for rank in range(world)]
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    return codes, [path.read_text()[-3000:] for path in sorted(folder.glob("rank-*.error"))]
-
-
-def _fork(folder, world, rank, port, act):
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        gc.freeze()  # else the collector would touch, and so copy, all that the parent has
-        signal.alarm(PATIENCE_SECONDS)  # a rank that waits for ever is ended, and the test fails
-        torch.set_num_threads(1)
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
-        act(folder, world)
-        processes.leave()
-        code = 0
-    except BaseException:
-        (folder / f"rank-{rank}.error").write_text(traceback.format_exc())
-    finally:
-        os._exit(code)

@@ -1,7 +1,6 @@
-"""Two ranks of which one has less memory: run by torchrun for test_memory_two_processes."""
+"""Two ranks of which one has less memory; for test_memory_two_processes.py."""
 
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -55,8 +54,3 @@ def main(folder):
     except (KeyError, TrainwrightError) as error:
         facts["broken"] = f"{type(error).__name__}: {error}"
     (Path(folder) / f"{processes.local_rank()}.json").write_text(json.dumps(facts))
-    processes.leave()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -1,18 +1,12 @@
-"""Runs of a small language model on one process and on two stages; test_pipeline.py compares what they leave.
+"""Runs of a small language model on one process and on two stages; test_pipeline.py compares what they leave."""
 
-python pipeline_cases.py FOLDER                             one process
-torchrun --nproc-per-node 2 pipeline_cases.py FOLDER        two stages
-"""
-
-import os
-import sys
 from pathlib import Path
 
 import torch
 
 from trainwright import RunConfig, build_trainer
+from trainwright.parallel import processes
 
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 CASES = {
     "tied": [],
     "ragged": ["trainer.max_steps=null", "trainer.max_samples=33", "model.tie_embeddings=false"],
@@ -56,7 +50,7 @@ class Hits:
 
 
 def load(folder, name, *overrides):
-    mesh = f"runtime.mesh={{pipeline: {WORLD}}}"
+    mesh = f"runtime.mesh={{pipeline: {processes.world_size()}}}"
     place = (f"output_dir={folder}", f"name={name}")
     return RunConfig.load(Path(__file__).parent / "pipeline_run.yaml", [*place, mesh, *overrides])
 
@@ -65,7 +59,3 @@ def main(folder):
     for name, overrides in CASES.items():
         build_trainer(load(folder, name, *overrides)).train()
     build_trainer(load(folder, "parts")).train()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,20 +1,14 @@
-"""Whole runs whose parameters are split over the ranks; test_shard.py compares what they leave with one process.
-
-torchrun --nproc-per-node 2 shard_cases.py FOLDER
-"""
+"""Whole runs whose parameters are split over the ranks; test_shard.py compares what they leave with one process."""
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import torch
 
 from trainwright import Mean, RunConfig, Trainer, build_trainer
+from trainwright.parallel import processes
 
 PROJECT = Path(__file__).parents[1] / "project"
-RANK = int(os.environ.get("RANK", "0"))
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Tokens(Trainer):
@@ -56,7 +50,7 @@ class Heads(torch.nn.Module):
         self.heads = torch.nn.ModuleList(torch.nn.Linear(4, 2) for _ in range(3))
 
     def forward(self, x, labels):
-        return {"loss": torch.nn.functional.cross_entropy(self.heads[RANK](x), labels)}
+        return {"loss": torch.nn.functional.cross_entropy(self.heads[processes.place().rank](x), labels)}
 
 
 class HeadsTrainer(Trainer):
@@ -70,7 +64,11 @@ def load(folder, name, *overrides):
         PROJECT / "run.yaml",
         [
             *(f"output_dir={folder}", f"name={name}", "model.dropout=0.0", "trainer.global_batch_size=8"),
-            *("trainer.micro_batch_size=2", f"runtime.mesh={{data: {WORLD}}}", "evaluation.metrics={}"),
+            *(
+                "trainer.micro_batch_size=2",
+                f"runtime.mesh={{data: {processes.world_size()}}}",
+                "evaluation.metrics={}",
+            ),
             "trainer.max_steps=7",
             *overrides,
         ],
@@ -95,18 +93,11 @@ CASES = {
 def main(folder):
     for name, (trainer_class, overrides) in CASES.items():
         build_trainer(load(folder, name, *overrides), trainer_class).train()
-    if WORLD > 1:
+    if processes.world_size() > 1:
         heads = build_trainer(load(folder, "heads", "model=null", "data.eval={}"), HeadsTrainer)
         before = [parameter.full_tensor().clone() for parameter in heads.model.parameters()]
         heads.train()
         after = [parameter.full_tensor() for parameter in heads.model.parameters()]
         moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
-        if RANK == 0:
+        if processes.place().rank == 0:
             (Path(folder) / "moved.json").write_text(json.dumps(moved))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
-    from trainwright.parallel.processes import leave
-
-    leave()

@@ -1,38 +1,26 @@
 """Two real processes over every kind of data: each sample once, an end for all together, and exact resume."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from tests.data.kinds import SOURCES
+from tests.distributed import data_cases
+from tests.distributed.forked_launch import launch_well
 from tests.project.parts import Points
 from tests.test_exact_resume import assert_same, what_is_left
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """What one launch of two processes leaves."""
     folder = tmp_path_factory.mktemp("two")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, HERE / "data_cases.py", folder]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    launch_well(folder, 2, data_cases.main)
     return folder
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("source", "workers"), data_cases.RUNS)
 def test_a_run_that_was_stopped_ends_with_the_bits_of_an_undisturbed_one(folder, source, workers):
-    number = list(SOURCES).index(source)
-    whole, parts = (what_is_left(folder / f"{name}-{number}-{workers}") for name in ("whole", "parts"))
+    number = data_cases.RUNS.index((source, workers))
+    whole, parts = (what_is_left(folder / f"{name}-{number}") for name in ("whole", "parts"))
     assert_same(whole, parts)
 
 

@@ -7,7 +7,8 @@ import json
 
 import pytest
 import torch
-from tests.distributed.layout_cases import CASES, FAILURES, LAYOUTS, PARTS, fail_alone, fails_in, is_run, launch, main
+from tests.distributed.forked_launch import launch, launch_well
+from tests.distributed.layout_cases import CASES, FAILURES, LAYOUTS, PARTS, fail_alone, fails_in, is_run, main
 
 from trainwright.checkpoint.store import CheckpointStore
 
@@ -19,16 +20,18 @@ SPLIT = [layout for layout in LAYOUTS if layout != "one"]
 def folder(tmp_path_factory):
     """What this process, two ranks and four ranks leave, of one launch each."""
     folder = tmp_path_factory.mktemp("layouts")
-    main(folder, 1)
+    main(folder)
     for world in (2, 4):
-        codes, errors = launch(folder, world)
-        assert codes == [0] * world, errors
+        launch_well(folder, world, main)
     return folder
 
 
 def lines(folder, layout, name):
     read = [json.loads(line) for line in (folder / layout / name / "metrics.json").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if not key.endswith(TIMED)} for line in read]
+    return [
+        {key: value for key, value in line.items() if not key.endswith(TIMED) and not key.startswith("compile/")}
+        for line in read
+    ]
 
 
 def weights(folder, layout, name):
@@ -130,6 +133,12 @@ def test_names_that_some_ranks_put_are_averaged_over_those(folder, name, layout)
 @pytest.mark.parametrize(("name", "layout"), cases("metrics", "lora", "frozen", "streamed", "dropout"))
 def test_metrics_adapters_frozen_parameters_and_streams_are_as_in_one_process(folder, name, layout):
     assert_like_one(folder, layout, name)
+
+
+@pytest.mark.parametrize("layout", ["one", "replicate", "data", "tensor"])
+def test_a_compiled_forward_makes_the_updates_of_eager_mode(folder, layout):
+    eager = lines(folder, "one", "reduced-2-false")[:2]
+    assert_close(eager, lines(folder, layout, "compiled"), 1e-9)
 
 
 @pytest.mark.parametrize("layout", ["one", *PARTS, "pipeline"])

@@ -1,20 +1,15 @@
 """Ranks with unequal memory agree on one micro-batch."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+
+from tests.distributed import memory_cases
+from tests.distributed.forked_launch import launch_well
 
 from trainwright import RunConfig
 
 
 def test_all_ranks_take_the_smallest_micro_batch_and_none_waits_for_one_that_failed(tmp_path):
-    script = Path(__file__).with_name("memory_cases.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, tmp_path]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    launch_well(tmp_path, 2, memory_cases.main)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert RunConfig.load(tmp_path / "found" / "config.yaml").trainer.micro_batch_size == 3
     assert first["found"] == second["found"] == first["told"] == second["told"]

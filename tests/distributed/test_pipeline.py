@@ -1,14 +1,12 @@
-"""Two stages (torchrun, gloo) train, evaluate, save and go on as one process does."""
+"""Two stages train, evaluate, save and go on as one process does."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from tests.distributed.pipeline_cases import CASES
+from tests.distributed.forked_launch import launch_well
+from tests.distributed.pipeline_cases import CASES, main
 
 from trainwright import RunConfig, build_trainer, load_checkpoint
 
@@ -16,19 +14,12 @@ HERE = Path(__file__).parent
 TIMED = ("_per_second", "_per_step", "slowest_rank_share")
 
 
-def run(command, folder):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
-    command = [*command, HERE / "pipeline_cases.py", folder]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """The folders that one process and two stages leave, of one start each."""
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
-    run([sys.executable], one)
-    run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], two)
+    main(one)
+    launch_well(two, 2, main)
     return one, two
 
 

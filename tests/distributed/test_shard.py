@@ -1,37 +1,21 @@
 """Two real processes that share every parameter (FSDP) do what one process does, through the whole loop."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from tests.distributed import shard_cases
+from tests.distributed.forked_launch import launch_well
 
 from trainwright import load_checkpoint
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """The folders that this process and two processes leave."""
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*torchrun, HERE / "shard_cases.py", two],
-        cwd=two,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
     shard_cases.main(one)
+    launch_well(two, 2, shard_cases.main)
     return one, two
 
 

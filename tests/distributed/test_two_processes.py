@@ -1,34 +1,24 @@
-"""Two real processes (torchrun, gloo) do what one does: losses, metrics, evaluation, order, checkpoints."""
+"""Two real processes do what one does: losses, metrics, evaluation, order, checkpoints."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.distributed import cases
+from tests.distributed.forked_launch import launch_well
 
-from trainwright import load_checkpoint
+from trainwright import RunConfig, build_trainer, load_checkpoint
 
-HERE = Path(__file__).parent
-PROJECT = HERE.parent / "project"
-
-
-def run(command, cwd):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=180, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done
+PROJECT = Path(__file__).parents[1] / "project"
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """The folders that one process and two processes leave, of one launch each."""
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run([sys.executable, HERE / "cases.py", one], one)
-    run([*torchrun, HERE / "cases.py", two], two)
+    cases.main(one)
+    launch_well(two, 2, cases.main)
     return one, two
 
 
@@ -127,15 +117,15 @@ def test_a_parameter_that_is_unfrozen_later_stays_equal_on_all_ranks(folders):
     assert results(folders[1])["unfrozen_equal"]
 
 
-def test_a_run_of_two_processes_goes_on_in_one_and_back(folders, tmp_path):
-    def train(name, steps, *options):
+def test_a_run_of_two_processes_goes_on_in_one_and_back(tmp_path):
+    def train(name, steps, *more):
         overrides = [f"output_dir={tmp_path}", f"name={name}", "model.dropout=0.0", f"trainer.max_steps={steps}"]
         overrides += ["trainer.schedule={type: constant}", "trainer.micro_batch_size=2", "evaluation.metrics={}"]
-        run([sys.executable, "-m", "trainwright", "train", PROJECT / "run.yaml", *options, *overrides], tmp_path)
+        build_trainer(RunConfig.load(PROJECT / "run.yaml", [*overrides, *more])).train()
 
-    train("mixed", 4, "--nproc", "2", "runtime.mesh={replicate: 2}")
+    launch_well(tmp_path, 2, lambda folder: train("mixed", 4, "runtime.mesh={replicate: 2}"))
     train("mixed", 8)
-    train("mixed", 12, "--nproc", "2")
+    launch_well(tmp_path, 2, lambda folder: train("mixed", 12))
     train("single", 12)
     mixed, single = (load_checkpoint(tmp_path / name).state_dict() for name in ("mixed", "single"))
     for key, value in single.items():

@@ -74,6 +74,41 @@ def lines_of(folder):
     return [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
 
 
+# files and names
+
+
+@pytest.mark.parametrize("line", ["from .base import settings", "from base import settings", "import experiments.base"])
+def test_experiments_may_be_split_over_two_files(project, line):
+    (project / "experiments" / "base.py").write_text("def settings():\n    return {'seed': 9}\n", "utf-8")
+    use = "experiments.base.settings()" if line.startswith("import") else "settings()"
+    text = f"from trainwright import experiment\n{line}\n\n\n@experiment('two')\ndef two():\n    return {use}\n"
+    (project / "experiments" / "two.py").write_text(text, "utf-8")
+    before = {name for name in sys.modules if not name.startswith("trainwright")}
+    assert load_experiment("two").seed == 9
+    left = {name for name in sys.modules if not name.startswith("trainwright")} - before
+    assert not left & {"base", "experiments", "experiments.base"}
+
+
+def test_a_file_that_is_named_finds_those_beside_it(project):
+    (project / "elsewhere").mkdir()
+    (project / "elsewhere" / "base.py").write_text("SEED = 8\n", "utf-8")
+    text = "from base import SEED\nfrom trainwright import experiment\n\n\n@experiment('named')\ndef named():\n"
+    (project / "elsewhere" / "named.py").write_text(f"{text}    return {{'seed': SEED}}\n", "utf-8")
+    assert load_experiment("named", imports=["elsewhere/named.py"]).seed == 8
+
+
+def test_an_experiment_without_a_name_is_refused_with_its_line():
+    def bare():
+        """Has no name."""
+
+    code = bare.__code__
+    text = refusal(experiment, bare)
+    assert text.startswith(f"{code.co_filename}:{code.co_firstlineno}: ")
+    assert "@experiment needs a name" in text
+    assert 'Write @experiment("bare").' in text
+    assert '@experiment needs a name, got the text ""' in refusal(experiment, "")
+
+
 # finding
 
 

@@ -405,7 +405,7 @@ def test_precision_recomputation_and_sharding_act_in_eager_mode_or_are_refused(p
     with pytest.raises(ConfigError, match=r"runtime\.mesh"):
         build_trainer(load(project, "runtime.mesh={data: 2}"))
     with pytest.raises(ConfigError, match=r"runtime\.mode"):
-        build_trainer(load(project, "runtime.mode=graph"))
+        build_trainer(load(project, "runtime.mode=graph", "runtime.precision=fp16"))
 
 
 def test_clipping_is_by_the_norm_of_all_groups_together(project):

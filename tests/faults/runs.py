@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch._dynamo  # torch imports it with the first optimizer: here once, not in each child
 
-from trainwright import RunConfig
+from trainwright import RunConfig, registry
 from trainwright.checkpoint.background import BackgroundSaver
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.errors import TrainwrightError, exit_code_of
@@ -55,7 +55,13 @@ def _run(config, hooks, trainer):
         def build_hooks(cls, build):
             return [*super().build_hooks(build), *hooks]
 
-    run_experiment(config, trainer=WithHooks)
+    run_as_own(config, WithHooks)
+
+
+def run_as_own(config, trainer_class):
+    """Runs in this child with a class in the place of the config's own: one given in code would be another run's."""
+    registry._registered["trainer"][config.trainer.type] = trainer_class
+    run_experiment(config)
 
 
 def in_child(act, folder, prepare=None):

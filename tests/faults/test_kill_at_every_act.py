@@ -13,6 +13,12 @@ from tests.faults.runs import assert_same_end, copy_run, store_of, train
 from trainwright import Hook
 
 NUM_SHARES = 4  # as many tests, which the workers of xdist share
+SHARES = [
+    *(("asynchronous", share) for share in range(NUM_SHARES)),
+    ("synchronous", 0),
+    # The same acts in another thread: every fourth is enough for each change.
+    *(pytest.param("synchronous", share, marks=pytest.mark.slow) for share in range(1, NUM_SHARES)),
+]
 
 
 class CountSave(Hook):
@@ -33,8 +39,7 @@ class CountSave(Hook):
         (self.trainer.folder / "acts").write_text(str(self.acts.count))
 
 
-@pytest.mark.parametrize("share", range(NUM_SHARES))
-@pytest.mark.parametrize("saving", ["asynchronous", "synchronous"])
+@pytest.mark.parametrize(("saving", "share"), SHARES)
 def test_a_run_killed_before_any_act_of_a_save_ends_as_if_nothing_had_happened(saving, share, tmp_path, tried):
     # One is kept, so that the one before is deleted in this save too.
     settings = ("checkpoint.keep_last=1", f"checkpoint.asynchronous={str(saving == 'asynchronous').lower()}")

@@ -9,11 +9,10 @@ import signal
 import socket
 import time
 
-from tests.faults.runs import config_of, fork
+from tests.faults.runs import config_of, fork, run_as_own
 
 from trainwright import Hook
 from trainwright.checkpoint.store import CheckpointStore
-from trainwright.main import run_experiment
 from trainwright.parts import Build
 
 PATIENCE_SECONDS = 90
@@ -142,7 +141,7 @@ class Run:
                 return [*super().build_hooks(build), *(make() for make in hooks)]
 
         def act():
-            run_experiment(config, trainer=struck_by(WithHooks, *faults))
+            run_as_own(config, struck_by(WithHooks, *faults))
 
         def prepare_rank(rank):
             if num_ranks > 1:

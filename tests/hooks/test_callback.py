@@ -50,7 +50,7 @@ def test_a_moment_without_a_function_costs_nothing():
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_every_moment_of_a_hook_takes_a_function(moment):
     calls = []
-    hook = CallbackHook(**{moment: lambda trainer: calls.append(trainer)})
+    hook = CallbackHook(**{moment: lambda trainer, *told: calls.append(trainer)})
     hook.trainer = "the trainer"
     Hooks([hook]).call(moment)
     assert calls == ["the trainer"]

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.distributed.forked_launch import command, launch_well
 
 from trainwright import cli
 from trainwright.checkpoint.store import CheckpointStore
@@ -45,9 +46,9 @@ if os.environ["RANK"] == "1":
 
 
 def start(tmp_path, *overrides, project=PROJECT):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MARK": str(tmp_path / "mark")}
-    command = [sys.executable, "-m", "trainwright", "train", project / "run.yaml", "--nproc", "2", "name=launched"]
-    return subprocess.Popen([*command, *overrides], cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", "trainwright", "train", project / "run.yaml", "--nproc", "2", "name=launched"]
+    return subprocess.Popen([*words, *overrides], cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def wait_for_steps(folder):
@@ -93,27 +94,32 @@ def test_a_signal_to_the_launcher_reaches_the_ranks_and_is_its_exit_code(tmp_pat
     assert CheckpointStore(tmp_path / "runs/launched/checkpoints").newest_intact() == json.loads(last)["step"]
 
 
-def test_a_lost_process_restarts_the_group_which_goes_on_as_if_nothing_had_happened(tmp_path):
+def untimed_lines(tmp_path):
+    timed = re.compile(r"_per_second|_per_step|slowest_rank_share")
+    lines = map(json.loads, (tmp_path / "runs/launched/metrics.json").read_text().splitlines())
+    return [{name: value for name, value in line.items() if not timed.search(name)} for line in lines]
+
+
+def test_a_lost_process_restarts_the_group_which_goes_on_as_if_nothing_had_happened(tmp_path, monkeypatch):
     project = tmp_path / "project"
     shutil.copytree(PROJECT, project)
     (project / "hooks").mkdir()
     (project / "hooks" / "fails.py").write_text(FAILS)
+    monkeypatch.setenv("MARK", str(tmp_path / "mark"))
+    overrides = ("hooks=[fails.KillOnce]", "log.every_steps=1")
     (tmp_path / "mark").touch()  # the first run is left in peace
-    metrics = []
-    for options in ([], ["--fresh", "--max-restarts", "1"]):
-        process = start(tmp_path, "hooks=[fails.KillOnce]", "log.every_steps=1", *options, project=project)
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
-        lines = map(json.loads, (tmp_path / "runs/launched/metrics.json").read_text().splitlines())
-        timed = re.compile(r"_per_second|_per_step|slowest_rank_share")
-        metrics.append([{name: value for name, value in line.items() if not timed.search(name)} for line in lines])
-        (tmp_path / "mark").unlink(missing_ok=True)
+    launch_well(tmp_path, 2, command("train", project / "run.yaml", "name=launched", *overrides))
+    undisturbed = untimed_lines(tmp_path)
+    (tmp_path / "mark").unlink()
+    process = start(tmp_path, *overrides, "--fresh", "--max-restarts", "1", project=project)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
     lost = r"^Rank 1 \(process \d+\) was ended by SIGKILL\. Restart 1 of 1: all ranks are started again\.$"
     assert len(re.findall(lost, errors, re.MULTILINE)) == 1
     assert "Traceback" not in errors, "the other rank only says that it lost a connection"
     assert errors.count("Restart 1: the run goes on from its newest checkpoint.") == 1
-    assert metrics[0] == metrics[1]
-    assert len(metrics[0]) == 12
+    assert untimed_lines(tmp_path) == undisturbed
+    assert len(undisturbed) == 12
     # --fresh was for the first attempt: the run before was set aside, this one's own steps were not.
     assert len(list((tmp_path / "runs").iterdir())) == 2
     for rank in range(2):

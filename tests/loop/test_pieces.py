@@ -47,6 +47,25 @@ def test_a_batch_that_stands_in_gives_pieces_without_weight():
     assert [(tuple(piece["x"].shape), count) for piece, count in pieces] == [((1, 3), 0), ((1, 3), 0)]
 
 
+def test_lists_with_an_entry_a_sample_are_cut_like_rows():
+    ragged = [torch.ones(length) for length in (1, 2, 3, 5)]
+    boxes = [{"box": torch.ones(each)} for each in (2, 3, 1, 6)]
+    batch = {"x": torch.arange(4), "ragged": ragged, "boxes": boxes, "shared": [torch.ones(7), torch.ones(2)]}
+    (first, _), (second, _) = pieces_of(batch, 4, 2)
+    assert [len(each) for each in first["ragged"]] == [1, 2]
+    assert [len(each) for each in second["ragged"]] == [3, 5]
+    assert [len(each["box"]) for each in second["boxes"]] == [1, 6]
+    assert len(first["shared"]) == len(second["shared"]) == 2
+
+
+def test_a_batch_that_is_a_list_of_as_many_tensors_as_samples_is_no_column():
+    x, weights = torch.arange(4).reshape(2, 2), torch.ones(5)
+    for batch in ([x, weights], [weights, x]):
+        (first, _), (second, _) = pieces_of(batch, 2, 2)
+        assert len(first) == len(second) == 2
+    assert first[1].tolist() == [[0, 1]]
+
+
 def test_a_collator_may_split_by_itself():
     class Packed:
         def split(self, batch, n):

@@ -6,6 +6,7 @@ from tests.faults.two_ranks import Run
 from tests.loop.small_runs import PLAIN, CountEvaluations, at, be_lazy, lines_of, make, run, store_of
 
 from trainwright import Hook, Trainer
+from trainwright.errors import IncidentError
 
 EVERY_FOUR = ("log.every_steps=4", "evaluation.every_steps=4", "trainer.max_steps=12", "checkpoint.keep_last=50")
 BACK_TO = {
@@ -161,8 +162,8 @@ def test_a_device_that_runs_ahead_is_waited_for_only_before_something_leaves_a_s
     assert steps == expected
 
 
-def test_a_device_that_reads_at_once_is_looked_at_in_every_step(tmp_path):
-    trainer = make(tmp_path / "run", *PLAIN, "log.every_steps=100", "checkpoint.every_steps=100")
-    steps = looks_of(trainer)
-    trainer.train()
-    assert steps == [1, 2, 3, 4, 5, 6]
+def test_on_a_device_that_reads_at_once_an_incident_is_acted_on_in_its_own_step(tmp_path):
+    trainer = make(tmp_path / "run", *PLAIN, "log.every_steps=100", "checkpoint.every_steps=100", bad=(24,))
+    with pytest.raises(IncidentError):
+        trainer.train()
+    assert trainer.step == 4

@@ -6,7 +6,7 @@ import pytest
 
 from trainwright import Trainer
 from trainwright.errors import ConfigError
-from trainwright.loop.trainer_methods import ELSEWHERE, OVERRIDE_POINTS, refuse_wrong_methods
+from trainwright.loop.trainer_methods import ELSEWHERE, OF_OTHERS, OVERRIDE_POINTS, refuse_wrong_methods
 
 
 def refusal_of(trainer_class):
@@ -28,7 +28,37 @@ def test_a_misspelt_method_is_answered_with_the_nearest_and_its_place():
 @pytest.mark.parametrize(("theirs", "ours"), ELSEWHERE.items())
 def test_another_frameworks_name_is_answered_with_ours(theirs, ours):
     mine = type("Mine", (Trainer,), {theirs: lambda self, batch: None})
-    assert f"Mine.{theirs} is never called here. Call it {ours}(batch)." in refusal_of(mine)
+    assert f"Mine.{theirs} is never called here. Call it {ours}(" in refusal_of(mine)
+
+
+@pytest.mark.parametrize("theirs", OF_OTHERS)
+def test_what_only_another_framework_has_is_answered_with_what_is_done_instead(theirs):
+    mine = type("Mine", (Trainer,), {theirs: lambda self, *given: None})
+    assert f"Mine.{theirs} is never called here. {OF_OTHERS[theirs]}." in refusal_of(mine)
+    as_class_method = type("Mine", (Trainer,), {theirs: classmethod(lambda cls, *given: None)})
+    assert f"Mine.{theirs} is never called here." in refusal_of(as_class_method)
+
+
+def test_orbit_s_and_libai_s_methods_are_not_left_out_in_silence():
+    assert {"eval_reduce", "initialize", "build_train_loader"} <= {*ELSEWHERE, *OF_OTHERS}
+
+
+def test_what_a_trainer_calls_itself_is_its_own():
+    class Mine(Trainer):
+        def post_init(self):
+            self._prepare()
+
+        def _prepare(self):
+            self.configure_optimizers()
+            self.validation_step()
+
+        def configure_optimizers(self):
+            """Called above."""
+
+        def validation_step(self):
+            """Called above."""
+
+    assert refuse_wrong_methods(Mine, Trainer) is None
 
 
 def test_another_frameworks_name_may_stand_beside_ours():

@@ -59,6 +59,8 @@ def test_a_copy_of_the_model_runs_its_own_weights():
         ({"layers": "Layer", "budget": 0.4}, [0, 1, 2]),
         ({"layers": "Layer", "budget": 0.39}, [0, 1, 2, 3]),
         ({"layers": "Layer", "budget": 0}, [0, 1, 2, 3, 4]),
+        ({"layers": "Layer", "budget": 1}, []),
+        ({"layers": "Layer", "budget": "auto"}, [0, 1, 2, 3, 4]),  # until a run has found it
         ({"layers.1": "Layer", "layers.3": "Layer"}, [1, 3]),
         ({"layers": {"layers": "Layer", "every": 3}}, [0, 3]),
     ],
@@ -162,7 +164,8 @@ def test_autocast_holds_in_the_recomputation():
         ({"save": ["mm"]}, r"remat: it says not which layers"),
         ({"layers.0": {"save": ["mm"]}}, r'remat\."layers\.0": it says not which layers'),
         ({"layers.0": {"layers": "Linear", "svae": []}}, r'remat\."layers\.0": svae is unknown'),
-        ({"layers": "Layer", "budget": 1}, r"remat\.budget: must be a share from 0"),
+        ({"layers": "Layer", "budget": 1.1}, r"remat\.budget: must be a share from 0 to 1, or auto; got 1.1"),
+        ({"layers": "Layer", "budget": "all"}, r"remat\.budget: must be a share from 0 to 1, or auto"),
         ({"layers": "Layer", "budget": True}, r"remat\.budget: must be a share"),
         ({"layers": "Layer", "every": 0}, r"remat\.every: must be a whole number from 1"),
         ({"layers": "Layer", "every": 2, "budget": 0.5}, r"budget and every both say"),

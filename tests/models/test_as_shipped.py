@@ -26,9 +26,9 @@ class Doubled(Llama):
         return {**outputs, "logits": 2 * outputs["logits"]}
 
 
-class OtherFusing(Llama):
-    def _fuses_loss(self, hidden):
-        return False
+class OtherScore(Llama):
+    def _score(self, hidden, labels):
+        return super()._score(2 * hidden, labels)
 
 
 class OtherHead(Llama):
@@ -87,7 +87,7 @@ def test_what_computes_as_published_is_written(kind, tmp_path):
     ("kind", "message"),
     [
         (Doubled, r"Doubled\.forward replaces that of Llama.*--format\s+safetensors"),
-        (OtherFusing, r"OtherFusing\._fuses_loss replaces"),
+        (OtherScore, r"OtherScore\._score replaces"),
         (OtherHead, r"OtherHead\.__getattr__ replaces that of Llama"),
         (Hooked, r"model\.norm has hooks that change what it gets or gives: double"),
         (OtherTheta, r"model has rope_theta 77\.0, not 10000\.0"),

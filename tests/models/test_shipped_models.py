@@ -38,6 +38,9 @@ MODELS = {
     "cnn": ({"num_labels": 3, "num_channels": 1, "stage_channels": [8]}, {"pixel_values": IMAGES, "labels": CLASSES}),
 }
 
+FUSED = ("llama", "gpt2", "bert", "t5")
+"""Models that can take their head and the loss in one."""
+
 each_model = pytest.mark.parametrize("name", MODELS)
 
 
@@ -156,6 +159,39 @@ def test_the_graph_has_no_breaks(name):
     model = build(name).eval()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert_close(compiled(**MODELS[name][1])["loss"], model(**MODELS[name][1])["loss"])
+
+
+@each_model
+def test_a_training_pass_is_one_graph_with_the_gradients_of_the_model(name):
+    # With head and loss in one, as on a GPU.
+    model, inputs = build(name, **({"fused_loss": True} if name in FUSED else {})), MODELS[name][1]
+    expected = model(**inputs)["loss"]
+    grads = torch.autograd.grad(expected, list(model.parameters()))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    loss = compiled(**inputs)["loss"]
+    assert_close(loss, expected)
+    for found, reference in zip(torch.autograd.grad(loss, list(model.parameters())), grads, strict=True):
+        assert_close(found, reference)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_head_and_loss_in_one_give_the_loss_and_the_gradients_of_both(name):
+    plain, fused, inputs = build(name), build(name, fused_loss=True), dict(MODELS[name][1])
+    inputs["labels"] = inputs["labels"].clone()
+    inputs["labels"][2:4] = -100
+    if name == "t5":
+        inputs["decoder_input_ids"] = plain.shift_right(MODELS[name][1]["labels"])
+    expected = plain(**inputs)["loss"]
+    outputs = fused(**inputs)
+    assert outputs["logits"] is None
+    assert_close(outputs["loss"], expected)
+    for found, reference in zip(
+        torch.autograd.grad(outputs["loss"], list(fused.parameters())),
+        torch.autograd.grad(expected, list(plain.parameters())),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, reference, atol=1e-6, rtol=1e-4)
+    assert fused.eval()(**inputs)["logits"] is not None
 
 
 @each_model

@@ -45,6 +45,13 @@ OPTIMIZERS = {
     "torch_adamw": torch_adamw,
     "torch_sgd": lambda model: torch.optim.SGD(parameters_of(model), lr=0.1, momentum=0.9),
 }
+WITH_MASTERS = {
+    "adamw": lambda model: AdamW(parameters_of(model), lr=0.05, master_weights=True),
+    "lion": lambda model: Lion(parameters_of(model), lr=0.05, master_weights=True),
+    "muon": lambda model: Muon(
+        trained(model), lr=0.05, ns_dtype="fp64", kinds=classify_parameters(model), master_weights=True
+    ),
+}
 LAYOUTS = {"data": {"data": 2}, "uneven": {"data": 3}, "hybrid": {"replicate": 2, "data": 2}}
 
 
@@ -218,6 +225,10 @@ def cases_of_three_ranks(mesh):
         )
         found["rounded", dtype] = drive_with_given_gradients(model, optimizer)
 
+    for name, make in WITH_MASTERS.items():
+        model, optimizer, _ = begin(make, torch.bfloat16)
+        found["masters", name] = drive_with_given_gradients(model, optimizer)
+
     model, optimizer, _ = begin(lambda model: AdamW(parameters_of(model), lr=0.05, repair_nan=True))
     for parameter in parameters_of(model):
         gradient = torch.zeros(parameter.shape, dtype=parameter.dtype)
@@ -257,6 +268,17 @@ def test_moments_in_another_precision_are_rounded_as_in_one_process(found, dtype
     for rank in found:
         for ours, theirs in zip(rank["rounded", dtype], alone, strict=True):
             assert_equal(ours, theirs, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("name", WITH_MASTERS)
+def test_masters_of_parts_are_the_parts_of_masters(found, name):
+    model = make_net().bfloat16()
+    weights, states = drive_with_given_gradients(model, WITH_MASTERS[name](model))
+    assert any(key.endswith("master") for key in states)
+    for rank in found:
+        own_weights, own_states = rank["masters", name]
+        assert_equal(own_states, states, tolerance=1e-6)
+        assert_equal(own_weights, weights, tolerance=2**-8)  # the last bit of masters may decide where one is rounded
 
 
 def test_gradients_that_are_not_finite_are_counted_over_all_ranks(found):

@@ -87,8 +87,15 @@ LAYOUTS = {
     "context 2 × tensor 2": {"context": 2, "tensor": 2},
     "context 2 × pipeline 2": {"context": 2, "pipeline": 2},
     "remat": {},
+    "scan": {},
     "compiled": {},
+    "compiled scan": {},
+    "compiled replicate 2": {"replicate": 2},
+    "compiled data 2": {"data": 2},
+    "compiled tensor 2": {"tensor": 2},
+    "compiled context 2": {"context": 2},
 }
+COMPILED = {"mode": "compile", "compile_backend": "aot_eager"}
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
@@ -103,7 +110,7 @@ def world_of(layout):
 def supports(model, layout):
     """Can this model be laid out so?"""
     axes = {axis for axis, number in LAYOUTS[layout].items() if number > 1}
-    if layout in ("remat", "compiled"):
+    if layout == "remat" or layout.endswith("scan"):
         return "pipeline" in MODELS[model].axes  # it has a stack of blocks
     return axes <= {"replicate", "data", *MODELS[model].axes}
 
@@ -138,7 +145,7 @@ def run_case(folder, model_name, dtype_name, layout):
     kind = section["type"]
     if layout == "remat":
         section["remat"] = [f"{SCAN_PATHS[kind]}.*"]
-    if layout == "compiled":
+    if layout.endswith("scan"):
         section["scan"] = {"path": SCAN_PATHS[kind], "backend": "aot_eager"}
     settings = {
         "name": name,
@@ -159,7 +166,11 @@ def run_case(folder, model_name, dtype_name, layout):
         },
         "writers": [],
         "log": {"every_steps": 1},
-        "runtime": {"device": "cpu", "mesh": LAYOUTS[layout]},
+        "runtime": {
+            "device": "cpu",
+            "mesh": LAYOUTS[layout],
+            **(COMPILED if layout.startswith("compiled") else {}),
+        },
     }
     path = Path(folder) / f"{name}-{os.environ.get('RANK', 0)}.yaml"
     path.write_text(yaml.safe_dump(settings))
@@ -177,7 +188,7 @@ SCAN_PATHS = {
     "gpt2": "transformer.h",
     "bert": "bert.encoder.layer",
     "bert_classifier": "bert.encoder.layer",
-    "vit": "vit.encoder.layer",
+    "vit": "vit.layers",
 }
 
 

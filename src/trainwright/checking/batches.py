@@ -15,12 +15,12 @@ import torch
 
 from trainwright.checking import places
 from trainwright.checking.explain import Case
-from trainwright.checking.findings import Place
 from trainwright.data.fetch import count_samples, fetch
 from trainwright.data.loader import EvalData, TrainData
 from trainwright.data.stream import is_stream
 from trainwright.data.stream_loader import EvalStream, StreamData
 from trainwright.errors import DataError
+from trainwright.loop.user_lines import Place
 
 
 def check_batch(

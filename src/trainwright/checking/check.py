@@ -13,10 +13,10 @@ from pathlib import Path
 
 from trainwright.checking.explain import Case
 from trainwright.checking.findings import Findings
-from trainwright.checking.places import UserFiles
 from trainwright.checking.report import Report
 from trainwright.checking.settings import check_components, load_config
 from trainwright.checking.trial import try_out
+from trainwright.loop.user_lines import UserFiles
 
 TRIALS = ("components", "building every part", "a training step", "evaluation", "a checkpoint", "graph safety")
 

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainwright.checking import places
-from trainwright.checking.findings import AlreadyReported, Finding, Findings, Place, Severity
-from trainwright.checking.places import UserFiles
+from trainwright.checking.findings import AlreadyReported, Finding, Findings, Severity
 from trainwright.config import Origin, RunConfig
 from trainwright.config.tree import shown_path
 from trainwright.errors import ComponentError, TrainwrightError
+from trainwright.loop.user_lines import PACKAGE, Place, UserFiles
 
 _LABEL = re.compile(r"([a-z_]+(?:\.[\w-]+)*): ")
 _QUOTED = re.compile(r"""["'`]([^"'`\n]+)["'`]""")
@@ -67,7 +67,7 @@ def explain(
         return Finding("error", _describe(error), "", found)
     frames = traceback.extract_tb(error.__traceback__)
     raised = f"It was raised in {shown_path(frames[-1].filename)}:{frames[-1].lineno}." if frames else ""
-    is_ours = bool(frames) and frames[-1].filename.startswith(places.PACKAGE)
+    is_ours = bool(frames) and frames[-1].filename.startswith(PACKAGE)
     if place is not None and not is_ours:  # a mistake of our own says nothing of the user's line
         return Finding("error", _describe(error), raised, place)
     found = places.of_setting(config.origin(label), [label.rpartition(".")[2]])

@@ -10,28 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from trainwright.loop.user_lines import Place
+
 Severity = Literal["error", "remark"]
 
 
 class AlreadyReported(Exception):  # noqa: N818 # nobody meets it: it ends a stage whose finding is noted
     """Raised where going on makes no sense, because what would fail next has been noted in better words."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """A line of the user's: `file:line`, its text, and which characters of it are the culprit."""
-
-    file: str
-    """As shown: relative to the current folder where that is shorter."""
-    line: int
-    """From 1; 0 for an override on the command line, which has no lines."""
-    text: str = ""
-    """The source line, without its end; empty where it cannot be read."""
-    columns: tuple[int, int] | None = None
-    """The culprit's first character and the one after its last; None: the whole line."""
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}" if self.line else self.file
 
 
 @dataclass(frozen=True)

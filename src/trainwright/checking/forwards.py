@@ -15,10 +15,11 @@ import torch
 
 from trainwright.checking import places
 from trainwright.checking.explain import Case
-from trainwright.checking.findings import AlreadyReported, Place
+from trainwright.checking.findings import AlreadyReported
 from trainwright.labels import IGNORED_LABEL
 from trainwright.loop.task import Task, overrides
 from trainwright.loop.trainer import Trainer
+from trainwright.loop.user_lines import Place
 
 _MOST_NAMES = 6
 

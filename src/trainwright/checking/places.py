@@ -1,63 +1,21 @@
-"""Finds the user's line: of a setting, of a running frame, of a traceback, of a function or an attribute.
+"""Finds the user's line: of a setting, of a traceback, of a function or an attribute.
 
-What counts as the user's is everything but Python's library, installed packages and trainwright itself;
-installed files of classes that the config names count too.
+Which files are the user's, and the line of a running frame, are loop/user_lines.py's.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-import linecache
 import re
-import sysconfig
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
-import torch
-
-import trainwright
-from trainwright.checking.findings import Place
 from trainwright.config import Origin
 from trainwright.config.tree import shown_path
-
-PACKAGE = str(Path(trainwright.__file__).parent) + "/"
-TORCH = str(Path(torch.__file__).parent) + "/"
-_INSTALLED = ("site-packages", "dist-packages")
-
-
-class UserFiles:
-    """Knows which files are the user's own."""
-
-    def __init__(self, project_dir: Path) -> None:
-        self._project = project_dir
-        self._library = sysconfig.get_path("stdlib")
-        self._known: dict[str, bool] = {}
-
-    def include(self, target: Any) -> None:
-        """Counts the file of a class that the config names as the user's, wherever it is installed."""
-        try:
-            file = inspect.getfile(inspect.unwrap(target))
-        except (TypeError, OSError):
-            return
-        if not file.startswith((PACKAGE, TORCH)):
-            self._known[file] = True
-
-    def __contains__(self, file: str) -> bool:
-        if file not in self._known:
-            self._known[file] = self._judge(file)
-        return self._known[file]
-
-    def _judge(self, file: str) -> bool:
-        if file.startswith(("<", PACKAGE, TORCH)):
-            return False
-        path = Path(file)
-        if any(part in _INSTALLED for part in path.parts):
-            return False
-        return path.is_relative_to(self._project) or not path.is_relative_to(self._library)
+from trainwright.loop.user_lines import Place, UserFiles, characters, of_instruction, source_line
 
 
 def of_setting(origin: Origin | None, words: Iterable[str] = ()) -> Place | None:
@@ -67,16 +25,11 @@ def of_setting(origin: Origin | None, words: Iterable[str] = ()) -> Place | None
     if not origin.line:  # an override: the text is its own source
         text = origin.file.removeprefix("override ")
         return Place(origin.file, 0, text, _find_word(text, words))
-    text = _source_line(origin.file, origin.line)
+    text = source_line(origin.file, origin.line)
     columns = _find_word(text, words)
     if columns is None and origin.line == 1:
         text = ""  # the file as a whole: a section that it lacks has no line
     return Place(origin.file, origin.line, text, columns)
-
-
-def of_frame(frame: FrameType) -> Place:
-    """Returns the line that a frame is at, with the expression that it is evaluating."""
-    return _of_instruction(frame.f_code, frame.f_lasti, frame.f_lineno)
 
 
 def of_traceback(error: BaseException, users: UserFiles) -> Place | None:
@@ -94,7 +47,7 @@ def of_traceback(error: BaseException, users: UserFiles) -> Place | None:
         link = link.tb_next
     if found is None:
         return None
-    return _of_instruction(found.tb_frame.f_code, found.tb_lasti, found.tb_lineno)
+    return of_instruction(found.tb_frame.f_code, found.tb_lasti, found.tb_lineno)
 
 
 def of_function(function: Callable[..., Any], users: UserFiles, words: Sequence[str] = ()) -> Place | None:
@@ -157,32 +110,10 @@ def of_attribute(owner: type, name: str, users: UserFiles) -> Place | None:
     return None
 
 
-def _of_instruction(code: CodeType, instruction: int, line: int) -> Place:
-    file = code.co_filename
-    start, end, left, right = next(islice(code.co_positions(), instruction // 2, None), (None, None, None, None))
-    columns = None
-    if start is not None and left is not None and right is not None:
-        line = start
-        text = _source_line(file, line)
-        last = right if end == start else len(text.encode())
-        columns = (_characters(text, left), _characters(text.rstrip(), last))
-    return Place(shown_path(file), line, _source_line(file, line), columns)
-
-
 def _of_expression(file: str, node: ast.expr) -> Place:
-    text = _source_line(file, node.lineno)
+    text = source_line(file, node.lineno)
     last = node.end_col_offset if node.end_lineno == node.lineno and node.end_col_offset else len(text.encode())
-    return Place(shown_path(file), node.lineno, text, (_characters(text, node.col_offset), _characters(text, last)))
-
-
-def _characters(text: str, num_bytes: int) -> int:
-    """Returns how many characters a number of UTF-8 bytes are: Python counts columns in bytes."""
-    return len(text.encode()[:num_bytes].decode(errors="replace"))
-
-
-def _source_line(file: str, line: int) -> str:
-    linecache.checkcache(file)
-    return linecache.getline(file, line).rstrip("\n")
+    return Place(shown_path(file), node.lineno, text, (characters(text, node.col_offset), characters(text, last)))
 
 
 def _find_word(text: str, words: Iterable[str]) -> tuple[int, int] | None:

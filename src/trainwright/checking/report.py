@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from trainwright.checking.findings import Finding, Findings, Place
+from trainwright.checking.findings import Finding, Findings
+from trainwright.loop.user_lines import Place
 
 _CODES = {"error": "1;31", "remark": "1;33", "ok": "1;32", "place": "1", "mark": "1;36", "faint": "2"}
 _LONGEST_LINE = 140

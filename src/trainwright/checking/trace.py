@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from trainwright.checking.findings import Finding, Findings, Place, Severity
-from trainwright.checking.places import UserFiles
+from trainwright.checking.findings import Finding, Findings, Severity
 from trainwright.config.tree import shown_path
+from trainwright.loop.user_lines import Place, UserFiles
 
 
 def check_trace(

@@ -21,12 +21,12 @@ from trainwright.checking.explain import Case
 from trainwright.checking.findings import AlreadyReported, Finding, Severity
 from trainwright.checking.report import Report
 from trainwright.checking.trace import check_trace
-from trainwright.checking.watch import Sighting, Watch, watching
 from trainwright.data.loader import TrainData
 from trainwright.errors import DataError, TrainwrightError
 from trainwright.loaders import describe_size
 from trainwright.loop.evaluation import evaluate_sets
 from trainwright.loop.hook import Hooks
+from trainwright.loop.host_uses import Sighting, Watch, watching
 from trainwright.loop.outputs import CriterionError
 from trainwright.loop.saving import restore_checkpoint
 from trainwright.loop.trainer import Trainer

@@ -49,6 +49,8 @@ FREE_SETTINGS = (
     "runtime.reshard_after_forward",
     "runtime.accumulate_unsharded",
     "runtime.mode",
+    "runtime.compile_backend",
+    "runtime.expect_graph_breaks",
     "runtime.device",
 )
 """Settings, with all below them, that change no loss and no weight of the updates to come."""

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from trainwright.config import RunConfig
+from trainwright.errors import ConfigError
 
 
 def evaluate(
@@ -22,7 +23,11 @@ def evaluate(
     """Evaluate a checkpoint on the run's evaluation sets and print the metrics as JSON."""
     from trainwright.main import run_experiment
 
+    if step not in ("latest", "best") and not step.isdecimal():
+        raise ConfigError(f"--step: {step!r} is neither latest, nor best, nor a number.")
     is_folder = run.is_dir()
+    if is_folder and not (run / "config.yaml").is_file():
+        raise ConfigError(f"{run} is no run folder: it has no config.yaml. Give one such as runs/NAME, or a YAML file.")
     config = RunConfig.load(run / "config.yaml" if is_folder else run, overrides or [])
     _, logs = run_experiment(config, mode="eval", model_dir=str(run) if is_folder else None, step=step)
     print(json.dumps(logs, indent=2))

@@ -8,16 +8,16 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from trainwright.config import RunConfig
 from trainwright.doors.experiments import load_experiment, split_overrides
-from trainwright.errors import ConfigError, TrainwrightError, exit_code_of
+from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.launch.local import (
     die_with_launcher,
     is_launched,
@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 MODES = "train, eval, train_and_eval, train_and_post_eval, continuous_eval"
 """What main.py offers, which is not imported for `--help`."""
+
+_EVALUATING = ("eval", "continuous_eval")
+"""The modes that train nothing."""
 
 FAST_DEV_RUN = {
     "checkpoint.folder": None,
@@ -88,6 +91,9 @@ Rendezvous = Annotated[
 AcceptChanges = Annotated[
     bool, typer.Option("--accept-changes", help="Go on although settings of the mathematics changed.")
 ]
+Profile = Annotated[
+    bool, typer.Option("--profile", help="Profile ten steps: a trace in the run folder, and where the time went.")
+]
 FastDevRun = Annotated[bool, typer.Option("--fast-dev-run", help="Run a few steps of everything and keep nothing.")]
 
 
@@ -110,14 +116,22 @@ def train(
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over; an earlier run is set aside.")] = False,
     accept_changes: AcceptChanges = False,
     fast_dev_run: FastDevRun = False,
+    profile: Profile = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the whole config and stop.")] = False,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Show warnings and errors only.")] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show every frame of a traceback.")] = False,
 ) -> None:
     """Train the run that a file or an experiment describes. Running it again continues where it was."""
+    if quiet and verbose:
+        raise ConfigError("--quiet shows less and --verbose shows more. Give one of the two.")
     show_log(logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO)
     config = _load(run, overrides or [], experiment, config_file or [], params_override or [], imports or [])
     mode = _settle_mode(mode, eval_only=eval_only, resume=resume, fresh=fresh, fast_dev_run=fast_dev_run)
+    is_given = {"--timeout": timeout is not None, "--model-dir": model_dir is not None, "--fresh": fresh}
+    is_given |= {"--accept-changes": accept_changes, "--resume": resume}
+    _refuse_idle(mode, is_given, fast_dev_run=fast_dev_run)
+    if profile:
+        config = _with_profile(config, mode, fast_dev_run=fast_dev_run)
     if print_config:
         print(config.to_yaml(), end="")
         return
@@ -126,30 +140,26 @@ def train(
         code = launch(nproc, sys.argv[1:], max_restarts=max_restarts, num_nodes=nnodes, rendezvous=rendezvous)
         sys.exit(code)
     fresh = _begin_as_worker() and fresh
-    from trainwright.main import Interrupted, run_experiment
+    if resume and mode not in _EVALUATING:
+        _say_if_nothing_is_there(config, model_dir)
+    from trainwright.main import run_experiment
 
+    options: dict[str, Any] = {"mode": mode, "model_dir": model_dir, "timeout_seconds": timeout}
     try:
-        if fast_dev_run:
-            with _shared_temporary_folder() as folder:
-                run_experiment(config.derive({**FAST_DEV_RUN, "output_dir": str(folder)}), mode=mode)
-        else:
-            if resume:
-                _say_if_nothing_is_there(config, model_dir)
-            _, logs = run_experiment(
-                config,
-                mode=mode,
-                model_dir=model_dir,
-                fresh=fresh,
-                accept_changes=accept_changes,
-                timeout_seconds=timeout,
-            )
-            if mode in ("eval", "continuous_eval") and os.environ.get("RANK", "0") == "0":
-                print(json.dumps(logs, indent=2))
-    except Interrupted as interruption:
-        sys.exit(exit_code_of(str(interruption)))
+        with _few_steps(config) if fast_dev_run else nullcontext(config) as planned:
+            _, logs = run_experiment(planned, fresh=fresh, accept_changes=accept_changes, **options)
     except TrainwrightError:
         note_explained_error()
         raise
+    if mode in _EVALUATING and os.environ.get("RANK", "0") == "0":
+        print(json.dumps(logs, indent=2))
+
+
+@contextmanager
+def _few_steps(config: RunConfig) -> Iterator[RunConfig]:
+    """Yields the config of a few steps of everything, in a folder that is removed afterwards."""
+    with _shared_temporary_folder() as folder:
+        yield config.derive({**FAST_DEV_RUN, "output_dir": str(folder)})
 
 
 def _load(
@@ -187,11 +197,41 @@ def _settle_mode(mode: str, *, eval_only: bool, resume: bool, fresh: bool, fast_
     if eval_only and mode not in ("train_and_eval", "eval"):
         raise ConfigError(f"--eval-only is --mode eval, but --mode is {mode}. Give one of the two.")
     mode = "eval" if eval_only else mode
-    if fast_dev_run and mode in ("eval", "continuous_eval"):
+    if fast_dev_run and mode in _EVALUATING:
         raise ConfigError(
             f"--fast-dev-run trains a few steps and keeps nothing: there is nothing to evaluate ({mode})."
         )
     return mode
+
+
+def _refuse_idle(mode: str, is_given: Mapping[str, bool], *, fast_dev_run: bool) -> None:
+    """Refuses flags that are given and have no effect here."""
+    idle: dict[str, str] = {}
+    if mode != "continuous_eval":
+        idle["--timeout"] = f"only --mode continuous_eval waits for checkpoints, and this is {mode}"
+    if mode in _EVALUATING:
+        # --resume is no mistake here: there is nothing but the newest checkpoint to evaluate.
+        idle |= dict.fromkeys(("--fresh", "--accept-changes"), f"--mode {mode} trains nothing")
+    if fast_dev_run:
+        never_kept = "--fast-dev-run begins in a folder of its own and keeps nothing"
+        idle |= dict.fromkeys(("--fresh", "--accept-changes", "--resume", "--model-dir"), never_kept)
+    for flag, why in idle.items():
+        if is_given[flag]:
+            raise ConfigError(f"{flag}: has no effect, for {why}. Leave it out.")
+
+
+def _with_profile(config: RunConfig, mode: str, *, fast_dev_run: bool) -> RunConfig:
+    """Returns the config with the hook that profiles some steps; one that the file names itself is enough."""
+    if fast_dev_run:
+        raise ConfigError(
+            "--profile writes into the run folder, and --fast-dev-run keeps nothing. Give one of the two."
+        )
+    if mode in _EVALUATING:
+        raise ConfigError(f"--profile is for steps of training, and --mode is {mode}. Leave one of them out.")
+    hooks = config.to_dict()["hooks"]
+    if any(hook["type"] == "profile_steps" for hook in hooks):
+        return config
+    return config.derive({"hooks": [*hooks, {"type": "profile_steps"}]})
 
 
 def _say_if_nothing_is_there(config: RunConfig, model_dir: Path | None) -> None:

@@ -114,6 +114,7 @@ class ModelSection(Component):
     __slots__ = ()
 
     reserved_keys: ClassVar[tuple[str, ...]] = (
+        "dtype",
         "pretrained",
         "lora",
         "replace",

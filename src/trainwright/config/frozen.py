@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Integral, Rational, Real
 from typing import Any, NoReturn, TypeVar, get_args
 
 from pydantic import GetCoreSchemaHandler
@@ -116,6 +117,21 @@ def thaw(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [thaw(item) for item in value]
     return value
+
+
+def plain_scalar(value: Any) -> bool | int | float | str | None:
+    """Return a number or text as the plain one that YAML holds; None for anything else.
+
+    Subclasses (a str enum) and numpy's scalars are such numbers and texts.
+    """
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, bool) or (type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")):
+        return bool(value)
+    if isinstance(value, Integral):
+        return int(value)
+    # A fraction is a Real too, but no float is it.
+    return float(value) if isinstance(value, Real) and not isinstance(value, Rational) else None
 
 
 def same(first: Any, second: Any) -> bool:

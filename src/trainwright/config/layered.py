@@ -34,7 +34,7 @@ def layered_config(
     Overrides are `a.b=value`, or YAML mappings, which are laid over before those.
     """
     known = made._origins if isinstance(made, RunConfig) else {}  # those of the files that it was loaded from
-    settings = merge(plant({"name": name}, {}), plant(as_settings(made, where), {(): where, **known}))
+    settings = merge(plant({"name": name}, {}), plant(as_settings(made, {(): where}), {(): where, **known}))
     document, single = lay_over(resolve_document(settings, folder), files), []
     for text in overrides:
         if text.lstrip().startswith("{"):

@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from trainwright.config.component import type_of
+from trainwright.config.frozen import plain_scalar
 from trainwright.config.problems import describe, dotted
 from trainwright.config.sections import Section
 from trainwright.config.tree import KeyPath, Node, Origin, map_strings, plant, shown_path
@@ -50,6 +51,7 @@ SECTIONS = (
 )
 """The variables that are taken from a file without a `config`."""
 
+_ESSENTIAL = {"task", "model", "data", "trainer"}  # a file without any of these says nothing of what is trained
 _DEFAULT_NAME = "run"  # of a RunConfig that was given none: it gets the file's, as a YAML file's run does
 
 
@@ -66,22 +68,35 @@ def read_python(path: Path, source: str, shown: str) -> Node:
         places = dict(lines.below("config"))
     else:
         found = {name: values[name] for name in SECTIONS if _is_setting(values.get(name))}
+        _refuse_other_name(values, found, lines, shown)
         if not found:
             problem = "the file defines neither `config` nor a section such as `trainer`. Add config = {…}."
             raise ConfigError(problem, where=where)
         line, places = 1, {key: number for name in found for key, number in lines.below(name, (name,))}
     origins = {(): Origin(shown, line), **{key: Origin(shown, number) for key, number in places.items()}}
-    settings = as_settings(found, origins[()])
+    settings = as_settings(found, origins)
     return map_strings(plant(settings, origins), lambda text: _relative(text, path.parent))
 
 
-def as_settings(found: Any, where: Origin | None) -> dict[str, Any]:
-    """Return a RunConfig or a mapping that Python code has made as plain settings; `where` is that code.
+def _refuse_other_name(values: Mapping[str, Any], found: Mapping[str, Any], lines: _Lines, shown: str) -> None:
+    """Refuses settings in a variable of another name than `config`, where nothing else says what a run is."""
+    if found.keys() & _ESSENTIAL:
+        return
+    for name, value in values.items():
+        is_mapping = isinstance(value, Mapping) and bool(value.keys() & _ESSENTIAL)
+        if not name.startswith("_") and (is_mapping or _is_run_config(value)):
+            problem = f"{name}: holds settings, but the variable that is read is called config. Call it that."
+            raise ConfigError(problem, where=Origin(shown, lines.of(name)))
 
-    Of a RunConfig the project's folder is kept, unless it is only the current one.
+
+def as_settings(found: Any, origins: Mapping[KeyPath, Origin]) -> dict[str, Any]:
+    """Return a RunConfig or a mapping that Python code has made as plain settings.
+
+    `origins` says where that code is, at (), and which lines of it hold single settings. Of a RunConfig the project's
+    folder is kept, unless it is only the current one.
     """
     if not _is_run_config(found):
-        return _plain(found, (), where)  # type: ignore[no-any-return]  # a mapping gives a dict
+        return _plain(found, (), origins)  # type: ignore[no-any-return]  # a mapping gives a dict
     settings: dict[str, Any] = found.to_dict()
     if settings["name"] == _DEFAULT_NAME:
         del settings["name"]
@@ -96,7 +111,7 @@ def _is_setting(value: Any) -> bool:
     return value is not None and not isinstance(value, ModuleType)
 
 
-def _plain(value: Any, path: KeyPath, where: Origin | None) -> Any:
+def _plain(value: Any, path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Any:
     """Return a value as YAML would hold it; a class or function may stand as a `type`."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
@@ -104,24 +119,26 @@ def _plain(value: Any, path: KeyPath, where: Origin | None) -> Any:
         wrong = next((key for key in value if not isinstance(key, str)), None)
         if wrong is not None:
             problem = f"a key must be text, got {wrong!r}. Use {str(wrong)!r}."
-            raise ConfigError(f"{dotted(path)}: {problem}" if path else problem, where=where)
+            raise ConfigError(f"{dotted(path)}: {problem}" if path else problem, where=_nearest(path, origins))
         return {
-            key: type_of(item) if key == "type" and callable(item) else _plain(item, (*path, key), where)
+            key: type_of(item) if key == "type" and callable(item) else _plain(item, (*path, key), origins)
             for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [_plain(item, (*path, index), where) for index, item in enumerate(value)]
+        return [_plain(item, (*path, str(index)), origins) for index, item in enumerate(value)]
     if isinstance(value, Section):
-        return _plain(value.to_dict(), path, where)
-    for kind in (bool, int, float, str):
-        # A subclass (numpy's float64, a str enum) is written as the plain value that it is.
-        if isinstance(value, kind):
-            return kind.__str__(value) if kind is str else kind(value)
-    if value is not None:
+        return _plain(value.to_dict(), path, origins)
+    plain = plain_scalar(value)
+    if value is not None and plain is None:
         problem = f"a {type(value).__name__} cannot be saved as YAML: {value!r}."
         advice = "Write a class or function as Component(…), and else text, numbers, lists or mappings."
-        raise ConfigError(f"{dotted(path)}: {problem} {advice}", where=where)
-    return None
+        raise ConfigError(f"{dotted(path)}: {problem} {advice}", where=_nearest(path, origins))
+    return plain
+
+
+def _nearest(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Origin | None:
+    """Return where a setting is written, or the nearest one above it."""
+    return next((origins[path[:end]] for end in range(len(path), -1, -1) if path[:end] in origins), None)
 
 
 def _relative(text: str, folder: Path) -> str:
@@ -147,7 +164,7 @@ def _run(path: Path, shown: str) -> ModuleType:
     sys.modules[name] = module
     importlib.invalidate_caches()
     try:
-        with _files_beside(path.parent, package):
+        with files_beside(path.parent, package):
             loader.exec_module(module)
     except TrainwrightError:
         raise
@@ -185,7 +202,7 @@ def _explained(error: BaseException, path: Path, shown: str) -> ConfigError:
 
 
 @contextmanager
-def _files_beside(folder: Path, package: str) -> Iterator[None]:
+def files_beside(folder: Path, package: str) -> Iterator[None]:
     """Let `import base` find base.py in the folder, as a script there would; afterwards nothing of it is left."""
     beside = {file.stem for file in folder.glob("*.py")} | {file.parent.name for file in folder.glob("*/__init__.py")}
     beside -= sys.stdlib_module_names

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from trainwright.config.blame import overridden_among
 from trainwright.config.schema import RunConfig
 from trainwright.errors import ConfigError
 
@@ -71,7 +72,9 @@ def resolve_batch(config: RunConfig, data_ranks: int) -> BatchPlan:
     if micro * data_ranks * accumulation != total:
         raise ConfigError(
             f"trainer.global_batch_size: {_contradiction(config, total, data_ranks)}",
-            where=config.origin("trainer.global_batch_size"),
+            where=overridden_among(
+                config, "trainer.global_batch_size", "trainer.micro_batch_size", "trainer.accumulation"
+            ),
         )
     return BatchPlan(total, micro, accumulation)
 

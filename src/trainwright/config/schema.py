@@ -22,7 +22,7 @@ from trainwright.config.checks import check_across, check_trainer_keys
 from trainwright.config.component import Component, ModelSection
 from trainwright.config.faults import HangsSection, IncidentsSection, PreemptionSection
 from trainwright.config.files import Document, read_document, resolve_document, save_document
-from trainwright.config.frozen import Frozen, same, thaw
+from trainwright.config.frozen import Frozen, plain_scalar, same, thaw
 from trainwright.config.overrides import apply_overrides, replace_at
 from trainwright.config.problems import Problem, describe, explain, raise_all, refuse
 from trainwright.config.sections import (
@@ -229,14 +229,11 @@ def _plain(value: Any, path: KeyPath = ()) -> Any:
         return [_plain(item, (*path, index)) for index, item in enumerate(value)]
     if isinstance(value, Section):
         return _plain(value.to_dict(), path)
-    for kind in (bool, int, float, str):
-        # A subclass (numpy's float64, a str enum) is written as the plain value that it is.
-        if isinstance(value, kind):
-            return kind.__str__(value) if kind is str else kind(value)
-    if value is not None:
+    plain = plain_scalar(value)
+    if value is not None and plain is None:
         text = f"a {type(value).__name__} cannot be saved as YAML: {value!r}. Use text, numbers, lists or mappings."
         raise_all([Problem(path, text)], _nowhere)
-    return None
+    return plain
 
 
 def _nowhere(path: KeyPath) -> Origin | None:

@@ -323,6 +323,10 @@ class RuntimeSection(Section):
     """The type of the forward's arithmetic; parameters stay fp32."""
     mode: Literal["eager", "compile", "graph"] = "eager"
     """How a step runs; its meaning is the same in each."""
+    compile_backend: Annotated[str, Field(min_length=1)] | None = None
+    """In the modes compile and graph, the backend of torch.compile; None: inductor."""
+    expect_graph_breaks: Annotated[int, Field(ge=0)] | None = None
+    """In the modes compile and graph, how many places may break the graph: one more ends the run; None: any number."""
     mesh: Annotated[MeshSection, BeforeValidator(empty_section)] = Field(default_factory=MeshSection)
     """How the ranks are laid out."""
     reshard_after_forward: bool = True

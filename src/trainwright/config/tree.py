@@ -23,6 +23,11 @@ class Origin(NamedTuple):
     def __str__(self) -> str:
         return f"{self.file}:{self.line}" if self.line else self.file
 
+    @property
+    def is_override(self) -> bool:
+        """Was it given on the command line, and not in a file?"""
+        return self.line == 0
+
 
 @dataclass(frozen=True)
 class Node:

@@ -9,6 +9,7 @@ for streams.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -213,6 +214,7 @@ def _explain(error: Exception, *, answers: Any, in_hand: list[int], num_answered
 def _prepare_worker(_: int) -> None:
     """Lets workers outlive a signal to the whole process group until the step is finished and saved."""
     forget_storages()
+    gc.enable()  # the run collects between its steps, and a worker has none
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or each worker would take every core
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -6,14 +6,17 @@ What the flags mean for a run is in function_settings.py. A flag that does not e
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from trainwright.backends import pick_backend
+from trainwright.config.frozen import plain_scalar
 from trainwright.config.problems import suggest
-from trainwright.doors.user_code import caller
-from trainwright.errors import ConfigError
+from trainwright.doors.function_data import as_list, attribute_of, read_ratios
+from trainwright.errors import ConfigError, shorten_tracebacks
 from trainwright.parallel import processes
+from trainwright.user_code import caller
 
 MODES = ("pretrain", "finetune", "inference")
 DECAY_STYLES = ("constant", "linear", "cosine")
@@ -55,6 +58,11 @@ def _fraction(text: str) -> float:
     return number
 
 
+def _ratios(text: str) -> str:
+    read_ratios(text)
+    return text
+
+
 _WANTED: Mapping[Callable[[str], Any], str] = {
     _count: "a whole number from 1 on",
     _whole: "a whole number from 0 on",
@@ -62,6 +70,7 @@ _WANTED: Mapping[Callable[[str], Any], str] = {
     _number: "a number from 0 on",
     _positive: "a number above 0",
     _fraction: "a fraction from 0 to 1",
+    _ratios: "text, such as 95,5,5",
 }
 
 _FLAGS: Mapping[str, Mapping[str, Any]] = {
@@ -100,10 +109,10 @@ _FLAGS: Mapping[str, Mapping[str, Any]] = {
     "--fresh": {"action": "store_true", "help": "Sets an earlier run of this name aside and starts over."},
     "--accept-changes": {"action": "store_true", "help": "Continues a run although its settings have changed."},
     "--train-data": {"nargs": "+", "help": "Paths, each given to create_dataset_function."},
-    "--train-data-weights": {"nargs": "+", "type": _number, "help": "The share of each; without: by their sizes."},
+    "--train-data-weights": {"nargs": "+", "type": _positive, "help": "The share of each; without: by their sizes."},
     "--valid-data": {"nargs": "+", "help": "Paths of the set valid."},
     "--test-data": {"nargs": "+", "help": "Paths of the set test, which is evaluated once, at the end."},
-    "--split": {"help": "Ratios, such as 95,5,5: cuts the training data into train, valid and test."},
+    "--split": {"type": _ratios, "help": "Ratios, such as 95,5,5: cuts the training data into train, valid and test."},
     "--num-workers": {"type": _whole, "default": 0, "help": "Processes that load data; 0: none but the run's own."},
     "--eval-interval": {"type": _count, "help": "Updates between evaluations; without: once, at the end."},
     "--eval-iters": {"type": _count, "help": "Batches of an evaluation; without: the whole set."},
@@ -126,6 +135,7 @@ def get_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     The Namespace also has `rank`, `world_size`, `local_rank` and `device`. It is never changed afterwards.
     """
+    shorten_tracebacks()
     args, unknown = _parser().parse_known_args(argv)
     if unknown:
         flag = unknown[0].partition("=")[0]
@@ -138,19 +148,72 @@ def get_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         )
     args.rank, args.world_size = processes.place()
     args.local_rank = processes.local_rank()
-    args.device = str(pick_backend(args.device, local_rank=args.local_rank, where="--device").device)
+    try:
+        args.device = str(pick_backend(args.device, local_rank=args.local_rank).device)
+    except ConfigError as error:
+        raise ConfigError(error.problem.replace("runtime.device", "--device"), where=caller()) from error
     return args
 
 
 def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
-    """Returns a copy in which every flag has a value, for a Namespace that was made by hand."""
-    defaults = vars(_parser().parse_args([]))
-    return argparse.Namespace(**{**defaults, **vars(args)})
+    """Returns a copy in which every flag has a value, for a Namespace that was made by hand.
+
+    Its values are checked as those of a command line are, and numpy's numbers become plain ones.
+    """
+    if not hasattr(args, "__dict__"):
+        raise ConfigError(f"args is a {type(args).__name__}. Give what get_args() returns.", where=caller())
+    values = {**vars(_parser().parse_args([])), **vars(args)}
+    for flag, settings in _FLAGS.items():
+        values[attribute_of(flag)] = _checked(flag, settings, values[attribute_of(flag)])
+    return argparse.Namespace(**values)
 
 
 def flag_names() -> list[str]:
     """Returns the names of the flags as attributes of the Namespace."""
-    return [flag.removeprefix("--").replace("-", "_") for flag in _FLAGS]
+    return [attribute_of(flag) for flag in _FLAGS]
+
+
+def _checked(flag: str, settings: Mapping[str, Any], value: Any) -> Any:
+    """Returns a value of a Namespace as the command line would have given it, or refuses it in the flag's name."""
+    read: Callable[[Any], Any]
+    if settings.get("action") == "store_true":
+        wanted, read = "True or False", _bool
+    elif "type" in settings:
+        wanted, read = _WANTED[settings["type"]], _reader(settings["type"])
+    else:
+        wanted, read = "text", _text
+    if value is None and settings.get("default") is None and "action" not in settings:
+        return None
+    try:
+        if settings.get("nargs") != "+":
+            return read(value)
+        # A path is whatever create_dataset_function takes.
+        return value if "type" not in settings else [read(each) for each in as_list(value)]
+    except (TypeError, ValueError):
+        raise ConfigError(f"{flag}: must be {wanted}; got {value!r}.", where=caller()) from None
+
+
+def _reader(kind: Callable[[str], Any]) -> Callable[[Any], Any]:
+    """Reads a value by its text, so that 2.5 is no whole number; a float's has every bit of it."""
+
+    def read(value: Any) -> Any:
+        return kind(str(value if (plain := plain_scalar(value)) is None else plain))
+
+    return read
+
+
+def _bool(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _text(value: Any) -> str:
+    # A torch.device is a device's name, and a Path one of a folder.
+    text = str(value) if type(value).__name__ == "device" else os.fspath(value)
+    if not isinstance(text, str):
+        raise TypeError
+    return text
 
 
 class _Parser(argparse.ArgumentParser):

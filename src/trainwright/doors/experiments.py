@@ -12,7 +12,8 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,8 +22,10 @@ from trainwright import registry
 from trainwright.config import Origin, RunConfig
 from trainwright.config.layered import layered_config
 from trainwright.config.problems import describe, nearest
+from trainwright.config.python_files import files_beside
 from trainwright.config.tree import shown_path
-from trainwright.errors import ConfigError
+from trainwright.errors import ConfigError, shorten_tracebacks
+from trainwright.user_code import place_of
 
 Function = TypeVar("Function", bound=Callable[[], Any])
 
@@ -57,6 +60,11 @@ _registered: dict[str, Experiment] = {}
 
 def experiment(name: str) -> Callable[[Function], Function]:
     """Makes a function known as an experiment: it takes nothing, and returns a RunConfig or a dict of settings."""
+    if not isinstance(name, str) or not name:
+        shown = getattr(name, "__name__", "mine")
+        raise ConfigError(
+            f'@experiment needs a name, got {describe(name)}. Write @experiment("{shown}").', where=place_of(name)
+        )
 
     def decorate(function: Function) -> Function:
         code = inspect.unwrap(function).__code__
@@ -91,6 +99,7 @@ def load_experiment(
     that define experiments; without any, those of `experiments/` and `experiments.py` in the current folder are
     imported. What the program has defined itself is known anyway.
     """
+    shorten_tracebacks()
     _import(list(imports))
     found = _registered.get(name)
     if found is None:
@@ -141,12 +150,25 @@ def _import(imports: list[str]) -> None:
             (file.parent.parent if file.parent.name == EXPERIMENTS else file.parent) if file.suffix == ".py" else here
         )
         try:
-            registry.import_modules(
-                [str(file.relative_to(folder)) if file.suffix == ".py" else name], project_dir=folder
-            )
+            with _siblings(file, folder) if file.suffix == ".py" else nullcontext():
+                registry.import_modules(
+                    [str(file.relative_to(folder)) if file.suffix == ".py" else name], project_dir=folder
+                )
         except ConfigError as error:
             # What @experiment refuses is explained; that an import failed with it would only hide it.
             raise (error.__cause__ if isinstance(error.__cause__, ConfigError) else error) from None
+
+
+@contextmanager
+def _siblings(file: Path, folder: Path) -> Iterator[None]:
+    """Lets a file with experiments import those beside it: `from .base import …`, `import base`, as a script could."""
+    inner = file.parent.relative_to(folder).parts
+    with ExitStack() as names:
+        for depth in range(len(inner) + 1):
+            below = folder.joinpath(*inner[:depth])
+            if below.is_dir():
+                names.enter_context(files_beside(below, ".".join((registry.PROJECT_PACKAGE, *inner[:depth]))))
+        yield
 
 
 def _unknown(name: str) -> str:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from trainwright.doors.timers import Timers
-from trainwright.doors.user_code import caller, name_of, place_of
 from trainwright.errors import TrainwrightError
 from trainwright.events import Mean
 from trainwright.loop.evaluation import EvalLogs
+from trainwright.user_code import caller, name_of, place_of
 
 ForwardStep = Callable[[Iterator[Any], torch.nn.Module, argparse.Namespace, Timers], Any]
 
@@ -59,35 +59,70 @@ def run_step(
             where=place_of(function),
         )
     if isinstance(returned, Mapping) or (hasattr(returned, "loss") and not isinstance(returned, torch.Tensor)):
+        _refuse_without_loss(function, returned, batch, model)
         return returned
     loss, metrics = _read(function, returned)
     if is_training:
-        metrics = _averaged(metrics, num_samples)
         loss = _spoiled(loss, metrics)
+        metrics = _averaged(function, metrics, num_samples)
     return loss, metrics
 
 
 def _read(function: ForwardStep, returned: Any) -> tuple[torch.Tensor | Mean, dict[str, Any]]:
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-    is_loss = isinstance(loss, Mean) or (isinstance(loss, torch.Tensor) and loss.numel() == 1)
-    if not is_loss or not isinstance(metrics, Mapping):
-        raise TrainwrightError(
-            f"{name_of(function)} returned {_describe(returned)}. Return a loss, which is one number in a tensor, or "
-            "(loss, {name: metric}).",
-            where=place_of(function),
-        )
+    if not _is_loss(loss) or not isinstance(metrics, Mapping):
+        raise _no_loss(function, _describe(returned))
     return loss, {name: value for name, value in metrics.items() if name != "loss"}
 
 
-def _averaged(metrics: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
-    """Returns the metrics of a training step: of one a sample the mean; several values a sample are left out."""
+def _refuse_without_loss(function: ForwardStep, returned: Any, batch: Any, model: torch.nn.Module) -> None:
+    """Refuses outputs of which the loop can take no loss: neither theirs nor one that the model's criterion makes."""
+    loss = returned.get("loss") if isinstance(returned, Mapping) else returned.loss
+    if _is_loss(loss):
+        return
+    has_labels = isinstance(batch, Mapping) and batch.get("labels") is not None
+    if loss is None and has_labels and getattr(model, "criterion", None) is not None:
+        return
+    shown = ", ".join(map(str, returned)) if isinstance(returned, Mapping) else ""
+    what = f"{_describe(returned)}{f' with {shown}' * bool(shown)}"
+    raise _no_loss(function, f"{what}, but no loss" if loss is None else f"{what}, whose loss is {_describe(loss)}")
+
+
+def _is_loss(loss: Any) -> bool:
+    return isinstance(loss, Mean) or (isinstance(loss, torch.Tensor) and loss.numel() == 1)
+
+
+def _no_loss(function: ForwardStep, what: str) -> TrainwrightError:
+    return TrainwrightError(
+        f"{name_of(function)} returned {what}. Return a loss, which is one number in a tensor, or "
+        "(loss, {name: metric}).",
+        where=place_of(function),
+    )
+
+
+def _averaged(function: ForwardStep, metrics: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
+    """Returns the metrics of a training step: of one a sample the mean, as in an evaluation.
+
+    Several values a sample are for handle_metrics_function alone; what has another length is refused here already,
+    and not first in an evaluation, hours later.
+    """
     averaged: dict[str, Any] = {}
     for name, value in metrics.items():
         if not isinstance(value, torch.Tensor) or value.numel() == 1:
             averaged[name] = value
-        elif value.shape[0] == num_samples == value.numel():
+        elif not value.ndim or (num_samples and value.shape[0] != num_samples):
+            raise _wrong_length(function, name, value, num_samples)
+        elif value.numel() == num_samples:
             averaged[name] = Mean(value.detach().float().sum(), float(num_samples))
     return averaged
+
+
+def _wrong_length(function: ForwardStep, name: str, value: Any, num_samples: int) -> TrainwrightError:
+    return TrainwrightError(
+        f"{name_of(function)}: the metric {name} is {_describe(value)}, and the batch has {num_samples} samples. "
+        "Return one number, or a tensor with one row for each sample.",
+        where=place_of(function),
+    )
 
 
 def _spoiled(loss: torch.Tensor | Mean, metrics: Mapping[str, Any]) -> torch.Tensor | Mean:
@@ -130,12 +165,23 @@ def per_sample(logs: Mapping[str, Any], num_samples: int, function: ForwardStep)
         elif isinstance(value, torch.Tensor) and value.numel() == 1:
             spread[name] = value.reshape(()).expand(num_samples)
         else:
+            raise _wrong_length(function, name, value, num_samples)
+    return spread
+
+
+def final_metrics(function: Callable[..., Any], final: Any) -> dict[str, Any]:
+    """Reads what handle_metrics_function returned: one number a name."""
+    if not isinstance(final, Mapping):
+        problem = f"{name_of(function)} returned {_describe(final)}. Return the final metrics by name."
+        raise TrainwrightError(problem, where=place_of(function))
+    for name, value in final.items():
+        is_number = isinstance(value, Real | Mean) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+        if not isinstance(name, str) or not is_number:
             raise TrainwrightError(
-                f"{name_of(function)}: the metric {name} is {_describe(value)}, and the batch has {num_samples} "
-                "samples. Return one number, or a tensor with one row for each sample.",
+                f"{name_of(function)}: the final metric {name!r} is {_describe(value)}. Return one number for each.",
                 where=place_of(function),
             )
-    return spread
+    return dict(final)
 
 
 def _describe(value: Any) -> str:

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from trainwright.data.mix import mix
 from trainwright.data.split import sizes_by_ratio, split
 from trainwright.data.stream import has_index, is_stream
-from trainwright.doors.user_code import name_of, place_of
 from trainwright.errors import ConfigError, DataError
+from trainwright.user_code import caller, name_of, place_of
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class FunctionData:
     def _sources(self, paths: Any) -> dict[str, Any]:
         """Returns the dataset of each path, by the path; one that is given twice has a number the second time."""
         sources: dict[str, Any] = {}
-        for path in _as_list(paths):
+        for path in as_list(paths):
             name = str(path)
             while name in sources:
                 name += "#2"
@@ -96,20 +96,48 @@ class FunctionData:
 
     def _refuse_contradictions(self) -> None:
         flags = self._flags
-        paths, weights = _as_list(flags.train_data), flags.train_data_weights
+        paths, weights = as_list(flags.train_data), flags.train_data_weights
         if weights is not None and len(weights) != len(paths):
             raise ConfigError(
                 f"--train-data-weights: there are {len(weights)} weights for {len(paths)} paths of --train-data. "
-                "Give one for each."
+                "Give one for each.",
+                where=caller(),
             )
         for part in PARTS[1:]:
             if self._is_cut_off(part) and getattr(flags, f"{part}_data"):
                 raise ConfigError(
                     f"--{part}-data and --split {flags.split} both give the set {part}. Leave one out, or cut off "
-                    "no such part: --split 1."
+                    "no such part: --split 1.",
+                    where=caller(),
                 )
         if not paths and flags.mode != "inference":
-            raise ConfigError("--train-data: there is none. Give the path that create_dataset_function reads.")
+            problem = "--train-data: there is none. Give the path that create_dataset_function reads."
+            raise ConfigError(problem, where=caller())
+        if flags.mode == "inference":
+            for flag in (flag for flag in ("--fresh", "--accept-changes") if getattr(flags, attribute_of(flag))):
+                problem = f"{flag}: has no effect, for --mode inference trains nothing. Leave it out."
+                raise ConfigError(problem, where=caller())
+        else:
+            self._warn_of_idle_flags()
+
+    def _warn_of_idle_flags(self) -> None:
+        """Says which flags have no effect here. They are no mistake: scripts give one line of flags to many runs."""
+        flags = self._flags
+        sets = [part for part in PARTS[1:] if self._is_cut_off(part) or getattr(flags, f"{part}_data")]
+        needed = {"--eval-interval": "valid" in sets, "--eval-iters": sets, "--eval-batch-size": sets}
+        idle = {flag: "without a set to evaluate. Give --valid-data or --split" for flag in needed if not needed[flag]}
+        if getattr(self._args, "load", None) is None and flags.mode == "finetune":
+            idle["--mode"] = "as finetune without --load: the model begins as it was made"
+        if len(as_list(flags.train_data)) == 1:
+            idle["--train-data-weights"] = "on one path"
+        for flag, why in idle.items():
+            if getattr(flags, attribute_of(flag)) is not None:
+                logger.warning("%s: has no effect %s.", flag, why)
+
+
+def attribute_of(flag: str) -> str:
+    """Returns the name by which a Namespace has a flag."""
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def read_ratios(text: str | None) -> tuple[float, ...] | None:
@@ -123,12 +151,14 @@ def read_ratios(text: str | None) -> tuple[float, ...] | None:
     if not 1 <= len(ratios) <= len(PARTS) or not all(0 <= ratio < math.inf for ratio in ratios) or not ratios[0]:
         raise ConfigError(
             f"--split: {text!r} is no list of one to three ratios, the first of them above 0. Write 95,5,5 for train, "
-            "valid and test."
+            "valid and test.",
+            where=caller(),
         )
     return ratios if sum(ratios[1:]) > 0 else None
 
 
-def _as_list(paths: Any) -> Sequence[Any]:
+def as_list(paths: Any) -> Sequence[Any]:
+    """Returns the paths of a flag: none, one that stands alone, or several."""
     if paths is None:
         return []
     return paths if isinstance(paths, list | tuple) else [paths]

@@ -2,8 +2,11 @@
 
 a class:     model_cls(args), or model_cls() where its first parameter is not called args
 an object:   itself, in training mode
-then:        the weights of --load (finetune, inference), init_function(args, model), what stays untrained,
-             --checkpoint-activations
+finetune:    the weights of --load, then init_function(args, model), which changes what it is given
+inference:   init_function(args, model), then the weights of --load: they are of a model that it has changed already
+then:        what stays untrained, --checkpoint-activations
+
+What --mode pretrain begins with is begin_from.py's.
 """
 
 from __future__ import annotations
@@ -11,8 +14,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import logging
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,18 +21,17 @@ from typing import Any
 import torch
 
 from trainwright.checkpoint import contents
-from trainwright.checkpoint.folder import CHECKPOINTS, CONFIG_FILE, find_run, read_config, run_folder
+from trainwright.checkpoint.folder import find_run, read_config
 from trainwright.checkpoint.listing import checkpoints_place
 from trainwright.checkpoint.manifest import MANIFEST
 from trainwright.checkpoint.open_store import AnyStore, open_store
 from trainwright.checkpoint.resume import pick_step
-from trainwright.config import RunConfig
-from trainwright.doors.user_code import name_of, place_of
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.memory.remat import recompute_layers
 from trainwright.models.model import Model
 from trainwright.models.pretrained import INDEX_FILE, WEIGHTS_FILE, load_weights
 from trainwright.optim.param_groups import disable_untrainable_params
+from trainwright.user_code import name_of, place_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +43,12 @@ def make_model(
 ) -> torch.nn.Module:
     """Returns the model as it is just before training; a checkpoint of the run itself is restored after this."""
     model = model_cls.train() if isinstance(model_cls, torch.nn.Module) else _constructed(model_cls, args)
-    if flags.load is not None and flags.mode != "pretrain":
-        load_into(model, Path(flags.load), strict=flags.mode == "inference")
+    if flags.load is not None and flags.mode == "finetune":
+        load_into(model, Path(flags.load), strict=False)
     if init_function is not None:
         init_function(args, model)
+    if flags.load is not None and flags.mode == "inference":
+        load_into(model, Path(flags.load), strict=True)
     disable_untrainable_params(model)
     if flags.checkpoint_activations:
         _recompute(model)
@@ -130,6 +132,9 @@ def find_checkpoint(path: Path) -> tuple[AnyStore, int]:
         raise CheckpointError(
             f"--load: {path} holds weights alone, and --mode pretrain goes on from a whole state. Use --mode finetune."
         )
+    if not path.exists():
+        problem = f"--load: there is no {path}. Give a folder such as runs/NAME, or one of its checkpoints/step-…."
+        raise CheckpointError(problem)
     try:
         folder, step = find_run(path)
     except CheckpointError as error:
@@ -143,35 +148,3 @@ def find_checkpoint(path: Path) -> tuple[AnyStore, int]:
 def _holds_weights_alone(path: Path) -> bool:
     has_weights = (path / WEIGHTS_FILE).is_file() or (path / INDEX_FILE).is_file()
     return has_weights and not (path / MANIFEST).exists()
-
-
-def is_spent(load: Path, config: RunConfig) -> bool:
-    """Is what --load names gone, and needed no more, because the run has a checkpoint of its own to go on from?"""
-    if load.exists():
-        return False
-    return open_store(checkpoints_place(run_folder(config), config)).newest_intact(set_aside=False) is not None
-
-
-def begin_from(load: Path, config: RunConfig) -> None:
-    """Lets a run without a checkpoint begin with a copy of another run's: all of its state, and its settings.
-
-    The copy is made under another name and renamed, so that a run that dies meanwhile finds none.
-    """
-    folder = Path(os.path.abspath(run_folder(config)))  # noqa: PTH100  # resolve() would follow links
-    store, step = find_checkpoint(load)
-    source = Path(str(store.path(step)))
-    own = open_store(folder / CHECKPOINTS)
-    if source.parent == folder / CHECKPOINTS:
-        return  # the run's own: it goes on from there anyway
-    if own.steps():
-        logger.info("--load %s: the run has checkpoints of its own, and goes on from the newest.", load)
-        return
-    if not source.is_dir():
-        raise CheckpointError(f"--load: {source} lies on no disk of this machine. Copy it here, or name a copy of it.")
-    staging = folder / CHECKPOINTS / f".copying-{source.name}"
-    shutil.rmtree(staging, ignore_errors=True)
-    shutil.copytree(source, staging)
-    # The settings come first: a checkpoint without them could be anybody's.
-    shutil.copy2(find_run(load)[0] / CONFIG_FILE, folder / CONFIG_FILE)
-    staging.rename(folder / CHECKPOINTS / source.name)
-    logger.info("The run begins with a copy of %s", source)

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainwright.config import RunConfig
+from trainwright.config.problems import nearest
 from trainwright.doors.arguments import DECAY_STYLES, FACTS, MODES, ZERO_STAGES, flag_names, with_defaults
-from trainwright.doors.user_code import caller
 from trainwright.errors import ConfigError
 from trainwright.parallel import processes
+from trainwright.user_code import caller
 
 TRAINER = "trainwright.doors.training_main:FunctionTrainer"
 
@@ -27,6 +28,7 @@ MAX_SKIPPED_UPDATES = 100
 def config_of(args: argparse.Namespace) -> RunConfig:
     """Returns the config of the run that the flags describe."""
     flags = with_defaults(args)
+    _refuse_misspelt(args)
     _refuse_contradictions(flags)
     max_batches = None if flags.strict_eval else flags.eval_iters
     eval_batch = None if flags.eval_batch_size is None else flags.eval_batch_size * processes.world_size()
@@ -113,3 +115,16 @@ def _refuse_contradictions(flags: argparse.Namespace) -> None:
         )
     if problems:
         raise ConfigError(" ".join(problems), where=caller())
+
+
+def _refuse_misspelt(args: argparse.Namespace) -> None:
+    """Refuses what is almost a flag in a Namespace made by hand, which lacks that flag: it would have no effect."""
+    given = vars(args)
+    for name in given.keys() - {*flag_names(), *FACTS}:
+        meant = nearest(name, [flag for flag in flag_names() if flag not in given], cutoff=0.8)
+        if meant is not None:
+            raise ConfigError(
+                f"args.{name}: there is no such flag. Did you mean {meant}? An argument of your own may have this name "
+                f"where args has {meant} too, as those of get_args() do.",
+                where=caller(),
+            )

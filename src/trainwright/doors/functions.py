@@ -12,8 +12,11 @@ import torch
 
 from trainwright.build import build_trainer
 from trainwright.config import RunConfig
+from trainwright.doors.own_words import ARGUMENTS, explained_in
+from trainwright.errors import ConfigError
 from trainwright.log import show_log
 from trainwright.loop.builder import Builder
+from trainwright.loop.calls import refuse_wrong_call
 from trainwright.loop.hook import Hook
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Trainer
@@ -32,6 +35,24 @@ class FunctionTask(Task):
         return self._forward(model, batch)
 
 
+class PartsTrainer(Trainer):
+    """Stands in the config of a run that `train` made, for parts that only the program has."""
+
+    @classmethod
+    def build_model(cls, build: Builder) -> torch.nn.Module:
+        """Refuses, where the program is not there."""
+        raise ConfigError(
+            "This run was made by train(model, data, …), whose parts no config holds. Call it again with the same "
+            "arguments: of a run that has ended it trains nothing, and the trainer that it returns has the trained "
+            "model and evaluates it with .evaluate().",
+            where=build.config.origin("trainer.type"),
+        )
+
+
+TRAINER = f"{PartsTrainer.__module__}:{PartsTrainer.__qualname__}"
+
+
+@explained_in(ARGUMENTS)
 def train(
     model: torch.nn.Module,
     data: Any,
@@ -54,9 +75,13 @@ def train(
     the command line: `overrides=["trainer.schedule={type: cosine}"]`. Calling it again continues the run
     of that name; `fresh=True` starts over.
     """
+    if forward is not None:
+        refuse_wrong_call(forward, ("model", "batch"), role="forward")
+    if collator is not None:
+        refuse_wrong_call(collator, ("samples",), role="collator")
     eval_sets = eval_data if isinstance(eval_data, Mapping) else {} if eval_data is None else {"eval": eval_data}
 
-    class GivenParts(Trainer):
+    class GivenParts(PartsTrainer):
         @classmethod
         def build_task(cls, build: Builder) -> Task:
             return build.task() if forward is None else FunctionTask(forward)
@@ -83,8 +108,19 @@ def train(
 
     optimizer = {"type": "adamw", "lr": lr}
     limits = {"max_steps": max_steps, "global_batch_size": batch_size}
-    settings = {"name": name, "trainer": {**limits, "optimizer": optimizer}}
+    settings = {"name": name, "trainer": {"type": TRAINER, **limits, "optimizer": optimizer}}
     show_log()
-    trainer = build_trainer(RunConfig.from_dict(settings, overrides), GivenParts, fresh=fresh)
+    trainer = build_trainer(_config_of(settings, overrides), GivenParts, fresh=fresh)
     trainer.train()
     return trainer
+
+
+def _config_of(settings: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
+    config = RunConfig.from_dict(settings, overrides)
+    if config.trainer.type != TRAINER:
+        raise ConfigError(
+            f"trainer.type: {config.trainer.type} has no effect, for train(…) has a trainer of its own. Leave it out, "
+            "or use run_experiment(config, trainer=MyTrainer).",
+            where=config.origin("trainer.type"),
+        )
+    return config

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from trainwright.doors.user_code import caller
 from trainwright.errors import TrainwrightError
 from trainwright.events import get_event_storage
+from trainwright.user_code import caller
 
 
 class Timer:

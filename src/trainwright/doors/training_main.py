@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,26 +17,30 @@ from typing import Any, ClassVar
 import torch
 
 from trainwright.build import build_evaluator
-from trainwright.checkpoint import contents
-from trainwright.checkpoint.resume import pick_step
 from trainwright.config import RunConfig
 from trainwright.doors.arguments import with_defaults
-from trainwright.doors.forward_steps import ForwardStep, per_sample, run_step
+from trainwright.doors.begin_from import begun_from, is_spent
+from trainwright.doors.cut_batches import cut_batches
+from trainwright.doors.forward_steps import ForwardStep, final_metrics, per_sample, run_step
+from trainwright.doors.function_checks import refuse_wrong_functions
 from trainwright.doors.function_data import CreateDataset, FunctionData
-from trainwright.doors.function_model import InitFunction, begin_from, is_spent, make_model
+from trainwright.doors.function_model import InitFunction, make_model
 from trainwright.doors.function_settings import config_of
+from trainwright.doors.own_words import FLAGS, explained_in
 from trainwright.doors.timers import Timers
-from trainwright.doors.user_code import name_of, place_of
-from trainwright.errors import ConfigError, TrainwrightError, exit_code_of
+from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.log import show_log
 from trainwright.loop.builder import Builder
-from trainwright.loop.evaluation import evaluate_sets
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Trainer
-from trainwright.main import Interrupted, run_experiment
+from trainwright.main import evaluate_checkpoint, run_experiment, sets_of, start_up
 from trainwright.parallel import processes
+from trainwright.user_code import place_of
 
 logger = logging.getLogger(__name__)
+
+SECONDS = "time/"
+"""What the names of stopwatches begin with (timers.py)."""
 
 HandleMetrics = Callable[[dict[str, Any]], Mapping[str, Any]]
 
@@ -56,6 +61,7 @@ class UserFunctions:
     collate: Callable[[list[Any]], Any] | None
 
 
+@explained_in(FLAGS)
 def training_main(
     args: argparse.Namespace,
     model_cls: Any,
@@ -81,6 +87,7 @@ def training_main(
 
     `args` is passed on as it is and never changed. A process that is told to leave saves its step and exits.
     """
+    refuse_wrong_functions(locals())
     show_log()
     config = config_of(args)
     flags = with_defaults(args)
@@ -102,14 +109,11 @@ def training_main(
 
     if flags.mode == "inference":
         return _infer(GivenFunctions, config, flags.load)
-    if flags.mode == "pretrain" and flags.load is not None and processes.place().rank == 0:
-        begin_from(Path(flags.load), config)
-    try:
+    copies = flags.mode == "pretrain" and flags.load is not None and processes.place().rank == 0
+    with begun_from(Path(flags.load), config) if copies else nullcontext():
         model, _ = run_experiment(
             config, trainer=GivenFunctions, fresh=flags.fresh, accept_changes=flags.accept_changes
         )
-    except Interrupted as interruption:
-        raise SystemExit(exit_code_of(str(interruption))) from None
     return model
 
 
@@ -127,7 +131,8 @@ class FunctionTrainer(Trainer):
     @classmethod
     def build_collator(cls, build: Builder) -> Any:
         """Returns the user's collate_fn, or the one that stacks."""
-        return cls._given().collate or build.collator()
+        collate = cls._given().collate
+        return build.collator() if collate is None else cut_batches(collate, build.config.trainer.accumulation or 1)
 
     @classmethod
     def _given(cls) -> UserFunctions:
@@ -156,6 +161,10 @@ class FunctionTrainer(Trainer):
         if given.handle_metrics is None or not self.samples_in_hand:
             return logs
         return per_sample(logs, self.samples_in_hand, given.forward_step_eval)
+
+    def eval_end(self, aggregated: Any) -> dict[str, Any]:
+        """Returns the logs of a set without the seconds of stopwatches, which measure no model."""
+        return {name: value for name, value in super().eval_end(aggregated).items() if not name.startswith(SECONDS)}
 
 
 class FunctionsTask(Task):
@@ -190,14 +199,7 @@ class MeasuredTask(FunctionsTask):
         """Calls handle_metrics_function with the metrics over all samples."""
         handle = self._functions.handle_metrics
         assert handle is not None
-        final = handle({name: self._joined(name, parts) for name, parts in state.items()})
-        if not isinstance(final, Mapping):
-            raise TrainwrightError(
-                f"{name_of(handle)} returned {'None' if final is None else f'a {type(final).__name__}'}. Return the "
-                "final metrics by name.",
-                where=place_of(handle),
-            )
-        return dict(final)
+        return final_metrics(handle, handle({name: self._joined(name, parts) for name, parts in state.items()}))
 
     def _joined(self, name: str, parts: list[Any]) -> Any:
         if isinstance(parts[0], list):
@@ -214,16 +216,10 @@ class MeasuredTask(FunctionsTask):
 
 def _infer(trainer_class: type[FunctionTrainer], config: RunConfig, load: str | None) -> torch.nn.Module:
     """Evaluates the sets that are given with loaded weights, and returns the model; trains and writes nothing."""
-    try:
+    with start_up():
         trainer = build_evaluator(config, trainer_class)
-        store, test = trainer.surroundings.store, trainer.surroundings.test_data
-        if load is None:  # the run's own, which the init_function has taken part in
-            contents.restore_model(store, pick_step(store, "latest", best=None), trainer.model)
-        sets = {**trainer.eval_data, **({} if test is None else {test.name: test})}
-        with trainer.storage:
-            logs = evaluate_sets(trainer, sets) if sets else {}
+        # Without --load the weights are the run's own.
+        logs = evaluate_checkpoint(trainer, sets_of(trainer), "latest" if load is None else None)
         if logs:
             logger.info("%s", ", ".join(f"{name} {value:.4g}" for name, value in logs.items()))
         return trainer.model.eval()
-    finally:
-        processes.leave()

@@ -8,7 +8,7 @@ per log period. Nothing here communicates between ranks; the loop gathers what `
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainwright.errors import TrainwrightError
+from trainwright.errors import HostReadError, TrainwrightError
 from trainwright.events.mean import Mean
 from trainwright.events.windows import Kind, Window, add_record, window_from_state, window_to_state
 
@@ -66,6 +66,7 @@ class EventStorage:
         self._window: Window = {}
         self._histories: dict[str, deque[tuple[int, Any]]] = {}
         self._scope = ""
+        self._num_before_recording: int | None = None
 
     def __enter__(self) -> EventStorage:
         _stack.append(self)
@@ -77,11 +78,13 @@ class EventStorage:
     @property
     def step(self) -> int:
         """The number of the update under way (the first is 1), and between updates that of the last one."""
+        if self._num_before_recording is not None:
+            raise HostReadError("The storage's step is read, which would stay the same in every replay.")
         return self._step
 
     @step.setter
     def step(self, step: int) -> None:
-        self._file_traced()
+        self.file_traced()
         self._step = step
 
     # putting: called in every step, so nothing here may wait, copy to the host or communicate
@@ -150,6 +153,10 @@ class EventStorage:
         """Notes a value of which a log line holds the last one: a learning rate, a text, a list."""
         self._pending.append((name, self._step, value, 1.0, "last"))
 
+    def put_timing(self, name: str, total: float, count: float) -> None:
+        """Notes plain numbers of the host, which a log line holds as their sum over their counts' sum."""
+        self._pending.append((name, self._step, total, count, "total"))
+
     def put_spread(self, name: str, seconds: float) -> None:
         """Notes what this rank alone needed; a log line holds the share that the ranks waited for the slowest."""
         self._pending.append((name, self._step, seconds, 1.0, "spread"))
@@ -162,6 +169,28 @@ class EventStorage:
             yield
         finally:
             self._scope = outer
+
+    # a step that is recorded: its code runs once, and what it puts is put again after each replay
+
+    def begin_recording(self) -> None:
+        """Keeps what is put from here on apart."""
+        self.file_traced()
+        self._num_before_recording = len(self._pending)
+
+    def end_recording(self) -> list[tuple[str, Any, Any, Kind]]:
+        """Returns what was put since, as (name, value, weight, kind), and forgets it."""
+        if self._num_before_recording is None:
+            return []
+        self.file_traced()
+        puts = [(name, *rest) for name, _, *rest in self._pending[self._num_before_recording :]]
+        del self._pending[self._num_before_recording :]
+        self._num_before_recording = None
+        return puts
+
+    def put_again(self, puts: Sequence[Sequence[Any]]) -> None:
+        """Notes for this step what `end_recording` returned, with the values of a replay."""
+        for name, value, weight, kind in puts:
+            self._pending.append((name, self._step, value, weight, kind))
 
     # reading: waits for the device
 
@@ -181,7 +210,7 @@ class EventStorage:
 
     def drain(self) -> None:
         """Moves what is pending to the host, in one copy per device and dtype, and files it by name and step."""
-        self._file_traced()
+        self.file_traced()
         pending, self._pending = self._pending, []
         values = _to_host([record[2] for record in pending])
         weights = _to_host([record[3] for record in pending])
@@ -248,7 +277,8 @@ class EventStorage:
             total, count = total + earlier, count + number
         self._traced[name] = (total, count, kind)
 
-    def _file_traced(self) -> None:
+    def file_traced(self) -> None:
+        """Takes notice of what compiled code has put, so that the next call finds no names and needs no other code."""
         for name, (total, count, kind) in self._traced.items():
             self._pending.append((name, self._step, total, count, kind))
         self._traced = {}
@@ -295,6 +325,11 @@ def _is_recomputing() -> bool:
     return inside_backward and torch.is_grad_enabled()
 
 
+def _flat(value: torch.Tensor) -> torch.Tensor:
+    held = value.detach() if value.requires_grad else value
+    return held.reshape(()) if held.ndim else held
+
+
 def _to_host(values: list[Any]) -> list[Any]:
     """Replaces tensors and numpy's numbers among the values by Python's, with one copy per device and dtype."""
     hosted = list(values)
@@ -308,7 +343,7 @@ def _to_host(values: list[Any]) -> list[Any]:
         elif isinstance(value, np.generic):
             hosted[index] = value.item()
     for indices in groups.values():
-        stacked = torch.stack([values[index].detach().reshape(()) for index in indices])
+        stacked = torch.stack([_flat(values[index]) for index in indices])
         for index, number in zip(indices, stacked.tolist(), strict=True):
             hosted[index] = number
     return hosted

@@ -68,6 +68,9 @@ def merge(windows: Iterable[Window]) -> Window:
     A put is averaged on each rank first, so that a rank which puts twice in a step weighs no more than
     its neighbour; of a "last" value the lowest rank's is taken; of a "spread" every rank's is kept.
     """
+    windows = list(windows)
+    if len(windows) == 1:
+        return windows[0]
     merged: Window = {}
     for window in windows:
         for name, series in window.items():

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from trainwright import registry
+from trainwright.config.problems import suggest
 from trainwright.errors import ConfigError
-from trainwright.loop.hook import MOMENTS, Hook
+from trainwright.loop.calls import refuse_wrong_call
+from trainwright.loop.hook import MOMENTS, TOLD, Hook
+from trainwright.user_code import caller
 
 Act = Callable[..., None]
 
@@ -37,16 +40,20 @@ class CallbackHook(Hook):
         after_save: Act | None = None,
         on_incident: Act | None = None,
         close: Act | None = None,
+        **unknown: Any,
     ) -> None:
         given = dict(locals())
+        for name in unknown:
+            problem = f"CallbackHook: {name} is no moment of a hook. {suggest(name, MOMENTS)}"
+            raise ConfigError(problem, where=caller())
         acts: dict[str, Act] = {moment: given[moment] for moment in MOMENTS if given[moment] is not None}
         if not acts:
             raise ConfigError(
-                "CallbackHook was given no function. Give one, such as after_step=act, with act(trainer)."
+                "CallbackHook was given no function. Give one, such as after_step=act, with act(trainer).",
+                where=caller(),
             )
         for moment, act in acts.items():
-            if not callable(act):
-                raise ConfigError(f"CallbackHook: {moment} is {act!r}, not a function. Give one: {moment}=act.")
+            refuse_wrong_call(act, ("trainer", *TOLD.get(moment, ())), role=f"CallbackHook's {moment}")
             setattr(self, moment, self._with_trainer(act))
 
     def _with_trainer(self, act: Act) -> Act:

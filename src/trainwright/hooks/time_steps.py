@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-from trainwright.events import Mean
 from trainwright.loop.hook import Hook
 
 
@@ -33,8 +32,8 @@ class TimeSteps(Hook):
         # By position, for a step may take several batches, and the last one may be smaller.
         samples = self._data.position - self._position
         storage = self.trainer.storage
-        storage.put_scalar("seconds_per_step", seconds)
-        # As Means, so that a window's speed is all its samples over all its seconds, not a mean of speeds.
-        storage.put_metric("samples_per_second", Mean(samples, seconds), 1.0)
+        storage.put_timing("seconds_per_step", seconds, 1.0)
+        # Totals, so that a window's speed is all its samples over all its seconds, not a mean of speeds.
+        storage.put_timing("samples_per_second", samples, seconds)
         if self._tokens_per_sample is not None:
-            storage.put_metric("tokens_per_second", Mean(samples * int(self._tokens_per_sample), seconds), 1.0)
+            storage.put_timing("tokens_per_second", samples * int(self._tokens_per_sample), seconds)

@@ -53,6 +53,11 @@ class Agreement:
         """Why this rank, or after `share_reason` any rank, wishes to leave."""
         return self._shared_reason or self._reasons.get(self._wish)
 
+    @property
+    def is_plain(self) -> bool:
+        """Has this rank nobody to ask and nothing to wish?"""
+        return self._ranks.size == 1 and not self._reasons
+
     def vote(self, num_committed: int, is_time: bool) -> tuple[int, bool]:
         """Casts this rank's wish, and what it knows of checkpoints; decides by the votes of the call before.
 

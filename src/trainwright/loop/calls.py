@@ -1,25 +1,41 @@
-"""Whether a batch fits the forward that it is about to be handed to, said before Python's bare TypeError would."""
+"""Whether a user's function takes what it is about to be handed, said before Python's bare TypeError would."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from trainwright.errors import DataError
+import torch
+
+from trainwright.errors import ConfigError, DataError
+from trainwright.user_code import caller, name_of, place_of
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a graph holds the answer, not the asking
+def takes(forward: Callable[..., Any], name: str) -> bool:
+    """Does this method take a keyword of that name?"""
+    return _takes(forward, name)
 
 
 @cache  # asked in every step; reading a signature costs 50 µs
-def takes(forward: Callable[..., Any], name: str) -> bool:
-    """Does this method take a keyword of that name?"""
+def _takes(forward: Callable[..., Any], name: str) -> bool:
     parameters = _parameters(forward)
     return parameters is None or name in parameters or _takes_any(parameters)
 
 
-@cache
 def refuse_mismatch(forward: Callable[..., Any], names: tuple[str, ...]) -> None:
-    """Refuses a batch with keys that a method does not take, or without those that it needs, naming both."""
+    """Refuses a batch with keys that a method does not take, or without those that it needs, naming both.
+
+    Not inside of a compiled forward, which asks again without its graph where Python refuses the call.
+    """
+    if not torch.compiler.is_compiling():
+        _refuse_mismatch(forward, names)
+
+
+@cache
+def _refuse_mismatch(forward: Callable[..., Any], names: tuple[str, ...]) -> None:
     parameters = _parameters(forward)
     if parameters is None:
         return
@@ -38,8 +54,39 @@ def refuse_mismatch(forward: Callable[..., Any], names: tuple[str, ...]) -> None
         raise DataError(
             f"{forward.__qualname__} {' and '.join(problems)}: the batch has {', '.join(names) or 'only labels'}, "
             f"and it takes {', '.join(parameters) or 'nothing'}. Rename one side, or let the collator choose the keys.",
-            where=_place(forward),
+            where=place_of(forward),
         )
+
+
+def refuse_wrong_call(function: Any, arguments: Sequence[str], *, role: str) -> None:
+    """Refuses what is no function, or one that does not take these arguments, in this order.
+
+    `role` says what it was given as, such as `forward_step_function` or `a hook's after_eval`.
+    """
+    wanted = f"({', '.join(arguments)})"
+    if not callable(function):
+        problem = f"{role} is {function!r}, not a function. Give one that takes {wanted}."
+        raise ConfigError(problem, where=caller())
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # Python knows none: the call itself will tell
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        shown = f"({', '.join(str(each.replace(annotation=each.empty)) for each in signature.parameters.values())})"
+        advice = f"(self{''.join(f', {name}' for name in arguments)})" if inspect.ismethod(function) else wanted
+        raise ConfigError(
+            f"{_spoken(function)}{shown} is called as {role}{wanted}, and that does not fit: {error}. Let it take "
+            f"{advice}.",
+            where=place_of(function),
+        ) from error
+
+
+def _spoken(function: Any) -> str:
+    """What a user calls it: of a method with its class, of what stands in a function without that one."""
+    name = getattr(function, "__qualname__", None) or name_of(function)
+    return name.rpartition("<locals>.")[2]
 
 
 def _parameters(forward: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
@@ -52,8 +99,3 @@ def _parameters(forward: Callable[..., Any]) -> dict[str, inspect.Parameter] | N
 
 def _takes_any(parameters: dict[str, inspect.Parameter]) -> bool:
     return any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-
-
-def _place(forward: Callable[..., Any]) -> str | None:
-    code = getattr(inspect.unwrap(forward), "__code__", None)
-    return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"

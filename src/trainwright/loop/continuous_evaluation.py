@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.checkpoint.folder import read_config
+from trainwright.checkpoint.manifest import read_manifest
+from trainwright.checkpoint.open_store import AnyStore
+from trainwright.checkpoint.store import CheckpointStore
 from trainwright.data.stream_loader import EvaluationData
 from trainwright.errors import CheckpointError
 from trainwright.loop.evaluation import evaluate_sets
@@ -27,6 +30,9 @@ logger = logging.getLogger(__name__)
 EVALUATIONS_FILE = "evaluations.json"
 """In the run folder: a line of JSON for each checkpoint. metrics.json is the training's."""
 
+Weights = tuple[int, str]
+"""A step and the hashes of its weights: a run that was started over has other weights at the same steps."""
+
 POLL_SECONDS = 10.0
 """How often a new checkpoint is looked for."""
 _POLLS_PER_LOOK = 6  # whether an idle training was stopped stands in its newest checkpoint, which costs a read
@@ -38,47 +44,49 @@ def evaluate_as_they_come(
     """Evaluates each checkpoint once, in order, until the training has ended; returns the logs of the last one."""
     store, ranks = trainer.surroundings.store, trainer.ranks
     results = trainer.folder / EVALUATIONS_FILE
-    seen: set[int] = set()
+    seen: set[Weights] = set()
+    last_step = 0
     logs: dict[str, float] = {}
     last_news, num_polls = time.monotonic(), 0
     logger.info("Waiting for checkpoints in %s", store.folder)
     while True:
-        found: int | str | None = None
+        found: Weights | str | None = None
         if ranks.is_first:  # it looks for all: a checkpoint may come or go meanwhile
             found = _find_next(trainer, seen, look=num_polls % _POLLS_PER_LOOK == 0)
             if found is None and timeout_seconds is not None and time.monotonic() - last_news >= timeout_seconds:
                 found = "late"
         found = ranks.broadcast(found)
-        if isinstance(found, int):
+        if isinstance(found, tuple):
             seen.add(found)
-            if _restore_unless_gone(trainer, found):
-                trainer.step = found
-                logger.info("Evaluating %s", store.path(found))
+            last_step, _ = found
+            if _restore_unless_gone(trainer, last_step):
+                trainer.step = last_step
+                logger.info("Evaluating %s", store.path(last_step))
                 with trainer.storage:
                     logs = evaluate_sets(trainer, sets)
                 if ranks.is_first:
-                    _write_down(results, found, logs, is_first=len(seen) == 1)
+                    _write_down(results, last_step, logs, is_first=len(seen) == 1)
             last_news, num_polls = time.monotonic(), 0
         elif found == "ended":
-            logger.info("The training has ended at step %d: every checkpoint is evaluated.", max(seen))
+            logger.info("The training has ended at step %d: every checkpoint is evaluated.", last_step)
             return logs
         elif found == "late":
             problem = f"{store.folder}: no new checkpoint within {timeout_seconds:g} seconds"
             if not logs:
                 raise CheckpointError(f"{problem}. Train first, give another folder, or wait longer.")
-            logger.warning("%s; the last one evaluated is step %d.", problem, max(seen))
+            logger.warning("%s; the last one evaluated is step %d.", problem, last_step)
             return logs
         else:
             num_polls += 1
             time.sleep(poll_seconds)
 
 
-def _find_next(trainer: Trainer, seen: set[int], *, look: bool) -> int | str | None:
+def _find_next(trainer: Trainer, seen: set[Weights], *, look: bool) -> Weights | str | None:
     """Returns the next checkpoint to evaluate, or "ended", or None while the training goes on."""
     steps = trainer.surroundings.store.steps()
-    unseen = [step for step in steps if step not in seen]
-    if unseen:
-        return min(unseen)
+    unseen = (weights for step in steps if (weights := _weights_of(trainer.surroundings.store, step)) not in seen)
+    if (first := next(unseen, None)) is not None:
+        return first
     saved = read_config(trainer.folder)
     max_steps = None if saved is None else saved.trainer.max_steps
     if not steps or max_steps is None:
@@ -92,6 +100,17 @@ def _find_next(trainer: Trainer, seen: set[int], *, look: bool) -> int | str | N
         except CheckpointError as error:
             logger.debug("Not readable yet: %s", error)
     return None
+
+
+def _weights_of(store: AnyStore, step: int) -> Weights:
+    """Returns what tells a checkpoint's weights from others of its step; one that is saved again has the same."""
+    if not isinstance(store, CheckpointStore):
+        return step, ""  # a run is not started over behind an address that holds checkpoints
+    try:
+        files = read_manifest(store.path(step))["files"]
+    except CheckpointError:
+        return step, ""  # gone, or being replaced: what restores it says so
+    return step, " ".join(sorted(fact["sha256"] for name, fact in files.items() if name.startswith("model")))
 
 
 def _restore_unless_gone(trainer: Trainer, step: int) -> bool:

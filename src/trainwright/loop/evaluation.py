@@ -26,6 +26,7 @@ from trainwright.loop.outputs import ForwardResult
 from trainwright.loop.task import Task, overrides
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.replicate import copy_from_first
+from trainwright.user_code import place_of
 
 if TYPE_CHECKING:
     from trainwright.loop.trainer import Trainer
@@ -173,7 +174,7 @@ def _evaluate_set(trainer: Trainer, data: EvaluationData) -> dict[str, float]:
     fewest = min(updates for _, updates, _ in shares if updates is not None)
     computed = _compute(trainer.surroundings.metrics, trainer.ranks, fewest, data)
     trainer.eval_averages = {**put, **averages, **computed}
-    return _together(trainer.ranks, lambda: _numbers(trainer.eval_end(one_pass.state)))
+    return _together(trainer.ranks, lambda: _numbers(trainer.eval_end(one_pass.state), trainer))
 
 
 class _Turns(Iterator[Any]):
@@ -417,5 +418,21 @@ def _read_metrics(metrics: Sequence[ConfiguredMetric]) -> tuple[dict[str, float]
     return results, means
 
 
-def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value.value if isinstance(value, Mean) else value) for name, value in logs.items()}
+def _numbers(logs: Any, trainer: Trainer) -> dict[str, float]:
+    """Reads what `eval_end` returned: one number a name."""
+    owner = trainer.eval_end.__qualname__
+    if not isinstance(logs, Mapping):
+        problem = f"{owner} returned {'None' if logs is None else f'a {type(logs).__name__}'}. Return the logs by name."
+        raise TrainwrightError(problem, where=place_of(trainer.eval_end))
+    numbers = {}
+    for name, value in logs.items():
+        try:
+            numbers[name] = float(value.value if isinstance(value, Mean) else value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+            raise TrainwrightError(
+                f"{owner}: {name} is a {type(value).__name__}{shape}, not one number: {error}. Return a number for it, "
+                "or leave it out.",
+                where=place_of(trainer.eval_end),
+            ) from error
+    return numbers

@@ -2,7 +2,7 @@
 
 Real steps are tried, with a trainer that is built for the purpose and thrown away, so that neither weights, buffers,
 optimizer states, randomness nor the place in the data know of it. Which sizes are tried in which order is
-memory/micro_batch.py's.
+memory/micro_batch.py's. The steps that are tried here also find how many layers are recomputed (remat_fitting.py).
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +34,10 @@ from trainwright.parallel.processes import local_size
 
 logger = logging.getLogger(__name__)
 
+Found = TypeVar("Found")
+
+LOADING_ALONE: Mapping[str, Any] = {"data.workers": 0, "data.loader": {}}
+"""What a trial says of its data: it reads one batch."""
 _PIECES_TRIED = 2  # from the second micro-batch on there are gradients beside the activations
 
 
@@ -58,29 +62,14 @@ def settle_micro_batch(
     logger.info("trainer.micro_batch_size: auto: trying which of %d samples fit into memory at once", largest)
     # Each rank tries by itself, as a run of one process with its share of the batch: where only one has too little
     # memory, nobody waits for it in a collective.
-    trial = config.derive(
-        {
-            "trainer.global_batch_size": largest,
-            "trainer.micro_batch_size": largest,
-            "data.workers": 0,
-            "data.loader": {},
-        }
+    trial = config.derive({"trainer.global_batch_size": largest, "trainer.micro_batch_size": largest, **LOADING_ALONE})
+    answers = find_on_ranks(
+        "trainer.micro_batch_size: auto",
+        lambda empty: _find(lambda: assemble(trial, empty), largest, backend, ranks),
+        backend=backend,
+        ranks=ranks,
     )
-    failure: Exception | None = None
-    number = 0
-    try:
-        with TemporaryDirectory(prefix="trainwright-") as empty:
-            number = _find(lambda: assemble(trial, Path(empty)), largest, backend, ranks)
-    except Exception as error:
-        failure = error
-    backend.release_memory()
-    answers = ranks.gather((number, None if failure is None else f"{type(failure).__name__}: {failure}"))
-    if failure is not None:
-        raise failure
-    for rank, (_, problem) in enumerate(answers):
-        if problem is not None:
-            raise TrainwrightError(f"trainer.micro_batch_size: auto: the trial failed on rank {rank}. {problem}")
-    number = min(each for each, _ in answers)
+    number = min(answers)
     if number == 0:
         advice = "".join(f"\n  - {each}" for each in advice_for(trial.derive({"trainer.micro_batch_size": 1})))
         raise OutOfMemory(
@@ -92,20 +81,47 @@ def settle_micro_batch(
     return config.derive({"trainer.micro_batch_size": number})
 
 
+def find_on_ranks(label: str, find: Callable[[Path], Found], *, backend: Backend, ranks: Ranks) -> list[Found]:
+    """Has every rank find something by trials of its own, in an empty folder; returns what each found, to all.
+
+    Where one fails, all do: with its own error there, with its words elsewhere.
+    """
+    failure: Exception | None = None
+    found: list[Found] = []
+    try:
+        with TemporaryDirectory(prefix="trainwright-") as empty:
+            found = [find(Path(empty))]
+    except Exception as error:
+        failure = error
+    backend.release_memory()
+    answers = ranks.gather((found, None if failure is None else f"{type(failure).__name__}: {failure}"))
+    if failure is not None:
+        raise failure
+    for rank, (_, problem) in enumerate(answers):
+        if problem is not None:
+            raise TrainwrightError(f"{label}: the trial failed on rank {rank}. {problem}")
+    return [each for own, _ in answers for each in own]
+
+
 def _number_of_before(folder: Path | None, backend: Backend, ranks: Ranks) -> int | None:
-    """What the run in this folder has found, on a device like this one; the first rank looks for all."""
-    found: int | None = None
+    saved = config_of_before(folder, backend, ranks)
+    number = None if saved is None else saved.trainer.micro_batch_size
+    return number if isinstance(number, int) else None
+
+
+def config_of_before(folder: Path | None, backend: Backend, ranks: Ranks) -> RunConfig | None:
+    """What the run in this folder had found, on a device like this one; the first rank looks for all."""
+    found: RunConfig | None = None
     if folder is not None and ranks.is_first:
         try:
             saved = run_folders.read_config(folder)
             environment = json.loads((folder / run_folders.ENVIRONMENT_FILE).read_text(encoding="utf-8"))
             # On another device another number may be the largest, and results differ in their last bits anyway.
             if saved is not None and environment.get("device") == backend.describe():
-                number = saved.trainer.micro_batch_size
-                found = number if isinstance(number, int) else None
+                found = saved
         except (OSError, ValueError, TrainwrightError) as error:
             # Whether the run can go on from such a folder is judged later, and for all of it.
-            logger.debug("No micro-batch size is known from before: %s", error)
+            logger.debug("Nothing is known from before: %s", error)
     return ranks.broadcast(found)
 
 
@@ -121,20 +137,26 @@ def _find(assemble: Callable[[], Trainer], largest: int, backend: Backend, ranks
 
 
 def _find_with(trainer: Trainer, largest: int, ranks: Ranks) -> int:
+    with steps_tried(trainer, largest, ranks) as trial:
+        sizes = micro_batch_sizes(largest)
+        if len(sizes) > 1 and not trial.runs(sizes[0]):
+            sizes = sizes[1:]
+        return largest_that_fits(sizes, trial.fits) or 0
+
+
+@contextmanager
+def steps_tried(trainer: Trainer, largest: int, ranks: Ranks) -> Iterator[StepTrial]:
+    """Gives what makes steps of one batch of `largest` samples, the longest there are; leaves all as it was."""
     data = trainer.train_data
     assert data is not None
     with _put_back(trainer), trainer.storage:
         if isinstance(data, TrainData):
             _take_longest(data)
         with closing(data.batches(trainer.backend.to_device)) as iterator:
-            trial = _Trial(trainer, iterator, largest, sums_gradients=ranks.size > 1)
-            sizes = micro_batch_sizes(largest)
-            if len(sizes) > 1 and not trial.runs(sizes[0]):
-                sizes = sizes[1:]
-            return largest_that_fits(sizes, trial.fits) or 0
+            yield StepTrial(trainer, iterator, largest, sums_gradients=ranks.size > 1)
 
 
-class _Trial:
+class StepTrial:
     """Makes steps of one batch, cut into micro-batches of any size."""
 
     def __init__(self, trainer: Trainer, iterator: Iterator[Any], largest: int, *, sums_gradients: bool) -> None:
@@ -169,10 +191,12 @@ class _Trial:
         return self._answers[size]
 
     def _try(self, size: int) -> bool:
+        self._trainer.backend.release_memory()
+        return self._growth.leaves_room(size) and self.steps(size, lambda: self._growth.measuring(size))
+
+    def steps(self, size: int, measuring: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
+        """Makes a step whatever it takes, the last within `measuring`; returns whether there was memory for it."""
         trainer = self._trainer
-        trainer.backend.release_memory()
-        if not self._growth.leaves_room(size):
-            return False
         plan = BatchPlan(self._largest, size, self._largest // size)
         trainer.surroundings = replace(trainer.surroundings, batch=plan)
         try:
@@ -180,7 +204,7 @@ class _Trial:
                 # Only the second step has the optimizer's state beside the activations.
                 self._step()
                 self._has_stepped = True
-            with self._growth.measuring(size):
+            with measuring():
                 self._step()
         except Exception as error:
             if not is_out_of_memory(error):

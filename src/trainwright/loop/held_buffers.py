@@ -37,16 +37,17 @@ class HeldBuffers:
     @torch.no_grad()
     def remember(self) -> None:
         """Copies the buffers as they are now."""
-        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         now = [read_buffer(place) for place in self._places]
-        for number, buffer in enumerate(now):
-            kinds.setdefault((buffer.dtype, buffer.device), []).append(number)
-        self._copies = list(now)
-        for numbers in kinds.values():
-            flat = torch.cat([now[number].reshape(-1) for number in numbers])
-            pieces = torch.split(flat, [now[number].numel() for number in numbers])
-            for number, piece in zip(numbers, pieces, strict=True):
-                self._copies[number] = piece.view(now[number].shape)
+        # The same memory in every step, which a recorded step has to find again.
+        if [_kind(each) for each in self._copies] != [_kind(each) for each in now]:
+            self._copies = [torch.empty_like(each) for each in now]
+        pairs: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for copy, buffer in zip(self._copies, now, strict=True):
+            copies, buffers = pairs.setdefault(buffer.dtype, ([], []))
+            copies.append(copy)
+            buffers.append(buffer)
+        for copies, buffers in pairs.values():
+            torch._foreach_copy_(copies, buffers)
 
     @torch.no_grad()
     def put_back(self, hold: torch.Tensor | bool) -> None:
@@ -56,6 +57,10 @@ class HeldBuffers:
         for place, copy in zip(self._places, self._copies, strict=True):
             buffer = read_buffer(place)
             buffer.copy_(torch.where(hold, copy, buffer) if isinstance(hold, torch.Tensor) else copy)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def read_buffer(place: BufferPlace) -> torch.Tensor:

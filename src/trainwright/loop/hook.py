@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import ConfigError
+from trainwright.loop.calls import refuse_wrong_call
+from trainwright.loop.hook_methods import refuse_unheard
+from trainwright.user_code import place_of
 
 if TYPE_CHECKING:
     from trainwright.loop.trainer import Trainer
@@ -27,6 +30,8 @@ MOMENTS = (
     "on_incident",
     "close",
 )
+TOLD: Mapping[str, tuple[str, ...]] = {"after_eval": ("logs",), "after_save": ("path",), "on_incident": ("incident",)}
+"""What some moments are called with; the others with nothing."""
 
 
 class Hook:
@@ -109,6 +114,10 @@ class Hooks:
         for hook in self.all:
             _refuse_no_hook(hook)
             _refuse_misspelt(hook)
+            own = [moment for moment in MOMENTS if _overrides(hook, moment)]
+            refuse_unheard(hook, Hook, MOMENTS, overrides=own)
+            for moment in (moment for moment in MOMENTS if _overrides(hook, moment)):
+                refuse_wrong_call(getattr(hook, moment), TOLD.get(moment, ()), role=moment)
         self._calls: dict[str, list[Callable[..., None]]] = {
             moment: [getattr(hook, moment) for hook in self.all if _overrides(hook, moment)] for moment in MOMENTS
         }
@@ -153,7 +162,10 @@ def _refuse_misspelt(hook: Hook) -> None:
         if callable(value) and not name.startswith("_") and not hasattr(Hook, name):
             close = difflib.get_close_matches(name, MOMENTS, n=1, cutoff=0.85)
             if close:
-                raise ConfigError(f"{type(hook).__name__}.{name} is no moment of a hook. Did you mean {close[0]}?")
+                raise ConfigError(
+                    f"{type(hook).__name__}.{name} is no moment of a hook. Did you mean {close[0]}?",
+                    where=place_of(value),
+                )
 
 
 def _overrides(hook: Hook, moment: str) -> bool:

@@ -88,7 +88,9 @@ class IncidentWatch:
     held back (`raise`, `ignore`), the device has nothing to do: values are kept and judged when somebody looks.
     """
 
-    def __init__(self, section: IncidentsSection, *, device: torch.device, rank: int) -> None:
+    def __init__(
+        self, section: IncidentsSection, *, device: torch.device, rank: int, is_recorded: bool = False
+    ) -> None:
         self._section = section
         self._rank = rank
         self._holds_spikes = section.spike in ("skip", "rollback")
@@ -97,7 +99,9 @@ class IncidentWatch:
         """Does any policy need updates to be held back?"""
         self.places: tuple[int, int] | None = None
         """The places of the data in hand; the loop says so before each update, and incidents tell it."""
-        self._host_judges = reads_at_once(device)
+        # A recorded step cannot stop for the host; what the device has judged is looked at after each replay.
+        self._reads_at_once = reads_at_once(device)
+        self._host_judges = self._reads_at_once and not is_recorded
         self._window = LossWindow(section.spike_window)
         self._device_window: DeviceLossWindow | None = None
         if self._holds_spikes and not self._host_judges:
@@ -105,6 +109,8 @@ class IncidentWatch:
                 section.spike_window, threshold=section.spike_threshold, device=device
             )
         self._waiting: list[_Step] = []
+        self.is_recording = False
+        self._recorded: list[_Step] = []
         self._found: list[Incident] = []
         self._last_good: tuple[int, float] | None = None
         self._hold: torch.Tensor | bool = False
@@ -142,6 +148,26 @@ class IncidentWatch:
         self._keep(_Step(step, loss, grad_norm, own_is_finite, self._hold, judges_norm, is_first, self.places))
         return self._hold
 
+    @property
+    def has_found(self) -> bool:
+        """Is there something to look at, as far as that is known without waiting?"""
+        return bool(self._found or (self._reads_at_once and self._waiting))
+
+    def take_calls(self) -> list[tuple[Any, ...]]:
+        """Returns what `judge` has kept of a step that is recorded, and forgets it: it has no values yet."""
+        calls, self._recorded = self._recorded, []
+        return [tuple(call)[1:-1] for call in calls]
+
+    def keep_again(self, call: Sequence[Any], *, step: int) -> None:
+        """Keeps what `take_calls` returned, with the values of a replay."""
+        loss, grad_norm, own_is_finite, hold, judges_norm, is_first = call
+        kept = _Step(step, loss, grad_norm, own_is_finite, hold, judges_norm, is_first, self.places)
+        if not self._reads_at_once:
+            self._keep(kept)
+            return
+        says_hold = bool(hold) if self._device_window is not None else None
+        self._take(kept, float(loss), float(grad_norm), bool(own_is_finite), says_hold=says_hold)
+
     def look(self) -> list[Incident]:
         """Returns the incidents since the last look, one a step; waits for the device.
 
@@ -166,6 +192,9 @@ class IncidentWatch:
         self._last_good = None if last_good is None else (int(last_good[0]), float(last_good[1]))
 
     def _keep(self, call: _Step) -> None:
+        if self.is_recording:
+            self._recorded.append(call)
+            return
         self._waiting.append(call)
         if len(self._waiting) >= _MOST_WAITING:
             self._drain()

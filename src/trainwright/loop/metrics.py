@@ -42,6 +42,17 @@ class Accuracy:
         return Mean(self._right, self._count)
 
 
+def refuse_no_metric(metric: Any, label: str, where: object | None) -> None:
+    """Refuses what an evaluation could not feed and read, before anything is trained."""
+    missing = [verb for verb in ("update", "compute", "reset") if not callable(getattr(metric, verb, None))]
+    if missing:
+        raise ConfigError(
+            f"{label}: {type(metric).__name__} is no metric: it has no {' and no '.join(missing)}. A metric has "
+            "update(outputs, labels), compute() and reset().",
+            where=where,
+        )
+
+
 @dataclass(frozen=True)
 class ConfiguredMetric:
     """A metric with the names of what it is fed: `update(outputs[outputs_name], batch[labels_name])`."""
@@ -54,6 +65,12 @@ class ConfiguredMetric:
 
     def update(self, outputs: Mapping[str, Any] | None, batch: Any) -> None:
         """Feeds one batch, or says which name is missing and what there is."""
+        self.require(outputs, batch)
+        assert outputs is not None
+        self.metric.update(outputs[self._name_in(outputs)], batch[self.labels_name])
+
+    def require(self, outputs: Mapping[str, Any] | None, batch: Any) -> None:
+        """Refuses a forward or a batch that gives this metric nothing to measure."""
         self.require_outputs(outputs)
         if not isinstance(batch, Mapping) or self.labels_name not in batch:
             have = ", ".join(batch) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
@@ -61,8 +78,6 @@ class ConfiguredMetric:
                 f"evaluation.metrics.{self.name}.labels: the batch has no {self.labels_name!r}; it has {have}.",
                 where=self.where,
             )
-        assert outputs is not None
-        self.metric.update(outputs[self._name_in(outputs)], batch[self.labels_name])
 
     def require_outputs(self, outputs: Mapping[str, Any] | None) -> None:
         """Refuses a forward that gives this metric nothing to measure."""

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from trainwright.errors import DataError
 
@@ -21,8 +21,8 @@ PLAIN = (str, bytes, bool, int, float, type(None))
 def cut(batch: Any, num_samples: int, num_pieces: int, collator: Callable[..., Any]) -> Iterator[tuple[Any, int]]:
     """Yields (piece, how many samples it has).
 
-    Tensors whose dim 0 is the number of samples are cut, and lists of as many texts or numbers; the rest is passed
-    whole. A collator whose batches have other shapes defines `split(batch, n)`.
+    Tensors whose dim 0 is the number of samples are cut, and lists within the batch that have an entry a sample; the
+    rest is passed whole. A collator whose batches have other shapes defines `split(batch, n)`.
     """
     bounds = [num_samples * number // num_pieces for number in range(num_pieces + 1)]
     if hasattr(collator, "split"):
@@ -38,18 +38,27 @@ def cut(batch: Any, num_samples: int, num_pieces: int, collator: Callable[..., A
 
 
 def _select(batch: Any, length: int, rows: slice) -> Any:
-    def select(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[rows] if tensor.ndim and tensor.shape[0] == length else tensor
-
     def is_column(node: Any) -> bool:
-        """One plain value a sample. A pair of tensors is no column, also in a batch of two."""
+        """One entry a sample: plain values, or anything else in a list, such as tensors of different lengths.
+
+        A pair of tensors is no column, also in a batch of two; nor is the batch itself.
+        """
         is_list = isinstance(node, (list, tuple)) and not hasattr(node, "_fields")
-        return is_list and len(node) == length and all(isinstance(each, PLAIN) for each in node)
+        if not is_list or len(node) != length:
+            return False
+        if all(isinstance(each, PLAIN) for each in node):
+            return True
+        leaves = tree_leaves(node)
+        return isinstance(node, list) and node is not batch and not any(_has_rows(each, length) for each in leaves)
 
     def choose(node: Any) -> Any:
-        return node[rows] if is_column(node) else select(node) if isinstance(node, torch.Tensor) else node
+        return node[rows] if is_column(node) or _has_rows(node, length) else node
 
     return tree_map(choose, batch, is_leaf=is_column)
+
+
+def _has_rows(value: Any, length: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == length
 
 
 def _refuse_uncut(batch: Any, length: int, num_pieces: int) -> None:

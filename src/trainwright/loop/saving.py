@@ -146,6 +146,11 @@ class Checkpoints:
         num_saves, self._num_saves_at_vote = self._num_saves_at_vote, self._num_saves
         return is_time and (self._trainer.ranks.size == 1 or num_saves == self._num_saves)
 
+    @property
+    def is_idle(self) -> bool:
+        """Is nothing being saved, nor to be saved by the clock?"""
+        return self._under_way is None and self._section.every_minutes is None
+
     def look(self) -> None:
         """Takes notice of what the background has done since; never waits."""
         if self._saver is None or not self._trainer.ranks.is_first:

@@ -16,6 +16,7 @@ from trainwright.data.stream_loader import EvaluationData
 from trainwright.events.windows import merge, summarise
 from trainwright.loop.agreement import Intent
 from trainwright.loop.evaluation import EvaluationAbandoned, evaluate_sets
+from trainwright.loop.garbage import Garbage
 
 if TYPE_CHECKING:
     from trainwright.loop.trainer import Trainer
@@ -28,6 +29,7 @@ class StepEnd:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self.garbage = Garbage(num_steps=trainer.max_steps)
         self.eval_logs: dict[str, float] = {}
         """The logs of the last evaluation, the test set's included; `evaluated_step` says when that was."""
         self.evaluated_step = -1
@@ -44,6 +46,8 @@ class StepEnd:
         self.written_step = 0
         """The last step that the writers have seen. After going back, steps up to it are not written twice."""
         self._has_warned = False
+        self._nothing_before = 0
+        """The next step of which the config's periods ask something."""
 
     @property
     def fresh_eval_logs(self) -> dict[str, float]:
@@ -68,11 +72,34 @@ class StepEnd:
         self.recall({})
         self.wants_save = self.asks_for_save = False
         self.saved_step = -1
+        self._nothing_before = 0
+
+    def agree(self) -> None:
+        """Compares the ranks' wishes, and takes notice of checkpoints that were written meanwhile."""
+        trainer = self._trainer
+        checkpoints = trainer.checkpoints
+        trainer.phases.enter("vote", trainer.step)
+        if trainer.agreement.is_plain and checkpoints.is_idle and not self.asks_for_save:
+            return
+        checkpoints.look()
+        if checkpoints.failure is not None:
+            trainer.agreement.wish(Intent.FAIL, "saving failed")
+        asks = self.asks_for_save or checkpoints.is_time()
+        num_committed, is_time = trainer.agreement.vote(checkpoints.num_committed, asks)
+        checkpoints.announce(num_committed)
+        self.wants_save |= checkpoints.grants(is_time)
+        if trainer.agreement.decided == Intent.FAIL:
+            checkpoints.refuse_failure()
 
     def run(self) -> bool:
         """Ends the step under way; returns False if the run went back to an earlier one instead."""
         trainer = self._trainer
+        if self._is_nothing_due():
+            trainer.has_unfinished_step, trainer.ended_under, trainer.is_mid_step = False, 0, False
+            return True
         trainer.is_mid_step = True
+        # Before the host waits: the device still has work, which hides it.
+        self.garbage.tidy(is_due=self._is_write_due)
         if self._must_look() and trainer.incident_response.went_back():
             return False
         try:
@@ -97,6 +124,22 @@ class StepEnd:
         if trainer.incident_response.is_snapshot_due:
             trainer.incident_response.take_snapshot()
         return True
+
+    def _is_nothing_due(self) -> bool:
+        """Is this a step like most: nothing to look at, evaluate, write or save? Asked in every step, so cheap."""
+        trainer = self._trainer
+        step = trainer.step
+        watch = trainer.surroundings.updater.watch
+        if step < self._nothing_before and step < trainer.max_steps and not trainer.agreement.decided:
+            return not (self.wants_save or trainer.best.step == step or (watch is not None and watch.has_found))
+        config = trainer.config
+        periods = [config.log.every_steps, config.evaluation.every_steps, config.checkpoint.every_steps]
+        if trainer.incident_response.may_go_back:
+            periods.append(config.incidents.snapshot_every_steps)
+        self._nothing_before = min(step - step % every + every for every in periods if every)
+        if config.checkpoint.every_samples:
+            self._nothing_before = 0
+        return False
 
     def _must_look(self) -> bool:
         """Must incidents be known now? Where the device runs ahead, only before something leaves the step."""

@@ -18,23 +18,26 @@ from trainwright.checkpoint.contents import refuse_unsavable, restore_generators
 from trainwright.checkpoint.folder import FolderLock
 from trainwright.checkpoint.remote_files import RemotePath
 from trainwright.config import RunConfig
-from trainwright.data.order import mix_seed
+from trainwright.data.order import chain_seed
 from trainwright.data.stream_loader import EvaluationData, TrainingData
 from trainwright.errors import ConfigError, DataError
 from trainwright.loop.agreement import Agreement, Intent
 from trainwright.loop.builder import Builder
 from trainwright.loop.calls import refuse_mismatch
+from trainwright.loop.compiled_forward import compile_forward, run_as_is
 from trainwright.loop.evaluation import EvalLogs, evaluate_sets, read_eval
 from trainwright.loop.feed import Feed
 from trainwright.loop.half_made import refuse_half_made, take_surroundings
 from trainwright.loop.hook import Hook, Hooks, call_each
+from trainwright.loop.host_number import HostNumber
 from trainwright.loop.incident_response import IncidentResponse
 from trainwright.loop.memory_error import explain_memory
-from trainwright.loop.outputs import ForwardResult, explain_failure, read_forward
+from trainwright.loop.outputs import ForwardResult, explain_failure
 from trainwright.loop.phases import Phases
 from trainwright.loop.pieces import cut
 from trainwright.loop.pipelined import evaluate_pipeline, run_pipeline
 from trainwright.loop.saving import BestSoFar, Checkpoints
+from trainwright.loop.step import Step
 from trainwright.loop.step_end import StepEnd
 from trainwright.loop.task import Task, overrides
 from trainwright.loop.update import StepResult, Update
@@ -61,6 +64,14 @@ class Trainer:
         save if due            (after_save)
     after_train; close
     """
+
+    step = HostNumber()
+    """The number of updates done."""
+    epoch = HostNumber()
+    """The epoch of the step's first sample."""
+    is_recording = False
+    """Is a step being recorded, in graph mode? Python runs once then."""
+    has_read_step_tensor = False
 
     def __init__(
         self,
@@ -95,6 +106,7 @@ class Trainer:
         self._unchecked_metrics = [] if overrides(self, "eval_step", Trainer) else list(surroundings.metrics)
         for hook in surroundings.hooks:
             hook.trainer = self
+        self._seed_chain, self._draws = chain_seed(config.seed, _STEP_STREAM), self.ranks.mesh.draws
         self._begin_at_zero()
         self.post_init()
 
@@ -121,6 +133,7 @@ class Trainer:
         self.checkpoints = Checkpoints(self)
         self.step_end = StepEnd(self)
         self.phases = Phases()
+        self.compiled_forward = compile_forward(self)
         self._updater.enter_phase = lambda phase: self.phases.enter(phase, self.step + 1)
 
     if not TYPE_CHECKING:  # for mypy a class with this method has every attribute
@@ -189,7 +202,8 @@ class Trainer:
     @property
     def step_tensor(self) -> torch.Tensor:
         """The number of updates done, on the device."""
-        return self._step_tensor.fill_(self.step)
+        self.has_read_step_tensor = True
+        return self._step_tensor if self.is_recording else self._step_tensor.fill_(self.step)
 
     @property
     def is_finished(self) -> bool:
@@ -281,16 +295,17 @@ class Trainer:
         """Runs `forward` in the run's precision and reads what it returned."""
         with self.backend.autocast(self.config.runtime.precision, keeps_casts=self._updater.sync is None):
             try:
-                returned = self._call_forward(batch)
-                result = read_forward(returned, batch, self.model, self.samples_in_hand)
+                compiled = self.compiled_forward
+                result = run_as_is(self, batch) if compiled is None else compiled.run(batch)
             except (IndexError, RuntimeError) as error:
                 explain_failure(error, batch, self.model)
                 raise
         while self._unchecked_metrics:
-            self._unchecked_metrics.pop().require_outputs(result.outputs)
+            self._unchecked_metrics.pop().require(result.outputs, batch)
         return result
 
-    def _call_forward(self, batch: Any) -> Any:
+    def call_forward(self, batch: Any) -> Any:
+        """Calls `forward` with a micro-batch: what `run_forward` runs compiled, or as it is."""
         if isinstance(batch, Mapping):
             refuse_mismatch(type(self).forward, tuple(batch))
             return self.forward(**batch)
@@ -336,6 +351,8 @@ class Trainer:
             logger.info("The run has ended at step %d: nothing is left to do. Raise %s to go on.", self.step, limit)
             return self.eval_logs
         with self._running(), Feed(self.train_data, self.backend) as feed:
+            step = Step(self)
+            speaks, share = self.ranks.mesh.speaks, 1.0 / self.ranks.size  # of ranks that share samples one counts
             self.train_loop_begin()
             if self.has_unfinished_step or self.agreement.decided == Intent.STOP:
                 self.step_end.run()
@@ -353,7 +370,7 @@ class Trainer:
                     batch = self.next_train_inputs(feed)
                 except StopIteration:
                     if self.incident_response.went_back():  # an incident that nobody had looked at yet
-                        self._go_on_from_earlier(feed)
+                        self._go_on_from_earlier(feed, step)
                         continue
                     self._run_out_of_data()
                     break
@@ -361,22 +378,22 @@ class Trainer:
                 self.samples_in_hand = self.train_data.samples_in_hand
                 self.incident_response.note_places(places, self.train_data.places)
                 self.checkpoints.places_before = places
-                result = self.train_step(batch)
+                result = step.run(batch)
                 self._updater.share_buffers()
                 self.step += 1
                 self.has_unfinished_step, self.ended_under = True, 0
                 self.storage.put_result(
                     result,
-                    weight=self._loss_weight,
-                    num_samples=self.samples_in_hand * self.ranks.mesh.speaks,  # of ranks that share samples one counts
-                    share=1.0 / self.ranks.size,
+                    weight=self.loss_weight,
+                    num_samples=self.samples_in_hand * speaks,
+                    share=share,
                 )
                 self.phases.enter("hooks", self.step)
                 for act in self.moments.after_step:
                     act()
-                self._agree()
+                self.step_end.agree()
                 if not self.step_end.run():
-                    self._go_on_from_earlier(feed)
+                    self._go_on_from_earlier(feed, step)
         return self.eval_logs
 
     def evaluate(self) -> dict[str, float]:
@@ -408,7 +425,7 @@ class Trainer:
 
         Randomness is a function of the step, so a resumed or rolled-back run draws the same numbers.
         """
-        self.backend.seed(mix_seed(self.config.seed, _STEP_STREAM, self.step, *self.ranks.mesh.draws))
+        self.backend.seed(chain_seed(self.step, *self._draws, state=self._seed_chain) >> 1)
 
     def stop(self, reason: str) -> None:
         """Ends the run after this step, as if it were the last: evaluated, written and saved.
@@ -426,7 +443,7 @@ class Trainer:
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Runs before_train and after_train around the loop, and closes hooks and writers whatever happens."""
-        with FolderLock(self.folder, enabled=self.ranks.is_first), self.storage:
+        with FolderLock(self.folder, enabled=self.ranks.is_first), self.storage, self.step_end.garbage:
             try:
                 self.moments.call("before_train")
                 refuse_unsavable(self.moments.keyed())
@@ -456,22 +473,10 @@ class Trainer:
                 for problem in [*self.moments.call_all("close"), *call_each([each.close for each in self._writers])]:
                     logger.error("A hook or writer failed to close: %s", problem)
 
-    def _agree(self) -> None:
-        """Compares the ranks' wishes, and takes notice of checkpoints that were written meanwhile."""
-        self.phases.enter("vote", self.step)
-        self.checkpoints.look()
-        if self.checkpoints.failure is not None:
-            self.agreement.wish(Intent.FAIL, "saving failed")
-        asks = self.step_end.asks_for_save or self.checkpoints.is_time()
-        num_committed, is_time = self.agreement.vote(self.checkpoints.num_committed, asks)
-        self.checkpoints.announce(num_committed)
-        self.step_end.wants_save |= self.checkpoints.grants(is_time)
-        if self.agreement.decided == Intent.FAIL:
-            self.checkpoints.refuse_failure()
-
-    def _go_on_from_earlier(self, feed: Feed) -> None:
+    def _go_on_from_earlier(self, feed: Feed, step: Step) -> None:
         """Goes on after the run went back to an earlier step; if it was to end meanwhile, that step is its last."""
         feed.start_anew()
+        step.forget()
         if self.has_unfinished_step or self.agreement.decided == Intent.STOP:
             self.step_end.run()
         elif self.agreement.decided:
@@ -484,5 +489,11 @@ class Trainer:
         self.step_end.run()
 
     @property
-    def _loss_weight(self) -> Any:
+    def loss_weight(self) -> Any:
+        """What the last update's loss weighs."""
         return self.samples_in_hand if self._update is None else self._update.weight
+
+    @loss_weight.setter
+    def loss_weight(self, weight: Any) -> None:
+        if self._update is not None:
+            self._update.weight = weight

@@ -22,6 +22,7 @@ from trainwright.loop.incidents import IncidentWatch
 from trainwright.loop.loss_scale import LossScale
 from trainwright.loop.outputs import ForwardResult, Loss, read_pair
 from trainwright.loop.step_unless import knows_found_inf, step_unless
+from trainwright.optim.capture import set_rate
 from trainwright.optim.device_step import device_of
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.gradient_norm import GradientNorm
@@ -71,7 +72,7 @@ class ScheduledOptimizer:
         """Writes the learning rate of the update that follows `step` updates; returns the first group's."""
         factor = self.schedule(step, max_steps)
         for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
-            group["lr"] = base * factor
+            set_rate(group, base * factor)
         return self.base_rates[0] * factor
 
 
@@ -110,6 +111,10 @@ class Updater:
         self.is_judged = False
         """Has this step's loss been judged? A step may have several updates."""
         self.rates: dict[str, float] = {}
+        self.after_replay: set[str] = set()
+        """The optimizers that cannot be recorded: in graph mode they step after each replay."""
+        self.is_recording = False
+        self._postponed: list[tuple[str, torch.Tensor | bool]] = []
         self.enter_phase: Callable[[str], None] | None = None
         """Told when the ranks begin and end to talk to each other; the trainer sets it."""
         self._groups: dict[tuple[str, ...], _OwnedParameters] = {}
@@ -149,9 +154,33 @@ class Updater:
         `num_backwards` is how often `backward` will be called, where that is known: ranks can then begin to talk
         while the last one still runs.
         """
+        if self._postponed:
+            raise ConfigError(
+                f"runtime.mode: graph cannot record a step that goes on after the optimizer {self._postponed[0][0]}, "
+                "which cannot be recorded, has stepped. Use a fused or capturable optimizer, or mode compile."
+            )
         for entry in self.optimizers.values():
             entry.clear_gradients()
         return Update(self, self.rates, count_samples, num_backwards)
+
+    def step_optimizer(self, name: str, hold: torch.Tensor | bool) -> dict[str, Any]:
+        """Steps an optimizer unless `hold`, and returns its metrics; while recording perhaps only when it is over."""
+        if self.is_recording and name in self.after_replay:
+            self._postponed.append((name, hold))
+            return {}
+        return self.step_now(name, hold)
+
+    def step_now(self, name: str, hold: torch.Tensor | bool) -> dict[str, Any]:
+        """Steps an optimizer unless `hold`; returns its metrics under the names that they have in the log."""
+        returned = step_unless(self.optimizers[name].optimizer, hold)
+        returned = returned if isinstance(returned, Mapping) else {}
+        is_only = len(self.optimizers) == 1
+        return dict(returned) if is_only else {f"{key}/{name}": value for key, value in returned.items()}
+
+    def take_postponed(self) -> list[tuple[str, torch.Tensor | bool]]:
+        """Returns which optimizers a recorded step leaves to be stepped, and whether they are."""
+        postponed, self._postponed = self._postponed, []
+        return postponed
 
     def owned_by(self, names: tuple[str, ...]) -> _OwnedParameters:
         """Returns the parameters of the named optimizers."""
@@ -311,10 +340,7 @@ class Update:
         hold = _either(self._judge(loss, grad_norm), overflowed)
         metrics = self._merged_metrics()
         for name in names:
-            returned = step_unless(updater.optimizers[name].optimizer, hold)
-            returned = returned if isinstance(returned, Mapping) else {}
-            is_only = len(updater.optimizers) == 1
-            metrics.update(returned if is_only else {f"{key}/{name}": value for key, value in returned.items()})
+            metrics.update(updater.step_optimizer(name, hold))
         if overflowed is not None and updater.loss_scale is not None:
             metrics["loss_scale"] = updater.loss_scale.scale.clone()
             updater.loss_scale.follow(overflowed)
@@ -352,7 +378,8 @@ class Update:
         counted = count.clamp(min=1e-12)
         # FSDP has divided the sum by the number of its ranks.
         unit = batch_size * (1 if sync is None else sync.averaging)
-        return (total / counted).to(owned.parameters[0].dtype), torch.where(count > 0, unit / counted, 0.0)
+        precise = torch.promote_types(owned.parameters[0].dtype, torch.float32)
+        return (total / counted).to(precise), torch.where(count > 0, unit / counted, 0.0)
 
     def _prepare_gradients(
         self, gradients: list[torch.Tensor], factor: torch.Tensor | float, norm: GradientNorm | None
@@ -362,11 +389,17 @@ class Update:
         if updater.loss_scale is not None:
             factor = factor / updater.loss_scale.scale
         grad_norm = _total_norm(gradients) if norm is None else norm.measure()
-        if not (isinstance(factor, float) and factor == 1.0):
+        is_one = isinstance(factor, float) and factor == 1.0
+        if not is_one:
             grad_norm = (grad_norm * factor).to(grad_norm.dtype)
         if updater.max_grad_norm is not None:
-            factor = factor * torch.clamp(updater.max_grad_norm / (grad_norm + 1e-6), max=1.0)
-        if not (isinstance(factor, float) and factor == 1.0):
+            # max / (norm + ε), as torch divides a number by a tensor, but for its wrappers.
+            clipped = (grad_norm + 1e-6).reciprocal_().mul_(updater.max_grad_norm).clamp_(max=1.0)
+            factor = clipped if is_one else factor * clipped
+            is_one = False
+        if not is_one:
+            if isinstance(factor, torch.Tensor) and gradients[0].dtype == torch.float32:
+                factor = factor.to(torch.float32)  # as the kernel would, which takes all gradients at once only then
             torch._foreach_mul_(gradients, factor)
         if updater.max_grad_value is not None:
             torch._foreach_clamp_min_(gradients, -updater.max_grad_value)
@@ -407,8 +440,9 @@ def _either(hold: torch.Tensor | bool | None, overflowed: torch.Tensor | None) -
 
 def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """The 2-norm of all gradients together, in one pass; torch's own helper regroups them on every call (30 µs)."""
-    norms = list(torch._foreach_norm(gradients))
-    if any(norm.dtype != norms[0].dtype or norm.device != norms[0].device for norm in norms):
+    is_short = gradients[0].dtype in (torch.bfloat16, torch.float16)
+    norms = list(torch._foreach_norm(gradients, 2, torch.float32) if is_short else torch._foreach_norm(gradients))
+    if len({(norm.dtype, norm.device) for norm in norms}) > 1:
         norms = [norm.to(device=norms[0].device, dtype=torch.float32) for norm in norms]
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total

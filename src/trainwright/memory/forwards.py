@@ -6,7 +6,8 @@ the module, so that a copy of the model runs its own weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import update_wrapper
 from typing import Any
 
@@ -36,12 +37,27 @@ def put_around(module: nn.Module, around: Callable[[Forward], Around]) -> None:
     module.forward = around(forward)
 
 
+@contextmanager
+def forwards_put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Takes away again what is put around these modules within."""
+    keys = ("forward", "_original_forward")
+    kept = [(vars(module), {key: vars(module)[key] for key in keys if key in vars(module)}) for module in modules]
+    try:
+        yield
+    finally:
+        for own, before in kept:
+            for key in keys:
+                own.pop(key, None)
+            own.update(before)
+
+
 def has_around(module: nn.Module, kind: type[Around]) -> bool:
     """Has this module, or one inside of it, a forward of this kind around its own?"""
-    return any(isinstance(layer, kind) for each in module.modules() for layer in _arounds(each))
+    return any(isinstance(layer, kind) for each in module.modules() for layer in arounds_of(each))
 
 
-def _arounds(module: nn.Module) -> list[Around]:
+def arounds_of(module: nn.Module) -> list[Around]:
+    """Returns what was put around this module's forward, the outermost first."""
     found, forward = [], vars(module).get("forward")
     while isinstance(forward, Around):
         found.append(forward)

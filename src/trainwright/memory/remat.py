@@ -3,9 +3,11 @@
     model.remat: [DecoderLayer]
     model.remat: {layers: [DecoderLayer], save: [mm, scaled_dot_product_attention]}
     model.remat: {layers: [DecoderLayer], budget: 0.5}
+    model.remat: {layers: [DecoderLayer], budget: auto}
 
 The engine is torch.utils.checkpoint, without re-entry, with the random numbers of the first pass: losses and gradients
-are those of a run without it, bit for bit. Which operations may be kept is in saved_operations.py.
+are those of a run without it, bit for bit. Which operations may be kept is in saved_operations.py. With `auto` as few
+layers are recomputed as memory allows; how that number is found is in remat_budget.py and loop/remat_fitting.py.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +27,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from trainwright.config.problems import describe
 from trainwright.errors import ConfigError
-from trainwright.memory.forwards import Around, Forward, put_around
+from trainwright.memory.forwards import Around, Forward, forwards_put_back, put_around
 from trainwright.memory.places import by_path, layers_of, parts_of
 from trainwright.memory.saved_operations import Policy, read_operations
 
@@ -32,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 LABEL = "remat"
 WORDS = ("layers", "save", "budget", "every")
+AUTO = "auto"
+"""The budget that is found before a run; who meets it unfound has all layers recomputed, which needs the least."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class Remat:
     save: tuple[str, ...] = ()
     """Operations (aten names) whose results a recomputed layer keeps all the same."""
     budget: float = 0.0
-    """The share of what these layers would hold without recomputation that may be held."""
+    """The share of what these layers would hold without recomputation that may be held; with 1 none is recomputed."""
     every: int = 1
     """Of so many layers in a row the first is recomputed."""
 
@@ -51,6 +56,20 @@ class Remat:
 def recompute_layers(model: nn.Module, given: Any, *, is_whole: bool = True) -> list[str]:
     """Has the layers that a setting names recomputed, in place; returns their names, in the model's order."""
     chosen = choose_layers(model, given, is_whole=is_whole)
+    _put_on(chosen)
+    return list(chosen)
+
+
+@contextmanager
+def recomputed_within(model: nn.Module, given: Any) -> Iterator[None]:
+    """Has the layers that a setting names recomputed within, and says nothing of it."""
+    chosen = choose_layers(model, given, says=False)
+    with forwards_put_back(layer for layer, _ in chosen.values()):
+        _put_on(chosen)
+        yield
+
+
+def _put_on(chosen: Mapping[str, tuple[nn.Module, Remat]]) -> None:
     # One object for all layers that keep the same: compiled blocks (scan.py) share a graph only if they share it.
     contexts = {
         setting.save: partial(create_selective_checkpoint_contexts, Policy(setting.save))
@@ -59,10 +78,11 @@ def recompute_layers(model: nn.Module, given: Any, *, is_whole: bool = True) -> 
     }
     for layer, setting in chosen.values():
         put_around(layer, partial(Recomputed, contexts=contexts.get(setting.save)))
-    return list(chosen)
 
 
-def choose_layers(model: nn.Module, given: Any, *, is_whole: bool = True) -> dict[str, tuple[nn.Module, Remat]]:
+def choose_layers(
+    model: nn.Module, given: Any, *, is_whole: bool = True, says: bool = True
+) -> dict[str, tuple[nn.Module, Remat]]:
     """Returns which layers are recomputed and how, by name, changing nothing; refuses what names nothing."""
     chosen: dict[str, tuple[nn.Module, Remat]] = {}
     for path, own in by_path(LABEL, given, WORDS).items():
@@ -71,7 +91,8 @@ def choose_layers(model: nn.Module, given: Any, *, is_whole: bool = True) -> dic
         for part in parts_of(label, model, path, is_whole=is_whole):
             named = layers_of(label, model, part, setting.layers, is_whole=is_whole)
             picked = _pick(named, setting)
-            _tell(label, named, picked)
+            if says:
+                _tell(label, named, picked)
             for name in picked:
                 _refuse_overlap(label, name, chosen)
                 chosen[name] = (named[name], setting)
@@ -88,8 +109,10 @@ def read_remat(label: str, given: Any) -> Remat:
     if "budget" in settings and "every" in settings:
         raise ConfigError(f"{label}: budget and every both say how many layers are recomputed. Keep one of the two.")
     budget, every = settings.get("budget", 0.0), settings.get("every", 1)
-    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget < 1:
-        raise ConfigError(f"{label}.budget: must be a share from 0 up to, not including, 1; got {describe(budget)}.")
+    if budget == AUTO:
+        budget = 0.0
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
+        raise ConfigError(f"{label}.budget: must be a share from 0 to 1, or auto; got {describe(budget)}.")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ConfigError(f"{label}.every: must be a whole number from 1 on; got {describe(every)}.")
     layers = _words(f"{label}.layers" if isinstance(given, Mapping) else label, settings["layers"])
@@ -131,12 +154,18 @@ def _pick(named: Mapping[str, nn.Module], setting: Remat) -> list[str]:
         return [name for number, name in enumerate(named) if number % setting.every == 0]
     kinds: dict[Any, list[str]] = {}
     for name, layer in named.items():
-        kinds.setdefault(_kind(layer), []).append(name)
-    kept = {name for names in kinds.values() for name in names[len(names) - math.floor(setting.budget * len(names)) :]}
+        kinds.setdefault(kind_of(layer), []).append(name)
+    # A share of 1/49 times 49 is a little less than 1.
+    kept = {
+        name
+        for names in kinds.values()
+        for name in names[len(names) - math.floor(setting.budget * len(names) + 1e-9) :]
+    }
     return [name for name in named if name not in kept]
 
 
-def _kind(layer: nn.Module) -> Any:
+def kind_of(layer: nn.Module) -> Any:
+    """Returns what is equal for layers that hold equally much: of one class, with weights of the same shapes."""
     shapes = tuple((name, tuple(weight.shape), weight.dtype) for name, weight in layer.named_parameters())
     return type(layer), shapes
 

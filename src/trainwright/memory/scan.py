@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from trainwright.backends import waits_for_memory
 from trainwright.config.problems import describe, nearest
 from trainwright.errors import ConfigError
-from trainwright.memory.forwards import Around, Forward, has_around, put_around
+from trainwright.memory.forwards import Around, Forward, arounds_of, has_around, put_around
 from trainwright.memory.places import by_path, parts_of
 from trainwright.memory.remat import Recomputed
 from trainwright.parallel.local import is_split
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 LABEL = "scan"
 WORDS = ("path", "backend")
+APART = "a block of model.scan is compiled by itself"
+"""What torch gives as the reason of a graph that ends where such a block begins."""
 _PLAIN = (Tensor, bool, int, float, str, type(None))
 
 
@@ -61,6 +63,41 @@ def compile_stacks(model: nn.Module, given: Any, *, is_whole: bool = True, where
             put_around(block, partial(Compiled, graph=graph, where=where))
         logger.info("model.scan: the %d blocks of %s are compiled as one.", len(blocks), name)
     return list(stacks)
+
+
+def keep_apart(model: nn.Module) -> bool:
+    """Lets whoever compiles the whole forward leave such blocks to their own graph; returns whether there are any.
+
+    Inlined into the code around them, each block would be compiled again, and the time would grow with the depth.
+    """
+    found = [each for module in model.modules() for each in arounds_of(module) if isinstance(each, Compiled)]
+    for each in found:
+        each.is_apart = True
+    return bool(found)
+
+
+def compile_gathered(model: nn.Module, backend: str) -> bool:
+    """Compiles each block whose parameters are gathered for its use, inside of the hooks that gather them.
+
+    Returns whether there are any: the code around them then runs as it is, for those hooks are in no graph. Equal
+    blocks share one. Blocks of `model.scan` have theirs already.
+    """
+    if not any(hasattr(each, "_get_fsdp_state") for each in model.modules()):
+        return False
+    from torch.distributed.fsdp import FSDPModule  # imports much of torch
+
+    blocks = [each for each in model.modules() if isinstance(each, FSDPModule)]
+    graphs: dict[str, _Graph] = {}
+    for block in blocks:
+        is_outer = any(isinstance(each, FSDPModule) for each in block.modules() if each is not block)
+        if is_outer or has_around(block, Compiled):
+            continue
+        kind = f"{type(block).__name__} {_structure(block)}"
+        name = f"{type(block).__name__}_{len(graphs)}"
+        is_recomputed = has_around(block, Recomputed)
+        graph = graphs.setdefault(kind, _Graph(name, backend, is_recomputed=is_recomputed, is_whole=False))
+        put_around(block, partial(Compiled, graph=graph))
+    return True
 
 
 def choose_stacks(model: nn.Module, given: Any, *, is_whole: bool = True) -> dict[str, tuple[list[nn.Module], Scan]]:
@@ -111,9 +148,14 @@ class Compiled(Around):
         super().__init__(forward)
         self._graph = graph
         self._where = where
+        self.is_apart = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph; with an argument that no graph can hold, such as a cache of generation, the block itself."""
+        return _outside(self, args, kwargs) if self.is_apart else self.run(args, kwargs)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the graph of the stack."""
         leaves = tree_leaves((args, kwargs))
         if not all(isinstance(leaf, _PLAIN) for leaf in leaves):
             return self.inner(*args, **kwargs)
@@ -122,6 +164,8 @@ class Compiled(Around):
         try:
             return run(self.inner, args, kwargs)
         except torch._dynamo.exc.Unsupported as error:
+            if not self._graph.is_whole:
+                raise
             first = str(error).strip().splitlines()[0]
             raise ConfigError(
                 f"model.{LABEL}: a block of {self._graph.name} cannot be captured as one graph: {first}. "
@@ -133,9 +177,10 @@ class Compiled(Around):
 class _Graph:
     """The compiled form of one stack's block, made when it is first run."""
 
-    def __init__(self, name: str, backend: str | None, *, is_recomputed: bool) -> None:
+    def __init__(self, name: str, backend: str | None, *, is_recomputed: bool, is_whole: bool = True) -> None:
         self.name = name
         self._backend = backend
+        self.is_whole = is_whole
         self._is_recomputed = is_recomputed
         self._run: Callable[..., Any] | None = None
 
@@ -148,8 +193,13 @@ class _Graph:
             backend = self._backend or ("inductor" if waits_for_memory(device) else "aot_eager")
             # Torch counts graphs by code object, and gives up at eight: each stack counts its own.
             code = _run_block.__code__.replace(co_name=f"run_block_of_{self.name}")
-            self._run = torch.compile(FunctionType(code, globals()), backend=backend, fullgraph=True)
+            self._run = torch.compile(FunctionType(code, globals()), backend=backend, fullgraph=self.is_whole)
         return self._run
+
+
+@torch.compiler.disable(recursive=False, reason=APART)  # type: ignore[no-untyped-call, untyped-decorator]  # torch's own
+def _outside(block: Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return block.run(args, kwargs)
 
 
 def _run_block(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -179,6 +229,14 @@ def _structure(block: nn.Module) -> dict[str, str]:
     for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
         found[name] = f"{tuple(tensor.shape)} in {str(tensor.dtype).removeprefix('torch.')}"
     return found
+
+
+def known_backend(label: str, given: Any, *, where: object | None = None) -> str | None:
+    """Returns a setting that names a backend of torch.compile; refuses one that torch does not have."""
+    try:
+        return _backend(label, given)
+    except ConfigError as error:
+        raise ConfigError(error.problem, where=where) from error
 
 
 def _backend(label: str, given: Any) -> str | None:

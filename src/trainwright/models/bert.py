@@ -19,6 +19,7 @@ from trainwright.models.layers.activations import activation as find_activation
 from trainwright.models.layers.attention import attend
 from trainwright.models.layers.checks import check_heads, check_ids, check_keywords, check_length, embed
 from trainwright.models.layers.classes import class_criterion, class_loss, label_names, num_labels_of
+from trainwright.models.layers.linear_cross_entropy import fuses_loss, head_loss
 from trainwright.models.layers.masks import unpadded_keys
 from trainwright.models.layers.named_tensors import name_tensor
 from trainwright.models.layers.precision import at_least_float32
@@ -48,7 +49,9 @@ class Bert(Model):
 
     `forward` returns `{"loss": ..., "logits": ...}`, logits [B, S, vocabulary]; without labels the loss is None.
     `dropout` falls on the embeddings and on what each part adds, `attention_dropout` on the attention weights.
-    The embedding of `pad_token_id` gets no gradient; None leaves it as any other.
+    The embedding of `pad_token_id` gets no gradient; None leaves it as any other. `fused_loss` takes the head's matrix
+    and the loss in one while training, which never holds the logits of all tokens: `logits` is then None. Left at None
+    it is so on a GPU, with the head and the criterion that the model was made with.
     """
 
     hugging_face_types = ("bert",)
@@ -76,6 +79,7 @@ class Bert(Model):
         attention_dropout: float = 0.0,
         pad_token_id: int | None = 0,
         initializer_range: float = 0.02,
+        fused_loss: bool | None = None,
     ) -> None:
         check_keywords(Bert.__init__, locals())
         intermediate_size = 4 * hidden_size if intermediate_size is None else intermediate_size
@@ -83,6 +87,7 @@ class Bert(Model):
         super().__init__()
         self.settings = settings
         self.max_positions = max_positions
+        self.fused_loss = fused_loss
         self.sequence = WholeSequence()
         self.bert = Body(settings, with_pooler=False)
         self.cls = nn.ModuleDict({"predictions": TokenHead(hidden_size, vocab_size, activation, norm_eps)})
@@ -131,10 +136,14 @@ class Bert(Model):
 
     def finish(self, hidden: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor | None]:
         """Returns the loss and the logits of the last layer's states [B, S, D]."""
-        logits = self.cls["predictions"](hidden)
+        head: Any = self.cls["predictions"]
         if labels is None:
-            return {"loss": None, "logits": self.sequence.whole(logits)}
+            return {"loss": None, "logits": self.sequence.whole(head(hidden))}
         targets = self.sequence.take(labels, fill=IGNORED_LABEL)
+        if fuses_loss(self.fused_loss, head.decoder, self.criterion, hidden, training=self.training):
+            loss = head_loss(head.decoder, head.before_decoder(hidden), targets)
+            return {"loss": self.sequence.mean(loss, targets), "logits": None}
+        logits = head(hidden)
         loss = self.criterion(at_least_float32(logits.flatten(0, 1)), targets.flatten())
         return {"loss": self.sequence.mean(loss, targets), "logits": self.sequence.beside_loss(logits)}
 
@@ -406,9 +415,13 @@ class TokenHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Returns the logits."""
-        transformed = self.transform["LayerNorm"](self.activation(self.transform["dense"](hidden)))
-        logits: Tensor = self.decoder(transformed)
+        logits: Tensor = self.decoder(self.before_decoder(hidden))
         return logits
+
+    def before_decoder(self, hidden: Tensor) -> Tensor:
+        """Returns the states [B, S, D] that the decoder's matrix takes."""
+        transformed: Tensor = self.transform["LayerNorm"](self.activation(self.transform["dense"](hidden)))
+        return transformed
 
 
 def check_padding(pad_token_id: int | None, vocab_size: int) -> None:

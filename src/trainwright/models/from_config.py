@@ -77,11 +77,20 @@ def build_model_section(
     rules = _rules(reserved["replace"], origin) if "replace" in reserved else {}
     generators = _Generators()
     section, target = _find(section, project_dir)
+    component: Component = section
+    dtype = _read_dtype(reserved.get("dtype"), pretrained, origin)
+    if dtype is not None and pretrained is not None:
+        pretrained, dtype = replace(pretrained, dtype=dtype, has_dtype=True), None
+    elif dtype is not None and _takes_dtype(target):
+        component, dtype = _with_dtype(section, dtype), None
     readers = [rule.type for rule in rules.values() if _asks_for_replaced(rule, project_dir)]
     # A user's file may draw while it is imported, which happens at the first start in a process and not at a second.
     generators.restore()
     if pretrained is None:
-        model, facts = _build(section, target, project_dir, origin), None
+        model, facts = _build(component, target, project_dir, origin), None
+        if dtype is not None:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(dtype)
     else:
         if kept is not None:
             pretrained = replace(pretrained, reader=reader or next(iter(readers), None))
@@ -139,7 +148,7 @@ def build_without_memory(
         return build_model_section(section, project_dir=project_dir, origin=origin, kept=kept)[0]
 
 
-def _build(section: ModelSection, target: Any, project_dir: Path, origin: Origin) -> nn.Module:
+def _build(section: Component, target: Any, project_dir: Path, origin: Origin) -> nn.Module:
     """Builds a model that has no pretrained weights."""
     with _located("model: ", section.origin, origin=origin, arguments=section.arguments):
         if isinstance(target, type) and is_transformers_class(target):
@@ -240,7 +249,7 @@ def _build_ours(
     return target.from_config(config, **arguments), LoadReport((), ())
 
 
-def _instantiate(section: ModelSection, project_dir: Path) -> nn.Module:
+def _instantiate(section: Component, project_dir: Path) -> nn.Module:
     model = registry.instantiate("model", section, project_dir=project_dir, label="model")
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{section.type} gives a {type(model).__name__}, not a torch.nn.Module.")
@@ -321,6 +330,34 @@ def _read_pretrained(given: Any, project_dir: Path, origin: Origin) -> _Pretrain
         allow_pickle=settings.get("allow_pickle", False),
         where=origin("model.pretrained"),
     )
+
+
+def _read_dtype(given: Any, pretrained: _Pretrained | None, origin: Origin) -> torch.dtype | None:
+    """Reads `dtype: bf16`, the type of a model's weights; buffers keep theirs."""
+    if given is None:
+        return None
+    if pretrained is not None and pretrained.has_dtype:
+        problem = "dtype and pretrained.dtype are the same setting. Give one of them."
+        raise ConfigError(f"model: {problem}", where=origin("model.dtype"))
+    try:
+        return as_dtype(given)
+    except ConfigError as error:
+        raise ConfigError(f"model.dtype: {error.problem}", where=origin("model.dtype")) from error
+
+
+def _takes_dtype(target: Any) -> bool:
+    """Has the class a say of its own in the type of its weights? Those of transformers have."""
+    if isinstance(target, type) and is_transformers_class(target):
+        return True
+    try:
+        return "dtype" in inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def _with_dtype(section: ModelSection, dtype: torch.dtype) -> Component:
+    given = Component(section.type, **section.arguments, dtype=str(dtype).removeprefix("torch."))
+    return given.located_at(section.origin)
 
 
 def _rules(given: Any, origin: Origin) -> dict[str, Component]:

@@ -20,7 +20,8 @@ from trainwright.models.generation import KeyValueCache, LayerCache, append_toke
 from trainwright.models.layers.activations import activation as find_activation
 from trainwright.models.layers.attention import split_heads
 from trainwright.models.layers.checks import check_heads, check_ids, check_keywords, check_length, embed
-from trainwright.models.layers.masks import next_tokens, visible_keys
+from trainwright.models.layers.linear_cross_entropy import fuses_loss, head_loss
+from trainwright.models.layers.masks import Mask, decoder_mask, next_tokens
 from trainwright.models.layers.named_tensors import name_tensor
 from trainwright.models.layers.precision import at_least_float32
 from trainwright.models.layers.settings import keywords_of, refuse_other_values
@@ -42,7 +43,9 @@ class GPT2(Model):
     `forward` returns `{"loss": ..., "logits": ...}`; the loss is `criterion` over all tokens with a label, or None
     without labels. `intermediate_size` defaults to four times the hidden size. `dropout` falls on what each part
     adds to the stream, `embedding_dropout` (default: the same) on the embeddings, `attention_dropout` on the
-    attention weights.
+    attention weights. `fused_loss` takes head and loss in one while training, which never holds the logits of all
+    tokens: `logits` is then None. Left at None it is so on a GPU, with the head and the criterion that the model was
+    made with.
     """
 
     hugging_face_types = ("gpt2",)
@@ -72,6 +75,7 @@ class GPT2(Model):
         embedding_dropout: float | None = None,
         attention_dropout: float = 0.0,
         initializer_range: float = 0.02,
+        fused_loss: bool | None = None,
     ) -> None:
         check_keywords(GPT2.__init__, locals())
         intermediate_size = 4 * hidden_size if intermediate_size is None else intermediate_size
@@ -83,6 +87,7 @@ class GPT2(Model):
         self.max_positions = max_positions
         self.initializer_range = initializer_range
         self.tie_embeddings = tie_embeddings
+        self.fused_loss = fused_loss
         self.sequence = WholeSequence()
         blocks = [
             Block(
@@ -143,6 +148,8 @@ class GPT2(Model):
         own document, and `document_ids` [B, S], which are equal for tokens that may see each other (-1: padding).
         Padding on the left needs `position_ids` too, which count from the first real token.
 
+        While training with labels, `logits` may be None: see `fused_loss`.
+
         With a `cache` (generation.py) the tokens go on from those that it holds, and are added to it.
         """
         self._check_tokens(input_ids, cache)
@@ -165,10 +172,10 @@ class GPT2(Model):
         attention_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
         **_: Any,
-    ) -> tuple[Tensor | None]:
+    ) -> tuple[Mask | None]:
         """Returns the mask that all blocks get."""
         self.sequence.expect(input_ids.shape[1])
-        return (visible_keys(attention_mask, document_ids),)
+        return (decoder_mask(attention_mask, document_ids, is_whole=self.sequence.is_whole),)
 
     def finish(self, hidden: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor | None]:
         """Returns the loss and the logits of the last block's states."""
@@ -180,10 +187,13 @@ class GPT2(Model):
 
     def _score(self, hidden: Tensor, labels: Tensor | None) -> dict[str, Tensor | None]:
         """Maps normalised states [B, S, D] to the logits and, given labels, their mean loss."""
-        logits = self.lm_head(hidden)
         if labels is None:
-            return {"loss": None, "logits": self.sequence.whole(logits)}
+            return {"loss": None, "logits": self.sequence.whole(self.lm_head(hidden))}
         targets = self.sequence.take(next_tokens(labels), fill=IGNORED_LABEL)
+        if fuses_loss(self.fused_loss, self.lm_head, self.criterion, hidden, training=self.training):
+            loss = head_loss(self.lm_head, hidden, targets)
+            return {"loss": self.sequence.mean(loss, targets), "logits": None}
+        logits = self.lm_head(hidden)
         loss = self.criterion(at_least_float32(logits.flatten(0, 1)), targets.flatten())
         return {"loss": self.sequence.mean(loss, targets), "logits": self.sequence.beside_loss(logits)}
 
@@ -255,7 +265,7 @@ class Decoder(nn.Module):
         """Runs every block with the same mask, which is made once."""
         hidden = self.begin(input_ids, position_ids, start=0 if cache is None else cache.length)
         if cache is None:
-            mask = visible_keys(attention_mask, document_ids)
+            mask = decoder_mask(attention_mask, document_ids, is_whole=self.sequence.is_whole)
             for block in self.h:
                 hidden = block(name_tensor(hidden, "decoder_input"), mask)
         else:
@@ -297,7 +307,7 @@ class Block(nn.Module):
         self.mlp = MLP(hidden_size=hidden_size, intermediate_size=intermediate_size, activation=activation)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, hidden: Tensor, mask: Tensor | None, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, mask: Mask | None, cache: LayerCache | None = None) -> Tensor:
         """Returns the residual stream after this block; dropout falls on what is added, never on the stream."""
         attended: Tensor = self.dropout(self.attn(self.ln_1(hidden), mask, cache))
         hidden = hidden + attended
@@ -316,7 +326,7 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(hidden_size, 3 * hidden_size)
         self.c_proj = nn.Linear(hidden_size, hidden_size)
 
-    def forward(self, hidden: Tensor, mask: Tensor | None, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, mask: Mask | None, cache: LayerCache | None = None) -> Tensor:
         """Mixes positions: [B, S, D] → [B, S, D]. Without a mask attention is causal over the whole sequence."""
         projected = self.c_attn(hidden).chunk(3, dim=-1)  # each [B, S, D], without a copy
         queries, keys, values = (split_heads(one, self.head_size) for one in projected)

@@ -12,17 +12,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainwright.backends import waits_for_memory
 from trainwright.errors import ConfigError, DataError
 from trainwright.labels import IGNORED_LABEL
 from trainwright.models.generation import KeyValueCache, LayerCache, append_tokens
 from trainwright.models.layers.checks import check_ids, check_keywords, check_length, embed
-from trainwright.models.layers.linear_cross_entropy import is_plain_head, is_plain_mean, linear_cross_entropy
-from trainwright.models.layers.masks import next_tokens, visible_keys
+from trainwright.models.layers.linear_cross_entropy import fuses_loss, head_loss
+from trainwright.models.layers.masks import Mask, decoder_mask, next_tokens
 from trainwright.models.layers.named_tensors import name_tensor
 from trainwright.models.layers.precision import at_least_float32
 from trainwright.models.layers.rotary import Rotations, checked_scaling, rotary_angles, rotate
@@ -161,10 +159,10 @@ class Llama(Model):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         **_: Any,
-    ) -> tuple[Rotations, Tensor | None]:
+    ) -> tuple[Rotations, Mask | None]:
         """Returns the rotations and the mask that all layers get."""
         rotations = self.model.rotations(input_ids, position_ids)
-        return rotations, visible_keys(attention_mask, document_ids)
+        return rotations, decoder_mask(attention_mask, document_ids, is_whole=self.sequence.is_whole)
 
     def finish(self, hidden: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor | None]:
         """Returns the loss and the logits of the last layer's states."""
@@ -179,27 +177,12 @@ class Llama(Model):
         if labels is None:
             return {"loss": None, "logits": self.sequence.whole(self.lm_head(hidden))}
         targets = self.sequence.take(next_tokens(labels), fill=IGNORED_LABEL)
-        if self._fuses_loss(hidden):
-            rows, weight = hidden.flatten(0, 1), self.lm_head.weight
-            loss = linear_cross_entropy(rows, weight, targets.flatten(), ignore_index=IGNORED_LABEL)
+        if fuses_loss(self.fused_loss, self.lm_head, self.criterion, hidden, training=self.training):
+            loss = head_loss(self.lm_head, hidden, targets)
             return {"loss": self.sequence.mean(loss, targets), "logits": None}
         logits = self.lm_head(hidden)
         loss = self.criterion(at_least_float32(logits.flatten(0, 1)), targets.flatten())
         return {"loss": self.sequence.mean(loss, targets), "logits": self.sequence.beside_loss(logits)}
-
-    def _fuses_loss(self, hidden: Tensor) -> bool:
-        """Whether this pass takes head and loss in one; `fused_loss: true` where that cannot be is refused."""
-        wanted = waits_for_memory(hidden.device) if self.fused_loss is None else self.fused_loss
-        if not (wanted and self.training and torch.is_grad_enabled()):
-            return False
-        usable = is_plain_head(self.lm_head) and is_plain_mean(self.criterion)
-        if self.fused_loss and not usable:
-            raise ConfigError(
-                f"fused_loss is true, but the model has the head {self.lm_head} and the criterion {self.criterion}. "
-                "It needs those that the model was made with: a linear head without bias, hooks or sharded weight, and "
-                "the mean cross-entropy. Leave fused_loss out."
-            )
-        return usable
 
     generate = append_tokens
 
@@ -298,7 +281,7 @@ class Decoder(nn.Module):
         hidden = self.begin(input_ids)
         rotations = self.rotations(input_ids, position_ids, start=0 if cache is None else cache.length)
         if cache is None:
-            mask = visible_keys(attention_mask, document_ids)
+            mask = decoder_mask(attention_mask, document_ids, is_whole=self.sequence.is_whole)
             for layer in self.layers:
                 hidden = layer(name_tensor(hidden, "decoder_input"), rotations, mask)
         else:
@@ -341,7 +324,7 @@ class DecoderLayer(nn.Module):
         self.dropout = nn.Dropout(settings["dropout"])
 
     def forward(
-        self, hidden: Tensor, rotations: Rotations, mask: Tensor | None, cache: LayerCache | None = None
+        self, hidden: Tensor, rotations: Rotations, mask: Mask | None, cache: LayerCache | None = None
     ) -> Tensor:
         """Returns the residual stream after this layer; dropout falls on what is added, never on the stream."""
         attended: Tensor = self.dropout(self.self_attn(self.input_layernorm(hidden), rotations, mask, cache))
@@ -366,7 +349,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(num_heads * self.head_size, hidden_size, bias=bias == "all")
 
     def forward(
-        self, hidden: Tensor, rotations: Rotations, mask: Tensor | None, cache: LayerCache | None = None
+        self, hidden: Tensor, rotations: Rotations, mask: Mask | None, cache: LayerCache | None = None
     ) -> Tensor:
         """Mixes positions: [B, S, D] → [B, S, D]. Without a mask attention is causal over the whole sequence."""
         queries = rotate(self._split_heads(self.q_proj(hidden)), rotations)  # [B, H, S, W]

@@ -22,6 +22,7 @@ from trainwright.models.key_map import KeyMap
 from trainwright.models.layers.activations import activation
 from trainwright.models.layers.attention import attend
 from trainwright.models.layers.checks import check_heads, check_ids, check_keywords, embed
+from trainwright.models.layers.linear_cross_entropy import fuses_loss, head_loss
 from trainwright.models.layers.masks import unpadded_keys, visible_keys
 from trainwright.models.layers.named_tensors import name_tensor
 from trainwright.models.layers.precision import at_least_float32
@@ -36,7 +37,9 @@ class T5(Model):
     `num_layers` is the encoder's depth and, by default, the decoder's. `feed_forward` is `relu` as in the first T5,
     or a gated one such as `gated-gelu`, as in version 1.1. `scale_outputs` divides the states before the head by √D;
     it belongs to a tied head and follows `tie_embeddings` by default. Distances of `max_distance` tokens and more are
-    one bucket, as nearer ones share the other buckets.
+    one bucket, as nearer ones share the other buckets. `fused_loss` takes head and loss in one while training, which
+    never holds the logits of all tokens: `logits` is then None. Left at None it is so on a GPU, with the head and the
+    criterion that the model was made with.
     """
 
     hugging_face_types = ("t5",)
@@ -67,6 +70,7 @@ class T5(Model):
         pad_token_id: int = 0,
         decoder_start_token_id: int = 0,
         initializer_factor: float = 1.0,
+        fused_loss: bool | None = None,
     ) -> None:
         check_keywords(T5.__init__, locals())
         if head_size is None:
@@ -78,6 +82,7 @@ class T5(Model):
         settings = keywords_of(locals())
         super().__init__()
         self.settings = settings
+        self.fused_loss = fused_loss
         check_buckets(num_buckets, max_distance)
         self.shared = nn.Embedding(vocab_size, hidden_size)
         self.encoder = Stack(settings, depth=num_layers, is_decoder=False)
@@ -132,6 +137,10 @@ class T5(Model):
         )
         if self.settings["scale_outputs"]:
             written = written * self.settings["hidden_size"] ** -0.5
+        if labels is not None and fuses_loss(
+            self.fused_loss, self.lm_head, self.criterion, written, training=self.training
+        ):
+            return {"loss": head_loss(self.lm_head, written, labels), "logits": None}
         logits = self.lm_head(written)
         if labels is None:
             return {"loss": None, "logits": logits}

@@ -1,7 +1,8 @@
 """AdamW as torch has it, in one fused kernel wherever torch can, with a step() that returns metrics.
 
 Which parameters are decayed is decided by the parameter groups (param_groups.py); the learning rate's course by
-schedules.py. How moments are kept in another precision than the weights is in rounded_moments.py.
+schedules.py. How moments are kept in another precision than the weights is in rounded_moments.py, and how weights in
+16 bits have masters in fp32 in master_weights.py.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from trainwright.optim.device_step import (
     tensors_of,
     updated_parameters,
 )
+from trainwright.optim.master_weights import check_masters, settle_masters
 from trainwright.optim.parts import has_parts, optimizes_parts, own_gradients, own_parts
 
 # torch wraps a class's step() in profiling and hooks when its first object is made. Calling super().step() would run
@@ -45,6 +47,8 @@ class AdamW(torch.optim.AdamW):
 
     `state_dtype`, `fp32` or `bf16`, is what both moments are kept in; None means the parameter's own dtype. bf16
     beside fp32 weights saves 4 bytes a parameter and costs time (see rounded_moments.py).
+    `master_weights` keeps an fp32 master of every weight in 16 bits, and moments in fp32 unless `state_dtype` says
+    otherwise: 12 bytes of state a weight, beside 2 of the weight and 2 of its gradient.
     `repair_nan` makes gradients finite before anything else sees them, and returns `nan_gradients`, how many values
     were not. `report` returns `update_norm`, for one more copy of the weights and two passes over it.
     """
@@ -66,6 +70,7 @@ class AdamW(torch.optim.AdamW):
         capturable: bool = False,
         fused: bool | None = None,
         state_dtype: str | None = None,
+        master_weights: bool = False,
         repair_nan: bool = False,
         report: bool = False,
     ) -> None:
@@ -74,6 +79,8 @@ class AdamW(torch.optim.AdamW):
             fused = True
         if state_dtype is not None:
             _check_state_dtype(state_dtype, entries, fused=fused, amsgrad=amsgrad)
+        if master_weights:
+            _check_master_weights(entries, fused=fused, amsgrad=amsgrad)
         super().__init__(
             entries,
             lr=lr,
@@ -85,9 +92,15 @@ class AdamW(torch.optim.AdamW):
             capturable=capturable,
             fused=fused,
         )
-        self.defaults |= {"state_dtype": state_dtype, "repair_nan": repair_nan, "report": report}
+        self.defaults |= {
+            "state_dtype": state_dtype,
+            "master_weights": master_weights,
+            "repair_nan": repair_nan,
+            "report": report,
+        }
         self._complete_groups()
         self._repaired: Tensor | None = None
+        self._is_loaded = False
 
     def repair_gradients(self) -> None:
         """Makes the gradients finite now, where `repair_nan` asks for it; the next `step()` returns the count.
@@ -111,12 +124,15 @@ class AdamW(torch.optim.AdamW):
         if self._repaired is None:
             self.repair_gradients()
         copied = copy_reported(self)
-        dtype = self._mixed_dtype()
+        dtype, has_masters = self._mixed_dtype(), self.param_groups[0]["master_weights"]
+        if self._is_loaded:
+            settle_masters(self, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), dtype=dtype)
+            self._is_loaded = False
         if dtype is None:
             _update_parameters(self, None)
         else:
             for group in self.param_groups:
-                rounded_moments.step_group(self, group, dtype)
+                rounded_moments.step_group(self, group, dtype, has_masters=has_masters)
         metrics = {} if self._repaired is None else {"nan_gradients": self._repaired}
         self._repaired = None
         return {**metrics, **report_update(copied, stages=self.stages, device=device_of(self))}
@@ -125,20 +141,22 @@ class AdamW(torch.optim.AdamW):
         """Restores `state_dict()`, each tensor in the dtype that it was saved in."""
         super().load_state_dict(state_dict)
         settle_loaded(self, state_dict)
+        self._is_loaded = True
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._complete_groups()
-        self._repaired = None
+        self._repaired, self._is_loaded = None, True
         self._has_parts = optimizes_parts(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group as in torch; the moments' precision is one for all groups."""
-        if "state_dtype" in param_group:
-            raise ConfigError(
-                f"state_dtype is {param_group['state_dtype']!r} in one group. Set it for the whole optimizer: one "
-                "kernel steps all groups."
-            )
+        """Adds a group as in torch; the precision of moments and masters is one for all groups."""
+        for key in ("state_dtype", "master_weights"):
+            if key in param_group:
+                raise ConfigError(
+                    f"{key} is {param_group[key]!r} in one group. Set it for the whole optimizer: one kernel steps all "
+                    "groups."
+                )
         super().add_param_group(param_group)
         self._has_parts = self._has_parts or has_parts(self.param_groups[-1]["params"])
 
@@ -154,12 +172,15 @@ class AdamW(torch.optim.AdamW):
 
     def _complete_groups(self) -> None:
         for group in self.param_groups:
-            for key, default in (("state_dtype", None), ("repair_nan", False), ("report", False)):
-                group.setdefault(key, self.defaults.get(key, default))
+            group.setdefault("state_dtype", self.defaults.get("state_dtype"))
+            for key in ("master_weights", "repair_nan", "report"):
+                group.setdefault(key, self.defaults.get(key, False))
 
     def _mixed_dtype(self) -> torch.dtype | None:
         """Returns the moments' dtype where some parameter has another, else None: torch's own step will do."""
-        name = self.param_groups[0]["state_dtype"]
+        name, has_masters = self.param_groups[0]["state_dtype"], self.param_groups[0]["master_weights"]
+        if has_masters:
+            return STATE_DTYPES[name or "fp32"]
         dtype = STATE_DTYPES[name] if name is not None else None
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         return dtype if dtype is not None and any(parameter.dtype != dtype for parameter in parameters) else None
@@ -168,6 +189,14 @@ class AdamW(torch.optim.AdamW):
 def has_fused_kernel(parameter: Tensor) -> bool:
     """Has torch a fused optimizer step for this parameter?"""
     return parameter.is_floating_point() and has_fused_optimizers(parameter.device)
+
+
+def _check_master_weights(entries: list[Any], *, fused: bool | None, amsgrad: bool) -> None:
+    check_masters(tensors_of(entries))
+    if amsgrad:
+        raise ConfigError("master_weights and amsgrad are both set. Keep one of them.")
+    if fused is not True:
+        raise ConfigError("master_weights needs torch's fused AdamW, which this device lacks or fused=False refuses.")
 
 
 def _check_state_dtype(state_dtype: str, entries: list[Any], *, fused: bool | None, amsgrad: bool) -> None:

@@ -61,11 +61,13 @@ def device_of(optimizer: torch.optim.Optimizer) -> torch.device | None:
     return told if first is None else first.device
 
 
-def settle_gradients(optimizer: torch.optim.Optimizer, gradients: list[Tensor]) -> Tensor | None:
+def settle_gradients(
+    optimizer: torch.optim.Optimizer, gradients: list[Tensor], averages: Sequence[Tensor]
+) -> Tensor | None:
     """Unscales the gradients in place as torch's protocol asks; returns the 0-dim bool that says: skip, or None.
 
-    Where the update is skipped the gradients become 0, so that no infinity reaches the state: the rest is done
-    by factors from `unless`, which leave every value bit for bit as it was.
+    Where the update is skipped the gradients become the averages that they would move, which then stay bit for bit as
+    they were: an update that might be skipped does the same arithmetic as one that is not. The rate is `unless`'s.
     """
     grad_scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     if grad_scale is not None:
@@ -73,32 +75,14 @@ def settle_gradients(optimizer: torch.optim.Optimizer, gradients: list[Tensor]) 
     if found_inf is None:
         return None
     skip: Tensor = found_inf.reshape(()) != 0
-    for gradient in gradients:
-        gradient.masked_fill_(skip, 0.0)
+    for gradient, average in zip(gradients, averages, strict=True):
+        torch.where(skip, average, gradient, out=gradient)
     return skip
 
 
 def unless(skip: Tensor | None, value: float | Tensor, otherwise: float) -> float | Tensor:
     """Returns `value`, or on the device `otherwise` where the update is skipped."""
     return value if skip is None else torch.where(skip, otherwise, value)
-
-
-def move_average(averages: list[Tensor], gradients: list[Tensor], decay: float, skip: Tensor | None) -> None:
-    """Moves the averages in place: decay × average + (1 − decay) × gradient; those of a skipped update stay."""
-    if skip is None:
-        torch._foreach_lerp_(averages, gradients, 1.0 - decay)  # one pass
-    else:
-        torch._foreach_mul_(averages, torch.where(skip, 1.0, decay))
-        torch._foreach_add_(averages, gradients, alpha=1.0 - decay)
-
-
-def scaled_subtract(parameters: list[Tensor], updates: list[Tensor], rate: float | Tensor) -> None:
-    """Subtracts rate × updates in place; a rate on the device overwrites the updates."""
-    if isinstance(rate, Tensor):
-        torch._foreach_mul_(updates, rate)
-        torch._foreach_sub_(parameters, updates)
-    else:
-        torch._foreach_add_(parameters, updates, alpha=-rate)
 
 
 def in_pieces(tensors: Sequence[Tensor], most: int = PIECE_ELEMENTS) -> Iterator[slice]:

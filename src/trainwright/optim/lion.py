@@ -18,15 +18,15 @@ from trainwright.optim.device_step import (
     device_of,
     entries_of,
     in_pieces,
-    move_average,
     report_update,
     run_closure,
-    scaled_subtract,
     settle_gradients,
     settle_loaded,
+    tensors_of,
     unless,
     updated_parameters,
 )
+from trainwright.optim.master_weights import check_masters, masters_of, settle_masters, widen, write_back
 from trainwright.optim.parts import has_parts, optimizes_parts, own_gradients, own_parts
 from trainwright.optim.settings import refuse_impossible
 
@@ -35,7 +35,8 @@ class Lion(torch.optim.Optimizer):
     """One state tensor a parameter, against AdamW's two. Rates are 3 to 10 times smaller than AdamW's, decay larger.
 
     It steps whole lists of tensors at once, never makes the host wait, and skips an update with infinite gradients on
-    the device. `report` returns `update_norm`, for one more copy of the weights.
+    the device. `master_weights` keeps an fp32 master of every weight in 16 bits, and its momentum in fp32
+    (master_weights.py). `report` returns `update_norm`, for one more copy of the weights.
     """
 
     _step_supports_amp_scaling = True
@@ -50,6 +51,7 @@ class Lion(torch.optim.Optimizer):
         lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
+        master_weights: bool = False,
         report: bool = False,
     ) -> None:
         refuse_impossible(lr=lr, betas=betas, weight_decay=weight_decay)
@@ -57,16 +59,24 @@ class Lion(torch.optim.Optimizer):
             "lr": lr,
             "betas": (betas[0], betas[1]),
             "weight_decay": weight_decay,
+            "master_weights": master_weights,
             "report": report,
             "fused": True,  # torch's word for a step that knows found_inf
         }
-        super().__init__(entries_of(params, owner="Lion"), defaults)
+        entries = entries_of(params, owner="Lion")
+        if master_weights:
+            check_masters(tensors_of(entries))
+        super().__init__(entries, defaults)
+        self._is_loaded = False
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> dict[str, Tensor]:  # type: ignore[override]
         """Updates the parameters in place and returns the metrics that were asked for."""
         run_closure(closure)
         copied = copy_reported(self)
+        if self._is_loaded:
+            settle_masters(self, ("momentum",))
+            self._is_loaded = False
         for group in self.param_groups:
             parameters = updated_parameters(group)
             for piece in in_pieces(parameters):
@@ -74,23 +84,37 @@ class Lion(torch.optim.Optimizer):
         return report_update(copied, stages=self.stages, device=device_of(self))
 
     def _step_piece(self, parameters: list[Tensor], group: Mapping[str, Any]) -> None:
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        for parameter in parameters:
-            if not self.state[parameter]:
-                self.state[parameter]["momentum"] = torch.zeros_like(parameter)
+        weights = masters_of(self, parameters) if group["master_weights"] else parameters
+        for parameter, weight in zip(parameters, weights, strict=True):
+            if "momentum" not in self.state[parameter]:
+                self.state[parameter]["momentum"] = torch.zeros_like(weight)
         momentum = [self.state[parameter]["momentum"] for parameter in parameters]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if self._has_parts:
             gradients = own_gradients(parameters)
-            momentum, parameters = own_parts(momentum), own_parts(parameters)
+            momentum, weights, parameters = own_parts(momentum), own_parts(weights), own_parts(parameters)
+        if group["master_weights"]:
+            gradients = widen(gradients)
+        self._step_tensors(weights, gradients, momentum, group)
+        if group["master_weights"]:
+            write_back(parameters, weights)
+
+    def _step_tensors(
+        self, parameters: list[Tensor], gradients: list[Tensor], momentum: list[Tensor], group: Mapping[str, Any]
+    ) -> None:
         beta1, beta2 = group["betas"]
-        skip = settle_gradients(self, gradients)
+        skip = settle_gradients(self, gradients, momentum)
         rate = unless(skip, group["lr"], 0.0)
         updates = list(torch._foreach_lerp(momentum, gradients, 1.0 - beta1))
         torch._foreach_sign_(updates)
         if group["weight_decay"]:
             torch._foreach_mul_(parameters, 1.0 - rate * group["weight_decay"])
-        scaled_subtract(parameters, updates, rate)
-        move_average(momentum, gradients, beta2, skip)
+        if isinstance(rate, Tensor):
+            torch._foreach_mul_(updates, rate)
+            torch._foreach_sub_(parameters, updates)
+        else:
+            torch._foreach_add_(parameters, updates, alpha=-rate)  # one pass, and the same bits: updates are ±1
+        torch._foreach_lerp_(momentum, gradients, 1.0 - beta2)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as in torch."""
@@ -99,9 +123,13 @@ class Lion(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._is_loaded = True
+        for group in self.param_groups:
+            group.setdefault("master_weights", False)
         self._has_parts = optimizes_parts(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores `state_dict()`, each tensor in the dtype that it was saved in."""
         super().load_state_dict(state_dict)
         settle_loaded(self, state_dict)
+        self._is_loaded = True

@@ -22,21 +22,22 @@ from torch.optim.adamw import adamw
 
 from trainwright.errors import ConfigError
 from trainwright.models.names import as_globs, unmatched
+from trainwright.optim import rounded_moments
 from trainwright.optim.adamw import STATE_DTYPES, has_fused_kernel
 from trainwright.optim.device_step import (
     copy_reported,
     device_of,
     entries_of,
     in_pieces,
-    move_average,
     report_update,
     run_closure,
-    scaled_subtract,
     settle_gradients,
     settle_loaded,
+    tensors_of,
     unless,
     updated_parameters,
 )
+from trainwright.optim.master_weights import check_masters, masters_of, settle_masters, widen, write_back
 from trainwright.optim.newton_schulz import as_wide_matrix, orthogonalize
 from trainwright.optim.parameter_kinds import uses_muon
 from trainwright.optim.parts import has_parts, optimizes_parts, own_gradients, own_parts
@@ -75,6 +76,7 @@ class Muon(torch.optim.Optimizer):
     `adamw_weight_decay` means the same as Muon's. A group's own lr or weight_decay is for both of its halves.
     `ns_dtype` is what the iteration computes in, `bf16`, `fp32` or `fp64`. Matrices of equal shape go through it
     together; of matrices that are split over ranks each rank does its share (spread_matrices.py).
+    `master_weights` keeps an fp32 master of every weight in 16 bits, and all of its state in fp32 (master_weights.py).
     `report` returns `update_norm`, for one more copy of the weights.
     """
 
@@ -103,6 +105,7 @@ class Muon(torch.optim.Optimizer):
         adamw_eps: float = 1e-8,
         exclude: str | Sequence[str] = (),
         kinds: Mapping[str, str] | None = None,
+        master_weights: bool = False,
         report: bool = False,
     ) -> None:
         defaults = {
@@ -117,12 +120,17 @@ class Muon(torch.optim.Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "adamw_betas": (adamw_betas[0], adamw_betas[1]),
             "adamw_eps": adamw_eps,
+            "master_weights": master_weights,
             "report": report,
         }
         refuse_impossible(**defaults)
         refuse_impossible(adamw_lr=adamw_lr, adamw_weight_decay=adamw_weight_decay)
         self._rule = _Rule(kinds, as_globs("exclude", exclude), adamw_lr, adamw_weight_decay)
-        super().__init__(entries_of(params, owner="Muon"), defaults)
+        entries = entries_of(params, owner="Muon")
+        if master_weights:
+            check_masters(tensors_of(entries))
+        super().__init__(entries, defaults)
+        self._is_loaded = False
         self._refuse_unmatched()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -139,6 +147,8 @@ class Muon(torch.optim.Optimizer):
                 own = {} if use_muon else self._adamw_settings(group)
                 # torch's word for a step that knows found_inf.
                 fused = use_muon or all(has_fused_kernel(parameter) for _, parameter in half)
+                if not fused and {**self.defaults, **group}["master_weights"]:
+                    raise ConfigError("master_weights needs torch's fused AdamW, which this device lacks.")
                 entries = [parameter if name is None else (name, parameter) for name, parameter in half]
                 super().add_param_group({**own, **group, "params": entries, "use_muon": use_muon, "fused": fused})
                 self._has_parts = self._has_parts or has_parts(parameter for _, parameter in half)
@@ -148,6 +158,9 @@ class Muon(torch.optim.Optimizer):
         """Updates the parameters in place and returns the metrics that were asked for."""
         run_closure(closure)
         copied = copy_reported(self)
+        if self._is_loaded:
+            settle_masters(self, ("momentum_buffer", "exp_avg", "exp_avg_sq"))
+            self._is_loaded = False
         for group in self.param_groups:
             parameters = updated_parameters(group)
             if not parameters:
@@ -155,11 +168,10 @@ class Muon(torch.optim.Optimizer):
             if not group["use_muon"]:
                 self._step_by_adamw(parameters, group)
                 continue
-            skip = settle_gradients(self, self._gradients(parameters))
             turn = 0
             for alike in _by_shape(parameters, has_parts=self._has_parts):
                 for piece in in_pieces(alike):
-                    self._step_matrices(alike[piece], group, skip, turn)
+                    self._step_matrices(alike[piece], group, turn)
                     turn += len(alike[piece])
         return report_update(copied, stages=self.stages, device=device_of(self))
 
@@ -167,12 +179,16 @@ class Muon(torch.optim.Optimizer):
         """Restores `state_dict()`, each tensor in the dtype that it was saved in."""
         super().load_state_dict(state_dict)
         settle_loaded(self, state_dict)
+        self._is_loaded = True
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_rule": self._rule}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._is_loaded = True
+        for group in self.param_groups:
+            group.setdefault("master_weights", False)
         self._has_parts = optimizes_parts(self)
 
     def _gradients(self, parameters: list[Tensor]) -> list[Tensor]:
@@ -180,19 +196,44 @@ class Muon(torch.optim.Optimizer):
             return own_gradients(parameters)
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
-    def _step_matrices(
-        self, parameters: list[Tensor], group: Mapping[str, Any], skip: Tensor | None, turn: int
-    ) -> None:
+    def _step_matrices(self, parameters: list[Tensor], group: Mapping[str, Any], turn: int) -> None:
         """Steps matrices whose wide forms have one shape: one batch through Newton–Schulz."""
-        gradients = self._gradients(parameters)
-        for parameter in parameters:
-            if not self.state[parameter]:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        stepped = masters_of(self, parameters) if group["master_weights"] else parameters
+        for parameter, weight in zip(parameters, stepped, strict=True):
+            if "momentum_buffer" not in self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(weight)
         buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
-        weights = parameters
+        gradients, weights = self._gradients(parameters), stepped
         if self._has_parts:
-            buffers, weights = own_parts(buffers), own_parts(parameters)
-        move_average(buffers, gradients, group["momentum"], skip)
+            buffers, weights = own_parts(buffers), own_parts(stepped)
+        if group["master_weights"]:
+            gradients = widen(gradients)
+        skip = settle_gradients(self, gradients, buffers)
+        updates = self._orthogonal_updates(parameters, gradients, buffers, group, turn)
+        rate = unless(skip, group["lr"], 0.0)
+        if group["weight_decay"]:
+            torch._foreach_mul_(weights, 1.0 - rate * group["weight_decay"])
+        for tall in (False, True):  # a matrix and its transpose share a batch, but their ratio may differ
+            some = [n for n, parameter in enumerate(parameters) if _is_tall(parameter) is tall]
+            if some:
+                rows = parameters[some[0]].shape[0]
+                ratio = RATIOS[group["adjust_lr_fn"]](rows, parameters[some[0]].numel() // rows)
+                # Two passes: one that does both takes the rate only as a number, and rounds otherwise.
+                torch._foreach_mul_([updates[n] for n in some], rate * ratio)
+                torch._foreach_sub_([weights[n] for n in some], [updates[n] for n in some])
+        if group["master_weights"]:
+            write_back(own_parts(parameters), weights)
+
+    def _orthogonal_updates(
+        self,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        buffers: list[Tensor],
+        group: Mapping[str, Any],
+        turn: int,
+    ) -> list[Tensor]:
+        """Moves the momentum and returns it orthogonalised, in its own dtype and layout: lists take the fast path."""
+        torch._foreach_lerp_(buffers, gradients, 1.0 - group["momentum"])
         if group["nesterov"]:
             updates = list(torch._foreach_lerp(gradients, buffers, group["momentum"]))
         else:
@@ -202,19 +243,14 @@ class Muon(torch.optim.Optimizer):
             orthogonal = act_on_whole(narrow, parameters, lambda whole: _orthogonal(whole, group), turn=turn)
         else:
             orthogonal = _orthogonal(updates, group)
-        # Back into the updates, for they have the parameters' dtype and layout: lists then take the fast path.
         torch._foreach_copy_(updates, orthogonal)
-        rate = unless(skip, group["lr"], 0.0)
-        if group["weight_decay"]:
-            torch._foreach_mul_(weights, 1.0 - rate * group["weight_decay"])
-        for tall in (False, True):  # a matrix and its transpose share a batch, but their ratio may differ
-            some = [n for n, parameter in enumerate(parameters) if _is_tall(parameter) is tall]
-            if some:
-                rows = parameters[some[0]].shape[0]
-                ratio = RATIOS[group["adjust_lr_fn"]](rows, parameters[some[0]].numel() // rows)
-                scaled_subtract([weights[n] for n in some], [updates[n] for n in some], rate * ratio)
+        return updates
 
     def _step_by_adamw(self, parameters: list[Tensor], group: Mapping[str, Any]) -> None:
+        if group["master_weights"]:
+            settings = {**group, "betas": group["adamw_betas"], "eps": group["adamw_eps"], "maximize": False}
+            rounded_moments.step_group(self, settings, torch.float32, has_masters=True)
+            return
         for parameter in parameters:
             state = self.state[parameter]
             if not state:

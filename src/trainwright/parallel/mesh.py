@@ -9,11 +9,13 @@ those along `replicate` and `data` have samples of their own. Parameters are spl
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -111,6 +113,7 @@ def lay_out(axes: Mapping[str, int], *, device_type: str) -> Mesh:
     sizes = {axis: axes.get(axis, 1) for axis in AXES}
     if not dist.is_initialized():
         return Mesh(MappingProxyType(sizes))
+    _forget_former_meshes()
     shape = (sizes["pipeline"], sizes["replicate"], sizes["data"] * sizes["context"], sizes["tensor"])
     layers = init_device_mesh(device_type, shape, mesh_dim_names=("pipeline", "replicate", "shard", "tensor"))
     sequence = None
@@ -129,3 +132,16 @@ def lay_out(axes: Mapping[str, int], *, device_type: str) -> Mesh:
 def _group_of(places: list[int]) -> Any:
     """Returns the group of these ranks, None where they are all."""
     return None if len(places) == dist.get_world_size() else dist.new_group(places)
+
+
+def _forget_former_meshes() -> None:
+    """Lets torch forget the layouts that it worked out on meshes of process groups that are closed by now.
+
+    To its cache meshes of the same shape are equal: a DTensor on the new one would get the old one from its next
+    operation, and be gathered over groups that are gone or, where their names were given again, over the wrong ranks.
+    """
+    tensors = sys.modules.get("torch.distributed.tensor")
+    if tensors is not None:
+        # What torch.distributed.tensor.debug does, which takes longer to import than torch itself.
+        tensors.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        torch._C._clear_DTensor_sharding_propagator_cache()

@@ -122,7 +122,9 @@ class GradientSum:
             self._overlaps = True  # a whole backward has gone by, and each gradient came once
         waiting = [dist.all_reduce(totals, async_op=True)]
         present = [parameter.grad is not None for parameter in self._parameters]
-        flags = torch.tensor(present, dtype=torch.int32).to(totals.device)
+        flags = torch.ones(len(present), dtype=torch.int32, device=totals.device)
+        if not all(present):
+            flags.copy_(torch.tensor(present, dtype=torch.int32))
         if self._sums_gradients:
             waiting.append(dist.all_reduce(flags, group=self._group, async_op=True))
         for work in [*(work for _, work in sums), *waiting]:

@@ -8,8 +8,17 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from trainwright.models.layers.linear_cross_entropy import is_plain_head, is_plain_mean, linear_cross_entropy
+from trainwright.models.layers import linear_cross_entropy as module
+from trainwright.models.layers.linear_cross_entropy import (
+    CHUNK_ELEMENTS,
+    is_plain_head,
+    is_plain_mean,
+    linear_cross_entropy,
+    rows_of_chunk,
+)
 
 IGNORED = -100
 
@@ -22,8 +31,8 @@ def drawn(num_rows, *, width=6, classes=11, dtype=torch.float32, seed=0):
     return hidden, weight, targets
 
 
-def apart(hidden, weight, targets):
-    return F.cross_entropy(F.linear(hidden, weight).float(), targets, ignore_index=IGNORED)
+def apart(hidden, weight, targets, bias=None):
+    return F.cross_entropy(F.linear(hidden, weight, bias).float(), targets, ignore_index=IGNORED)
 
 
 @settings(max_examples=25, deadline=None)
@@ -93,6 +102,67 @@ def test_a_second_derivative_is_refused_instead_of_wrong():
         grad.sum().backward()
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_bias_counts_and_classes_that_fill_up_a_head_do_not(compiled, dtype, on_gpu, monkeypatch):
+    monkeypatch.setattr(module, "waits_for_memory", lambda device: on_gpu)  # where heads are filled up
+    hidden, weight, targets = drawn(20, dtype=dtype)
+    bias = torch.randn(11, generator=torch.Generator().manual_seed(5)).to(dtype).requires_grad_()
+    targets[3:6] = IGNORED
+
+    def loss_of(hidden, weight, bias):
+        return linear_cross_entropy(hidden, weight, targets, ignore_index=IGNORED, bias=bias, chunk_rows=8)
+
+    run = torch.compile(loss_of, backend="aot_eager", fullgraph=True) if compiled else loss_of
+    exact = [each.detach().float().requires_grad_() for each in (hidden, weight, bias)]
+    loss, expected = run(hidden, weight, bias), apart(exact[0], exact[1], targets, exact[2])
+    close = {} if dtype == torch.float32 else {"atol": 0.01, "rtol": 0.02}
+    torch.testing.assert_close(loss, expected, **close)
+    grads = torch.autograd.grad(loss, (hidden, weight, bias))
+    for grad, reference in zip(grads, torch.autograd.grad(expected, exact), strict=True):
+        assert grad.dtype == dtype
+        torch.testing.assert_close(grad.float(), reference, **close)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that any operation returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return result
+
+
+def test_the_logits_are_never_whole(monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 256 * 500)
+    hidden, weight, targets = drawn(1024, classes=500)
+    with Largest() as largest:
+        linear_cross_entropy(hidden, weight, targets, ignore_index=IGNORED).backward()
+    assert largest.elements == 256 * 500
+    with Largest() as largest:
+        apart(hidden, weight, targets).backward()
+    assert largest.elements == 1024 * 500
+
+
+@given(num_rows=st.integers(1, 10**6), num_classes=st.integers(1, 3 * 10**5))
+def test_chunks_are_few_and_within_their_size(num_rows, num_classes):
+    rows = rows_of_chunk(num_rows, num_classes)
+    assert rows % 128 == 0
+    assert rows * num_classes <= CHUNK_ELEMENTS + 128 * num_classes
+    assert -(-num_rows // rows) <= -(-num_rows * num_classes // CHUNK_ELEMENTS)
+
+
+def test_tinyllama_and_gpt2_get_equal_chunks():
+    assert rows_of_chunk(8 * 2048, 32000) == 4096
+    assert rows_of_chunk(32 * 1024, 50257) == 2560
+
+
 def hooked(module):
     module.register_forward_hook(lambda *_: None)
     return module
@@ -100,7 +170,8 @@ def hooked(module):
 
 def test_only_a_bare_linear_layer_is_a_plain_head():
     assert is_plain_head(nn.Linear(2, 3, bias=False))
-    others = [nn.Linear(2, 3), hooked(nn.Linear(2, 3, bias=False)), nn.Sequential(nn.Linear(2, 3, bias=False))]
+    assert is_plain_head(nn.Linear(2, 3))
+    others = [hooked(nn.Linear(2, 3, bias=False)), nn.Sequential(nn.Linear(2, 3, bias=False))]
     assert not any(map(is_plain_head, others))
 
 

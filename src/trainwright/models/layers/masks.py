@@ -8,6 +8,15 @@ from torch import Tensor
 
 from trainwright.errors import DataError
 from trainwright.labels import IGNORED_LABEL
+from trainwright.models.layers.document_borders import (
+    DocumentBorders,
+    document_borders,
+    has_blocks,
+    visible_pairs,
+)
+
+# What a decoder's layers get: a mask [B, 1, S, S], or the borders of documents in blocks.
+Mask = Tensor | DocumentBorders
 
 
 def unpadded_keys(attention_mask: Tensor | None) -> Tensor | None:
@@ -30,10 +39,19 @@ def visible_keys(attention_mask: Tensor | None, document_ids: Tensor | None) -> 
     if attention_mask is not None:
         visible = checked_mask(attention_mask) if attention_mask.dim() == 4 else causal_mask(attention_mask)
     if document_ids is not None:
-        # Padding (-1) is a document of its own: it sees itself, so no query is left without a key.
-        same = (document_ids[:, None, :, None] == document_ids[:, None, None, :]).tril()
+        same = visible_pairs(document_ids)
         visible = same if visible is None else visible & same
     return visible
+
+
+def decoder_mask(attention_mask: Tensor | None, document_ids: Tensor | None, *, is_whole: bool) -> Mask | None:
+    """Returns what `visible_keys` does or, where documents alone decide and blocks of them pay, their borders.
+
+    `is_whole` is that of the model's sequence: one that is split over ranks takes masks of all pairs only.
+    """
+    if attention_mask is None and document_ids is not None and is_whole and has_blocks(document_ids):
+        return document_borders(document_ids)
+    return visible_keys(attention_mask, document_ids)
 
 
 def causal_mask(attention_mask: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainwright.models.layers.document_borders import DocumentBorders, attend_within_documents, visible_pairs
+
 
 class WholeSequence:
     """All positions of the sequence are here: nothing is cut, gathered or weighed."""
@@ -37,7 +39,7 @@ class WholeSequence:
         keys: Tensor,
         values: Tensor,
         *,
-        mask: Tensor | None = None,
+        mask: Tensor | DocumentBorders | None = None,
         is_causal: bool = False,
         scale: float | None = None,
         dropout: float = 0.0,
@@ -45,8 +47,15 @@ class WholeSequence:
     ) -> Tensor:
         """Mixes the values of all positions for this rank's queries: each [B, heads, S, W], of this rank's positions.
 
-        `mask` broadcasts to [B, heads, all queries, all keys]: bool (True: may see), or numbers added to the scores.
+        `mask` broadcasts to [B, heads, all queries, all keys]: bool (True: may see), or numbers added to the scores;
+        or it is the borders of documents, within which no query sees a later key.
         """
+        if isinstance(mask, DocumentBorders):
+            if not dropout:
+                mixed = attend_within_documents(queries, keys, values, mask, scale=scale, enable_gqa=enable_gqa)
+                if mixed is not None:
+                    return mixed
+            mask = visible_pairs(mask.document_ids)
         return F.scaled_dot_product_attention(
             queries,
             keys,

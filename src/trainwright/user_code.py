@@ -1,8 +1,12 @@
-"""Where a user's functions stand and from where ours are called: for errors that name the user's file and line."""
+"""Where a user's functions stand and from where ours are called: for errors that name the user's file and line.
+
+Whether a function takes what it is about to be handed is loop/calls.py's.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import inspect
 import os
@@ -11,7 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-_NOT_USERS = (f"{Path(__file__).parents[1]}{os.sep}", argparse.__file__)
+# Frames of these stand between a user's call and ours, and are not the user's.
+_NOT_USERS = (f"{Path(__file__).parent}{os.sep}", argparse.__file__, contextlib.__file__, functools.__file__)
 
 
 def place_of(target: Any) -> str | None:

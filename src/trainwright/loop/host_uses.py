@@ -2,7 +2,7 @@
 
 Every operation on a tensor passes a TorchFunctionMode while one is active: `.item()`, `float(x)`, `if x:`,
 `print(x)`, `.cpu()` and numpy's conversions too (tried on torch 2.11 and 2.13). What Dynamo alone can tell is
-trace.py's. The same mode sees labels and token ids that are out of range before the kernel fails on them.
+checking/trace.py's. The same mode sees labels and token ids that are out of range before the kernel fails on them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from trainwright.checking import places
-from trainwright.checking.findings import Place
-from trainwright.checking.places import PACKAGE, TORCH, UserFiles
+from trainwright.loop.user_lines import PACKAGE, TORCH, Place, UserFiles, of_frame
 
 # The Python side of methods such as Tensor.__repr__: whoever called them is the one who asked.
 _WRAPPERS = tuple(TORCH + name for name in ("_tensor.py", "_tensor_str.py", "overrides.py", "functional.py"))
@@ -123,14 +121,14 @@ class Watch(TorchFunctionMode):
             self._note(use)
         if self._on_values is not None and name in ("cross_entropy", "nll_loss", "embedding"):
             frame, _ = self._users_frame()
-            self._on_values(name, args, kwargs, None if frame is None else places.of_frame(frame))
+            self._on_values(name, args, kwargs, None if frame is None else of_frame(frame))
         return function(*args, **kwargs)
 
     def _note(self, use: HostUse) -> None:
         frame, is_direct = self._users_frame()
         if frame is None or (self._in_forward_only and not _is_below_forward(frame)):
             return
-        place = places.of_frame(frame)
+        place = of_frame(frame)
         if use is _TO_HOST and not _is_written_out(place):
             return
         self.sightings.setdefault((str(place), use.what), Sighting(use, place, is_direct))

@@ -1,0 +1,62 @@
+"""`trainwright train --profile`; what else the command does is in tests/test_cli.py."""
+
+import logging
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from trainwright import RunConfig
+from trainwright.cli import app
+from trainwright.errors import ConfigError
+
+RUN = Path(__file__).parents[1] / "project" / "run.yaml"
+SHORT = ("trainer.max_steps=4", "data.eval={}", "evaluation={}")
+
+
+@pytest.fixture(autouse=True)
+def _quick_and_quiet(monkeypatch):
+    monkeypatch.setattr("trainwright.hooks.matrix_rate._MEASURED_SECONDS", 0.01)
+    monkeypatch.setattr("trainwright.hooks.matrix_rate._LARGEST", 256)
+    package = logging.getLogger("trainwright")
+    handlers, level = list(package.handlers), package.level
+    yield
+    package.handlers[:] = handlers
+    package.setLevel(level)
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["train", str(RUN), *map(str, arguments)])
+
+
+def test_a_profile_is_shown_and_kept(in_tmp):
+    done = invoke("--profile", *SHORT)
+    assert done.exit_code == 0, done.output
+    summary = (in_tmp / "runs" / "small" / "profile" / "summary.txt").read_text("utf-8")
+    assert summary.strip() in done.output
+    assert list((in_tmp / "runs" / "small" / "profile").glob("*.json.gz"))
+    assert [hook.type for hook in RunConfig.load(in_tmp / "runs" / "small" / "config.yaml").hooks] == ["profile_steps"]
+
+
+def test_a_hook_of_the_file_is_not_doubled(in_tmp):
+    done = invoke("--profile", *SHORT, "hooks=[{type: profile_steps, first: 1, steps: 2}]")
+    assert done.exit_code == 0, done.output
+    assert [path.name for path in (in_tmp / "runs" / "small" / "profile").glob("*.gz")] == ["steps-2-3-rank-0.json.gz"]
+
+
+def test_going_on_without_a_profile_is_no_change(in_tmp):
+    assert invoke("--profile", *SHORT).exit_code == 0
+    done = invoke(*SHORT, "trainer.max_steps=6")
+    assert done.exit_code == 0, done.output
+    assert "state of hooks" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [(["--fast-dev-run"], "keeps nothing"), (["--eval-only"], "for steps of training")],
+)
+def test_a_profile_that_nobody_would_see_is_refused(in_tmp, flags, message):
+    done = invoke("--profile", *flags)
+    assert isinstance(done.exception, ConfigError)
+    assert message in str(done.exception)
+    assert list(in_tmp.iterdir()) == []

@@ -1,0 +1,109 @@
+"""Graph mode on a GPU: a step captured as one CUDA graph gives what the same kernels give one by one."""
+
+import pytest
+import torch
+from tests.loop import test_graph_mode as on_cpu
+
+from trainwright import build_trainer
+from trainwright.errors import TrainwrightError
+from trainwright.loop.recorded_step import RecordedStep
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def train(folder, mode, kind=on_cpu.Base, *, backend="aot_eager", precision="fp32", **sections):
+    runtime = {"mode": mode, "device": "cuda", "precision": precision}
+    if mode != "eager":
+        runtime["compile_backend"] = backend
+    trainer = build_trainer(on_cpu.config_of(folder / mode, mode, runtime=runtime, **sections), kind)
+    trainer.train()
+    return trainer
+
+
+def assert_close_runs(folder, kind=on_cpu.Base, *, modes=("compile", "graph"), tolerance=1e-5, **sections):
+    """Compares runs of the same kernels, launched one by one and in one graph."""
+    first, second = (on_cpu.outcome(train(folder, mode, kind, **dict(sections))) for mode in modes)
+    for one, other in zip(first[0], second[0], strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            assert other[name] == pytest.approx(value, rel=10 * tolerance, abs=tolerance, nan_ok=True), name
+    for one, other in zip(first[1], second[1], strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=10 * tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    count = []
+    finish = RecordedStep._finish
+
+    def counted(self, *arguments, **rest):
+        count.append(1)
+        return finish(self, *arguments, **rest)
+
+    monkeypatch.setattr(RecordedStep, "_finish", counted)
+    return count
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"type": "adamw", "lr": 1e-2, "report": True},
+        {"type": "lion", "lr": 1e-3},
+        {"type": "muon", "lr": 1e-2},
+        {"type": "sgd", "lr": 0.1, "momentum": 0.9},
+        {"type": "torch.optim:RMSprop", "lr": 1e-3},
+        {"type": "torch.optim:Adam", "lr": 1e-3, "foreach": True, "fused": False},
+    ],
+    ids=lambda each: each["type"],
+)
+def test_a_captured_run_equals_the_run_of_the_same_kernels(tmp_path, replays, optimizer):
+    assert_close_runs(tmp_path, trainer={"optimizer": optimizer})
+    assert len(replays) == 11  # three warm up
+
+
+def test_a_captured_run_of_compiled_code_equals_the_compiled_run(tmp_path, replays):
+    assert_close_runs(tmp_path, backend="inductor", precision="bf16", tolerance=1e-3)
+    assert len(replays) == 11
+
+
+def test_incidents_are_held_back_in_replays(tmp_path, monkeypatch):
+    monkeypatch.setattr(on_cpu.Base, "data", {"bad": (77,)})
+    incidents = {"non_finite": "skip", "spike": "skip", "spike_window": 8}
+    assert_close_runs(tmp_path, incidents=incidents, evaluation={})
+
+
+def test_a_run_that_goes_back_records_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(on_cpu.Base, "data", {"bad": (77,)})
+    assert_close_runs(tmp_path, incidents={"non_finite": "rollback"}, checkpoint={"every_steps": 2}, evaluation={})
+
+
+@pytest.mark.parametrize("kind", [on_cpu.TwoOptimizers, on_cpu.LateOptimizer])
+def test_two_updates_in_one_step_are_captured(tmp_path, kind):
+    assert_close_runs(tmp_path, kind, trainer={"micro_batch_size": 16, "optimizer": None})
+
+
+def test_the_step_tensor_counts_and_hooks_see_gradients(tmp_path):
+    assert_close_runs(tmp_path / "a", on_cpu.ByStepTensor)
+    assert_close_runs(tmp_path / "b", on_cpu.HooksSeeGradients)
+
+
+def test_a_mode_may_change_and_the_run_goes_on(tmp_path):
+    for mode, max_steps in (("graph", 5), ("eager", 9), ("graph", 14)):
+        config = on_cpu.config_of(
+            tmp_path,
+            mode,
+            runtime={"mode": mode, "device": "cuda"} | ({"compile_backend": "aot_eager"} if mode == "graph" else {}),
+            checkpoint={"every_steps": 5},
+            trainer={"max_steps": max_steps},
+        ).derive({"trainer.schedule": {"type": "constant"}})
+        trainer = build_trainer(config, on_cpu.Base)
+        trainer.train()
+    assert trainer.step == 14
+
+
+@pytest.mark.parametrize("kind", [on_cpu.ReadsStep, on_cpu.ReadsLoss])
+def test_what_the_host_reads_is_refused_with_its_line(tmp_path, kind):
+    """The last test of the file: a capture that failed leaves torch's generator unusable."""
+    with pytest.raises(TrainwrightError) as refused:
+        train(tmp_path, "graph", kind)
+    assert "test_graph_mode.py:" in str(refused.value)
