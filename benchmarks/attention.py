@@ -52,12 +52,6 @@ def by_kernel(kernel: SDPBackend) -> Attend:
     return attend
 
 
-def with_repeated_keys(queries: Tensor, keys: Tensor, values: Tensor, *, enable_gqa: bool, **settings: Any) -> Tensor:
-    count = queries.shape[1] // keys.shape[1]
-    keys, values = (each.repeat_interleave(count, dim=1) for each in (keys, values))
-    return by_kernel(SDPBackend.EFFICIENT_ATTENTION)(queries, keys, values, **settings)
-
-
 class Case:
     """Tensors of one shape, laid out as the projections of a model are."""
 
@@ -157,7 +151,7 @@ def causal_contenders() -> dict[str, Attend]:
 
 def document_contenders(documents: Tensor) -> dict[str, Attend]:
     mask, borders = visible_pairs(documents), document_borders(documents)
-    plain: dict[str, Attend] = {TORCH: F.scaled_dot_product_attention, "efficient, keys repeated": with_repeated_keys}
+    plain: dict[str, Attend] = {TORCH: F.scaled_dot_product_attention}
     plain |= {name: by_kernel(KERNELS[name]) for name in ("cuDNN", "efficient")}
 
     def masked(attend: Attend) -> Attend:

@@ -170,9 +170,8 @@ def _join(config: RunConfig) -> tuple[Backend, Ranks]:
     backend.claim()
     axes = resolve_mesh(config, processes.world_size())
     refuse_modes(config, axes)
-    ranks = processes.join(
-        axes, collectives=backend.collectives, device_type=backend.device.type, facts=facts_of(config)
-    )
+    facts = facts_of(config) if processes.world_size() > 1 else None
+    ranks = processes.join(axes, collectives=backend.collectives, device_type=backend.device.type, facts=facts)
     refuse_unrecorded(config, ranks)
     return backend, ranks
 

@@ -60,6 +60,26 @@ def to_device(backend, folder):
     assert list(backend.to_device(iter([]))) == []
 
 
+def warming_up(backend, folder):
+    with backend.warming_up():
+        value = torch.ones(3, device=backend.device) * 2
+    assert value.tolist() == [2, 2, 2]
+
+
+def record(backend, folder):
+    total = torch.zeros(3, device=backend.device)
+
+    def run(given):
+        return [total.add_(given[0]).clone()]
+
+    inputs = [torch.full((3,), float(number), device=backend.device) for number in (1, 2, 3)]
+    with backend.warming_up():
+        run([torch.zeros_like(total)])
+    recording, [first] = backend.record(run, [inputs[0]])
+    later = [recording.replay([each])[0] for each in inputs[1:]]
+    assert [value.tolist() for value in (first, *later, total)] == [[1.0] * 3, [3.0] * 3, [6.0] * 3, [6.0] * 3]
+
+
 def limited_memory(backend, folder):
     with backend.limited_memory(0.5):
         assert torch.ones(8, device=backend.device).sum().item() == 8
@@ -100,7 +120,7 @@ def describe(backend, folder):
 VERBS = {
     act.__name__: act
     for act in (
-        *(claim, seed, autocast, to_device, limited_memory, memory_room, begin_peak, memory),
+        *(claim, seed, autocast, to_device, warming_up, record, limited_memory, memory_room, begin_peak, memory),
         *(release_memory, write_memory_snapshot, describe),
     )
 }

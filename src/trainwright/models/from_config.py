@@ -88,9 +88,7 @@ def build_model_section(
     generators.restore()
     if pretrained is None:
         model, facts = _build(component, target, project_dir, origin), None
-        if dtype is not None:
-            for parameter in model.parameters():
-                parameter.data = parameter.data.to(dtype)
+        _cast_parameters(model, dtype)
     else:
         if kept is not None:
             pretrained = replace(pretrained, reader=reader or next(iter(readers), None))
@@ -108,9 +106,8 @@ def build_model_section(
         with _located("model.", origin("model.lora"), origin=origin):
             add_lora(model, **settings)
         own = dict(model.named_parameters(remove_duplicate=False))
-        for name in drawn:
-            if name in own:
-                own[name].requires_grad_(True)
+        for name in own.keys() & set(drawn):
+            own[name].requires_grad_(True)
     freeze_own: Callable[[], Any] | None = getattr(model, "disable_untrainable_params", None)
     if freeze_own is not None:
         freeze_own()  # a model that knows itself what is not to be trained
@@ -118,6 +115,13 @@ def build_model_section(
         with _located("model.", origin("model.freeze")):
             freeze(model, reserved["freeze"])
     return model, facts
+
+
+def _cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Gives the parameters another type and leaves buffers, such as tables of angles, as they are."""
+    if dtype is not None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
 
 
 def is_as_shipped(section: ModelSection, *, project_dir: Path) -> bool:

@@ -20,8 +20,8 @@ from trainwright.errors import ConfigError
 from trainwright.labels import IGNORED_LABEL
 
 CHUNK_ELEMENTS = 2**27
-"""Logits at a time, twice of which are held in float32: 1 GiB. Half as many took 12 % longer on an H200 and twice as many
-83 % more memory for no less time (benchmarks/results/loss.md)."""
+"""Logits at a time, held twice in float32: 1 GiB. On an H200 half as many took 12 % longer, and twice as many 83 % more
+memory for no less time (benchmarks/results/loss.md)."""
 CHUNK_MULTIPLE = 128
 """Chunks are of equally many rows, a multiple of this: no tile of a matrix product is then cut, and compiled code has
 one form of a chunk for all."""
