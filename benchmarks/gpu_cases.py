@@ -131,6 +131,8 @@ LIGHTNING, LIGHTNING_COMPILED = "Lightning", "Lightning + compile"
 RAW, RAW_COMPILED, RAW_OURS = "raw loop", "raw loop + compile", "raw loop + compile, our model"
 OURS, COMPILE, GRAPH = "trainwright (eager)", "trainwright (compile)", "trainwright (graph)"
 MASTERS, MASTERS_GRAPH = (f"{ours}, bf16 weights + fp32 masters" for ours in (COMPILE, GRAPH))
+BUDGETS = (0.8, 0.6)
+LEAN = tuple(f"{MASTERS_GRAPH}, memory budget {budget}" for budget in BUDGETS)
 SCAN, MATRICES = "trainwright (compile), scan", "bf16 matrix product"
 
 MODES = {OURS: "eager", COMPILE: "compile", GRAPH: "graph"}
@@ -153,6 +155,10 @@ CONTENDERS = {
         Contender(HF_COMPILED, "huggingface", COMPILED, least_seconds=40),
         *_ours(GRAPH, least_seconds=30),
         Contender(MASTERS_GRAPH, "trainwright", {"mode": "graph", "masters": True}, least_seconds=30),
+        *(
+            Contender(name, "trainwright", {"mode": "graph", "masters": True, "budget": budget}, least_seconds=30)
+            for name, budget in zip(LEAN, BUDGETS, strict=True)
+        ),
         Contender(RAW_OURS, "raw", {"compiled": True, "model": "ours"}, least_seconds=30),
         *_extra(*_ours(OURS)),
         *_extra(
@@ -174,9 +180,10 @@ CONTENDERS = {
     ],
     "gpt2": [
         Contender(HF_COMPILED, "huggingface", COMPILED),
-        *_ours(GRAPH, COMPILE),
+        *_ours(GRAPH),
+        Contender(MASTERS_GRAPH, "trainwright", {"mode": "graph", "masters": True}),
         Contender(LIGHTNING_COMPILED, "lightning", COMPILED),
-        *_extra(*_ours(OURS)),
+        *_extra(*_ours(COMPILE, OURS)),
     ],
 }
 

@@ -295,7 +295,13 @@ class _EnoughStepsError(Exception):
 
 
 def run_trainwright(
-    bench: Bench, *, mode: str, scan: bool = False, masters: bool = False, is_cold: bool = False
+    bench: Bench,
+    *,
+    mode: str,
+    scan: bool = False,
+    masters: bool = False,
+    budget: float | None = None,
+    is_cold: bool = False,
 ) -> torch.nn.Module:
     """Ours with every default hook."""
     from trainwright import Hook, RunConfig, build_trainer
@@ -326,7 +332,7 @@ def run_trainwright(
     optimizer = {"type": "adamw", "lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
     runtime = {"device": bench.device.type, "precision": "bf16", "mode": mode}
     if mode != "eager":
-        runtime["compile_backend"] = bench.backend
+        runtime |= {"compile_backend": bench.backend, "compile_memory_budget": budget}
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             "name": "benchmark",

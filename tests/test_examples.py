@@ -108,7 +108,7 @@ def test_llama_learns_code_which_is_continued_and_exported(tmp_path, monkeypatch
                 cli.main()
             assert not left.value.code, line
     assert "def read_" in capsys.readouterr().out
-    difference = re.search(r"difference of two logits: (\S+)", run_python(folder, "use.py"))
+    difference = re.search(r"difference of two logits: (\S+)", run_here(folder, "use.py", monkeypatch, capsys))
     assert float(difference[1]) < 1e-5
 
 

@@ -167,6 +167,8 @@ def build_model(config: RunConfig, *, folder: Path | None = None) -> torch.nn.Mo
 def _join(config: RunConfig) -> tuple[Backend, Ranks]:
     where = config.origin("runtime.device")
     backend = pick_backend(config.runtime.device, local_rank=processes.local_rank(), where=where)
+    if config.runtime.deterministic:
+        backend.repeat_bits()
     backend.claim()
     axes = resolve_mesh(config, processes.world_size())
     refuse_modes(config, axes)

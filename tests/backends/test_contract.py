@@ -32,6 +32,14 @@ def claim(backend, folder):
     assert (torch.ones(2, device=backend.device) + 1).tolist() == [2, 2]
 
 
+def repeat_bits(backend, folder):
+    try:
+        backend.repeat_bits()
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def seed(backend, folder):
     drawn = []
     for value in (3, 4, 3):
@@ -120,8 +128,20 @@ def describe(backend, folder):
 VERBS = {
     act.__name__: act
     for act in (
-        *(claim, seed, autocast, to_device, warming_up, record, limited_memory, memory_room, begin_peak, memory),
-        *(release_memory, write_memory_snapshot, describe),
+        *(
+            claim,
+            repeat_bits,
+            seed,
+            autocast,
+            to_device,
+            warming_up,
+            record,
+            limited_memory,
+            memory_room,
+            begin_peak,
+            memory,
+        ),
+        *(begin_peak, memory, release_memory, write_memory_snapshot, describe),
     )
 }
 

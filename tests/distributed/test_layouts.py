@@ -4,11 +4,22 @@ Real ranks and the whole loop; the runs are layout_cases.py's.
 """
 
 import json
+from functools import partial
 
 import pytest
 import torch
 from tests.distributed.forked_launch import launch, launch_well
-from tests.distributed.layout_cases import CASES, FAILURES, LAYOUTS, PARTS, fail_alone, fails_in, is_run, main
+from tests.distributed.layout_cases import (
+    CASES,
+    FAILURES,
+    LAYOUTS,
+    PARTS,
+    REPEATED,
+    fail_alone,
+    fails_in,
+    is_run,
+    main,
+)
 
 from trainwright.checkpoint.store import CheckpointStore
 
@@ -17,12 +28,15 @@ SPLIT = [layout for layout in LAYOUTS if layout != "one"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(request, tmp_path_factory):
     """What this process, two ranks and four ranks leave, of one launch each."""
     folder = tmp_path_factory.mktemp("layouts")
-    main(folder)
+    here = (item for item in request.session.items if item.path == request.path)
+    has_slow = any(item.get_closest_marker("slow") for item in here)
+    act = partial(main, left_out=frozenset() if has_slow else REPEATED)
+    act(folder)
     for world in (2, 4):
-        launch_well(folder, world, main)
+        launch_well(folder, world, act)
     return folder
 
 
@@ -59,7 +73,11 @@ def assert_close(expected, found, limit):
 
 
 def cases(*names):
-    return [(name, layout) for name in names for layout in SPLIT if is_run(name, layout)]
+    return [marked(name, layout) for name in names for layout in SPLIT if is_run(name, layout)]
+
+
+def marked(name, layout):
+    return pytest.param(name, layout, marks=[pytest.mark.slow] if (name, layout) in REPEATED else [])
 
 
 @pytest.mark.parametrize(("name", "layout"), cases("evaluated", "tiny"))
@@ -74,19 +92,19 @@ def test_every_row_is_evaluated_once_and_in_order(folder, name, layout):
         assert name == "tiny" or last[f"{each}/words/rows"] == size
 
 
-@pytest.mark.parametrize("layout", ["data", "tensor", "pipeline"])
-def test_an_evaluation_that_a_signal_ends_is_left_by_all_and_made_anew(folder, layout):
-    for left in results(folder, layout)["left"]:
+@pytest.mark.parametrize(("name", "layout"), [marked("left", layout) for layout in ("data", "tensor", "pipeline")])
+def test_an_evaluation_that_a_signal_ends_is_left_by_all_and_made_anew(folder, name, layout):
+    for left in results(folder, layout)[name]:
         assert left == [3, True, "SIGTERM", True]  # the last: it did not end the evaluation first
-    assert lines(folder, layout, "left") == lines(folder, layout, "evaluated")
-    undisturbed, found = (weights(folder, layout, name) for name in ("evaluated", "left"))
+    assert lines(folder, layout, name) == lines(folder, layout, "evaluated")
+    undisturbed, found = (weights(folder, layout, each) for each in ("evaluated", name))
     assert all(torch.equal(value, found[key]) for key, value in undisturbed.items())
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        (name, layout)
+        marked(name, layout)
         for name in FAILURES
         for layout in ("data", "tensor", "pipeline")
         if name.startswith("fails") and fails_in(name, layout)
@@ -141,11 +159,11 @@ def test_a_compiled_forward_makes_the_updates_of_eager_mode(folder, layout):
     assert_close(eager, lines(folder, layout, "compiled"), 1e-9)
 
 
-@pytest.mark.parametrize("layout", ["one", *PARTS, "pipeline"])
-def test_frozen_parameters_stay_and_others_move(folder, layout):
-    begun, found = (weights(folder, layout, name) for name in ("lora", "frozen"))  # adapters leave the rest alone
-    for name in ("model.embed_tokens.weight", "model.layers.1.self_attn.q_proj.weight"):
-        assert torch.equal(found[name], begun[name])
+@pytest.mark.parametrize(("name", "layout"), [marked("frozen", layout) for layout in ("one", *PARTS, "pipeline")])
+def test_frozen_parameters_stay_and_others_move(folder, name, layout):
+    begun, found = (weights(folder, layout, each) for each in ("lora", name))  # adapters leave the rest alone
+    for fixed in ("model.embed_tokens.weight", "model.layers.1.self_attn.q_proj.weight"):
+        assert torch.equal(found[fixed], begun[fixed])
     assert not torch.equal(found["model.layers.1.mlp.down_proj.weight"], begun["model.layers.1.mlp.down_proj.weight"])
 
 

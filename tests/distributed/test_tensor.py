@@ -112,9 +112,12 @@ def test_every_shipped_model_trains_on_two_tensor_ranks_as_on_one(tmp_path):
         assert max(distances.values()) < 1e-10, distances
 
 
-def test_every_shipped_model_trains_on_two_data_by_two_tensor_ranks_as_on_one(tmp_path):
-    names = ("llama", "llama_untied", "gpt2", "bert", "vit", "t5")
+# Each is split along either axis alone above and in tests/parallel: three show that both go together.
+OF_BOTH_AXES = [("llama", "gpt2", "t5"), pytest.param(("llama_untied", "bert", "vit"), marks=pytest.mark.slow)]
 
+
+@pytest.mark.parametrize("names", OF_BOTH_AXES, ids=lambda names: "-".join(names))
+def test_every_shipped_model_trains_on_two_data_by_two_tensor_ranks_as_on_one(names, tmp_path):
     def act(mesh):
         found = {}
         for name in names:

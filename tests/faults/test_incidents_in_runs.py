@@ -5,6 +5,7 @@ nothing bad; what is written about an incident is enough to run that very step a
 """
 
 import copy
+import itertools
 import json
 import math
 import signal
@@ -37,6 +38,11 @@ COMMON = (
 SPIKES = ("incidents.spike_window=8", "incidents.spike_threshold=1000")
 HARM = {"nan": ".nan", "infinite": ".inf", "10⁴ times too large": "1.0e+4"}
 STREAM, POINTS = "HurtStream", "HurtPoints"
+
+
+def every(*lists, but=()):
+    """All combinations; those of `but` have each of their values in another one, and are `make test-slow`'s alone."""
+    return [pytest.param(*each, marks=[pytest.mark.slow] if each in but else []) for each in itertools.product(*lists)]
 
 
 def data(kind=POINTS, **arguments):
@@ -135,8 +141,9 @@ def not_applied_at(step, config):
     return NotApplied
 
 
-@pytest.mark.parametrize("micro_batch_size", [8, 4])
-@pytest.mark.parametrize("harm", HARM)
+@pytest.mark.parametrize(
+    ("harm", "micro_batch_size"), every(HARM, [8, 4], but=[("infinite", 4), ("10⁴ times too large", 8)])
+)
 def test_skip_equals_a_run_whose_update_is_not_applied(harm, micro_batch_size, tmp_path, tried):
     tried("a nan, infinite or 10⁴ × loss: `skip`", cases=2)
     settings = (*COMMON, f"trainer.micro_batch_size={micro_batch_size}")
@@ -188,9 +195,19 @@ def assert_ends_without(run, reference, *, num_incidents):
     assert what_is_left(run)["training"]["incidents"]["num_incidents"] == num_incidents
 
 
-@pytest.mark.parametrize("saving", ["true", "false"])
-@pytest.mark.parametrize("back_to", BACK_TO)
-@pytest.mark.parametrize("harm", ["nan", "10⁴ times too large"])
+ROLLBACKS = every(
+    ["nan", "10⁴ times too large"],
+    BACK_TO,
+    ["true", "false"],
+    but=[
+        *(("nan", back_to, "false") for back_to in ("a copy in memory", "the start")),
+        *(("10⁴ times too large", back_to, "false") for back_to in ("a checkpoint", "the start")),
+        ("10⁴ times too large", "a copy in memory", "true"),
+    ],
+)
+
+
+@pytest.mark.parametrize(("harm", "back_to", "saving"), ROLLBACKS)
 def test_rollback_equals_a_run_whose_data_lacks_the_batch(harm, back_to, saving, tmp_path, tried):
     tried("a nan or 10⁴ × loss: `rollback` to a checkpoint, a copy in memory, the start", cases=2)
     # Log windows of two steps, so that going back lands in the midst of one.
@@ -214,9 +231,11 @@ def test_rollback_equals_a_run_whose_data_lacks_the_batch(harm, back_to, saving,
     assert_ends_without(killed, reference, num_incidents=1)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", [POINTS, STREAM])
-@pytest.mark.parametrize("back_to", BACK_TO)
+# Worker processes take long to begin; what is left out does not depend on where the run goes back to.
+WITH_WORKERS = [(back_to, kind, 2) for back_to in ("a copy in memory", "the start") for kind in (POINTS, STREAM)]
+
+
+@pytest.mark.parametrize(("back_to", "kind", "workers"), every(BACK_TO, [POINTS, STREAM], [0, 2], but=WITH_WORKERS))
 def test_several_incidents_are_all_left_out(back_to, kind, workers, tmp_path, tried):
     tried("several incidents in one run, two of them neighbours: `rollback`")
     hurt = [3, 6, 7]

@@ -57,7 +57,8 @@ def replays(monkeypatch):
     ids=lambda each: each["type"],
 )
 def test_a_captured_run_equals_the_run_of_the_same_kernels(tmp_path, replays, optimizer):
-    assert_close_runs(tmp_path, trainer={"optimizer": optimizer})
+    # Rates are single precision in a graph, and some optimizers have another formula there.
+    assert_close_runs(tmp_path, trainer={"optimizer": optimizer}, tolerance=1e-3)
     assert len(replays) == 11  # three warm up
 
 
@@ -79,7 +80,7 @@ def test_a_run_that_goes_back_records_anew(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", [on_cpu.TwoOptimizers, on_cpu.LateOptimizer])
 def test_two_updates_in_one_step_are_captured(tmp_path, kind):
-    assert_close_runs(tmp_path, kind, trainer={"micro_batch_size": 16, "optimizer": None})
+    assert_close_runs(tmp_path, kind, trainer={"micro_batch_size": 16, "optimizer": None}, tolerance=1e-3)
 
 
 def test_the_step_tensor_counts_and_hooks_see_gradients(tmp_path):

@@ -20,9 +20,10 @@ class Cycle:
 @pytest.fixture(autouse=True)
 def _collector_as_before():
     assert gc.isenabled()
+    gc.unfreeze()  # what the session has set aside
     yield
-    gc.unfreeze()
     gc.enable()
+    gc.freeze()
 
 
 def num_alive(references):

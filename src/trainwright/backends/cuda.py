@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,11 @@ class CudaBackend(Backend):
     def claim(self) -> None:
         """Makes this device the current one, for NCCL and for kernels that ask for it."""
         torch.cuda.set_device(self.device)
+
+    def repeat_bits(self) -> None:
+        """Also gives matrix products the workspace that they need to add up in a fixed order."""
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        super().repeat_bits()
 
     def seed(self, value: int) -> None:
         """Seeds the CPU's and this device's generators."""

@@ -50,6 +50,8 @@ FREE_SETTINGS = (
     "runtime.accumulate_unsharded",
     "runtime.mode",
     "runtime.compile_backend",
+    "runtime.compile_memory_budget",
+    "runtime.deterministic",
     "runtime.expect_graph_breaks",
     "runtime.device",
 )

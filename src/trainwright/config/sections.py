@@ -325,8 +325,14 @@ class RuntimeSection(Section):
     """How a step runs; its meaning is the same in each."""
     compile_backend: Annotated[str, Field(min_length=1)] | None = None
     """In the modes compile and graph, the backend of torch.compile; None: inductor."""
+    compile_memory_budget: Annotated[float, Field(ge=0, le=1)] | None = None
+    """In the modes compile and graph, the share of the activations that is kept for the backward pass; the compiler
+    computes the cheapest of the rest again. None: as many as it likes."""
     expect_graph_breaks: Annotated[int, Field(ge=0)] | None = None
     """In the modes compile and graph, how many places may break the graph: one more ends the run; None: any number."""
+    deterministic: bool = False
+    """Whether torch may use only kernels that give the same bits every time, slower on a GPU; it refuses an operation
+    that has none."""
     mesh: Annotated[MeshSection, BeforeValidator(empty_section)] = Field(default_factory=MeshSection)
     """How the ranks are laid out."""
     reshard_after_forward: bool = True

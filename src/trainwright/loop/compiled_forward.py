@@ -34,7 +34,7 @@ Region = Callable[..., tuple[Any, dict[str, Any], Mapping[str, Any] | None]]
 """Maps a trainer and a micro-batch to the loss, the metrics and the outputs."""
 _BACKEND = "inductor"
 _LENIENT = nullcontext()
-_WITHOUT_EFFECT = ("compile_backend", "expect_graph_breaks")
+_WITHOUT_EFFECT = ("compile_backend", "compile_memory_budget", "expect_graph_breaks")
 
 
 def refuse_modes(config: RunConfig, axes: Mapping[str, int]) -> None:
@@ -86,6 +86,8 @@ class CompiledForward:
         if has_around(trainer.model, Recomputed):
             # What a block puts into the event storage is put in its first pass only.
             torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+        if runtime.compile_memory_budget is not None:
+            torch._functorch.config.activation_memory_budget = runtime.compile_memory_budget
         is_gathered = compile_gathered(trainer.model, backend)
         is_scanned = not is_gathered and keep_apart(trainer.model)
         # Blocks that stay apart are breaks on purpose, which are counted by who listens.
