@@ -346,6 +346,7 @@ def run_trainwright(
                 "schedule": {"type": "constant"},
             },
             "model": {"type": case.model, **case.sizes, **({"scan": case.blocks} if scan else {})},
+            "data": {"shuffle": False},  # the order of the others
             "checkpoint": {"every_steps": None},
             "runtime": runtime,
             "writers": ["json"],

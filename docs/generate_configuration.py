@@ -35,7 +35,7 @@ MODEL_KEYS = """\
 
 A component (below), whose arguments are the model's own settings. These keys beside them are not the constructor's; any
 model takes them, but for `preset`. All about them, with examples: [pretrained weights](models.md#pretrained-weights),
-[training a part](models.md#training-a-part).
+[training a part](models.md#training-a-part), [memory](memory.md), [sharding](distributed.md).
 
 | key | value | meaning |
 |---|---|---|
@@ -44,6 +44,11 @@ model takes them, but for `preset`. All about them, with examples: [pretrained w
 | `replace` | a section | Components by glob, each in the place of the sub-modules that it matches. |
 | `lora` | a section | Adapters on linear layers: `match`, `rank`, `alpha`, `dropout`, `train`. |
 | `freeze` | text or list of text | Globs of parameters that are not trained. |
+| `dtype` | `fp32`, `bf16`, `fp16` | What the weights are kept in; left out, as the model makes them: fp32. |
+| `sharding` | text or a section | How parameters are split over ranks: a packaged name, a file, or rules. |
+| `remat` | text, list or a section | Layers computed again: `layers`, `save`, `budget`, `every`; or by path. |
+| `scan` | text, list or a section | Stacks of equal blocks, compiled as one: a path, or `path` and `backend`. |
+| `offload` | list of text or a section | Named tensors that wait for backward in host memory; or by path. |
 """
 
 COMPONENTS = """\

@@ -215,6 +215,17 @@ def test_the_page_on_memory_works_and_its_settings_change_no_loss(reader):
     assert losses_of("plain") == losses_of("remat")
 
 
+def test_the_page_on_speed_works_and_its_modes_agree(reader, monkeypatch):
+    pytest.importorskip("sklearn")
+    monkeypatch.setattr("trainwright.hooks.matrix_rate._MEASURED_SECONDS", 0.01)
+    monkeypatch.setattr("trainwright.hooks.matrix_rate._LARGEST", 256)
+    for block in blocks_of((DOCS / "performance.md").read_text("utf-8")):
+        reader.read([block])
+        if not block[0]:
+            assert reader.exit_code == 0, reader.shown
+    assert losses_of("profiled") == losses_of("eager") == losses_of("graph") == losses_of("compiled")
+
+
 def test_the_page_on_clusters_works_and_its_layouts_agree(in_tmp, monkeypatch, capfd):
     reader = ForkingReader(monkeypatch, capfd)
     for block in blocks_of((DOCS / "distributed.md").read_text("utf-8")):

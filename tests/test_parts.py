@@ -390,7 +390,7 @@ def test_a_wrong_hook_argument_is_refused_with_its_place(tmp_path):
 
 def test_a_wrong_metric_argument_is_refused_with_the_override_that_gives_it(tmp_path):
     override = "evaluation.metrics.accuracy.top=5"
-    with pytest.raises(ConfigError, match='evaluation.metrics.accuracy: Accuracy takes no argument "top"') as refused:
+    with pytest.raises(ConfigError, match=r"metrics\.accuracy: Accuracy takes no argument .top.") as refused:
         build_trainer(load(tmp_path, override))
     assert str(refused.value).startswith(f"override {override}: ")
 

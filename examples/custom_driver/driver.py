@@ -7,8 +7,7 @@ import urllib.request
 
 import experiments  # noqa: F401  # registers them
 
-from trainwright import run_experiment
-from trainwright.doors.experiments import load_experiment
+from trainwright import load_experiment, run_experiment
 
 
 def notify(message):

@@ -1,7 +1,6 @@
 """The run of run.yaml from a script, under another name: a trainer that appends a hook of its own."""
 
-from trainwright import RunConfig, Trainer, build_trainer
-from trainwright.hooks.callback import CallbackHook
+from trainwright import CallbackHook, RunConfig, Trainer, build_trainer
 
 
 class Announced(Trainer):

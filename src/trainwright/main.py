@@ -296,7 +296,7 @@ def _say_how_it_ended(trainer: Trainer) -> None:
             trainer.stop_reason,
             trainer.step,
         )
-    elif trainer.stop_reason is not None:
+    elif trainer.stop_reason is not None and trainer.step < trainer.max_steps:
         logger.info("Stopped at step %d: %s.", trainer.step, trainer.stop_reason)
     else:
         logger.info("Finished at step %d.", trainer.step)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from trainwright.backends.cuda_graphs import _Results
 from trainwright.backends.recording import record_operations
 from trainwright.errors import HostReadError, TrainwrightError
 
@@ -80,8 +83,12 @@ def test_constants_of_the_code_are_fresh_in_every_replay():
         lambda x: x[x > 0],
         lambda x: x.nonzero(),
         lambda x: x.unique(),
+        lambda x: x.tolist(),
+        lambda x: torch.from_numpy(x.numpy()),
+        lambda x: np.asarray(x),
+        lambda x: torch.from_dlpack(x),
     ],
-    ids=["item", "bool", "equal", "mask", "nonzero", "unique"],
+    ids=["item", "bool", "equal", "mask", "nonzero", "unique", "tolist", "numpy", "array", "dlpack"],
 )
 def test_what_depends_on_values_is_refused(read):
     with pytest.raises(HostReadError):
@@ -89,8 +96,109 @@ def test_what_depends_on_values_is_refused(read):
 
 
 def test_a_tensor_that_no_operation_made_is_refused():
+    batch = torch.ones(3)
+    memory = batch.numpy()
     with pytest.raises(TrainwrightError, match="without an operation of torch"):
-        record_operations(lambda given: [torch.from_numpy((given[0] + 1).numpy()) * 2], [torch.ones(3)])
+        record_operations(lambda given: [torch.from_numpy(memory) * given[0]], [batch])
+
+
+def test_indexing_by_numbers_is_recorded():
+    rows = torch.arange(3)
+    recording, _ = record_operations(lambda given: [given[0][rows, given[1]]], [torch.eye(3), torch.zeros(3).long()])
+    values = torch.arange(9.0).reshape(3, 3)
+    assert recording.replay([values, torch.tensor([2, 0, 1])])[0].tolist() == [2.0, 3.0, 7.0]
+
+
+def test_empty_tensors_are_no_tensors_without_an_operation():
+    empty = torch.empty(0)
+    recording, _ = record_operations(lambda given: [torch.empty(0).sum() + empty.sum() + given[0]], [torch.ones(())])
+    assert recording.replay([torch.tensor(4.0)])[0].item() == 4.0
+
+
+@pytest.mark.parametrize(
+    "reshape", [lambda x: x.detach().t_(), lambda x: x.t().unsqueeze_(0)], ids=["detached", "view"]
+)
+def test_the_shape_of_a_view_is_not_changed_in_place(reshape):
+    buffer = torch.arange(6.0).reshape(2, 3)
+    with pytest.raises(HostReadError, match="changes the shape of a view in place"):
+        record_operations(lambda given: [reshape(buffer) + given[0]], [torch.ones(())])
+
+
+def _own_generator():
+    generator = torch.Generator().manual_seed(1)
+    torch.rand(1, generator=generator)
+    return generator
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        lambda own: torch.manual_seed(3),
+        lambda own: torch.default_generator.manual_seed(4),
+        lambda own: torch.default_generator.set_state(torch.Generator().manual_seed(5).get_state()),
+        lambda own: own.manual_seed(1),
+    ],
+    ids=["torch", "default", "state", "own"],
+)
+def test_seeding_within_a_recording_is_refused(seed):
+    generator = _own_generator()
+
+    def run(given):
+        seed(generator)
+        return [given[0] + torch.rand(2) + torch.rand(2, generator=generator)]
+
+    with pytest.raises(HostReadError, match="a generator is seeded"):
+        record_operations(run, [torch.ones(2)])
+
+
+def test_a_generator_of_ones_own_draws_on_in_replays():
+    generator, plain = _own_generator(), _own_generator()
+    recording, _ = record_operations(lambda given: [given[0] * torch.rand(2, generator=generator)], [torch.ones(2)])
+    torch.rand(2, generator=plain)
+    assert torch.equal(recording.replay([torch.ones(2)])[0], torch.rand(2, generator=plain))
+
+
+def test_another_threads_reads_of_the_generator_are_not_recorded():
+    def run(given):
+        reader = threading.Thread(target=lambda: torch.set_rng_state(torch.get_rng_state()))
+        reader.start()
+        reader.join()
+        return [given[0] + 1]
+
+    recording, _ = record_operations(run, [torch.ones(2)])
+    assert recording.num_operations == 1
+
+
+def test_what_was_found_is_returned_as_a_copy():
+    weight = torch.ones(2)
+    recording, [first] = record_operations(lambda given: [weight.add_(given[0])], [torch.ones(2)])
+    [second] = recording.replay([torch.ones(2)])
+    weight.zero_()
+    assert (first.tolist(), second.tolist()) == ([2.0, 2.0], [3.0, 3.0])
+
+
+def test_parameters_without_a_gradient_have_none_after_a_replay():
+    weight, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+    def run(given):
+        weight.grad = other.grad = None
+        (weight * given[0]).sum().backward()
+        return []
+
+    recording, _ = record_operations(run, [torch.ones(3)], parameters=[weight, other])
+    other.grad = torch.ones(3)
+    recording.replay([torch.ones(3)])
+    assert other.grad is None
+    assert weight.grad is not None
+
+
+def test_results_of_a_graph_on_another_device_are_kept_apart_and_warned_of(caplog):
+    here = torch.device("cpu")
+    assert [each.item() for each in _Results([torch.ones(1), torch.tensor(2)], here).copies()] == [1.0, 2]
+    assert caplog.text == ""
+    [copy] = _Results([torch.ones(1)], torch.device("cuda", 0)).copies()
+    assert copy.tolist() == [1.0]
+    assert "lies on cpu, where a graph of cuda:0 computes nothing" in caplog.text
 
 
 def test_what_a_replay_makes_in_between_is_freed():

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from trainwright import RunConfig
 from trainwright.cli import app
 from trainwright.commands.config import schema_of_runs
+from trainwright.config.component import ModelSection
 from trainwright.config.yaml_text import parse
 from trainwright.errors import ConfigError, TrainwrightError
 
@@ -289,6 +290,12 @@ def test_the_reference_is_what_the_schema_gives():
     spec.loader.exec_module(module)
     written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert written == module.generate(), "Run: python docs/generate_configuration.py"
+
+
+def test_the_reference_has_every_key_beside_a_models_own_arguments():
+    written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    section = written.partition("## model\n")[2].partition("\n## ")[0]
+    assert [key for key in ("preset", *ModelSection.reserved_keys) if f"\n| `{key}` |" not in section] == []
 
 
 def test_explained_errors_are_ours(project):

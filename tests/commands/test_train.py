@@ -1,4 +1,4 @@
-"""`trainwright train --profile`; what else the command does is in tests/test_cli.py."""
+"""`trainwright train --profile`, and a slip with --mode; what else the command does is in tests/test_cli.py."""
 
 import logging
 from pathlib import Path
@@ -49,6 +49,13 @@ def test_going_on_without_a_profile_is_no_change(in_tmp):
     done = invoke(*SHORT, "trainer.max_steps=6")
     assert done.exit_code == 0, done.output
     assert "state of hooks" not in done.output
+
+
+@pytest.mark.parametrize("mode", ["eager", "compile", "graph"])
+def test_how_a_step_runs_given_as_what_to_do_is_told_its_place(in_tmp, mode):
+    done = invoke("--mode", mode)
+    assert isinstance(done.exception, ConfigError)
+    assert f"write runtime.mode={mode}" in str(done.exception)
 
 
 @pytest.mark.parametrize(

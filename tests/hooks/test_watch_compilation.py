@@ -10,11 +10,15 @@ from tests.loop.test_compile_mode import BREAKING, COMPILED, breaking_lines, mak
 
 from trainwright import Trainer
 from trainwright.hooks.watch_compilation import WatchCompilation
-from trainwright.loop.compilations import Compilations
+from trainwright.loop.compilations import Compilations, listening
 from trainwright.loop.user_lines import UserFiles
 
 SETTINGS = (*PLAIN, "log.every_steps=1", "trainer.micro_batch_size=8", *COMPILED)
-LOGGERS = ("torch._dynamo.symbolic_convert.__graph_breaks", "torch._dynamo.guards.__recompiles")
+LOGGERS = (
+    "torch._dynamo.symbolic_convert.__graph_breaks",
+    "torch._dynamo.convert_frame.__graph_breaks",
+    "torch._dynamo.guards.__recompiles",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -48,11 +52,8 @@ def test_a_recompilation_is_told_with_its_guard_and_the_line_and_counted_in_its_
         trainer = run(tmp_path / "run", *SETTINGS, trainer=Shrinking)
     found = compile_lines(trainer)
     assert list(found) == [1, 3]  # nothing at all in the others
-    assert {name: found[1][name] for name in ("graphs", "recompilations", "graph_breaks")} == {
-        "graphs": 1,
-        "recompilations": 0,
-        "graph_breaks": 0,
-    }
+    assert found[1]["graphs"] == 1
+    assert found[1].keys() <= {"graphs", "seconds", "cache_hits"}  # what is 0 is not there
     assert found[3]["recompilations"] == found[3]["graphs"] == 1
     assert 0 < found[3]["seconds"] < 600
     (told,) = [record.getMessage() for record in caplog.records]
@@ -103,6 +104,23 @@ def test_who_asked_torch_for_its_own_log_still_gets_it(caplog):
         assert not torch._logging._internal.log_state.is_artifact_enabled("recompiles")
     finally:
         torch._logging.set_logs()
+
+
+@pytest.mark.parametrize("name", LOGGERS)
+def test_a_record_of_each_of_torchs_loggers_is_heard_and_kept_from_who_did_not_ask(name):
+    source, passed = logging.getLogger(name), []
+    handler = logging.Handler()
+    handler.emit = passed.append
+    heard = Compilations(UserFiles("/nowhere"))
+    source.addHandler(handler)
+    try:
+        with listening(heard), listening(heard):  # the second one changes nothing
+            source.debug("Graph Break Reason: made up")
+            assert heard.has_news
+        assert not heard.is_listening
+    finally:
+        source.removeHandler(handler)
+    assert passed == []
 
 
 def test_it_is_there_by_default_in_compiled_modes_only(tmp_path):

@@ -220,6 +220,89 @@ def test_more_breaks_than_expected_end_the_run_with_their_lines(tmp_path, number
     assert all(line in str(caught.value) for line in lines)
 
 
+class WithoutHooks(Trainer):
+    @classmethod
+    def build_hooks(cls, build):
+        return []
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_breaks_are_counted_also_where_the_hooks_are_the_users_own(tmp_path, number):
+    settings = (*BREAKING, *COMPILED, f"runtime.expect_graph_breaks={number}")
+    trainer = build_trainer(config_of(tmp_path / "run", *settings), WithoutHooks)
+    with pytest.raises(TrainwrightError, match=rf"runtime\.expect_graph_breaks: {number}, but the compiled"):
+        trainer.train()
+    assert not trainer.compiled_forward.compilations.is_listening
+
+
+class BreakingDeep(Deep):
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def test_with_scan_a_break_outside_of_the_blocks_is_one_too_many_also_without_hooks(tmp_path):
+    settings = (*DEEP, deep(2, scan="layers").replace(":Deep", ":BreakingDeep"), *COMPILED)
+    trainer = build_trainer(config_of(tmp_path / "run", *settings, "runtime.expect_graph_breaks=0"), WithoutHooks)
+    with pytest.raises(TrainwrightError, match=r"runtime\.expect_graph_breaks: 0, but the compiled"):
+        trainer.train()
+
+
+def test_torchs_settings_are_as_before_after_a_run(tmp_path):
+    def settings():
+        return (
+            torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint,
+            torch._functorch.config.activation_memory_budget,
+        )
+
+    before = settings()
+    run(tmp_path / "run", *DEEP, deep(2, remat="Layer"), *COMPILED, "runtime.compile_memory_budget=0.5")
+    assert settings() == before == (False, 1.0)
+
+
+@pytest.fixture
+def failing_backward():
+    """A backend of torch.compile whose backward cannot be compiled, as where a compiler is not installed."""
+    from torch._dynamo.backends import registry
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    def fail(graph, inputs):
+        raise BackendCompilerFailed("inductor", RuntimeError("no compiler was found\n1,150 lines more"), None)
+
+    registry.register_backend(aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=fail), name="failing")
+    yield "runtime.compile_backend=failing"
+    for table in (registry._BACKENDS, registry._COMPILER_FNS):
+        table.pop("failing", None)
+
+
+def failed_backward(trainer):
+    """Runs a forward and its backward; returns the error."""
+    trainer.samples_in_hand = 8
+    with trainer.storage, pytest.raises(RuntimeError) as caught:
+        trainer.run_forward({"x": torch.ones(8, 4), "labels": torch.zeros(8, dtype=torch.int64)}).loss.backward()
+    return caught.value
+
+
+def test_a_backward_that_cannot_be_compiled_is_explained_in_one_sentence(tmp_path, failing_backward):
+    trainer = make(tmp_path / "run", *PLAIN, "runtime.mode=compile", failing_backward)
+    error = failed_backward(trainer)
+    with pytest.raises(TrainwrightError, match=r"torch\.compile failed: .*no compiler was found") as caught:
+        trainer.compiled_forward.explain(error)
+    assert "1,150" not in str(caught.value)
+    assert "aot_eager" in str(caught.value)
+
+
+def test_a_compilation_that_a_signal_has_ended_is_the_stop_that_it_is(tmp_path, failing_backward, caplog):
+    trainer = make(tmp_path / "run", *PLAIN, "runtime.mode=compile", failing_backward)
+    error = failed_backward(trainer)
+    trainer.interrupt("SIGTERM")
+    with caplog.at_level("INFO", "trainwright"), pytest.raises(SystemExit) as caught:
+        trainer.compiled_forward.explain(error)
+    assert caught.value.code == 143
+    assert "SIGTERM ended the compilation in step 1. The same command begins anew" in caplog.text
+
+
 def test_expected_breaks_are_counted_and_change_nothing(tmp_path):
     eager = run(tmp_path / "eager", *BREAKING)
     compiled = run(tmp_path / "compiled", *BREAKING, *COMPILED, "runtime.expect_graph_breaks=2")

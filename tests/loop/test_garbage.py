@@ -140,6 +140,34 @@ def test_a_training_run_collects_at_its_log_steps_alone(tmp_path):
     assert gc.get_freeze_count() == 0
 
 
+def test_a_run_that_seldom_logs_collects_every_twenty_steps(tmp_path):
+    class Leaking(Trainer):
+        cycles, alive = [], []
+
+        def train_step(self, batch):
+            self.alive.append(num_alive(self.cycles))
+            self.cycles += make_cycles(1)
+            return super().train_step(batch)
+
+    make(tmp_path / "run", *PLAIN, "trainer.max_steps=50", "log.every_steps=50", trainer=Leaking).train()
+    assert Leaking.alive == [step % MOST_STEPS for step in range(50)]
+
+
+def test_an_evaluation_collects_every_twenty_batches(tmp_path):
+    class Leaking(Trainer):
+        cycles, alive = [], []
+
+        def eval_step(self, batch):
+            self.alive.append(num_alive(self.cycles))
+            self.cycles += make_cycles(1)
+            return super().eval_step(batch)
+
+    settings = ("data.eval.valid.size=400", "evaluation.batch_size=8", "trainer.max_steps=1", "log.every_steps=1")
+    make(tmp_path / "run", *settings, trainer=Leaking).train()
+    assert len(Leaking.alive) == 50
+    assert max(Leaking.alive) == MOST_STEPS - 1
+
+
 def test_workers_collect_their_own_garbage(tmp_path):
     (tmp_path / "own.py").write_text(
         "import gc, torch\n"

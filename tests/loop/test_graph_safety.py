@@ -2,6 +2,7 @@
 
 import logging
 import random
+from collections import deque
 
 import numpy as np
 import pytest
@@ -138,6 +139,65 @@ def test_the_look_leaves_no_trace(tmp_path, mode):
     assert traces_of(trainer) == before
     assert trainer.model.seen is buffer
     assert trainer.storage is storage
+
+
+class Helper:
+    """An object of the user's that a model calls."""
+
+    def __init__(self):
+        self.calls, self.seen = 0, {"sizes": [[]]}
+
+    def note(self, size):
+        self.calls += 1
+        self.seen["sizes"][0].append(size)
+
+
+class Hiding(Net):
+    """Leaves traces where one has to look for them."""
+
+    def __init__(self):
+        super().__init__()
+        self.helper, self.tables = Helper(), {"a": deque([1]), "b": [{2}]}
+        self.generators = [torch.Generator(), np.random.default_rng(0), np.random.RandomState(0), random.Random(0)]
+        self.mean, self.kept = torch.zeros(4), torch.zeros(4)
+
+    def forward(self, x, labels=None):
+        self.helper.note(len(x))
+        self.tables["a"].append(3)
+        self.tables["b"][0].add(4)
+        self.tables["c"] = x
+        torch.rand(1, generator=self.generators[0])
+        for draw in (self.generators[1].random, self.generators[2].rand, self.generators[3].random):
+            draw()
+        self.mean = self.mean + x.mean(0)
+        self.kept.data += 1
+        self.made_here = x
+        return super().forward(x, labels)
+
+
+def hidden_traces_of(model):
+    generators = [
+        model.generators[0].get_state().tolist(),
+        repr(model.generators[1].bit_generator.state),
+        repr(model.generators[2].get_state()),
+        model.generators[3].getstate(),
+    ]
+    tensors = (id(model.mean), model.mean.tolist(), model.kept.tolist())
+    return generators, tensors, repr(model.tables), model.helper.calls, repr(model.helper.seen), sorted(vars(model))
+
+
+def test_nested_containers_own_objects_generators_tensors_and_made_attributes_are_put_back(tmp_path):
+    settings = (f"model={{type: {HERE}:Hiding}}", "runtime.mode=graph")
+    trainer = make(tmp_path / "run", *settings)
+    trainer.samples_in_hand = 8
+    before, called = hidden_traces_of(trainer.model), []
+    trainer.model.register_forward_hook(lambda *_: called.append(trainer.model.helper.calls))
+    with trainer.storage:
+        look_before_first_step(trainer, BATCH)
+    assert called == [1]
+    assert hidden_traces_of(trainer.model) == before
+    trainer.model(**BATCH)
+    assert all(after != earlier for after, earlier in zip(hidden_traces_of(trainer.model), before, strict=True))
 
 
 class Differentiating(Net):

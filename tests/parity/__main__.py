@@ -20,22 +20,25 @@ from tests.parity.cases import DTYPES, LAYOUTS, MODELS, case_name, supports, wor
 
 LIMITS = {"float64": 1e-10, "float32": 1e-5}
 LAUNCH_SECONDS = 1800
+CASES_PER_LAUNCH = 12
+"""Each case opens process groups of its own, with threads that stay until the processes end."""
 
 
 def run(folder, cases):
-    """Runs (model, dtype, layout) cases, all of one world size in one launch; those after a failure start anew."""
+    """Runs (model, dtype, layout) cases, several of one world size in one launch; those after a failure start anew."""
     by_world = defaultdict(list)
     for case in cases:
         by_world[world_of(case[2])].append(case)
     for world, waiting in sorted(by_world.items()):
         while waiting:
-            _launch(folder, world, waiting)
-            left = [case for case in waiting if not _is_done(folder, case)]
+            now, waiting = waiting[:CASES_PER_LAUNCH], waiting[CASES_PER_LAUNCH:]
+            _launch(folder, world, now)
+            left = [case for case in now if not _is_done(folder, case)]
             failed = [case for case in left if list(folder.glob(f"{case_name(*case)}-rank-*.error"))]
             if left and not failed:
                 (folder / f"{case_name(*left[0])}-rank-0.error").write_text("The processes ended without a word.")
                 failed = left[:1]
-            waiting = [case for case in left if case not in failed]
+            waiting = [*(case for case in left if case not in failed), *waiting]
 
 
 def _launch(folder, world, cases):
@@ -87,16 +90,19 @@ def main():
     )
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     chosen = parser.parse_args()
-    wrong = 0
+    wrong = total = 0
+    print(f"{'model':16} {'dtype':8} {'layout':24} step  {'loss':>12} {'Δ':>8}  {'norm':>12} {'Δ':>8}  weights Δ")
     with tempfile.TemporaryDirectory(prefix="parity-") as name:
         folder = Path(name)
-        pairs = [(model, dtype) for model in chosen.models for dtype in chosen.dtypes if dtype in MODELS[model].dtypes]
-        cases = [(*pair, layout) for pair in pairs for layout in chosen.layouts if supports(pair[0], layout)]
-        run(folder, [(*pair, "one") for pair in pairs] + cases)
-        print(f"{'model':16} {'dtype':8} {'layout':24} step  {'loss':>12} {'Δ':>8}  {'norm':>12} {'Δ':>8}  weights Δ")
-        for case in cases:
-            wrong += not _print_case(folder, *case)
-    print(f"{len(cases) - wrong} of {len(cases)} layouts agree with one process.")
+        for model in chosen.models:
+            dtypes = [dtype for dtype in chosen.dtypes if dtype in MODELS[model].dtypes]
+            cases = [(model, dtype, each) for dtype in dtypes for each in chosen.layouts if supports(model, each)]
+            run(folder, [*((model, dtype, "one") for dtype in dtypes), *cases])
+            for case in cases:
+                wrong += not _print_case(folder, *case)
+            total += len(cases)
+            sys.stdout.flush()
+    print(f"{total - wrong} of {total} layouts agree with one process.")
     return wrong
 
 

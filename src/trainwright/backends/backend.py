@@ -41,8 +41,6 @@ class Backend:
     """torch.distributed's backend for tensors on this device."""
     num_warm_ups = 2
     """How many updates are made before one is recorded: they make the optimizers' state and load the kernels."""
-    records_compiled = False
-    """Can compiled code be part of what is recorded?"""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -76,9 +74,14 @@ class Backend:
         """Returns the context in which work is done that is to be recorded later."""
         return nullcontext()
 
-    def record(self, run: Run, inputs: Sequence[torch.Tensor]) -> tuple[Recording, list[torch.Tensor]]:
-        """Runs `run` once, recorded; returns the recording and what the run returned."""
-        return record_operations(run, inputs)
+    def record(
+        self, run: Run, inputs: Sequence[torch.Tensor], *, parameters: Sequence[torch.Tensor] = ()
+    ) -> tuple[Recording, list[torch.Tensor]]:
+        """Runs `run` once, recorded; returns the recording and what the run returned.
+
+        After each replay the parameters have the gradients of that replay, and none where the run left none.
+        """
+        return record_operations(run, inputs, parameters=parameters)
 
     def limited_memory(self, share: float) -> AbstractContextManager[None]:
         """Returns a context in which this process gets no more than `share` of what the device has for it.

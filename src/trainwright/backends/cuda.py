@@ -28,7 +28,6 @@ class CudaBackend(Backend):
 
     collectives = "cpu:gloo,cuda:nccl"
     num_warm_ups = 3
-    records_compiled = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -71,10 +70,12 @@ class CudaBackend(Backend):
             yield
         current.wait_stream(stream)
 
-    def record(self, run: Run, inputs: Sequence[torch.Tensor]) -> tuple[Recording, list[torch.Tensor]]:
+    def record(
+        self, run: Run, inputs: Sequence[torch.Tensor], *, parameters: Sequence[torch.Tensor] = ()
+    ) -> tuple[Recording, list[torch.Tensor]]:
         """Captures a CUDA graph, which does nothing yet, and launches it."""
         try:
-            graph = CudaGraph(run, inputs, self._stream_of_captures())
+            graph = CudaGraph(run, inputs, self._stream_of_captures(), parameters=parameters)
         except RuntimeError as error:
             if "captur" not in str(error):
                 raise

@@ -190,6 +190,10 @@ def _load(
 
 def _settle_mode(mode: str, *, eval_only: bool, resume: bool, fresh: bool, fast_dev_run: bool) -> str:
     """Returns what to do, and refuses flags that contradict each other."""
+    if mode in ("eager", "compile", "graph"):
+        raise ConfigError(
+            f"--mode says what to do, one of {MODES}. How a step runs is a setting: write runtime.mode={mode}."
+        )
     if mode not in MODES.split(", "):
         raise ConfigError(f"--mode: {mode!r} is unknown. Use one of {MODES}.")
     if resume and fresh:

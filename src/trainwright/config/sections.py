@@ -320,16 +320,18 @@ class RuntimeSection(Section):
     device: Annotated[str, Field(min_length=1)] = "auto"
     """auto, cpu, cuda or tpu; auto takes the best there is."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """The type of the forward's arithmetic; parameters stay fp32."""
+    """The type of the forward's arithmetic; parameters stay as they are: fp32 unless model.dtype says otherwise."""
     mode: Literal["eager", "compile", "graph"] = "eager"
     """How a step runs; its meaning is the same in each."""
     compile_backend: Annotated[str, Field(min_length=1)] | None = None
-    """In the modes compile and graph, the backend of torch.compile; None: inductor."""
+    """In mode compile, and in mode graph on a GPU, the backend of torch.compile; None: inductor. On a CPU mode graph
+    compiles nothing."""
     compile_memory_budget: Annotated[float, Field(ge=0, le=1)] | None = None
-    """In the modes compile and graph, the share of the activations that is kept for the backward pass; the compiler
-    computes the cheapest of the rest again. None: as many as it likes."""
+    """In mode compile, and in mode graph on a GPU, the share of the activations that is kept for the backward pass; the
+    compiler computes the cheapest of the rest again. None: as many as it likes."""
     expect_graph_breaks: Annotated[int, Field(ge=0)] | None = None
-    """In the modes compile and graph, how many places may break the graph: one more ends the run; None: any number."""
+    """In mode compile, and in mode graph on a GPU, how many places may break the graph: one more ends the run; None:
+    any number."""
     deterministic: bool = False
     """Whether torch may use only kernels that give the same bits every time, slower on a GPU; it refuses an operation
     that has none."""

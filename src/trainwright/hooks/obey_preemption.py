@@ -111,7 +111,7 @@ class Listener:
                     name = signal.Signals(urgent[0]).name
                     logger.error(
                         "%s came %.0f s ago and no step has ended since: leaving without saving. "
-                        "The run goes on from its newest checkpoint.",
+                        "The same command goes on from the newest checkpoint, or from the beginning if there is none.",
                         name,
                         self._deadline_seconds,
                     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections import Counter
 from pathlib import Path
@@ -55,6 +56,9 @@ class ProfileSteps(Hook):
         self._timed: tuple[float, int] | None = None
         self._clock = 0.0
         self._position = 0
+        self._left_out = 0.0
+        self._start = 0
+        self._counts_first = False
         self._profile: Any = None
         self._ranges: Ranges | None = None
         self._has_begun = False
@@ -135,6 +139,8 @@ class ProfileSteps(Hook):
 
     def _begin_profile(self) -> None:
         self._has_begun = True
+        # Above all that torch's profiler says of itself on stderr; it reads this when it is first used.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         self._profile = profile()
         # Preparing takes seconds on a GPU, which the trace then does not have.
         self._profile.prepare_trace()

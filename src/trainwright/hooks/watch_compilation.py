@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from trainwright.loop.compilations import Compilations
 from trainwright.loop.hook import Hook
 
 logger = logging.getLogger(__name__)
@@ -14,16 +15,19 @@ logger = logging.getLogger(__name__)
 class WatchCompilation(Hook):
     """Puts `compile/seconds`, `graphs`, `graph_breaks`, `recompilations` and `cache_hits` in steps that compile.
 
-    A log line holds the sums of its window. Nothing in other steps: they pay one look at a flag. Where the forward is
-    not compiled it does nothing.
+    A log line holds the sums of its window, but for those that are 0. Nothing in other steps: they pay one look at a
+    flag. Where the forward is not compiled it does nothing.
     """
+
+    def __init__(self) -> None:
+        self._heard: Compilations | None = None
+        self._told: set[str] = set()
+        self._window, self._sums = -1, dict[str, float]()
 
     def before_train(self) -> None:
         """Begins to listen."""
         compiled = self.trainer.compiled_forward
         self._heard = None if compiled is None else compiled.compilations
-        self._told: set[str] = set()
-        self._window, self._sums = -1, dict[str, float]()
         if self._heard is not None:
             self._heard.begin()
 
@@ -38,9 +42,8 @@ class WatchCompilation(Hook):
 
     def close(self) -> None:
         """Stops listening."""
-        heard = getattr(self, "_heard", None)
-        if heard is not None:
-            heard.end()
+        if self._heard is not None:
+            self._heard.end()
 
     def _tell(self) -> None:
         assert self._heard is not None
@@ -64,4 +67,5 @@ class WatchCompilation(Hook):
             self._window, self._sums = window, dict.fromkeys(counted, 0.0)
         for name, value in counted.items():
             self._sums[name] += value
-            storage.put_scalar(f"compile/{name}", self._sums[name], smoothing_hint=False)
+            if self._sums[name]:
+                storage.put_scalar(f"compile/{name}", self._sums[name], smoothing_hint=False)

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from trainwright.errors import ConfigError, DataError
+from trainwright.models.layers.compiled_code import constant_in_compiled_code
 from trainwright.user_code import caller, name_of, place_of
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a graph holds the answer, not the asking
+@constant_in_compiled_code
 def takes(forward: Callable[..., Any], name: str) -> bool:
     """Does this method take a keyword of that name?"""
     return _takes(forward, name)

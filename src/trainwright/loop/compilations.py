@@ -98,11 +98,19 @@ class Compilations:
 
         if self._ears:
             return
+        # Asked before the first ear asks torch for records itself.
+        wanted = set(torch._logging._internal.log_state.artifact_names)
         for name, what in _LOGGERS.items():
-            ear = _Ear(logging.getLogger(name), what, self._hear_break if what == _BREAKS else self._hear_recompilation)
+            hear = self._hear_break if what == _BREAKS else self._hear_recompilation
+            ear = _Ear(logging.getLogger(name), what, hear, was_wanted=what in wanted)
             self._ears.append((logging.getLogger(name), ear))
         callback_handler.register_start_callback(self._begin_compilation)
         callback_handler.register_end_callback(self._end_compilation)
+
+    @property
+    def is_listening(self) -> bool:
+        """Has somebody begun?"""
+        return bool(self._ears)
 
     def end(self) -> None:
         """Stops listening, and leaves torch's loggers as they were."""
@@ -180,14 +188,13 @@ class Compilations:
 class _Ear(logging.Filter):
     """Takes the records of one of torch's loggers; they go on only where somebody had asked for them before."""
 
-    def __init__(self, source: logging.Logger, artifact: str, hear: Any) -> None:
+    def __init__(self, source: logging.Logger, artifact: str, hear: Any, *, was_wanted: bool) -> None:
         super().__init__()
-        self._source, self._artifact, self._hear = source, artifact, hear
-        wanted: set[str] = torch._logging._internal.log_state.artifact_names
-        self._was_wanted = artifact in wanted
+        self._source, self._artifact, self._hear, self._was_wanted = source, artifact, hear, was_wanted
         self._level = source.level
-        if not self._was_wanted:
-            wanted.add(artifact)  # torch asks here before it writes a record
+        if not was_wanted:
+            # Torch asks here before it writes a record.
+            torch._logging._internal.log_state.artifact_names.add(artifact)
             source.setLevel(logging.DEBUG)
         source.addFilter(self)
 
@@ -206,7 +213,10 @@ class _Ear(logging.Filter):
 
 @contextmanager
 def listening(compilations: Compilations) -> Iterator[Compilations]:
-    """Listens inside of the block."""
+    """Listens inside of the block; who listens already goes on."""
+    if compilations.is_listening:
+        yield compilations
+        return
     compilations.begin()
     try:
         yield compilations

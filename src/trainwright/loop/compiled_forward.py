@@ -8,8 +8,9 @@ and those whose parameters are gathered for their use) are compiled by themselve
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,9 @@ import torch
 from trainwright.backends import waits_for_memory
 from trainwright.config import RunConfig
 from trainwright.config.tree import shown_path
-from trainwright.errors import ConfigError, TrainwrightError
+from trainwright.errors import ConfigError, TrainwrightError, exit_code_of
 from trainwright.events import Mean
-from trainwright.loop.compilations import Compilations, GraphBreak
+from trainwright.loop.compilations import Compilations, GraphBreak, listening
 from trainwright.loop.outputs import ForwardResult, read_forward
 from trainwright.loop.user_lines import UserFiles
 from trainwright.memory.forwards import has_around
@@ -30,10 +31,11 @@ from trainwright.memory.scan import compile_gathered, keep_apart, known_backend
 if TYPE_CHECKING:
     from trainwright.loop.trainer import Trainer
 
+logger = logging.getLogger(__name__)
+
 Region = Callable[..., tuple[Any, dict[str, Any], Mapping[str, Any] | None]]
 """Maps a trainer and a micro-batch to the loss, the metrics and the outputs."""
 _BACKEND = "inductor"
-_LENIENT = nullcontext()
 _WITHOUT_EFFECT = ("compile_backend", "compile_memory_budget", "expect_graph_breaks")
 
 
@@ -83,15 +85,11 @@ class CompiledForward:
         self.compilations = Compilations(users, forward=_place_of_forward(trainer, users))
         self._trainer = trainer
         self._num_breaks_expected = runtime.expect_graph_breaks
-        if has_around(trainer.model, Recomputed):
-            # What a block puts into the event storage is put in its first pass only.
-            torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-        if runtime.compile_memory_budget is not None:
-            torch._functorch.config.activation_memory_budget = runtime.compile_memory_budget
         is_gathered = compile_gathered(trainer.model, backend)
         is_scanned = not is_gathered and keep_apart(trainer.model)
-        # Blocks that stay apart are breaks on purpose, which are counted by who listens.
+        # Blocks that stay apart are breaks on purpose, and are told from others by who listens.
         self._refuses_breaks = runtime.expect_graph_breaks == 0 and not is_scanned
+        self._surroundings = self._choose_surroundings()
         self._train: Region = _training_region(trainer)
         self._evaluate: Region = _run_forward
         if not is_gathered:
@@ -103,7 +101,7 @@ class CompiledForward:
         trainer = self._trainer
         region = self._train if torch.is_grad_enabled() else self._evaluate
         try:
-            with self._strictness():
+            with self._compiling():
                 loss, metrics, outputs = region(trainer, batch)
         except TypeError:
             # Which keys of a batch a forward does not take is said only outside of a graph.
@@ -111,7 +109,7 @@ class CompiledForward:
                 _run_forward(trainer, batch)
             raise
         except Exception as error:
-            self._explain(error)
+            self.explain(error)
             raise
         # What the graph has put is filed: were the names still there, a second micro-batch would be another graph.
         trainer.storage.file_traced()
@@ -119,25 +117,62 @@ class CompiledForward:
             self._refuse_breaks(list(self.compilations.breaks.values()))
         return ForwardResult(loss, trainer.samples_in_hand, metrics, outputs)
 
-    def _strictness(self) -> AbstractContextManager[Any]:
-        if not self._refuses_breaks:
-            return _LENIENT
-        strict: AbstractContextManager[Any] = torch._dynamo.error_on_graph_break(True)
-        return strict
+    def _choose_surroundings(self) -> list[Callable[[], AbstractContextManager[Any]]]:
+        """Returns what a call of a region runs in. Torch's settings are the process's: they hold for the call alone."""
+        runtime = self._trainer.config.runtime
+        chosen: list[Callable[[], AbstractContextManager[Any]]] = []
+        if self._refuses_breaks:
+            chosen.append(lambda: torch._dynamo.error_on_graph_break(True))
+        elif runtime.expect_graph_breaks is not None:
+            # The hook that tells of breaks may not be there, and the limit holds all the same.
+            chosen.append(lambda: listening(self.compilations))
+        if has_around(self._trainer.model, Recomputed):
+            # What a block puts into the event storage is put in its first pass only.
+            once = {"skip_fwd_side_effects_in_bwd_under_checkpoint": True}
+            chosen.append(lambda: torch._dynamo.config.patch(once))
+        if runtime.compile_memory_budget is not None:
+            budget = {"activation_memory_budget": runtime.compile_memory_budget}
+            chosen.append(lambda: torch._functorch.config.patch(budget))
+        return chosen
 
-    def _explain(self, error: Exception) -> None:
-        """Says which line broke the graph, or that a compiler failed; other errors are left."""
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
+        if not self._surroundings:
+            yield
+            return
+        with ExitStack() as stack:
+            for each in self._surroundings:
+                stack.enter_context(each())
+            yield
+
+    def explain(self, error: Exception) -> None:
+        """Says which line broke the graph, or that a compiler failed; other errors are left.
+
+        A backward is compiled when it first runs, so whoever runs it asks too. Where the run was told to leave, which
+        ends a compiler's processes as well, this leaves as a run does that is told to.
+        """
         from torch._dynamo import exc
 
         if self._refuses_breaks and isinstance(error, exc.Unsupported | exc.UserError):
             self._refuse_breaks([self.compilations.break_of(error)], cause=error)
         if isinstance(error, exc.BackendCompilerFailed):
-            reason = str(error).strip().splitlines()[0]
+            self._leave_if_told()
+            cause = getattr(error, "inner_exception", error)
+            reason = next((line.strip().rstrip(".") for line in str(cause).splitlines() if line.strip()), "no reason")
             raise TrainwrightError(
-                f"runtime.mode: torch.compile failed: {reason} Use runtime.compile_backend: aot_eager, which needs no "
-                "compiler, or mode: eager.",
+                f"runtime.mode: torch.compile failed: {type(cause).__name__}: {reason}. Use "
+                "runtime.compile_backend: aot_eager, which needs no compiler, or mode: eager.",
                 where=self._trainer.config.origin("runtime.mode"),
             ) from error
+
+    def _leave_if_told(self) -> None:
+        trainer = self._trainer
+        if trainer.agreement.is_told_to_leave():
+            reason = trainer.agreement.reason or "interrupted"
+            saved = trainer.surroundings.store.steps()
+            goes_on = f"goes on from step {saved[-1]}" if saved else "begins anew, for nothing was saved yet"
+            logger.info("%s ended the compilation in step %d. The same command %s.", reason, trainer.step + 1, goes_on)
+            raise SystemExit(exit_code_of(reason))
 
     def _refuse_breaks(self, breaks: list[GraphBreak], *, cause: Exception | None = None) -> None:
         number = self._num_breaks_expected

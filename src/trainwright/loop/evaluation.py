@@ -252,6 +252,7 @@ class _Pass:
             return None
         trainer.samples_in_hand = data.samples_in_hand
         trainer.phases.enter("evaluate", trainer.step)
+        trainer.step_end.garbage.tidy(is_due=False)  # batches of an evaluation may leave cycles as steps do
         return self._step(batch, passthrough, data.samples_in_hand)
 
     def _meet(self, failure: Exception | None, *, has_ended: bool) -> None:

@@ -8,23 +8,24 @@ that cannot be recorded step after each replay. What cannot be repeated is refus
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from trainwright.backends.recording import Recording
 from trainwright.errors import HostReadError, TrainwrightError
 from trainwright.events import Mean
-from trainwright.loop.kept_values import KeptValues
+from trainwright.loop.fingerprint import PLAIN, Change, Fingerprint, users_act_between_steps
+from trainwright.loop.kept_values import KeptValues, refuse_change
 from trainwright.loop.step_unless import knows_found_inf
 from trainwright.loop.update import StepResult
-from trainwright.optim.capture import prepare_for_capture
+from trainwright.optim.capture import prepare_for_capture, settle_rates
 from trainwright.tracebacks import user_place
 
 if TYPE_CHECKING:
@@ -35,6 +36,16 @@ logger = logging.getLogger(__name__)
 MAX_RECORDINGS = 8
 """Shapes of batches that are recorded; each holds memory of its own on a GPU. Others run as they are written."""
 
+MAX_SHAPES = 256
+"""Shapes of batches that are counted; of more, those that came first are forgotten."""
+
+# So many shapes without one that came often enough to be recorded are worth a warning.
+_MANY_SHAPES = 32
+
+# A recording that served for fewer updates was not worth its cost; after so many of them none is made any more.
+_FEW_REPLAYS = 10
+_MAX_SHORT = 3
+
 Fill = Callable[[list[Tensor]], Any]
 """Makes a value anew from the tensors of a replay."""
 
@@ -44,6 +55,9 @@ class _Signature(NamedTuple):
 
     structure: Any
     shapes: tuple[Any, ...]
+    """Of each tensor shape, strides, dtype and device; of other values what they are."""
+    same: tuple[int, ...] | None
+    """Of each tensor the first that is the same object; None where all are different ones."""
     num_samples: int
 
 
@@ -56,6 +70,9 @@ class _Recorded:
     rate_of: str | None
     """The optimizer whose learning rate is the step's; None where the step returned a number of its own."""
     reads_step_tensor: bool
+    fingerprint: Fingerprint
+    compared_at: tuple[int, ...]
+    """Where the run stood when the fingerprint was last compared."""
 
 
 class RecordedStep:
@@ -66,7 +83,13 @@ class RecordedStep:
         self._recordings: dict[_Signature, _Recorded] = {}
         self._num_runs: dict[_Signature, int] = {}
         self._is_prepared = False
-        self._has_warned = False
+        self._told: set[str] = set()
+        self._num_runs_in_python = 0
+        self._num_replays = 0
+        """Since recordings were last dropped."""
+        self._num_short = self._num_unsettled = 0
+        self._captured: list[torch.optim.Optimizer] = []
+        self._users_act = users_act_between_steps(trainer)
         updater = trainer.surroundings.updater
         self._recorders: list[Any] = [each for each in (trainer, updater, updater.watch) if each is not None]
 
@@ -74,16 +97,17 @@ class RecordedStep:
         """Makes one update from one batch."""
         if not self._is_prepared:
             self._prepare_optimizers()
+        for optimizer in self._captured:
+            settle_rates(optimizer)
         inputs, signature, rebuild = _take_apart(batch, self._trainer.samples_in_hand)
-        recorded = self._recordings.get(signature)
-        if recorded is not None:
-            trainer = self._trainer
+        recorded = self._recordings.get(signature) if signature is not None else None
+        if recorded is not None and self._holds(recorded):
             if recorded.reads_step_tensor:
-                _ = trainer.step_tensor
+                _ = self._trainer.step_tensor
+            self._num_replays += 1
             return self._finish(recorded, recorded.recording.replay(inputs))
-        num_runs = self._num_runs.get(signature, 0)
-        self._num_runs[signature] = num_runs + 1
-        if num_runs < self._trainer.backend.num_warm_ups or not self._may_record(signature):
+        self._num_runs_in_python += 1
+        if not self._may_record(signature, batch):
             with self._trainer.backend.warming_up():
                 return self._trainer.train_step(batch)
         return self._record(signature, inputs, rebuild)
@@ -91,6 +115,34 @@ class RecordedStep:
     def forget(self) -> None:
         """Drops all recordings; the next updates warm up again."""
         self._recordings, self._num_runs, self._is_prepared = {}, {}, False
+
+    def _holds(self, recorded: _Recorded) -> bool:
+        """Is everything as it was when a step was recorded? If not, the recordings are dropped.
+
+        Asked only after code other than ours has run, for asking takes some microseconds.
+        """
+        end = self._trainer.step_end
+        now = (self._num_runs_in_python, end.evaluated_step, end.written_step, end.saved_step)
+        if not self._users_act and recorded.compared_at == now:
+            return True
+        recorded.compared_at = now
+        changes = recorded.fingerprint.changes()
+        if changes:
+            self._drop(changes)
+        return not changes
+
+    def _drop(self, changes: list[Change]) -> None:
+        """Drops all recordings; the next updates warm up again, for optimizers may have to make state."""
+        self._num_short = self._num_short + 1 if self._num_replays < _FEW_REPLAYS else 0
+        self._recordings, self._num_runs, self._num_replays = {}, {}, 0
+        names = ", ".join(change.name for change in changes[:4]) + (", ..." if len(changes) > 4 else "")
+        logger.info("runtime.mode graph: the step is recorded again, because of a change of %s.", names)
+        if self._num_short == _MAX_SHORT:
+            logger.warning(
+                "runtime.mode graph: every few updates something changes that a recorded step cannot follow (%s), so "
+                "the steps run without a graph. Keep it in a tensor that is written in place, or use mode compile.",
+                names,
+            )
 
     def _prepare_optimizers(self) -> None:
         """Gives optimizers rates that a recording reads anew; those that cannot be recorded step after each replay."""
@@ -109,21 +161,51 @@ class RecordedStep:
                     name,
                     type(entry.optimizer).__name__,
                 )
+        self._captured = [
+            entry.optimizer for name, entry in updater.optimizers.items() if name not in updater.after_replay
+        ]
 
-    def _may_record(self, signature: _Signature) -> bool:
+    def _may_record(self, signature: _Signature | None, batch: Any) -> bool:
+        """Counts an update of this kind; tells whether its kind has warmed up and is one to record."""
+        if signature is None:
+            self._tell(
+                "others",
+                "runtime.mode graph: batches hold %s, of which it cannot be told whether they are the same in another "
+                "batch, so their steps run without a graph. Give tensors, numbers or texts.",
+                _others(batch),
+            )
+            return False
+        num_runs = self._num_runs.get(signature, 0)
+        self._num_runs[signature] = num_runs + 1
+        if len(self._num_runs) > MAX_SHAPES:
+            self._num_runs.pop(next(iter(self._num_runs)))
+        if len(self._num_runs) > _MANY_SHAPES and not self._recordings:
+            self._tell(
+                "unlike",
+                "runtime.mode graph: hardly two batches are alike, so steps run without a graph: they differ in %s. "
+                "Pad the samples to fixed lengths, and leave out what the step does not need.",
+                _others(batch) or "their shapes",
+            )
+        if num_runs < self._trainer.backend.num_warm_ups or self._num_short >= _MAX_SHORT:
+            return False
         if len(self._recordings) < MAX_RECORDINGS:
             return True
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "runtime.mode graph: batches have come in more than %d shapes, and others run without a graph; this "
-                "one is %s. Pad or pack the samples to fixed lengths.",
-                MAX_RECORDINGS,
-                [list(shape[0]) for shape in signature.shapes if isinstance(shape, tuple)],
-            )
+        self._tell(
+            "shapes",
+            "runtime.mode graph: batches have come in more than %d shapes, and others run without a graph; this "
+            "one is %s. Pad or pack the samples to fixed lengths.",
+            MAX_RECORDINGS,
+            [list(each[0]) for each in signature.shapes if isinstance(each[0], torch.Size)],
+        )
         return False
 
-    def _record(self, signature: _Signature, inputs: list[Tensor], rebuild: Fill) -> StepResult:
+    def _tell(self, subject: str, warning: str, *values: Any) -> None:
+        """Warns once of each subject."""
+        if subject not in self._told:
+            self._told.add(subject)
+            logger.warning(warning, *values)
+
+    def _record(self, signature: Any, inputs: list[Tensor], rebuild: Fill) -> StepResult:
         """Makes an update that is recorded; it counts like any other."""
         trainer, updater = self._trainer, self._trainer.surroundings.updater
         read: list[Fill] = []
@@ -143,19 +225,36 @@ class RecordedStep:
             read.append(_reader(outcome, tensors))
             return tensors
 
-        with self._recording():
-            recording, values = trainer.backend.record(run, inputs)
+        parameters = [
+            parameter
+            for optimizer in trainer.optimizers.values()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+        state_changes: list[Change] = []
+        with self._recording(state_changes):
+            recording, values = trainer.backend.record(run, inputs, parameters=parameters)
         rate_of = next((name for name, rate in updater.rates.items() if rate is rates[0]), None)
-        recorded = _Recorded(recording, read[0], rate_of, trainer.has_read_step_tensor)
-        self._recordings[signature] = recorded
+        recorded = _Recorded(
+            recording, read[0], rate_of, trainer.has_read_step_tensor, Fingerprint(trainer), compared_at=()
+        )
+        if state_changes:
+            # State was made: this update was another than those that follow, and is recorded again.
+            self._num_unsettled += 1
+            if self._num_unsettled > _MAX_SHORT:
+                refuse_change(state_changes[0])
+        else:
+            self._recordings[signature] = recorded
         return self._finish(recorded, values, is_first=True)
 
     @contextmanager
-    def _recording(self) -> Iterator[None]:
-        """Watches a step that is recorded; what would stay the same in every replay is refused."""
+    def _recording(self, state_changes: list[Change]) -> Iterator[None]:
+        """Watches a step that is recorded; what would stay the same in every replay is refused.
+
+        What optimizers change of their state is added to `state_changes`.
+        """
         trainer = self._trainer
         kept = KeptValues(trainer)
-        draws = _draws()
         updater = trainer.surroundings.updater
         _ = trainer.step_tensor  # filled, for a step that is recorded reads it as it is
         trainer.has_read_step_tensor = False
@@ -175,12 +274,7 @@ class RecordedStep:
                 each.is_recording = False
             trainer.storage.end_recording()
             updater.take_postponed()
-        kept.refuse_changes()
-        if _draws() != draws:
-            raise TrainwrightError(
-                "runtime.mode graph: the step draws from Python's or numpy's random numbers, which would be the same "
-                "in every replay. Draw with torch, or in the dataset."
-            )
+        state_changes += kept.refuse_changes()
 
     def _finish(self, recorded: _Recorded, values: list[Tensor], *, is_first: bool = False) -> StepResult:
         """Notes on the host what a run of the graph gave, as `train_step` would have."""
@@ -192,7 +286,7 @@ class RecordedStep:
                 updater.watch.keep_again(call, step=updater.step)
         trainer.storage.put_again(puts)
         if is_first:
-            self._warn_of_frozen(metrics)
+            self._warn_of_frozen({**metrics, **{name: value for name, value, *_ in puts}})
         for name, hold in postponed:
             metrics.update(updater.step_now(name, hold))
         if len(updater.rates) > 1:
@@ -212,29 +306,51 @@ class RecordedStep:
             )
 
 
-def _take_apart(batch: Any, num_samples: int) -> tuple[list[Tensor], _Signature, Fill]:
-    """Returns a batch's tensors, what a recording of it holds for, and what puts such tensors together again."""
+def _take_apart(batch: Any, num_samples: int) -> tuple[list[Tensor], _Signature | None, Fill]:
+    """Returns a batch's tensors, what a recording of it holds for, and what puts such tensors together again.
+
+    Nothing holds, None, for a batch with values that cannot be compared.
+    """
     if type(batch) is dict and all(type(value) is Tensor for value in batch.values()):
         keys = tuple(batch)
         inputs = list(batch.values())
-        shapes = tuple([(each.shape, each.dtype, each.device) for each in inputs])
-        return inputs, _Signature(keys, shapes, num_samples), lambda given: dict(zip(keys, given, strict=True))
+        shapes = tuple([(each.shape, each.stride(), each.dtype, each.device) for each in inputs])
+        signature = _Signature(keys, shapes, _sameness(inputs), num_samples)
+        return inputs, signature, lambda given: dict(zip(keys, given, strict=True))
     leaves, structure = tree_flatten(batch)
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    shapes = tuple(
-        [(leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else _known(leaf) for leaf in leaves]
-    )
 
     def rebuild(given: list[Tensor]) -> Any:
         rest = iter(given)
         return tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
 
-    return inputs, _Signature(str(structure), shapes, num_samples), rebuild
+    known = tuple([_known(leaf) for leaf in leaves])
+    if None in known:
+        return inputs, None, rebuild
+    return inputs, _Signature(str(structure), known, _sameness(inputs), num_samples), rebuild
+
+
+def _sameness(inputs: list[Tensor]) -> tuple[int, ...] | None:
+    places = [id(each) for each in inputs]
+    return None if len(set(places)) == len(places) else tuple([places.index(each) for each in places])
 
 
 def _known(leaf: Any) -> Any:
-    """What stands for a batch's value that is no tensor: a recording holds for that value alone."""
-    return leaf if isinstance(leaf, str | bytes | int | float | bool | type(None)) else repr(leaf)
+    """What stands for a value of a batch: a recording holds for that alone; None: nothing does."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+    if isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.hasobject:
+        return "numpy", leaf.dtype.str, leaf.shape, leaf.tobytes()
+    if type(leaf) in PLAIN or isinstance(leaf, torch.dtype | torch.device):
+        return type(leaf), repr(leaf)  # 1, 1.0 and True are equal, as 0.0 and -0.0 are
+    return None
+
+
+def _others(batch: Any) -> str:
+    """Names the values of a batch that are no tensors."""
+    leaves, _ = tree_flatten_with_path(batch)
+    found = {str(path[0]) if path else "": type(leaf).__name__ for path, leaf in leaves if not isinstance(leaf, Tensor)}
+    return ", ".join(f"{name.strip('[]')} ({kind})" for name, kind in found.items())
 
 
 def _reader(value: Any, tensors: list[Tensor]) -> Fill:
@@ -251,11 +367,8 @@ def _reader(value: Any, tensors: list[Tensor]) -> Fill:
         return lambda given: {name: part(given) for name, part in parts.items()}
     if isinstance(value, tuple | list):
         each_of = [_reader(each, tensors) for each in value]
-        return lambda given: [part(given) for part in each_of]
+        if isinstance(value, list):
+            return lambda given: [part(given) for part in each_of]
+        make = getattr(type(value), "_make", tuple)  # a NamedTuple's own way
+        return lambda given: make([part(given) for part in each_of])
     return lambda given: value
-
-
-def _draws() -> tuple[Any, ...]:
-    """Where Python's and numpy's generators stand."""
-    state: Any = np.random.get_state()
-    return random.getstate(), state[1].tobytes(), state[2]

@@ -96,6 +96,7 @@ class StepEnd:
         trainer = self._trainer
         if self._is_nothing_due():
             trainer.has_unfinished_step, trainer.ended_under, trainer.is_mid_step = False, 0, False
+            self.garbage.tidy(is_due=False)
             return True
         trainer.is_mid_step = True
         # Before the host waits: the device still has work, which hides it.

@@ -45,7 +45,6 @@ from trainwright.memory.out_of_memory import is_out_of_memory
 from trainwright.writers.writer import Writer
 
 logger = logging.getLogger(__name__)
-
 _STEP_STREAM = 0x57E9  # keeps the steps' randomness apart from that of samples and evaluations
 
 
@@ -464,6 +463,8 @@ class Trainer:
             except Exception as error:
                 if is_out_of_memory(error):
                     raise explain_memory(self, error) from error
+                if self.compiled_forward is not None:
+                    self.compiled_forward.explain(error)
                 raise
             finally:
                 self.phases.enter("leave", self.step)

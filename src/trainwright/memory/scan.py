@@ -71,9 +71,12 @@ def keep_apart(model: nn.Module) -> bool:
     Inlined into the code around them, each block would be compiled again, and the time would grow with the depth.
     """
     found = [each for module in model.modules() for each in arounds_of(module) if isinstance(each, Compiled)]
+    if not found:
+        return False
+    apart = torch.compiler.disable(_run_apart, recursive=False, reason=APART)  # type: ignore[no-untyped-call]
     for each in found:
-        each.is_apart = True
-    return bool(found)
+        each.apart = apart
+    return True
 
 
 def compile_gathered(model: nn.Module, backend: str) -> bool:
@@ -148,11 +151,12 @@ class Compiled(Around):
         super().__init__(forward)
         self._graph = graph
         self._where = where
-        self.is_apart = False
+        self.apart: Callable[..., Any] | None = None
+        """What runs the block out of the graph of the code around it; None where it may be a part of that."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph; with an argument that no graph can hold, such as a cache of generation, the block itself."""
-        return _outside(self, args, kwargs) if self.is_apart else self.run(args, kwargs)
+        return self.run(args, kwargs) if self.apart is None else self.apart(self, args, kwargs)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the graph of the stack."""
@@ -197,8 +201,7 @@ class _Graph:
         return self._run
 
 
-@torch.compiler.disable(recursive=False, reason=APART)  # type: ignore[no-untyped-call, untyped-decorator]  # torch's own
-def _outside(block: Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_apart(block: Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return block.run(args, kwargs)
 
 

@@ -69,14 +69,20 @@ def set_rate(group: MutableMapping[str, Any], value: float) -> None:
         group["lr"] = value
 
 
-def _settle(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Puts the tensors in the place of numbers; of loaded ones too, for a recording knows the tensors by place."""
+def settle_rates(optimizer: torch.optim.Optimizer) -> None:
+    """Takes a rate that somebody has put in the place of a group's tensor into that tensor, which a replay reads."""
     told: Any = optimizer
-    knows_capturable = has_capturable_optimizers(device)
     for group, rate in zip(optimizer.param_groups, told.captured_rates, strict=True):
         if group["lr"] is not rate:
-            rate.fill_(float(group["lr"]))
+            rate.fill_(group["lr"])
             group["lr"] = rate
+
+
+def _settle(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Puts the tensors in the place of numbers; of loaded ones too, for a recording knows the tensors by place."""
+    settle_rates(optimizer)
+    knows_capturable = has_capturable_optimizers(device)
+    for group in optimizer.param_groups:
         if knows_capturable and "capturable" in group:
             group["capturable"] = True
         for parameter in group["params"]:
