@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -33,6 +34,17 @@ def pytest_collection():
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread():
     torch.set_num_threads(1)
+
+
+HANDLERS = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_at_first():
+    """Takes away the handlers that a launcher, run in this process by an earlier test, has left behind."""
+    for each, handler in HANDLERS.items():
+        if signal.getsignal(each) is not handler:
+            signal.signal(each, handler)
 
 
 @pytest.fixture

@@ -165,7 +165,7 @@ def test_a_batch_contradiction_is_reported_and_the_rest_is_still_tried(check):
     report = check("trainer.accumulation=3")
     assert errors_of(report) == [
         (
-            "run.yaml:7",
+            "override trainer.accumulation=3",
             "trainer.global_batch_size: 8 is not micro_batch_size 4 × 1 data rank × accumulation 3 = 12.",
         )
     ]

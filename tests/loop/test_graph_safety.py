@@ -76,7 +76,7 @@ def test_where_no_break_is_allowed_one_error_lists_all_places(tmp_path, settings
 def test_a_forward_that_stays_on_the_device_is_not_spoken_of(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "trainwright.loop"):
         look(tmp_path / "run", "runtime.mode=graph", model="Leaving")
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.name.startswith("trainwright.loop")]
 
 
 class Leaving(Net):
