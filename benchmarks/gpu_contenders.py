@@ -307,8 +307,6 @@ def run_trainwright(
     from trainwright import Hook, RunConfig, build_trainer
     from trainwright.trainers.language_model import LanguageModelTrainer
 
-    case = bench.case
-
     class StepDone(Hook):
         def after_step(self) -> None:
             if bench.clock.step_done():
@@ -329,35 +327,41 @@ def run_trainwright(
         def build_hooks(cls, build: Any) -> list[Any]:
             return [*build.hooks(), StepDone()]
 
-    optimizer = {"type": "adamw", "lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
     runtime = {"device": bench.device.type, "precision": "bf16", "mode": mode}
     if mode != "eager":
         runtime |= {"compile_backend": bench.backend, "compile_memory_budget": budget}
     with tempfile.TemporaryDirectory() as folder:
-        settings = {
-            "name": "benchmark",
-            "output_dir": folder,
-            "trainer": {
-                "max_steps": bench.clock.total + 1,
-                "global_batch_size": case.batch,
-                "micro_batch_size": case.batch,
-                "max_grad_norm": MAX_GRAD_NORM,
-                "optimizer": {**optimizer, "master_weights": True} if masters else optimizer,
-                "schedule": {"type": "constant"},
-            },
-            "model": {"type": case.model, **case.sizes, **({"scan": case.blocks} if scan else {})},
-            "data": {"shuffle": False},  # the order of the others
-            "checkpoint": {"every_steps": None},
-            "runtime": runtime,
-            "writers": ["json"],
-            "log": {"every_steps": LOG_EVERY},
-        }
+        settings = _settings(bench, folder, runtime, scan=scan, masters=masters)
         trainer = build_trainer(RunConfig.from_dict(settings), Ours)
         if not is_cold:  # a forward more could fill the compiler's caches
             bench.note_loss("before", trainer.model)
         with contextlib.suppress(_EnoughStepsError):
             trainer.train()
         return trainer.model
+
+
+def _settings(bench: Bench, folder: str, runtime: dict[str, Any], *, scan: bool, masters: bool) -> dict[str, Any]:
+    """The settings of a run of ours."""
+    case = bench.case
+    optimizer = {"type": "adamw", "lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
+    return {
+        "name": "benchmark",
+        "output_dir": folder,
+        "trainer": {
+            "max_steps": bench.clock.total + 1,
+            "global_batch_size": case.batch,
+            "micro_batch_size": case.batch,
+            "max_grad_norm": MAX_GRAD_NORM,
+            "optimizer": {**optimizer, "master_weights": True} if masters else optimizer,
+            "schedule": {"type": "constant"},
+        },
+        "model": {"type": case.model, **case.sizes, **({"scan": case.blocks} if scan else {})},
+        "data": {"shuffle": False},  # the order of the others
+        "checkpoint": {"every_steps": None},
+        "runtime": runtime,
+        "writers": ["json"],
+        "log": {"every_steps": LOG_EVERY},
+    }
 
 
 def measure_matrices(bench: Bench) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from tests.loop import test_graph_mode as on_cpu
 
 from trainwright import build_trainer
 from trainwright.errors import TrainwrightError
-from trainwright.loop.recorded_step import RecordedStep
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -46,17 +45,7 @@ def assert_close_runs(folder, kind=on_cpu.Base, *, modes=("compile", "graph"), t
         torch.testing.assert_close(one.float().cpu(), other.float().cpu(), **near)
 
 
-@pytest.fixture
-def replays(monkeypatch):
-    count = []
-    finish = RecordedStep._finish
-
-    def counted(self, *arguments, **rest):
-        count.append(1)
-        return finish(self, *arguments, **rest)
-
-    monkeypatch.setattr(RecordedStep, "_finish", counted)
-    return count
+replays = on_cpu.replays
 
 
 @pytest.mark.parametrize(
