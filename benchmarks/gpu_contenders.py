@@ -134,11 +134,11 @@ class Bench:
         return theirs.float().train()
 
     def loader(self) -> DataLoader[Any]:
-        """Returns torch's loader as a careful user sets it."""
+        """Returns torch's loader as a careful user sets it, but in order, so that losses can be compared."""
         return DataLoader(
             self.rows,
             batch_size=self.case.batch,
-            shuffle=True,
+            shuffle=False,
             drop_last=True,
             num_workers=WORKERS,
             pin_memory=self.device.type == "cuda",
