@@ -27,6 +27,7 @@ from trainwright.loaders import Loaders, describe_size, limits
 from trainwright.loop.builder import Surroundings
 from trainwright.loop.compiled_forward import refuse_modes
 from trainwright.loop.fitting import settle_micro_batch
+from trainwright.loop.given_in_code import unnamed_trainer
 from trainwright.loop.held_buffers import persistent_buffers
 from trainwright.loop.incidents import IncidentWatch
 from trainwright.loop.loss_scale import LossScale
@@ -63,8 +64,9 @@ def build_trainer(
 
     `fresh` sets an earlier run of that name aside; `accept_changes` goes on although settings that change
     the mathematics differ; without `evaluates` the evaluation sets are left alone.
+    `trainer_class` is used instead of the config's, and config.yaml stays as it is: environment.json names the class.
     """
-    backend, ranks = _join(config)
+    config, backend, ranks = _join(config)
     folder = run_folders.run_folder(config)
     kept = None if fresh else _kept_facts(config, folder, ranks)
 
@@ -90,7 +92,8 @@ def build_trainer(
     if ranks.is_first and not trainer.is_finished:
         if build.pretrained_facts is not None and build.pretrained_facts != kept:
             write_facts(folder, build.pretrained_facts)
-        run_folders.save_settings(folder, trainer.config, backend.describe())
+        given = None if trainer_class is None else unnamed_trainer(trainer.config, trainer_class)
+        run_folders.save_settings(folder, trainer.config, backend.describe(), trainer=given)
     ranks.barrier()
     _introduce(trainer)
     return trainer
@@ -139,7 +142,7 @@ def _introduce(trainer: Trainer) -> None:
 
 def build_evaluator(config: RunConfig, trainer_class: type[Trainer] | None = None) -> Trainer:
     """Builds a trainer without training data, which can `evaluate()`; loads no checkpoint and writes no file."""
-    backend, ranks = _join(config)
+    config, backend, ranks = _join(config)
     folder = run_folders.run_folder(config)
     kept = _kept_facts(config, folder, ranks)
     return assemble(config, trainer_class, backend, ranks, folder, kept=kept, for_training=False)[0]
@@ -164,7 +167,8 @@ def build_model(config: RunConfig, *, folder: Path | None = None) -> torch.nn.Mo
         generators.restore()
 
 
-def _join(config: RunConfig) -> tuple[Backend, Ranks]:
+def _join(config: RunConfig) -> tuple[RunConfig, Backend, Ranks]:
+    """Meets the other ranks, and takes the run's name from the first: each may have made one of its own clock."""
     where = config.origin("runtime.device")
     backend = pick_backend(config.runtime.device, local_rank=processes.local_rank(), where=where)
     if config.runtime.deterministic:
@@ -175,7 +179,8 @@ def _join(config: RunConfig) -> tuple[Backend, Ranks]:
     facts = facts_of(config) if processes.world_size() > 1 else None
     ranks = processes.join(axes, collectives=backend.collectives, device_type=backend.device.type, facts=facts)
     refuse_unrecorded(config, ranks)
-    return backend, ranks
+    name = ranks.broadcast(config.name)
+    return config if name == config.name else config.derive({"name": name}), backend, ranks
 
 
 def _seed_everything(backend: Backend, seed: int) -> None:
@@ -237,6 +242,7 @@ def assemble(
         optimizer=optimizers,
         train_dataset=train_data,
         validation_dataset=eval_data,
+        checkpoint_exporter=None,  # what it did is a setting, checkpoint.keep_best
         surroundings=surroundings,
     )
     # From here on ranks draw different numbers.

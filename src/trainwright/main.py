@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from trainwright.build import build_evaluator, build_trainer
-from trainwright.checkpoint.folder import LOG_FILE, read_config, run_folder
+from trainwright.checkpoint.folder import LOG_FILE, read_config, read_trainer, run_folder
 from trainwright.checkpoint.resume import pick_step
 from trainwright.config import RunConfig
 from trainwright.data.stream_loader import EvaluationData
@@ -160,8 +160,11 @@ def _say_who_trained(evaluator: Trainer) -> None:
     saved = read_config(evaluator.folder) if evaluator.ranks.is_first else None
     if saved is None:
         return
-    for section, name_in in (("trainer", trainer_named_in), ("task", task_named_in)):
-        then, now = name_in(saved), name_in(evaluator.config)
+    trained_by = read_trainer(evaluator.folder) or trainer_named_in(saved)
+    for section, then, now in (
+        ("trainer", trained_by, trainer_named_in(evaluator.config)),
+        ("task", task_named_in(saved), task_named_in(evaluator.config)),
+    ):
         if then != now:
             logger.warning("%s: the run was trained by %s, but is evaluated by %s.", section, then, now)
 
@@ -180,6 +183,7 @@ def _refuse_other_wishes(
         "trainer.global_batch_size": own.trainer.global_batch_size,
         "trainer.micro_batch_size": own.trainer.micro_batch_size,
         "evaluation.every_steps": own.evaluation.every_steps,  # that of a run which is evaluated at its end
+        "name": config.name if trainer.ranks.is_first else own.name,  # the first rank's, for all
     }
     config = recorded(config, type(trainer)) if recorded(own, type(trainer)) == own else config
     if config.derive(resolved) != own:

@@ -1,5 +1,6 @@
 """Config files in Python: what is run, what is taken, and where each setting is written."""
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -91,6 +92,27 @@ def test_reading_leaves_python_s_path_and_modules_as_they_were(tmp_path, monkeyp
     assert (sys.path, sys.meta_path) == before
     assert sys.modules["base"] is mine
     assert "inner" not in sys.modules
+
+
+def test_what_a_run_in_another_folder_has_imported_is_not_taken_for_a_folder_beside_the_file(tmp_path, monkeypatch):
+    for folder, name, text in (
+        ("first", "parts/__init__.py", ""),
+        ("first", "parts/base.py", "steps = 1"),
+        ("second", "parts/base.py", "steps = 3"),
+        ("second", "mine.py", "from parts.base import steps\nconfig = {'trainer': {'max_steps': steps}}"),
+    ):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        write(tmp_path / folder, name, text)
+    for name in ("parts", "parts.base"):
+        monkeypatch.setitem(sys.modules, name, None)  # gone when the test ends
+        del sys.modules[name]
+    with monkeypatch.context() as earlier:
+        earlier.syspath_prepend(tmp_path / "first")
+        left = importlib.import_module("parts.base")
+        # Python finds it, as it would for a script: such a folder hides no package.
+        assert RunConfig.load(tmp_path / "second" / "mine.py").trainer.max_steps == 1
+    assert RunConfig.load(tmp_path / "second" / "mine.py").trainer.max_steps == 3
+    assert sys.modules["parts.base"] is left
 
 
 def test_a_folder_of_parts_hides_no_installed_package(tmp_path):

@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 function_runs.py FOLDER
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -85,7 +86,7 @@ def step_of_cases(data_iterator, model, args, timers):
     x, labels, numbers = next(data_iterator)
     losses = cross_entropy(model(x), labels, reduction="none")
     is_last_rank = args.rank == args.world_size - 1
-    metrics = {"number": numbers} if not model.training else {}
+    metrics = {"rank": torch.tensor(float(args.rank))} if model.training else {"number": numbers}
     if is_last_rank and model.training:
         metrics["of_last"] = torch.tensor(5.0)
         metrics["odd"] = torch.tensor(float("inf") if args.spoil and step_of_cases.calls == 2 else 1.0)
@@ -93,7 +94,7 @@ def step_of_cases(data_iterator, model, args, timers):
 
 
 def run_cases(folder, batch_size):
-    """The runs of which test_two_processes_do_what_one_does compares one process and two."""
+    """The runs of which test_swissarmytransformer_ranks.py compares one process and two."""
     gathered = {}
     cases = {"zero0": "0", "zero2": "2", "zero3": "3", "spoilt": "0"}
     for name, stage in cases.items():
@@ -110,6 +111,9 @@ def run_cases(folder, batch_size):
 
         torch.manual_seed(5)
         training_main(args, Classifier(), step_of_cases, Points, handle)
+    args = flags("--save", str(folder), "--train-iters", "1")
+    args.experiment_name = f"at-{time.time_ns()}-{args.rank}"
+    training_main(args, Classifier(), forward_step, Points)
     return gathered
 
 

@@ -1,5 +1,6 @@
 """Rows of what users were promised elsewhere that no other file of this folder holds: one test a promise."""
 
+import json
 import statistics
 import subprocess
 import sys
@@ -7,10 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.doors.folders import lines, load, write
+from tests.distributed.forked_launch import launch_well
+from tests.doors.folders import equal_weights, lines, load, write
 from tests.doors.function_runs import Classifier, run
+from tests.loop import test_graph_mode
 
 from trainwright import Trainer, build_trainer, run_experiment
+from trainwright.errors import TrainwrightError
+from trainwright.parallel import processes
+
+replays = test_graph_mode.replays  # a fixture
 
 FILES = {
     "run.yaml": """
@@ -166,7 +173,124 @@ def test_a_plain_function_is_a_collator(project):
     assert stack == plain != turned
 
 
+BLOCKS = """
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+
+class Outputs(NamedTuple):
+    added: torch.Tensor
+    inner: torch.Tensor
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, hidden):
+        inner = torch.relu(self.up(hidden))
+        return Outputs(self.down(inner), inner.detach())
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(4, 8)
+        self.criterion = nn.CrossEntropyLoss()
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            outputs = layer(hidden)
+            hidden = hidden + outputs.added
+        self.layouts = [str(getattr(each, "placements", list(each.shape))) for each in outputs]
+        return {"logits": self.head(hidden).mean(1)}
+"""
+RULES = """
+layers.*.up.weight: [[data, tensor], null]
+layers.*.up.bias: [tensor]
+layers.*.down.weight: [null, tensor]
+layers.*.down.bias: null
+layers.*[0]: [[replicate, data], tensor, null]
+embed: [[replicate, data], tensor, null]
+"""
+
+
+def test_rules_put_two_axes_on_one_dim_and_pick_one_of_several_outputs(project):
+    """As they are written there, in one list of globs; only the axes have other names."""
+    write(project, {"models/blocks.py": BLOCKS, "sharding/blocks.yaml": RULES})
+    model = "model.type=blocks.Blocks"
+    alone = build_trainer(load(project, model, "name=alone"))
+    alone.train()
+
+    def act(folder):
+        config = load(folder, model, "model.sharding=sharding/blocks.yaml", "runtime.mesh={data: 2, tensor: 2}")
+        trainer = build_trainer(config)
+        trainer.train()
+        up, down = trainer.model.layers[1].up.weight, trainer.model.layers[1].down.weight
+        told = [list(up.to_local().shape), list(down.to_local().shape), *trainer.model.layouts]
+        (folder / f"{trainer.ranks.rank}.json").write_text(json.dumps(told))
+
+    launch_well(project, 4, act)
+    told = [json.loads((project / f"{rank}.json").read_text()) for rank in range(4)]
+    # A quarter of 8 rows; half of 8 columns, and along data half of 4 rows. The first output is split by position, the
+    # second stays what it was: 2 samples of 6 positions with a rank's 4 of 8 features.
+    assert told == [[[2, 4], [2, 4], "(Shard(dim=1),)", "[2, 6, 4]"]] * 4
+    assert [line["loss"] for line in lines(project)] == pytest.approx(
+        [line["loss"] for line in lines(project, "alone")], rel=1e-5
+    )
+
+
+def test_rules_that_do_not_fit_a_model_s_outputs_are_told_by_name(project):
+    write(project, {"models/blocks.py": BLOCKS, "third.yaml": RULES.replace("[0]", "[2]")})
+    write(project, {"alone.yaml": RULES.replace("embed:", "head:")})
+
+    def act(folder):
+        for name in ("third", "alone"):
+            settings = ("model.type=blocks.Blocks", f"model.sharding={name}.yaml", "runtime.mesh={tensor: 2}")
+            with pytest.raises(TrainwrightError) as refused:
+                build_trainer(load(folder, *settings, f"name={name}")).train()
+            (folder / f"{name}-{processes.place().rank}").write_text(str(refused.value))
+            processes.leave()
+
+    launch_well(project, 2, act)
+    for rank in range(2):
+        third, alone = ((project / f"{name}-{rank}").read_text() for name in ("third", "alone"))
+        assert "layers.0[2]: names one of several outputs, but layers.0 has returned 2 of them" in third
+        assert "models/blocks.py:34: " in alone
+        assert "give what is added here (an embedding, the last layer of a block) a rule as well" in alone
+
+
 # LiBai
+
+
+def test_graph_mode_is_a_setting_and_an_iteration_is_an_update_there_too(project, replays):
+    settings = ("trainer.max_steps=8", "trainer.micro_batch_size=2", "hooks=[{type: count_progress}]")
+    eager, graph = (
+        build_trainer(load(project, *settings, f"name={mode}", f"runtime.mode={mode}")) for mode in ("eager", "graph")
+    )
+    eager.train()
+    assert not replays
+    graph.train()
+    assert 0 < len(replays) < 8
+    assert (graph.iter, graph.train_data.position) == (eager.iter, eager.train_data.position) == (8, 32)
+    assert equal_weights(eager.model, graph.model)
+    assert lines(project, "graph") == lines(project, "eager")
+
+
+def test_precision_and_recomputation_act_in_graph_mode_as_in_eager_mode(project, replays):
+    less = ("runtime.precision=bf16", "model.remat=[Linear]", "trainer.max_steps=8")
+    for mode in ("eager", "graph"):
+        build_trainer(load(project, *less, f"name={mode}", f"runtime.mode={mode}")).train()
+    build_trainer(load(project, "trainer.max_steps=8", "name=whole")).train()
+    assert replays
+    assert lines(project, "graph") == lines(project, "eager")
+    assert lines(project, "eager")[0]["loss"] != lines(project, "whole")[0]["loss"]
 
 
 class Medians(Trainer):

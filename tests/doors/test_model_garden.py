@@ -100,6 +100,36 @@ def test_every_override_point_of_an_orbit_trainer_is_called_with_its_meaning(tmp
     assert logs["valid/doubled"] == pytest.approx(2 * logs["valid/loss"])
 
 
+class Whole(Trainer):
+    """A trainer whose constructor has all that Model Garden's has, and hands it on by place."""
+
+    def __init__(self, config, task, model, optimizer, train_dataset, validation_dataset, checkpoint_exporter, **rest):
+        self.given = [config, task, model, optimizer, train_dataset, validation_dataset, checkpoint_exporter]
+        super().__init__(*self.given, **rest)
+
+
+def test_the_whole_constructor_is_called_and_the_exporter_of_the_best_checkpoint_is_a_setting(tmp_path):
+    best = "checkpoint.keep_best={metric: valid/loss, mode: max}"
+    config = load(tmp_path, best, "checkpoint.keep_last=1", "checkpoint.every_steps=1", "evaluation.every_steps=1")
+    trainer = build_trainer(config, Whole)
+    own = [trainer.config, trainer.task, trainer.model, trainer.optimizers, trainer.train_data, trainer.eval_data, None]
+    assert trainer.given == own
+    trainer.train()
+    assert trainer.best.step == 1
+    assert store_of(tmp_path / "small").steps() == [1, 6]
+
+
+def test_an_exporter_of_one_s_own_is_refused_for_it_would_have_no_effect(tmp_path):
+    class Exports(Whole):
+        def __init__(self, *, checkpoint_exporter=None, **given):
+            super().__init__(checkpoint_exporter=object(), **given)
+
+    line = Exports.__init__.__code__.co_firstlineno
+    with pytest.raises(ConfigError, match=rf"{__file__}:{line}: Exports.__init__: checkpoint_exporter .*keep_best"):
+        build_trainer(load(tmp_path), Exports)
+    assert not (tmp_path / "small").exists()
+
+
 def test_passthrough_logs_stay_on_the_host_and_join_the_step_s_logs(tmp_path):
     _, logs = run_experiment(load(tmp_path, NO_METRICS), trainer=Orbit, task=Names())
     # Batches of 4 and one of 1 make 33: a number is averaged over samples, other objects reach the task alone.
@@ -145,6 +175,44 @@ def test_a_driver_builds_params_from_an_experiment_files_and_overrides(tmp_path,
     assert isinstance(model, torch.nn.Module)
     assert lines_of(tmp_path, "here")[-1]["step"] == 4
     assert logs["valid/loss"] == lines_of(tmp_path, "here")[-1]["valid/loss"]
+
+
+class Precise(Trainer):
+    """Notes in which precision it computes, and how many of its parameters a rank has."""
+
+    def forward(self, **batch):
+        outputs = self.model(**batch)
+        self.dtype = str(outputs["logits"].dtype)
+        return outputs
+
+    def after(self):
+        kept = [getattr(each, "to_local", lambda each=each: each)() for each in self.model.parameters()]
+        return {"dtype": self.dtype, "share": sum(each.numel() for each in kept)}
+
+
+def test_a_driver_chooses_mixed_precision_and_distribution(tmp_path, monkeypatch):
+    monkeypatch.setattr(experiments, "_registered", {})
+    experiment("garden")(lambda: load(tmp_path, "name=garden", "model.dropout=0.0", "data.train.noise=0.0"))
+
+    def drive(precision, strategy, name):
+        chosen = [f"runtime.precision={precision}", f"runtime.mesh={{{strategy}: -1}}"]
+        trainer = build_trainer(load_experiment("garden", overrides=[*chosen, f"name={name}"]), Precise)
+        _, logs = run_experiment(trainer.config, trainer=trainer)
+        return {**trainer.after(), "loss": logs["valid/loss"]}
+
+    def act(rank):
+        told = [drive("bf16", "data", "two"), drive("fp32", "replicate", "copies")]
+        (tmp_path / f"told-{rank}").write_text(json.dumps(told))
+
+    on_two_ranks(tmp_path, act)
+    plain = drive("fp32", "data", "one")
+    ranks = [json.loads((tmp_path / f"told-{rank}").read_text()) for rank in range(2)]
+    for mixed, copies in ranks:
+        assert (mixed["dtype"], copies["dtype"], plain["dtype"]) == ("torch.bfloat16", "torch.float32", "torch.float32")
+        assert mixed["loss"] != plain["loss"] == pytest.approx(mixed["loss"], rel=0.05)
+        assert copies["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+        assert copies["share"] == plain["share"]
+    assert sum(mixed["share"] for mixed, _ in ranks) == plain["share"]
 
 
 def test_each_mode_that_evaluates_returns_the_logs_of_one_evaluation(tmp_path):

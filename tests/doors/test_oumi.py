@@ -194,6 +194,54 @@ def test_weights_of_a_custom_model_are_saved_and_loaded_again(project):
     assert equal_weights(again.model, trained.model)
 
 
+def test_a_constructor_neither_loads_nor_moves_weights_both_follow_it(project):
+    """It is called once, on the CPU; then the weights are loaded, and then the model is moved to its device."""
+    watched = """
+        from .simple import SimpleModel
+
+
+        class Watched(SimpleModel):
+            acts = []
+
+            def __init__(self, input_dim, output_dim):
+                super().__init__(input_dim, output_dim)
+                self.note("made")
+
+            def _apply(self, function, *rest, **options):  # what .to(device) calls
+                self.note("moved")
+                return super()._apply(function, *rest, **options)
+
+            def note(self, act):
+                devices = {each.device.type for each in self.parameters()}
+                self.acts.append((act, devices, self.linear.weight.tolist()))
+        """
+    write(project, {"models/watched.py": watched})
+    trained = train(project, "trainer.max_steps=2")
+    folder = export_run(trained.folder, project / "exported", file_format="safetensors")
+    settings = ["name=again", "model.type=watched.Watched", f"model.pretrained={folder}", "trainer.schedule=null"]
+    acts = registry.find("model", "watched.Watched", project_dir=project).acts
+
+    def weights_of_acts():
+        assert [act for act, _, _ in acts] == ["made", "moved"]
+        assert all(devices == {"cpu"} for _, devices, _ in acts)
+        (_, _, made), (_, _, moved) = acts
+        acts.clear()
+        return made, moved
+
+    begun = build_trainer(load(project, *settings))
+    made, moved = weights_of_acts()
+    assert made != moved == trained.model.linear.weight.tolist()  # loaded in between
+    begun.train()
+    end = begun.model.linear.weight.tolist()
+    load_checkpoint(begun.folder)
+    made, moved = weights_of_acts()
+    assert made != moved == end
+    resumed = build_trainer(load(project, *settings))
+    made, moved = weights_of_acts()
+    assert end not in (made, moved)  # the checkpoint is read last of all, on the device
+    assert resumed.model.linear.weight.tolist() == end
+
+
 # what broke there
 
 

@@ -63,7 +63,11 @@ class QuickReader(Reader):
 
 @pytest.fixture
 def reader(in_tmp, monkeypatch, capfd):
-    return QuickReader(monkeypatch, capfd)
+    yield QuickReader(monkeypatch, capfd)
+    # A reader's commands end with their process: what they have imported from the folder is nobody's afterwards.
+    for name, module in list(sys.modules.items()):
+        if "." not in name and Path(getattr(module, "__file__", None) or "/").is_relative_to(in_tmp):
+            del sys.modules[name]
 
 
 def lines(name):
@@ -269,5 +273,6 @@ def test_the_page_for_libai_works_from_the_first_line_to_the_last(reader):
     reader.read_well(blocks_of(text_of("libai")))
     assert "drift" in lines("stepped")[-1]
     assert (lines("quick")[-1]["lr"], lines("quick")[-1]["step"]) == (0.5, 6)
+    assert losses("recorded") == losses("run")
     assert 0 <= lines("run")[-1]["some_accuracy"] <= 1
     assert RunConfig.load("runs/run/config.yaml").trainer.optimizer.type == "trainwright.optim.adamw:AdamW"

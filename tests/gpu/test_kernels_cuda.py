@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainwright.memory.remat import recompute_layers
 from trainwright.memory.scan import compile_stacks
@@ -13,6 +14,9 @@ from trainwright.models.layers.document_borders import document_borders, visible
 from trainwright.models.layers.linear_cross_entropy import linear_cross_entropy
 from trainwright.models.layers.whole_sequence import WholeSequence
 from trainwright.models.llama import Llama
+
+if torch.cuda.is_available():
+    from trainwright.models.layers.softmax_kernel import softmax_gradient
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -271,3 +275,30 @@ def test_the_loss_is_exact_and_the_logits_are_never_whole(classes, compiled):
     expected = F.cross_entropy(F.linear(*precise), targets, ignore_index=IGNORED)
     torch.testing.assert_close(loss, expected, atol=2e-3, rtol=0)
     assert_near(grads, [each.double() for each in torch.autograd.grad(expected, precise)], limit=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("classes", [7, 8192, 50304])
+def test_shares_and_their_gradients_are_right(dtype, classes):
+    torch.manual_seed(0)
+    logits = (10 * torch.randn(33, classes, device="cuda")).to(dtype)
+    logits[1, : classes // 2] = -float("inf")
+    logits[2, 0] = float("nan")
+    targets = torch.randint(classes // 2, classes, (33, 1), device="cuda")
+    kept = logits.clone()
+    of_target, gradients = softmax_gradient(logits, targets)
+    precise = logits.double().requires_grad_()
+    log_shares = torch.log_softmax(precise, dim=-1)
+    torch.testing.assert_close(of_target.double(), log_shares.gather(1, targets), equal_nan=True, rtol=1e-5, atol=1e-4)
+    shares = log_shares.detach().exp().scatter_add_(1, targets, -torch.ones_like(precise[:, :1]))
+    torch.testing.assert_close(gradients.double(), shares, equal_nan=True, rtol=0, atol=1e-5 + torch.finfo(dtype).eps)
+    assert torch.equal(logits.nan_to_num(), kept.nan_to_num())
+
+
+def test_a_loss_is_planned_without_memory():
+    with FakeTensorMode():
+        hidden = torch.empty(256, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(100, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        targets = torch.zeros(256, dtype=torch.long, device="cuda")
+        linear_cross_entropy(hidden, weight, targets, ignore_index=IGNORED).backward()
+        assert weight.grad.shape == weight.shape

@@ -76,6 +76,19 @@ def test_a_run_does_not_go_on_with_another_trainer_than_it_was_given(tmp_path):
     assert saved(tmp_path).trainer.max_steps == 3
 
 
+def test_a_trainer_that_is_given_to_build_trainer_is_told_of_and_may_change(tmp_path, caplog):
+    """Its config is the caller's own, so that nothing is written into it and nobody is refused."""
+    assert build_trainer(load(tmp_path), local_class()).config.trainer.type == "trainer"
+    build_trainer(load(tmp_path), local_class()).train()
+    assert run_experiment(saved(tmp_path), mode="eval")[1].keys() == {"valid/loss", "valid/accuracy"}
+    assert "trained by tests.loop.test_given_in_code.local_class.<locals>.Local, but is evaluated by" in caplog.text
+    caplog.clear()
+    run_experiment(saved(tmp_path), mode="eval", trainer=local_class())
+    build_trainer(load(tmp_path, "trainer.max_steps=3")).train()  # goes on without it, and is told of no more
+    run_experiment(saved(tmp_path), mode="eval")
+    assert "was trained by" not in caplog.text
+
+
 def test_a_trainer_that_nothing_finds_again_is_refused_by_name_and_the_model_is_still_loaded(tmp_path):
     _, logs = run_experiment(load(tmp_path), trainer=local_class())
     with pytest.raises(ConfigError, match=r"given in code \(.*local_class\.<locals>\.Local\).*trainer=Local\)"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.loop.step_unless import knows_found_inf, step_unless
+from trainwright.loop.step_unless import divides_gradients, knows_found_inf, step_unless
 from trainwright.optim.adamw import AdamW
 from trainwright.optim.lion import Lion
 from trainwright.optim.muon import Muon
@@ -94,3 +94,43 @@ def test_those_that_know_the_word_are_not_waited_for(monkeypatch):
                 if number:  # the first step of SGD cannot be held on the device: its momentum is not there yet
                     patch.setattr(torch.Tensor, "item", None)
                 step_unless(optimizer, torch.tensor(False))
+
+
+DIVIDERS = {
+    "adamw": lambda w: AdamW(w, lr=0.1),
+    "adamw with moments in bf16": lambda w: AdamW(w, lr=0.1, state_dtype="bf16"),
+    "torch's fused adam": lambda w: torch.optim.Adam(w, lr=0.1, fused=True),
+    "torch's fused adamw": lambda w: torch.optim.AdamW(w, lr=0.1, fused=True),
+}
+
+
+@pytest.mark.parametrize("kind", DIVIDERS)
+def test_a_divided_step_is_that_of_gradients_divided_before(kind):
+    ways = []
+    for divides in (False, True):
+        weights = parameters()
+        optimizer = DIVIDERS[kind](weights)
+        assert divides_gradients(optimizer)
+        for number in range(3):
+            set_gradients(weights, number)
+            scale = torch.tensor(3.0 + number)
+            if not divides:
+                for weight in weights:
+                    weight.grad.div_(scale)
+            step_unless(optimizer, torch.tensor(number == 1), grad_scale=scale if divides else None)
+        assert not hasattr(optimizer, "grad_scale")
+        ways.append(weights)
+    for pair in zip(*ways, strict=True):
+        torch.testing.assert_close(*pair)
+
+
+def test_whoever_may_look_at_gradients_gets_them_clipped_before():
+    class Own(AdamW):
+        """May read the gradients in a step of its own."""
+
+    assert not divides_gradients(Own(parameters(), lr=0.1))
+    assert not divides_gradients(AdamW(parameters(), lr=0.1, fused=False))
+    assert not divides_gradients(Muon(parameters(), lr=0.1))
+    hooked = AdamW(parameters(), lr=0.1)
+    hooked.register_step_pre_hook(lambda *_: None)
+    assert not divides_gradients(hooked)

@@ -30,6 +30,7 @@ ENVIRONMENT_FILE = "environment.json"
 LOG_FILE = "log.txt"
 CHECKPOINTS = "checkpoints"
 LOCK_FILE = ".lock"
+_TRAINER = "trainer"  # in environment.json: beside a config that names the trainer, it has no such key
 
 
 def run_folder(config: RunConfig) -> Path:
@@ -126,12 +127,16 @@ def prepare(folder: Path, *, setting: str = "output_dir", where: object | None =
         ) from error
 
 
-def save_settings(folder: Path, config: RunConfig, device: str) -> None:
-    """Writes config.yaml and environment.json, where they are not there with the same content."""
+def save_settings(folder: Path, config: RunConfig, device: str, *, trainer: str | None = None) -> None:
+    """Writes config.yaml and environment.json, where they are not there with the same content.
+
+    `trainer` is the class that trains, where the config names another one.
+    """
     saved = read_config(folder)
     if saved is None or saved != config:
         config.save(folder / CONFIG_FILE)
-    environment = json.dumps(_environment(device), indent=2) + "\n"
+    facts = _environment(device) if trainer is None else {**_environment(device), _TRAINER: trainer}
+    environment = json.dumps(facts, indent=2) + "\n"
     path = folder / ENVIRONMENT_FILE
     if not path.exists() or path.read_text(encoding="utf-8") != environment:
         path.write_text(environment, encoding="utf-8")
@@ -141,6 +146,14 @@ def read_config(folder: Path) -> RunConfig | None:
     """Returns the config that a run folder was made with, if it has one."""
     path = folder / CONFIG_FILE
     return RunConfig.load(path) if path.exists() else None
+
+
+def read_trainer(folder: Path) -> str | None:
+    """Returns the class that has trained a run where its config names another one; None: it does not."""
+    try:
+        return dict(json.loads((folder / ENVIRONMENT_FILE).read_text(encoding="utf-8"))).get(_TRAINER)
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def find_run(run_or_checkpoint: Path) -> tuple[Path, int | None]:

@@ -208,7 +208,9 @@ def files_beside(folder: Path, package: str) -> Iterator[None]:
     beside -= sys.stdlib_module_names
     # A folder without __init__.py, such as datasets/, must not hide an installed package: it is looked at last.
     others = {each.name for each in folder.iterdir() if each.is_dir()} - beside - sys.stdlib_module_names
-    hidden = {name: sys.modules.pop(name) for name in beside if name in sys.modules and not _is_in(name, folder)}
+    left = {name for name in others if name in sys.modules and not _would_be_found(name)}
+    strange = {name for name in beside | left if name in sys.modules and not _is_in(name, folder)}
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in strange}
     found: list[str] = []
     first, last = _Finder(package, beside, found), _Finder(package, others, found)
     sys.meta_path.insert(0, first)
@@ -227,6 +229,15 @@ def _is_in(name: str, folder: Path) -> bool:
     """Has the program itself imported this very file? Then there is one module of it, not two."""
     file = getattr(sys.modules[name], "__file__", None)
     return file is not None and Path(file).is_relative_to(folder)
+
+
+def _would_be_found(name: str) -> bool:
+    """Does Python's path still lead to a module that is loaded? Else a run in another folder has left it behind."""
+    finders = (getattr(each, "find_spec", None) for each in sys.meta_path)
+    specs = (find(name, None) for find in finders if find is not None)
+    found = next((spec for spec in specs if spec is not None), None)
+    loaded = getattr(sys.modules[name], "__spec__", None)
+    return found is not None and loaded is not None and bool(found.origin == loaded.origin)
 
 
 class _Finder(MetaPathFinder):

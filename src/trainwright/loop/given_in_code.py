@@ -1,8 +1,9 @@
 """Trainers and tasks that a program gives in code: what the run's config.yaml says of them.
 
-    recorded       writes the words into the config by which the registry finds a class again
-    GivenTrainer   and the others below stand for what nothing finds again; whoever reads the config and has no class
-                   at hand is refused by its name, for the default in its place would train or measure something else
+    recorded          writes the words into the config by which the registry finds a class again
+    GivenTrainer      and the others below stand for what nothing finds again; whoever reads the config and has no class
+                      at hand is refused by its name, for the default in its place would train or measure another thing
+    unnamed_trainer   is what build_trainer notes of its class, beside a config that is the caller's and stays as it is
 
 A file's trainer and task are the config's own (registry.py).
 """
@@ -94,6 +95,12 @@ def recorded(config: RunConfig, trainer_class: type[Trainer] | None, task: Task 
     return config.derive(values) if values else config
 
 
+def unnamed_trainer(config: RunConfig, trainer_class: type[Trainer]) -> str | None:
+    """Returns what a class is called that trains a run beside its config; None where the config names it."""
+    name = trainer_named_in(recorded(config, trainer_class))
+    return None if name == trainer_named_in(config) else name
+
+
 def component_of(task: Task | None, config: RunConfig) -> Component | None:
     """Returns the section that stands for a task: its class where that has no constructor; else only its name."""
     if task is None or type(task) is Task:
@@ -137,6 +144,8 @@ def _is_the_config_s(config: RunConfig, trainer_class: type[Trainer]) -> bool:
         return False
     if not issubclass(trainer_class, found):
         return False
+    if _reference(trainer_class) == _reference(found):  # itself, or with a task that it was given (main.py)
+        return True
     between = trainer_class.__mro__[: trainer_class.__mro__.index(found)]
     own = {name for each in between for name in vars(each) if not name.startswith("__")}
     return own <= _FREE_METHODS or found.__module__.startswith("trainwright.doors.")

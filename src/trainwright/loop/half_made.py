@@ -10,8 +10,17 @@ import torch
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.loop.builder import Surroundings
 
-_GIVEN = ("config", "task", "model", "optimizer", "train_dataset", "validation_dataset", "surroundings")
-"""What `build_trainer` hands a constructor, by keyword; the last one reaches Trainer's own through `**rest`."""
+_GIVEN = (
+    "config",
+    "task",
+    "model",
+    "optimizer",
+    "train_dataset",
+    "validation_dataset",
+    "surroundings",
+    "checkpoint_exporter",
+)
+"""What `build_trainer` hands a constructor, by keyword; the last two reach Trainer's own through `**rest`."""
 
 _CALL = "super().__init__(config, task, model, optimizer, train_dataset, validation_dataset, **rest)"
 
@@ -40,6 +49,13 @@ def take_surroundings(trainer: object, rest: dict[str, Any]) -> Surroundings:
         raise TrainwrightError(
             f"{name} was made without its surroundings. Make it with build_trainer(config, {name}), and pass **rest on "
             "to super().__init__.",
+            where=where,
+        )
+    if rest.get("checkpoint_exporter") is not None:
+        name, _, where = _constructor_of(type(trainer))
+        raise ConfigError(
+            f"{name}.__init__: checkpoint_exporter has no effect, for the loop itself keeps the best checkpoint. Name "
+            "the metric in the config, checkpoint: {keep_best: {metric: valid/loss, mode: min}}, and pass None on.",
             where=where,
         )
     return surroundings

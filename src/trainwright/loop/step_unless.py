@@ -11,14 +11,27 @@ from typing import Any
 import torch
 from torch.optim import optimizer as _torch_optimizer
 
+from trainwright.optim.adamw import AdamW
 from trainwright.optim.device_step import device_of
 
+_DIVIDERS = (AdamW, torch.optim.AdamW, torch.optim.Adam)
+"""Optimizers whose fused kernel divides gradients while it reads them. A subclass may look at them before."""
 
-def step_unless(optimizer: torch.optim.Optimizer, hold: torch.Tensor | bool) -> Any:
+
+def step_unless(
+    optimizer: torch.optim.Optimizer, hold: torch.Tensor | bool, *, grad_scale: torch.Tensor | None = None
+) -> Any:
     """Steps the optimizer, or leaves weights and state as they are where `hold`; returns what its step returned.
 
-    `hold` is a 0-dim bool on the device, or a plain one where the host knows already.
+    `hold` is a 0-dim bool on the device, or a plain one where the host knows already. `grad_scale` is what the
+    gradients are still to be divided by (see `divides_gradients`).
     """
+    if grad_scale is not None:
+        optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]  # torch's own protocol
+        try:
+            return step_unless(optimizer, hold)
+        finally:
+            del optimizer.grad_scale  # type: ignore[attr-defined]
     if hold is False:
         return _step(optimizer)
     if knows_found_inf(optimizer) and not _lacks_momentum(optimizer):
@@ -39,17 +52,25 @@ def step_unless(optimizer: torch.optim.Optimizer, hold: torch.Tensor | bool) -> 
 def _step(optimizer: torch.optim.Optimizer) -> Any:
     """Does what torch's own `step` does, without its profiling (30 µs) where nobody profiles or hooks into it."""
     step = type(optimizer).step
-    if (
-        not getattr(step, "hooked", False)
-        or "step" in vars(optimizer)
+    if not getattr(step, "hooked", False) or _is_watched(optimizer) or torch._C._autograd._profiler_enabled():
+        return optimizer.step()
+    return step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # what torch has wrapped
+
+
+def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Does somebody hook into this optimizer's step, or has it a step of its own?"""
+    return bool(
+        "step" in vars(optimizer)
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or _torch_optimizer._global_optimizer_pre_hooks
         or _torch_optimizer._global_optimizer_post_hooks
-        or torch._C._autograd._profiler_enabled()
-    ):
-        return optimizer.step()
-    return step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # what torch has wrapped
+    )
+
+
+def divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Can this optimizer clip in its kernel, which saves a pass over the gradients, with nobody looking before?"""
+    return type(optimizer) in _DIVIDERS and knows_found_inf(optimizer) and not _is_watched(optimizer)
 
 
 def knows_found_inf(optimizer: torch.optim.Optimizer) -> bool:

@@ -80,9 +80,10 @@ class Trainer:
         optimizer: Any,
         train_dataset: TrainingData | None = None,
         validation_dataset: Mapping[str, EvaluationData] | None = None,
+        checkpoint_exporter: None = None,
         **rest: Any,
     ) -> None:
-        surroundings = take_surroundings(self, rest)
+        surroundings = take_surroundings(self, {**rest, "checkpoint_exporter": checkpoint_exporter})
         self.config = config
         self.task = task
         self.model = model
@@ -93,8 +94,7 @@ class Trainer:
         self.eval_data: dict[str, EvaluationData] = dict(validation_dataset or {})
         self.surroundings = surroundings
         self.loss_scale = surroundings.updater.loss_scale
-        self.backend = surroundings.backend
-        self.ranks = surroundings.ranks
+        self.backend, self.ranks = surroundings.backend, surroundings.ranks
         self.storage = surroundings.storage
         self.device = self.backend.device
         self.max_steps = surroundings.max_steps

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from trainwright.backends import reads_at_once
+from trainwright.backends import reads_at_once, waits_for_memory
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.events import Mean
 from trainwright.loop.held_buffers import BufferPlace, HeldBuffers, read_buffer
 from trainwright.loop.incidents import IncidentWatch
 from trainwright.loop.loss_scale import LossScale
 from trainwright.loop.outputs import ForwardResult, Loss, read_pair
-from trainwright.loop.step_unless import knows_found_inf, step_unless
+from trainwright.loop.step_unless import divides_gradients, knows_found_inf, step_unless
 from trainwright.optim.capture import set_rate
 from trainwright.optim.device_step import device_of
 from trainwright.parallel.collectives import Ranks
@@ -163,16 +163,25 @@ class Updater:
             entry.clear_gradients()
         return Update(self, self.rates, count_samples, num_backwards)
 
-    def step_optimizer(self, name: str, hold: torch.Tensor | bool) -> dict[str, Any]:
+    def divides_gradients(self, names: Sequence[str]) -> bool:
+        """Do all of these optimizers clip in their own kernels, and does that pay on this device?"""
+        optimizers = [self.optimizers[name].optimizer for name in names if name not in self.after_replay]
+        return len(optimizers) == len(names) and all(
+            divides_gradients(each) and waits_for_memory(device_of(each) or torch.device("cpu")) for each in optimizers
+        )
+
+    def step_optimizer(
+        self, name: str, hold: torch.Tensor | bool, grad_scale: torch.Tensor | None = None
+    ) -> dict[str, Any]:
         """Steps an optimizer unless `hold`, and returns its metrics; while recording perhaps only when it is over."""
         if self.is_recording and name in self.after_replay:
             self._postponed.append((name, hold))
             return {}
-        return self.step_now(name, hold)
+        return self.step_now(name, hold, grad_scale)
 
-    def step_now(self, name: str, hold: torch.Tensor | bool) -> dict[str, Any]:
+    def step_now(self, name: str, hold: torch.Tensor | bool, grad_scale: torch.Tensor | None = None) -> dict[str, Any]:
         """Steps an optimizer unless `hold`; returns its metrics under the names that they have in the log."""
-        returned = step_unless(self.optimizers[name].optimizer, hold)
+        returned = step_unless(self.optimizers[name].optimizer, hold, grad_scale=grad_scale)
         returned = returned if isinstance(returned, Mapping) else {}
         is_only = len(self.optimizers) == 1
         return dict(returned) if is_only else {f"{key}/{name}": value for key, value in returned.items()}
@@ -336,11 +345,13 @@ class Update:
             # Before the norm, which one nan would spoil. With a loss scale an overflow must show: it skips the update.
             if repair is not None and updater.loss_scale is None:
                 repair()
-        grad_norm, overflowed = self._prepare_gradients(gradients, factor, owned.norm)
+        grad_norm, factor = self._clipped(gradients, factor, owned.norm)
+        overflowed = None if updater.loss_scale is None else ~torch.isfinite(grad_norm)
         hold = _either(self._judge(loss, grad_norm), overflowed)
+        grad_scale = self._scale_gradients(names, gradients, factor)
         metrics = self._merged_metrics()
         for name in names:
-            metrics.update(updater.step_optimizer(name, hold))
+            metrics.update(updater.step_optimizer(name, hold, grad_scale))
         if overflowed is not None and updater.loss_scale is not None:
             metrics["loss_scale"] = updater.loss_scale.scale.clone()
             updater.loss_scale.follow(overflowed)
@@ -381,10 +392,10 @@ class Update:
         precise = torch.promote_types(owned.parameters[0].dtype, torch.float32)
         return (total / counted).to(precise), torch.where(count > 0, unit / counted, 0.0)
 
-    def _prepare_gradients(
+    def _clipped(
         self, gradients: list[torch.Tensor], factor: torch.Tensor | float, norm: GradientNorm | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Scales and clips in one pass over the gradients; returns the norm before clipping and, in fp16, overflow."""
+    ) -> tuple[torch.Tensor, torch.Tensor | float]:
+        """Returns the gradients' norm before clipping, and what they are to be multiplied by."""
         updater = self._updater
         if updater.loss_scale is not None:
             factor = factor / updater.loss_scale.scale
@@ -396,15 +407,24 @@ class Update:
             # max / (norm + ε), as torch divides a number by a tensor, but for its wrappers.
             clipped = (grad_norm + 1e-6).reciprocal_().mul_(updater.max_grad_norm).clamp_(max=1.0)
             factor = clipped if is_one else factor * clipped
-            is_one = False
-        if not is_one:
-            if isinstance(factor, torch.Tensor) and gradients[0].dtype == torch.float32:
+        return grad_norm, factor
+
+    def _scale_gradients(
+        self, names: Sequence[str], gradients: list[torch.Tensor], factor: torch.Tensor | float
+    ) -> torch.Tensor | None:
+        """Multiplies and limits the gradients in place, or returns what the optimizers are to divide them by."""
+        most = self._updater.max_grad_value
+        if isinstance(factor, torch.Tensor):
+            if most is None and self._updater.divides_gradients(names):
+                return factor.to(torch.float32).reciprocal()
+            if gradients[0].dtype == torch.float32:
                 factor = factor.to(torch.float32)  # as the kernel would, which takes all gradients at once only then
+        if isinstance(factor, torch.Tensor) or factor != 1.0:
             torch._foreach_mul_(gradients, factor)
-        if updater.max_grad_value is not None:
-            torch._foreach_clamp_min_(gradients, -updater.max_grad_value)
-            torch._foreach_clamp_max_(gradients, updater.max_grad_value)
-        return grad_norm, None if updater.loss_scale is None else ~torch.isfinite(grad_norm)
+        if most is not None:
+            torch._foreach_clamp_min_(gradients, -most)
+            torch._foreach_clamp_max_(gradients, most)
+        return None
 
     def _judge(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor | bool | None:
         """Returns whether an incident holds this update back; None where none ever does."""

@@ -33,6 +33,8 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLED_FILE = "pytorch_model.bin"
 PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
+OTHER_CONFIG_FILE = "model_config.json"
+"""What SwissArmyTransformer has in place of config.json."""
 SECTION_FILE = "model.yaml"
 """The model section of a run, beside weights that were exported under their own names, without a config.json."""
 RUN_FILE = "config.yaml"
@@ -132,6 +134,11 @@ def _advice(folder: Path) -> str:
         return (
             "It holds weights under their own names (trainwright export --format safetensors). Export the run to "
             "another folder without --format."
+        )
+    if (folder / OTHER_CONFIG_FILE).is_file():
+        return (
+            f"Its {OTHER_CONFIG_FILE} belongs to weights of other names. Load them into the model that they are of, "
+            "export that in Hugging Face's layout, and give that folder."
         )
     return "Give a folder that save_pretrained or `trainwright export` wrote."
 

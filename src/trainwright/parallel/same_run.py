@@ -40,7 +40,7 @@ class RunFacts:
     """What must be equal on all ranks, each as a name and a short text."""
 
     settings: Mapping[str, str]
-    """The config's settings: dotted name → value as JSON."""
+    """The config's settings: dotted name → value as JSON. The run's own name is the first rank's for all (build.py)."""
     code: Mapping[str, str]
     """Files → a hash of what is in them."""
     versions: Mapping[str, str]
@@ -53,7 +53,7 @@ def facts_of(config: RunConfig) -> RunFacts:
     The code is trainwright's own, what lies beside the YAML file and in its folders of components, and the packages
     that the config names.
     """
-    settings = dict(_flatten(config.to_dict()))
+    settings = {name: value for name, value in _flatten(config.to_dict()) if name != "name"}
     code = {f"trainwright/{name}": digest for name, digest in _hashes(_PACKAGE, "**/*.py")}
     for pattern in ("*.py", *(f"{folder}/**/*.py" for folder in KIND_FOLDERS.values())):
         code.update(_hashes(config.project_dir, pattern))

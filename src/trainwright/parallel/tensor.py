@@ -11,7 +11,7 @@ how is sharding.py's; what tables, dropouts and losses do is tensor_forwards.py'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from trainwright.errors import ConfigError
 from trainwright.parallel import tensor_forwards
 from trainwright.parallel.mesh import Mesh
 from trainwright.parallel.sharding import ShardingPlan
@@ -305,6 +306,7 @@ def _bind(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
 
 def _hook_output(name: str, module: nn.Module, plan: ShardingPlan, ranks: DeviceMesh, *, keeps_part: bool) -> None:
     rules = plan.outputs.get(name, {})
+    numbered = {number: axes for number, axes in rules.items() if number is not None}
     is_split = any(split_dim(each) is not None for each in _own_parameters(module).values())
 
     def bring(layer: nn.Module, args: Any, output: Any) -> Any:
@@ -312,16 +314,26 @@ def _hook_output(name: str, module: nn.Module, plan: ShardingPlan, ranks: Device
             brought = _bring(output, rules[None], layer, ranks)
             is_whole = is_split and not any("tensor" in dim for dim in rules[None])
             return whole(brought) if is_whole else brought
-        if rules:
-            several = [
-                _bring(each, rules[number], layer, ranks) if number in rules else each
-                for number, each in enumerate(output)
-            ]
-            return type(output)(several)
+        if numbered:
+            several = _several(name, output, numbered)
+            for number, axes in numbered.items():
+                several[number] = _bring(several[number], axes, layer, ranks)
+            return type(output)(*several) if hasattr(output, "_fields") else type(output)(several)
         return _plain_output(output, keeps_part=keeps_part)
 
     if rules or is_split:
         module.register_forward_hook(bring)
+
+
+def _several(name: str, output: Any, rules: Mapping[int, Axes]) -> list[Any]:
+    """Returns what a module has returned as a list, of which rules name some by number."""
+    if isinstance(output, tuple | list) and max(rules) < len(output):
+        return list(output)
+    found = f"{len(output)} of them" if isinstance(output, tuple | list) else f"a {type(output).__name__}"
+    raise ConfigError(
+        f"model.sharding: {name}[{max(rules)}]: names one of several outputs, but {name} has returned {found}. Outputs "
+        "are counted from 0; a single one is named without a number."
+    )
 
 
 def _plain_output(output: Any, *, keeps_part: bool) -> Any:

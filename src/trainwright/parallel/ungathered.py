@@ -22,9 +22,21 @@ def refuse_ungathered(error: RuntimeError, model: torch.nn.Module) -> None:
     raise TrainwrightError(
         "A parameter that is split over ranks was used outside of the forward that gathers it: a layer or a method of "
         f"{_own_name(model)} was called by itself. Call the model (or a whole member of its ModuleList), or list the "
-        'method in the model\'s class: forward_methods = ("encode",). replicate in place of data keeps it whole.',
+        'method in the model\'s class: forward_methods = ("encode",). replicate in place of data keeps it whole.'
+        f"{_advice_on_outputs(model)}",
         where=_place(error),
     ) from error
+
+
+def _advice_on_outputs(model: torch.nn.Module) -> str:
+    """Says what else it may be where rules lay out what modules return: that meets only what is laid out as well."""
+    meshes = [getattr(parameter, "device_mesh", None) for parameter in model.parameters()]
+    if not any("tensor" in (mesh.mesh_dim_names or ()) for mesh in meshes if mesh is not None):
+        return ""
+    return (
+        " Or what a rule under outputs lays out was added to what none does: give what is added here (an embedding, "
+        "the last layer of a block) a rule as well, as trainwright/configs/sharding/llama.yaml does."
+    )
 
 
 def _own_name(model: torch.nn.Module) -> str:

@@ -16,3 +16,11 @@ def constant_in_compiled_code(function: Function) -> Function:
     marked: Any = function
     marked._dynamo_marked_constant = True
     return function
+
+
+@constant_in_compiled_code
+def has_triton() -> bool:
+    """Is there a compiler of kernels for this machine's GPU?"""
+    from torch.utils._triton import has_triton
+
+    return bool(has_triton())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trainwright.backends import waits_for_memory
-from trainwright.models.layers.compiled_code import constant_in_compiled_code
+from trainwright.models.layers.compiled_code import has_triton
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def has_blocks(document_ids: Tensor) -> bool:
     """Whether borders in blocks pay for these rows: on a GPU with a compiler for its kernels, from SHORTEST on."""
     device, length = document_ids.device, document_ids.shape[1]
     is_there = waits_for_memory(device) and device.index is not None  # a run that is only planned has no GPU
-    return is_there and not length % BLOCK and length >= SHORTEST and _has_compiler()
+    return is_there and not length % BLOCK and length >= SHORTEST and has_triton()
 
 
 def document_borders(document_ids: Tensor) -> DocumentBorders:
@@ -151,13 +151,6 @@ class _CompiledFlex:
 @cache
 def _compiled_flex() -> _CompiledFlex:
     return _CompiledFlex()
-
-
-@constant_in_compiled_code
-def _has_compiler() -> bool:
-    from torch.utils._triton import has_triton
-
-    return bool(has_triton())
 
 
 def _is_taken(queries: Tensor) -> bool:
