@@ -3,8 +3,9 @@
     python benchmarks/loss.py [--output FOLDER] [--rounds 10] [--dry-run]
 
 bf16 states of 16,384 tokens through TinyLlama's head (32,000 × 2,048) and of 32,768 tokens through GPT-2's
-(50,257 × 768), eager and compiled, ours with chunks of several sizes. Medians after warm-up.
-`--dry-run`: tiny, on a CPU.
+(50,257 × 768), eager and compiled, ours with chunks of several sizes. Medians after warm-up. Then one chunk's shares
+and their gradient alone: what the compiler makes of the formulas beside our kernel.
+`--dry-run`: tiny, on a CPU, where there is no kernel.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,28 @@ def measure(shape: tuple[int, int, int], device: torch.device, rounds: int, back
     return {"rows": num_rows, "classes": classes, "width": width, "results": results}
 
 
+def compiled_softmax(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The formulas of linear_cross_entropy.py without its kernel."""
+    log_shares = torch.log_softmax(logits.float(), dim=-1)
+    classes = torch.arange(logits.shape[1], device=logits.device)
+    shares = log_shares.exp()
+    return log_shares.gather(1, targets), torch.where(classes == targets, shares - 1, shares).to(logits.dtype)
+
+
+def measure_softmax(rows: int, classes: int, rounds: int) -> list[str]:
+    """Returns a row of the table: shape, the compiler's milliseconds, the kernel's, their ratio."""
+    from trainwright.models.layers.softmax_kernel import softmax_gradient
+
+    logits = torch.randn(rows, classes, device="cuda").bfloat16()
+    targets = torch.randint(0, classes, (rows, 1), device="cuda")
+    compiled, times = torch.compile(compiled_softmax, dynamic=False), []
+    for run in (compiled, softmax_gradient):
+        run(logits, targets)
+        once = partial(run, logits, targets)
+        times.append(statistics.median(milliseconds(once, logits.device) for _ in range(rounds)))
+    return [f"{rows} × {classes}", *(f"{time:.3f}" for time in times), f"{times[0] / times[1]:.2f}"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
@@ -106,6 +130,12 @@ def main() -> None:
         if options.output is not None:
             options.output.mkdir(parents=True, exist_ok=True)
             (options.output / "loss.json").write_text(json.dumps(found, indent=1) + "\n")
+            (options.output / "loss.md").write_text("\n\n".join(text) + "\n")
+    if not options.dry_run:
+        chunks = ((2560, 50304), (4096, 32000), (2048, 128256))
+        rows = [measure_softmax(*chunk, options.rounds) for chunk in chunks]
+        text.append(table(["logits of a chunk", "compiled, ms", "kernel, ms", "times"], rows))
+        if options.output is not None:
             (options.output / "loss.md").write_text("\n\n".join(text) + "\n")
     print("\n\n".join(text))
 

@@ -233,7 +233,8 @@ def test_every_function_is_annotated():
     bare = []
     for file, tree in SOURCES.items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef):
+            # To Triton an annotation is part of the kernel.
+            if isinstance(node, ast.FunctionDef) and "triton.jit" not in map(ast.unparse, node.decorator_list):
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 missing = [one.arg for one in arguments if one.annotation is None and one.arg not in ("self", "cls")]
                 if missing or node.returns is None:

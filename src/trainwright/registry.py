@@ -258,12 +258,12 @@ def _load_file(path: Path, folder: Path) -> ModuleType:
         raise ComponentError(f"there is no file {_shown(path)}.{near} Paths are relative to {folder}.")
     _refuse_hidden_datasets(folder)
     real = path.resolve()
-    loaded = _loaded_from(real)
+    name = _project_name(path, folder)
+    loaded = _loaded_from(real, likely_name=name)
     if loaded is not None:
         return loaded
     importlib.invalidate_caches()
     try:
-        name = _project_name(path, folder)
         module = importlib.import_module(name) if name else _execute(path)
         # A folder of the same name hides the file from the import system; then the file is meant.
         return module if name is None or _is_from(module, real) else _execute(path)
@@ -344,7 +344,11 @@ def _execute(path: Path) -> ModuleType:
     return module
 
 
-def _loaded_from(real: Path) -> ModuleType | None:
+def _loaded_from(real: Path, *, likely_name: str | None) -> ModuleType | None:
+    # Under its likely name first: a look at each of the thousands of modules of torch takes milliseconds.
+    likely = sys.modules.get(likely_name) if likely_name else None
+    if likely is not None and _is_from(likely, real):
+        return likely
     return next((module for module in list(sys.modules.values()) if _is_from(module, real)), None)
 
 

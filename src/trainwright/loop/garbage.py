@@ -12,8 +12,13 @@ from types import TracebackType
 
 MOST_STEPS = 20
 """So many steps at most go by without a collection: a cycle may hold a batch, or other memory of the device."""
+FIRST_STEPS = 5
+"""The first collection comes early. It looks at all that compilers have made, up to a second long, beside which the
+compilation took a minute; at step 20 it would be a pause that nobody expects."""
 FULL_EVERY = 50
 """Every so many collections look at all objects since the beginning; the others only at those of the last steps."""
+OF_PYTHON = 1000
+"""With fewer objects set aside nobody has done it: Python 3.12 begins with 375, and whoever imports torch has more."""
 LONG_RUN = 100
 """A run of so many steps first looks at all that was left by what came before it, which takes a moment."""
 
@@ -40,7 +45,7 @@ class Garbage:
 
     def __enter__(self) -> Garbage:
         if gc.isenabled():
-            self._is_active, self._sets_aside = True, gc.get_freeze_count() == 0
+            self._is_active, self._sets_aside = True, gc.get_freeze_count() < OF_PYTHON
             self._num_collections = self._steps_since = 0
             gc.disable()
             if self._sets_aside:
@@ -57,9 +62,9 @@ class Garbage:
             gc.enable()
 
     def tidy(self, *, is_due: bool) -> None:
-        """Ends a step: collects if that is due, and every twenty steps in any case. Else it costs 0.1 µs."""
+        """Ends a step: collects if that is due, and every so many steps in any case. Else it costs 0.1 µs."""
         self._steps_since += 1
-        if is_due or self._steps_since >= MOST_STEPS:
+        if is_due or self._steps_since >= (MOST_STEPS if self._num_collections else FIRST_STEPS):
             self.collect()
 
     def collect(self) -> None:

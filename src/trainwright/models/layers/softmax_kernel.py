@@ -1,7 +1,7 @@
 """The log share of each row's target and the gradient of its loss, from logits: one kernel for a GPU, in Triton.
 
 Each row is read twice and written once, in the logits' own precision, with the arithmetic in float32. What a compiler
-makes of the same formulas took 1.3 to 2.3 times as long on an H200 (benchmarks/results/loss.md). Only
+makes of the same formulas took 1.2 to 2.3 times as long on an H200 (benchmarks/results/loss.md). Only
 linear_cross_entropy.py imports this, where there is Triton.
 """
 
