@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 LEARNING_RATE, WEIGHT_DECAY, MAX_GRAD_NORM, LOG_EVERY = 1e-4, 0.01, 1.0, 50
-NUM_BATCHES = 4  # of different rows: few, so that losses after a run can be compared whatever the order was
+NUM_BATCHES = 4  # of different rows: few, so that losses fall within a run, and tell whether all did the same
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from gpu_cases import CASES, LEARNING_RATE, LOG_EVERY, MAX_GRAD_NORM, NUM_BATCHES, WEIGHT_DECAY, Case, shrink
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
 WORKERS = 2  # of the peers' and the raw loop's DataLoader, so that collating and copying are off their way
 
@@ -204,6 +204,10 @@ def run_huggingface(bench: Bench, *, compiled: bool) -> torch.nn.Module:
     model = bench.their_model()
     bench.note_loss("before", model)
 
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *_: Any, **__: Any) -> Any:
+            return SequentialSampler(bench.rows)  # so that losses can be compared
+
     class StepDone(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             bench.clock.step_done()
@@ -233,7 +237,7 @@ def run_huggingface(bench: Bench, *, compiled: bool) -> torch.nn.Module:
             dataloader_drop_last=True,
         )
         callbacks = [StepDone()]
-        trainer = Trainer(
+        trainer = InOrder(
             model, arguments, data_collator=default_data_collator, train_dataset=bench.rows, callbacks=callbacks
         )
         trainer.train()

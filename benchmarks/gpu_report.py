@@ -112,6 +112,8 @@ class Report:
         for name, found in self.results[case].items():
             ms = self.ms(case, name)
             if ms is None:
+                if "seconds_to_step_10" in found:  # it was only started
+                    rows.append([name, *[""] * 6, f"{found['seconds_to_step_10']:.1f}", ""])
                 continue
             low, high = min(found["ms"]), max(found["ms"])
             share = self.share(case, name)

@@ -24,7 +24,14 @@ from trainwright.log import rank_log, run_log
 from trainwright.loop.builder import Builder
 from trainwright.loop.continuous_evaluation import POLL_SECONDS, evaluate_as_they_come
 from trainwright.loop.evaluation import evaluate_sets
-from trainwright.loop.given_in_code import component_of, is_found_again, recorded, task_named_in, trainer_named_in
+from trainwright.loop.given_in_code import (
+    component_of,
+    is_found_again,
+    recorded,
+    task_named_in,
+    trainer_named_in,
+    unnamed_trainer,
+)
 from trainwright.loop.saving import restore_weights
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Trainer
@@ -162,7 +169,11 @@ def _say_who_trained(evaluator: Trainer) -> None:
         return
     trained_by = read_trainer(evaluator.folder) or trainer_named_in(saved)
     for section, then, now in (
-        ("trainer", trained_by, trainer_named_in(evaluator.config)),
+        (
+            "trainer",
+            trained_by,
+            unnamed_trainer(evaluator.config, type(evaluator)) or trainer_named_in(evaluator.config),
+        ),
         ("task", task_named_in(saved), task_named_in(evaluator.config)),
     ):
         if then != now:

@@ -616,9 +616,15 @@ STREAM = "data.eval.valid={type: tests.project.parts:PointStream, size: 33, seed
 
 KINDS = [(0, True, ()), (1, True, (STREAM,)), (1, False, (STREAM,))]
 CASES = [(place, *kind) for place in PLACES for kind in KINDS] + [("aggregate_logs", *kind) for kind in KINDS[:2]]
+# Every place once, on this rank or that, and one place in every way.
+EVERY_PLACE = [("aggregate_logs", *KINDS[1])] + [(place, *KINDS[number % 3]) for number, place in enumerate(PLACES)]
+QUICK = [case for case in CASES if case in EVERY_PLACE or case[0] == "eval_step"]
 
 
-@pytest.mark.parametrize(("place", "rank", "aggregates", "data"), CASES)
+@pytest.mark.parametrize(
+    ("place", "rank", "aggregates", "data"),
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+)
 def test_an_evaluation_that_fails_anywhere_on_one_rank_fails_on_all_and_the_step_is_saved(
     place, rank, aggregates, data, tmp_path
 ):

@@ -1,14 +1,13 @@
 """A trainer or a task that is given in code: the run's config.yaml finds it again, or refuses to guess."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.forked_program import run_script
 
 from trainwright import RunConfig, Task, Trainer, build_trainer, load_checkpoint, run_experiment
+from trainwright.build import build_evaluator
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.loop.given_in_code import recorded
 from trainwright.trainers.classification import ClassificationTrainer
@@ -137,6 +136,16 @@ def test_evaluating_by_another_trainer_than_the_run_s_says_so(tmp_path, caplog):
     assert "Marked, but is evaluated by trainer" in caplog.text
 
 
+def test_a_run_that_a_built_trainer_trained_is_evaluated_by_its_class_without_a_word(tmp_path, caplog):
+    config = load(tmp_path)
+    run_experiment(config, trainer=build_trainer(config, Marked))
+    for build in (build_evaluator, build_trainer):
+        run_experiment(config, mode="eval", trainer=build(config, Marked))
+    assert "was trained by" not in caplog.text
+    run_experiment(config, mode="eval", trainer=build_evaluator(config))
+    assert "Marked, but is evaluated by trainer" in caplog.text
+
+
 def test_what_the_config_names_already_stays_as_it_is_written(tmp_path):
     config = load(tmp_path)
     assert recorded(config, Trainer) is config
@@ -171,13 +180,7 @@ class Mine(Trainer):
 def test_a_program_s_own_trainer_is_found_again_unless_reading_it_would_run_it(tmp_path, guard):
     program = tmp_path / "driver.py"
     program.write_text(PROGRAM.format(guard=guard, file=str(PROJECT / "run.yaml"), folder=tmp_path), "utf-8")
-    done = subprocess.run(
-        [sys.executable, str(program)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    done = run_script(program)
     assert done.returncode == 0, done.stderr
     if "__main__" in guard:
         assert run_experiment(saved(tmp_path), mode="eval")[1] == {"valid/mine": 1.0}

@@ -72,6 +72,12 @@ def _halve_data(trainer):
         parameter.data = parameter.data * 0.5
 
 
+def _halve_gradients(optimizer, *_):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad.mul_(0.5)
+
+
 def _rebind_buffers(trainer):
     trainer.model.layers[1].running_mean = torch.zeros(8)
 
@@ -95,11 +101,12 @@ def _replace_head(trainer):
         _at_seven(_halve_data),
         _at_seven(lambda trainer: setattr(trainer.surroundings.updater, "max_grad_norm", 0.1)),
         _at_seven(lambda trainer: trainer.optimizers["main"].state.clear()),
+        _at_seven(lambda trainer: trainer.optimizers["main"].register_step_pre_hook(_halve_gradients)),
         _reload,
     ],
     ids=[
         *("rate", "rate_once", "decay", "betas", "freeze", "eval", "dropout"),
-        *("head", "buffer", "data", "clipping", "clear", "load"),
+        *("head", "buffer", "data", "clipping", "clear", "step_hook", "load"),
     ],
 )
 def test_what_a_hook_changes_between_steps_is_followed_bit_for_bit(tmp_path, replays, act):

@@ -427,3 +427,61 @@ class TestIncidents:
             self.run([1.0], optimizer=lambda w: torch.optim.RMSprop([w]))
         (line,) = [each for each in caplog.messages if "host waits" in each]
         assert "main (RMSprop)" in line
+
+
+KINDS_THAT_DIVIDE = {
+    "fp32": (torch.float32, {}),
+    "masters": (torch.bfloat16, {"master_weights": True}),
+    "bf16 moments": (torch.float32, {"state_dtype": "bf16"}),
+}
+
+
+def moments_after(kind, device, *, limit, by_hand):
+    """The first moments, which are linear in the gradients, after steps whose gradients differ a hundredfold."""
+    dtype, settings = KINDS_THAT_DIVIDE[kind]
+    w = nn.Parameter(torch.ones(16, 16, device=device, dtype=dtype))
+    optimizer = AdamW([w], lr=1e-3, **settings)
+    updater = make_updater([w], optimizer=optimizer, max_grad_norm=None if by_hand else limit)
+    for number, size in enumerate((1.0, 10.0, 0.001)):
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(number)).to(device, dtype)
+        loss = size * (x @ w).square().mean()
+        if by_hand:
+            w.grad = None
+            loss.backward()
+            w.grad = w.grad.float().mul(min(1.0, limit / w.grad.float().norm().item())).to(dtype)
+            optimizer.step()
+        else:
+            update = updater.begin(lambda: 8)
+            update.backward(loss)
+            update.apply()
+    return optimizer.state[w]["exp_avg"]
+
+
+def assert_clipped_in_the_kernel(kind, device, monkeypatch):
+    expected = moments_after(kind, device, limit=0.5, by_hand=True)
+    other = moments_after(kind, device, limit=1e9, by_hand=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_foreach_mul_", None)  # there is no pass for clipping alone
+        found = moments_after(kind, device, limit=0.5, by_hand=False)
+    near = 1e-5 if kind == "fp32" else 0.01
+    assert ((found - expected).norm() / expected.norm()).item() < near
+    assert ((other - expected).norm() / expected.norm()).item() > 1
+
+
+@pytest.mark.parametrize("kind", KINDS_THAT_DIVIDE)
+def test_an_optimizer_that_divides_clips_in_its_kernel(kind, monkeypatch):
+    monkeypatch.setattr(
+        update_module, "waits_for_memory", lambda device: True
+    )  # as on a GPU; the CPU has the kernel too
+    assert_clipped_in_the_kernel(kind, "cpu", monkeypatch)
+
+
+def test_gradients_in_fp64_are_clipped_in_fp64(monkeypatch):
+    w = nn.Parameter(torch.ones(4, dtype=torch.float64))
+    updater = make_updater([w], optimizer=AdamW([w], lr=0.1), max_grad_norm=0.3)
+    monkeypatch.setattr(update_module, "waits_for_memory", lambda device: True)
+    update = updater.begin(lambda: 8)
+    update.backward((w * torch.arange(4.0, dtype=torch.float64)).sum())
+    update.apply()
+    exact = torch.arange(4.0, dtype=torch.float64) * (0.3 / (14.0**0.5 + 1e-6))
+    torch.testing.assert_close(w.grad, exact, rtol=1e-14, atol=0)

@@ -10,7 +10,16 @@ def test_every_setting_is_a_fact_by_its_dotted_name(tmp_path):
     assert settings["seed"] == "3"
     assert settings["trainer.optimizer.betas"] == "[0.9, 0.95]"
     assert facts_of(config.derive({"seed": 4})).settings != settings
-    assert facts_of(config.derive({"name": "another"})).settings == settings  # the first rank's is taken
+
+
+def test_names_differ_unless_a_clock_has_made_them():
+    def facts(name):
+        return facts_of(RunConfig.from_dict({"name": name})).settings
+
+    assert facts("mine") != facts("another")
+    assert facts("run-1") != facts("run-2")
+    assert facts("run-11-16-23-59") == facts("run-11-17-00-00")
+    assert facts("run-11-16-23-59") != facts("another-11-16-23-59")
 
 
 def test_the_code_is_ours_and_what_lies_beside_the_file_and_what_it_names(tmp_path):

@@ -232,12 +232,14 @@ def _is_in(name: str, folder: Path) -> bool:
 
 
 def _would_be_found(name: str) -> bool:
-    """Does Python's path still lead to a module that is loaded? Else a run in another folder has left it behind."""
+    """Does Python's path still lead to a loaded module, if it ever did? Else a run in another folder has left it."""
     finders = (getattr(each, "find_spec", None) for each in sys.meta_path)
     specs = (find(name, None) for find in finders if find is not None)
     found = next((spec for spec in specs if spec is not None), None)
     loaded = getattr(sys.modules[name], "__spec__", None)
-    return found is not None and loaded is not None and bool(found.origin == loaded.origin)
+    if loaded is None:
+        return True  # a program has made it, and nothing else can stand for it
+    return found is not None and bool(found.origin == loaded.origin)
 
 
 class _Finder(MetaPathFinder):

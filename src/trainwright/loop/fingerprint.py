@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from trainwright.loop.hook import MOMENTS
 from trainwright.loop.host_number import HostNumber
+from trainwright.loop.step_unless import is_watched
 
 if TYPE_CHECKING:
     from trainwright.loop.trainer import Trainer
@@ -110,7 +111,7 @@ class Fingerprint:
             values += row
         values += [value for name, value in vars(trainer).items() if name not in own]
         for _, optimizer in self._optimizers:
-            values += (optimizer.param_groups, optimizer.state)
+            values += (optimizer.param_groups, optimizer.state, is_watched(optimizer))
             for group in optimizer.param_groups:
                 values += group.values()
             for state in optimizer.state.values():
@@ -128,7 +129,7 @@ class Fingerprint:
         named += [(f"trainer.{name}", False) for name in vars(self._trainer) if name not in self._own]
         for label, optimizer in self._optimizers:
             label = f"optimizer {label}"
-            named += [(f"{label}.param_groups", False), (f"{label}.state", True)]
+            named += [(f"{label}.param_groups", False), (f"{label}.state", True), (f"{label}'s step hooks", False)]
             for number, group in enumerate(optimizer.param_groups):
                 named += [(f"{label}.param_groups[{number}][{key!r}]", False) for key in group]
             for number, state in enumerate(optimizer.state.values()):

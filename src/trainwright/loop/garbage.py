@@ -33,7 +33,7 @@ class Garbage:
 
     What was there at the beginning, and what the first collection leaves (code that was compiled meanwhile), is set
     aside: later collections look only at what came after it. Whoever has switched the collector off, or has set
-    objects aside, keeps charge of that. Afterwards everything is as it was.
+    objects aside, keeps charge of that. Afterwards nothing is set aside, and the collector runs as it did.
     """
 
     def __init__(self, *, num_steps: int = 0) -> None:

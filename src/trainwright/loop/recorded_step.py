@@ -23,7 +23,7 @@ from trainwright.errors import HostReadError, TrainwrightError
 from trainwright.events import Mean
 from trainwright.loop.fingerprint import PLAIN, Change, Fingerprint, users_act_between_steps
 from trainwright.loop.kept_values import KeptValues, refuse_change
-from trainwright.loop.step_unless import knows_found_inf
+from trainwright.loop.step_unless import is_watched, knows_found_inf
 from trainwright.loop.update import StepResult
 from trainwright.optim.capture import prepare_for_capture, settle_rates
 from trainwright.tracebacks import user_place
@@ -134,7 +134,8 @@ class RecordedStep:
     def _drop(self, changes: list[Change]) -> None:
         """Drops all recordings; the next updates warm up again, for optimizers may have to make state."""
         self._num_short = self._num_short + 1 if self._num_replays < _FEW_REPLAYS else 0
-        self._recordings, self._num_runs, self._num_replays = {}, {}, 0
+        self._num_replays = 0
+        self.forget()
         names = ", ".join(change.name for change in changes[:4]) + (", ..." if len(changes) > 4 else "")
         logger.info("runtime.mode graph: the step is recorded again, because of a change of %s.", names)
         if self._num_short == _MAX_SHORT:
@@ -150,14 +151,15 @@ class RecordedStep:
         updater = self._trainer.surroundings.updater
         gates = updater.watch is not None and updater.watch.gates
         for name, entry in updater.optimizers.items():
-            can_hold = not gates or knows_found_inf(entry.optimizer)
-            if can_hold and prepare_for_capture(entry.optimizer, self._trainer.device):
+            # Python that hooks into a step would not run in a replay.
+            can_be = not is_watched(entry.optimizer) and (not gates or knows_found_inf(entry.optimizer))
+            if can_be and prepare_for_capture(entry.optimizer, self._trainer.device):
                 updater.after_replay.discard(name)
             elif name not in updater.after_replay:
                 updater.after_replay.add(name)
                 logger.info(
                     "runtime.mode graph: the optimizer %s (%s) cannot be recorded and steps after each replay. Fused "
-                    "and capturable optimizers can.",
+                    "and capturable optimizers without hooks can.",
                     name,
                     type(entry.optimizer).__name__,
                 )

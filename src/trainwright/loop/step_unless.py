@@ -52,12 +52,12 @@ def step_unless(
 def _step(optimizer: torch.optim.Optimizer) -> Any:
     """Does what torch's own `step` does, without its profiling (30 µs) where nobody profiles or hooks into it."""
     step = type(optimizer).step
-    if not getattr(step, "hooked", False) or _is_watched(optimizer) or torch._C._autograd._profiler_enabled():
+    if not getattr(step, "hooked", False) or is_watched(optimizer) or torch._C._autograd._profiler_enabled():
         return optimizer.step()
     return step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # what torch has wrapped
 
 
-def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
+def is_watched(optimizer: torch.optim.Optimizer) -> bool:
     """Does somebody hook into this optimizer's step, or has it a step of its own?"""
     return bool(
         "step" in vars(optimizer)
@@ -70,7 +70,7 @@ def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
 
 def divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Can this optimizer clip in its kernel, which saves a pass over the gradients, with nobody looking before?"""
-    return type(optimizer) in _DIVIDERS and knows_found_inf(optimizer) and not _is_watched(optimizer)
+    return type(optimizer) in _DIVIDERS and knows_found_inf(optimizer) and not is_watched(optimizer)
 
 
 def knows_found_inf(optimizer: torch.optim.Optimizer) -> bool:

@@ -324,7 +324,10 @@ class Update:
             self._updater.sync.begin_backward(is_last=is_last)
 
     def apply(self, optimizers: Sequence[str] | None = None) -> StepResult:
-        """Makes the gradient exact, measures and clips it, and steps the optimizers (all, or those named)."""
+        """Makes the gradient exact, measures and clips it, and steps the optimizers (all, or those named).
+
+        On a GPU fused optimizers may clip while they read the gradients: what `.grad` holds afterwards is not promised.
+        """
         updater = self._updater
         if not self._losses:
             raise TrainwrightError("apply was called without a backward: there is no gradient to step with.")
@@ -415,9 +418,10 @@ class Update:
         """Multiplies and limits the gradients in place, or returns what the optimizers are to divide them by."""
         most = self._updater.max_grad_value
         if isinstance(factor, torch.Tensor):
-            if most is None and self._updater.divides_gradients(names):
+            is_double = any(gradient.dtype == torch.float64 for gradient in gradients)
+            if most is None and not is_double and self._updater.divides_gradients(names):
                 return factor.to(torch.float32).reciprocal()
-            if gradients[0].dtype == torch.float32:
+            if not is_double and gradients[0].dtype == torch.float32:
                 factor = factor.to(torch.float32)  # as the kernel would, which takes all gradients at once only then
         if isinstance(factor, torch.Tensor) or factor != 1.0:
             torch._foreach_mul_(gradients, factor)

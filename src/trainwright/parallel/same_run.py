@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import json
 import platform
+import re
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ ANSWER_SECONDS = 25.0
 _MAX_FILES = 2000
 """So many files of a package are compared; hashing them takes a tenth of a second."""
 _MAX_SHOWN = 3
+_DIGITS_OF_A_CLOCK = 4  # hours and minutes
 _PACKAGE = Path(__file__).parents[1]
 
 
@@ -40,7 +42,7 @@ class RunFacts:
     """What must be equal on all ranks, each as a name and a short text."""
 
     settings: Mapping[str, str]
-    """The config's settings: dotted name → value as JSON. The run's own name is the first rank's for all (build.py)."""
+    """The config's settings: dotted name → value as JSON."""
     code: Mapping[str, str]
     """Files → a hash of what is in them."""
     versions: Mapping[str, str]
@@ -53,7 +55,7 @@ def facts_of(config: RunConfig) -> RunFacts:
     The code is trainwright's own, what lies beside the YAML file and in its folders of components, and the packages
     that the config names.
     """
-    settings = {name: value for name, value in _flatten(config.to_dict()) if name != "name"}
+    settings = {**dict(_flatten(config.to_dict())), "name": _without_clock(config.name)}
     code = {f"trainwright/{name}": digest for name, digest in _hashes(_PACKAGE, "**/*.py")}
     for pattern in ("*.py", *(f"{folder}/**/*.py" for folder in KIND_FOLDERS.values())):
         code.update(_hashes(config.project_dir, pattern))
@@ -61,6 +63,14 @@ def facts_of(config: RunConfig) -> RunFacts:
         code.update(_named_code(name, config.project_dir))
     versions = {"Python": platform.python_version(), "torch": str(torch.__version__)}
     return RunFacts(settings, code, versions)
+
+
+def _without_clock(name: str) -> str:
+    """Returns a run's name; without its digits where it may have been made of a clock, which ranks read apart.
+
+    The first rank's is taken for all then (build.py).
+    """
+    return re.sub(r"\d", "0", name) if len(re.findall(r"\d", name)) >= _DIGITS_OF_A_CLOCK else name
 
 
 def refuse_other_runs(store: Store, rank: int, size: int, facts: RunFacts) -> None:

@@ -21,8 +21,8 @@ from trainwright.labels import IGNORED_LABEL
 from trainwright.models.layers.compiled_code import has_triton
 
 CHUNK_ELEMENTS = 2**27
-"""Logits at a time, held twice in float32: 1 GiB. On an H200 half as many took 12 % longer, and twice as many 83 % more
-memory for no less time (benchmarks/results/loss.md)."""
+"""Logits at a time, held twice: 1 GiB in float32, half of that in bf16 with the kernel. On an H200, before that kernel,
+half as many took 12 % longer, and twice as many 83 % more memory for no less time (benchmarks/results/loss.md)."""
 CHUNK_MULTIPLE = 128
 """Chunks are of equally many rows, a multiple of this: no tile of a matrix product is then cut, and compiled code has
 one form of a chunk for all."""

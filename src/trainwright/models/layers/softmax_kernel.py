@@ -1,8 +1,9 @@
 """The log share of each row's target and the gradient of its loss, from logits: one kernel for a GPU, in Triton.
 
 Each row is read twice and written once, in the logits' own precision, with the arithmetic in float32. What a compiler
-makes of the same formulas took 1.2 to 2.3 times as long on an H200 (benchmarks/results/loss.md). Only
-linear_cross_entropy.py imports this, where there is Triton.
+makes of the same formulas took 1.2 to 2.3 times as long on an H200 (benchmarks/results/loss.md, which names the form
+that was measured). Only linear_cross_entropy.py imports this, where there is Triton. The tensors have to lie on the
+current device, as Triton launches there.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def softmax_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return of_target, gradients
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _softmax_gradient(logits, targets, of_target, gradients, num_classes, block_size: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # Triton gives annotations a meaning of its own
     row = tl.program_id(0).to(tl.int64)
     logits += row * num_classes
@@ -44,9 +45,9 @@ def _softmax_gradient(logits, targets, of_target, gradients, num_classes, block_
     for start in range(0, num_classes, block_size):
         classes = start + tl.arange(0, block_size)
         block = tl.load(logits + classes, mask=classes < num_classes, other=-float("inf")).to(tl.float32)
-        new = tl.maximum(largest, tl.max(block))
-        total = total * tl.exp(largest - new) + tl.sum(tl.exp(block - new))
-        largest = new
+        larger = tl.maximum(largest, tl.max(block))
+        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(block - larger))
+        largest = larger
     log_total = largest + tl.log(total)
     tl.store(of_target + row, tl.load(logits + target).to(tl.float32) - log_total)
     for start in range(0, num_classes, block_size):
