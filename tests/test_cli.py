@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.forked_program import run_command
 from typer.testing import CliRunner
 
 import trainwright
@@ -82,7 +83,7 @@ def test_a_real_process_trains_and_exits_with_0_and_again_with_nothing_to_do(in_
     assert lines_of(folder)[-1]["step"] == 4
     assert "Run folder: runs/real" in done.stderr
     before = all_files(in_tmp)
-    again = run_process("train", RUN, "trainer.max_steps=4", "name=real", "writers=[console, json]", cwd=in_tmp)
+    again = run_command("train", RUN, "trainer.max_steps=4", "name=real", "writers=[console, json]", cwd=in_tmp)
     assert again.returncode == 0, again.stderr
     assert all_files(in_tmp) == before
 
@@ -92,7 +93,7 @@ def test_a_user_s_exception_exits_with_its_traceback(in_tmp):
         (PROJECT / "parts.py").read_text().replace("logits = self.layers(x)", "raise ZeroDivisionError('mine')")
     )
     (in_tmp / "run.yaml").write_text((PROJECT / "run.yaml").read_text())
-    done = run_process("train", "run.yaml", cwd=in_tmp)
+    done = run_command("train", "run.yaml", cwd=in_tmp)
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "ZeroDivisionError: mine" in done.stderr

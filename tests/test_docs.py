@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.distributed.forked_launch import command, launch_well
+from tests.forked_program import run_script
 
 from trainwright import cli
 from trainwright.built_ins import BUILT_INS
@@ -81,7 +82,10 @@ class Reader:
             self.shown += self.run(arguments)
         else:
             assert program == "python", line
-            done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+            if arguments[0] == "-m":
+                done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+            else:
+                done = run_script(*arguments)
             assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
             self.shown += done.stdout + done.stderr
 

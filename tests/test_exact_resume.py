@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.data.kinds import SOURCES
+from tests.faults import runs  # noqa: F401  # imports, before the fork, what each child would
 
 from trainwright import Hook, RunConfig, build_trainer
 from trainwright.checkpoint.store import CheckpointStore
@@ -44,6 +45,7 @@ def run_in_child(config, *, signal_at=None, number=signal.SIGKILL):
     child = os.fork()
     if child == 0:
         try:
+            os.fsync = lambda descriptor: None  # what was written survives a process that is killed, synced or not
             trainer = build_trainer(config, Killed)
             trainer.train()
             os._exit(7 if trainer.interrupted else 0)

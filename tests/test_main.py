@@ -6,14 +6,13 @@ import json
 import logging
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from tests.faults.runs import config_of, log_of, start, store_of, train
+from tests.forked_program import run_script
 
 import trainwright
 from trainwright import Hook, RunConfig, Task, Trainer, build_trainer, run_experiment
@@ -171,8 +170,9 @@ print("never reached")
 
 
 def test_a_program_that_is_told_to_leave_ends_as_the_command_line_does(tmp_path):
-    program = PROGRAM.format(file=str(PROJECT / "run.yaml"), folder=tmp_path)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(file=str(PROJECT / "run.yaml"), folder=tmp_path))
+    done = run_script(program)
     assert done.returncode == 128 + signal.SIGTERM
     assert (done.stdout, "Traceback" in done.stderr) == ("", False)
     assert store_of(tmp_path / "small").steps()[-1] == 3

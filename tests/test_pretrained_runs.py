@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.distributed.forked_launch import launch_well
 from tests.export.runs import TEXT
 
 from trainwright import RunConfig, build_trainer, load_checkpoint, run_experiment
@@ -423,38 +424,20 @@ def test_a_run_is_loaded_from_where_it_was_moved_to(project):
     assert_same(loaded, trained)
 
 
-TWO_RANKS = """
-import sys
-from pathlib import Path
-
-import torch
-
-from trainwright import RunConfig, build_trainer
-
-folder = Path(sys.argv[1])
-trainer = build_trainer(RunConfig.load(folder / "run.yaml", [f"output_dir={folder / 'runs'}"]))
-assert trainer.step == 3 and trainer.ranks.size == 2
-trainer.train()
-assert len(set(trainer.ranks.gather(float(sum(one.double().sum() for one in trainer.model.parameters()))))) == 1
-trainer.ranks.part()
-"""
-
-
 def test_two_ranks_go_on_without_the_folder(project):
     build_trainer(configured(project, MODELS["ours with adapters"], "trainer.max_steps=3")).train()
     remove_folders(project)
-    configured(project, MODELS["ours with adapters"])
-    (project / "resume.py").write_text(TWO_RANKS)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, project / "resume.py", project],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    config = configured(project, MODELS["ours with adapters"])
+
+    def act(_):
+        trainer = build_trainer(config)
+        assert trainer.step == 3
+        assert trainer.ranks.size == 2
+        trainer.train()
+        sums = trainer.ranks.gather(float(sum(one.double().sum() for one in trainer.model.parameters())))
+        assert len(set(sums)) == 1
+
+    launch_well(project, 2, act)
     assert CheckpointStore(project / "runs" / "tuned" / "checkpoints").steps()[-1] == 6
 
 
@@ -462,10 +445,13 @@ def test_two_ranks_go_on_without_the_folder(project):
 
 MEASURE = """
 import gc
+import json
+import os
 import sys
 from pathlib import Path
 
 import torch
+import torch._dynamo
 
 from trainwright import AutoModel, load_checkpoint
 from trainwright.models.llama import Llama
@@ -482,16 +468,29 @@ def megabytes(field):
     return int(line.split()[1]) / 1000
 
 
-load = {"own": Own.from_pretrained, "shipped": Llama.from_pretrained, "checkpoint": load_checkpoint}[sys.argv[1]]
-load(sys.argv[3])  # whatever is imported at first use
-gc.collect()
-before = megabytes("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")  # begins the high-water mark anew
-model = load(sys.argv[2])
-size = sum(one.nbytes for one in model.parameters()) / 1e6
-assert {one.dtype for one in model.parameters()} == {getattr(torch, sys.argv[4])}
-assert getattr(model, "halves", torch.arange(4) / 2).tolist() == [0.0, 0.5, 1.0, 1.5]
-print(size, megabytes("VmHWM") - before)
+def measure(folder, how, dtype):
+    load = {"own": Own.from_pretrained, "shipped": Llama.from_pretrained, "checkpoint": load_checkpoint}[how]
+    load(folder / "small")  # whatever is imported at first use
+    gc.collect()
+    before = megabytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # begins the high-water mark anew
+    model = load(folder / "large")
+    size = sum(one.nbytes for one in model.parameters()) / 1e6
+    assert {one.dtype for one in model.parameters()} == {getattr(torch, dtype)}
+    assert getattr(model, "halves", torch.arange(4) / 2).tolist() == [0.0, 0.5, 1.0, 1.5]
+    return size, megabytes("VmHWM") - before
+
+
+for folder, how, dtype in json.loads(sys.argv[1]):
+    if not os.fork():  # a process of its own, which has loaded nothing yet
+        code = 1
+        try:
+            Path(folder, "measured.json").write_text(json.dumps(measure(Path(folder), how, dtype)))
+            code = 0
+        finally:
+            sys.excepthook(*sys.exc_info()) if code else None
+            os._exit(code)
+    assert os.wait()[1] == 0, (folder, how)
 """
 
 LARGE = {"hidden_size": 1024, "num_layers": 4, "num_heads": 8, "vocab_size": 512, "intermediate_size": 2048}
@@ -503,15 +502,35 @@ linux_only = pytest.mark.skipif(
 )
 
 
-def peak_of(project, how, large, small, dtype="bfloat16"):
-    """The size of a model and how far memory rose while it was loaded, in a process of its own: megabytes."""
-    (project / "measure.py").write_text(MEASURE)
-    command = [sys.executable, project / "measure.py", how, large, small, dtype]
+LOADED = {
+    "shipped": ("shipped", None, torch.bfloat16),
+    "a user's subclass": ("own", None, torch.float32),
+    "a checkpoint in 16 bits": ("checkpoint", "llama", torch.bfloat16),
+    "a checkpoint": ("checkpoint", "llama", torch.float32),
+    "a user's checkpoint": ("checkpoint", "parts.py:Own", torch.float32),
+}
+
+
+@pytest.fixture(scope="module")
+def peaks(tmp_path_factory):
+    """The size of each model and how far memory rose while it was loaded, in a process of its own: megabytes."""
+    folders = {name: tmp_path_factory.mktemp("loaded") for name in LOADED}
+    for name, (_, section, dtype) in LOADED.items():
+        if section is None:
+            write_folders(folders[name], dtype)
+        else:
+            write_runs(folders[name], {"type": section}, dtype=dtype)
+    cases = [(str(folders[name]), how, str(dtype)[6:]) for name, (how, _, dtype) in LOADED.items()]
     done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", MEASURE, json.dumps(cases)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return tuple(map(float, done.stdout.split()))
+    return {name: json.loads((folder / "measured.json").read_text()) for name, folder in folders.items()}
 
 
 def write_folders(folder, dtype):
@@ -519,42 +538,36 @@ def write_folders(folder, dtype):
         Llama(**sizes).to(dtype).save_pretrained(folder / name, max_shard_bytes=10_000_000)
 
 
+def write_runs(folder, section, *, dtype):
+    (folder / "parts.py").write_text(PARTS)
+    for name, sizes in (("large", LARGE), ("small", SMALL)):
+        (folder / name).mkdir()
+        config = RunConfig.from_dict({"name": name, "model": {**section, **sizes}}, project_dir=folder)
+        config.save(folder / name / "config.yaml")
+        state = Llama(**sizes).to(dtype).state_dict()
+        CheckpointStore(folder / name / "checkpoints").write(1, {"model": state}, metrics={})
+
+
 @linux_only
-def test_a_shipped_model_is_loaded_with_memory_for_the_model_and_one_shard(tmp_path):
-    write_folders(tmp_path, torch.bfloat16)
-    size, peak = peak_of(tmp_path, "shipped", tmp_path / "large", tmp_path / "small")
+def test_a_shipped_model_is_loaded_with_memory_for_the_model_and_one_shard(peaks):
+    size, peak = peaks["shipped"]
     assert size > 70
     # A shard is there twice, mapped and copied; built in float32 first, the model alone would be 2 × its size.
     assert peak < size + 2 * 10 + 20
 
 
 @linux_only
-def test_a_user_s_subclass_is_filled_in_place(tmp_path):
-    write_folders(tmp_path, torch.float32)
-    size, peak = peak_of(tmp_path, "own", tmp_path / "large", tmp_path / "small", "float32")
+def test_a_user_s_subclass_is_filled_in_place(peaks):
+    size, peak = peaks["a user's subclass"]
     assert size > 140
     # One shard is mapped; the largest weight has one of its own.
     assert peak < size + 10 + 20
 
 
-def write_runs(folder, section, *, dtype):
-    for name, sizes in (("large", LARGE), ("small", SMALL)):
-        (folder / "runs" / name).mkdir(parents=True)
-        config = RunConfig.from_dict({"name": name, "model": {**section, **sizes}}, project_dir=folder)
-        config.save(folder / "runs" / name / "config.yaml")
-        state = Llama(**sizes).to(dtype).state_dict()
-        CheckpointStore(folder / "runs" / name / "checkpoints").write(1, {"model": state}, metrics={})
-    return folder / "runs" / "large", folder / "runs" / "small"
-
-
 @linux_only
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [("llama", torch.bfloat16), ("llama", torch.float32), ("parts.py:Own", torch.float32)]
-)
-def test_a_checkpoint_is_loaded_with_memory_for_the_model_and_its_file(tmp_path, kind, dtype):
-    (tmp_path / "parts.py").write_text(PARTS)
-    runs = write_runs(tmp_path, {"type": kind}, dtype=dtype)
-    size, peak = peak_of(tmp_path, "checkpoint", *runs, str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("kind", ["a checkpoint in 16 bits", "a checkpoint", "a user's checkpoint"])
+def test_a_checkpoint_is_loaded_with_memory_for_the_model_and_its_file(peaks, kind):
+    size, peak = peaks[kind]
     assert size > 70
     # The file is mapped. A model that was built in float32 first would be 2 × the size of one in 16 bits beside it.
     assert peak < 2 * size + 20

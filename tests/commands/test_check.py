@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.forked_program import run_command
 from typer.testing import CliRunner
 
 from trainwright.cli import app
@@ -60,13 +60,7 @@ def test_a_file_that_is_not_there_is_an_error_and_no_traceback(in_tmp):
 
 @pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {}])
 def test_nothing_is_coloured_without_a_terminal(in_tmp, environment):
-    done = subprocess.run(
-        [sys.executable, "-m", "trainwright", "check", RUN, "seed=x"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
+    done = run_command("check", RUN, "seed=x", env=environment)
     assert done.returncode == 1
     assert "\033[" not in done.stdout
     assert done.stdout.startswith('override seed=x: error: seed: must be a whole number, got the text "x".\n')

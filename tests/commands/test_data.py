@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.forked_program import run_command
 from tests.looking.projects import write_project
 from typer.testing import CliRunner
 
@@ -62,9 +62,7 @@ def test_json_is_one_object(in_tmp):
 
 def test_a_failing_collator_exits_with_2_after_all_else_was_shown(in_tmp):
     run = write_project(in_tmp, "  train: {type: mine.Tokens}\n")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
-    command = [sys.executable, "-m", "trainwright", "data", str(run)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = run_command("data", run, env={"COLUMNS": "80"})
     assert done.returncode == 2
     assert "position 0, row" in done.stdout
     assert "\033[" not in done.stdout

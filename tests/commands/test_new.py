@@ -2,11 +2,11 @@
 
 import ast
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.forked_program import run_forked
 from typer.testing import CliRunner
 
 from trainwright.cli import app
@@ -20,14 +20,22 @@ def invoke(*arguments):
     return CliRunner().invoke(app, [str(each) for each in arguments])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_new_project_trains_as_it_stands_and_says_the_next_commands(kind, in_tmp, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        ("classifier", []),
+        ("custom", []),
+        ("lm", ["trainer.max_steps=40", "evaluation.every_steps=20"]),
+        pytest.param("lm", [], marks=pytest.mark.slow),
+    ],
+)
+def test_a_new_project_trains_as_it_stands_and_says_the_next_commands(kind, overrides, in_tmp, monkeypatch):
     done = invoke("new", "mine", "--kind", kind)
     assert done.exit_code == 0, done.output
     assert "  cd mine\n" in done.output
     assert "  trainwright train run.yaml" in done.output
     monkeypatch.chdir(in_tmp / "mine")
-    trained = invoke("train", "run.yaml")
+    trained = invoke("train", "run.yaml", *overrides)
     assert trained.exit_code == 0, trained.exception
     lines = [json.loads(line) for line in next(Path("runs").glob("*/metrics.json")).read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
@@ -39,8 +47,8 @@ def test_a_new_project_trains_as_it_stands_and_says_the_next_commands(kind, in_t
 @pytest.mark.parametrize("kind", ["lm", "custom", pytest.param("classifier", marks=pytest.mark.slow)])
 def test_the_test_of_a_new_project_passes(kind, in_tmp):
     assert invoke("new", "mine", "--kind", kind).exit_code == 0
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, cwd=in_tmp / "mine", capture_output=True, text=True, check=False)
+    command = ["-q", "-p", "no:cacheprovider", "--rootdir", "."]
+    done = run_forked(lambda: sys.exit(int(pytest.main(command))), cwd=in_tmp / "mine")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

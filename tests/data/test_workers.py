@@ -8,13 +8,21 @@ from itertools import islice
 import pytest
 import torch
 from tests.data.streams import Plain
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, _utils
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from trainwright.data.collators import Stack
 from trainwright.data.loader import TrainData
 from trainwright.data.stream_loader import StreamData
 from trainwright.data.workers import LoaderOptions
 from trainwright.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def _asked_often(monkeypatch):
+    """Torch asks its workers every five seconds whether they live, and waits as long for one that does not leave."""
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.2,))
 
 
 class Deadly(Dataset):

@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import torch
+from tests.distributed.forked_launch import forget_groups
 
 from trainwright import Hook, Mean, RunConfig, Task, Trainer, build_trainer, get_event_storage
 from trainwright.data.collators import Stack
@@ -173,24 +174,30 @@ def load(folder, name, *overrides):
     )
 
 
+def build(config, trainer_class=Trainer):
+    """Builds a trainer when the groups of the runs before it are closed."""
+    forget_groups()
+    return build_trainer(config, trainer_class)
+
+
 def second_half(folder, no_metrics):
     """What only several ranks can get wrong."""
     results = {}
     try:
-        build_trainer(load(folder, "fails", no_metrics), FailsOnOneRank).train()
+        build(load(folder, "fails", no_metrics), FailsOnOneRank).train()
     except Exception as error:
         own = f"{type(error).__name__}: {error}"
-    failed = build_trainer(load(folder, "fails", no_metrics))
+    failed = build(load(folder, "fails", no_metrics))
     results["fails"] = [failed.ranks.gather(own), failed.step]
     best = "checkpoint={every_steps: null, keep_best: {metric: valid/local, mode: max}}"
-    local = build_trainer(load(folder, "local", no_metrics, best, "evaluation.every_steps=4"), LocalMetrics)
+    local = build(load(folder, "local", no_metrics, best, "evaluation.every_steps=4"), LocalMetrics)
     local.train()
     results["local"] = local.ranks.gather((local.step, local.best.step))
     norm = "trainer.schedule={type: constant}"
-    build_trainer(load(folder, "norm", no_metrics, norm), WithBatchNorm).train()
-    build_trainer(load(folder, "norm-parts", no_metrics, norm, "trainer.max_steps=5"), WithBatchNorm).train()
-    build_trainer(load(folder, "norm-parts", no_metrics, norm), WithBatchNorm).train()
-    unfreezing = build_trainer(load(folder, "unfreezing", no_metrics), Unfreezing)
+    build(load(folder, "norm", no_metrics, norm), WithBatchNorm).train()
+    build(load(folder, "norm-parts", no_metrics, norm, "trainer.max_steps=5"), WithBatchNorm).train()
+    build(load(folder, "norm-parts", no_metrics, norm), WithBatchNorm).train()
+    unfreezing = build(load(folder, "unfreezing", no_metrics), Unfreezing)
     unfreezing.train()
     weights = torch.cat([parameter.detach().flatten() for parameter in unfreezing.model.parameters()])
     results["unfrozen_equal"] = all(torch.equal(weights, other) for other in unfreezing.ranks.gather(weights))
@@ -200,29 +207,29 @@ def second_half(folder, no_metrics):
 def main(folder):
     results = {}
     no_metrics = "evaluation.metrics={}"
-    tokens = build_trainer(load(folder, "tokens", no_metrics), Tokens)
+    tokens = build(load(folder, "tokens", no_metrics), Tokens)
     tokens.train()
     ragged = ("trainer.max_steps=null", "trainer.max_samples=33", "trainer.micro_batch_size=4", no_metrics)
-    build_trainer(load(folder, "ragged", *ragged), Tokens).train()
-    build_trainer(load(folder, "talk", "log.every_steps=4"), Talk).train()
-    ordered = build_trainer(load(folder, "ordered", no_metrics, "evaluation.batch_size=5"), OrderedTokens)
+    build(load(folder, "ragged", *ragged), Tokens).train()
+    build(load(folder, "talk", "log.every_steps=4"), Talk).train()
+    ordered = build(load(folder, "ordered", no_metrics, "evaluation.batch_size=5"), OrderedTokens)
     results["ordered"] = ordered.train()
-    order = build_trainer(load(folder, "order", "data.train.noise=0.0", "data.eval={}", no_metrics), OrderTrainer)
+    order = build(load(folder, "order", "data.train.noise=0.0", "data.eval={}", no_metrics), OrderTrainer)
     order.train()
     results["seen"] = order.ranks.gather(order.train_data.collator.seen)
-    clipped = build_trainer(load(folder, "averaged", "hooks=[{type: average_weights, decay: 0.5}]"))
+    clipped = build(load(folder, "averaged", "hooks=[{type: average_weights, decay: 0.5}]"))
     clipped.train()
     if processes.world_size() > 1:
-        unused = build_trainer(load(folder, "unused", "model=null", "data.eval={}", no_metrics), UnusedTrainer)
+        unused = build(load(folder, "unused", "model=null", "data.eval={}", no_metrics), UnusedTrainer)
         before = [parameter.clone() for parameter in unused.model.parameters()]
         unused.train()
         results["moved"] = [not torch.equal(a, b) for a, b in zip(before, unused.model.parameters(), strict=True)]
         own = torch.cat([parameter.detach().flatten() for parameter in unused.model.parameters()])
         results["replicas_equal"] = all(torch.equal(own, other) for other in unused.ranks.gather(own))
-        interrupted = build_trainer(load(folder, "interrupted", no_metrics), Interrupted)
+        interrupted = build(load(folder, "interrupted", no_metrics), Interrupted)
         interrupted.train()
         steps = interrupted.ranks.gather((interrupted.step, interrupted.interrupted))
-        again = build_trainer(load(folder, "interrupted", no_metrics))
+        again = build(load(folder, "interrupted", no_metrics))
         again.train()
         results["interrupted"] = [steps, again.step]
         results.update(second_half(folder, no_metrics))

@@ -7,14 +7,17 @@ from pathlib import Path
 
 import torch
 from tests.data.kinds import SOURCES
+from tests.distributed.forked_launch import forget_groups
 
 from trainwright import Hook, RunConfig, Trainer, build_trainer
 from trainwright.data.collators import Stack
 from trainwright.parallel import processes
 
 PROJECT = Path(__file__).parents[1] / "project"
-RUNS = [*((source, 2) for source in SOURCES), ("a mixture of streams", 0), ("packed documents", 0)]
-"""Kinds of data and numbers of workers; in one process every kind is tried without workers too."""
+WITH_WORKERS = ("a plain iterable that ends", "a mixture of streams")
+RUNS = [(source, 2 if source in WITH_WORKERS else 0) for source in SOURCES]
+"""Kinds of data and numbers of workers; in one process every kind is tried with and without them."""
+OTHER_RUNS = [(source, 0 if source in WITH_WORKERS else 2) for source in SOURCES]
 
 
 class StopAtFour(Hook):
@@ -52,14 +55,18 @@ def load(folder, name, *overrides):
     return RunConfig.load(PROJECT / "run.yaml", (*common, mesh, "evaluation.metrics={}", *overrides))
 
 
-def main(folder):
+def train_by(config):
+    forget_groups()
+    build_trainer(config).train()
+
+
+def main(folder, runs):
     results = {}
-    for number, (source, workers) in enumerate(RUNS):
+    for number, (source, workers) in enumerate(runs):
         overrides = (*SOURCES[source], f"data.workers={workers}")
-        build_trainer(load(folder, f"whole-{number}", *overrides)).train()
-        stop = f"hooks=[{{type: {__file__}:StopAtFour}}]"
-        build_trainer(load(folder, f"parts-{number}", *overrides, stop)).train()
-        build_trainer(load(folder, f"parts-{number}", *overrides)).train()
+        train_by(load(folder, f"whole-{number}", *overrides))
+        train_by(load(folder, f"parts-{number}", *overrides, f"hooks=[{{type: {__file__}:StopAtFour}}]"))
+        train_by(load(folder, f"parts-{number}", *overrides))
     # Shards of 23 rows and 2 ranks: one rank runs out before the other.
     for name in ("PointStream", "ShardedPoints"):
         train = f"data.train={{type: parts.py:{name}, size: 23}}"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torchmetrics
+from tests.distributed.forked_launch import forget_groups
 
 from trainwright import Hook, Mean, RunConfig, Task, build_trainer, get_event_storage
 from trainwright.checkpoint.store import CheckpointStore
@@ -270,6 +271,7 @@ METRICS = f"evaluation.metrics={{{ACCURACY}, words: {{type: {HERE}:Words}}}}"
 ORDERED = f"task={{type: {HERE}:Ordered}}"
 EVALUATED = (SETS, METRICS, ORDERED, "evaluation.batch_size=4", "trainer.max_steps=4")
 PLAIN = ("data.eval={}", "evaluation={}", "trainer.max_steps=3")
+TWO_STEPS = (*PLAIN[:2], "trainer.max_steps=2")
 STREAMED = (*PLAIN, f"data.train={{type: {HERE}:RowStream, size: 24}}")
 INCIDENTS = (*PLAIN[:2], "trainer.max_steps=5", "checkpoint.every_steps=2", "checkpoint.asynchronous=false")
 SPLIT = ("data", "tensor", "context", "pipeline", "data-tensor", "replicate-data")
@@ -300,7 +302,7 @@ CASES = {
     "streamed": Case(MATRICES, STREAMED),
     "compiled": Case(
         ("replicate", "data", "tensor"),
-        (*PLAIN, "runtime.mode=compile", "runtime.compile_backend=aot_eager", "trainer.max_steps=2"),
+        (*TWO_STEPS, "runtime.mode=compile", "runtime.compile_backend=aot_eager"),
     ),
     "bf16": Case(("data",), (*PLAIN, "runtime.precision=bf16"), LanguageModelTrainer),
     "fp16": Case(("data",), (*PLAIN, "runtime.precision=fp16"), LanguageModelTrainer),
@@ -309,16 +311,19 @@ for micro in (4, 2, 1):
     for unsharded in ("false", "true"):
         CASES[f"reduced-{micro}-{unsharded}"] = Case(
             ("data", "replicate", "replicate-data"),
-            (*PLAIN, f"trainer.micro_batch_size={micro}", f"runtime.accumulate_unsharded={unsharded}"),
+            (*TWO_STEPS, f"trainer.micro_batch_size={micro}", f"runtime.accumulate_unsharded={unsharded}"),
             Counted,
             collectives_of,
         )
 
 
 REPEATED = {
-    *((name, "data-tensor") for name in ("tiny", "lora", "skip", "streamed")),
-    *((name, "tensor") for name in ("talk", "frozen", "streamed", "rollback")),
+    *((name, "data-tensor") for name in ("evaluated", "tiny", "lora", "skip", "streamed")),
+    *((name, "tensor") for name in ("tiny", "talk", "frozen", "skip", "streamed", "rollback", "compiled", "raise")),
     *((name, "tensor") for name in ("left", "fails-data", "fails-everywhere")),
+    *((name, "pipeline") for name in ("left", "fails-stream", "fails-ordered")),
+    *((name, "replicate") for name in ("reduced-4-true", "reduced-2-true")),
+    ("tiny", "context"),
     ("tiny", "replicate-data"),
 }
 """What other layouts have too, and what is the slowest here: `make test-slow` alone runs it."""
@@ -343,10 +348,17 @@ def load(folder, name, layout, *overrides):
     return RunConfig.load(RUN_FILE, [*place, *rows, *micro, f"runtime.mesh={{{axes}}}", *overrides])
 
 
+def build_and_forget(config, trainer_class):
+    """Builds a trainer when the groups of the runs before it are closed."""
+    forget_groups()
+    return build_trainer(config, trainer_class)
+
+
 def run(folder, name, layout):
     """Runs one case; returns what every rank was asked for."""
     case = CASES[name]
-    trainer = build_trainer(load(folder, name, layout, *case.overrides), case.trainer)
+    torch.compiler.reset()  # what another layout compiled is tried first, at length, and fits nowhere
+    trainer = build_and_forget(load(folder, name, layout, *case.overrides), case.trainer)
     trainer.train()
     return None if case.collect is None else trainer.ranks.gather(case.collect(trainer))
 
@@ -373,7 +385,7 @@ def run_further(folder, layout, left_out):
     """What needs more than one run, or ends in words; returns what every rank saw."""
     results = {}
     if layout in ("data", "tensor", "pipeline") and ("left", layout) not in left_out:
-        left = build_trainer(load(folder, "left", layout, *EVALUATED), LeavesInEvaluation)
+        left = build_and_forget(load(folder, "left", layout, *EVALUATED), LeavesInEvaluation)
         left.train()
         results["left"] = left.ranks.gather((left.step, left.interrupted, left.stop_reason, left.has_unfinished_step))
         build_trainer(load(folder, "left", layout, *EVALUATED), Double).train()
@@ -381,8 +393,8 @@ def run_further(folder, layout, left_out):
         for name, (kind, overrides) in FAILURES.items():
             if fails_in(name, layout) and (name, layout) not in left_out:
                 results[name] = run_failing(folder, name, layout, kind, *overrides)
-    if layout in ("data", "tensor"):
-        raising = build_trainer(load(folder, "raise", layout, *INCIDENTS), Spoiled)
+    if layout in ("data", "tensor") and ("raise", layout) not in left_out:
+        raising = build_and_forget(load(folder, "raise", layout, *INCIDENTS), Spoiled)
         said = words_of(raising.train)
         results["raise"] = raising.ranks.gather((raising.step, raising.decided, said))
     return results
@@ -391,7 +403,7 @@ def run_further(folder, layout, left_out):
 def run_failing(folder, name, layout, kind, *overrides):
     """Returns what each rank said, and the steps that were saved."""
     small = ("trainer.max_steps=2", "trainer.global_batch_size=4", "evaluation.every_steps=null")
-    trainer = build_trainer(load(folder, name, layout, *small, *overrides), kind)
+    trainer = build_and_forget(load(folder, name, layout, *small, *overrides), kind)
     said = words_of(trainer.train)
     return trainer.ranks.gather(said), CheckpointStore(trainer.folder / "checkpoints").steps()
 

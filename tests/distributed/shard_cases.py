@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+from tests.distributed.forked_launch import forget_groups
 
 from trainwright import Mean, RunConfig, Trainer, build_trainer
 from trainwright.parallel import processes
@@ -92,6 +93,7 @@ CASES = {
 
 def main(folder):
     for name, (trainer_class, overrides) in CASES.items():
+        forget_groups()
         build_trainer(load(folder, name, *overrides), trainer_class).train()
     if processes.world_size() > 1:
         heads = build_trainer(load(folder, "heads", "model=null", "data.eval={}"), HeadsTrainer)

@@ -143,6 +143,7 @@ def test_a_layout_that_cannot_be_is_refused_once_by_its_setting(name, tmp_path, 
     assert not (tmp_path / "runs").exists(), "a run that cannot be leaves nothing behind"
 
 
+@pytest.mark.slow  # of another error tests/launch/test_local.py says the same
 def test_the_launcher_answers_with_the_code_of_the_error_and_leaves_nobody(tmp_path):
     changes, key, words = CASES["micro-batch"]
     lines = write_run(tmp_path, changes)

@@ -1,6 +1,7 @@
 """Two real processes over every kind of data: each sample once, an end for all together, and exact resume."""
 
 import json
+from functools import partial
 
 import pytest
 from tests.distributed import data_cases
@@ -8,18 +9,25 @@ from tests.distributed.forked_launch import launch_well
 from tests.project.parts import Points
 from tests.test_exact_resume import assert_same, what_is_left
 
+ALL = [*data_cases.RUNS, *data_cases.OTHER_RUNS]
+
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(request, tmp_path_factory):
     """What one launch of two processes leaves."""
     folder = tmp_path_factory.mktemp("two")
-    launch_well(folder, 2, data_cases.main)
+    here = (item for item in request.session.items if item.path == request.path)
+    has_slow = any(item.get_closest_marker("slow") for item in here)
+    launch_well(folder, 2, partial(data_cases.main, runs=ALL if has_slow else data_cases.RUNS))
     return folder
 
 
-@pytest.mark.parametrize(("source", "workers"), data_cases.RUNS)
+@pytest.mark.parametrize(
+    ("source", "workers"),
+    [*data_cases.RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in data_cases.OTHER_RUNS)],
+)
 def test_a_run_that_was_stopped_ends_with_the_bits_of_an_undisturbed_one(folder, source, workers):
-    number = data_cases.RUNS.index((source, workers))
+    number = ALL.index((source, workers))
     whole, parts = (what_is_left(folder / f"{name}-{number}") for name in ("whole", "parts"))
     assert_same(whole, parts)
 

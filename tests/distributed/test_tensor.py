@@ -112,8 +112,8 @@ def test_every_shipped_model_trains_on_two_tensor_ranks_as_on_one(tmp_path):
         assert max(distances.values()) < 1e-10, distances
 
 
-# Each is split along either axis alone above and in tests/parallel: three show that both go together.
-OF_BOTH_AXES = [("llama", "gpt2", "t5"), pytest.param(("llama_untied", "bert", "vit"), marks=pytest.mark.slow)]
+# Each is split along either axis alone above and in tests/parallel: one shows that both go together.
+OF_BOTH_AXES = [("llama",), pytest.param(("llama_untied", "gpt2", "bert", "vit", "t5"), marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("names", OF_BOTH_AXES, ids=lambda names: "-".join(names))
@@ -148,7 +148,7 @@ def compile_block(model):
     block.compile(backend="eager", fullgraph=True, dynamic=False)
 
 
-@pytest.mark.parametrize("name", ["llama_dropout", "gpt2_dropout"])
+@pytest.mark.parametrize("name", ["llama_dropout", pytest.param("gpt2_dropout", marks=pytest.mark.slow)])
 def test_split_blocks_may_be_recomputed(name, tmp_path):
     distances = on_ranks(tmp_path, {"tensor": 2}, lambda mesh: distance(*MODELS[name], mesh, change=recompute))
     assert max(distances) < 1e-10
@@ -182,9 +182,11 @@ def stage_distance(name, mesh):
     return max(float((one.grad.full_tensor() - expected[name].grad).abs().max()) for name, one in own.items())
 
 
-def test_stages_of_a_pipeline_may_be_split_along_tensor(tmp_path):
+# Those of language models are in tests/parallel/test_pipeline.py too.
+@pytest.mark.parametrize("names", [("vit",), pytest.param(("llama", "gpt2"), marks=pytest.mark.slow)], ids="-".join)
+def test_stages_of_a_pipeline_may_be_split_along_tensor(names, tmp_path):
     def act(mesh):
-        return {name: stage_distance(name, mesh) for name in ("llama", "gpt2", "vit")}
+        return {name: stage_distance(name, mesh) for name in names}
 
     for distances in on_ranks(tmp_path, {"pipeline": 2, "tensor": 2}, act):
         assert max(distances.values()) < 1e-10, distances

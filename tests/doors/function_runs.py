@@ -1,11 +1,6 @@
-"""Small runs by functions, in this process; and those that two processes repeat:
-
-torchrun --nproc-per-node 2 function_runs.py FOLDER
-"""
+"""Small runs by functions; and those that test_swissarmytransformer_ranks.py repeats on two processes."""
 
 import json
-import os
-import sys
 import time
 from pathlib import Path
 
@@ -115,9 +110,3 @@ def run_cases(folder, batch_size):
     args.experiment_name = f"at-{time.time_ns()}-{args.rank}"
     training_main(args, Classifier(), forward_step, Points)
     return gathered
-
-
-if __name__ == "__main__":
-    results = run_cases(Path(sys.argv[1]), batch_size=4)
-    if os.environ["RANK"] == "0":
-        print("GATHERED", json.dumps(results))

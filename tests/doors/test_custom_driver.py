@@ -1,16 +1,14 @@
 """The example of a custom driver, run as its README says."""
 
 import json
-import os
 import shlex
 import shutil
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from tests.forked_program import run_command, run_script
 
 from trainwright import load_checkpoint
 
@@ -53,14 +51,13 @@ def commands():
 def test_the_driver_trains_and_then_sends_its_message(tmp_path, told):
     folder = shutil.copytree(EXAMPLE, tmp_path / "example", ignore=shutil.ignore_patterns("runs", "__pycache__"))
     driver, without = commands()
-    environment = {**os.environ, "NOTIFY_URL": told.address}
-    done = subprocess.run([sys.executable, *driver[1:]], cwd=folder, capture_output=True, text=True, env=environment)
+    done = run_script(*driver[1:], cwd=folder, env={"NOTIFY_URL": told.address})
     assert done.returncode == 0, done.stderr
     assert told == [done.stdout.splitlines()[-1]]
     assert told[0].startswith("sine has ended: valid/loss 0.0")  # 0.5 is the variance of what is learned
     assert load_checkpoint(folder / "runs/first").layers[0].out_features == 32
     # Without the driver it is the same run, which has ended.
-    again = subprocess.run([sys.executable, "-m", *without], cwd=folder, capture_output=True, text=True)
+    again = run_command(*without[1:], cwd=folder)
     assert again.returncode == 0, again.stderr
     assert "nothing is left to do" in again.stderr
 

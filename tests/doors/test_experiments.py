@@ -4,11 +4,11 @@ import json
 import logging
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.forked_program import run_command
 from typer.testing import CliRunner
 
 from trainwright import RunConfig, experiment
@@ -313,8 +313,7 @@ def test_flags_that_contradict_each_other_are_refused(project, arguments, words)
     assert words in str(done.exception)
 
 
-def test_a_real_process_runs_an_experiment(project):
-    command = [sys.executable, "-m", "trainwright", "train", "--experiment", "points", "--mode", "train_and_post_eval"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=project)
+def test_a_process_of_its_own_runs_an_experiment(project):
+    done = run_command("train", "--experiment", "points", "--mode", "train_and_post_eval", cwd=project)
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in lines_of(project / "runs/points") if "valid/loss" in line] == [4]

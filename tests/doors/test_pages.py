@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.test_docs import DOCS, Reader, _package_log_as_before, blocks_of  # noqa: F401  # the fixture acts by itself
+from tests.test_docs import DOCS, ForkingReader, _package_log_as_before, blocks_of  # noqa: F401  # the fixture acts by itself
 
 from trainwright import RunConfig, build_trainer, load_checkpoint
 from trainwright.checkpoint.store import CheckpointStore
@@ -21,7 +21,7 @@ from trainwright.doors import experiments
 from trainwright.errors import TrainwrightError
 
 
-class QuickReader(Reader):
+class QuickReader(ForkingReader):
     """A reader whose scripts start at once."""
 
     def type(self, line):
@@ -115,7 +115,7 @@ def plain(tmp_path_factory):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.chdir(tmp_path_factory.mktemp("plain"))
         for _, text in PROJECT:
-            Reader(monkeypatch, None).write(text)
+            ForkingReader(monkeypatch, None).write(text)
         trainer = build_trainer(RunConfig.load("run.yaml", ["writers=[json]"]))
         start = {name: value.clone() for name, value in trainer.model.state_dict().items()}
         trainer.train()

@@ -3,16 +3,13 @@
 import json
 import math
 import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from tests.distributed.forked_launch import launch_well
 from tests.doors.function_runs import lines, losses, run_cases
 
-CASES = Path(__file__).with_name("function_runs.py")
 STAGES = ("zero0", "zero2", "zero3")
 
 
@@ -28,18 +25,14 @@ class Runs(NamedTuple):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     one, two = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, str(CASES), str(two)],
-        cwd=CASES.parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(CASES.parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return Runs(one, two, run_cases(one, batch_size=8), json.loads(re.search(r"GATHERED (.*)", done.stdout)[1]))
+
+    def act(folder):
+        gathered = run_cases(folder, batch_size=4)
+        if os.environ["RANK"] == "0":
+            (folder / "gathered.json").write_text(json.dumps(gathered))
+
+    launch_well(two, 2, act)
+    return Runs(one, two, run_cases(one, batch_size=8), json.loads((two / "gathered.json").read_text()))
 
 
 def test_two_ranks_and_any_stage_of_zero_are_the_mathematics_of_one_rank(runs):

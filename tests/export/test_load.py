@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.distributed.forked_launch import launch_well
+from tests.forked_program import run_script
 from typer.testing import CliRunner
 
 from trainwright import RunConfig, build_trainer, load_checkpoint
@@ -269,10 +271,10 @@ assert torch.equal(model(torch.ones(1, 4))["logits"], expected), (model(torch.on
 """
 
 
-def net_run(tmp_path, name):
+def net_run(tmp_path, name, *overrides):
     (tmp_path / "nets.py").write_text(NETS)
     (tmp_path / "run.yaml").write_text(NETS_RUN.replace("NAME", name))
-    return RunConfig.load(tmp_path / "run.yaml", [f"output_dir={tmp_path / 'runs'}"])
+    return RunConfig.load(tmp_path / "run.yaml", [f"output_dir={tmp_path / 'runs'}", *overrides])
 
 
 @pytest.mark.parametrize(
@@ -307,28 +309,19 @@ def test_modules_that_a_user_s_file_makes_when_it_is_imported_have_weights(tmp_p
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-TWO_RANKS = """
-import sys
-
-import torch
-
-from trainwright import RunConfig, build_trainer
-
-trainer = build_trainer(RunConfig.load(sys.argv[1], [f"output_dir={sys.argv[2]}", "runtime.mesh={replicate: 2}"]))
-trainer.train()
-if trainer.ranks.is_first:
-    print(trainer.model.eval()(torch.ones(1, 4))["logits"].tolist())
-trainer.ranks.part()
-"""
-
-
 def test_a_run_of_two_ranks_is_loaded_by_one_process_without_a_group(tmp_path):
-    net_run(tmp_path, "DrawsBuffer")
-    (tmp_path / "train.py").write_text(TWO_RANKS)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = in_a_process(*torchrun, tmp_path / "train.py", tmp_path / "run.yaml", tmp_path / "runs")
-    assert done.returncode == 0, done.stderr[-4000:]
-    loaded = in_a_process("-c", LOAD, tmp_path / "runs" / "DrawsBuffer", done.stdout.strip().splitlines()[-1])
+    config = net_run(tmp_path, "DrawsBuffer", "runtime.mesh={replicate: 2}")
+
+    def train(_):
+        trainer = build_trainer(config)
+        trainer.train()
+        if trainer.ranks.is_first:
+            said = trainer.model.eval()(torch.ones(1, 4))["logits"].tolist()
+            (tmp_path / "said").write_text(str(said))
+
+    launch_well(tmp_path, 2, train)
+    (tmp_path / "load.py").write_text(LOAD)  # into a process that has never seen the file of the model
+    loaded = run_script(tmp_path / "load.py", tmp_path / "runs" / "DrawsBuffer", (tmp_path / "said").read_text())
     assert loaded.returncode == 0, loaded.stderr[-4000:]
 
 

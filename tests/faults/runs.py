@@ -9,16 +9,21 @@ import json
 import os
 import shutil
 import sys
+from multiprocessing import popen_fork, queues, synchronize  # noqa: F401  # for loaders: here once, not in each child
 from pathlib import Path
 
+import numpy.ma  # noqa: F401  # numpy imports it with the first `unique`
 import torch
-import torch._dynamo  # torch imports it with the first optimizer: here once, not in each child
+import torch._dynamo  # torch imports it with the first optimizer
+from tests.project import parts  # noqa: F401
 
 from trainwright import RunConfig, registry
 from trainwright.checkpoint.background import BackgroundSaver
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.errors import TrainwrightError, exit_code_of
+from trainwright.hooks import average_weights  # noqa: F401
 from trainwright.main import Interrupted, run_experiment
+from trainwright.optim import schedules  # noqa: F401
 from trainwright.parts import Build
 
 RUN_FILE = Path(__file__).parent / "run.yaml"
@@ -81,6 +86,8 @@ def fork(act, folder, prepare=None):
         gc.freeze()  # else the collector would touch, and so copy, all that the parent has
         # Retries of a failed save wait for seconds; here nobody has the time.
         BackgroundSaver.__init__.__kwdefaults__["backoff"] = lambda attempt: 0.01
+        # What was written survives a process that is killed, synced or not; only a machine that goes down loses it.
+        os.fsync = lambda descriptor: None
         _redirect(stderr_path(folder))
         if prepare is not None:
             prepare()

@@ -38,12 +38,23 @@ def content_of(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def ways_to_harm(file, which):
+    """Two of the ways, so that each way is two files', or the other five."""
+    ways, place = list(DAMAGE), FILES.index(file)
+    two = {ways[place], ways[(place + 3) % len(ways)]}
+    return [kind for kind in ways if (kind in two) == (which == "two ways")]
+
+
+@pytest.mark.parametrize("which", ["two ways", pytest.param("the other ways", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("file", FILES)
-def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_one_before_used(file, whole, killed, tmp_path, tried):
-    tried("a file of the newest checkpoint cut, flipped or deleted", cases=len(DAMAGE))
-    for number, (kind, do_harm) in enumerate(DAMAGE.items()):
+def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_one_before_used(
+    file, which, whole, killed, tmp_path, tried
+):
+    kinds = ways_to_harm(file, which)
+    tried("a file of the newest checkpoint cut, flipped or deleted", cases=len(kinds))
+    for number, kind in enumerate(kinds):
         run = copy_run(killed, tmp_path / f"run-{number}")
-        do_harm(store_of(run).path(4) / file)
+        DAMAGE[kind](store_of(run).path(4) / file)
         before = content_of(store_of(run).path(4))
         assert train(run) == 0, kind
         log = log_of(run)
@@ -72,21 +83,24 @@ def test_a_run_whose_checkpoints_are_all_damaged_begins_again_and_deletes_nothin
     assert_same_end(whole, run)
 
 
-def test_a_write_that_the_disk_dropped_after_the_commit_costs_one_checkpoint(whole, tmp_path, tried):
-    files = [name for name in FILES if name != "MANIFEST.json"]
-    tried("a disk that drops what it had confirmed, then kill -9", cases=len(files))
-    for file in files:
+SAMPLED = ("model.json", "optimizers.safetensors")  # the other files' are `make test-slow`'s
 
-        def drop(path, file=file):
-            cut(path / file, lambda size: size // 2)
-            die()
 
-        run = tmp_path / file
-        settings = ("checkpoint.asynchronous=false",)
-        assert train(run, *settings, hooks=[AfterSave(4, drop)]) == -signal.SIGKILL
-        assert train(run) == 0
-        assert "Using step-00000002 instead." in log_of(run)
-        assert_same_end(whole, run)
+@pytest.mark.parametrize(
+    "file", [pytest.param(file, marks=[] if file in SAMPLED else [pytest.mark.slow]) for file in FILES[1:]]
+)
+def test_a_write_that_the_disk_dropped_after_the_commit_costs_one_checkpoint(file, whole, tmp_path, tried):
+    tried("a disk that drops what it had confirmed, then kill -9")
+
+    def drop(path):
+        cut(path / file, lambda size: size // 2)
+        die()
+
+    run = tmp_path / "run"
+    assert train(run, "checkpoint.asynchronous=false", hooks=[AfterSave(4, drop)]) == -signal.SIGKILL
+    assert train(run) == 0
+    assert "Using step-00000002 instead." in log_of(run)
+    assert_same_end(whole, run)
 
 
 def test_a_second_damage_gets_a_name_of_its_own(whole, killed, tmp_path, tried):

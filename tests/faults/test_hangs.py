@@ -39,9 +39,14 @@ def assert_goes_on(folder, undisturbed, num_ranks):
     assert_same_end(undisturbed(num_ranks), folder)
 
 
-@pytest.mark.parametrize(("phase", "name"), [("data", "data"), ("forward", "step")])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_sleeps_is_named_with_its_phase(phase, name, rank, tmp_path, undisturbed, tried):
+@pytest.mark.parametrize(
+    ("rank", "phase", "name"),
+    [
+        *((0, "data", "data"), (1, "forward", "step")),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "data", "data"), (0, "forward", "step"))),
+    ],
+)
+def test_a_rank_that_sleeps_is_named_with_its_phase(rank, phase, name, tmp_path, undisturbed, tried):
     tried("one rank of two asleep, in data or forward")
     run = Run(tmp_path / "run", *OVERRIDES, faults=[Fault(phase, sleep_for_ever, ranks=(rank,), step=STEP)])
     assert run.wait() == [HANG_EXIT_CODE] * 2

@@ -3,10 +3,11 @@
 A child counts its acts on the file system and kills itself before the n-th; the parent tries every n.
 """
 
+import json
 import signal
 
 import pytest
-from tests.faults.acts import Acts
+from tests.faults.acts import Acts, telling
 from tests.faults.hooks import AfterSave, die, kill_at
 from tests.faults.runs import assert_same_end, copy_run, store_of, train
 
@@ -14,11 +15,19 @@ from trainwright import Hook
 
 NUM_SHARES = 4  # as many tests, which the workers of xdist share
 SHARES = [
-    *(("asynchronous", share) for share in range(NUM_SHARES)),
-    ("synchronous", 0),
+    *(("asynchronous", "telling", share) for share in range(NUM_SHARES)),
+    ("synchronous", "telling", 0),
     # The same acts in another thread: every fourth is enough for each change.
-    *(pytest.param("synchronous", share, marks=pytest.mark.slow) for share in range(1, NUM_SHARES)),
+    *(pytest.param("synchronous", "telling", share, marks=pytest.mark.slow) for share in range(1, NUM_SHARES)),
+    *(pytest.param(saving, "other", 0, marks=pytest.mark.slow) for saving in ("asynchronous", "synchronous")),
 ]
+
+
+def numbers_of(acts, kinds):
+    """The numbers of those acts that tell, or of the others; both lists are a part of the whole."""
+    told = telling(kinds)
+    assert 0 < len(told) < len(kinds)
+    return told if acts == "telling" else sorted(set(range(len(kinds))) - set(told))
 
 
 class CountSave(Hook):
@@ -36,20 +45,20 @@ class CountSave(Hook):
             self.acts.is_counting = self.trainer.step == 4
 
     def after_train(self):
-        (self.trainer.folder / "acts").write_text(str(self.acts.count))
+        (self.trainer.folder / "acts").write_text(json.dumps(self.acts.kinds))
 
 
-@pytest.mark.parametrize(("saving", "share"), SHARES)
-def test_a_run_killed_before_any_act_of_a_save_ends_as_if_nothing_had_happened(saving, share, tmp_path, tried):
+@pytest.mark.parametrize(("saving", "acts", "share"), SHARES)
+def test_a_run_killed_before_any_act_of_a_save_ends_as_if_nothing_had_happened(saving, acts, share, tmp_path, tried):
     # One is kept, so that the one before is deleted in this save too.
     settings = ("checkpoint.keep_last=1", f"checkpoint.asynchronous={str(saving == 'asynchronous').lower()}")
     thread = "save checkpoints" if saving == "asynchronous" else "MainThread"
     whole, begun = tmp_path / "whole", tmp_path / "begun"
     assert train(whole, *settings, hooks=[CountSave(Acts(None, thread_name=thread))]) == 0
-    num_acts = int((whole / "acts").read_text())
-    assert num_acts > 70
+    kinds = json.loads((whole / "acts").read_text())
+    assert len(kinds) > 70
     assert train(begun, *settings, "checkpoint.asynchronous=false", hooks=[kill_at(3)]) == -signal.SIGKILL
-    numbers = range(share, num_acts, NUM_SHARES)
+    numbers = numbers_of(acts, kinds)[share :: NUM_SHARES if acts == "telling" else 1]
     found = []
     for number in numbers:
         run = copy_run(begun, tmp_path / f"act-{number}")
@@ -73,7 +82,7 @@ class EndOfStart(Hook):
         self.acts.is_counting = False
 
     def after_train(self):
-        (self.trainer.folder / "acts").write_text(str(self.acts.count))
+        (self.trainer.folder / "acts").write_text(json.dumps(self.acts.kinds))
 
 
 def start_counted(run, number, *settings):
@@ -86,12 +95,13 @@ def start_counted(run, number, *settings):
     return train(run, *settings, hooks=[EndOfStart(acts)], prepare=watch)
 
 
+@pytest.mark.parametrize("acts", ["telling", pytest.param("other", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_begun", [False, True])
-def test_a_run_killed_before_any_act_of_its_start_ends_as_if_nothing_had_happened(is_begun, tmp_path, tried):
+def test_a_run_killed_before_any_act_of_its_start_ends_as_if_nothing_had_happened(is_begun, acts, tmp_path, tried):
     whole, begun, longer = tmp_path / "whole", tmp_path / "begun", "trainer.max_steps=7"
     settings = (longer,)
     assert start_counted(whole, None, *settings) == 0
-    num_acts = int((whole / "acts").read_text())
+    kinds = json.loads((whole / "acts").read_text())
     if is_begun:
         # A start with much to do: another limit, a damaged checkpoint, half a save, lines of the log that go.
         def damage(path):
@@ -107,9 +117,10 @@ def test_a_run_killed_before_any_act_of_its_start_ends_as_if_nothing_had_happene
         assert train(begun, constant, "checkpoint.asynchronous=false", hooks=[AfterSave(4, damage)]) == -signal.SIGKILL
         counted = copy_run(begun, tmp_path / "counted")
         assert start_counted(counted, None, *settings) == 0
-        num_acts = int((counted / "acts").read_text())
-    assert num_acts > (15 if is_begun else 8)
-    for number in range(num_acts):
+        kinds = json.loads((counted / "acts").read_text())
+    assert len(kinds) > (15 if is_begun else 8)
+    numbers = numbers_of(acts, kinds)
+    for number in numbers:
         run = tmp_path / f"act-{number}"
         if is_begun:
             copy_run(begun, run)
@@ -117,4 +128,4 @@ def test_a_run_killed_before_any_act_of_its_start_ends_as_if_nothing_had_happene
         assert train(run, *settings) == 0
         assert_same_end(whole, run)
         assert not list((run / "checkpoints").glob(".*"))
-    tried("kill -9 before each act of a start, the first one and one that goes on", cases=num_acts)
+    tried("kill -9 before each act of a start, the first one and one that goes on", cases=len(numbers))

@@ -1,5 +1,6 @@
 """kill -9 at random moments, twice in a row, whatever the data, the workers, the accumulation and the saving are."""
 
+import itertools
 import random
 import signal
 
@@ -15,11 +16,15 @@ COMMON = (
     *("trainer.max_steps=9", "trainer.global_batch_size=6", "checkpoint.every_steps=2"),
     *("hooks=[{type: average_weights, decay: 0.8}]", "evaluation.every_steps=4"),
 )
+# Any two values of a case meet in one of these; the other combinations are `make test-slow`'s.
+PAIRED = [("map", 0, 1), ("map", 2, 3), ("iterable", 0, 3), ("iterable", 2, 1)]
+MATRIX = [
+    pytest.param(*case, marks=[] if case in PAIRED else [pytest.mark.slow])
+    for case in itertools.product(DATA, (0, 2), (1, 3))
+]
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize(("data", "workers", "accumulation"), MATRIX)
 def test_a_run_that_is_killed_twice_ends_as_if_nothing_had_happened(data, workers, accumulation, tmp_path, tried):
     tried("kill -9 at a random step, twice: {map, iterable} × {0, 2 workers} × {accumulation 1, 3} × {sync, async}", 2)
     settings = (*COMMON, *DATA[data], f"data.workers={workers}", f"trainer.micro_batch_size={6 // accumulation}")

@@ -17,6 +17,14 @@ from trainwright.errors import CheckpointError
 EVERY_TWO = (*SMALL, "checkpoint.keep_last=null")
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The folder of a run of two ranks that nothing happened to."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert train_two(folder, *EVERY_TWO) == [0, 0]
+    return folder
+
+
 class NoteSaves(Hook):
     """Writes down what this rank hears of saves: the step it is at, the checkpoint, whether it is whole by then."""
 
@@ -58,16 +66,15 @@ def test_every_rank_hears_of_each_save_at_the_same_step_after_its_commit(asynchr
 
 
 @pytest.mark.parametrize("asynchronous", ["false", "true"])
-def test_nobody_hears_of_a_save_that_failed_and_the_run_goes_on(asynchronous, tmp_path, tried):
+def test_nobody_hears_of_a_save_that_failed_and_the_run_goes_on(asynchronous, tmp_path, undisturbed, tried):
     tried("a save that fails, with two ranks")
     overrides = (*EVERY_TWO, f"checkpoint.asynchronous={asynchronous}")
-    assert train_two(tmp_path / "undisturbed", *EVERY_TWO) == [0, 0]
     assert train_two(tmp_path / "run", *overrides, hooks=[NoteSaves], prepare=fail_at(4)) == [0, 0]
     for rank in range(2):
         assert [save["of"] for save in saves(tmp_path / "run", rank)] == [2, 6]
     assert store_of(tmp_path / "run").steps() == [2, 6]
     assert "Step 4 is not saved (failure 1 of 3" in log_of(tmp_path / "run")
-    assert_same_end(tmp_path / "undisturbed", tmp_path / "run")
+    assert_same_end(undisturbed, tmp_path / "run")
 
 
 def test_training_goes_on_beside_a_save_and_the_next_save_waits_for_it(tmp_path):
@@ -130,14 +137,13 @@ def test_saving_that_fails_for_good_ends_every_rank_with_its_cause(max_failures,
         assert saves(tmp_path / "run", rank) == []
 
 
-def test_a_failed_last_save_ends_every_rank_with_an_error(tmp_path, tried):
+def test_a_failed_last_save_ends_every_rank_with_an_error(tmp_path, undisturbed, tried):
     tried("the last save of a run fails, with two ranks")
     run = Run(tmp_path / "run", *EVERY_TWO, prepare=fail_at(6))
     assert run.wait() == [2, 2]
     assert all("the disk is on fire" in run.said(rank) for rank in range(2))
     assert train_two(tmp_path / "run", *EVERY_TWO) == [0, 0]
-    assert train_two(tmp_path / "undisturbed", *EVERY_TWO) == [0, 0]
-    assert_same_end(tmp_path / "undisturbed", tmp_path / "run")
+    assert_same_end(undisturbed, tmp_path / "run")
 
 
 def test_an_unexpected_error_in_the_background_ends_every_rank_with_its_cause(tmp_path, tried):

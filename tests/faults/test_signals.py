@@ -20,6 +20,21 @@ OVERRIDES = (*SMALL, "model.dropout=0.3", "hooks=[{type: average_weights, decay:
 # The next save waits for a commit, and comes two steps later: told at the first commit, a run has not ended by then.
 AT = dict.fromkeys(WHILE_TRAINING, 4) | {"commit": 2}
 
+TOLD = {"first": (0,), "second": (1,), "both": (0, 1)}
+
+
+def slow_but(chosen, *lists):
+    """All combinations of the lists; those that are not chosen are `make test-slow`'s."""
+    cases = itertools.product(*lists)
+    return [pytest.param(*case, marks=[] if case in chosen else [pytest.mark.slow]) for case in cases]
+
+
+# Each phase with one of the three, and in the midst of a step with all of them.
+TOLD_IN_PHASES = [
+    *zip(WHILE_TRAINING, ("both", "first", "second", "both", "second", "first", "first"), strict=True),
+    *(("forward", told) for told in TOLD),
+]
+
 _undisturbed = {}
 
 
@@ -69,31 +84,40 @@ def test_one_process_that_is_told_to_leave_saves_its_step(phase, number, tmp_pat
     assert_left_saved_and_goes_on(tmp_path / "run", run, number, undisturbed, phase=phase)
 
 
-@pytest.mark.parametrize("told", [(0,), (1,), (0, 1)], ids=["first", "second", "both"])
-@pytest.mark.parametrize("phase", WHILE_TRAINING)
+@pytest.mark.parametrize(("phase", "told"), slow_but(TOLD_IN_PHASES, WHILE_TRAINING, TOLD))
 def test_all_ranks_leave_at_one_step_whichever_is_told(phase, told, tmp_path, undisturbed, tried):
-    if phase == "commit" and told != (0,):
+    if phase == "commit" and told != "first":
         pytest.skip("the first rank alone writes")
     tried("SIGTERM or SIGUSR1 to one rank of two, or to both, in each phase")
-    number = (TERM, USR1)[(WHILE_TRAINING.index(phase) + sum(told)) % 2]
-    run = Run(tmp_path / "run", *OVERRIDES, faults=[Fault(phase, linger(number), ranks=told, step=AT[phase])])
+    number = (TERM, USR1)[(WHILE_TRAINING.index(phase) + sum(TOLD[told])) % 2]
+    run = Run(tmp_path / "run", *OVERRIDES, faults=[Fault(phase, linger(number), ranks=TOLD[told], step=AT[phase])])
     assert_left_saved_and_goes_on(tmp_path / "run", run, number, undisturbed, phase=phase)
 
 
-@pytest.mark.parametrize("told", [(0,), (1,), (0, 1)], ids=["first", "second", "both"])
-def test_an_evaluation_over_a_stream_is_abandoned_by_all_ranks(told, tmp_path, tried):
+STREAM = (*OVERRIDES, "data.eval={valid: {type: tests.project.parts:PointStream, size: 33, seed: 1}}")
+
+
+@pytest.fixture(scope="module")
+def undisturbed_stream(tmp_path_factory):
+    """The folder of a run with a stream to be evaluated on, that nothing happened to."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "stream"
+    assert train_two(folder, *STREAM) == [0, 0]
+    return folder
+
+
+@pytest.mark.parametrize("told", ["first", "second", pytest.param("both", marks=pytest.mark.slow)])
+def test_an_evaluation_over_a_stream_is_abandoned_by_all_ranks(told, tmp_path, undisturbed_stream, tried):
     tried("SIGTERM to one rank of two, or to both, in the evaluation of a stream")
-    stream = (*OVERRIDES, "data.eval={valid: {type: tests.project.parts:PointStream, size: 33, seed: 1}}")
-    assert train_two(tmp_path / "undisturbed", *stream) == [0, 0]
-    run = Run(tmp_path / "run", *stream, faults=[Fault("evaluation", linger(TERM), ranks=told, step=4)])
+    run = Run(tmp_path / "run", *STREAM, faults=[Fault("evaluation", linger(TERM), ranks=TOLD[told], step=4)])
     assert run.wait(seconds=30) == [128 + TERM] * 2
     assert store_of(tmp_path / "run").steps()[-1] == 4
-    assert train_two(tmp_path / "run", *stream) == [0, 0]
-    assert_same_end(tmp_path / "undisturbed", tmp_path / "run")
+    assert train_two(tmp_path / "run", *STREAM) == [0, 0]
+    assert_same_end(undisturbed_stream, tmp_path / "run")
 
 
-@pytest.mark.parametrize("kind", ["Points", "PointStream"])
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize(
+    ("failing", "kind"), slow_but([(0, "Points"), (1, "PointStream")], (0, 1), ("Points", "PointStream"))
+)
 def test_an_evaluation_that_fails_on_one_rank_fails_on_both_and_keeps_the_step(failing, kind, tmp_path, tried):
     tried("an evaluation that fails on one rank of two")
 
@@ -126,7 +150,7 @@ def test_ranks_that_are_told_to_leave_while_they_start_leave_at_once(told, tmp_p
     assert store_of(tmp_path / "run").steps() == []
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_a_signal_at_any_moment_loses_nothing(seed, tmp_path, undisturbed, tried):
     tried("SIGTERM from outside at a random moment")
     drawn = random.Random(seed)
@@ -142,8 +166,7 @@ def test_a_signal_at_any_moment_loses_nothing(seed, tmp_path, undisturbed, tried
     assert_same_end(undisturbed(2), tmp_path / "run")
 
 
-@pytest.mark.parametrize("number", [TERM, USR1])
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(("num_ranks", "number"), slow_but([(1, USR1), (2, TERM)], (1, 2), (TERM, USR1)))
 def test_a_run_that_cannot_end_its_step_leaves_at_the_deadline(num_ranks, number, tmp_path, undisturbed, tried):
     tried("SIGTERM or SIGUSR1 while a step never ends")
 
@@ -227,7 +250,7 @@ class Reading:
         return self.points[index]
 
 
-@pytest.mark.parametrize("number", [TERM, USR1, INT])
+@pytest.mark.parametrize("number", [TERM, INT, pytest.param(USR1, marks=pytest.mark.slow)])
 def test_a_signal_to_a_worker_of_the_loader_does_not_end_the_run(number, tmp_path, undisturbed, tried):
     tried("SIGINT, SIGTERM or SIGUSR1 to a worker of the loader, twice")
 

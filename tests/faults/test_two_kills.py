@@ -1,5 +1,6 @@
 """kill -9 of one rank of two, or of both, at a random step: the same command goes on and ends with the same bits."""
 
+import itertools
 import random
 import signal
 
@@ -20,6 +21,22 @@ ACCUMULATIONS = {
 }
 STRUCK_PHASES = tuple(phase for phase in PHASES if phase not in ("start-up", "before_train", "commit"))
 VICTIMS = ((0,), (1,), (0, 1))
+# Any two values of a case meet in one of these; the other combinations are `make test-slow`'s.
+PAIRED = [
+    *(("map", 0, 1, False), ("map", 2, 3, True), ("iterable", 0, 3, False), ("iterable", 2, 1, False)),
+    ("iterable", 0, 1, True),
+]
+MATRIX = [
+    pytest.param(*case, marks=[] if case in PAIRED else [pytest.mark.slow])
+    for case in itertools.product(POINTS, (0, 2), ACCUMULATIONS, (False, True))
+]
+# Each phase with one rank or the other; with both by `make test-slow`.
+IN_PHASES = [
+    pytest.param(victim, phase, marks=[] if victim == place % 2 or phase == "commit" else [pytest.mark.slow])
+    for place, phase in enumerate(PHASES)
+    for victim in (0, 1)
+    if victim == 0 or phase != "commit"  # the first rank alone writes
+]
 
 _undisturbed = {}
 
@@ -49,10 +66,7 @@ def assert_killed(codes, victims):
     assert all(code in (1, 2, -signal.SIGKILL) for code in codes), codes
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
-@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", POINTS)
+@pytest.mark.parametrize(("kind", "workers", "accumulation", "asynchronous"), MATRIX)
 def test_a_run_whose_ranks_are_killed_ends_as_if_nothing_had_happened(
     kind, workers, accumulation, asynchronous, tmp_path, undisturbed, tried
 ):
@@ -71,11 +85,8 @@ def test_a_run_whose_ranks_are_killed_ends_as_if_nothing_had_happened(
     assert_same_end(undisturbed(kind, accumulation, workers), tmp_path / "run")
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_is_killed_in_any_phase_loses_nothing(phase, victim, tmp_path, undisturbed, tried):
-    if phase == "commit" and victim == 1:
-        pytest.skip("the first rank alone writes")
+@pytest.mark.parametrize(("victim", "phase"), IN_PHASES)
+def test_a_rank_that_is_killed_in_any_phase_loses_nothing(victim, phase, tmp_path, undisturbed, tried):
     tried("kill -9 of a rank of two, in each phase")
     overrides = (*SMALL, *POINTS["map"], *ACCUMULATIONS[1])
     fault = Fault(phase, send(signal.SIGKILL), ranks=(victim,), step=4)

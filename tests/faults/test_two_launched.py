@@ -1,19 +1,29 @@
-"""The real commands: `trainwright train --nproc 2` that is told to leave, and torchrun that starts dead ranks again."""
+"""The real launchers: `trainwright train --nproc 2` that is told to leave, and torchrun that starts dead ranks again.
+
+Here the launcher and its ranks are forked from the test process, which has torch imported; as commands, in fresh
+interpreters, by `make test-slow`.
+"""
 
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.faults.runs import SMALL, assert_same_end, log_of, store_of
+from tests.faults.runs import SMALL, assert_same_end, fork, log_of, stderr_of, store_of
 from tests.faults.two_ranks import PATIENCE_SECONDS, train_two
+from torch.distributed import run as torchrun
+from torch.distributed.launcher import api
+
+from trainwright import cli
 
 HERE = Path(__file__).parent
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-TRAINWRIGHT = ("-m", "trainwright", "train", str(HERE / "run.yaml"))
+TORCHRUN = ("--standalone", "--nproc-per-node=2", "--max-restarts=2", "--monitor-interval=0.1", "-m", "trainwright")
+TRAIN = ("train", str(HERE / "run.yaml"))
+WAYS = ["forked", pytest.param("as a command", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")
@@ -24,25 +34,72 @@ def undisturbed(tmp_path_factory):
     return folder
 
 
-def begin(command, folder, *overrides):
-    """Starts a command that trains the run in `folder`."""
+class Forked:
+    """A launcher in a forked child, which forks its ranks; it ends as the command does."""
+
+    def __init__(self, main, words, folder):
+        self.code = None
+        self.process = fork(lambda: self._launch(main, words), folder)
+
+    @staticmethod
+    def _launch(main, words):
+        launch = api.elastic_launch
+
+        def fork_ranks(config, entrypoint):
+            return launch(replace(config, start_method="fork"), be_a_rank)
+
+        def be_a_rank(*words):
+            sys.argv = list(words[words.index("trainwright") :])
+            cli.main()
+
+        api.elastic_launch = torchrun.elastic_launch = fork_ranks
+        sys.argv = ["launcher", *words]
+        try:
+            main()
+        except SystemExit as left:
+            sys.stderr.flush()
+            os._exit(int(left.code or 0))
+
+    def poll(self):
+        if self.code is None:
+            ended, status = os.waitpid(self.process, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if ended else None
+        return self.code
+
+    def wait(self, seconds):
+        until = time.monotonic() + seconds
+        while self.poll() is None and time.monotonic() < until:
+            time.sleep(0.01)
+        return self.poll()
+
+    def terminate(self):
+        os.kill(self.process, signal.SIGTERM)
+
+
+def begin(way, launcher, folder, *overrides):
+    """Starts a launcher that trains the run in `folder`: torchrun, or our own."""
     place = (f"name={folder.name}", f"output_dir={folder.parent}")
+    words = (*TORCHRUN, *TRAIN) if launcher == "torchrun" else (*TRAIN, "--nproc", "2")
+    words += (*SMALL, *place, *overrides)
+    if way == "forked":
+        return Forked(torchrun.main if launcher == "torchrun" else cli.main, words, folder)
+    module = "torch.distributed.run" if launcher == "torchrun" else "trainwright"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with folder.with_name("said").open("a") as said:
+    with folder.with_name(f"{folder.name}.stderr").open("a") as said:
         return subprocess.Popen(
-            [*command, *SMALL, *place, *overrides], cwd=HERE.parents[1], env=environment, stdout=said, stderr=said
+            [sys.executable, "-m", module, *words], cwd=HERE.parents[1], env=environment, stdout=said, stderr=said
         )
 
 
 def end(process, folder):
-    """How a command ended; if it does not, the test fails."""
+    """How a launcher ended; if it does not, the test fails."""
     try:
         return process.wait(PATIENCE_SECONDS)
     finally:
         if process.poll() is None:
             process.terminate()
             process.wait(PATIENCE_SECONDS)
-            print(folder.with_name("said").read_text())
+            print(stderr_of(folder))
 
 
 def wait_until(is_so, process):
@@ -55,7 +112,7 @@ def wait_until(is_so, process):
 @pytest.mark.slow
 def test_a_command_that_is_told_to_leave_saves_and_goes_on(tmp_path, undisturbed):
     folder = tmp_path / "run"
-    command = begin((sys.executable, *TRAINWRIGHT, "--nproc", "2"), folder, "hooks=[tests.faults.once:Slowly]")
+    command = begin("as a command", "trainwright", folder, "hooks=[tests.faults.once:Slowly]")
     wait_until(lambda: store_of(folder).steps(), command)
     command.send_signal(signal.SIGTERM)
     assert end(command, folder) == 128 + signal.SIGTERM
@@ -65,23 +122,25 @@ def test_a_command_that_is_told_to_leave_saves_and_goes_on(tmp_path, undisturbed
     assert_same_end(undisturbed, folder)
 
 
-def test_a_rank_that_dies_is_started_again_by_torchrun(tmp_path, undisturbed, tried):
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_dies_is_started_again_by_torchrun(way, tmp_path, undisturbed, tried):
     tried("kill -9 of a rank under torchrun --max-restarts")
     folder, marker = tmp_path / "run", tmp_path / "died"
     hook = f"hooks=[{{type: tests.faults.once:DieOnce, marker: {marker}, step: 5}}]"
-    assert end(begin((*TORCHRUN, "--max-restarts=2", *TRAINWRIGHT), folder, hook), folder) == 0
+    assert end(begin(way, "torchrun", folder, hook), folder) == 0, stderr_of(folder)
     assert marker.exists()
     assert_same_end(undisturbed, folder)
 
 
+@pytest.mark.parametrize("way", WAYS)
 def test_a_rank_in_a_collective_that_never_ends_leaves_at_the_deadline_and_takes_the_other_along(
-    tmp_path, undisturbed, tried
+    way, tmp_path, undisturbed, tried
 ):
     tried("SIGTERM to one rank of a launched run while the other is stuck")
     folder, marker = tmp_path / "run", tmp_path / "stuck"
     hook = f"hooks=[{{type: tests.faults.once:StickOnce, marker: {marker}, step: 4}}]"
     deadline = "preemption.deadline_seconds=0.5"
-    command = begin((sys.executable, *TRAINWRIGHT, "--nproc", "2"), folder, hook, deadline)
+    command = begin(way, "trainwright", folder, hook, deadline)
     wait_until(lambda: marker.exists() and marker.read_text(), command)
     os.kill(int(marker.read_text()), signal.SIGTERM)
     assert end(command, folder) == 128 + signal.SIGTERM

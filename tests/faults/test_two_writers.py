@@ -4,6 +4,7 @@ An act is one on the file system, or a note to the other rank. The rank that is 
 never stays.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from tests.faults.acts import Acts
+from tests.faults.acts import Acts, telling
 from torch.distributed import TCPStore
 
 from trainwright.checkpoint.background import BackgroundSaver
@@ -110,6 +111,8 @@ def fork_rank(rank, folder, meeting, topic, version, *, dies_before=None, is_vic
         # Without a victim nobody is to be given up for being slow.
         seconds = {} if dies_before is None else {"lost_seconds": 1.5, "beat_seconds": 0.1}
         save(rank, CheckpointStore(folder), Together(rank, 2, notes, **seconds), version, waits=dies_before is None)
+        if is_victim:
+            folder.with_name("acts").write_text(json.dumps(acts.kinds))
         code = 0
     finally:
         os._exit(code)
@@ -158,14 +161,27 @@ def check(folder):
     return newest
 
 
+def kinds_of_acts(victim, template, folder, meeting):
+    """The kinds of the acts of a rank that nobody kills."""
+    shutil.copytree(template, folder, symlinks=True)
+    topic = meeting.next_topic()
+    children = [fork_rank(rank, folder, meeting, topic, 2, is_victim=rank == victim) for rank in (0, 1)]
+    assert wait(children) == [0, 0]
+    assert check(folder) == 20
+    return json.loads(folder.with_name("acts").read_text())
+
+
+@pytest.mark.parametrize("acts", ["telling", pytest.param("other", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_is_killed_before_any_act_leaves_the_old_or_the_new(victim, tmp_path, meeting):
+def test_a_rank_that_is_killed_before_any_act_leaves_the_old_or_the_new(victim, acts, tmp_path, meeting):
     template = tmp_path / "template"
     save_both(template, meeting, 1)
-    newest, is_done, number = [], False, 0
-    while not is_done:
+    kinds = kinds_of_acts(victim, template, tmp_path / "counted", meeting)
+    numbers = telling(kinds) if acts == "telling" else sorted(set(range(len(kinds))) - set(telling(kinds)))
+    newest, num_killed = [], 0
+    for begin in range(0, len(numbers), AT_A_TIME):
         running = []
-        for act in range(number, number + AT_A_TIME):
+        for act in numbers[begin : begin + AT_A_TIME]:
             folder = tmp_path / str(act)
             shutil.copytree(template, folder, symlinks=True)
             topic = meeting.next_topic()
@@ -178,13 +194,13 @@ def test_a_rank_that_is_killed_before_any_act_leaves_the_old_or_the_new(victim, 
             pair = codes[2 * place : 2 * place + 2]
             assert pair[1 - victim] == 0, "the rank that is left ends in good order"
             assert pair[victim] in (0, -signal.SIGKILL)
+            num_killed += pair[victim] != 0
             newest.append(check(folder))
-            is_done |= pair[victim] == 0
-        number += AT_A_TIME
-    assert set(newest) == {10, 20}
+    assert num_killed > 0.8 * len(numbers)  # on a busy machine one may be given up before its act
+    assert set(newest) == {10, 20} or acts == "other"
     assert newest == sorted(newest) or victim == 1  # what the first rank has committed stays so
-    save_both(tmp_path / "0", meeting, 3)
-    assert check(tmp_path / "0") == 30
+    save_both(tmp_path / str(numbers[0]), meeting, 3)
+    assert check(tmp_path / str(numbers[0])) == 30
 
 
 def test_ranks_that_are_both_killed_lose_nothing(tmp_path, meeting):

@@ -1,7 +1,6 @@
 """The launcher's answers: exit codes of ranks and signals, and no orphans. Real processes."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.distributed.forked_launch import command, launch_well
+from tests.launch.forked_launcher import Launcher
 
 from trainwright import cli
 from trainwright.checkpoint.store import CheckpointStore
@@ -46,9 +46,7 @@ if os.environ["RANK"] == "1":
 
 
 def start(tmp_path, *overrides, project=PROJECT):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-m", "trainwright", "train", project / "run.yaml", "--nproc", "2", "name=launched"]
-    return subprocess.Popen([*words, *overrides], cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment)
+    return Launcher(tmp_path, "train", project / "run.yaml", "--nproc", "2", "name=launched", *overrides)
 
 
 def wait_for_steps(folder):
@@ -61,8 +59,8 @@ def wait_for_steps(folder):
 
 def test_an_explained_error_of_the_ranks_is_the_launchers_exit_code(tmp_path):
     process = start(tmp_path, "trainer.optimizer.type=adamww", "--max-restarts", "2")
-    _, errors = process.communicate(timeout=90)
-    assert process.returncode == 2
+    assert process.wait() == 2
+    errors = process.said
     # Both ranks met it, and no restart makes it go away: it is shown once.
     assert errors.count('no optimizer "adamww". Did you mean "adamw"?') == 1
     assert "ChildFailedError" not in errors
@@ -76,8 +74,8 @@ def test_a_killed_launcher_leaves_no_orphans_and_no_step_is_lost(tmp_path):
     process = start(tmp_path, *LONG)
     folder = tmp_path / "runs" / "launched"
     wait_for_steps(folder)
-    process.send_signal(signal.SIGKILL)
-    process.wait(timeout=30)
+    process.send(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
     store, deadline = CheckpointStore(folder / "checkpoints"), time.monotonic() + 60
     while not store.steps():
         assert time.monotonic() < deadline, "the ranks did not save when their launcher died"
@@ -88,8 +86,8 @@ def test_a_killed_launcher_leaves_no_orphans_and_no_step_is_lost(tmp_path):
 def test_a_signal_to_the_launcher_reaches_the_ranks_and_is_its_exit_code(tmp_path):
     launched = start(tmp_path, *LONG)
     wait_for_steps(tmp_path / "runs" / "launched")
-    launched.send_signal(signal.SIGUSR1)
-    assert launched.wait(timeout=60) == 138
+    launched.send(signal.SIGUSR1)
+    assert launched.wait() == 138
     last = [line for line in (tmp_path / "runs/launched/metrics.json").read_text().splitlines() if line][-1]
     assert CheckpointStore(tmp_path / "runs/launched/checkpoints").newest_intact() == json.loads(last)["step"]
 
@@ -112,8 +110,8 @@ def test_a_lost_process_restarts_the_group_which_goes_on_as_if_nothing_had_happe
     undisturbed = untimed_lines(tmp_path)
     (tmp_path / "mark").unlink()
     process = start(tmp_path, *overrides, "--fresh", "--max-restarts", "1", project=project)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
+    assert process.wait() == 0, process.said
+    errors = process.said
     lost = r"^Rank 1 \(process \d+\) was ended by SIGKILL\. Restart 1 of 1: all ranks are started again\.$"
     assert len(re.findall(lost, errors, re.MULTILINE)) == 1
     assert "Traceback" not in errors, "the other rank only says that it lost a connection"
@@ -132,8 +130,8 @@ def test_a_rank_that_dies_at_start_up_ends_all_and_is_named(tmp_path):
     shutil.copytree(PROJECT, tmp_path / "project", dirs_exist_ok=True)
     (tmp_path / "project" / "dies.py").write_text(DIES)
     process = start(tmp_path, "imports=[dies.py]", project=tmp_path / "project")
-    _, errors = process.communicate(timeout=90)
-    assert process.returncode == 9
+    assert process.wait() == 9
+    errors = process.said
     (pid,) = re.findall(r"^Rank 1 \(process (\d+)\) left with exit code 9, without a word\.$", errors, re.MULTILINE)
     assert not Path(f"/proc/{pid}").exists()
     alive = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=False).stdout

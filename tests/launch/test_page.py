@@ -5,15 +5,15 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.test_docs import DOCS, Reader, blocks_of
+from tests.test_docs import DOCS, ForkingReader, blocks_of
 
 from trainwright.launch.slurm import SETTINGS
 
 PAGE = (DOCS / "launching.md").read_text("utf-8")
 
 
-class Typist(Reader):
-    """A reader who also shows files and sets variables for one command."""
+class Typist(ForkingReader):
+    """A reader who also shows files and sets variables for one command; the launcher itself is test_local.py's."""
 
     def type(self, line):
         variables = dict(re.findall(r"^(\w+)=(\S+) ", line))

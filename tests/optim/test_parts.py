@@ -1,6 +1,7 @@
 """Optimizers over split parameters do what they do over whole ones, and their state is split likewise."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -55,15 +56,26 @@ WITH_MASTERS = {
 LAYOUTS = {"data": {"data": 2}, "uneven": {"data": 3}, "hybrid": {"replicate": 2, "data": 2}}
 
 
-@pytest.fixture(scope="module", params=LAYOUTS.values(), ids=LAYOUTS)
-def trained_on_ranks(request, tmp_path_factory):
-    """Per rank: what each optimizer made of the model, what its steps returned, and its whole state."""
+def is_repeated(layout, name):
+    """Is it enough that two ranks, or another optimizer, say the same? `make test-slow` alone runs it."""
+    return layout != "data" and name not in ("adamw", "muon")
 
-    def act(mesh):
+
+def net():
+    return make_net(num_blocks=1)
+
+
+@pytest.fixture(scope="module")
+def trained_on_ranks(request, tmp_path_factory):
+    """In a layout, per rank: what each optimizer made of the model, what its steps returned, and its whole state."""
+    here = (item for item in request.session.items if item.path == request.path)
+    has_slow = any(item.get_closest_marker("slow") for item in here)
+
+    def act(mesh, names):
         ended = {}
-        for name, make in OPTIMIZERS.items():
-            model = make_net()
-            parameters, metrics, optimizer = train_split(model, mesh, make)
+        for name in names:
+            model = net()
+            parameters, metrics, optimizer = train_split(model, mesh, OPTIMIZERS[name])
             laid_out = all(
                 value.placements == parameter.placements
                 for parameter, state in optimizer.state.items()
@@ -73,8 +85,13 @@ def trained_on_ranks(request, tmp_path_factory):
             ended[name] = parameters, metrics, states_of(optimizer), laid_out
         return ended
 
-    num_ranks = request.param.get("replicate", 1) * request.param["data"]
-    return num_ranks, on_ranks(tmp_path_factory.mktemp("ranks"), request.param, act)
+    @functools.cache
+    def of(layout):
+        names = [name for name in OPTIMIZERS if has_slow or not is_repeated(layout, name)]
+        ranks = on_ranks(tmp_path_factory.mktemp("ranks"), LAYOUTS[layout], lambda mesh: act(mesh, names))
+        return len(ranks), ranks
+
+    return of
 
 
 def states_of(optimizer):
@@ -87,10 +104,17 @@ def states_of(optimizer):
     }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_weights_state_and_metrics_are_those_of_one_process(trained_on_ranks, name):
-    num_ranks, ranks = trained_on_ranks
-    alone, metrics, optimizer = train_alone(make_net(), OPTIMIZERS[name], num_ranks=num_ranks)
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        pytest.param(layout, name, marks=[pytest.mark.slow] if is_repeated(layout, name) else [])
+        for layout in LAYOUTS
+        for name in OPTIMIZERS
+    ],
+)
+def test_weights_state_and_metrics_are_those_of_one_process(trained_on_ranks, layout, name):
+    num_ranks, ranks = trained_on_ranks(layout)
+    alone, metrics, optimizer = train_alone(net(), OPTIMIZERS[name], num_ranks=num_ranks)
     for rank in ranks:
         parameters, rank_metrics, states, laid_out = rank[name]
         assert_equal(parameters, alone)
@@ -172,7 +196,7 @@ def cases_of_three_ranks(mesh):
     own = make_batches(3)[0].chunk(3, dim=1)[mesh.rank("data")]
 
     def begin(make, dtype=torch.float64):
-        model = make_net().to(dtype)
+        model = net().to(dtype)
         sync = shard_parameters(model, mesh, settings=SplitSettings(), device=CPU)
         optimizer = make(model)
 
@@ -263,7 +287,7 @@ def test_an_update_that_is_held_back_changes_no_part(found, name):
 # Not bit for bit: torch's kernel treats the last few elements of a tensor in another way than the rest.
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-6), ("bf16", 2e-2)])
 def test_moments_in_another_precision_are_rounded_as_in_one_process(found, dtype, tolerance):
-    model = make_net().float()
+    model = net().float()
     alone = drive_with_given_gradients(model, AdamW(parameters_of(model), lr=0.05, state_dtype=dtype))
     for rank in found:
         for ours, theirs in zip(rank["rounded", dtype], alone, strict=True):
@@ -272,7 +296,7 @@ def test_moments_in_another_precision_are_rounded_as_in_one_process(found, dtype
 
 @pytest.mark.parametrize("name", WITH_MASTERS)
 def test_masters_of_parts_are_the_parts_of_masters(found, name):
-    model = make_net().bfloat16()
+    model = net().bfloat16()
     weights, states = drive_with_given_gradients(model, WITH_MASTERS[name](model))
     assert any(key.endswith("master") for key in states)
     for rank in found:
@@ -289,7 +313,7 @@ def test_gradients_that_are_not_finite_are_counted_over_all_ranks(found):
 
 def test_sums_count_each_part_once_and_stages_add_up(tmp_path):
     def act(mesh):
-        model = make_net()
+        model = net()
         shard_parameters(model, mesh, settings=SplitSettings(), device=CPU)
         parameters = [model.embed.weight, model.scale]
         ones = [torch.ones(()), torch.ones(())]
@@ -300,7 +324,7 @@ def test_sums_count_each_part_once_and_stages_add_up(tmp_path):
 
 
 def test_one_process_has_no_parts():
-    model = make_net()
+    model = net()
     for make in (OPTIMIZERS["adamw"], OPTIMIZERS["lion"], OPTIMIZERS["muon"]):
         assert make(model)._has_parts is False
     assert not dist.is_initialized()
@@ -308,7 +332,7 @@ def test_one_process_has_no_parts():
 
 def test_torchs_fused_steps_that_know_no_parts_are_refused_by_name(tmp_path):
     def act(mesh):
-        model = make_net()
+        model = net()
         shard_parameters(model, mesh, settings=SplitSettings(), device=CPU)
         said = []
         for kind in (torch.optim.SGD, torch.optim.Adagrad):

@@ -352,10 +352,10 @@ def test_stages_may_split_their_parameters_along_data(tmp_path):
         assert ranks[rank][True][1] == pytest.approx(model(**piece)["loss"].item(), abs=1e-10)
 
 
-def in_split_matrices(mesh):
+def in_split_matrices(mesh, names):
     """The same as in_a_pipeline, of stages whose matrices are split along tensor, with gathered weights."""
     results = {}
-    for name in ("tied", "gpt2", "bert"):
+    for name in names:
         model, pieces = made(name)
         split_layers(model, mesh)
         split_tensors(model, plan_sharding(model, packaged_rules(model), mesh.sizes), mesh)
@@ -380,9 +380,10 @@ def in_split_matrices(mesh):
     return results
 
 
-def test_stages_may_split_their_matrices_along_tensor(tmp_path):
-    ranks = on_ranks(tmp_path, {"pipeline": 2, "tensor": 2}, in_split_matrices)
-    for name in ranks[0]:
+@pytest.mark.parametrize("names", [("tied",), pytest.param(("gpt2", "bert"), marks=pytest.mark.slow)], ids="-".join)
+def test_stages_may_split_their_matrices_along_tensor(names, tmp_path):
+    ranks = on_ranks(tmp_path, {"pipeline": 2, "tensor": 2}, lambda mesh: in_split_matrices(mesh, names))
+    for name in names:
         alone = in_one_process(name)
         for rank in ranks:
             for key, weight in rank[name]["weights"].items():

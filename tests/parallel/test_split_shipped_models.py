@@ -74,10 +74,20 @@ def train(name, mesh):
     return losses, whole(model), num_split, len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("axes", [{"data": 2}, {"replicate": 2, "data": 2}], ids=["data", "hybrid"])
-def test_shipped_models_train_split_as_they_do_whole(axes, tmp_path):
-    ranks = on_ranks(tmp_path, axes, lambda mesh: {name: train(name, mesh) for name in MODELS})
-    for name in MODELS:
+HYBRID = {"replicate": 2, "data": 2}
+SOME = ("llama", "llama_lora")
+"""Two along both axes say what the others along one do not."""
+OTHERS = tuple(name for name in MODELS if name not in SOME)
+
+
+@pytest.mark.parametrize(
+    ("axes", "names"),
+    [({"data": 2}, tuple(MODELS)), (HYBRID, SOME), pytest.param(HYBRID, OTHERS, marks=pytest.mark.slow)],
+    ids=["data", "hybrid", "hybrid, others"],
+)
+def test_shipped_models_train_split_as_they_do_whole(axes, names, tmp_path):
+    ranks = on_ranks(tmp_path, axes, lambda mesh: {name: train(name, mesh) for name in names})
+    for name in names:
         if name == "cnn":
             continue  # its BatchNorms see each rank's samples alone; that it trains at all is tested by coming here
         losses, weights, _, _ = train(name, Mesh())
