@@ -449,7 +449,7 @@ def describe_dtypes(model: torch.nn.Module) -> str:
     if any(each.dtype == torch.float16 and each.requires_grad for each in model.parameters()):
         logger.warning(
             "Weights in float16 are trained: small gradients and updates become 0 in it, and a scaled loss does not "
-            "help the weights. Use pretrained.dtype fp32 (and runtime.precision for speed), or bf16."
+            "help the weights. Use weights in fp32 (model.dtype), with runtime.precision for speed, or in bf16."
         )
     names = sorted({str(each.dtype).removeprefix("torch.") for each in model.parameters()})
     return "" if names in ([], ["float32"]) else f" in {' and '.join(names)}"

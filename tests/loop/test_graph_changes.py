@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -194,6 +195,31 @@ def _model(act, make):
     return type("OnOwn", (Base,), {"build_model": classmethod(lambda cls, build: Own())})
 
 
+calls = 0
+seen = []
+
+
+class CountingInTheFile(Base):
+    def forward(self, **batch):
+        global calls
+        calls += 1
+        return super().forward(**batch)
+
+
+class CollectingInTheFile(Base):
+    def forward(self, **batch):
+        seen.append(batch["x"].shape)
+        return super().forward(**batch)
+
+
+class CollectingInTheClass(Base):
+    shapes: ClassVar = []
+
+    def forward(self, **batch):
+        self.shapes.append(batch["x"].shape)
+        return super().forward(**batch)
+
+
 class Holder:
     def __init__(self):
         self.number = 0
@@ -207,12 +233,15 @@ def _count_in_holder(model, x):
     ("kind", "words"),
     [
         (Counting, r"trainer\.count would stay as it is, but the step changes it from 2 to 3"),
+        (CountingInTheFile, r"test_graph_changes\.calls would stay as it is, but the step changes it from \d+ to \d+"),
+        (CollectingInTheFile, r"test_graph_changes\.seen\[\d+\] would stay as it is"),
+        (CollectingInTheClass, r"class CollectingInTheClass\.shapes\[\d+\] would stay as it is"),
         (_model(lambda model, x: model.kept.append(x.mean()), list), r"Own\.kept\[\d+\] would stay"),
         (_model(lambda model, x: model.kept.update(mean=x.mean()), dict), r"Own\.kept\.mean would stay"),
         (_model(_count_in_holder, Holder), r"Own\.kept\.number would stay"),
         (_model(lambda model, x: model.kept.random(), np.random.default_rng), r"the step draws from Own\.kept"),
     ],
-    ids=["trainer", "list", "dict", "object", "generator"],
+    ids=["trainer", "file", "file_list", "class_list", "list", "dict", "object", "generator"],
 )
 def test_what_a_step_keeps_in_python_is_refused_by_name(tmp_path, kind, words):
     with pytest.raises(TrainwrightError, match=words):
@@ -378,3 +407,22 @@ def test_an_optimizer_that_steps_after_a_replay_sees_that_replays_gradients(tmp_
     optimizer = {"type": "torch.optim:RMSprop", "lr": 1e-3, "foreach": False}
     assert_equal_runs(tmp_path, TwoWidths, trainer={**LONG, "optimizer": optimizer})
     assert len(replays) >= 18
+
+
+class OneBadLabel(Points):
+    """The last batches hold a label that the model has no class for."""
+
+    def __getitem__(self, index):
+        item = super().__getitem__(index)
+        return {**item, "labels": torch.tensor(77)} if index >= 40 else item
+
+
+def test_a_replay_that_fails_is_explained_as_the_step_is_written(tmp_path):
+    class Own(Base):
+        @classmethod
+        def build_train_data(cls, build):
+            return OneBadLabel()
+
+    for mode in ("eager", "graph"):
+        with pytest.raises(TrainwrightError, match="A label is outside of the classes: Target 77"):
+            train(tmp_path / mode, mode, Own, trainer=LONG, data={"shuffle": False})

@@ -189,3 +189,16 @@ def test_a_token_outside_of_the_vocabulary_is_named_with_the_embedding(tmp_path)
     )
     with pytest.raises(DataError, match=r"input_ids holds ids from 0 to 49, but the embedding has 20 rows"):
         build_trainer(config).train()
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(4, 2), nn.Conv1d(4, 2, 1)])
+def test_an_input_in_another_precision_than_the_weights_is_told_the_setting(layer):
+    batch = {"ids": torch.zeros(2, dtype=torch.long), "pixels": torch.zeros(1, 4, 4)}
+    with pytest.raises(RuntimeError) as failed:
+        layer.bfloat16()(batch["pixels"])
+    with pytest.raises(
+        TrainwrightError, match=r"weights are bf16, but the batch's pixels is float32 .*runtime\.precision"
+    ):
+        explain_failure(failed.value, batch, layer)
+    assert explain_failure(failed.value, {"pixels": batch["pixels"].bfloat16()}, layer) is None
+    assert explain_failure(failed.value, batch, layer.float()) is None

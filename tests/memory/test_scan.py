@@ -183,9 +183,9 @@ def test_a_setting_names_stacks_and_backends(setting, read):
         ({"backend": "inductor"}, r"scan: give the path"),
         ({"path": "layers", "bakend": "inductor"}, r'bakend is none of path, backend.* Did you mean "backend"'),
         ({"layers": {"bakend": "inductor"}}, r'scan\."layers": bakend is unknown'),
-        ({"layers": "inducter"}, r'no backend the text "inducter" that trains\. Did you mean "inductor"'),
+        ({"layers": "inducter"}, r'"inducter" is no backend of torch.compile that trains\. Did you mean "inductor"'),
         # torch's debugging backend draws other random numbers in the recomputation: wrong gradients without a word.
-        ({"path": "layers", "backend": "eager"}, r'scan\.backend: torch\.compile has no backend the text "eager" that'),
+        ({"path": "layers", "backend": "eager"}, r'scan\.backend: the text "eager" is no backend of torch'),
         (["layers", "layers"], r"scan: layers is named twice"),
     ],
 )

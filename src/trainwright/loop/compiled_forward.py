@@ -63,6 +63,11 @@ def compile_forward(trainer: Trainer) -> CompiledForward | None:
     # On a CPU, graph mode records the eager operations, which keeps every bit.
     if mode == "compile" or (mode == "graph" and waits_for_memory(trainer.device)):
         return CompiledForward(trainer)
+    runtime = trainer.config.runtime
+    # Without a compiler too: the same file may go to a GPU next.
+    known_backend(
+        "runtime.compile_backend", runtime.compile_backend, where=trainer.config.origin("runtime.compile_backend")
+    )
     return None
 
 

@@ -2,11 +2,13 @@
 
 Python runs once in a recorded step, so what it looked at stays decided: a dropout's rate, which parameters are frozen,
 an optimizer's weight decay. A fingerprint is taken with each recording and compared before a replay; kept_values.py
-compares one from before a step with what the step left behind. What closures and globals hold is not seen.
+compares one from before a step with what the step left behind. Globals and class attributes of the user's files
+belong to it; what closures hold, other files, large containers and containers within containers are not seen.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter, is_
@@ -33,6 +35,7 @@ _OF_MODULES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forwar
 _NO_HELPERS = (type, ModuleType, FunctionType, MethodType, Tensor, torch.Generator)
 _LIBRARIES = ("torch.", "trainwright.", "builtins.", "numpy.", "logging.", "_thread.")
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_MOST_ENTRIES = 1000  # of a container: to compare a whole vocabulary would cost more than a step
 
 
 class Change(NamedTuple):
@@ -94,6 +97,7 @@ class Fingerprint:
         for name, value in vars(self._trainer).items():
             if name not in self._own:
                 self._add_content(f"trainer.{name}", value)
+        self._add_classes()
         updater = self._updater
         self._optimizers = [
             (name, entry.optimizer) for name, entry in updater.optimizers.items() if name not in updater.after_replay
@@ -158,6 +162,17 @@ class Fingerprint:
                     if isinstance(tensor, Tensor) and tensor.layout is torch.strided
                 ]
 
+    def _add_classes(self) -> None:
+        """Looks at what the user's classes hold themselves, and at the globals of the files that they are in."""
+        trainer = self._trainer
+        owners = [trainer, trainer.task, *(trainer.model.modules() if isinstance(trainer.model, nn.Module) else ())]
+        kinds = dict.fromkeys(kind for owner in owners for kind in type(owner).__mro__ if not _is_of_library(kind))
+        files = dict.fromkeys(kind.__module__ for kind in kinds)
+        tables: list[tuple[str, Mapping[str, Any]]] = [(f"class {kind.__qualname__}", vars(kind)) for kind in kinds]
+        tables += [(name.rpartition(".")[2], vars(sys.modules[name])) for name in files if name in sys.modules]
+        for label, table in tables:
+            self._add_table(label, table, without=frozenset(name for name in table if name.startswith("__")))
+
     def _add_table(self, label: str, table: Mapping[Any, Any], *, without: frozenset[str] = frozenset()) -> None:
         """Looks at an object's attributes, and one level down into what they hold."""
         self._tables.append((label, table))
@@ -172,10 +187,9 @@ class Fingerprint:
             self._add_modules(label, value)
             return
         self._seen.add(id(value))
-        if isinstance(value, dict):
-            self._tables.append((label, value))
-        elif isinstance(value, list | set | deque):
-            self._rows.append((label, value))
+        if isinstance(value, dict | list | set | deque):
+            if len(value) <= _MOST_ENTRIES:
+                (self._tables if isinstance(value, dict) else self._rows).append((label, value))  # type: ignore[arg-type]
         elif _is_helper(value):
             self._tables.append((label, vars(value)))
 
@@ -184,7 +198,11 @@ def _is_helper(value: Any) -> bool:
     """Is it a plain object of the user's, whose attributes a step may read?"""
     if isinstance(value, (*_NO_HELPERS, nn.Module, torch.optim.Optimizer)) or not hasattr(value, "__dict__"):
         return False
-    return not f"{type(value).__module__}.".startswith(_LIBRARIES)
+    return not _is_of_library(type(value))
+
+
+def _is_of_library(kind: type) -> bool:
+    return f"{kind.__module__}.".startswith(_LIBRARIES)
 
 
 def _differs(before: Any, now: Any) -> bool:

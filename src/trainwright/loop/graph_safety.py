@@ -60,10 +60,14 @@ def look_before_first_step(trainer: Trainer, batch: Any) -> None:
     found = sorted(watch.sightings.values(), key=lambda each: (each.place.file, each.place.line))
     direct = [each for each in found if each.is_direct]
     runtime = trainer.config.runtime
-    if direct and (runtime.mode == "graph" or runtime.expect_graph_breaks == 0):
-        _refuse(trainer, direct)
+    breaks = direct if runtime.mode == "graph" else [each for each in direct if each.use.breaks]
+    if breaks and (runtime.mode == "graph" or runtime.expect_graph_breaks == 0):
+        _refuse(trainer, breaks)
     for each in direct:
-        logger.warning("%s: runtime.mode %s breaks here: %s. %s", each.place, runtime.mode, each.use.what, each.use.fix)
+        words = "breaks" if each.use.breaks else "makes the host wait"
+        logger.warning(
+            "%s: runtime.mode %s %s here: %s. %s", each.place, runtime.mode, words, each.use.what, each.use.fix
+        )
     for each in found:
         if not each.is_direct:
             # Library code may do otherwise when it is compiled.

@@ -32,6 +32,8 @@ class HostUse:
 
     what: str
     fix: str
+    breaks: bool = True
+    """Does it end a compiled graph? Copies to the host are compiled, and wait all the same."""
 
 
 _READ_LATER = "Keep it a tensor: return it as a metric, and the loop reads it once per log line."
@@ -56,9 +58,9 @@ HOST_USES: Mapping[str, HostUse] = {
     "allclose": HostUse("torch.allclose returns a Python bool, which waits for the device", _CHOOSE),
     "__repr__": HostUse("a tensor is printed or turned into text", _PRINT_LATER),
     "__format__": HostUse("a tensor is formatted into text", _PRINT_LATER),
-    "cpu": HostUse(".cpu() copies to the host", _STAY),
-    "numpy": HostUse(".numpy() copies to the host", _STAY),
-    "__array__": HostUse("numpy gets a tensor, which copies it to the host", _STAY),
+    "cpu": HostUse(".cpu() copies to the host", _STAY, breaks=False),
+    "numpy": HostUse(".numpy() copies to the host", _STAY, breaks=False),
+    "__array__": HostUse("numpy gets a tensor, which copies it to the host", _STAY, breaks=False),
     "__dlpack__": HostUse("another library gets a tensor, which leaves the graph", _STAY),
     "nonzero": HostUse("the shape of .nonzero() depends on values", _STATIC),
     "argwhere": HostUse("the shape of argwhere depends on values", _STATIC),
@@ -72,7 +74,7 @@ _SCALAR_INDEX = HostUse(
     "indexing by a tensor of one number reads it on the host", "Use x.index_select(0, index.reshape(1)) instead."
 )
 _WHERE = HostUse("torch.where(condition) alone gives a shape that depends on values", _STATIC)
-_TO_HOST = HostUse('.to("cpu") copies to the host', _STAY)
+_TO_HOST = HostUse('.to("cpu") copies to the host', _STAY, breaks=False)
 _GATHERED = HostUse(
     "torch.tensor([...]) of tensors reads each of them on the host",
     "Use torch.stack([...]), which stays on the device.",

@@ -36,13 +36,15 @@ class ForwardResult:
 
 
 def explain_failure(error: IndexError | RuntimeError, batch: Any, model: torch.nn.Module) -> None:
-    """Says what some errors of torch in a forward mean: labels, ids, parameters that are split; others are left."""
+    """Says what some errors of torch in a forward mean: labels, ids, precisions, split parameters; others are left."""
     if isinstance(error, IndexError):
         _refuse_ids(error, batch, model)
     elif "DTensor" in str(error):
         from trainwright.parallel.ungathered import refuse_ungathered  # imports much of torch
 
         refuse_ungathered(error, model)
+    elif "same dtype" in str(error) or "should be the same" in str(error):
+        _explain_dtypes(error, batch, model)
 
 
 def _refuse_ids(error: IndexError, batch: Any, model: torch.nn.Module) -> None:
@@ -67,6 +69,21 @@ def _refuse_ids(error: IndexError, batch: Any, model: torch.nn.Module) -> None:
             f"A label is outside of the classes: {error} The outputs have fewer classes than the labels name. "
             "Labels count from 0, so the model needs one output more than the largest label."
         ) from error
+
+
+def _explain_dtypes(error: RuntimeError, batch: Any, model: torch.nn.Module) -> None:
+    """Raises what an input in another precision than the weights needs; returns where that is not the cause."""
+    kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    short = next((kind for kind in kinds if kind in (torch.bfloat16, torch.float16)), None)
+    items = batch.items() if isinstance(batch, Mapping) else ()
+    other = next((name for name, value in items if getattr(value, "dtype", None) == torch.float32), None)
+    if short is None or other is None:
+        return
+    word = "bf16" if short == torch.bfloat16 else "fp16"
+    raise TrainwrightError(
+        f"The weights are {word}, but the batch's {other} is float32 ({error}). Set runtime.precision: {word}, which "
+        "casts where operations need it, or give the data in that precision."
+    ) from error
 
 
 def read_forward(returned: Any, batch: Any, model: torch.nn.Module, num_samples: int) -> ForwardResult:

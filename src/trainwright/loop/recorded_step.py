@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -105,12 +105,24 @@ class RecordedStep:
             if recorded.reads_step_tensor:
                 _ = self._trainer.step_tensor
             self._num_replays += 1
-            return self._finish(recorded, recorded.recording.replay(inputs))
+            try:
+                outputs = recorded.recording.replay(inputs)
+            except (IndexError, RuntimeError) as error:
+                self._fail_as_written(batch, error)
+            return self._finish(recorded, outputs)
         self._num_runs_in_python += 1
         if not self._may_record(signature, batch):
             with self._trainer.backend.warming_up():
                 return self._trainer.train_step(batch)
         return self._record(signature, inputs, rebuild)
+
+    def _fail_as_written(self, batch: Any, error: Exception) -> NoReturn:
+        """Runs a step whose replay has failed as it is written: that fails with the user's line, and is explained."""
+        try:
+            self._trainer.train_step(batch)
+        except Exception as explained:
+            raise explained from None
+        raise error
 
     def forget(self) -> None:
         """Drops all recordings; the next updates warm up again."""

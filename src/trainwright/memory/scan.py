@@ -251,7 +251,7 @@ def _backend(label: str, given: Any) -> str | None:
         found = nearest(given, known) if isinstance(given, str) else None
         guess = f' Did you mean "{found}"?' if found else ""
         raise ConfigError(
-            f"{label}: torch.compile has no backend {describe(given)} that trains.{guess} Known: {', '.join(known)}."
+            f"{label}: {describe(given)} is no backend of torch.compile that trains.{guess} Known: {', '.join(known)}."
         )
     return given
 
