@@ -46,6 +46,13 @@ def test_it_fits_on_a_screen_and_says_all_of_it():
     )
 
 
+def test_a_profile_of_recording_and_replays_says_so():
+    mixed = summary(shares=Shares({"forward": 1.0, "replay": 1.0}, has_device=True)).text()
+    assert "Not all of these steps were replays" in mixed
+    assert "replays" not in summary(shares=Shares({"replay": 1.0}, has_device=True)).text()
+    assert "replays" not in summary().text()
+
+
 def test_a_replayed_update_is_shown_as_one():
     text = summary(shares=Shares({"replay": 1.0, "idle": 1.0}, has_device=True)).text()
     assert "update         50.0 %" in text

@@ -70,6 +70,8 @@ class ProfileSummary:
             label, remark = _LABELS[row]
             bar = "█" * round(percent / 100 * _BAR)
             lines.append(f"  {label:<13} {percent:5.1f} %  {bar:<{_BAR}}  {remark}".rstrip())
+        if {"replay", "forward"} <= self.shares.seconds.keys():
+            lines.append("  Not all of these steps were replays: profile later ones (hook profile_steps, first: …).")
         return "\n".join([*lines, *self._speed_lines(), f"  trace: {self.trace} (open it at ui.perfetto.dev)"])
 
     def to_dict(self) -> dict[str, object]:
