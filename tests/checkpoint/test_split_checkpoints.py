@@ -49,7 +49,7 @@ NEXT = dict(zip(LAYOUTS, [*list(LAYOUTS)[1:], *LAYOUTS], strict=False))
 
 
 def is_read(source, target):
-    """Are these two tried with every save? All others: `make test-slow`."""
+    """Are these two tried right after the saves? All others follow in a test of their own."""
     return source in ("whole", target, NEXT[target])
 
 
@@ -127,7 +127,6 @@ def test_every_layout_reads_itself_another_and_a_whole_one_and_goes_on_alike(fol
         store.verify(number)
 
 
-@pytest.mark.slow
 def test_every_layout_reads_every_other(folder):
     def act(ranks):
         places = {name: along(ranks, axes) for name, axes in LAYOUTS.items()}

@@ -62,9 +62,7 @@ def assert_close(left, right):
         assert one == pytest.approx(two, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "chain", [pytest.param(each, marks=pytest.mark.slow) if each == "2 → 1 → 4" else each for each in CHAINS]
-)
+@pytest.mark.parametrize("chain", CHAINS)
 def test_a_run_goes_on_in_any_other_layout(chain, tmp_path, undisturbed):
     folder = tmp_path / "run"
     for layout, step in zip(CHAINS[chain], (1, 3, None), strict=True):
@@ -89,15 +87,7 @@ def test_a_split_run_that_is_interrupted_ends_with_the_same_bits(tmp_path, undis
     assert_same_end(undisturbed / "two shards", folder)
 
 
-@pytest.mark.parametrize(
-    ("phase", "victim"),
-    [
-        ("commit", 0),
-        ("after_step", 1),
-        pytest.param("evaluation", 0, marks=pytest.mark.slow),
-        pytest.param("after_save", 1, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("phase", "victim"), [("commit", 0), ("after_step", 1), ("evaluation", 0), ("after_save", 1)])
 def test_a_rank_of_a_split_run_that_is_killed_loses_nothing(phase, victim, tmp_path, undisturbed):
     folder = tmp_path / "two shards"
     fault = Fault(phase, send(signal.SIGKILL), ranks=(victim,), step=4)

@@ -196,7 +196,7 @@ def test_a_rank_that_is_killed_before_any_act_leaves_the_old_or_the_new(victim, 
             assert pair[victim] in (0, -signal.SIGKILL)
             num_killed += pair[victim] != 0
             newest.append(check(folder))
-    assert num_killed > 0.8 * len(numbers)  # on a busy machine one may be given up before its act
+    assert num_killed >= 0.7 * len(numbers)  # on a busy machine one may be given up before its act
     assert set(newest) == {10, 20} or acts == "other"
     assert newest == sorted(newest) or victim == 1  # what the first rank has committed stays so
     save_both(tmp_path / str(numbers[0]), meeting, 3)
