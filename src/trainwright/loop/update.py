@@ -167,7 +167,7 @@ class Updater:
         """Do all of these optimizers clip in their own kernels, and does that pay on this device?"""
         optimizers = [self.optimizers[name].optimizer for name in names if name not in self.after_replay]
         return len(optimizers) == len(names) and all(
-            divides_gradients(each) and waits_for_memory(device_of(each) or torch.device("cpu")) for each in optimizers
+            waits_for_memory(device_of(each) or torch.device("cpu")) and divides_gradients(each) for each in optimizers
         )
 
     def step_optimizer(
@@ -418,10 +418,10 @@ class Update:
         """Multiplies and limits the gradients in place, or returns what the optimizers are to divide them by."""
         most = self._updater.max_grad_value
         if isinstance(factor, torch.Tensor):
-            is_double = any(gradient.dtype == torch.float64 for gradient in gradients)
-            if most is None and not is_double and self._updater.divides_gradients(names):
-                return factor.to(torch.float32).reciprocal()
-            if not is_double and gradients[0].dtype == torch.float32:
+            if most is None and self._updater.divides_gradients(names):
+                if not any(gradient.dtype == torch.float64 for gradient in gradients):
+                    return factor.to(torch.float32).reciprocal()
+            elif gradients[0].dtype == torch.float32:
                 factor = factor.to(torch.float32)  # as the kernel would, which takes all gradients at once only then
         if isinstance(factor, torch.Tensor) or factor != 1.0:
             torch._foreach_mul_(gradients, factor)
