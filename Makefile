@@ -50,7 +50,7 @@ benchmark: $(VENV)/.installed-dev ## Measure the loop's overhead against its pee
 benchmark-data: $(VENV)/.installed-dev ## Measure the handling of data against its peers.
 	$(BIN)/python benchmarks/data.py --output benchmarks/results
 
-benchmark-gpu: $(VENV)/.installed-dev ## Measure training on one GPU against its peers; nine minutes.
+benchmark-gpu: $(VENV)/.installed-dev ## Measure training on one GPU against its peers; twenty minutes.
 	$(INSTALL) --editable '.[benchmarks]'
 	$(BIN)/python benchmarks/gpu.py --output benchmarks/results
 

@@ -1,6 +1,6 @@
 """Training speed on one GPU: trainwright in its modes beside Hugging Face Trainer, Lightning and a raw loop.
 
-    python benchmarks/gpu.py [--output FOLDER] [--cases tinyllama toy gpt2 cpu] [--rounds 5] [--minutes 9]
+    python benchmarks/gpu.py [--output FOLDER] [--cases tinyllama toy gpt2 cpu] [--rounds 5] [--minutes 20]
     python benchmarks/gpu.py --dry-run          # everything once, tiny, on the CPU
 
 Every contender trains the same model from the same weights on the same rows, with fused AdamW, clipping to norm 1,
@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=[*CASES, "cpu"], default=[*CASES, "cpu"])
     parser.add_argument("--only", help="run only contenders whose names hold this")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--dry-run", action="store_true", help="tiny, on the CPU: is everything in order?")
     options = parser.parse_args()
     output = options.output or Path(tempfile.mkdtemp(prefix="trainwright-gpu-"))
