@@ -164,9 +164,7 @@ class Fingerprint:
 
     def _add_classes(self) -> None:
         """Looks at what the user's classes hold themselves, and at the globals of the files that they are in."""
-        trainer = self._trainer
-        owners = [trainer, trainer.task, *(trainer.model.modules() if isinstance(trainer.model, nn.Module) else ())]
-        kinds = dict.fromkeys(kind for owner in owners for kind in type(owner).__mro__ if not _is_of_library(kind))
+        kinds = users_classes(self._trainer)
         files = dict.fromkeys(kind.__module__ for kind in kinds)
         tables: list[tuple[str, Mapping[str, Any]]] = [(f"class {kind.__qualname__}", vars(kind)) for kind in kinds]
         tables += [(name.rpartition(".")[2], vars(sys.modules[name])) for name in files if name in sys.modules]
@@ -192,6 +190,13 @@ class Fingerprint:
                 (self._tables if isinstance(value, dict) else self._rows).append((label, value))  # type: ignore[arg-type]
         elif _is_helper(value):
             self._tables.append((label, vars(value)))
+
+
+def users_classes(trainer: Trainer) -> list[type]:
+    """Returns the classes of the trainer, the task and the model's modules that are no library's, and their bases."""
+    owners = [trainer, trainer.task, *(trainer.model.modules() if isinstance(trainer.model, nn.Module) else ())]
+    kinds = (kind for owner in owners for kind in type(owner).__mro__)
+    return [kind for kind in dict.fromkeys(kinds) if not _is_of_library(kind)]
 
 
 def _is_helper(value: Any) -> bool:

@@ -7,13 +7,14 @@ nor what generators other than torch's draw. What is looked at is fingerprint.py
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from torch import Tensor
 
 from trainwright.errors import TrainwrightError
-from trainwright.loop.fingerprint import ABSENT, Change, Fingerprint
+from trainwright.loop.fingerprint import ABSENT, Change, Fingerprint, users_classes
+from trainwright.loop.kept_lines import line_of_change
 
 if TYPE_CHECKING:
     from trainwright.loop.trainer import Trainer
@@ -23,6 +24,7 @@ class KeptValues:
     """What hangs on a model's modules, the trainer, the task and the optimizers before a step."""
 
     def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
         self._fingerprint = Fingerprint(trainer)
         self._generators = {
             name: value
@@ -39,7 +41,7 @@ class KeptValues:
         changes = self._fingerprint.changes()
         for change in changes:
             if not change.is_state:
-                refuse_change(change)
+                refuse_change(change, self._trainer)
         now = self._stand()
         drawn = next((name for name, state in self._draws.items() if now[name] != state), None)
         if drawn is not None:
@@ -60,8 +62,8 @@ class KeptValues:
         return stand
 
 
-def refuse_change(change: Change) -> None:
-    """Refuses what a step changes in Python, by its name."""
+def refuse_change(change: Change, trainer: Trainer) -> NoReturn:
+    """Refuses what a step changes in Python, by its name and, where that is found, its line."""
     name, before, now, _ = change
     if now is ABSENT:
         act = "takes it away"
@@ -72,7 +74,8 @@ def refuse_change(change: Change) -> None:
     raise TrainwrightError(
         f"runtime.mode graph: {name} would stay as it is, but the step {act}, which a replay does not. "
         "Keep it in a buffer and write it in place (buffer.copy_(value), buffer.add_(1)), or return it as a "
-        "metric."
+        "metric.",
+        where=line_of_change(name, users_classes(trainer)),
     )
 
 

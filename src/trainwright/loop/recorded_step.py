@@ -256,7 +256,7 @@ class RecordedStep:
             # State was made: this update was another than those that follow, and is recorded again.
             self._num_unsettled += 1
             if self._num_unsettled > _MAX_SHORT:
-                refuse_change(state_changes[0])
+                refuse_change(state_changes[0], self._trainer)
         else:
             self._recordings[signature] = recorded
         return self._finish(recorded, values, is_first=True)
