@@ -345,6 +345,7 @@ def test_a_label_outside_of_the_classes_is_explained(tmp_path):
     ("settings", "said"),
     [
         (("runtime.mode=compile", "runtime.compile_backend=indctor"), ".*is no backend of torch.compile .*inductor"),
+        (("runtime.mode=graph", "runtime.compile_backend=indctor"), ".*is no backend of torch.compile .*inductor"),
         (("runtime.compile_backend=inductor",), "has no effect with runtime.mode: eager"),
         (("runtime.expect_graph_breaks=0",), "has no effect with runtime.mode: eager"),
     ],

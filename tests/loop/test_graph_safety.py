@@ -222,6 +222,22 @@ def test_what_a_forward_raises_is_raised(tmp_path):
         look(tmp_path / "run", *COMPILED, batch={**BATCH, "labels": BATCH["labels"] + 7})
 
 
+class Copying(Net):
+    """Copies to the host, which is compiled and waits."""
+
+    def forward(self, x, labels=None):
+        return super().forward(torch.from_numpy(x.numpy()), labels)
+
+
+def test_a_copy_to_the_host_is_no_break_of_a_compiled_graph_but_is_refused_in_a_recorded_one(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "trainwright"):
+        look(tmp_path / "run", *COMPILED, "runtime.expect_graph_breaks=0", model="Copying")
+    [told] = [record.getMessage() for record in caplog.records]
+    assert "runtime.mode compile makes the host wait here: .numpy() copies to the host" in told
+    with pytest.raises(TrainwrightError, match=r"(?s)1 place:.*\.numpy\(\) copies"):
+        look(tmp_path / "graph", "runtime.mode=graph", model="Copying")
+
+
 class OwnStep(Trainer):
     def train_step(self, batch):
         raise AssertionError("not called by a look")
@@ -231,4 +247,4 @@ class OwnStep(Trainer):
 
 
 def test_a_step_of_the_users_own_is_left_alone(tmp_path):
-    look(tmp_path / "run", *COMPILED, trainer=OwnStep)
+    assert look(tmp_path / "run", *COMPILED, trainer=OwnStep).step == 0
