@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: quickstart test test-slow lint format types benchmark benchmark-data benchmark-gpu parity reliability torture clean help
+.PHONY: quickstart test messages reference test-slow lint format types benchmark benchmark-data benchmark-gpu parity reliability torture clean help
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -16,6 +16,12 @@ quickstart: $(VENV)/.installed ## Train a small language model on Python's own s
 
 test: $(VENV)/.installed-dev lint types ## Run lint, types and the whole suite.
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+messages: $(VENV)/.installed-dev ## Record the texts of errors and messages in the golden files, tests/*/messages.json.
+	$(BIN)/python -m pytest -n 2 --dist worksteal --update-messages
+
+reference: $(VENV)/.installed-dev ## Compare losses and weights of small runs, bit for bit, with tools/reference_runs.json.
+	$(BIN)/python tools/reference_runs.py
 
 test-slow: $(VENV)/.installed-dev ## Run the tests that take minutes.
 	$(BIN)/python -m pytest -m slow
