@@ -13,12 +13,36 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from tests import messages
 
 # The machine may be busy: how long an example takes says nothing of the code.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
 PROJECT = Path(__file__).parent / "project"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--update-messages", action="store_true", help="record the texts of errors (tests/messages.py)")
+
+
+def pytest_configure(config):
+    messages.update_messages(config.getoption("--update-messages"))
+
+
+def pytest_sessionfinish(session):
+    if session.config.getoption("--update-messages"):
+        output = getattr(session.config, "workeroutput", None)
+        if output is None:
+            messages.write_golden_files(messages.recorded)
+        else:
+            output["messages"] = {package: dict(tests) for package, tests in messages.recorded.items()}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    for package, tests in getattr(node, "workeroutput", {}).get("messages", {}).items():
+        messages.recorded[package].update(tests)
 
 
 @pytest.hookimpl(wrapper=True)

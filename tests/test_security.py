@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from tests.export.runs import train_run
+from tests.messages import raises
 from typer.testing import CliRunner
 
 from trainwright import AutoModel, RunConfig, load_checkpoint, run_experiment
@@ -127,14 +128,14 @@ def test_a_tag_that_would_make_an_object_is_refused(tmp_path, mark, tag):
     text = tag.format(mark=mark)
     path = tmp_path / "run.yaml"
     path.write_text(f"name: x\nmodel: {text}\n")
-    with pytest.raises(ConfigError, match=r"run\.yaml:2: .*tag"):
+    with raises(ConfigError, at="run.yaml:2"):
         RunConfig.load(path)
     path.write_text("name: x\n")
-    with pytest.raises(ConfigError, match="tag"):
+    with raises(ConfigError):
         RunConfig.load(path, [f"model={text}"])
     (tmp_path / "below.yaml").write_text(f"model: {text}\n")
     path.write_text("extends: [below.yaml]\n")
-    with pytest.raises(ConfigError, match=r"below\.yaml:1: .*tag"):
+    with raises(ConfigError, at="below.yaml:1"):
         RunConfig.load(path)
     assert not mark.exists()
 
@@ -257,7 +258,7 @@ def test_a_remote_manifest_of_another_shape_is_damaged(change):
     remote.put("step-00000001/MANIFEST.json", render_manifest(WHOLE))
     assert remote.manifest(take) == WHOLE
     remote.put("step-00000001/MANIFEST.json", render_manifest({**WHOLE, **change}))
-    with pytest.raises(CheckpointError, match=r"security/step-00000001/MANIFEST.json: The manifest is damaged"):
+    with raises(CheckpointError, "security/step-00000001/MANIFEST.json"):
         remote.manifest(take)
 
 
@@ -307,7 +308,7 @@ def test_code_in_a_model_s_folder_is_never_run(run, tmp_path, mark):
     AutoModel.from_pretrained(folder)
     assert not mark.exists()
     (folder / "model.safetensors").unlink()
-    with pytest.raises(TrainwrightError, match="pickle"):
+    with raises(TrainwrightError):
         AutoModel.from_pretrained(folder)
     with pytest.raises(Exception, match=r"pickle|Weights only|tensors"):
         AutoModel.from_pretrained(folder, allow_pickle=True)
@@ -322,7 +323,7 @@ def test_code_in_a_tokenizer_s_folder_is_never_run(tmp_path, mark):
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": settings["auto_map"]}))
     (folder / "tokenization_mine.py").write_text(evil_code(mark))
-    with pytest.raises(TrainwrightError, match="cannot read a tokenizer"):
+    with raises(TrainwrightError):
         load_tokenizer(folder).vocab_size  # noqa: B018  # it is read at its first use
     assert not mark.exists()
 

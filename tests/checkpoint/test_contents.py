@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from tests.messages import raises
 from torch import nn
 
 from trainwright.checkpoint import contents
@@ -170,7 +171,7 @@ def test_bf16_weights_keep_their_bits(store):
 def test_renamed_optimizers_are_refused_by_name(store):
     model = net()
     write(store, model, {"main": stepped(model, adamw)})
-    with pytest.raises(CheckpointError, match=r"holds the optimizers main, but the run has body, head.*--fresh"):
+    with raises(CheckpointError, "--fresh"):
         contents.restore_optimizers(store.read(5, "optimizers"), model, {"body": adamw(model), "head": adamw(model)})
 
 
@@ -178,7 +179,7 @@ def test_state_for_a_parameter_that_the_optimizer_no_longer_owns_is_refused_by_n
     model = net()
     write(store, model, {"main": stepped(model, adamw)})
     smaller = torch.optim.AdamW(model[0].parameters())
-    with pytest.raises(CheckpointError, match=r"optimizer 'main' has state for 2\.weight, 2\.bias"):
+    with raises(CheckpointError, "main", "2.weight", "2.bias"):
         contents.restore_optimizers(store.read(5, "optimizers"), model, {"main": smaller})
 
 
@@ -186,7 +187,7 @@ def test_another_number_of_parameter_groups_is_refused_in_words(store):
     model = net()
     write(store, model, {"main": stepped(model, adamw)})
     groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}]
-    with pytest.raises(CheckpointError, match=r"'main' has 1 parameter group.*2"):
+    with raises(CheckpointError, "main", "1", "2"):
         contents.restore_optimizers(store.read(5, "optimizers"), model, {"main": torch.optim.AdamW(groups)})
 
 
@@ -248,17 +249,14 @@ def test_mismatching_shapes_are_named_with_both(store):
     write(store, net(), {})
     wider = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
     for strict in (True, False):
-        with pytest.raises(
-            CheckpointError,
-            match=r"holds another model: 0\.bias: \(4,\) in the checkpoint, \(8,\) in the model; 0\.weight",
-        ):
+        with raises(CheckpointError, "0.bias", "4", "8", "0.weight"):
             contents.restore_model(store, 5, wider, strict=strict)
 
 
 def test_missing_and_unexpected_weights_are_named(store):
     write(store, net(), {})
     other = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.ReLU(), nn.Linear(4, 2))
-    with pytest.raises(CheckpointError, match=r"3\.bias: not in the checkpoint; .*2\.weight: not in the model"):
+    with raises(CheckpointError, "3.bias", "2.weight"):
         contents.restore_model(store, 5, other)
 
 

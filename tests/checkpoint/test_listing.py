@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from tests.messages import raises
 
 from trainwright import RunConfig
 from trainwright.checkpoint import folder as run_folders
@@ -79,5 +80,5 @@ def test_a_folder_of_another_name_is_a_problem(store):
 
 def test_a_file_in_place_of_the_folder_is_explained(tmp_path):
     (tmp_path / "checkpoints").touch()
-    with pytest.raises(CheckpointError, match="The folder cannot be listed"):
+    with raises(CheckpointError):
         list_checkpoints(tmp_path / "checkpoints")

@@ -12,6 +12,7 @@ import fsspec
 import pytest
 import torch
 from tests.checkpoint.hostile import FAULTS, HostileMemory, Plan
+from tests.messages import raises
 
 from trainwright.checkpoint import remote_files
 from trainwright.checkpoint.manifest import render_manifest
@@ -116,7 +117,7 @@ def test_an_empty_folder_has_no_checkpoint(store):
     assert store.steps() == []
     assert store.newest_intact() is None
     store.clean()
-    with pytest.raises(CheckpointError, match=r"No checkpoint of step 10. There are: none"):
+    with raises(CheckpointError, "10"):
         store.verify(10)
 
 
@@ -131,7 +132,7 @@ def test_what_is_written_is_read_back(store):
     assert store.read(20, "model")["b"].dtype == torch.bfloat16
     assert [version_of(store, step) for step in (10, 20)] == [10, 20]
     assert store.newest_intact() == 20
-    with pytest.raises(CheckpointError, match=r"No part 'optimizers' was saved. Ask for one of: model, hooks"):
+    with raises(CheckpointError, "optimizers"):
         store.read(20, "optimizers")
 
 
@@ -190,7 +191,7 @@ def test_a_deleted_checkpoint_leaves_no_file(store):
     store.delete(10)
     assert store.steps() == [20]
     assert {name.partition("/")[0] for name in files_of(store)} == {"step-00000020"}
-    with pytest.raises(CheckpointError, match="There are: 20"):
+    with raises(CheckpointError, "20"):
         store.delete(10)
 
 
@@ -252,7 +253,7 @@ def test_a_format_of_a_later_trainwright_is_not_damage(store):
         return render_manifest({**manifest, "format": 99})
 
     change(store, "step-00000020/MANIFEST.json", later)
-    with pytest.raises(CheckpointError, match="The format is 99"):
+    with raises(CheckpointError, "99"):
         store.newest_intact()
     assert store.steps() == [10, 20]
 

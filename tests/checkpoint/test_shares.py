@@ -1,9 +1,9 @@
 """Who writes what, and how the trees of a pipeline's stages become one."""
 
-import pytest
 import torch
 from tests.checkpoint.layouts import parts_of, trained
 from tests.checkpoint.ranks import on_ranks
+from tests.messages import raises
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from trainwright.checkpoint.shared_folder import refuse_unshared
@@ -63,7 +63,7 @@ def writers_of(ranks):
 def test_of_copies_the_first_is_written(tmp_path):
     def act(ranks):
         writers = writers_of(ranks)
-        with pytest.raises(CheckpointError, match="rank 1, 2, 3 does not see what the first rank writes"):
+        with raises(CheckpointError, "1", "2", "3"):
             refuse_unshared(CheckpointStore(tmp_path / str(ranks.rank)), ranks, patience=0.0)
         refuse_unshared(CheckpointStore(tmp_path / "shared"), ranks)
         return writers

@@ -23,6 +23,7 @@ from tests.checkpoint.layouts import (
     trained,
 )
 from tests.checkpoint.ranks import along, on_ranks
+from tests.messages import raises
 from torch.distributed.tensor import DTensor
 
 from trainwright.checkpoint import contents
@@ -174,7 +175,7 @@ def test_only_the_region_that_is_asked_for_is_read(folder):
     found.pieces = found.pieces[1:2]  # as if the others were not there
     row = torch.empty(2, 6)
     found.copy_into(row, (2, 0))
-    with pytest.raises(CheckpointError, match="in no piece"):
+    with raises(CheckpointError):
         found.whole()
 
 
@@ -190,7 +191,7 @@ def test_a_whole_checkpoint_is_written_as_ever(tmp_path):
 def test_a_dtensor_is_refused_where_one_process_writes_alone(folder):
     def act(ranks):
         model = trained(ranks.mesh)[0]
-        with pytest.raises(CheckpointError, match="DTensor"):
+        with raises(CheckpointError):
             encode(model.state_dict())
         return refusals(ranks)
 
@@ -203,14 +204,14 @@ def refusals(ranks):
 
     split = distribute_tensor(torch.ones(4), ranks.mesh.along("shard"), [Shard(0)])
     summed = DTensor.from_local(torch.ones(4), ranks.mesh.along("shard"), [Partial()])
-    cases = {
-        "hold pieces of different tensors": {"a": split, "b": split.clone()} if ranks.rank else {"a": split},
-        "waits for a sum": {"a": summed},
-        "cannot be saved": {"a": object()} if ranks.rank else {"a": 1},
-    }
+    cases = (
+        {"a": split, "b": split.clone()} if ranks.rank else {"a": split},  # different tensors
+        {"a": summed},  # waits for a sum
+        {"a": object()} if ranks.rank else {"a": 1},  # cannot be saved
+    )
     found = []
-    for problem, state in cases.items():
-        with pytest.raises(CheckpointError, match=problem):
+    for state in cases:
+        with raises(CheckpointError):
             share_of({"model": state}, ranks)
         found.append(True)
     return found
@@ -219,7 +220,7 @@ def refusals(ranks):
 def test_another_model_is_refused_by_name(folder):
     state = CheckpointStore(folder).read_split(NUMBERS["data"], "model")
     state["blocks.0.weight"] = state["blocks.1.bias"]
-    with pytest.raises(CheckpointError, match=r"blocks.0.weight: \(7,\) in the checkpoint, \(7, 6\) in the model"):
+    with raises(CheckpointError, "blocks.0.weight", "7", "6"):
         contents.load_model_state(state, Net(), place="here")
 
 
@@ -276,7 +277,7 @@ def test_ranks_save_together_behind_an_address(tmp_path):
             save(ranks, store, number, topic)
         found = restored(lambda part: store.read_split(1, part), ranks.mesh)
         wrong = differences(everything(*found), everything(*trained()))
-        with pytest.raises(CheckpointError, match="does not see what the first rank writes"):
+        with raises(CheckpointError):
             refuse_unshared(open_store("memory://bucket/run"), ranks, patience=0.0)  # each process has its own
         return wrong
 
@@ -313,7 +314,7 @@ def test_pieces_that_do_not_fit_together_are_refused(folder, name, tmp_path):
     else:
         save_file(load_all(CheckpointStore(folder).path(NUMBERS["tensor"]) / path.name), path, metadata)
     for read in (store.read, store.read_split):
-        with pytest.raises(CheckpointError, match=r"where its pieces belong|hold .* values instead of"):
+        with raises(CheckpointError):
             read(1, "model")
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.checkpoint.ranks import in_children
+from tests.messages import raises
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -110,7 +111,7 @@ def test_what_no_piece_holds_is_an_error():
     whole = torch.arange(42.0).reshape(7, 6)
     split = SplitTensor(whole.shape, pieces_of(whole, ((3,), ()))[:1])
     split.copy_into(torch.empty(3, 6))
-    with pytest.raises(CheckpointError, match="Of 42 values 24 are in no piece"):
+    with raises(CheckpointError, "42", "24"):
         split.whole()
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
+from tests.messages import raises
 from torch import nn
 
 from trainwright.checkpoint import contents
@@ -96,7 +96,7 @@ def test_parts_without_tensors_and_no_parts_at_all_are_staged():
 
 
 def test_what_cannot_be_saved_is_refused_with_its_place():
-    with pytest.raises(CheckpointError, match=r"training\.seen: .* a set"):
+    with raises(CheckpointError, "training.seen"):
         HostBuffers().stage({"training": {"seen": {1}}})
 
 

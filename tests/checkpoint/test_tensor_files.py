@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save
+from tests.messages import raises
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import trainwright.checkpoint.tensor_files as tensor_files
@@ -109,7 +110,7 @@ def test_the_file_is_as_readable_as_the_umask_lets_it_be(tmp_path):
 
 def test_a_header_that_no_reader_takes_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_files, "MAX_HEADER_BYTES", 100)
-    with pytest.raises(CheckpointError, match=r"3 tensors need a header of \d+ bytes, and readers take 100"):
+    with raises(CheckpointError, "3", "100"):
         write_tensors(tmp_path / "a", {name: torch.zeros(1) for name in "abc"}, metadata=PLAIN)
     assert not (tmp_path / "a").exists()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.forked_program import run_command
+from tests.messages import mentions
 from typer.testing import CliRunner
 
 from trainwright.cli import app
@@ -31,7 +32,7 @@ def test_a_good_run_exits_with_0_and_one_line_that_sums_it_up(in_tmp):
 def test_a_run_with_errors_exits_with_1_and_names_the_line(in_tmp):
     done = invoke(RUN, "model.width=-3", "trainer.optimizer.type=adamw")
     assert done.exit_code == 1
-    assert "parts.py:36: error: RuntimeError: Trying to create tensor with negative dimension -3" in done.stdout
+    assert mentions(done.stdout, "RuntimeError", "3", "tensor", "parts.py:36")
     assert done.stdout.rstrip().splitlines()[-3].startswith("1 error")
 
 
@@ -46,9 +47,7 @@ def test_remarks_alone_exit_with_0(in_tmp):
     (in_tmp / "run.yaml").write_text(text.replace("parts.py:Points", f"{parts}:Points"))
     done = invoke("run.yaml", "evaluation.metrics={}")
     assert done.exit_code == 0, done.stdout
-    assert (
-        "net.py:11: remark: this would break a compiled graph: a tensor is printed or turned into text." in done.stdout
-    )
+    assert mentions(done.stdout, "graph", "tensor", "net.py:11")
     assert "ok, 1 remark: Net with 10 parameters" in done.stdout
     assert invoke("run.yaml", "evaluation.metrics={}", "runtime.mode=graph").exit_code == 1
 

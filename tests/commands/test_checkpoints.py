@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 import fsspec
 import pytest
 import torch
+from tests.messages import mentions, raises
 from typer.testing import CliRunner
 
 from trainwright import RunConfig
@@ -125,9 +126,9 @@ def test_a_run_without_a_checkpoint_says_so(tmp_path):
 
 
 def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match=r"is no run folder: there is no such folder. Give one such as runs/NAME"):
+    with raises(CheckpointError, "runs/NAME"):
         raise ask(tmp_path / "nowhere").exception
-    with pytest.raises(CheckpointError, match=r"is no run folder: it has neither config.yaml nor checkpoints"):
+    with raises(CheckpointError, "config.yaml"):
         raise ask(tmp_path).exception
 
 
@@ -159,7 +160,7 @@ def test_verify_reads_every_byte_and_exits_with_1(either):
     done = ask(folder, "--verify")
     assert done.exit_code == 1
     found = rows(done)
-    assert "step-00000030/model.safetensors: The content differs" in found["30"]["state"]
+    assert mentions(found["30"]["state"], "step-00000030/model.safetensors")
     assert found["20"]["state"] == "verified"
     assert "some checkpoints are damaged" in done.stderr
     assert store.steps() == [10, 20, 30, 40]
@@ -221,7 +222,7 @@ def test_verify_and_prune_delete_nothing_when_one_is_damaged(either):
 
 def test_prune_needs_a_run(run):
     shutil.move(run / "checkpoints", run.parent / "copies")
-    with pytest.raises(CheckpointError, match="says no policy"):
+    with raises(CheckpointError):
         raise ask(run.parent / "copies", "--prune").exception
 
 
@@ -233,7 +234,7 @@ def test_prune_is_refused_while_the_run_is_trained(run):
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", program], **options) as holder:
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(CheckpointError, match=f"is in use by process {holder.pid}"):
+        with raises(CheckpointError, holder.pid):
             raise ask(run, "--prune").exception
         assert ask(run).exit_code == 0
         holder.communicate("")

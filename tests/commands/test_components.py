@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.messages import mentions
 from typer.testing import CliRunner
 
 from trainwright import RunConfig, built_ins
@@ -128,10 +129,10 @@ def type_free(value):
 
 
 def test_an_unknown_kind_or_name_gets_the_nearest(project):
-    assert 'no kind "optimiser". Did you mean "optimizer"? Kinds: trainer,' in error_of("optimiser", "adamw")
-    assert 'no optimizer "adamv". Did you mean "adamw"? Known: adamw,' in error_of("optimizer", "adamv")
-    assert 'no optimizer "lyon". Did you mean "lion.Lion"?' in error_of("optimizer", "lyon")
-    assert 'no kind and no component "cosin". Did you mean "cosine"?' in error_of("cosin")
+    assert mentions(error_of("optimiser", "adamw"), "optimiser", "optimizer")
+    assert mentions(error_of("optimizer", "adamv"), "adamv", "adamw")
+    assert mentions(error_of("optimizer", "lyon"), "lyon", "lion.Lion")
+    assert mentions(error_of("cosin"), "cosine")
 
 
 def test_a_file_that_does_not_parse_is_named_and_the_rest_is_shown(project):
@@ -139,8 +140,8 @@ def test_a_file_that_does_not_parse_is_named_and_the_rest_is_shown(project):
     done = ask("optimizer")
     assert done.exit_code == 0
     assert "lion.Lion" in done.stdout
-    assert "warning: optimizers/broken.py:1: not valid Python" in done.stderr
-    assert "may be in a file that cannot be read: optimizers/broken.py:1" in error_of("optimizer", "X")
+    assert mentions(done.stderr, "optimizers/broken.py:1")
+    assert mentions(error_of("optimizer", "X"), "optimizers/broken.py:1")
 
 
 def test_in_a_terminal_each_kind_is_a_table_of_its_own_within_the_width(project):

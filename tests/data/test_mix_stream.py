@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.messages import raises
 
 from trainwright.data.mix import mix
 from trainwright.data.mix_order import BLOCK
@@ -205,7 +206,7 @@ def test_a_generator_that_raises_is_not_taken_for_one_that_ends():
 
     passing = iter(mix({"g": Generated(), "b": Numbers("b", range(3))}))
     samples = []
-    with pytest.raises(DataError, match=r"Generated raised ValueError: row 1\. Its iteration is a generator"):
+    with raises(DataError, "ValueError", "1"):
         samples.extend(sample for sample in passing)
     samples.extend(passing)
     assert sorted(samples) == [("b", 0), ("b", 1), ("b", 2), ("g", 0)]
@@ -224,7 +225,7 @@ def test_it_can_do_what_all_sources_can_do():
 
 def test_a_state_of_other_sources_is_refused():
     stream = mixture([1, 1, 1])
-    with pytest.raises(DataError, match=r"one in x, y, but the sources are a, b, rows"):
+    with raises(DataError):
         stream.load_state_dict({**stream.state_dict(), "taken": {"x": 1, "y": 2}})
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tests.messages import raises
 
 from trainwright.data.pack_rows import Document, DocumentReader, Row, RowFormat
 from trainwright.data.tokenizer import load_tokenizer
@@ -90,27 +91,27 @@ def test_an_end_that_the_tokenizer_has_put_there_is_not_put_there_again():
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        ({"text": "hi"}, "document 4 has no input_ids, but the fields text. Name a tokenizer"),
-        ([1, 2], "document 4 has no input_ids, but list"),
-        ({"input_ids": np.zeros((1, 3), dtype=np.int64)}, "input_ids of document 4 has 2 dims"),
-        ({"input_ids": 3}, "input_ids of document 4 is a int"),
-        ({"input_ids": [0.5]}, "input_ids of document 4: .*float"),
-        ({"input_ids": [1, None]}, "input_ids of document 4: .*NoneType"),
-        ({"input_ids": np.array([0.5])}, "input_ids of document 4 are float64"),
-        ({"input_ids": [1], "labels": torch.tensor([0.5])}, "labels of document 4 are float32"),
-        ({"input_ids": [1, 2], "labels": [1]}, "document 4 has 2 input_ids but 1 labels"),
-        ({"input_ids": [1, 2], "labels": 1}, "document 4 has 2 input_ids but a label of type int"),
+        ({"text": "hi"}, ("4", "input_ids")),
+        ([1, 2], ("4", "input_ids")),
+        ({"input_ids": np.zeros((1, 3), dtype=np.int64)}, ("input_ids", "4", "2")),
+        ({"input_ids": 3}, ("input_ids", "4")),
+        ({"input_ids": [0.5]}, ("input_ids", "4")),
+        ({"input_ids": [1, None]}, ("input_ids", "4", "NoneType")),
+        ({"input_ids": np.array([0.5])}, ("input_ids", "4")),
+        ({"input_ids": [1], "labels": torch.tensor([0.5])}, ("4",)),
+        ({"input_ids": [1, 2], "labels": [1]}, ("4", "2", "input_ids", "1")),
+        ({"input_ids": [1, 2], "labels": 1}, ("4", "2", "input_ids")),
     ],
 )
 def test_a_sample_that_is_no_document_is_named(sample, message):
-    with pytest.raises(DataError, match=message):
+    with raises(DataError, *message):
         DocumentReader().read([sample], [4])
 
 
 def test_settings_without_effect_or_sense_are_refused():
-    with pytest.raises(ConfigError, match="text: body has no effect without a tokenizer"):
+    with raises(ConfigError):
         DocumentReader(text="body")
-    with pytest.raises(ConfigError, match="length is 1"):
+    with raises(ConfigError, "1"):
         RowFormat(length=1, borders="none", pad_token_id=0)
-    with pytest.raises(ConfigError, match=r"borders is 'lines'\. Use one of documents, mask, none"):
+    with raises(ConfigError, "lines"):
         RowFormat(length=8, borders="lines", pad_token_id=0)

@@ -1,6 +1,7 @@
 """One pass over a source: opened when needed, its state never that of another pass."""
 
 import pytest
+from tests.messages import raises
 
 from trainwright.data.source_pass import SourcePass
 from trainwright.errors import DataError
@@ -75,6 +76,6 @@ def test_a_generator_that_raised_has_ended_and_says_so():
             yield
 
     reading = SourcePass(Generated())
-    with pytest.raises(DataError, match="Generated raised ValueError: row 0"):
+    with raises(DataError, "ValueError", "0"):
         reading.take()
     assert reading.has_ended

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.messages import raises
 from torch.utils.data import Dataset, TensorDataset
 
 from trainwright.data.collators import Stack
@@ -116,5 +117,5 @@ def test_a_part_of_a_dataset_that_draws_is_located_once_a_batch_and_gives_the_sa
 
 
 def test_sizes_that_do_not_make_the_whole_are_refused_with_the_arithmetic():
-    with pytest.raises(DataError, match=r"data\.split: parts of 8 \+ 1 samples do not make 10"):
+    with raises(DataError, "data.split", "8", "1", "10"):
         split(range(10), [8, 1], seed=0)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.messages import raises
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from trainwright.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_of
@@ -101,7 +102,7 @@ def test_a_cut_text_is_still_closed(folder):
     cut = tokenizer.encode("the cat sat on the mat", max_length=5)
     assert cut == [*whole[:4], whole[-1]]
     assert tokenizer.affixes == (whole[:1], whole[-1:])
-    with pytest.raises(DataError, match="max_length is 1, and the tokenizer closes each text with 1 special"):
+    with raises(DataError, "max_length", "1"):
         tokenizer.encode("the cat sat", max_length=1)
 
 
@@ -125,9 +126,7 @@ def test_arrays_and_tensors_are_decoded_too(folder):
 
 def test_the_constructor_reads_nothing_and_a_missing_path_says_what_was_looked_for(tmp_path):
     tokenizer = TextTokenizer("nowhere/words", project_dir=tmp_path)
-    with pytest.raises(
-        DataError, match=r'no tokenizer "nowhere/words"\. Looked for: the file or folder .*/nowhere/words;'
-    ):
+    with raises(DataError, "nowhere/words"):
         tokenizer.encode("a")
 
 
@@ -147,24 +146,24 @@ def test_a_tokenizer_that_is_loaded_comes_back_as_it_is(folder):
 @pytest.mark.parametrize("name", ["bytes", "words"])
 def test_what_is_no_text_is_refused_by_its_number(folder, name):
     tokenizer = load_tokenizer(name, project_dir=folder.parent)
-    with pytest.raises(DataError, match=r"Text 1 \(counted from 0\) is a int, 5"):
+    with raises(DataError, "1", "0", "5"):
         tokenizer.encode_batch(["a", 5])
-    with pytest.raises(DataError, match=r"Text 0 .* no valid Unicode"):
+    with raises(DataError, "0"):
         tokenizer.encode("\ud800")
 
 
 def test_ids_that_are_no_tokens_are_refused(folder):
-    with pytest.raises(DataError, match=r"-100 is no token of .*input_ids"):
+    with raises(DataError, "100", "input_ids"):
         load_tokenizer(folder).decode([1, -100])
 
 
 def test_damaged_files_are_named(folder, tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match=r"tokenizer\.json: This is no tokenizer"):
+    with raises(DataError, "tokenizer.json"):
         load_tokenizer(tmp_path).encode("a")
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(DataError, match=r"tokenizer_config\.json: This is no JSON object"):
+    with raises(DataError, "tokenizer_config.json"):
         load_tokenizer(tmp_path).encode("a")
 
 
@@ -183,7 +182,7 @@ def test_a_folder_without_tokenizer_json_is_read_by_transformers(tmp_path):
 def test_a_folder_without_any_tokenizer_says_what_it_holds(tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(DataError, match=r"(?s)holds no tokenizer\.json.*The folder holds: notes\.txt\."):
+    with raises(DataError, "tokenizer.json", "notes.txt"):
         load_tokenizer(tmp_path).encode("a")
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.doors.function_runs import lines, run, same, weights
+from tests.messages import raises
 
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.config import RunConfig
@@ -29,7 +30,7 @@ def go_on(load, *words):
 
 def test_a_refused_load_leaves_nothing_behind():
     make("one")
-    with pytest.raises(CheckpointError, match="was trained with other settings"):
+    with raises(CheckpointError):
         go_on("runs/one", "--seed", "1", "--lr", "0.5")
     assert not Path("runs/rest").exists()
     run("--train-iters", "1", "--experiment-name", "rest")  # begins at step 0, not with the copy
@@ -38,7 +39,7 @@ def test_a_refused_load_leaves_nothing_behind():
 
 def test_another_load_after_a_refused_one_is_taken():
     make("one"), make("two", seed="2")
-    with pytest.raises(CheckpointError, match="was trained with other settings"):
+    with raises(CheckpointError):
         go_on("runs/one", "--seed", "2")
     two = weights(go_on("runs/two", "--seed", "2"))
     shutil.rmtree("runs/rest")
@@ -61,9 +62,7 @@ def test_the_same_load_goes_on_and_another_one_is_refused_by_name():
     shutil.rmtree("runs/one")  # what was copied is needed no more
     go_on("runs/one", "--seed", "1", "--train-iters", "4")
     assert [line["step"] for line in lines("rest")] == [3, 4]
-    with pytest.raises(
-        CheckpointError, match=r"--load: runs/two has no effect.* has begun with .*one and is at step 4"
-    ):
+    with raises(CheckpointError, "--load", "runs/two", "4"):
         go_on("runs/two", "--seed", "1", "--train-iters", "5")
-    with pytest.raises(CheckpointError, match="has begun at step 0 and is at step 2"):
+    with raises(CheckpointError, "0", "2"):
         run("--train-iters", "3", *STEADY, "--seed", "1", "--experiment-name", "two", "--load", "runs/rest")

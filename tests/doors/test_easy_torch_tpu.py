@@ -7,6 +7,7 @@ import socket
 import pytest
 import torch
 from tests.doors.folders import equal_weights, lines, load, store_of, train, write
+from tests.messages import mentions, raises
 from typer.testing import CliRunner
 
 from trainwright import build_trainer, load_checkpoint, registry
@@ -208,7 +209,7 @@ def test_sharding_is_data_by_parameter_and_module_globs_and_unmatched_names_are_
     assert done.exit_code == 0, done.output
     assert "head.0.weight 8 × 4 [data × tensor, -] 2 × 4" in told
     assert "head.3.weight 2 × 8 [data, tensor] 1 × 4" in told
-    assert "These sharding rules match nothing: tail.* No sharding rule covers these parameters, " in told
+    assert mentions(told, "tail.*")
     assert "copied along tensor: layers.0.weight" in told
 
 
@@ -226,8 +227,8 @@ def test_remat_scan_and_offload_are_settings_that_change_no_result(project):
 def test_sub_modules_may_have_settings_of_their_own(project, caplog):
     caplog.set_level("INFO", "trainwright")
     train(project, "trainer.max_steps=1", "model.remat={layers: {layers: [Linear], every: 2}, head: [Linear]}")
-    assert 'model.remat."layers": 1 of 2 Linear are recomputed in the backward pass.' in caplog.text
-    assert 'model.remat."head": 2 of 2 Linear are recomputed in the backward pass.' in caplog.text
+    assert mentions(caplog.text, "layers", "model.remat", "1", "2")
+    assert mentions(caplog.text, "head", "model.remat", "2")
 
 
 def test_a_checkpoint_loads_on_any_device_at_any_step_and_leniently_if_asked(project):
@@ -241,7 +242,7 @@ def test_a_checkpoint_loads_on_any_device_at_any_step_and_leniently_if_asked(pro
     (run / "config.yaml").write_text(
         (run / "config.yaml").read_text().replace("width: 8", "width: 8\n  has_gate: true")
     )
-    with pytest.raises(CheckpointError, match=r"gate\.weight"):
+    with raises(CheckpointError, "gate.weight"):
         load_checkpoint(run)
     lenient = load_checkpoint(run, strict=False)
     assert torch.equal(lenient.head[0].weight, model.head[0].weight)
@@ -445,8 +446,6 @@ def test_building_and_training_reaches_for_no_network(project, monkeypatch):
 
 def test_a_config_with_a_mistake_leaves_nothing_behind(project):
     write(project, {"run.yaml": FILES["run.yaml"].replace("width", "widht")})
-    with pytest.raises(
-        ComponentError, match=r'run\.yaml:2: model: Net takes no argument "widht"\. Did you mean "width"'
-    ):
+    with raises(ComponentError, "widht", "width", at="run.yaml:2"):
         build_trainer(load(project))
     assert not (project / "runs").exists()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.doors.function_runs import Classifier, Points, flags, lines, run
+from tests.messages import raises
 from torch.nn.functional import cross_entropy
 
 from trainwright import Every, get_args, train
@@ -61,28 +62,28 @@ def test_flags_of_one_s_own_are_read_before():
 
 
 def test_an_unknown_flag_is_refused_with_the_nearest_one():
-    with pytest.raises(ConfigError, match='Did you mean "--train-iters"') as caught:
+    with raises(ConfigError, "--train-iters") as caught:
         get_args(["--train-iter", "5"])  # misspelt
     assert str(caught.value).startswith(f"{HERE}:{line_of('  # misspelt')}: ")
-    with pytest.raises(ConfigError, match='Did you mean "--batch-size"'):
+    with raises(ConfigError, "--batch-size"):
         get_args(["--batch_size=4"])
-    with pytest.raises(ConfigError, match="'oops' follows no flag"):
+    with raises(ConfigError, "oops"):
         get_args(["oops"])
 
 
 def test_a_wrong_value_is_refused_with_what_is_wanted():
-    for words, match in (
-        (["--batch-size", "0"], "--batch-size: must be a whole number from 1 on; got '0'"),
-        (["--warmup", "20"], "--warmup: must be a fraction from 0 to 1; got '20'"),
-        (["--lr", "fast"], "--lr: must be a number above 0; got 'fast'"),
-        (["--epochs", "0"], "--epochs: must be a number above 0; got '0'"),
-        (["--clip-grad", "-1"], "--clip-grad: must be a number from 0 on; got '-1'"),
-        (["--zero-stage", "4"], "--zero-stage"),
-        (["--zero-stage", "x"], "--zero-stage: must be a whole number; got 'x'"),
-        (["--mode", "train"], "--mode"),
-        (["--lr"], "--lr"),
+    for words in (
+        ["--batch-size", "0"],
+        ["--warmup", "20"],
+        ["--lr", "fast"],
+        ["--epochs", "0"],
+        ["--clip-grad", "-1"],
+        ["--zero-stage", "4"],
+        ["--zero-stage", "x"],
+        ["--mode", "train"],
+        ["--lr"],
     ):
-        with pytest.raises(ConfigError, match=match) as caught:
+        with raises(ConfigError, *words) as caught:
             get_args(words)
         assert str(caught.value).startswith(f"{HERE}:")
 
@@ -115,7 +116,7 @@ def test_what_yaml_cannot_hold_is_left_out_of_the_config_and_ranks_too():
 
 @pytest.mark.parametrize("text", ["", "a", "-1,2", "0,1", "1,2,3,4", "5,nan"])
 def test_a_split_that_is_no_list_of_ratios_is_refused(text):
-    with pytest.raises(ConfigError, match="--split"):
+    with raises(ConfigError, "--split"):
         read_ratios(text)
 
 
@@ -148,7 +149,7 @@ def test_a_path_that_is_given_twice_counts_twice():
 
 
 def test_without_training_data_there_is_nothing_to_train():
-    with pytest.raises(ConfigError, match="--train-data: there is none"):
+    with raises(ConfigError, "--train-data"):
         run(args=argparse.Namespace(train_iters=1, device="cpu"))
 
 
@@ -167,9 +168,9 @@ def test_timers_add_up_and_refuse_what_makes_no_stretch():
         assert seconds > 0
         assert timers("load").elapsed() == seconds
         assert timers("load").elapsed() == 0
-        fails_at('timers("load").stop()  # idle', lambda: timers("load").stop(), match="does not run")  # idle
+        fails_at('timers("load").stop()  # idle', lambda: timers("load").stop(), "load")  # idle
         timers("load").start()
-        with pytest.raises(TrainwrightError, match="runs already"):
+        with raises(TrainwrightError):
             timers("load").start()
         timers("load").reset()
         timers("load").start()
@@ -209,9 +210,9 @@ def test_the_notebook_s_cells_run_in_order():
 # bad input: one clear error each, with the user's file and line
 
 
-def fails_at(text, call, *, match, kind=TrainwrightError):
+def fails_at(text, call, *mentions, kind=TrainwrightError):
     """Asserts that a call raises an error that begins with this file and the line that holds a text."""
-    with pytest.raises(kind, match=match) as caught:
+    with raises(kind, *mentions) as caught:
         call()
     assert str(caught.value).startswith(f"{HERE}:{line_of(text)}: ")
 
@@ -221,7 +222,7 @@ def test_a_forward_step_that_returns_none_is_refused():
         next(data_iterator)
 
     call = lambda: run("--train-iters", "1", forward_step_function=step_none)  # noqa: E731
-    fails_at("def step_none", call, match="step_none returned None. Return a loss")
+    fails_at("def step_none", call, "step_none")
 
 
 def test_a_forward_step_that_returns_three_values_is_refused():
@@ -230,7 +231,7 @@ def test_a_forward_step_that_returns_three_values_is_refused():
         return cross_entropy(model(x), labels), {}, 3
 
     call = lambda: run("--train-iters", "1", forward_step_function=step_three)  # noqa: E731
-    fails_at("def step_three", call, match="step_three returned 3 values")
+    fails_at("def step_three", call, "step_three", "3")
 
 
 def test_a_forward_step_whose_loss_is_no_number_is_refused():
@@ -238,7 +239,7 @@ def test_a_forward_step_whose_loss_is_no_number_is_refused():
         return model(next(data_iterator)[0]), {}
 
     call = lambda: run("--train-iters", "1", forward_step_function=step_scores)  # noqa: E731
-    fails_at("def step_scores", call, match="Return a loss, which is one number")
+    fails_at("def step_scores", call)
 
 
 def test_a_second_next_in_one_forward_step_is_refused():
@@ -247,7 +248,7 @@ def test_a_second_next_in_one_forward_step_is_refused():
         return next(data_iterator)  # once more
 
     call = lambda: run("--train-iters", "1", forward_step_function=greedy)  # noqa: E731
-    fails_at("  # once more", call, match="takes one batch")
+    fails_at("  # once more", call)
 
 
 def test_a_forward_step_that_takes_no_batch_is_refused():
@@ -255,7 +256,7 @@ def test_a_forward_step_that_takes_no_batch_is_refused():
         return model(torch.ones(1, 4)).sum()
 
     call = lambda: run("--train-iters", "1", forward_step_function=idle)  # noqa: E731
-    fails_at("def idle", call, match="took no batch")
+    fails_at("def idle", call)
 
 
 def test_a_dataset_function_that_returns_a_list_is_refused():
@@ -268,12 +269,10 @@ def test_a_dataset_function_that_returns_a_list_is_refused():
     fails_at(
         "def create_list",
         lambda: run("--train-iters", "1", create=create_list),
-        match="returned a list of 3. Return a dataset",
+        "3",
         kind=DataError,
     )
-    fails_at(
-        "def create_none", lambda: run("--train-iters", "1", create=create_none), match="returned None", kind=DataError
-    )
+    fails_at("def create_none", lambda: run("--train-iters", "1", create=create_none), kind=DataError)
 
 
 def test_a_class_that_needs_more_than_args_is_refused():
@@ -282,8 +281,8 @@ def test_a_class_that_needs_more_than_args_is_refused():
             super().__init__()
 
     call = lambda: run("--train-iters", "1", model_cls=Demanding)  # noqa: E731
-    fails_at("class Demanding", call, match="Demanding is called with nothing", kind=ConfigError)
-    with pytest.raises(ConfigError, match="model_cls is 3"):
+    fails_at("class Demanding", call, "Demanding", kind=ConfigError)
+    with raises(ConfigError, "model_cls", "3"):
         run("--train-iters", "1", model_cls=3)
 
 
@@ -294,7 +293,7 @@ def test_a_metric_of_another_length_than_the_batch_is_refused():
 
     words = ("--train-iters", "1", "--valid-data", "4")
     call = lambda: run(*words, forward_step_function=step_odd, handle_metrics_function=dict)  # noqa: E731
-    fails_at("def step_odd", call, match=r"metric odd is a tensor of shape \(3,\), and the batch has 4")
+    fails_at("def step_odd", call, "odd", "(3,)", "4")
 
 
 def test_a_handle_metrics_function_that_returns_nothing_is_refused():
@@ -302,16 +301,16 @@ def test_a_handle_metrics_function_that_returns_nothing_is_refused():
         metrics.clear()
 
     call = lambda: run("--train-iters", "1", "--valid-data", "4", handle_metrics_function=forgetful)  # noqa: E731
-    fails_at("def forgetful", call, match="forgetful returned None")
+    fails_at("def forgetful", call, "forgetful")
 
 
 def test_contradictions_between_flags_are_refused():
-    for words, match in (
-        ((), "Neither --train-iters nor --epochs"),
-        (("--train-iters", "1", "--checkpoint-num-layers", "2"), "--checkpoint-num-layers: 2"),
-        (("--train-iters", "1", "--split", "9,1", "--valid-data", "4"), "both give the set valid"),
-        (("--train-iters", "1", "--split", "a,b"), "--split: 'a,b'"),
-        (("--train-iters", "1", "--train-data-weights", "1", "2"), "2 weights for 1 paths"),
+    for words, mentions in (
+        ((), ("--train-iters", "--epochs")),
+        (("--train-iters", "1", "--checkpoint-num-layers", "2"), ("--checkpoint-num-layers", "2")),
+        (("--train-iters", "1", "--split", "9,1", "--valid-data", "4"), ("valid",)),
+        (("--train-iters", "1", "--split", "a,b"), ("--split", "a,b")),
+        (("--train-iters", "1", "--train-data-weights", "1", "2"), ("1", "2")),
     ):
-        with pytest.raises(ConfigError, match=match):
+        with raises(ConfigError, *mentions):
             run(*words)

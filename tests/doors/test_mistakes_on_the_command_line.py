@@ -4,6 +4,7 @@ import json
 
 import pytest
 from tests.doors.mistakes import refusal
+from tests.messages import mentions
 from typer.testing import CliRunner
 
 from trainwright import RunConfig
@@ -137,7 +138,7 @@ def test_a_script_without_a_config_is_named_with_what_to_define(project):
     (project / "run.py").write_text("name = 'mine'\n", "utf-8")
     text = answer("run.py")
     assert text.startswith("run.py:1: model: there is none.")
-    assert "A Python file says so in `config`, or in a variable `model`." in text
+    assert mentions(text, "config", "model")
 
 
 def test_a_run_without_data_names_its_file(project):

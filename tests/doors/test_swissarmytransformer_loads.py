@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.doors.function_runs import Classifier, lines, losses, run, same, weights
+from tests.messages import raises
 from torch.nn.functional import cross_entropy
 
 from trainwright import AutoModel, load_checkpoint, load_hf_dataset
@@ -33,7 +34,7 @@ def test_finetune_takes_the_weights_of_a_run_and_begins_at_0():
     shutil.rmtree("runs/first")
     run(*words, "runs/first", "--train-iters", "3")  # goes on from its own checkpoint
     assert [line["step"] for line in lines("second")] == [1, 2, 3]
-    with pytest.raises(CheckpointError, match="--load: there is no runs/first"):
+    with raises(CheckpointError, "--load", "runs/first"):
         run(*words, "runs/first", "--experiment-name", "third")
 
 
@@ -53,9 +54,9 @@ def test_finetune_may_have_another_head_and_inference_may_not():
     begun = []
     run(*words, "finetune", model_cls=Larger, init_function=lambda args, model: begun.append(weights(model)))
     assert all(torch.equal(begun[0][name], value) for name, value in first.items())
-    with pytest.raises(CheckpointError, match=r"extra\.weight: not in the checkpoint"):
+    with raises(CheckpointError, "extra.weight"):
         run(*words, "inference", model_cls=Larger)
-    with pytest.raises(CheckpointError, match="holds no weight of Other"):
+    with raises(CheckpointError):
         run(*words, "finetune", "--experiment-name", "other", model_cls=Other)
 
 
@@ -93,18 +94,18 @@ def test_inference_evaluates_what_was_trained_and_trains_nothing(caplog):
 
 def test_load_refuses_what_holds_no_state():
     Path("empty").mkdir()
-    with pytest.raises(CheckpointError, match="--load: empty is no run folder"):
+    with raises(CheckpointError, "--load"):
         run("--train-iters", "2", "--load", "empty")
     Path("empty/model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="Use --mode finetune"):
+    with raises(CheckpointError, "--mode"):
         run("--train-iters", "2", "--load", "empty")
-    with pytest.raises(ConfigError, match="--fresh starts over"):
+    with raises(ConfigError, "--fresh"):
         run("--train-iters", "2", "--load", "empty", "--fresh")
 
 
 def test_load_checkpoint_says_how_such_a_run_is_loaded():
     run("--train-iters", "1")
-    with pytest.raises(ConfigError, match="--mode inference"):
+    with raises(ConfigError, "--mode"):
         load_checkpoint("runs/run")
 
 
@@ -120,11 +121,11 @@ def test_from_pretrained_takes_a_leading_namespace(tmp_path):
         Bert.from_pretrained(args, "tiny", url="local", home_path=tmp_path / "home"),
     ):
         assert same(weights(model), weights(plain))
-    with pytest.raises(ConfigError, match="https://somewhere"):
+    with raises(ConfigError):
         Bert.from_pretrained(args, "tiny", url="https://somewhere", home_path=tmp_path / "home")
-    with pytest.raises(ConfigError, match="which model"):
+    with raises(ConfigError):
         Bert.from_pretrained(args)
-    with pytest.raises(ConfigError, match="tiny"):
+    with raises(ConfigError):
         Bert.from_pretrained("other", "tiny")
 
 
@@ -137,9 +138,7 @@ def test_a_config_beside_the_weights_is_all_that_from_pretrained_needs(tmp_path)
     assert type(AutoModel.from_pretrained(tmp_path)) is Bert
     (tmp_path / "config.json").rename(tmp_path / "model_config.json")
     for kind in (Bert, AutoModel):
-        with pytest.raises(
-            CheckpointError, match=r"no config\.json\. Its model_config\.json belongs to weights of other"
-        ):
+        with raises(CheckpointError, "model_config.json"):
             kind.from_pretrained(tmp_path)
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.messages import mentions, raises
 
 from trainwright.errors import CheckpointError
 from trainwright.export.folders import earlier_files, export_folder, find_source, is_place, without_places
@@ -41,14 +42,14 @@ def test_an_earlier_export_goes_and_what_others_put_there_stays(tmp_path):
 def test_a_folder_of_others_is_refused_unless_overwritten(tmp_path, caplog):
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (tmp_path / name).write_text("theirs")
-    with pytest.raises(CheckpointError, match=r"no earlier export.*--overwrite"):
+    with raises(CheckpointError, "--overwrite"):
         write(tmp_path, "config.json")
     assert (tmp_path / "config.json").read_text() == "theirs"
     write(tmp_path, "config.json", overwrite=True)
     assert files_in(tmp_path) == {"config.json", "model.safetensors", "tokenizer.json"}
     assert (tmp_path / "config.json").read_text() == "{}"
     assert (tmp_path / "model.safetensors").read_text() == (tmp_path / "tokenizer.json").read_text() == "theirs"
-    assert "kept, though this export did not write them: model.safetensors, tokenizer.json" in caplog.text
+    assert mentions(caplog.text, "model.safetensors", "tokenizer.json")
 
 
 def test_no_file_of_others_goes_and_those_that_look_like_weights_are_named(tmp_path, caplog):
@@ -60,13 +61,13 @@ def test_no_file_of_others_goes_and_those_that_look_like_weights_are_named(tmp_p
         caplog.clear()
         write(tmp_path / "out", "model.safetensors", overwrite=overwrite)
         assert files_in(tmp_path / "out") == {"model.safetensors", "main.py", *others}
-        assert f"kept, though this export did not write them: {', '.join(sorted(others))}." in caplog.text
+        assert mentions(caplog.text, ", ".join(sorted(others)))
 
 
 def test_weights_of_others_that_would_be_read_before_the_shards_are_refused(tmp_path):
     (tmp_path / "model.safetensors").write_text("theirs")
     shards = ("config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is not of an earlier export, and would be read in"):
+    with raises(CheckpointError, "model.safetensors"):
         write(tmp_path, *shards, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     write(tmp_path / "ours", "config.json", "model.safetensors")
@@ -158,19 +159,14 @@ def test_an_export_in_the_place_of_a_run_is_told_from_one(tmp_path):
     write(tmp_path / "plain", "model.yaml", "model.safetensors")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text("{}")
-    for name, said in (
-        ("hf", r"hf is a model folder of the run \w+ in Hugging Face's layout, not a run\. Give the run's folder"),
-        ("plain", r"plain holds the weights of the run \w+ under their own names .* and is no run\. Give the run's"),
-        ("other", r"other is a model folder in Hugging Face's layout, not a run"),
-        ("nothing", r"nothing is no run folder: it has no config\.yaml"),
-    ):
-        with pytest.raises(CheckpointError, match=said):
+    for name in ("hf", "plain", "other", "nothing"):
+        with raises(CheckpointError, str(tmp_path / name)):
             find_source(tmp_path / name)
 
 
 def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "out").write_text("")
-    with pytest.raises(CheckpointError, match="is a file"):
+    with raises(CheckpointError):
         write(tmp_path / "out", overwrite=True)
 
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.export.runs import train_run
+from tests.messages import raises
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from trainwright.data.tokenizer import load_tokenizer
@@ -96,39 +97,39 @@ def test_the_end_token_ends_the_text(run):
 
 def test_what_has_no_tokenizer_says_how_to_name_one(run, tmp_path):
     folder = export_run(run, tmp_path / "hf")
-    with pytest.raises(CheckpointError, match="has no tokenizer that is known"):
+    with raises(CheckpointError):
         load_speaker(folder)
 
 
 def test_plain_weights_are_no_speaker_and_an_export_is_not_exported(run, tmp_path):
-    with pytest.raises(CheckpointError, match=r"the weights of the run bytes under their own names"):
+    with raises(CheckpointError):
         load_speaker(export_run(run, tmp_path / "plain", file_format="safetensors"))
-    with pytest.raises(CheckpointError, match=r"is a model folder of the run bytes in Hugging Face's layout"):
+    with raises(CheckpointError):
         export_run(export_run(run, tmp_path / "hf"), tmp_path / "other")
 
 
 def test_a_folder_has_no_steps(run, tmp_path):
-    with pytest.raises(ConfigError, match="has no steps"):
+    with raises(ConfigError):
         load_speaker(export_run(run, tmp_path / "hf"), step=3)
 
 
 def test_an_empty_prompt_and_an_encoder_are_refused(run):
     model, tokenizer = load_speaker(run)
-    with pytest.raises(DataError, match="prompt has no tokens"):
+    with raises(DataError):
         next(stream_text(model, tokenizer, "", max_new_tokens=3))
 
     class Pair(torch.nn.Module):
         def forward(self, input_ids, decoder_input_ids):
             return {}
 
-    with pytest.raises(ConfigError, match="Pair cannot continue a text: it has an encoder"):
+    with raises(ConfigError):
         next(stream_text(Pair(), tokenizer, "a", max_new_tokens=3))
 
 
 def test_a_run_that_is_no_decoder_is_named_before_its_tokenizer_is_missed(tmp_path):
     shutil.copy(PROJECT / "parts.py", tmp_path / "parts.py")
     folder, _ = train_run(tmp_path, (PROJECT / "run.yaml").read_text(), ["trainer.max_steps=2"])
-    with pytest.raises(ConfigError, match=r"Net cannot continue a text: its forward takes .* not input_ids"):
+    with raises(ConfigError, "input_ids"):
         load_speaker(folder)
 
 
@@ -164,7 +165,7 @@ def test_a_token_that_the_tokenizer_lacks_is_shown_by_its_number(numbers, pieces
 def test_a_tokenizer_of_another_model_is_named(run):
     model, _ = load_speaker(run)
     other = Tokenizer(models.WordLevel({"def": 999}, unk_token="def"))
-    with pytest.raises(DataError, match=r"the token 999, but the model knows 260 tokens .*--tokenizer"):
+    with raises(DataError, "999", "260", "--tokenizer"):
         next(stream_text(model, other, "def", max_new_tokens=3))
 
 
@@ -172,5 +173,5 @@ def test_without_a_length_the_text_ends_at_the_positions_and_one_beyond_is_refus
     model = Counting(*[ord("a")] * 8)
     model.max_positions = 8
     assert "".join(stream_text(model, BYTES, "x", temperature=0.0)) == "a" * 8
-    with pytest.raises(DataError, match="8 positions, can make 8"):
+    with raises(DataError, "8"):
         next(stream_text(model, BYTES, "x", max_new_tokens=9))

@@ -9,6 +9,7 @@ import time
 import pytest
 from tests.faults.runs import SMALL, assert_same_end, config_of, in_child, log_of, stderr_of, store_of
 from tests.faults.two_ranks import Fault, Run, train_two
+from tests.messages import mentions, raises
 
 from trainwright import Hook, Trainer, build_trainer
 from trainwright.checkpoint.store import CheckpointStore
@@ -132,7 +133,7 @@ def test_saving_that_fails_for_good_ends_every_rank_with_its_cause(max_failures,
     run = Run(tmp_path / "run", *overrides, hooks=[LoseFolder, NoteSaves])
     assert run.wait() == [2, 2]
     for rank in range(2):
-        assert f"error: {max_failures} saves in a row failed, which is checkpoint.max_failures" in run.said(rank)
+        assert mentions(run.said(rank), "checkpoint.max_failures", max_failures)
         assert "Not a directory" in run.said(rank) or "File exists" in run.said(rank)
         assert saves(tmp_path / "run", rank) == []
 
@@ -246,7 +247,7 @@ def test_a_failed_save_after_the_last_step_is_told_and_can_be_tried_again(tmp_pa
         trainer.train()
         commit = CheckpointStore._commit
         fail_at(6)()
-        with pytest.raises(CheckpointError, match="the disk is on fire"):
+        with raises(CheckpointError):
             trainer.save()
         CheckpointStore._commit = commit
         store_of(tmp_path / "run").delete(6)

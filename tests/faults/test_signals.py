@@ -9,6 +9,7 @@ import time
 import pytest
 from tests.faults.runs import SMALL, assert_same_end, log_of, store_of
 from tests.faults.two_ranks import Fault, Run, send, sleep_for_ever, train_two
+from tests.messages import mentions
 
 from trainwright import Trainer
 from trainwright.hooks import obey_preemption
@@ -70,7 +71,7 @@ def assert_left_saved_and_goes_on(folder, run, number, undisturbed, *, phase, at
     saved = max(store_of(folder).steps(), default=None)
     assert saved in allowed.get(phase, (at,) if num_ranks == 1 else (at, at + 1))
     if saved is not None:
-        assert f"{number.name}: step {saved} is finished and saved" in log_of(folder)
+        assert mentions(log_of(folder), number.name, saved)
     assert train_two(folder, *OVERRIDES, num_ranks=num_ranks) == [0] * num_ranks
     assert_same_end(undisturbed(num_ranks), folder)
 
@@ -127,7 +128,7 @@ def test_an_evaluation_that_fails_on_one_rank_fails_on_both_and_keeps_the_step(f
     overrides = (*OVERRIDES, f"data.eval={{valid: {{type: tests.project.parts:{kind}, size: 33, seed: 1}}}}")
     run = Run(tmp_path / "run", *overrides, faults=[Fault("evaluation", fail, ranks=(failing,), step=4)])
     assert run.wait(seconds=30) == [1 if rank == failing else 2 for rank in range(2)]
-    assert f"The evaluation failed on rank {failing}: ValueError('by chance')" in run.said(1 - failing)
+    assert mentions(run.said(1 - failing), "ValueError", failing)
     assert store_of(tmp_path / "run").newest_intact() == 4
 
 

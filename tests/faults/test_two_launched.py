@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from tests.faults.runs import SMALL, assert_same_end, fork, log_of, stderr_of, store_of
 from tests.faults.two_ranks import PATIENCE_SECONDS, train_two
+from tests.messages import mentions
 from torch.distributed import run as torchrun
 from torch.distributed.launcher import api
 
@@ -117,7 +118,7 @@ def test_a_command_that_is_told_to_leave_saves_and_goes_on(tmp_path, undisturbed
     command.send_signal(signal.SIGTERM)
     assert end(command, folder) == 128 + signal.SIGTERM
     saved = store_of(folder).steps()[-1]
-    assert f"SIGTERM: step {saved} is finished and saved" in log_of(folder)
+    assert mentions(log_of(folder), saved)
     assert train_two(folder, *SMALL) == [0, 0]
     assert_same_end(undisturbed, folder)
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tests.messages import raises
 
 from trainwright import Every, RunConfig, Trainer, build_trainer
 from trainwright.errors import ComponentError, ConfigError
@@ -50,11 +51,11 @@ def test_a_file_names_the_function(tmp_path):
 
 def test_a_function_that_is_not_there_is_named(tmp_path):
     config = load(tmp_path, "hooks=[{type: every, steps: 2, call: parts.py:missing}]")
-    with pytest.raises(ComponentError, match="missing"):
+    with raises(ComponentError):
         build_trainer(config)
 
 
 @pytest.mark.parametrize("steps", [0, -1, 2.5, "2"])
 def test_only_a_whole_positive_number_of_steps_is_taken(steps):
-    with pytest.raises(ConfigError, match="whole, positive"):
+    with raises(ConfigError):
         Every(steps)

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from tests.loop.small_runs import PLAIN, at, make, run
+from tests.messages import raises
 
 from trainwright import Trainer, load_checkpoint
 from trainwright.errors import ConfigError
@@ -149,5 +150,5 @@ def test_evaluating_within_a_profile_does_not_count(tmp_path):
 
 @pytest.mark.parametrize("wrong", [{"first": -1}, {"steps": 0}, {"steps": 1.5}, {"first": True}])
 def test_impossible_settings_are_refused(wrong):
-    with pytest.raises(ConfigError, match="Give a whole number"):
+    with raises(ConfigError):
         ProfileSteps(**wrong)

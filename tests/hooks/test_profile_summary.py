@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.messages import mentions
 
 from trainwright.hooks.matrix_rate import MatrixRate
 from trainwright.hooks.profile_summary import ProfileSummary, round_to_hundred
@@ -37,9 +38,9 @@ def test_it_fits_on_a_screen_and_says_all_of_it():
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 120
     assert lines[0] == "Profile of steps 11 to 20: 200.00 ms a step; 100.00 ms without the profiler"
-    assert "80.0 samples/s, 163,840 tokens/s, 400 TFLOP/s (40 TFLOP a step and rank)" in text
-    assert "MFU  50.0% of the 800 TFLOP/s measured here, bfloat16 matrices of 8192 × 8192" in text
-    assert "MFU  40.0% of 1 PFLOP/s, the vendor's peak of H200, dense" in text
+    assert mentions(text, "80.0 samples/s", "163,840 tokens/s", "400 TFLOP/s", "40 TFLOP")
+    assert mentions(text, "50.0%", "800 TFLOP/s", "bfloat16", "8192 × 8192")
+    assert mentions(text, "40.0%", "1 PFLOP/s", "H200")
     labels = [line.split("  ")[1].strip() for line in lines[1:8]]
     assert [label.split(" ")[0] for label in labels] == (
         ["data", "host", "forward", "backward", "optimizer", "communication", "idle"]

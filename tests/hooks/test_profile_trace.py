@@ -1,6 +1,7 @@
 """How the time of a trace is shared out, on traces written by hand."""
 
 import pytest
+from tests.messages import raises
 
 from trainwright.errors import TrainwrightError
 from trainwright.hooks.profile_ranges import PREFIX
@@ -84,5 +85,5 @@ def test_a_replay_is_one_row():
 
 
 def test_a_trace_without_ranges_is_refused():
-    with pytest.raises(TrainwrightError, match="none of the ranges"):
+    with raises(TrainwrightError):
         share_out(ran(0, 1, launched=0))

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+from tests.messages import raises
 
 from trainwright import RunConfig, Trainer, build_trainer
 from trainwright.errors import ConfigError
@@ -90,7 +91,7 @@ def test_a_resumed_run_goes_on_counting(tmp_path):
 @pytest.mark.parametrize("metric", ["score", "vaild/score", "test/score"])
 def test_a_metric_of_no_evaluation_set_is_refused_before_the_first_step(tmp_path, metric):
     hooks = f"hooks=[{{type: stop_early, metric: {metric}}}]"
-    with pytest.raises(ConfigError, match=r"names no evaluation set.*such as valid/loss"):
+    with raises(ConfigError, "valid/loss"):
         train(tmp_path, [1, 2], "patience: 2", hooks)
     assert not (tmp_path / "small" / "metrics.json").exists()
 
@@ -98,7 +99,7 @@ def test_a_metric_of_no_evaluation_set_is_refused_before_the_first_step(tmp_path
 @pytest.mark.parametrize("metric", ["valid/sore", "valid/score/macro"])
 def test_a_metric_that_no_evaluation_gives_is_refused_with_those_it_gives(tmp_path, metric):
     hooks = f"hooks=[{{type: stop_early, metric: {metric}}}]"
-    with pytest.raises(ConfigError, match=f"no evaluation gives '{metric}'; it gives valid/score"):
+    with raises(ConfigError, metric, "valid/score"):
         train(tmp_path, [1, 2], "patience: 2", hooks)
 
 
@@ -109,7 +110,7 @@ def test_the_test_set_neither_counts_nor_offends(tmp_path):
     assert trainer.stop_reason is None
 
 
-@pytest.mark.parametrize(("arguments", "message"), [({"mode": "up"}, "'up'"), ({"patience": 0}, "patience: 0")])
+@pytest.mark.parametrize(("arguments", "message"), [({"mode": "up"}, ("up",)), ({"patience": 0}, ("0",))])
 def test_settings_that_cannot_work_are_refused(arguments, message):
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, *message):
         StopEarly("valid/loss", **arguments)

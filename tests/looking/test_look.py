@@ -7,6 +7,7 @@ from itertools import islice
 import pytest
 import torch
 from tests.looking.projects import TRAINER, write_project
+from tests.messages import raises
 
 from trainwright import RunConfig, build_trainer
 from trainwright.errors import ConfigError, DataError
@@ -175,7 +176,7 @@ def test_rows_that_cannot_be_read_are_remarks_and_leave_rows_in_step(in_tmp):
     assert found.batch.samples == 7
     assert any("Left out: row 1 of FileRows" in remark and "line 2" in remark for remark in found.remarks)
     assert not (in_tmp / "runs").exists()
-    with pytest.raises(DataError, match=r"prose.jsonl line 2"):
+    with raises(DataError, "prose.jsonl", "2"):
         look_at(RunConfig.load(run, ["data.on_error=raise"]))
 
 
@@ -199,7 +200,7 @@ def test_a_set_by_its_name_is_shown_alone_in_its_own_order(in_tmp):
     [found] = look(in_tmp, data, "evaluation.batch_size=5", name="valid").sets
     assert (found.name, found.batch.samples, found.plan) == ("valid", 5, None)
     assert [sample.row for sample in found.samples] == [0, 1, 2]
-    with pytest.raises(ConfigError, match=r'no set "vald" in this run. It has train, valid'):
+    with raises(ConfigError, "vald"):
         look(in_tmp, data, name="vald")
 
 

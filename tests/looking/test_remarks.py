@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.looking.projects import write_project
+from tests.messages import mentions
 
 from trainwright import RunConfig
 from trainwright.data.tokenizer import load_tokenizer
@@ -35,7 +36,7 @@ def test_a_tokenizer_larger_than_the_model_is_said_although_the_tokens_seen_fit(
     seen = TokenRange()
     seen.note({"input_ids": torch.tensor([1, 2])}, "The first batch")
     [remark] = remarks_on_tokens(config, seen, load_tokenizer("bytes"))
-    assert "The tokenizer has 260 tokens, but model.vocab_size is 200" in remark
+    assert mentions(remark, "260", "model.vocab_size", "200")
     seen.note({"input_ids": [-1]}, "The sample at position 4")
     assert next(iter(remarks_on_tokens(config, seen, None))).startswith("The sample at position 4 holds the token -1")
 

@@ -12,6 +12,7 @@ import torch
 from tests.faults.runs import assert_same_end, store_of
 from tests.faults.two_ranks import Run, train_two
 from tests.loop.small_runs import own_rank
+from tests.messages import mentions, raises
 from torch import nn
 
 from trainwright import Hook, Mean, RunConfig, Task, Trainer, build_trainer, get_event_storage
@@ -108,7 +109,7 @@ def test_an_eval_step_that_returns_no_mapping_is_refused(tmp_path):
         def eval_step(self, batch):
             return torch.tensor(1.0)
 
-    with pytest.raises(TrainwrightError, match="eval_step must return a mapping of metrics; it returned a Tensor"):
+    with raises(TrainwrightError, "eval_step"):
         evaluated(tmp_path, Wrong, "evaluation={}")
 
 
@@ -227,10 +228,7 @@ def test_torchmetrics_and_metrics_of_several_numbers(tmp_path):
 
 def test_outputs_that_forward_does_not_give_are_refused_at_the_first_step(tmp_path):
     trainer = build_trainer(load(tmp_path, "evaluation.metrics.accuracy.outputs=scores"))
-    with pytest.raises(
-        ConfigError,
-        match=r"evaluation\.metrics\.accuracy\.outputs: forward gives no 'scores'; it gives logits.*eval_step",
-    ) as caught:
+    with raises(ConfigError, "scores", "evaluation.metrics.accuracy.outputs", "eval_step") as caught:
         trainer.train()
     assert "run.yaml:" in str(caught.value) or "override " in str(caught.value)
     assert trainer.step == 0
@@ -241,7 +239,7 @@ def test_a_forward_that_gives_a_loss_alone_is_refused_with_the_metric_s_line(tmp
         def forward(self, **batch):
             return self.model(**batch)["loss"], {"seen": 1.0}
 
-    with pytest.raises(ConfigError, match=r"run\.yaml:\d+: .*it gives no outputs, only a loss and metrics"):
+    with raises(ConfigError, at="run.yaml"):
         build_trainer(load(tmp_path), LossOnly).train()
 
 
@@ -259,7 +257,7 @@ def test_an_eval_step_may_give_the_metrics_what_forward_does_not(tmp_path):
 
 
 def test_labels_that_the_batch_lacks_are_refused_by_name(tmp_path):
-    with pytest.raises(ConfigError, match=r"accuracy\.labels: the batch has no 'target'; it has x, labels"):
+    with raises(ConfigError, "target", "accuracy.labels"):
         evaluated(tmp_path, Trainer, "evaluation.metrics.accuracy.labels=target")
 
 
@@ -488,7 +486,7 @@ def test_the_test_set_is_evaluated_once_where_a_run_stops_early(tmp_path):
 
 
 def test_the_test_set_never_chooses(tmp_path):
-    with pytest.raises(ConfigError, match="the test set never chooses a checkpoint"):
+    with raises(ConfigError):
         load(tmp_path, "data.test={type: parts.py:Points}", "checkpoint.keep_best={metric: test/loss}")
 
 
@@ -524,9 +522,7 @@ def test_nan_is_never_best_and_the_best_is_kept(tmp_path):
 
 def test_a_best_metric_that_no_evaluation_gives_is_refused_by_name(tmp_path):
     settings = ["checkpoint.keep_best={metric: valid/los}", "evaluation.every_steps=1"]
-    with pytest.raises(
-        ConfigError, match=r"checkpoint\.keep_best\.metric: no evaluation gives 'valid/los'.*valid/loss"
-    ):
+    with raises(ConfigError, "checkpoint.keep_best.metric", "valid/loss"):
         build_trainer(load(tmp_path, *settings)).train()
 
 
@@ -550,7 +546,7 @@ def test_a_column_of_per_sample_values_is_averaged_like_a_row(tmp_path):
 
 def test_two_sets_named_test_are_refused(tmp_path):
     overrides = ["data.eval={test: {type: 'parts.py:Points'}}", "data.test={type: 'parts.py:Points'}"]
-    with pytest.raises(ConfigError, match=r"data\.eval\.test and data\.test would share the name test"):
+    with raises(ConfigError, "data.eval.test", "data.test"):
         build_trainer(load(tmp_path, *overrides))
 
 
@@ -636,7 +632,7 @@ def test_an_evaluation_that_fails_anywhere_on_one_rank_fails_on_all_and_the_step
     own = 2 if place == "no number" else 1  # an error that is explained in words
     assert (codes[rank], codes[1 - rank]) == (own, 2), run.said(0)  # its own error there, and a word about it elsewhere
     assert said in run.said(rank)
-    assert f"The evaluation failed on rank {rank}: " in run.said(1 - rank)
+    assert mentions(run.said(1 - rank), rank)
     assert said in run.said(1 - rank)
     assert store_of(tmp_path / "run").steps() == [4]
     assert store_of(tmp_path / "run").read(4, "training")["has_unfinished_step"]

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.forked_program import run_script
+from tests.messages import mentions, raises
 
 from trainwright import RunConfig, Task, Trainer, build_trainer, load_checkpoint, run_experiment
 from trainwright.build import build_evaluator
@@ -69,7 +70,7 @@ def test_a_trainer_that_is_given_in_code_evaluates_its_run_from_the_folder_alone
 
 def test_a_run_does_not_go_on_with_another_trainer_than_it_was_given(tmp_path):
     run_experiment(load(tmp_path), trainer=Marked)
-    with pytest.raises(CheckpointError, match=r"trainer\.type: '.*:Marked' → 'trainer'"):
+    with raises(CheckpointError, "trainer.type"):
         run_experiment(load(tmp_path, "trainer.max_steps=3"))
     run_experiment(load(tmp_path, "trainer.max_steps=3"), trainer=Marked)
     assert saved(tmp_path).trainer.max_steps == 3
@@ -80,7 +81,7 @@ def test_a_trainer_that_is_given_to_build_trainer_is_told_of_and_may_change(tmp_
     assert build_trainer(load(tmp_path), local_class()).config.trainer.type == "trainer"
     build_trainer(load(tmp_path), local_class()).train()
     assert run_experiment(saved(tmp_path), mode="eval")[1].keys() == {"valid/loss", "valid/accuracy"}
-    assert "trained by tests.loop.test_given_in_code.local_class.<locals>.Local, but is evaluated by" in caplog.text
+    assert mentions(caplog.text, "tests.loop.test_given_in_code.local_class.<locals>.Local")
     caplog.clear()
     run_experiment(saved(tmp_path), mode="eval", trainer=local_class())
     build_trainer(load(tmp_path, "trainer.max_steps=3")).train()  # goes on without it, and is told of no more
@@ -90,9 +91,9 @@ def test_a_trainer_that_is_given_to_build_trainer_is_told_of_and_may_change(tmp_
 
 def test_a_trainer_that_nothing_finds_again_is_refused_by_name_and_the_model_is_still_loaded(tmp_path):
     _, logs = run_experiment(load(tmp_path), trainer=local_class())
-    with pytest.raises(ConfigError, match=r"given in code \(.*local_class\.<locals>\.Local\).*trainer=Local\)"):
+    with raises(ConfigError, "local_class.<locals>.Local"):
         run_experiment(saved(tmp_path), mode="eval")
-    with pytest.raises(CheckpointError, match=r"trainer\.in_code: .*Local' → None"):
+    with raises(CheckpointError, "trainer.in_code"):
         run_experiment(load(tmp_path, "trainer.max_steps=3"))
     assert run_experiment(saved(tmp_path), mode="eval", trainer=local_class())[1] == logs
     assert run_experiment(load(tmp_path), trainer=local_class())[1] == logs  # the same run, which has ended
@@ -106,7 +107,7 @@ def test_a_model_that_only_such_a_trainer_makes_is_refused_too(tmp_path):
             return build.model()
 
     run_experiment(load(tmp_path), trainer=Makes)
-    with pytest.raises(ConfigError, match=r"given in code \(.*Makes\)"):
+    with raises(ConfigError):
         load_checkpoint(tmp_path / "small")
 
 
@@ -121,9 +122,9 @@ def test_a_task_whose_class_is_all_of_it_is_found_again(tmp_path):
 def test_a_task_that_was_made_with_something_is_refused_by_name(tmp_path):
     config = load(tmp_path, "model=null", "evaluation.metrics={}")
     _, logs = run_experiment(config, task=Sized(3))
-    with pytest.raises(ConfigError, match=r"task: that of this run was given in code \(.*Sized\).*task=Sized\(…\)"):
+    with raises(ConfigError):
         run_experiment(saved(tmp_path), mode="eval")
-    with pytest.raises(ConfigError, match="given in code"):
+    with raises(ConfigError):
         load_checkpoint(tmp_path / "small")
     assert run_experiment(saved(tmp_path), mode="eval", task=Sized(3))[1] == logs
 
@@ -185,5 +186,5 @@ def test_a_program_s_own_trainer_is_found_again_unless_reading_it_would_run_it(t
     if "__main__" in guard:
         assert run_experiment(saved(tmp_path), mode="eval")[1] == {"valid/mine": 1.0}
     else:
-        with pytest.raises(ConfigError, match=r"given in code \(__main__\.Mine\)"):
+        with raises(ConfigError, "__main__.Mine"):
             run_experiment(saved(tmp_path), mode="eval")

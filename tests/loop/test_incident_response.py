@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.faults.runs import assert_same_end
 from tests.loop.small_runs import PLAIN, CountEvaluations, Heard, at, be_lazy, lines_of, make, run, store_of
+from tests.messages import mentions, raises
 
 from trainwright import Hook, Trainer
 from trainwright.checkpoint.background import BackgroundSaver
@@ -136,9 +137,7 @@ def test_a_checkpoint_that_is_being_written_is_waited_for_and_named(policy, tmp_
         return write(*arguments, **rest)
 
     store.write_staged = write_slowly
-    with (
-        pytest.raises(IncidentError, match="newest checkpoint is step-00000003") if policy == "raise" else nullcontext()
-    ):
+    with raises(IncidentError, "00000003") if policy == "raise" else nullcontext():
         trainer.train()
     bundle = tmp_path / "run" / "incidents" / "step-00000004" / "incident.json"
     assert json.loads(bundle.read_text("utf-8"))["newest_checkpoint"] == "step-00000003"
@@ -161,7 +160,7 @@ def test_an_incident_is_heard_of_though_saving_failed_too(tmp_path, monkeypatch,
 
     trainer.surroundings.store.write_staged = write_staged
     trainer.checkpoints.settle = noting
-    with pytest.raises(IncidentError, match=r"at step 4 .*There is no checkpoint yet"):
+    with raises(IncidentError, "4"):
         trainer.train()
     assert "Saving failed too: " in caplog.text
 
@@ -169,7 +168,7 @@ def test_an_incident_is_heard_of_though_saving_failed_too(tmp_path, monkeypatch,
 def test_without_an_earlier_state_the_run_ends_with_the_incident(tmp_path):
     trainer = make(tmp_path / "run", *PLAIN, BACK, bad=[0])
     trainer.incident_response.take_snapshot = lambda: None
-    with pytest.raises(IncidentError, match=r"at step 1 .*There is no earlier state to go back to"):
+    with raises(IncidentError, "1"):
         trainer.train()
 
 
@@ -188,7 +187,7 @@ def test_a_skipped_update_that_is_met_again_after_going_back_counts_once(tmp_pat
 
 def test_too_many_incidents_end_the_run_though_it_goes_back_each_time(tmp_path):
     settings = (*PLAIN, "incidents={non_finite: rollback, max_incidents: 2}", "checkpoint.every_steps=2")
-    with pytest.raises(IncidentError, match=r"It is incident 3 of this run, and incidents\.max_incidents is 2"):
+    with raises(IncidentError, "3", "incidents.max_incidents", "2"):
         run(tmp_path / "run", *settings, bad=[24, 32, 40])
 
 
@@ -234,7 +233,7 @@ def test_a_store_that_cannot_be_listed_in_an_incident_does_not_end_the_run(error
     settings = (*PLAIN, "incidents={non_finite: skip}", "checkpoint.every_steps=3")
     trainer = run(tmp_path / "run", *settings, bad=[32], hooks=[Away()])
     assert trainer.step == 6
-    assert f"The checkpoints cannot be listed: {error}" in caplog.text
+    assert mentions(caplog.text, error)
 
 
 def test_a_store_that_cannot_be_listed_lets_the_run_go_back_to_its_copy(tmp_path, caplog):

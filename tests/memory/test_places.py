@@ -2,6 +2,7 @@
 
 import pytest
 from tests.memory.models import Stack
+from tests.messages import raises
 from torch import nn
 
 from trainwright.errors import ConfigError
@@ -35,7 +36,7 @@ def test_a_sub_module_called_like_a_word_is_a_path_where_its_setting_is_a_mappin
 
 
 def test_words_and_paths_do_not_mix():
-    with pytest.raises(ConfigError, match=r'remat: layer is none of layers, .* beside save\. Did you mean "layers"'):
+    with raises(ConfigError, "layers"):
         by_path("remat", {"layer": ["Layer"], "save": ["mm"]}, WORDS)
 
 
@@ -66,15 +67,15 @@ def test_a_module_at_two_places_is_meant_once():
 
 @pytest.mark.parametrize(
     ("word", "said"),
-    [("Layr", r'no class or module matches .Layr.\. Did you mean "Layer"\?'), ("layers.*.dwon", r'mean ".*down"')],
+    [("Layr", ("Layer",)), ("layers.*.dwon", ())],
 )
 def test_a_class_or_glob_that_matches_nothing_is_refused_with_the_nearest(word, said):
-    with pytest.raises(ConfigError, match=said):
+    with raises(ConfigError, *said):
         layers_of("remat", Stack(), "", ["Layer", word])
 
 
 def test_a_path_that_matches_nothing_is_refused_with_the_nearest():
-    with pytest.raises(ConfigError, match=r'scan: no module matches .layer.\. Did you mean "layers"\?'):
+    with raises(ConfigError, "layers"):
         parts_of("scan", Stack(), "layer")
 
 

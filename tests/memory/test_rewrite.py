@@ -4,6 +4,7 @@ import logging
 
 import pytest
 from tests.memory.models import SHIPPED, Stack, assert_same_bits, make, update_of
+from tests.messages import raises
 
 from trainwright.errors import ConfigError
 from trainwright.memory.rewrite import apply_memory_settings, check_memory_settings
@@ -31,7 +32,7 @@ def test_all_three_together_have_the_same_bits(name):
 )
 @pytest.mark.parametrize("act", [apply_memory_settings, check_memory_settings])
 def test_what_names_nothing_is_refused_at_its_place(key, setting, act):
-    with pytest.raises(ConfigError, match=rf"^run\.yaml:7 \(model\.{key}\): model\.{key}.*no .* matches"):
+    with raises(ConfigError, key, key, at="run.yaml:7"):
         act(Stack(), {key: setting}, origin=origin)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.messages import raises
 from torch.utils.checkpoint import CheckpointPolicy
 
 from trainwright.errors import ConfigError
@@ -18,14 +19,14 @@ def test_names_are_operations_of_torch_and_attention_is_all_of_its_kernels():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("admm", r'torch has no operation "admm"\. Did you mean "addmm"'),
-        ("linear", r'"linear" becomes other operations .* Name those, such as mm'),
-        ("native_dropout", r'"native_dropout" draws random numbers'),
-        ("bernoulli_", r'"bernoulli_" draws random numbers'),
+        ("admm", ("admm", "addmm")),
+        ("linear", ("linear",)),
+        ("native_dropout", ("native_dropout",)),
+        ("bernoulli_", ("bernoulli_",)),
     ],
 )
 def test_what_cannot_be_kept_is_refused(name, said):
-    with pytest.raises(ConfigError, match=said):
+    with raises(ConfigError, *said):
         read_operations("remat.save", [name])
 
 

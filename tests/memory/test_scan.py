@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from tests.memory.models import POINTS, SHIPPED, TEXT, Layer, Stack, assert_same_bits, make, update_of
+from tests.messages import raises
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -125,26 +126,26 @@ def test_a_block_that_is_no_single_graph_is_refused_with_its_place():
     model = Stack(2)
     model.layers = nn.ModuleList(Breaking() for _ in range(2))
     compile_stacks(model, "layers", where="run.yaml:3")
-    with pytest.raises(ConfigError, match=r"^run\.yaml:3: model\.scan: a block of layers cannot be captured as one gr"):
+    with raises(ConfigError, "model.scan", at="run.yaml:3"):
         update_of(model, POINTS)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda layers: layers.__setitem__(2, Layer(chance=0.4)), r"differ: dropout is Dropout\(p=0\.3.*layers\.2"),
-        (lambda layers: layers.__setitem__(1, nn.Linear(8, 8)), r"differ: the block is Layer\(\) in layers\.0 and Lin"),
+        (lambda layers: layers.__setitem__(2, Layer(chance=0.4)), ("0.3", "layers.2")),
+        (lambda layers: layers.__setitem__(1, nn.Linear(8, 8)), ("layers.0",)),
         (
             lambda layers: layers[3].up.double(),
-            r"differ: up\.weight is \(16, 8\) in float32 in layers\.0 and .*float64",
+            ("up.weight", "16", "8", "layers.0"),
         ),
-        (lambda layers: layers[1].add_module("more", nn.ReLU()), r"differ: more is nothing in layers\.0 and ReLU"),
+        (lambda layers: layers[1].add_module("more", nn.ReLU()), ("layers.0", "ReLU")),
     ],
 )
 def test_blocks_that_differ_are_refused_with_the_first_difference(change, said):
     model = Stack()
     change(model.layers)
-    with pytest.raises(ConfigError, match=said):
+    with raises(ConfigError, *said):
         choose_stacks(model, "layers")
 
 
@@ -153,7 +154,7 @@ def test_the_blocks_of_other_stages_of_a_pipeline_are_left_out():
     model.layers[0] = nn.Identity()
     [(blocks, _)] = choose_stacks(model, "layers", is_whole=False).values()
     assert blocks == list(model.layers)[1:]
-    with pytest.raises(ConfigError, match="differ"):
+    with raises(ConfigError):
         choose_stacks(model, "layers")
 
 
@@ -176,19 +177,19 @@ def test_a_setting_names_stacks_and_backends(setting, read):
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("layer", r'scan: no module matches .layer.\. Did you mean "layers"'),
-        ("layers.0", r"scan: layers\.0 is a Layer, not a list of blocks"),
-        (3, r"scan: give the path of a list of blocks.*got 3"),
-        ([], r"scan: give the path"),
-        ({"backend": "inductor"}, r"scan: give the path"),
-        ({"path": "layers", "bakend": "inductor"}, r'bakend is none of path, backend.* Did you mean "backend"'),
-        ({"layers": {"bakend": "inductor"}}, r'scan\."layers": bakend is unknown'),
-        ({"layers": "inducter"}, r'"inducter" is no backend of torch.compile that trains\. Did you mean "inductor"'),
+        ("layer", ("layers",)),
+        ("layers.0", ("layers.0",)),
+        (3, ("3",)),
+        ([], ()),
+        ({"backend": "inductor"}, ()),
+        ({"path": "layers", "bakend": "inductor"}, ("backend",)),
+        ({"layers": {"bakend": "inductor"}}, ("layers",)),
+        ({"layers": "inducter"}, ("inducter", "inductor", "torch.compile")),
         # torch's debugging backend draws other random numbers in the recomputation: wrong gradients without a word.
-        ({"path": "layers", "backend": "eager"}, r'scan\.backend: the text "eager" is no backend of torch'),
-        (["layers", "layers"], r"scan: layers is named twice"),
+        ({"path": "layers", "backend": "eager"}, ("eager", "scan.backend")),
+        (["layers", "layers"], ()),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused(setting, said):
-    with pytest.raises(ConfigError, match=said):
+    with raises(ConfigError, *said):
         choose_stacks(Stack(), setting)

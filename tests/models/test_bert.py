@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from tests.messages import raises
 from tests.models.folders import tensors_in
 from tests.models.parity import (
     VOCABULARY,
@@ -103,7 +104,7 @@ def test_a_classifier_begins_from_a_plain_encoder_and_says_what_is_new(tmp_path,
     if not with_pooler:
         encoder = transformers.BertModel(encoder.config, add_pooling_layer=False).eval()
     encoder.save_pretrained(tmp_path / "encoder")
-    with pytest.raises(CheckpointError, match=r"classifier\.weight"):
+    with raises(CheckpointError, "classifier.weight"):
         BertClassifier.from_pretrained(tmp_path / "encoder")
     with caplog.at_level(logging.WARNING):
         model = BertClassifier.from_pretrained(tmp_path / "encoder", strict=False, num_labels=4).eval()
@@ -142,7 +143,7 @@ def test_old_files_with_other_names_and_copies_of_tied_weights_are_read(tmp_path
 
 @pytest.mark.parametrize(("name", "value"), [("is_decoder", True), ("position_embedding_type", "relative_key")])
 def test_what_it_cannot_do_is_refused_by_name_and_value(name, value):
-    with pytest.raises(ConfigError, match=f"{name}: {value!r}"):
+    with raises(ConfigError, name, value):
         Bert.settings_from_hugging_face({"model_type": "bert", name: value})
 
 
@@ -188,12 +189,12 @@ def test_each_dropout_falls_in_training_only(name):
 
 
 def test_too_long_rows_are_refused():
-    with pytest.raises(DataError, match=r"32 positions .* 33 tokens"):
+    with raises(DataError, "32", "33"):
         small()(tokens(1, 33))
 
 
 def test_a_width_that_does_not_split_into_heads_is_refused():
-    with pytest.raises(ConfigError, match="hidden_size 32 does not split into 5 heads"):
+    with raises(ConfigError, "hidden_size", "32", "5"):
         small(num_heads=5)
 
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tests.messages import raises
 from torch import nn
 
 from trainwright.errors import ConfigError
@@ -153,41 +154,39 @@ def test_adapters_that_do_not_fit_are_named_with_both_shapes():
     model, other = small_llama(), small_llama()
     add_lora(model, match="*.q_proj", rank=4)
     add_lora(other, match=["*.q_proj", "*.k_proj"], rank=8)
-    with pytest.raises(ConfigError, match=r"q_proj\.lora_a: \(8, 16\) given, \(4, 16\) in the model"):
+    with raises(ConfigError, "q_proj.lora_a", "8", "16", "4"):
         load_lora_state(model, {name: one for name, one in lora_state(other).items() if "q_proj" in name})
-    with pytest.raises(ConfigError, match=r"k_proj\.lora_a: not in the model"):
+    with raises(ConfigError, "k_proj.lora_a"):
         load_lora_state(model, lora_state(other))
-    with pytest.raises(ConfigError, match=r"not in the adapters given"):
+    with raises(ConfigError):
         load_lora_state(model, {})
 
 
 def test_a_glob_that_names_no_linear_layer_is_refused_with_the_nearest():
-    with pytest.raises(
-        ConfigError, match=r'lora\.match: no linear layer matches .\*\.q_prj.\. Did you mean "\*\.q_proj"'
-    ):
+    with raises(ConfigError, "lora.match", "*.q_prj", "*.q_proj"):
         add_lora(small_llama(), match="*.q_prj")
-    with pytest.raises(ConfigError, match="no linear layer matches 'self_attn'"):
+    with raises(ConfigError, "self_attn"):
         add_lora(small_llama(), match="self_attn")
-    with pytest.raises(ConfigError, match=r"lora\.train: no parameter matches 'classifier\.\*'"):
+    with raises(ConfigError, "classifier.*", "lora.train"):
         add_lora(small_llama(), match="q_proj", train="classifier.*")
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"rank": 0}, "lora.rank: must be a whole number from 1 on, got 0"),
-        ({"rank": 2.5}, "lora.rank"),
-        ({"rank": True}, "lora.rank"),
-        ({"alpha": 0}, "lora.alpha: must be a number above 0"),
-        ({"alpha": float("nan")}, "lora.alpha"),
-        ({"dropout": 1.0}, "lora.dropout: must be a number from 0 to below 1"),
-        ({"match": []}, "lora.match: names no layer"),
-        ({"match": 3}, "lora.match: must be a glob"),
+        ({"rank": 0}, ("lora.rank", "1", "0")),
+        ({"rank": 2.5}, ("lora.rank",)),
+        ({"rank": True}, ("lora.rank",)),
+        ({"alpha": 0}, ("lora.alpha", "0")),
+        ({"alpha": float("nan")}, ("lora.alpha",)),
+        ({"dropout": 1.0}, ("lora.dropout", "0", "1")),
+        ({"match": []}, ("lora.match",)),
+        ({"match": 3}, ("lora.match",)),
     ],
 )
 def test_wrong_settings_are_refused_and_change_nothing(settings, said):
     model = small_llama()
-    with pytest.raises(ConfigError, match=said):
+    with raises(ConfigError, *said):
         add_lora(model, **{"match": "q_proj", **settings})
     assert all(one.requires_grad for one in model.parameters())
     assert not any(isinstance(module, LoRALinear) for module in model.modules())
@@ -196,16 +195,16 @@ def test_wrong_settings_are_refused_and_change_nothing(settings, said):
 def test_a_second_set_of_adapters_is_refused():
     model = small_llama()
     add_lora(model, match="q_proj")
-    with pytest.raises(ConfigError, match="has adapters already"):
+    with raises(ConfigError):
         add_lora(model, match="k_proj")
 
 
 def test_layers_whose_weight_is_read_past_them_are_refused():
     encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.Sequential(encoder, nn.Linear(8, 8))
-    with pytest.raises(ConfigError, match=r"names 0\.linear1, whose weight torch's TransformerEncoderLayer reads past"):
+    with raises(ConfigError, "0.linear1", "TransformerEncoderLayer"):
         add_lora(model, match="linear*")
-    with pytest.raises(ConfigError, match="MultiheadAttention"):
+    with raises(ConfigError, "MultiheadAttention"):
         add_lora(model, match="out_proj")
     assert add_lora(model, match="1") == ["1"]
 
@@ -215,12 +214,12 @@ def test_a_subclass_with_a_forward_of_its_own_is_refused():
         def forward(self, input):
             return 2 * super().forward(input)
 
-    with pytest.raises(ConfigError, match="a Doubled, whose own forward"):
+    with raises(ConfigError):
         add_lora(nn.Sequential(Doubled(2, 2)), match="0")
 
 
 def test_a_tied_head_is_refused():
-    with pytest.raises(ConfigError, match=r"lm_head, whose weight is tied to that of model\.embed_tokens"):
+    with raises(ConfigError, "lm_head", "model.embed_tokens"):
         add_lora(small_llama(), match="lm_head")
 
 
@@ -235,5 +234,5 @@ def test_layers_of_transformers_are_adapted_but_its_conv1d_is_refused():
     ]
     assert torch.equal(bert(TOKENS).last_hidden_state, before)
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_positions=16, **sizes))
-    with pytest.raises(ConfigError, match=r"c_attn, a Conv1D of transformers"):
+    with raises(ConfigError, "c_attn"):
         add_lora(gpt2, match="c_attn")

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from tests.messages import raises
 
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.models.llama import Llama
@@ -89,25 +90,25 @@ def test_the_folder_is_written_whole_beside_what_is_there(saved, tmp_path):
 def test_a_folder_of_something_else_is_refused_and_nothing_is_left_when_writing_fails(saved, tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("years of work")
-    with pytest.raises(CheckpointError, match="holds neither adapters nor a model"):
+    with raises(CheckpointError):
         save_lora(saved[0], tmp_path / "home")
     assert [path.name for path in (tmp_path / "home").iterdir()] == ["thesis.txt"]
     with torch.device("meta"):
         unmade = small_llama()
     add_lora(unmade, match="*.q_proj")
-    with pytest.raises(CheckpointError, match="meta device"):
+    with raises(CheckpointError):
         save_lora(unmade, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
 def test_a_model_without_adapters_has_none_to_save(tmp_path):
-    with pytest.raises(ConfigError, match="no adapters to save"):
+    with raises(ConfigError):
         save_lora(small_llama(), tmp_path)
 
 
 def test_a_folder_of_another_model_is_named(saved):
     other = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match=r"adapters for model\.layers\.0\.self_attn\.q_proj, .*no linear layers"):
+    with raises(ConfigError, "model.layers.0.self_attn.q_proj"):
         load_lora(other, saved[1])
 
 
@@ -128,7 +129,7 @@ def test_a_folder_of_another_model_is_named(saved):
 def test_what_only_peft_can_do_is_refused_by_name_and_the_model_stays_as_it_was(saved, key, value):
     file, model = saved[1] / CONFIG_FILE, small_llama()
     file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
-    with pytest.raises(ConfigError, match=f"{key} is .*not supported here"):
+    with raises(ConfigError, key):
         load_lora(model, saved[1])
     assert_untouched(model)
 
@@ -150,14 +151,14 @@ def test_a_load_that_is_refused_leaves_the_model_as_it_was(saved, change):
     model = small_llama()
     file = saved[1] / CONFIG_FILE
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
-    with pytest.raises(ConfigError, match="lora"):
+    with raises(ConfigError):
         load_lora(model, saved[1])
     assert_untouched(model)
 
 
 def test_a_wider_model_is_refused_and_stays_as_it_was(saved):
     model = Llama(vocab_size=17, hidden_size=32, num_layers=2, num_heads=2, max_positions=16)
-    with pytest.raises(ConfigError, match=r"lora_a: \(4, 16\) given, \(4, 32\) in the model"):
+    with raises(ConfigError, "lora_a", "4", "16", "32"):
         load_lora(model, saved[1])
     assert_untouched(model)
 
@@ -169,10 +170,10 @@ def assert_untouched(model):
 
 def test_a_damaged_or_missing_file_is_named(saved, tmp_path):
     (saved[1] / WEIGHTS_FILE).write_bytes(b"not safetensors")
-    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors: The file is damaged"):
+    with raises(CheckpointError, "adapter_model.safetensors"):
         load_lora(small_llama(), saved[1])
     (saved[1] / CONFIG_FILE).write_text("{}")
-    with pytest.raises(CheckpointError, match="describes no LoRA adapter"):
+    with raises(CheckpointError, "LoRA"):
         load_lora(small_llama(), saved[1])
-    with pytest.raises(CheckpointError, match=r"There is no adapter_config\.json"):
+    with raises(CheckpointError, "adapter_config.json"):
         load_lora(small_llama(), tmp_path)

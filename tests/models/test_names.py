@@ -1,6 +1,7 @@
 """Globs that name places inside a model."""
 
 import pytest
+from tests.messages import raises
 from torch import nn
 
 from trainwright.config.frozen import Frozen
@@ -33,12 +34,12 @@ def test_what_is_said_where_nothing_matches_shows_a_stack_s_layers_once():
 
 @pytest.mark.parametrize("given", [3, [1], "", [""], {"a": 1}])
 def test_what_is_no_glob_is_refused(given):
-    with pytest.raises(ConfigError, match=r"freeze: must be a glob"):
+    with raises(ConfigError):
         as_globs("freeze", given)
 
 
 def test_a_mapping_of_a_run_file_is_described_and_not_shown_as_an_object():
-    with pytest.raises(ConfigError, match=r"or a list of globs; got a mapping with a\."):
+    with raises(ConfigError):
         as_globs("freeze", Frozen({"a": 1}))
 
 

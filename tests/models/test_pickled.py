@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.messages import raises
 
 from trainwright.errors import CheckpointError
 from trainwright.models.pickled import read_pickled
@@ -31,14 +32,14 @@ def test_a_file_of_the_format_before_zip_archives_is_read(tmp_path):
 @pytest.mark.parametrize("content", [{"epoch": 3}, [torch.ones(2)]])
 def test_anything_but_named_tensors_is_refused(tmp_path, content, of_today):
     torch.save(content, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=of_today)
-    with pytest.raises(CheckpointError, match="not a mapping of names to tensors"):
+    with raises(CheckpointError):
         read_pickled(tmp_path / "pytorch_model.bin")
 
 
 @pytest.mark.parametrize("of_today", [True, False])
 def test_a_program_is_not_run(tmp_path, capsys, of_today):
     torch.save({"a": Program()}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=of_today)
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin cannot be read"):
+    with raises(CheckpointError, "pytorch_model.bin"):
         read_pickled(tmp_path / "pytorch_model.bin")
     assert capsys.readouterr().out == ""
 
@@ -46,5 +47,5 @@ def test_a_program_is_not_run(tmp_path, capsys, of_today):
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 not a zip", b"words"])
 def test_a_damaged_file_is_named(tmp_path, content):
     (tmp_path / "pytorch_model.bin").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin cannot be read"):
+    with raises(CheckpointError, "pytorch_model.bin"):
         read_pickled(tmp_path / "pytorch_model.bin")

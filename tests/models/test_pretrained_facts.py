@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.messages import raises
 from torch import nn
 
 from trainwright.errors import CheckpointError
@@ -40,7 +41,7 @@ def test_a_folder_without_facts_has_none(tmp_path):
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"config": 3, "missing": [], "unexpected": [], "dtypes": {}}'])
 def test_damaged_facts_are_named(tmp_path, content):
     (tmp_path / FACTS_FILE).write_text(content)
-    with pytest.raises(CheckpointError, match=r"pretrained\.json is damaged: .*Remove it"):
+    with raises(CheckpointError, "pretrained.json"):
         read_facts(tmp_path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.messages import raises
 from tests.models.folders import assert_same_tensors, config_of, tensors_in
 from tests.models.parity import (
     VOCABULARY,
@@ -100,9 +101,7 @@ def test_a_head_of_its_own_that_equals_the_embeddings_is_read_from_them(tmp_path
 
 def test_a_gated_mlp_that_has_no_name_here_is_refused():
     told = {"model_type": "t5", "feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu"}
-    with pytest.raises(
-        ConfigError, match=r"feed_forward_proj is 'gated-gelu' and dense_act_fn 'gelu'.*transformers:T5"
-    ):
+    with raises(ConfigError, "gated-gelu", "feed_forward_proj", "dense_act_fn"):
         T5.settings_from_hugging_face(told)
 
 
@@ -145,7 +144,7 @@ def test_the_decoder_reads_the_labels_behind_the_start_token():
 
 
 def test_neither_labels_nor_decoder_inputs_is_refused():
-    with pytest.raises(DataError, match="neither labels nor decoder_input_ids"):
+    with raises(DataError, "decoder_input_ids"):
         small_t5()(tokens(1, 4))
 
 
@@ -181,14 +180,14 @@ def test_buckets_are_those_of_transformers(both_ways, num_buckets, max_distance)
 
 @pytest.mark.parametrize("sizes", [{"num_buckets": 2}, {"num_buckets": 32, "max_distance": 16}])
 def test_too_few_buckets_or_too_near_an_end_are_refused(sizes):
-    with pytest.raises(ConfigError, match="num_buckets is"):
+    with raises(ConfigError, "num_buckets"):
         small_t5(**sizes)
 
 
 def test_an_unknown_feed_forward_is_refused():
-    with pytest.raises(ConfigError, match=r'feed_forward \(less gated-\) is "wavy"'):
+    with raises(ConfigError, "wavy", "feed_forward"):
         small_t5(feed_forward="gated-wavy")
-    with pytest.raises(ConfigError, match='feed_forward is "wavy"'):
+    with raises(ConfigError, "wavy", "feed_forward"):
         small_t5(feed_forward="wavy")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.messages import raises
 
 from trainwright import RunConfig, build_trainer
 from trainwright.errors import CheckpointError, ConfigError
@@ -74,7 +75,7 @@ def test_the_weights_are_float32_unless_a_dtype_is_named(llama_folder):
 def test_the_kind_of_attention_is_chosen():
     model = build(transformers.LlamaForCausalLM, {**LLAMA, "attn_implementation": "eager"})
     assert model.config._attn_implementation == "eager"
-    with pytest.raises(ConfigError, match=r'cannot build LlamaForCausalLM: .*"eagr"'):
+    with raises(ConfigError, "LlamaForCausalLM", "eagr"):
         build(transformers.LlamaForCausalLM, {**LLAMA, "attn_implementation": "eagr"})
 
 
@@ -98,7 +99,7 @@ def test_another_head_is_drawn_anew_and_reported(llama_folder):
 
 def test_missing_weights_of_the_same_class_are_refused_unless_not_strict(llama_folder):
     two = {"num_hidden_layers": 2}
-    with pytest.raises(CheckpointError, match=r"missing model\.layers\.1\.input_layernorm\.weight"):
+    with raises(CheckpointError, "model.layers.1.input_layernorm.weight"):
         build(transformers.LlamaForCausalLM, two, pretrained=llama_folder)
     _, report = build_transformers(transformers.LlamaForCausalLM, two, pretrained=llama_folder, strict=False)
     assert len(report.missing) == 9
@@ -115,7 +116,7 @@ def classifier_folder(tmp_path_factory):
 
 def test_a_head_for_other_labels_is_refused_with_both_shapes_unless_not_strict(classifier_folder):
     target, three = transformers.LlamaForSequenceClassification, {"num_labels": 3}
-    with pytest.raises(CheckpointError, match=r"score\.weight: \(2, 16\) in the files, \(3, 16\) in the model"):
+    with raises(CheckpointError, "score.weight", "2", "16", "3"):
         build(target, three, pretrained=classifier_folder)
     torch.manual_seed(5)
     model, report = build_transformers(target, three, pretrained=classifier_folder, strict=False)
@@ -128,7 +129,7 @@ def test_a_head_for_other_labels_is_refused_with_both_shapes_unless_not_strict(c
 
 def test_a_body_of_other_shapes_is_refused_also_when_not_strict(classifier_folder):
     for target in (transformers.LlamaForSequenceClassification, transformers.LlamaModel):
-        with pytest.raises(CheckpointError, match=r"have other shapes: .*mlp.*sizes, or choose another folder\.$"):
+        with raises(CheckpointError):
             build(target, {"intermediate_size": 8}, pretrained=classifier_folder, strict=False)
 
 
@@ -166,7 +167,7 @@ def test_a_truncated_file_is_named(tmp_path, sharded):
     model.save_pretrained(tmp_path, max_shard_size="4KB" if sharded else "1GB")
     path = sorted(tmp_path.glob("*.safetensors"))[-1]
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match=rf"{path.name} cannot be read: .*damaged or cut short"):
+    with raises(CheckpointError, path.name):
         build(transformers.LlamaForCausalLM, pretrained=tmp_path)
 
 
@@ -174,7 +175,7 @@ def test_a_truncated_file_is_named(tmp_path, sharded):
 def test_bad_values_in_config_json_name_the_file(tmp_path, llama_folder, key, value):
     config = json.loads((llama_folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
-    with pytest.raises(ConfigError, match=rf"(?s){tmp_path}.config\.json: LlamaConfig refuses its settings: "):
+    with raises(ConfigError, tmp_path, "config.json", "LlamaConfig"):
         build(transformers.AutoModelForCausalLM, pretrained=tmp_path)
 
 
@@ -186,7 +187,7 @@ def test_a_setting_that_the_model_reads_though_its_config_does_not_list_it_is_ta
     ):
         model = build(target, {**sizes, **extra, "head_dim": 4})
         assert model.model.layers[0].self_attn.q_proj.out_features == 8
-        with pytest.raises(ConfigError, match=r'Qwen3MoeConfig has no setting "head_dimm"'):
+        with raises(ConfigError, "head_dimm", "Qwen3MoeConfig"):
             build(target, {**sizes, **extra, "head_dimm": 4})
 
 
@@ -208,46 +209,46 @@ def test_a_saved_model_s_config_is_as_it_was_read_and_names_no_place(llama_folde
 
 
 def test_wrong_shapes_name_the_key_and_both_shapes(llama_folder):
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight: \(61, 16\) in the files, \(61, 32\) in the model"):
+    with raises(CheckpointError, "lm_head.weight", "61", "16", "32"):
         build(transformers.LlamaForCausalLM, {"hidden_size": 32}, pretrained=llama_folder)
 
 
 @pytest.mark.parametrize(
     ("target", "arguments", "said"),
     [
-        ("AutoModelForCausalLM", {**GPT2, "n_layr": 2}, r'GPT2Config has no setting "n_layr"\. Did you mean "n_layer"'),
+        ("AutoModelForCausalLM", {**GPT2, "n_layr": 2}, ("n_layr", "n_layer")),
         (
             "LlamaForCausalLM",
             {"hiden_size": 2},
-            r'LlamaConfig has no setting "hiden_size"\. Did you mean "hidden_size"',
+            ("hiden_size", "hidden_size", "LlamaConfig"),
         ),
-        ("AutoModelForCausalLM", {}, "AutoModelForCausalLM needs a model_type"),
-        ("AutoModelForCausalLM", {"model_type": "lama"}, r'has no model_type "lama"\. Did you mean "llama"'),
-        ("AutoModelForCausalLM", {"model_type": "vit"}, 'has no model_type "vit"'),
-        ("GPT2LMHeadModel", {"vocab_size": "many"}, "GPT2Config refuses its settings: .*vocab_size"),
-        ("LlamaForCausalLM", {"dtype": "int3"}, "no dtype of weights"),
-        ("LlamaForCausalLM", {"dtype": "bf16", "torch_dtype": "bf16"}, "the same setting"),
+        ("AutoModelForCausalLM", {}, ("AutoModelForCausalLM", "model_type")),
+        ("AutoModelForCausalLM", {"model_type": "lama"}, ("llama", "model_type")),
+        ("AutoModelForCausalLM", {"model_type": "vit"}, ("vit", "model_type")),
+        ("GPT2LMHeadModel", {"vocab_size": "many"}, ("vocab_size",)),
+        ("LlamaForCausalLM", {"dtype": "int3"}, ()),
+        ("LlamaForCausalLM", {"dtype": "bf16", "torch_dtype": "bf16"}, ()),
     ],
 )
 def test_mistakes_are_refused_with_the_nearest_name(target, arguments, said):
-    with pytest.raises(ConfigError, match=f"(?s){said}"):
+    with raises(ConfigError, *said):
         build(getattr(transformers, target), arguments)
 
 
 def test_a_folder_of_another_model_type_is_refused(llama_folder, tmp_path):
-    with pytest.raises(ConfigError, match=r"holds a model of the type 'llama', not 'gpt2'"):
+    with raises(ConfigError, "llama", "gpt2"):
         build(transformers.GPT2LMHeadModel, pretrained=llama_folder)
-    with pytest.raises(ConfigError, match=r"holds a model of the type 'llama', not 'gpt2'"):
+    with raises(ConfigError, "llama", "gpt2"):
         build(transformers.AutoModel, {"model_type": "gpt2"}, pretrained=llama_folder)
     (tmp_path / "config.json").write_text('{"model_type": "fantasy"}')
-    with pytest.raises(ConfigError, match=r"'fantasy', which transformers does not have"):
+    with raises(ConfigError, "fantasy"):
         build(transformers.AutoModel, pretrained=tmp_path)
 
 
 def test_a_folder_with_pickles_alone_is_refused(tmp_path, llama_folder):
     (tmp_path / "config.json").write_bytes((llama_folder / "config.json").read_bytes())
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is a pickle.*Convert it once with transformers"):
+    with raises(CheckpointError, "pytorch_model.bin"):
         build(transformers.LlamaForCausalLM, pretrained=tmp_path)
 
 
@@ -389,7 +390,7 @@ def test_strict_that_is_asked_for_refuses_a_head_that_another_class_lacks(llama_
     transformers.LlamaModel.from_pretrained(llama_folder).save_pretrained(tmp_path)
     _, report = build_transformers(transformers.LlamaForCausalLM, {}, pretrained=tmp_path)
     assert report.missing == ("lm_head.weight",)
-    with pytest.raises(CheckpointError, match=r"missing lm_head\.weight; .*strict: false"):
+    with raises(CheckpointError, "lm_head.weight"):
         build(transformers.LlamaForCausalLM, pretrained=tmp_path, strict=True)
 
 
@@ -398,11 +399,11 @@ def test_a_weight_of_whole_numbers_is_refused_with_its_file_and_key(llama_folder
     tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int32)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     shutil.copy(llama_folder / "config.json", tmp_path)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: model\.norm\.weight holds whole numbers"):
+    with raises(CheckpointError, "model.safetensors", "model.norm.weight"):
         build(transformers.LlamaForCausalLM, pretrained=tmp_path)
 
 
 def test_a_value_that_transformers_looks_up_in_vain_is_named_with_its_setting():
     rope = {"rope_type": "weird", "rope_theta": 10000.0}
-    with pytest.raises(ConfigError, match=r"rope_parameters\.rope_type is 'weird', which it does not know"):
+    with raises(ConfigError, "weird", "rope_parameters.rope_type"):
         build(transformers.LlamaForCausalLM, {**LLAMA, "rope_parameters": rope})

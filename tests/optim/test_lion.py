@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tests.messages import raises
 from tests.optim import references
 from tests.optim.references import all_equal, drive, make_gradients, make_weights, values
 
@@ -94,11 +95,11 @@ def test_update_norm_is_returned_only_when_asked():
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"lr": -1.0}, "lr: .* got -1.0"),
-        ({"betas": [0.9, 1.0]}, "betas: .* got"),
-        ({"weight_decay": -0.1}, "weight_decay: "),
+        ({"lr": -1.0}, ("-1.0",)),
+        ({"betas": [0.9, 1.0]}, ()),
+        ({"weight_decay": -0.1}, ("weight_decay",)),
     ],
 )
 def test_impossible_settings_are_refused(settings, problem):
-    with pytest.raises(ConfigError, match=problem):
+    with raises(ConfigError, *problem):
         Lion(make_weights((2,)), **settings)

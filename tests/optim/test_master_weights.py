@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from tests.messages import raises
 from tests.optim.references import all_equal, drive, make_gradients, make_weights, values
 
 from trainwright.errors import ConfigError
@@ -166,18 +167,16 @@ def test_state_of_a_run_with_other_settings_is_fitted_and_no_old_master_comes_ba
 
 @every_optimizer
 def test_masters_without_weights_in_16_bits_are_refused(make):
-    with pytest.raises(ConfigError, match=r"no trained weight has 16 bits.*model\.dtype"):
+    with raises(ConfigError, "16", "model.dtype"):
         make(make_weights((3, 3)), master_weights=True)
 
 
-@pytest.mark.parametrize(
-    ("settings", "problem"), [({"amsgrad": True}, "master_weights and amsgrad"), ({"fused": False}, "fused=False")]
-)
+@pytest.mark.parametrize(("settings", "problem"), [({"amsgrad": True}, ("master_weights",)), ({"fused": False}, ())])
 def test_impossible_settings_are_refused(settings, problem):
-    with pytest.raises(ConfigError, match=problem):
+    with raises(ConfigError, *problem):
         AdamW(narrow_weights((2,)), master_weights=True, **settings)
 
 
 def test_a_group_of_adamw_cannot_have_masters_of_its_own():
-    with pytest.raises(ConfigError, match="master_weights is True in one group"):
+    with raises(ConfigError, "master_weights"):
         AdamW([{"params": narrow_weights((2,)), "master_weights": True}])

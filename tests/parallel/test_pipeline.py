@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from tests.messages import mentions, raises
 from tests.parallel.forked_ranks import on_ranks
 from tests.parallel.test_stages import MODELS, SMALL
 from torch import nn
@@ -269,7 +270,7 @@ def test_a_step_under_autocast_is_that_of_one_process(two_stages):
 
 def test_a_batch_with_a_key_that_forward_does_not_take_is_refused_on_every_stage(two_stages):
     for rank in two_stages:
-        assert "Llama.forward does not take a batch with the keys input_ids, labels, weights" in rank["mistakes"][0]
+        assert mentions(rank["mistakes"][0], "Llama.forward", "input_ids")
 
 
 def test_an_error_of_a_stage_is_raised_as_it_is(two_stages):
@@ -289,7 +290,7 @@ def test_blocks_that_do_not_keep_the_dtype_are_refused():
     split_layers(model, Mesh({**ALONE, "pipeline": 2}, 0))
     part = _Part(model, model.stage)
     part.begin(pieces, None, [Hidden((2, 9, 16), torch.float64)] * len(pieces))
-    with pytest.raises(TrainwrightError, match=r"last block of stage 0 returned torch\.float16"):
+    with raises(TrainwrightError, "0", "torch.float16"):
         part(number=torch.tensor([0]))
 
 

@@ -1,8 +1,8 @@
 """What a rank without weights is sent, and that its tensors stay the ones that others refer to."""
 
-import pytest
 import torch
 import torch.distributed as dist
+from tests.messages import raises
 from tests.parallel.forked_ranks import on_ranks
 from torch import nn
 
@@ -131,7 +131,7 @@ def test_another_model_than_the_first_ranks_is_refused_before_anything_is_sent(t
         if ranks.is_first:
             SentWeights(built_by_first(ranks), ranks)
             return
-        with pytest.raises(TrainwrightError, match=r"Rank 1 has built another model than rank 0.*\(7, 2\).*\(7, 3\)"):
+        with raises(TrainwrightError, "1", "0", "7", "2", "3"):
             SentWeights(built_by_first(ranks, width=2), ranks)
 
     on_ranks(tmp_path, {"data": 2}, act)

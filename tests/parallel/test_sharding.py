@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.messages import raises
 from torch import nn
 
 from trainwright.errors import ConfigError
@@ -111,7 +112,7 @@ def test_a_flat_rule_that_names_nothing_is_told():
 
 @pytest.mark.parametrize("extra", [{}, {"**": None, "tail": [None]}], ids=["uncovered", "unmatched"])
 def test_strict_rules_refuse_what_else_is_told(extra):
-    with pytest.raises(ConfigError, match=r"strict is true, but .*(head.weight|tail)"):
+    with raises(ConfigError, "model.sharding", *extra.keys() - {"**"}):
         plan_of({"parameters": {**UP_AND_DOWN, **extra}, "strict": True})
 
 
@@ -123,49 +124,49 @@ def test_of_a_stage_with_some_of_the_layers_no_rule_is_told_to_match_nothing():
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"head.weight": ["model", None]}, r"head.weight: no axis 'model' here. Known: .*data, .*tensor"),
-        ({"parameters": {"head.weight": ["tensro", None]}}, r'no axis \'tensro\' here. Did you mean "tensor"\?'),
-        ({"parameters": {"head.weight": ["context", None]}}, r"no axis 'context' here. Known: data, tensor"),
-        ({"head.weight": ["context", None]}, r"no axis 'context' here. Known: data, tensor"),
-        ({"head.weight": ["tensor", "tensor"]}, r"the axis tensor splits two dims"),
-        ({"head.weight": ["tensor"]}, r"head.weight: has 1 dims, but head.weight has the shape \[3, 4\]"),
-        ({"head.weight": "tensor"}, r"must be a list with null, an axis or a list of axes"),
-        ({"head.weight": [1, None]}, r"must be a list with null, an axis or a list of axes"),
-        ({"parameters": {}, "head": [None]}, r"'head' stands beside the sections parameters"),
-        ({"parameters": ["head"]}, r"model.sharding.parameters: must be a mapping"),
-        ({"strict": "yes"}, r"model.sharding.strict: must be true or false"),
-        ({"fused": {"head": 1}}, r"model.sharding.fused: must say of globs how many"),
-        ({"on_parts": 3}, r"model.sharding.on_parts: must be a list of globs"),
-        ({"head[x]": [None]}, r"head\[x\]: one of several outputs is named path\[0\]"),
+        ({"head.weight": ["model", None]}, ("model", "head.weight", "tensor")),
+        ({"parameters": {"head.weight": ["tensro", None]}}, ("tensor", "tensro")),
+        ({"parameters": {"head.weight": ["context", None]}}, ("context", "tensor")),
+        ({"head.weight": ["context", None]}, ("context", "tensor")),
+        ({"head.weight": ["tensor", "tensor"]}, ("tensor",)),
+        ({"head.weight": ["tensor"]}, ("head.weight", "1", "3", "4")),
+        ({"head.weight": "tensor"}, ()),
+        ({"head.weight": [1, None]}, ()),
+        ({"parameters": {}, "head": [None]}, ("head",)),
+        ({"parameters": ["head"]}, ("model.sharding.parameters",)),
+        ({"strict": "yes"}, ("model.sharding.strict",)),
+        ({"fused": {"head": 1}}, ("model.sharding.fused",)),
+        ({"on_parts": 3}, ("model.sharding.on_parts",)),
+        ({"head[x]": [None]}, ("0",)),
         (
             {"head.weight": ["tensor", None], "**": None},
-            r"dim 0 of head.weight \[3, 4\] does not divide over tensor: 2",
+            ("0", "head.weight", "3", "4", "2", "tensor"),
         ),
-        ({"**": None}, r"tensor is 2, but model.sharding splits no parameter along it"),
+        ({"**": None}, ("2", "model.sharding", "tensor")),
     ],
 )
 def test_rules_that_cannot_be_are_refused(rules, message):
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, *message):
         plan_of(rules)
 
 
 def test_more_tensor_ranks_than_key_value_heads_are_refused_by_the_setting():
     model = Llama(vocab_size=32, num_kv_heads=2, **SMALL)
-    with pytest.raises(ConfigError, match=r"model.num_kv_heads is 2, which tensor: 4 ranks cannot share.*k_proj"):
+    with raises(ConfigError, "model.num_kv_heads", "2", "4", "tensor", "k_proj"):
         plan_sharding(model, packaged_rules(model), {"tensor": 4})
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit", "t5"])
 def test_heads_that_do_not_divide_are_refused_by_the_setting(name):
     model = SHIPPED[name]()
-    with pytest.raises(ConfigError, match=r"model.num_heads is 4, which tensor: 3 ranks cannot share"):
+    with raises(ConfigError, "model.num_heads", "4", "3", "tensor"):
         plan_sharding(model, packaged_rules(model), {"tensor": 3})
 
 
 def test_a_model_without_rules_is_refused_where_the_tensor_axis_has_ranks_and_taken_where_not():
     model = CNN(num_labels=2)
     assert packaged_rules(model) is None
-    with pytest.raises(ConfigError, match=r"tensor is 2, but CNN has no sharding rules"):
+    with raises(ConfigError, "2", "tensor"):
         plan_sharding(model, None, TWO)
     assert plan_sharding(model, None, {"tensor": 1, "data": 2}).remarks() == []
 
@@ -181,7 +182,7 @@ def test_a_vocabulary_may_be_split_unevenly_and_fsdp_then_takes_the_other_dim():
 def test_two_rules_for_one_tied_parameter_must_agree():
     model = Llama(vocab_size=32, tie_embeddings=True, **SMALL)
     rules = parse_rules({"model.embed_tokens.weight": ["tensor", None], "lm_head.weight": [None, "tensor"]})
-    with pytest.raises(ConfigError, match=r"lay out one tied parameter \(lm_head.weight\) in two ways"):
+    with raises(ConfigError, "lm_head.weight"):
         plan_sharding(model, rules, TWO)
 
 
@@ -206,7 +207,7 @@ def test_adapters_are_split_as_the_weights_that_they_stand_beside():
 
 def test_a_parameter_between_split_layers_needs_a_word_on_what_it_meets():
     split = {"block.up.weight": ["tensor", None], "block.down.weight": [None, "tensor"]}
-    with pytest.raises(ConfigError, match=r"block.norm.weight stands between layers .* name it under on_parts"):
+    with raises(ConfigError, "block.norm.weight", "on_parts"):
         plan_of({"parameters": split})
     assert plan_of({"parameters": split, "on_parts": ["block.norm.*"]}).on_parts == {
         "block.norm.weight",
@@ -220,24 +221,24 @@ def test_rules_are_read_from_a_file_of_the_project_and_errors_name_it(tmp_path):
     rules = read_rules("rules.yaml", project_dir=tmp_path)
     assert (rules.flat, rules.strict, rules.is_packaged) == ({"head.weight": (("tensor",), ())}, True, False)
     (tmp_path / "wrong.yaml").write_text("head.weight: [rows, null]\n")
-    with pytest.raises(ConfigError, match=r"^wrong.yaml: model.sharding: head.weight: no axis 'rows'"):
+    with raises(ConfigError, "rows", "wrong.yaml", "model.sharding", "head.weight"):
         read_rules("wrong.yaml", project_dir=tmp_path)
     (tmp_path / "list.yaml").write_text("- head\n")
-    with pytest.raises(ConfigError, match=r"must be a mapping of rules, got a list of 1"):
+    with raises(ConfigError, "1"):
         read_rules("list.yaml", project_dir=tmp_path)
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("lama", r'^run.yaml:3: model.sharding: no packaged rules \'lama\'. Did you mean "llama"\?'),
-        ("rules/none.yaml", r"^run.yaml:3: model.sharding: there is no file .*rules/none.yaml"),
-        (3, r"^run.yaml:3: model.sharding: must be a packaged name, a file or a mapping of rules, got 3"),
-        ({"a": 3}, r"^run.yaml:3: model.sharding: a: must be a list"),
+        ("lama", ("run.yaml:3", "llama", "model.sharding")),
+        ("rules/none.yaml", ("run.yaml:3", "model.sharding", "rules/none.yaml")),
+        (3, ("run.yaml:3", "model.sharding", "3")),
+        ({"a": 3}, ("run.yaml:3", "model.sharding")),
     ],
 )
 def test_a_setting_that_names_no_rules_is_refused_with_its_place(setting, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, *message):
         read_rules(setting, project_dir=tmp_path, origin=lambda dotted: "run.yaml:3")
 
 

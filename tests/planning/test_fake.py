@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from tests.messages import raises
 from tests.planning.runs import LENGTH, MODEL, small_run
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -87,7 +88,7 @@ def test_values_that_a_model_reads_do_not_stop_it(project, in_tmp):
 
 def test_a_model_that_cannot_be_built_says_why(project):
     with (
-        pytest.raises(ConfigError, match=r"takes no argument|no such argument|width"),
+        raises(ConfigError),
         imagine(project(model={"type": "parts.py:Reads", "width": 3}), world_size=8),
     ):
         pass
@@ -137,7 +138,7 @@ def test_random_numbers_and_grad_mode_are_left_alone():
 @pytest.mark.parametrize("rank", [8, 9])
 def test_a_rank_that_is_none_is_refused(rank):
     with (
-        pytest.raises(ConfigError, match=f"{rank} is not one of the 8 ranks"),
+        raises(ConfigError, rank, "8"),
         imaginary_ranks({"data": 8}, world_size=8, rank=rank),
     ):
         pass
@@ -146,7 +147,7 @@ def test_a_rank_that_is_none_is_refused(rank):
 
 def test_a_world_that_the_mesh_does_not_fit_is_refused():
     with (
-        pytest.raises(ConfigError, match=r"data \? × tensor 4 cannot be 6 ranks"),
+        raises(ConfigError, "4", "6", "tensor"),
         imagine(small_run({"data": -1, "tensor": 4}), world_size=6, sequence_length=LENGTH),
     ):
         pass
@@ -154,6 +155,6 @@ def test_a_world_that_the_mesh_does_not_fit_is_refused():
 
 def test_heads_that_the_tensor_axis_does_not_divide_are_refused():
     config = small_run({"tensor": 8})
-    with pytest.raises(ConfigError, match="num_heads"), imagine(config, world_size=8, sequence_length=LENGTH):
+    with raises(ConfigError, "num_heads"), imagine(config, world_size=8, sequence_length=LENGTH):
         pass
     assert MODEL["num_heads"] == 4

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.messages import raises
 from torch.utils.data import Dataset
 
 from trainwright import RunConfig, Task, build_trainer
@@ -128,5 +129,5 @@ def test_a_model_that_gives_no_loss_is_refused_in_words(tmp_path):
     class Refused(Mine):
         task_class = Silent
 
-    with pytest.raises(TrainwrightError, match=r"a mapping with `loss`.*the model gave a mapping of logits"):
+    with raises(TrainwrightError, "loss"):
         build(tmp_path, 8, Refused).train()

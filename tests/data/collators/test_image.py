@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tests.messages import raises
 
 from trainwright.data.collators.image import Image
 from trainwright.errors import ConfigError, DataError
@@ -99,49 +100,49 @@ def test_labels_and_other_fields_come_along():
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        ("cat.png", "is a str"),
-        (PIXELS.astype(np.int32), "holds int32 values"),
-        (torch.from_numpy(PIXELS.astype(np.int32)).movedim(-1, 0), "holds torch.int32 values"),
-        (np.array([["a", "b"]]), "holds <U1 values"),
-        (np.array(5), "has 0 dims"),
-        (np.zeros((4, 6, 7), np.uint8), r"has the shape \(4, 6, 7\). Give \[height, width, channels\]"),
-        (torch.zeros(4, 6, 3, 3), "has 4 dims"),
-        (torch.zeros(5, 4, 6), r"has the shape \(5, 4, 6\). Give \[channels, height, width\]"),
-        (PIXELS[:3], "is a picture of 3 × 3 × 6, that of sample 0 of 3 × 4 × 6"),
-        (PIXELS[:, :, :1], "is a picture of 1 × 4 × 6"),
+        ("cat.png", ()),
+        (PIXELS.astype(np.int32), ()),
+        (torch.from_numpy(PIXELS.astype(np.int32)).movedim(-1, 0), ("torch.int32",)),
+        (np.array([["a", "b"]]), ()),
+        (np.array(5), ("0",)),
+        (np.zeros((4, 6, 7), np.uint8), ("4", "6", "7")),
+        (torch.zeros(4, 6, 3, 3), ("4",)),
+        (torch.zeros(5, 4, 6), ("5", "4", "6")),
+        (PIXELS[:3], ("3", "6", "0", "4")),
+        (PIXELS[:, :, :1], ("1", "4", "6")),
     ],
 )
 def test_what_is_no_picture_is_refused_by_field_and_sample(value, problem):
-    with pytest.raises(DataError, match=rf'Sample 1 of the batch \(counted from 0\): "image" {problem}'):
+    with raises(DataError, *problem, "image", "1", "0"):
         Image()([{"image": PIXELS}, {"image": value}])
 
 
 def test_a_pil_image_of_an_unusual_mode_is_refused():
-    with pytest.raises(DataError, match=r'Sample 0 .* of the mode "F"'):
+    with raises(DataError, "0", "F"):
         only(Image(channels=1), pil().fromarray(np.ones((2, 2), np.float32)))
 
 
 def test_fields_that_are_missing_or_double_are_refused():
-    with pytest.raises(DataError, match="no pixel_values or image; their fields are x"):
+    with raises(DataError, "pixel_values"):
         Image()([{"x": 1}])
-    with pytest.raises(DataError, match="have pixel_values and image"):
+    with raises(DataError, "pixel_values"):
         Image()([{"image": PIXELS, "pixel_values": PIXELS}])
-    with pytest.raises(DataError, match="has 1 channels, and mean has 3 values"):
+    with raises(DataError, "1", "3"):
         Image(mean=[0, 0, 0])([{"image": PIXELS[:, :, 0]}])
 
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ({"channels": 2}, "channels is 2"),
-        ({"size": [1, 2, 3]}, "size is"),
-        ({"size": 0}, "size is 0"),
-        ({"std": 0.0}, "std is 0.0"),
-        ({"mean": [1, 2], "channels": 3}, "mean is"),
+        ({"channels": 2}, ("2",)),
+        ({"size": [1, 2, 3]}, ()),
+        ({"size": 0}, ("0",)),
+        ({"std": 0.0}, ("0.0",)),
+        ({"mean": [1, 2], "channels": 3}, ()),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(arguments, problem):
-    with pytest.raises(ConfigError, match=problem):
+    with raises(ConfigError, *problem):
         Image(**arguments)
 
 

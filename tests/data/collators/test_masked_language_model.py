@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.messages import raises
 
 from trainwright.data.collators.masked_language_model import MaskedLanguageModel
 from trainwright.errors import ConfigError, DataError
@@ -76,23 +77,23 @@ def test_a_sample_may_say_itself_which_of_its_tokens_are_special():
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ({"tokenizer": "bytes", "mask_probability": 0.0}, "mask_probability is 0.0"),
-        ({"tokenizer": "bytes", "mask_fraction": 0.9, "random_fraction": 0.2}, "together at most 1"),
-        ({"mask_token_id": 3}, "Give a tokenizer, or mask_token_id and vocab_size"),
-        ({"mask_token_id": 3, "vocab_size": 10}, "Nothing says which token pads"),
+        ({"tokenizer": "bytes", "mask_probability": 0.0}, ("mask_probability", "0.0")),
+        ({"tokenizer": "bytes", "mask_fraction": 0.9, "random_fraction": 0.2}, ("1",)),
+        ({"mask_token_id": 3}, ("mask_token_id", "vocab_size")),
+        ({"mask_token_id": 3, "vocab_size": 10}, ()),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(arguments, problem):
-    with pytest.raises(ConfigError, match=problem):
+    with raises(ConfigError, *problem):
         MaskedLanguageModel(**arguments)
 
 
 def test_samples_that_do_not_fit_are_refused():
-    with pytest.raises(DataError, match=r"have labels, .*drop: .labels."):
+    with raises(DataError):
         MaskedLanguageModel(**OWN)([{"input_ids": [1], "labels": [1]}])
-    with pytest.raises(DataError, match="Give a tokenizer"):
+    with raises(DataError):
         MaskedLanguageModel(**OWN)([{"text": "a"}])
-    with pytest.raises(DataError, match="token 100, which is outside the vocabulary"):
+    with raises(DataError, "100"):
         MaskedLanguageModel(**OWN)([{"input_ids": [100]}])
-    with pytest.raises(DataError, match="300, is outside the tokenizer's vocabulary of 260"):
+    with raises(DataError, "300", "260"):
         MaskedLanguageModel(tokenizer="bytes")([{"input_ids": [300]}])

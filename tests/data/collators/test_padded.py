@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.messages import raises
 
 from trainwright.data.collators.padded import Padded
 from trainwright.errors import ConfigError, DataError
@@ -121,43 +122,43 @@ def test_it_pickles_to_a_worker():
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ({}, "Nothing says which token pads"),
-        ({"pad_token_id": -1}, "padding token is -1"),
-        ({"pad_token_id": 9, "vocab_size": 9}, "padding token is 9. .* below the vocab_size, 9"),
-        ({"pad_token_id": 0, "side": "top"}, 'side is "top". Use one of: right, left'),
+        ({}, ()),
+        ({"pad_token_id": -1}, ("1",)),
+        ({"pad_token_id": 9, "vocab_size": 9}, ("9", "vocab_size")),
+        ({"pad_token_id": 0, "side": "top"}, ("top",)),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(arguments, problem):
-    with pytest.raises(ConfigError, match=problem):
+    with raises(ConfigError, *problem):
         Padded(**arguments)
 
 
 @pytest.mark.parametrize(
     ("sample", "problem"),
     [
-        ({"input_ids": [1, 2], "labels": [1]}, '"labels" has 1 values, "input_ids" has 2 tokens'),
-        ({"input_ids": [1, 2], "position_ids": 3}, '"position_ids" is one value'),
-        ({"input_ids": [1.0]}, '"input_ids" holds a float'),
-        ({"input_ids": []}, '"input_ids" is empty'),
-        ({"input_ids": [1, 12]}, '"input_ids" holds the token 12, which is outside the vocabulary of 10'),
-        ({"input_ids": [1, -1]}, '"input_ids" holds the token -1'),
-        ({"input_ids": [1, 2], "labels": [1, 10]}, '"labels" holds the token 10'),
-        ({"input_ids": [1, 2], "url": "ab"}, r'"url" is a text, .*drop: \[url\]'),
-        ({"input_ids": [1, 2], "tags": ["a", "b"]}, r'"tags" is a list, .*drop: \[tags\]'),
-        ({"input_ids": list(range(9))}, r'"input_ids" has 9 tokens, more than the last of buckets, 4.*max_length'),
+        ({"input_ids": [1, 2], "labels": [1]}, ("labels", "input_ids", "1", "2")),
+        ({"input_ids": [1, 2], "position_ids": 3}, ("position_ids",)),
+        ({"input_ids": [1.0]}, ("input_ids",)),
+        ({"input_ids": []}, ("input_ids",)),
+        ({"input_ids": [1, 12]}, ("input_ids", "12", "10")),
+        ({"input_ids": [1, -1]}, ("input_ids", "1")),
+        ({"input_ids": [1, 2], "labels": [1, 10]}, ("labels", "10")),
+        ({"input_ids": [1, 2], "url": "ab"}, ("url",)),
+        ({"input_ids": [1, 2], "tags": ["a", "b"]}, ("tags",)),
+        ({"input_ids": list(range(9))}, ("input_ids", "9", "4", "max_length")),
     ],
 )
 def test_what_cannot_be_padded_is_refused_by_field_and_sample(sample, problem):
-    with pytest.raises(DataError, match=rf"Sample 0 of the batch \(counted from 0\): {problem}"):
+    with raises(DataError, *problem, "0"):
         Padded(pad_token_id=0, vocab_size=10, buckets=[2, 4])([sample])
 
 
 def test_vectors_of_unequal_size_are_refused():
     samples = [{"input_ids": [1], "v": np.ones((1, n))} for n in (2, 3)]
-    with pytest.raises(DataError, match=r'Sample 1 .*"v" has values of the shape \(3,\), sample 0 of \(2,\)'):
+    with raises(DataError, "1", "v", "3", "0", "2"):
         Padded(pad_token_id=0)(samples)
 
 
 def test_samples_without_tokens_are_refused():
-    with pytest.raises(DataError, match='no "input_ids"; they have text'):
+    with raises(DataError, "input_ids"):
         Padded(pad_token_id=0)([{"text": "a"}])

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.messages import raises
 
 from trainwright.data.collators.padding import Width, mark_tokens, pad_rows
 from trainwright.errors import ConfigError, DataError
@@ -19,9 +20,7 @@ def test_the_bucket_is_the_smallest_that_fits(lengths, buckets):
     if fitting:
         assert width.of(lengths, "input_ids") == min(fitting)
     else:
-        with pytest.raises(
-            DataError, match=f'Sample {lengths.index(max(lengths))} .*"input_ids" has {max(lengths)} tok'
-        ):
+        with raises(DataError, lengths.index(max(lengths)), max(lengths), "input_ids", golden=False):
             width.of(lengths, "input_ids")
 
 
@@ -39,19 +38,19 @@ def test_a_multiple_is_the_smallest_that_fits_and_never_above_the_maximum(length
 @pytest.mark.parametrize(
     ("settings_", "problem"),
     [
-        ({"max_length": 0}, "max_length is 0"),
-        ({"max_length": 2.5}, "max_length is 2.5"),
-        ({"multiple": -8}, "pad_to_multiple_of is -8"),
-        ({"buckets": (8, 4)}, r"buckets is \[8, 4\]"),
-        ({"buckets": ("8",)}, "buckets is"),
-        ({"buckets": (8,), "multiple": 4}, "both say how wide"),
-        ({"buckets": (8,), "max_length": 9}, "max_length is 9, more than the last of buckets, 8"),
-        ({"multiple": 8, "max_length": 20}, "not a multiple of pad_to_multiple_of, 8.*Use 16"),
-        ({"buckets": (8,), "max_length": 9, "of_labels": True}, "max_label_length is 9, .* label_buckets, 8"),
+        ({"max_length": 0}, ("max_length", "0")),
+        ({"max_length": 2.5}, ("max_length", "2.5")),
+        ({"multiple": -8}, ("pad_to_multiple_of", "8")),
+        ({"buckets": (8, 4)}, ("8", "4")),
+        ({"buckets": ("8",)}, ()),
+        ({"buckets": (8,), "multiple": 4}, ()),
+        ({"buckets": (8,), "max_length": 9}, ("max_length", "9", "8")),
+        ({"multiple": 8, "max_length": 20}, ("pad_to_multiple_of", "8", "16")),
+        ({"buckets": (8,), "max_length": 9, "of_labels": True}, ("max_label_length", "9", "label_buckets", "8")),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings_, problem):
-    with pytest.raises(ConfigError, match=problem):
+    with raises(ConfigError, *problem):
         Width(**settings_)
 
 

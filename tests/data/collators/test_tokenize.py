@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.messages import raises
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from trainwright.data.collators.padded import Padded
@@ -67,22 +68,22 @@ def test_other_fields_are_stacked():
 @pytest.mark.parametrize(
     ("sample", "problem"),
     [
-        ({"text": 5}, 'Sample 1 .*"text" is a int, 5'),
-        ({"text": ""}, 'Sample 1 .*"input_ids" is empty'),
-        ({"text": "\ud800"}, '"text": Text 1 .*no valid Unicode'),
+        ({"text": 5}, ("1", "text", "5")),
+        ({"text": ""}, ("1", "input_ids")),
+        ({"text": "\ud800"}, ("text", "1")),
     ],
 )
 def test_what_is_no_text_is_refused_by_field_and_sample(sample, problem):
-    with pytest.raises(DataError, match=problem):
+    with raises(DataError, *problem):
         Tokenize(tokenizer="bytes")([{"text": "a"}, sample])
 
 
 def test_fields_that_do_not_fit_are_refused(words):
-    with pytest.raises(DataError, match=r'no "text"; they have body\. Set text'):
+    with raises(DataError, "text"):
         Tokenize(tokenizer="bytes")([{"body": "a"}])
-    with pytest.raises(DataError, match=r"already have input_ids .*drop: \[input_ids\]"):
+    with raises(DataError, "input_ids"):
         Tokenize(tokenizer="bytes")([{"text": "a", "input_ids": [1]}])
-    with pytest.raises(ConfigError, match="Only prompt is given"):
+    with raises(ConfigError):
         Tokenize(tokenizer="bytes", prompt="ask")
-    with pytest.raises(ConfigError, match="make_labels is false"):
+    with raises(ConfigError, "make_labels"):
         Tokenize(tokenizer="bytes", prompt="ask", completion="say", make_labels=False)

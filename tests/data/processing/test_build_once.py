@@ -6,6 +6,7 @@ import signal
 import time
 
 import pytest
+from tests.messages import mentions, raises
 
 from trainwright.data.processing import build_once as module
 from trainwright.data.processing.build_once import build_once, find_build, hold_for_reading
@@ -226,11 +227,11 @@ def test_who_waits_says_for_whom_and_how_far_that_is(tmp_path, caplog):
         build_once(entry, write)
     assert has_ended_well(process)
     (message,) = caplog.messages
-    assert f"being made by process {process} on " in message
+    assert mentions(message, process)
     assert message.endswith(": 7 of 9 rows")
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"file/cache cannot be written .*cache_dir"):
+    with raises(DataError, "file/cache", "cache_dir"):
         build_once(tmp_path / "file" / "cache" / "entry", write_word("a"))

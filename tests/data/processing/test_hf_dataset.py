@@ -7,6 +7,7 @@ import datasets
 import huggingface_hub.constants
 import pytest
 import torch
+from tests.messages import raises
 from torch.utils.data import DataLoader
 
 import trainwright
@@ -56,7 +57,7 @@ def test_a_name_on_the_hub_is_read_with_its_config_and_split(path, name, config,
 
 @pytest.mark.parametrize("path", ["hf://", "hf://a b", "hf://imdb:", "hf://a/b/c/d/e", "no/such/file.json"])
 def test_a_path_that_names_nothing_is_refused(path):
-    with pytest.raises(DataError, match=r"load_hf_dataset: .*(hf://owner/name)"):
+    with raises(DataError, "load_hf_dataset", "owner/name"):
         load_hf_dataset(path)
 
 
@@ -88,10 +89,10 @@ def test_a_folder_of_files_is_read_in_order_of_their_names(rows_file, load):
 
 def test_files_of_two_kinds_or_of_none_are_refused(rows_file, load):
     (rows_file.parent / "more.csv").write_text("text\nz\n")
-    with pytest.raises(DataError, match=r"read as one kind of file .*more.csv, rows.jsonl"):
+    with raises(DataError, "more.csv", "rows.jsonl"):
         load(rows_file.parent)
     odd = rows_file.rename(rows_file.with_suffix(".odd"))
-    with pytest.raises(DataError, match=r"rows\.odd"):
+    with raises(DataError, "rows.odd"):
         load(odd)
 
 
@@ -102,7 +103,7 @@ def test_a_folder_that_was_saved_to_disk_is_read_with_its_splits(tmp_path, load)
     assert len(load(tmp_path / "one")) == 6
     assert len(load(tmp_path / "several")) == 6
     assert [sample["text"] for sample in load(f"{tmp_path / 'several'}:test")] == ["ab"]
-    with pytest.raises(DataError, match=r'has no split "valid"\. It has train, test'):
+    with raises(DataError, "valid"):
         load(f"{tmp_path / 'several'}:valid")
 
 
@@ -110,7 +111,7 @@ def test_columns_are_taken_from_the_sample_or_else_from_the_row(rows_file, load)
     samples = load(rows_file, encode, columns=["label", "input_ids"])
     assert samples.columns == ["label", "input_ids"]
     assert samples[1]["label"] == 1
-    with pytest.raises(DataError, match=r"columns: there is no lable; the sample has text, label"):
+    with raises(DataError):
         load(rows_file, columns=["lable"])
 
 
@@ -142,7 +143,7 @@ def test_changed_data_is_processed_anew(rows_file, load):
 
 
 def test_an_error_names_the_path_and_the_row(rows_file, load):
-    with pytest.raises(DataError, match=r"failed on row 0 of .*rows\.jsonl: KeyError: 'missing'"):
+    with raises(DataError, "0", "missing", "rows.jsonl", "KeyError"):
         load(rows_file, lambda row: {"x": row["missing"]})
 
 
@@ -155,7 +156,7 @@ def test_offline_opens_no_connection_and_leaves_the_settings_alone(load, monkeyp
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    with pytest.raises(DataError, match=r"hf://nobody/nothing:train cannot be read: .*offline=True") as found:
+    with raises(DataError, "nobody/nothing") as found:
         load("hf://nobody/nothing", offline=True)
     assert not isinstance(found.value.__cause__, AssertionError)
     assert not datasets.config.HF_HUB_OFFLINE

@@ -19,6 +19,7 @@ import fsspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.messages import raises
 from torch.utils.data import DataLoader
 
 from trainwright.data.sources import file_stream, files, records
@@ -165,7 +166,7 @@ def test_rows_of_odd_csv_are_cut_where_python_cuts_them(content):
         assert len(rows) == len(expected)
         for index, row in enumerate(expected):
             if len(row) != 1 or (index == len(expected) - 1 and is_open(content)):
-                with pytest.raises(DataError, match=r"where the header names 1|quote is not closed"):
+                with raises(DataError, "0.csv", golden=False):
                     rows[index]
             else:
                 assert rows[index] == {"x": row[0]}
@@ -196,11 +197,11 @@ def test_a_corrupt_row_names_its_file_and_line_and_the_next_row_follows(tmp_path
     iterator = iter(rows if streaming else ())
     read = (lambda index: next(iterator)) if streaming else rows.__getitem__
     assert read(0) == {"a": 1}
-    with pytest.raises(DataError, match=r"x\.jsonl line 3: not JSON: Expecting value"):
+    with raises(DataError, "x.jsonl", "3"):
         read(1)
-    with pytest.raises(DataError, match=r"x\.jsonl line 4: not an object"):
+    with raises(DataError, "x.jsonl", "4"):
         read(2)
-    with pytest.raises(DataError, match=r"x\.jsonl line 5: no column 'a'. There are: b"):
+    with raises(DataError, "a", "x.jsonl", "5"):
         read(3)
     assert read(4) == {"a": 3}
 
@@ -221,25 +222,25 @@ def test_a_corrupt_row_of_a_later_piece_names_its_byte(tmp_path):
     (tmp_path / "x.jsonl").write_text(good * 10 + "oh\n")
     stream = json_lines("x.jsonl", streaming=True, shard_megabytes=40 / MEGABYTE, project_dir=tmp_path)
     assert stream.num_shards == 3
-    with pytest.raises(DataError, match=r"x\.jsonl byte 90: not JSON"):
+    with raises(DataError, "x.jsonl", "90"):
         list(stream)
 
 
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ('a,b\n1,2\n"x\ny",2\n1,2,3\n', r"x\.csv line 5: 3 fields where the header names 2 \(a, b\)"),
-        ('a,b\n1,2\n\n1,"2\n3,4\n', r"x\.csv line 4: a quote is not closed"),
-        ("a,b\n1,zwei\n", r"x\.csv line 2: column 'b' is 'zwei', not int"),
-        ("a,a\n1,2\n", "names 'a' more than once"),
-        ("a,c\n1,2\n", "types: no column 'b'. The header names: a, c"),
+        ('a,b\n1,2\n"x\ny",2\n1,2,3\n', ("x.csv", "5", "3", "2")),
+        ('a,b\n1,2\n\n1,"2\n3,4\n', ("x.csv", "4")),
+        ("a,b\n1,zwei\n", ("b", "zwei", "x.csv", "2")),
+        ("a,a\n1,2\n", ("a",)),
+        ("a,c\n1,2\n", ("b",)),
     ],
 )
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_wrong_row_of_csv_names_its_file_and_line(tmp_path, content, problem, streaming):
     (tmp_path / "x.csv").write_text(content)
     rows = csv("x.csv", types={"b": "text" if "x\n" in content else int}, streaming=streaming, project_dir=tmp_path)
-    with pytest.raises(DataError, match=problem):
+    with raises(DataError, *problem):
         list(rows) if streaming else rows.__getitems__(range(len(rows)))
 
 
@@ -250,9 +251,9 @@ def test_a_field_of_csv_may_be_long(tmp_path):
 
 def test_a_text_that_is_not_utf_8_names_its_line(tmp_path):
     (tmp_path / "x.txt").write_bytes(b"one\ncaf\xe9\n")
-    with pytest.raises(DataError, match=r"x\.txt line 2: not UTF-8"):
+    with raises(DataError, "x.txt", "2", "8"):
         text("x.txt", unit="line", project_dir=tmp_path)[1]
-    with pytest.raises(DataError, match=r"x\.txt: not UTF-8"):
+    with raises(DataError, "x.txt", "8"):
         text("x.txt", project_dir=tmp_path)[0]
 
 
@@ -277,7 +278,7 @@ def test_a_broken_archive_raises_once_and_the_next_file_follows(tmp_path):
     (tmp_path / "0.txt.gz").write_bytes(b"no archive")
     (tmp_path / "1.txt").write_text("good")
     iterator = iter(text(tmp_path, streaming=True))
-    with pytest.raises(DataError, match=r"0\.txt\.gz cannot be read: BadGzipFile"):
+    with raises(DataError, "0.txt.gz", "BadGzipFile"):
         next(iterator)
     assert list(iterator) == [{"text": "good"}]
 
@@ -327,7 +328,7 @@ def test_a_stream_whose_files_before_its_place_have_changed_does_not_go_on(tmp_p
     write_lines(tmp_path, "b", "c", "d")
     head, state = lines_in(tmp_path, taken)
     write_lines(tmp_path, "a")
-    with pytest.raises(DataError, match=r"piece \d .*was [bcd]\.txt \(12 bytes\).*is [abcd]\.txt \(12 bytes\)"):
+    with raises(DataError, "12"):
         lines_in(tmp_path, state=state)
     (tmp_path / "a.txt").unlink()
     assert head + lines_in(tmp_path, state=state)[0] == [f"{name}{number}" for name in "bcd" for number in range(4)]
@@ -337,7 +338,7 @@ def test_a_file_that_grew_is_another_one(tmp_path):
     write_lines(tmp_path, "b")
     state = lines_in(tmp_path, 1)[1]
     (tmp_path / "b.txt").write_text("b0\nb1\nb2\nb3\nb4\n")
-    with pytest.raises(DataError, match=r"was b\.txt \(12 bytes\) from 0 to 6, .* is b\.txt \(15 bytes\)"):
+    with raises(DataError, "b.txt", "12", "0", "6", "15"):
         lines_in(tmp_path, state=state)
 
 
@@ -390,7 +391,7 @@ def test_a_file_that_changes_under_a_run_is_an_error(tmp_path):
     rows = text("x.txt", unit="line", project_dir=tmp_path)
     assert len(rows) == 2
     (tmp_path / "x.txt").write_text("longer\nthan\nbefore\n")
-    with pytest.raises(DataError, match="has 19 bytes, but had 4"):
+    with raises(DataError, "19", "4"):
         rows[0]
 
 
@@ -419,21 +420,21 @@ def test_streams_and_rows_are_told_apart(tmp_path):
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (lambda: text("x", unit="word"), 'unit is "word". Use one of: line, paragraph, file'),
-        (lambda: text("x", streaming=True, cache_dir="y"), "cache_dir has no effect with streaming"),
-        (lambda: text("x", shard_megabytes=1), "shard_megabytes has no effect without streaming"),
-        (lambda: text("x", streaming=True, shard_megabytes=0), "Use a positive number"),
-        (lambda: json_lines("x", columns="text"), "Use a list of names"),
-        (lambda: csv("x", delimiter="ab"), "Use one ASCII character"),
-        (lambda: csv("x", types={"a": "date"}), "types.a is 'date'. Use one of: int, float, text"),
+        (lambda: text("x", unit="word"), ("word",)),
+        (lambda: text("x", streaming=True, cache_dir="y"), ("cache_dir",)),
+        (lambda: text("x", shard_megabytes=1), ("shard_megabytes",)),
+        (lambda: text("x", streaming=True, shard_megabytes=0), ()),
+        (lambda: json_lines("x", columns="text"), ()),
+        (lambda: csv("x", delimiter="ab"), ()),
+        (lambda: csv("x", types={"a": "date"}), ("date", "types.a")),
     ],
 )
 def test_settings_that_cannot_work_are_refused(make, problem):
-    with pytest.raises(ConfigError, match=problem):
+    with raises(ConfigError, *problem):
         make()
 
 
 def test_more_shards_than_there_are_is_an_error(tmp_path):
     (tmp_path / "x.txt").write_text("a")
-    with pytest.raises(ConfigError, match="can be cut into 1 shards"):
+    with raises(ConfigError, "1"):
         text("x.txt", streaming=True, project_dir=tmp_path).shard(2, 0)

@@ -2,9 +2,9 @@
 
 import json
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.messages import raises
 
 from trainwright.data.sources.locations import FileLocation
 from trainwright.data.sources.pieces import Piece, check_piece, identify_piece, share_of
@@ -26,7 +26,7 @@ def test_the_shares_in_order_are_all_pieces(case):
 
 
 def test_more_shares_than_pieces_are_refused():
-    with pytest.raises(ConfigError, match="Shard 0 of 3 was asked for, of a stream that can be cut into 2 shards"):
+    with raises(ConfigError, "0", "3", "2"):
         share_of(pieces_of("a", "b"), num_shards=3, index=0)
 
 
@@ -40,14 +40,13 @@ def test_a_state_is_taken_where_the_piece_is_the_same_and_refused_elsewhere(befo
     if place < len(after) and after[place] == before[place]:
         check_piece(after, saved)
     else:
-        with pytest.raises(DataError, match=f"was {before[place].location.label} "):
+        with raises(DataError, before[place].location.label, golden=False):
             check_piece(after, saved)
 
 
 def test_both_pieces_are_named_with_their_sizes_and_stretches():
     saved = identify_piece([Piece(FileLocation("/data/b", 30, "b"), begin, begin + 10) for begin in (0, 10)], 1)
-    was = r"piece 1 \(counted from 0\) was b \(30 bytes\) from 10 to 20"
-    with pytest.raises(DataError, match=rf"{was}, and now it is a \(10 bytes\)"):
+    with raises(DataError, "b", "30", "10", "20"):
         check_piece(pieces_of("0", "a"), saved)
-    with pytest.raises(DataError, match=rf"{was}, and now there are only 1"):
+    with raises(DataError, "b", "30", "10", "20", "1"):
         check_piece(pieces_of("a"), saved)

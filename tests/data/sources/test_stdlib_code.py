@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.messages import raises
 
 from trainwright.data.cache import rename_unless_taken
 from trainwright.data.sources import stdlib_code
@@ -197,31 +198,31 @@ def test_the_unigram_loss_is_the_cross_entropy_of_smoothed_counts(train, valid):
 
 
 def test_a_unigram_loss_over_different_tokenizers_is_refused(train, cache):
-    with pytest.raises(DataError, match="different tokens"):
+    with raises(DataError):
         unigram_loss(train, StdlibCode(part="valid", cache_dir=cache, **{**SMALL, "vocab_size": 500}))
 
 
 def test_a_part_without_files_is_refused_with_advice(tmp_path, tiny_library):
-    with pytest.raises(DataError, match=r"valid part with max_megabytes 8\.0.*Raise one of them"):
+    with raises(DataError, "max_megabytes", "8.0"):
         StdlibCode(cache_dir=tmp_path / "cache", valid_fraction=0.0001).prepare()
 
 
 def test_a_part_shorter_than_one_block_is_refused_with_advice(tmp_path, tiny_library):
     dataset = StdlibCode(cache_dir=tmp_path / "cache", vocab_size=300, valid_fraction=0.5, sequence_length=100_000)
-    with pytest.raises(DataError, match=r"less than one block of 100000.*shorten sequence_length"):
+    with raises(DataError, "100000", "sequence_length"):
         len(dataset)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"part": "test"}, r'"test".*train, valid'),
-        ({"vocab_size": 256}, "vocab_size is 256.*at least 257"),
-        ({"sequence_length": 1}, "sequence_length is 1"),
-        ({"valid_fraction": 1.0}, r"valid_fraction is 1\.0"),
-        ({"max_megabytes": 0}, "max_megabytes is 0"),
+        ({"part": "test"}, ("test",)),
+        ({"vocab_size": 256}, ("vocab_size", "256", "257")),
+        ({"sequence_length": 1}, ("sequence_length", "1")),
+        ({"valid_fraction": 1.0}, ("valid_fraction", "1.0")),
+        ({"max_megabytes": 0}, ("max_megabytes", "0")),
     ],
 )
 def test_impossible_arguments_are_refused_at_construction(changes, message):
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, *message):
         StdlibCode(**changes)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.messages import raises
 
 from trainwright.data.sources import tokens as tokens_module
 from trainwright.data.sources.tokens import Tokens, write_tokens
@@ -42,7 +43,7 @@ def test_blocks_stay_within_files_and_leave_out_what_is_incomplete(rows, length,
             write_tokens(f"{folder}/{number}{suffix}", [row], "uint32")
         dataset = Tokens(folder, length, dtype="uint32")
         if not expected:
-            with pytest.raises(DataError, match=f"less than one block of {length}"):
+            with raises(DataError, length, golden=False):
                 len(dataset)
             return
         assert ids(dataset) == expected
@@ -112,35 +113,35 @@ def test_numpy_reads_what_was_written(tmp_path, dtype):
 
 
 def test_a_token_too_large_for_its_type_is_refused_and_nothing_is_left(tmp_path):
-    with pytest.raises(DataError, match="document 1 has tokens from 3 to 70000, but uint16 holds 0 to 65535"):
+    with raises(DataError, "1", "3", "70000", "0", "65535"):
         write_tokens(tmp_path / "x.bin", [[1], [3, 70_000]])
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ConfigError, match=r"ends in .bin or .npy"):
+    with raises(ConfigError):
         write_tokens(tmp_path / "x.txt", [[1]])
 
 
 def test_files_that_hold_no_tokens_are_named(tmp_path):
     np.save(tmp_path / "a.npy", np.zeros((2, 3)))
-    with pytest.raises(DataError, match=r"a\.npy holds float64 \(2, 3\)"):
+    with raises(DataError, "a.npy", "2", "3"):
         len(Tokens("a.npy", 2, project_dir=tmp_path))
     (tmp_path / "b.npy").write_bytes(b"no numpy")
-    with pytest.raises(DataError, match=r"b\.npy is no file of tokens"):
+    with raises(DataError, "b.npy"):
         len(Tokens("b.npy", 2, project_dir=tmp_path))
     (tmp_path / "c.bin").write_bytes(b"odd")
-    with pytest.raises(DataError, match=r"c\.bin is no file of tokens in uint16"):
+    with raises(DataError, "c.bin"):
         len(Tokens("c.bin", 2, project_dir=tmp_path))
 
 
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"sequence_length": 1}, "Use at least 2"),
-        ({}, "sequence_length is missing"),
-        ({"sequence_length": 4, "dtype": "float32"}, 'dtype is "float32"'),
-        ({"documents": True}, "documents: true needs end_of_document"),
-        ({"sequence_length": 4, "end_of_document": 0}, "no effect without documents"),
+        ({"sequence_length": 1}, ("2",)),
+        ({}, ("sequence_length",)),
+        ({"sequence_length": 4, "dtype": "float32"}, ("float32",)),
+        ({"documents": True}, ("end_of_document",)),
+        ({"sequence_length": 4, "end_of_document": 0}, ()),
     ],
 )
 def test_settings_that_cannot_work_are_refused(options, problem):
-    with pytest.raises(ConfigError, match=problem):
+    with raises(ConfigError, *problem):
         Tokens("x.bin", **options)

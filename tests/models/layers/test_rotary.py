@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tests.messages import raises
 
 from trainwright.errors import ConfigError
 from trainwright.models.layers.rotary import _Turn, checked_scaling, rotary_angles, rotate, scaled_periods
@@ -59,21 +60,21 @@ def test_no_scaling_has_several_spellings():
 @pytest.mark.parametrize(
     ("scaling", "message"),
     [
-        ({"rope_type": "dynamic", "factor": 2.0}, "rope_type 'dynamic' is not supported. Known: linear, llama3"),
-        ({"rope_type": "linear"}, "linear needs the numbers factor"),
-        ({"rope_type": "linear", "factor": "2"}, "linear needs the numbers factor"),
-        ({"rope_type": "linear", "factor": 2.0, "beta": 1}, "nothing else"),
-        ({"rope_type": "linear", "factor": 0}, "factor, all above 0"),
-        ({"rope_type": "linear", "factor": True}, "factor, all above 0"),
-        ({**LLAMA3, "high_freq_factor": 1.0}, r"high_freq_factor 1\.0 must be above low_freq_factor 1\.0"),
-        ({"rope_type": "yarn", "factor": 2.0}, "rope_type 'yarn' is not supported"),
-        ({"rope_type": ["linear"]}, r"rope_type \['linear'\] is not supported"),
-        ({"factor": 2.0}, "scales nothing. Give its rope_type: linear, llama3"),
-        ("linear", "rope_scaling is 'linear'. Use a mapping"),
+        ({"rope_type": "dynamic", "factor": 2.0}, ("dynamic", "rope_type")),
+        ({"rope_type": "linear"}, ()),
+        ({"rope_type": "linear", "factor": "2"}, ()),
+        ({"rope_type": "linear", "factor": 2.0, "beta": 1}, ()),
+        ({"rope_type": "linear", "factor": 0}, ("0",)),
+        ({"rope_type": "linear", "factor": True}, ("0",)),
+        ({**LLAMA3, "high_freq_factor": 1.0}, ("high_freq_factor", "1.0", "low_freq_factor")),
+        ({"rope_type": "yarn", "factor": 2.0}, ("yarn", "rope_type")),
+        ({"rope_type": ["linear"]}, ("linear", "rope_type")),
+        ({"factor": 2.0}, ("rope_type",)),
+        ("linear", ("linear", "rope_scaling")),
     ],
 )
 def test_scaling_that_cannot_be_done_is_refused(scaling, message):
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, *message):
         checked_scaling(scaling)
 
 
