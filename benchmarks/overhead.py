@@ -116,7 +116,7 @@ def run_raw(steps):
     return clock.microseconds
 
 
-def run_trainwright(steps, mode="eager"):
+def run_trainwright(steps):
     """Ours, with every default hook and writer's work but the terminal's: metrics.json is written."""
     from trainwright import Hook, RunConfig, Trainer, build_trainer
 
@@ -151,18 +151,13 @@ def run_trainwright(steps, mode="eager"):
                     "schedule": {"type": "cosine"},
                 },
                 "checkpoint": {"every_steps": None},
-                "runtime": {"device": "cpu", "mode": mode},
+                "runtime": {"device": "cpu"},
                 "writers": ["json"],
                 "log": {"every_steps": LOG_EVERY},
             }
         )
         build_trainer(config, Ours).train()
     return clock.microseconds
-
-
-def run_trainwright_graph(steps):
-    """The same with the whole update recorded once and replayed."""
-    return run_trainwright(steps, mode="graph")
 
 
 def run_lightning(steps):
@@ -252,7 +247,6 @@ def run_huggingface(steps):
 CONTENDERS = {
     "raw": run_raw,
     "trainwright": run_trainwright,
-    "trainwright (graph)": run_trainwright_graph,
     "lightning": run_lightning,
     "huggingface": run_huggingface,
 }

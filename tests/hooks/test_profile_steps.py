@@ -93,14 +93,6 @@ def test_the_trainer_is_as_it_was_afterwards(tmp_path):
     assert [new - old for new, old in zip(after, before, strict=True)] == [set()] * 3
 
 
-def test_a_recorded_update_is_one_row(tmp_path):
-    run(tmp_path / "run", *QUICK, "runtime.mode=graph", hooks=[ProfileSteps(first=5, steps=2)])
-    figures = json.loads((tmp_path / "run" / "profile" / "summary.json").read_text())
-    assert set(figures["percent"]) == {"data", "host", "replay", "communication", "idle"}
-    assert figures["percent"]["replay"] > 0
-    assert figures["flops_per_step"] == 2 * 2 * 8 * (4 * 8 + 8 * 2) + 2 * 8 * 8 * 2
-
-
 @pytest.mark.parametrize(("left", "expected"), [(8, "steps-3-8"), (3, "steps-2-3"), (1, "steps-1-1")])
 def test_a_run_that_is_too_short_is_profiled_as_far_as_it_goes(tmp_path, left, expected):
     run(tmp_path / "run", *PLAIN, f"trainer.max_steps={left}", hooks=[ProfileSteps(first=2, steps=6)])

@@ -21,7 +21,7 @@ from torch.optim.optimizer import _get_capturable_supported_devices
 
 from trainwright.backends import main_memory
 from trainwright.backends.main_memory import MemoryFacts
-from trainwright.backends.recording import Recording, Run, record_operations
+from trainwright.backends.recording import EagerRecording, Recording, Run, run_guarded
 from trainwright.errors import ConfigError
 
 # Where torch's fused AdamW kernel exists in every torch version that we support.
@@ -77,11 +77,11 @@ class Backend:
     def record(
         self, run: Run, inputs: Sequence[torch.Tensor], *, parameters: Sequence[torch.Tensor] = ()
     ) -> tuple[Recording, list[torch.Tensor]]:
-        """Runs `run` once, recorded; returns the recording and what the run returned.
+        """Runs `run` once under guards; returns a recording, which repeats it, and what the run returned.
 
         After each replay the parameters have the gradients of that replay, and none where the run left none.
         """
-        return record_operations(run, inputs, parameters=parameters)
+        return EagerRecording(run), run_guarded(run, inputs)
 
     def limited_memory(self, share: float) -> AbstractContextManager[None]:
         """Returns a context in which this process gets no more than `share` of what the device has for it.

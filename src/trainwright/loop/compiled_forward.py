@@ -60,7 +60,7 @@ def refuse_modes(config: RunConfig, axes: Mapping[str, int]) -> None:
 def compile_forward(trainer: Trainer) -> CompiledForward | None:
     """Returns what runs the trainer's forward compiled; None where the mode runs it as it is."""
     mode = trainer.config.runtime.mode
-    # On a CPU, graph mode records the eager operations, which keeps every bit.
+    # On a CPU graph mode runs eagerly, which keeps every bit.
     if mode == "compile" or (mode == "graph" and waits_for_memory(trainer.device)):
         return CompiledForward(trainer)
     runtime = trainer.config.runtime

@@ -61,12 +61,19 @@ class _Signature(NamedTuple):
     num_samples: int
 
 
+class _Outcome:
+    """How to read what a run of the step returned; on a CPU, which runs it each time, of the last run."""
+
+    read: Fill
+    rate: float
+
+
 @dataclass(slots=True)
 class _Recorded:
     """A recording, and how to read what it returns."""
 
     recording: Recording
-    read: Fill
+    outcome: _Outcome
     rate_of: str | None
     """The optimizer whose learning rate is the step's; None where the step returned a number of its own."""
     reads_step_tensor: bool
@@ -106,7 +113,8 @@ class RecordedStep:
                 _ = self._trainer.step_tensor
             self._num_replays += 1
             try:
-                outputs = recorded.recording.replay(inputs)
+                with _explaining_reads():
+                    outputs = recorded.recording.replay(inputs)
             except (IndexError, RuntimeError) as error:
                 self._fail_as_written(batch, error)
             return self._finish(recorded, outputs)
@@ -222,21 +230,21 @@ class RecordedStep:
     def _record(self, signature: Any, inputs: list[Tensor], rebuild: Fill) -> StepResult:
         """Makes an update that is recorded; it counts like any other."""
         trainer, updater = self._trainer, self._trainer.surroundings.updater
-        read: list[Fill] = []
-        rates: list[float] = []
+        outcome = _Outcome()
 
         def run(given: list[Tensor]) -> list[Tensor]:
-            result = trainer.train_step(rebuild(given))
-            rates.append(result[3])
-            tensors: list[Tensor] = []
-            outcome = (
-                tuple(result),
-                trainer.loss_weight,
-                updater.take_postponed(),
-                updater.watch.take_calls() if updater.watch is not None else [],
-                trainer.storage.end_recording(),
-            )
-            read.append(_reader(outcome, tensors))
+            with self._recording():
+                result = trainer.train_step(rebuild(given))
+                outcome.rate = result[3]
+                tensors: list[Tensor] = []
+                parts = (
+                    tuple(result),
+                    trainer.loss_weight,
+                    updater.take_postponed(),
+                    updater.watch.take_calls() if updater.watch is not None else [],
+                    trainer.storage.end_recording(),
+                )
+                outcome.read = _reader(parts, tensors)
             return tensors
 
         parameters = [
@@ -245,12 +253,15 @@ class RecordedStep:
             for group in optimizer.param_groups
             for parameter in group["params"]
         ]
-        state_changes: list[Change] = []
-        with self._recording(state_changes):
+        kept = KeptValues(trainer)
+        _ = trainer.step_tensor  # filled, for a step that is recorded reads it as it is
+        trainer.has_read_step_tensor = False
+        with _explaining_reads():
             recording, values = trainer.backend.record(run, inputs, parameters=parameters)
-        rate_of = next((name for name, rate in updater.rates.items() if rate is rates[0]), None)
+        state_changes = kept.refuse_changes()
+        rate_of = next((name for name, rate in updater.rates.items() if rate is outcome.rate), None)
         recorded = _Recorded(
-            recording, read[0], rate_of, trainer.has_read_step_tensor, Fingerprint(trainer), compared_at=()
+            recording, outcome, rate_of, trainer.has_read_step_tensor, Fingerprint(trainer), compared_at=()
         )
         if state_changes:
             # State was made: this update was another than those that follow, and is recorded again.
@@ -262,38 +273,23 @@ class RecordedStep:
         return self._finish(recorded, values, is_first=True)
 
     @contextmanager
-    def _recording(self, state_changes: list[Change]) -> Iterator[None]:
-        """Watches a step that is recorded; what would stay the same in every replay is refused.
-
-        What optimizers change of their state is added to `state_changes`.
-        """
-        trainer = self._trainer
-        kept = KeptValues(trainer)
-        updater = trainer.surroundings.updater
-        _ = trainer.step_tensor  # filled, for a step that is recorded reads it as it is
-        trainer.has_read_step_tensor = False
-        trainer.storage.begin_recording()
+    def _recording(self) -> Iterator[None]:
+        """Lets the trainer, the updater and the storage set aside what the host does after each replay."""
+        self._trainer.storage.begin_recording()
         for each in self._recorders:
             each.is_recording = True
         try:
             yield
-        except HostReadError as error:
-            raise TrainwrightError(
-                f"runtime.mode graph: this cannot be recorded. {error.problem} Keep values on the device, move what "
-                "the host does into a hook, or use mode compile.",
-                where=user_place(error),
-            ) from error
         finally:
             for each in self._recorders:
                 each.is_recording = False
-            trainer.storage.end_recording()
-            updater.take_postponed()
-        state_changes += kept.refuse_changes()
+            self._trainer.storage.end_recording()
+            self._trainer.surroundings.updater.take_postponed()
 
     def _finish(self, recorded: _Recorded, values: list[Tensor], *, is_first: bool = False) -> StepResult:
         """Notes on the host what a run of the graph gave, as `train_step` would have."""
         trainer, updater = self._trainer, self._trainer.surroundings.updater
-        (loss, metrics, grad_norm, rate), weight, postponed, calls, puts = recorded.read(values)
+        (loss, metrics, grad_norm, rate), weight, postponed, calls, puts = recorded.outcome.read(values)
         trainer.loss_weight = weight
         if updater.watch is not None:
             for call in calls:
@@ -318,6 +314,19 @@ class RecordedStep:
                 "recorded.",
                 ", ".join(frozen),
             )
+
+
+@contextmanager
+def _explaining_reads() -> Iterator[None]:
+    """Says where a step that cannot be captured reads something on the host, and what to do instead."""
+    try:
+        yield
+    except HostReadError as error:
+        raise TrainwrightError(
+            f"runtime.mode graph: this cannot be recorded. {error.problem} Keep values on the device, move what "
+            "the host does into a hook, or use mode compile.",
+            where=user_place(error),
+        ) from error
 
 
 def _take_apart(batch: Any, num_samples: int) -> tuple[list[Tensor], _Signature | None, Fill]:
