@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.optim.optimizer import _get_capturable_supported_devices
 
 from trainwright.backends import main_memory
 from trainwright.backends.main_memory import MemoryFacts
@@ -26,6 +25,8 @@ from trainwright.errors import ConfigError
 
 # Where torch's fused AdamW kernel exists in every torch version that we support.
 _FUSED_OPTIMIZERS = frozenset({"cpu", "cuda"})
+# Where torch accepts `capturable`; tpu is a device that torch_tpu adds to it.
+_CAPTURABLE_OPTIMIZERS = frozenset({"cuda", "xpu", "hpu", "tpu"})
 
 # Memory is the limit of a copy: a few threads reach it. A piece is worth handing to another thread.
 _COPY_THREADS = 8
@@ -125,7 +126,7 @@ def has_fused_optimizers(device: torch.device) -> bool:
 
 def has_capturable_optimizers(device: torch.device) -> bool:
     """Do torch's `capturable` optimizers work on this device?"""
-    return device.type in _get_capturable_supported_devices(supports_xla=False)
+    return device.type in _CAPTURABLE_OPTIMIZERS
 
 
 def waits_for_memory(device: torch.device) -> bool:

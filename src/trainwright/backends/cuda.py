@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from trainwright.backends.backend import Backend
 from trainwright.backends.cuda_graphs import CudaGraph
 from trainwright.backends.main_memory import MemoryFacts
+from trainwright.backends.private_torch import tree_map_only
 from trainwright.backends.recording import Recording, Run
 from trainwright.errors import HostReadError
 
@@ -127,6 +127,7 @@ class CudaBackend(Backend):
     def write_memory_snapshot(self, folder: Path) -> Path | None:
         """Writes every block that the allocator holds; with stacks where the user has it record them."""
         path = folder / "memory_snapshot.pickle"
+        # The public memory_snapshot() lacks the settings and traces that the viewer reads.
         torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
         return path
 

@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from trainwright.backends.backend import Backend
 from trainwright.backends.main_memory import MemoryFacts
+from trainwright.backends.private_torch import tree_map_only
 from trainwright.errors import ConfigError
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from trainwright.backends.private_torch import compile_counters, explain_graph
 from trainwright.checking.findings import Finding, Findings, Severity
 from trainwright.config.tree import shown_path
 from trainwright.loop.user_lines import Place, UserFiles
@@ -46,7 +47,7 @@ def check_trace(
         return
     finally:
         with contextlib.suppress(Exception):
-            torch._dynamo.reset()
+            torch.compiler.reset()
     for reason, stack in breaks:
         place = _innermost(stack, users)
         if place is not None and str(place) in known:
@@ -59,11 +60,10 @@ def _breaks(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Iterable[FrameSummary]]]:
     """Yields each break: what Dynamo says of it, and the stack that led there."""
-    from torch._dynamo.utils import counters
-
-    torch._dynamo.reset()
+    counters = compile_counters()
+    torch.compiler.reset()
     counters.clear()
-    explained = torch._dynamo.explain(forward)(*args, **kwargs)
+    explained = explain_graph(forward, args, kwargs)
     for each in explained.break_reasons:
         yield str(each.reason), each.user_stack
     # A break before any operation leaves no graph to explain; it is only counted, and found by asking for one graph.
@@ -71,7 +71,7 @@ def _breaks(
     counted = [str(reason) for reason in counters["graph_break"] if _first_line(str(reason)) not in told]
     if not counted:
         return
-    torch._dynamo.reset()
+    torch.compiler.reset()
     first = _first_break(torch.compile(forward, backend="eager", fullgraph=True), args, kwargs)
     for reason in counted:
         is_first = first is not None and _first_line(str(first)) == _first_line(reason)

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
-from torch.utils.data._utils import worker as torch_worker
 
 from trainwright import registry
 from trainwright.data.fetch import Collator, Fetched, make_in_project
@@ -21,6 +20,7 @@ from trainwright.data.lanes import Cursor, Lane, Reading, Run
 from trainwright.data.order import mix_seed
 from trainwright.data.randomness import Watch, seed_generators
 from trainwright.data.source_pass import own_copy
+from trainwright.data.workers import without_worker_info
 from trainwright.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -102,11 +102,8 @@ class LaneFetcher(Dataset[Any]):
 
     def __getitems__(self, request: Request) -> Fetched:
         """Serves in a worker. A stream that deals its samples to torch's workers by itself is asked for all of them."""
-        info, torch_worker._worker_info = torch_worker._worker_info, None
-        try:
+        with without_worker_info():
             return self._fetch(request)
-        finally:
-            torch_worker._worker_info = info
 
     def describe(self, request: Request) -> str:
         """Names the places of the lanes, which are rows in blocks of `data.shuffle_buffer`."""

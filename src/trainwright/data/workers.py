@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
 from trainwright.data.fetch import Fetched
 from trainwright.errors import DataError
@@ -147,6 +148,20 @@ class _Numbered(Dataset[Any]):
             return _for_travel(error, worker.id)
         finally:
             self._in_hand[worker.id] = -1
+
+
+@contextmanager
+def without_worker_info() -> Iterator[None]:
+    """Makes torch's `get_worker_info` return None, as outside of a worker.
+
+    A stream that deals its samples to workers by itself would leave out those of other workers. torch keeps what it
+    returns in a private variable, and has no function to set it.
+    """
+    info, torch_worker._worker_info = torch_worker._worker_info, None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = info
 
 
 def _as_it_is(fetched: Fetched | Exception) -> Fetched | Exception:

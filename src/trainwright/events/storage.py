@@ -321,6 +321,7 @@ def _storable(value: Any) -> Any:
 
 def _is_recomputing() -> bool:
     """Is this forward a recomputation inside backward? Gradient hooks run there too, but without grad mode."""
+    # The only sign of a running backward: the public hooks see tensors and nodes, not a forward inside of one.
     inside_backward: bool = torch._C._current_graph_task_id() != -1
     return inside_backward and torch.is_grad_enabled()
 

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
+from trainwright.backends.private_torch import FakeTensorMode, tree_map_only
 from trainwright.checkpoint.contents import generator_state, restore_generators
 from trainwright.events import EventStorage, Mean
 from trainwright.hooks.profile_ranges import TensorLike

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import record_function
-from torch.utils._pytree import tree_map_only
+
+from trainwright.backends.private_torch import tree_map_only
 
 if TYPE_CHECKING:
     from trainwright.loop.trainer import Trainer

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainwright.backends import host_buffers, reads_at_once
+from trainwright.backends.private_torch import version_of
 from trainwright.errors import TrainwrightError
 from trainwright.parallel.local import is_split, local
 
@@ -45,7 +46,7 @@ class HostCopy:
         self._arriving: Tensor | None = None
         self._arrived: ref[Tensor] | None = None
         if stream is None:
-            self._host, self._shared, self._version = data, tensor, tensor._version
+            self._host, self._shared, self._version = data, tensor, version_of(tensor)
             return
         [self._host] = host_buffers([data])
         stream.wait_stream(torch.accelerator.current_stream(self._device))
@@ -105,7 +106,7 @@ class Piece:
 
 def refuse_changed(tensor: Tensor, version: int) -> None:
     """Refuses a saved tensor that was written to since: with hooks on saved tensors, torch leaves this to the hooks."""
-    if tensor._version != version:
+    if version_of(tensor) != version:
         raise TrainwrightError(
             f"A tensor of shape {tuple(tensor.shape)} was changed in place between forward and backward, which needs "
             "it as it was. Use an operation that is not in place (no trailing underscore, no +=)."

@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
+from trainwright.backends.private_torch import version_of
 from trainwright.config.problems import describe, suggest
 from trainwright.errors import ConfigError
 from trainwright.memory.forwards import Around, Forward, put_around
@@ -121,7 +122,7 @@ class _Saved:
 
     def __init__(self, content: Tensor | Piece) -> None:
         self.content = content
-        self.version = content._version if isinstance(content, Tensor) else 0
+        self.version = version_of(content) if isinstance(content, Tensor) else 0
 
 
 class Watch(TorchFunctionMode):
@@ -157,7 +158,7 @@ class Watch(TorchFunctionMode):
         storage = _storage(tensor)
         if storage is None:
             return _Saved(tensor)
-        if storage in self._named and self._named[storage][1] == local(tensor)._version:
+        if storage in self._named and self._named[storage][1] == version_of(local(tensor)):
             return _Saved(self._move(storage, tensor))
         saved = _Saved(tensor)
         self._saved.setdefault(storage, WeakSet()).add(saved)
@@ -168,7 +169,7 @@ class Watch(TorchFunctionMode):
         storage = _storage(tensor)
         if name not in self._names or storage is None or isinstance(tensor, nn.Parameter):
             return
-        version = local(tensor)._version
+        version = version_of(local(tensor))
         self._named[storage] = (name, version, None)
         # A recomputed layer saves its inputs before it runs, and with that before it names them.
         for saved in self._saved.pop(storage, ()):

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
+from trainwright.backends.private_torch import tree_leaves
 from trainwright.memory.forwards import Around, Forward, forwards_put_back, put_around
 from trainwright.memory.remat import AUTO, choose_layers, kind_of
 from trainwright.parallel.local import local
@@ -96,7 +96,7 @@ def counting_held_bytes(model: nn.Module, given: Any) -> Iterator[dict[str, int]
 class _Counted(Around):
     """A forward that tells once how much it would hold."""
 
-    def __init__(self, forward: Forward, *, note: Callable[[int], None], weights: frozenset[int]) -> None:
+    def __init__(self, forward: Forward, *, note: Callable[[int], None], weights: frozenset[StorageWeakRef]) -> None:
         super().__init__(forward)
         self._note = note
         self._weights = weights
@@ -114,18 +114,16 @@ def _note_largest(held: dict[str, int], name: str, num_bytes: int) -> None:
     held[name] = max(num_bytes, held.get(name, 0))
 
 
-def _held_bytes(run: Callable[[], Any], known: frozenset[int]) -> int:
-    seen: dict[int, StorageWeakRef] = {}
+def _held_bytes(run: Callable[[], Any], known: frozenset[StorageWeakRef]) -> int:
+    seen: set[StorageWeakRef] = set()
     total = 0
 
     def count(tensor: Tensor) -> None:
         nonlocal total
-        key = _storage(tensor)
-        # Dropped memory is given out again: a number alone says not that it is the same storage.
-        if key not in known and (key not in seen or seen[key].expired()):  # type: ignore[no-untyped-call]
-            storage = local(tensor).untyped_storage()
-            seen[key] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            total += storage.nbytes()
+        storage = _storage(tensor)
+        if storage not in known and storage not in seen:
+            seen.add(storage)
+            total += local(tensor).untyped_storage().nbytes()
 
     with saved_tensors_hooks(count, _refuse):
         run()
@@ -136,5 +134,6 @@ def _refuse(packed: Any) -> Tensor:
     raise AssertionError("what was counted is not there any more, and nobody asks for it")
 
 
-def _storage(tensor: Tensor) -> int:
-    return int(local(tensor).untyped_storage()._cdata)
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    """Returns what the storage is known by, also after it was dropped: no later one is equal to it."""
+    return StorageWeakRef(local(tensor).untyped_storage())  # type: ignore[no-untyped-call]

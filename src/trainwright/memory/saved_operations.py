@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
+from trainwright.backends.private_torch import arguments_of
 from trainwright.config.problems import nearest
 from trainwright.errors import ConfigError
 
@@ -39,24 +40,23 @@ def read_operations(label: str, names: Sequence[str]) -> tuple[str, ...]:
     """Returns the operations with their namespaces; refuses unknown ones and those that cannot be kept."""
     if not names:
         return ()
-    known = _known_operations()
     found: list[str] = []
     for name in names:
         full = name if "::" in name else f"aten::{name}"
         if name in _FORMS:
             found += _FORMS[name]
             continue
-        if full not in known:
-            near = nearest(name, [*_FORMS, *(each.removeprefix("aten::") for each in known)])
+        overloads = _overloads(full)
+        if not overloads:
+            near = nearest(name, [*_FORMS, *dir(torch)])
             guess = f' Did you mean "{near}"?' if near else ""
             raise ConfigError(f'{label}: torch has no operation "{name}".{guess} Such as mm, addmm, {ATTENTION}.')
-        overloads = known[full]
-        if any(torch._C._dispatch_has_kernel_for_dispatch_key(each, "CompositeImplicitAutograd") for each in overloads):
+        if any(_is_composite(each) for each in overloads):
             raise ConfigError(
                 f'{label}: "{name}" becomes other operations before its result could be kept. Name those, such as mm, '
                 f"addmm (a linear layer with bias), bmm, {ATTENTION}."
             )
-        if _is_random(full):
+        if _is_random(overloads):
             raise ConfigError(
                 f'{label}: "{name}" draws random numbers. Those behind it would be others in the recomputation. '
                 "Leave it out."
@@ -83,24 +83,26 @@ def _draws(operation: Any, args: Sequence[Any], kwargs: Any) -> bool:
     """Does this call use random numbers? Attention does so only with dropout."""
     if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()):
         return False
-    for argument, place in zip(operation._schema.arguments, range(len(operation._schema.arguments)), strict=True):
+    for place, argument in enumerate(arguments_of(operation)):
         if argument.name in _CHANCES:
             chance = kwargs.get(argument.name, args[place] if place < len(args) else argument.default_value)
             return bool(chance)
     return True
 
 
-def _is_random(name: str) -> bool:
-    namespace, _, base = name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), base)
-    overloads = [getattr(packet, each) for each in packet.overloads()]
+def _is_random(overloads: Sequence[Any]) -> bool:
     return any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads) and not any(
-        argument.name == "dropout_p" for each in overloads for argument in each._schema.arguments
+        argument.name == "dropout_p" for each in overloads for argument in arguments_of(each)
     )
 
 
-def _known_operations() -> dict[str, list[str]]:
-    known: dict[str, list[str]] = {}
-    for name in torch._C._dispatch_get_all_op_names():
-        known.setdefault(name.partition(".")[0], []).append(name)
-    return known
+def _is_composite(operation: Any) -> bool:
+    """Does autograd see other operations in its place? No public function tells."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), "CompositeImplicitAutograd")
+
+
+def _overloads(name: str) -> list[Any]:
+    """Returns the forms of an operation by its full name; none where torch has no such operation."""
+    namespace, _, base = name.partition("::")
+    packet: Any = getattr(getattr(torch.ops, namespace), base, None)
+    return [getattr(packet, each) for each in packet.overloads()] if hasattr(packet, "overloads") else []

@@ -10,6 +10,7 @@ are refused. Hooks around a block (those of FSDP among them) stay outside of the
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from trainwright.backends import waits_for_memory
+from trainwright.backends.private_torch import graph_break_error, side_effects_once, tree_leaves
 from trainwright.config.problems import describe, nearest
 from trainwright.errors import ConfigError
 from trainwright.memory.forwards import Around, Forward, arounds_of, has_around, put_around
@@ -85,11 +86,13 @@ def compile_gathered(model: nn.Module, backend: str) -> bool:
     Returns whether there are any: the code around them then runs as it is, for those hooks are in no graph. Equal
     blocks share one. Blocks of `model.scan` have theirs already.
     """
-    if not any(hasattr(each, "_get_fsdp_state") for each in model.modules()):
+    if "torch.distributed.fsdp" not in sys.modules:  # it imports much of torch, and without it there are none
         return False
-    from torch.distributed.fsdp import FSDPModule  # imports much of torch
+    from torch.distributed.fsdp import FSDPModule
 
     blocks = [each for each in model.modules() if isinstance(each, FSDPModule)]
+    if not blocks:
+        return False
     graphs: dict[str, _Graph] = {}
     for block in blocks:
         is_outer = any(isinstance(each, FSDPModule) for each in block.modules() if each is not block)
@@ -164,10 +167,9 @@ class Compiled(Around):
         if not all(isinstance(leaf, _PLAIN) for leaf in leaves):
             return self.inner(*args, **kwargs)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-        run = self._graph.compiled(device)
         try:
-            return run(self.inner, args, kwargs)
-        except torch._dynamo.exc.Unsupported as error:
+            return self._graph.run(device, self.inner, args, kwargs)
+        except graph_break_error() as error:
             if not self._graph.is_whole:
                 raise
             first = str(error).strip().splitlines()[0]
@@ -188,12 +190,17 @@ class _Graph:
         self._is_recomputed = is_recomputed
         self._run: Callable[..., Any] | None = None
 
-    def compiled(self, device: torch.device) -> Callable[..., Any]:
-        """Returns what takes (forward, args, kwargs) of any block of the stack."""
+    def run(self, device: torch.device, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the forward of any block of the stack."""
+        compiled = self._compiled(device)
+        # Inside of another graph the setting is that graph's.
+        if not self._is_recomputed or torch.compiler.is_compiling():
+            return compiled(forward, args, kwargs)
+        with side_effects_once():  # at each call, for each may compile again
+            return compiled(forward, args, kwargs)
+
+    def _compiled(self, device: torch.device) -> Callable[..., Any]:
         if self._run is None:
-            if self._is_recomputed:
-                # What a block puts into the event storage is put in its first pass only.
-                torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
             backend = self._backend or ("inductor" if waits_for_memory(device) else "aot_eager")
             # Torch counts graphs by code object, and gives up at eight: each stack counts its own.
             code = _run_block.__code__.replace(co_name=f"run_block_of_{self.name}")
@@ -246,7 +253,7 @@ def _backend(label: str, given: Any) -> str | None:
     if given is None:
         return None
     # The list is torch's own; "eager" is not in it, and runs recomputed blocks with other random numbers.
-    known = [*torch._dynamo.list_backends(), "aot_eager"]
+    known = [*torch.compiler.list_backends(), "aot_eager"]
     if not isinstance(given, str) or given not in known:
         found = nearest(given, known) if isinstance(given, str) else None
         guess = f' Did you mean "{found}"?' if found else ""

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.utils._pytree import tree_leaves
+
+from trainwright.backends.private_torch import tree_leaves
 
 PARAMETER, GRADIENT, STATE, BUFFER = "parameter", "gradient", "optimizer state", "buffer"
 KINDS = (PARAMETER, GRADIENT, STATE, BUFFER)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from trainwright.parallel.mesh import ALONE, Mesh
+from trainwright.parallel.notes import default_store
 
 T = TypeVar("T")
 
@@ -103,12 +104,12 @@ class Ranks:
     def raise_flag(self, name: str) -> None:
         """Lets every rank see a flag, by a note in the store of the process group: not collective, nobody waits."""
         if self.size > 1:
-            dist.distributed_c10d._get_default_store().set(f"trainwright/{name}", "1")
+            default_store().set(f"trainwright/{name}", "1")
 
     def is_raised(self, *names: str) -> bool:
         """Has any rank raised this flag, or each of several? Not collective; costs a message to the store."""
         keys = [f"trainwright/{name}" for name in names]
-        return self.size > 1 and bool(dist.distributed_c10d._get_default_store().check(keys))
+        return self.size > 1 and bool(default_store().check(keys))
 
     def go_alone(self) -> None:
         """Waits for nobody from now on: the others are where this rank cannot join them, and will fail when it is gone.

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+
+from trainwright.backends.private_torch import FakeTensor
 
 
 @contextmanager

@@ -71,17 +71,16 @@ class _Ring(NamedTuple):
 def torch_ring() -> _Ring | None:
     """Returns torch's ring attention, or None where this torch has none that is called as we call it."""
     try:
-        from torch.distributed.tensor.experimental._context_parallel import _attention
+        from torch.distributed.tensor.experimental._context_parallel._attention import (
+            _cp_options,
+            _templated_ring_attention,
+            _templated_ring_attention_backward,
+        )
     except ImportError:
         return None
-    names = ("_templated_ring_attention", "_templated_ring_attention_backward", "_cp_options")
-    attend, gradients, options = (getattr(_attention, name, None) for name in names)
-    if attend is None or gradients is None or options is None:
-        return None
-    starts = [list(inspect.signature(each).parameters)[:3] for each in (attend, gradients)]
-    if starts != [["group", "seq_dim", "op"]] * 2:
-        return None
-    return _Ring(attend, gradients, options)
+    ring = _Ring(_templated_ring_attention, _templated_ring_attention_backward, _cp_options)
+    starts = [list(inspect.signature(each).parameters)[:3] for each in (ring.attend, ring.gradients)]
+    return ring if starts == [["group", "seq_dim", "op"]] * 2 else None
 
 
 def ring_kernel(queries: Tensor, keys: Tensor) -> RingKernel | None:

@@ -10,14 +10,15 @@ import torch
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part, which shares memory with the tensor; outside of autograd."""
-    # Asked of the tensor and not of its class, whose module takes as long to import as half of torch.
-    part: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
-    return tensor if part is None else part
+    # Not `to_local()`: it is differentiable and, from torch 2.13 on, returns a view of a parameter's local tensor.
+    part: torch.Tensor = tensor._local_tensor if is_split(tensor) else tensor  # type: ignore[attr-defined]
+    return part
 
 
 def is_split(tensor: torch.Tensor) -> bool:
     """Does this tensor lie on several ranks, as a DTensor?"""
-    return hasattr(tensor, "_local_tensor")
+    # Asked of the tensor and not of its class, whose module takes as long to import as half of torch.
+    return hasattr(tensor, "device_mesh")
 
 
 def own_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -140,8 +139,8 @@ def _forget_former_meshes() -> None:
     To its cache meshes of the same shape are equal: a DTensor on the new one would get the old one from its next
     operation, and be gathered over groups that are gone or, where their names were given again, over the wrong ranks.
     """
-    tensors = sys.modules.get("torch.distributed.tensor")
-    if tensors is not None:
-        # What torch.distributed.tensor.debug does, which takes longer to import than torch itself.
-        tensors.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-        torch._C._clear_DTensor_sharding_propagator_cache()
+    if "torch.distributed.tensor" in sys.modules:  # else there are none
+        # Private, and what torch recommends: there is no public way to clear this cache.
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

@@ -35,7 +35,7 @@ class Notes:
     """
 
     def __init__(self, topic: str, *, store: Any = None, answer_seconds: float = ANSWER_SECONDS) -> None:
-        found: Any = distributed_c10d._get_default_store() if store is None else store
+        found: Any = default_store() if store is None else store
         # A connection of its own: the training thread may wait for a key on the first one, holding its lock.
         self._store: Any = distributed_c10d.PrefixStore(f"trainwright/{topic}", found.clone())
         self._answer_seconds = answer_seconds
@@ -115,6 +115,16 @@ class _Request:
         self.done.set()
 
 
+def default_store() -> Any:
+    """Returns the store of the open process group, whoever opened it; torch has no public access to it."""
+    return distributed_c10d._get_default_store()
+
+
+def group_named(name: str) -> Any:
+    """Returns the process group that torch's functional collectives call by this name; no public function does."""
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, attr-defined]
+
+
 def first_rank_keeps_notes() -> bool:
     """Is the store in the first rank's process? Under torchrun it is in the launcher's."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -136,9 +146,14 @@ def num_collectives_begun() -> int | None:
 def collective_log() -> str | None:
     """Returns torch's flight recorder as JSON text, the newest collective last; None where it recorded nothing."""
     # NCCL records on its own; what other backends record is kept apart from that.
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+    internals: Any = torch._C._distributed_c10d
+    recorders: list[Any] = [
+        getattr(internals, "_dump_nccl_trace_json", None),
+        getattr(internals, "_dump_fr_trace_json", None),
+    ]
+    for dump in recorders:
         try:
-            dumped = json.loads(text_of(getattr(torch._C._distributed_c10d, name)()))
+            dumped = json.loads(text_of(dump()))
         except Exception:  # private, absent without that backend, and recording may be off
             continue
         if dumped.get("entries"):

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented there
 from torch.distributed.distributed_c10d import PrefixStore
 
 from trainwright.errors import ConfigError, TrainwrightError

@@ -72,10 +72,15 @@ def split_tensors(model: nn.Module, plan: ShardingPlan, mesh: Mesh) -> None:
             _bind(module, "forward", tensor_forwards.drop)
         if hasattr(module, "lora_dropout"):
             _bind(module, "drop", tensor_forwards.drop_before_adapter)
-        if isinstance(module, nn.modules.loss._Loss) or name.rpartition(".")[2] == "criterion":
+        if _is_loss(module) or name.rpartition(".")[2] == "criterion":
             _bind(module, "forward", tensor_forwards.score)
         _hook_output(name, module, plan, ranks, keeps_part=_is_met_by_rows(name, model))
     model.register_forward_hook(tensor_forwards.return_whole)
+
+
+def _is_loss(module: nn.Module) -> bool:
+    """Returns True for torch's losses and what inherits from them; their common class is private."""
+    return any(kind.__module__ == nn.modules.loss.__name__ for kind in type(module).__mro__)
 
 
 def _split_parameters(model: nn.Module, plan: ShardingPlan, ranks: DeviceMesh) -> None:

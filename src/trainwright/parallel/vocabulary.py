@@ -67,6 +67,7 @@ def over_ranks(tensor: Tensor, mesh: DeviceMesh, operation: str) -> Tensor:
 
 def _check_range(ids: Tensor, num_rows: int) -> None:
     try:
+        # torch's only assertion that does not wait for the device; it has no public name.
         torch._assert_async(((ids >= 0) & (ids < num_rows)).all())
     except RuntimeError as error:
         raise IndexError(f"ids from {int(ids.min())} to {int(ids.max())} in a table of {num_rows} rows") from error

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroup
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from trainwright.backends.private_torch import TorchDispatchMode, tree_leaves
 from trainwright.parallel.mesh import AXES, Mesh
+from trainwright.parallel.notes import group_named
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 
@@ -166,8 +166,7 @@ def _group_in(arguments: Iterable[Any]) -> ProcessGroup | None:
                 continue  # the reduction's operation is boxed too
         if isinstance(each, str):
             name = each
-    resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-    return None if name is None else resolve(name)
+    return None if name is None else group_named(name)
 
 
 def _num_bytes(argument: Any) -> int:

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from trainwright.backends.private_torch import tree_leaves
 from trainwright.config import RunConfig
 from trainwright.memory.micro_batch import HEADROOM
 from trainwright.parallel.local import local

@@ -17,13 +17,20 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map_only
 
 from trainwright.backends import pick_backend
+from trainwright.backends.private_torch import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    keystr,
+    tree_leaves,
+    tree_leaves_with_path,
+    tree_map_only,
+    without_modes,
+)
 from trainwright.build import assemble
 from trainwright.config import BatchPlan, RunConfig, resolve_batch, resolve_mesh
 from trainwright.data.collators.stack import Stack
@@ -210,7 +217,7 @@ def _imagining(
             model: torch.nn.Module = inherited(build)
         except Exception as error:
             # A constructor that reads values of tensors; if it is wrong otherwise too, it now says so.
-            with _unset():
+            with without_modes():
                 model = _without_memory(inherited(build), mode)
             logger.info("The model was built in main memory, for it cannot be built without: %s", error)
         parameters = list(model.parameters())
@@ -226,7 +233,7 @@ def _imagining(
     def outside(part: str) -> Any:
         def build_part(cls: type[Trainer], build: Any) -> Any:
             try:
-                with _unset():
+                with without_modes():
                     return getattr(super(imagined, cls), f"build_{part}")(build)
             except (ConfigError, DataError) as error:
                 if part != "train_data":
@@ -325,18 +332,13 @@ class _ReadOnes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_short_count = func in _COUNTS and all(isinstance(each, int) and each <= _SHORT for each in args)
             if is_short_count or (tensors and not any(isinstance(each, FakeTensor) for each in tensors)):
                 # What is real stays so: the numbers of ranks in torch's meshes, those of a pipeline's pieces.
-                with _unset():
+                with without_modes():
                     return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 def _read_ones() -> AbstractContextManager[Any]:
     return cast(AbstractContextManager[Any], _ReadOnes())  # type: ignore[no-untyped-call]
-
-
-def _unset() -> AbstractContextManager[Any]:
-    """Within it tensors are real again."""
-    return cast(AbstractContextManager[Any], _disable_current_modes())
 
 
 @contextmanager

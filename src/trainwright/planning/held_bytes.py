@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from trainwright.backends.private_torch import TorchDispatchMode, tree_leaves
 from trainwright.parallel.local import local
 
 PARAMETERS, GRADIENTS, STATES, BUFFERS = "parameters", "gradients", "optimizer states", "buffers"

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
+from trainwright.backends.private_torch import tree_leaves
 from trainwright.errors import DataError
 
 

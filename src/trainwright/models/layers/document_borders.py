@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trainwright.backends import waits_for_memory
-from trainwright.models.layers.compiled_code import has_triton
+from trainwright.backends.private_torch import compile_error, has_modes, has_triton
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def attend_within_documents(
         return flex(queries, keys, values, borders, scale, enable_gqa)
     kernel = _compiled_flex()
     # Modes that listen to every operation (checks, counters, selective remat) would be compiled into the kernel.
-    if kernel.failed or torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+    if kernel.failed or has_modes():
         return None
     return kernel.attend(queries, keys, values, borders, scale, enable_gqa)
 
@@ -132,11 +132,9 @@ class _CompiledFlex:
         self._run: Callable[..., Tensor] = torch.compile(flex, fullgraph=True)
 
     def attend(self, *args: Any) -> Tensor | None:
-        from torch._dynamo.exc import TorchDynamoException
-
         try:
             return self._run(*args)
-        except TorchDynamoException as error:
+        except compile_error() as error:
             self.failed = True
             first = str(error).strip().splitlines()[0]
             logger.warning(
@@ -155,7 +153,7 @@ def _compiled_flex() -> _CompiledFlex:
 
 def _is_taken(queries: Tensor) -> bool:
     is_narrow = queries.dtype in (torch.bfloat16, torch.float16)  # in float32 its blocks do not fit into a GPU's cache
-    return is_narrow and queries.shape[-1] in WIDTHS and not hasattr(queries, "_local_tensor")
+    return is_narrow and queries.shape[-1] in WIDTHS and not hasattr(queries, "device_mesh")
 
 
 def _ordered(mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainwright.backends import waits_for_memory
+from trainwright.backends.private_torch import has_triton
 from trainwright.errors import ConfigError
 from trainwright.labels import IGNORED_LABEL
-from trainwright.models.layers.compiled_code import has_triton
 
 CHUNK_ELEMENTS = 2**27
 """Logits at a time, held twice: 1 GiB in float32, half of that in bf16 with the kernel. On an H200, before that kernel,
@@ -90,7 +90,7 @@ def is_plain_head(head: nn.Module) -> bool:
     return (
         type(head) is nn.Linear
         and isinstance(head.weight, nn.Parameter)
-        and not hasattr(head.weight, "_local_tensor")  # of a weight that is split over ranks
+        and not hasattr(head.weight, "device_mesh")  # a DTensor, whose class takes long to import
         and not (head._forward_hooks or head._forward_pre_hooks)
     )
 
