@@ -249,10 +249,7 @@ def test_with_scan_a_break_outside_of_the_blocks_is_one_too_many_also_without_ho
         trainer.train()
 
 
-def test_torchs_settings_are_as_before_after_a_run(tmp_path, monkeypatch):
-    # model.scan sets it for good.
-    monkeypatch.setattr(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint", False)
-
+def test_torchs_settings_are_as_before_after_a_run(tmp_path):
     def settings():
         return (
             torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint,

@@ -107,6 +107,25 @@ def test_what_blocks_put_is_the_same_and_adds_no_graphs(is_recomputed):
     assert num_graphs() <= 3  # the first block finds no name in the storage, later ones do
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_the_compiler_s_settings_of_the_process_are_left_as_they_were(before):
+    setting = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+    with torch._dynamo.config.patch({setting: before}):
+        model = make(Stack)
+        recompute_layers(model, "Layer")
+        compile_stacks(model, "layers")
+        update_of(model, POINTS)
+        assert getattr(torch._dynamo.config, setting) is before
+        # Also where a block cannot be compiled.
+        failing = Stack(2)
+        failing.layers = nn.ModuleList(Breaking() for _ in range(2))
+        recompute_layers(failing, "Breaking")
+        compile_stacks(failing, "layers")
+        with raises(ConfigError, "model.scan", golden=False):
+            update_of(failing, POINTS)
+        assert getattr(torch._dynamo.config, setting) is before
+
+
 def test_a_cache_of_generation_goes_by_the_block_itself():
     model = make(SHIPPED["llama"][0]).eval()
     ids = torch.arange(4)[None]
