@@ -442,3 +442,12 @@ def test_a_search_that_fails_loses_nothing(base, fault):
         }
 
     strike_every_call(base, prepare, lambda store: store.newest_intact(), check, fault)
+
+
+def test_a_missing_package_of_a_file_system_is_named_with_its_extra(monkeypatch):
+    def without_package(url):
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec, "url_to_fs", without_package)
+    with raises(UnreachableError, "s3fs", "trainwright[s3]", at="s3://bucket/runs"):
+        RemoteFolder("s3://bucket/runs").takes()

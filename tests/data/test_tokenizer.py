@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -193,3 +194,9 @@ def test_the_tokenizer_of_a_dataset_is_its_own_or_that_of_a_source_within():
     assert tokenizer_of(SimpleNamespace(dataset=inner)) is words
     assert tokenizer_of(SimpleNamespace(source="some/path")) is None
     assert tokenizer_of(None) is None
+
+
+def test_a_name_needs_huggingface_hub_and_the_error_says_how_to_install_it(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with raises(DataError, "trainwright[huggingface_hub]"):
+        load_tokenizer("gpt2", project_dir=tmp_path).encode("a")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainwright.checkpoint.manifest import MANIFEST, read_manifest
+from trainwright.data.sources.locations import install_hint
 from trainwright.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -233,10 +234,10 @@ class RemoteFolder:
             raise UnreachableError(f"The file cannot be put: {error}.", where=self.path / name) from error
 
     def _ask(self, name: str, act: Callable[[Any, str], _Answer]) -> _Answer:
-        import fsspec  # type: ignore[import-untyped]  # it comes without types
-
         path = self.path / name if name else self.path
         try:
+            import fsspec  # type: ignore[import-untyped]  # it comes without types
+
             # Asked for anew at each use: file systems with an event loop do not survive a fork.
             files, inner = fsspec.url_to_fs(path.address)
             # A listing that was kept from before an upload would say that it failed.
@@ -246,8 +247,10 @@ class RemoteFolder:
             raise
         except Exception as error:  # each file system has errors of its own
             told = without_secrets(f"{type(error).__name__}: {error}").rstrip(".")
-            advice = "Check the address, the access to it and the network"
-            raise UnreachableError(f"It cannot be reached: {told}. {advice}.", where=path) from error
+            advice = "Check the address, the access to it and the network."
+            if isinstance(error, ImportError):
+                advice = install_hint(path.address)
+            raise UnreachableError(f"It cannot be reached: {told}. {advice}", where=path) from error
 
 
 def _has_its_shape(content: Mapping[str, Any]) -> bool:

@@ -317,8 +317,13 @@ def _cached(name: str) -> Path | None:
     """Returns the folder of a model that was downloaded earlier."""
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
         return None
-    from huggingface_hub import try_to_load_from_cache
-
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError as error:
+        raise DataError(
+            f'There is no file or folder "{name}", and models in Hugging Face\'s cache are found by huggingface_hub, '
+            "which is not installed. Install it: pip install 'trainwright[huggingface_hub]'."
+        ) from error
     found = (try_to_load_from_cache(name, file) for file in ("tokenizer.json", "tokenizer_config.json"))
     return next((Path(file).parent for file in found if isinstance(file, str)), None)
 

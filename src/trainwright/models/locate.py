@@ -64,7 +64,7 @@ def _in_home(home: Path, name: str) -> Path | None:
 def _from_hub(name: str, homes: list[Path]) -> Path:
     looked = f"There is no folder {name}, and no model of that name in {' or '.join(str(home) for home in homes)}"
     if find_spec("huggingface_hub") is None:
-        raise CheckpointError(f"{looked}. To ask the hub, install `pip install 'trainwright[transformers]'`.")
+        raise CheckpointError(f"{looked}. To ask the hub, install `pip install 'trainwright[huggingface_hub]'`.")
     from huggingface_hub import snapshot_download
 
     try:

@@ -38,7 +38,7 @@ class TensorBoardWriter(Writer):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
-                "writers: tensorboard is not installed. Run `pip install trainwright[tensorboard]`."
+                "writers: tensorboard is not installed. Run `pip install 'trainwright[tensorboard]'`."
             ) from error
         # purge_step: what an earlier process wrote at or after this step is not shown twice.
         return SummaryWriter(str(self.folder), purge_step=step)

@@ -34,6 +34,9 @@ COMPRESSIONS: dict[str, Callable[[Any], Any]] = {".gz": gzip.open, ".bz2": bz2.o
 # Few large reads: a remote file pays a round trip for each, a local one a system call.
 _BUFFER_BYTES = 1 << 20
 
+# The extra with what fsspec needs for an address; "fsspec" has what it needs for all others.
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+
 # What tells one content of a remote file from the next; which of them there are depends on the file system.
 _VERSION_FACTS = ("size", "mtime", "created", "last_modified", "LastModified", "etag", "ETag", "md5Hash", "Content-MD5")
 
@@ -161,13 +164,21 @@ def _open_file_system(url: str) -> tuple[Any, str]:
 
     Asked for anew at each use, never kept: those with an event loop do not survive a fork into a worker.
     """
-    import fsspec  # type: ignore[import-untyped]  # it comes without types
-
     try:
+        import fsspec  # type: ignore[import-untyped]  # it comes without types
+
         files, path = fsspec.url_to_fs(url)
-    except (ImportError, ValueError) as error:
+    except ImportError as error:
+        raise DataError(f"path: {url} cannot be opened: {error}. {install_hint(url)}") from error
+    except ValueError as error:
         raise DataError(f"path: {url} cannot be opened: {error}.") from error
     return files, path
+
+
+def install_hint(url: str) -> str:
+    """Returns how to install what an address needs, for fsspec brings no package for any object store."""
+    protocol = url.partition("://")[0].rpartition("::")[2]
+    return f"Install what it needs: pip install 'trainwright[{_EXTRAS.get(protocol, 'fsspec')}]'."
 
 
 def remote_version(url: str) -> list[Any] | None:
@@ -175,12 +186,14 @@ def remote_version(url: str) -> list[Any] | None:
 
     Costs one or two requests. Whatever goes wrong says nothing of the files: who reads them will say what it is.
     """
-    import fsspec
-
     protocol, separator, rest = url.partition("://")
-    if not separator or not rest or protocol.partition("::")[0] not in fsspec.available_protocols():
+    if not separator or not rest:
         return None
     try:
+        import fsspec
+
+        if protocol.partition("::")[0] not in fsspec.available_protocols():
+            return None
         files, path = _open_file_system(url)
         if glob.has_magic(path) and not url.startswith(("http://", "https://")):
             found = files.glob(path, detail=True)

@@ -379,6 +379,6 @@ def _pyarrow_parquet() -> Any:
     except ImportError as error:
         raise DataError(
             'The dataset "parquet" needs pyarrow, which is not installed. '
-            "Install it: pip install 'trainwright[datasets]'."
+            "Install it: pip install 'trainwright[parquet]'."
         ) from error
     return pyarrow.parquet
