@@ -356,7 +356,7 @@ def _find_checkpoint(trainer: Trainer, *, fresh: bool, accept_changes: bool) -> 
             aside = run_folders.set_aside(trainer.folder) if fresh else None
             if aside is not None:
                 logger.info("The earlier run was set aside: %s", aside)
-            run_folders.prepare(trainer.folder)
+            run_folders.prepare(trainer.folder, where=trainer.config.origin("output_dir"))
             run_folders.claim_checkpoints(trainer.config, fresh=fresh)
             trainer.surroundings.store.clean()
             step = trainer.surroundings.store.newest_intact()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,6 @@ from trainwright.data.view import View
 from trainwright.data.workers import LoaderOptions
 from trainwright.errors import ConfigError, DataError
 from trainwright.parallel.collectives import Ranks
-
-_BATCH_SIZE = "trainer.global_batch_size"
 
 
 class Loaders:
@@ -40,14 +40,19 @@ class Loaders:
 
     def for_training(self, dataset: Any) -> tuple[TrainingData, int]:
         """Returns the training batches and the number of steps that the run's limits allow."""
+        with _locating(self._config):
+            data = self._training_data(dataset)
+        max_steps, data.num_samples = limits(self._config, data)
+        return data, max_steps
+
+    def _training_data(self, dataset: Any) -> TrainingData:
         section, batch_size = self._config.data, self._batch.global_batch_size
         refuse_loader(dataset, "data.train")
-        data: TrainingData
         if isinstance(dataset, (TrainData, StreamData)):
-            data = dataset
-        elif is_stream(dataset):
+            return dataset
+        if is_stream(dataset):
             self._refuse_grouping("is a stream")
-            data = StreamData(
+            return StreamData(
                 dataset,
                 global_batch_size=batch_size,
                 shuffle=section.shuffle,
@@ -55,18 +60,10 @@ class Loaders:
                 agree=self._agree,
                 **self._common,
             )
-        else:
-            if hasattr(type(dataset), "make_order"):
-                self._refuse_grouping("is a mixture")
-            options: dict[str, Any] = {"shuffle": section.shuffle, "group_by_length": section.group_by_length}
-            try:
-                data = TrainData(dataset, global_batch_size=batch_size, **options, **self._common)
-            except DataError as error:
-                if error.where is not None or not error.problem.startswith(_BATCH_SIZE):
-                    raise
-                raise DataError(error.problem, where=self._config.origin(_BATCH_SIZE)) from error
-        max_steps, data.num_samples = limits(self._config, data)
-        return data, max_steps
+        if hasattr(type(dataset), "make_order"):
+            self._refuse_grouping("is a mixture")
+        options: dict[str, Any] = {"shuffle": section.shuffle, "group_by_length": section.group_by_length}
+        return TrainData(dataset, global_batch_size=batch_size, **options, **self._common)
 
     def _refuse_grouping(self, why: str) -> None:
         if self._config.data.group_by_length:
@@ -77,23 +74,34 @@ class Loaders:
         """Returns an evaluation set's batches."""
         if isinstance(dataset, (EvalData, EvalStream)):
             return dataset
-        refuse_loader(dataset, f"data.eval.{name}")
         arguments = {
             "name": name,
             "global_batch_size": self._config.evaluation.batch_size or self._batch.micro_batch_size * self._num_ranks,
             "max_batches": self._config.evaluation.max_batches,
             **self._common,
         }
-        return (
-            EvalStream(dataset, agree=self._agree_or_leave, **arguments)
-            if is_stream(dataset)
-            else EvalData(dataset, **arguments)
-        )
+        with _locating(self._config):
+            refuse_loader(dataset, f"data.eval.{name}")
+            if is_stream(dataset):
+                return EvalStream(dataset, agree=self._agree_or_leave, **arguments)
+            return EvalData(dataset, **arguments)
 
     def _agree_or_leave(self, num_samples: int, num_alive: int, num_gone: int) -> tuple[int, ...]:
         """Sums what ranks say of a batch: samples that several share count once, whoever leaves counts."""
         speaks = self._ranks.mesh.speaks
         return self._ranks.sum_counts(num_samples * speaks, num_alive * speaks, num_gone)
+
+
+@contextmanager
+def _locating(config: RunConfig) -> Iterator[None]:
+    """Lets an error that begins with a setting's name (`data.train: …`) name the line of that setting."""
+    try:
+        yield
+    except DataError as error:
+        where = config.origin(error.problem.partition(":")[0])
+        if error.where is not None or where is None:
+            raise
+        raise DataError(error.problem, where=where) from error
 
 
 def limits(config: RunConfig, data: TrainingData, *, steps_done: int = 0) -> tuple[int, int | None]:

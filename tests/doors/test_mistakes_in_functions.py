@@ -11,10 +11,10 @@ from tests.doors.function_runs import Classifier, Points, flags, forward_step, l
 from tests.doors.mistakes import place, refusal
 from tests.messages import mentions
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
 from trainwright import get_args, train, training_main
 from trainwright.doors.arguments import with_defaults
-from trainwright.doors.own_words import FLAGS, translated
 from trainwright.errors import TrainwrightError
 
 ONE = ("--train-iters", "1")
@@ -175,7 +175,7 @@ def test_wrong_flags_are_answered_on_the_line_that_reads_them():
     assert text.startswith(place(__file__, "  # wrong split") + "--split: '80,abc' is no list")
     text = refusal(lambda: get_args(["--device", "gpu"]))  # wrong device
     assert text == place(__file__, "  # wrong device") + (
-        "--device: no device 'gpu'. Use auto, cpu, cuda, cuda:N or tpu."
+        "--device: runtime.device: no device 'gpu'. Use auto, cpu, cuda, cuda:N or tpu."
     )
 
 
@@ -189,19 +189,22 @@ def main_of(**values):
     [
         ({"batch_size": 0}, "--batch-size: must be a whole number from 1 on; got 0."),
         ({"batch_size": 2.5}, "--batch-size: must be a whole number from 1 on; got 2.5."),
-        ({"batch_size": 100}, "--batch-size × --gradient-accumulation-steps × ranks: 100 is more than the 24 samples"),
+        (
+            {"batch_size": 100},
+            "--batch-size × --gradient-accumulation-steps × ranks: trainer.global_batch_size: 100 is more than the 24",
+        ),
         ({"lr": "fast"}, "--lr: must be a number above 0; got 'fast'."),
         ({"warmup": 20}, "--warmup: must be a fraction from 0 to 1; got 20."),
         ({"fp16": "no"}, "--fp16: must be True or False; got 'no'."),
         ({"split": "80,abc"}, "--split: '80,abc' is no list"),
         ({"train_data": None}, "--train-data: there is none."),
         ({"train_data_weights": [0]}, "--train-data-weights: must be a number above 0; got [0]."),
-        ({"load": "nowhere"}, "--load: there is no nowhere."),
-        ({"load": "nowhere", "mode": "finetune"}, "--load: there is no nowhere."),
-        ({"load": "nowhere", "mode": "inference"}, "--load: there is no nowhere."),
-        ({"experiment_name": "../x"}, "--experiment-name: names the run's folder under --save"),
-        ({"save": ""}, "--save: must be text that is not empty"),
-        ({"epochs": 0.001}, "--epochs: 0.001 of 24 samples is none."),
+        ({"load": "nowhere"}, "--load: nowhere is no run folder: there is no such folder."),
+        ({"load": "nowhere", "mode": "finetune"}, "--load: nowhere is no run folder: there is no such folder."),
+        ({"load": "nowhere", "mode": "inference"}, "--load: nowhere is no run folder: there is no such folder."),
+        ({"experiment_name": "../x"}, "--experiment-name: name: names the run's folder under output_dir"),
+        ({"save": ""}, "--save: output_dir: must be text that is not empty"),
+        ({"epochs": 0.001}, "--epochs: trainer.max_epochs: 0.001 of 24 samples is none."),
         ({"mode": "inference", "fresh": True}, "--fresh: has no effect, for --mode inference trains nothing."),
     ],
 )
@@ -209,12 +212,12 @@ def test_a_namespace_made_by_hand_is_answered_in_flags_on_the_line_of_training_m
     assert refusal(main_of, **values).startswith(place(__file__, "  # by hand") + answer)
 
 
-def test_settings_that_changed_are_named_as_flags():
-    main_of(lr=0.1)
-    text = refusal(main_of, lr=0.2, train_iters=2)
-    assert text.startswith(place(__file__, "  # by hand"))
-    assert "--lr" in text
-    assert "trainer.optimizer" not in text
+def test_settings_that_changed_are_named_with_their_flags():
+    main_of(lr=0.1, margin=1)
+    text = refusal(main_of, lr=0.2, margin=2, train_iters=2)
+    called = place(__file__, "  # by hand")
+    assert f"{called}--lr: trainer.optimizer.lr: 0.1 → 0.2" in text
+    assert f"{called}args.margin: trainer.arguments.margin: 1 → 2" in text
 
 
 def test_a_dictionary_is_no_namespace():
@@ -230,12 +233,6 @@ def test_numbers_of_numpy_are_numbers():
     assert isinstance(given.train_iters, np.int64)  # the user's own is left alone
 
 
-def test_only_whole_names_of_settings_become_flags():
-    problem = "name: trainer.optimizer.lr of my.data.train and data.training, a name: trainer.arguments.margin"
-    wanted = "--experiment-name: --lr of my.data.train and data.training, a name: args.margin"
-    assert translated(problem, FLAGS) == wanted
-
-
 def test_flags_without_effect_are_said(caplog):
     words = ("--eval-interval", "1", "--eval-iters", "2", "--train-data-weights", "2", "--mode", "finetune")
     with caplog.at_level(logging.WARNING, logger="trainwright"):
@@ -248,18 +245,22 @@ def test_flags_without_effect_are_said(caplog):
     assert "has no effect" not in caplog.text
 
 
-def test_an_error_with_its_own_place_keeps_it_and_its_words():
-    def failing(path, args):
-        raise TrainwrightError("trainer.max_steps is mine.", where="there:1")
-
-    assert refusal(run, *ONE, create=failing) == "there:1: trainer.max_steps is mine."
-
-
-def test_train_speaks_of_its_own_arguments():
-    text = refusal(lambda: train(Classifier(), Points(24), forward=print, max_steps=1, batch_size=100))  # too many
-    assert text.startswith(place(__file__, "  # too many") + "batch_size: 100 is more than the 24 samples of data,")
-    text = refusal(lambda: train(Classifier(), Points(24), forward=print, max_steps=0, batch_size=4))
-    assert mentions(text, "max_steps", "0")
+@pytest.mark.parametrize(
+    ("given", "origin"),
+    [
+        ({"batch_size": 100}, "train(batch_size=…): trainer.global_batch_size: 100 is more than the 24 samples"),
+        ({"max_steps": 0}, "train(max_steps=…): trainer.max_steps: "),
+        ({"max_steps": np.ones(2)}, "train(max_steps=…): trainer.max_steps: "),
+        ({"lr": "fast"}, "train(lr=…): trainer.optimizer"),
+        ({"name": "../x"}, "train(name=…): name: "),
+        ({"data": []}, "train(data=…): data.train: "),
+        ({"eval_data": DataLoader(Points(4))}, "train(eval_data=…): data.eval.eval: "),
+    ],
+)
+def test_wrong_arguments_of_train_are_named_on_the_line_of_the_call(given, origin):
+    arguments = {"data": Points(24), "forward": print, "max_steps": 1, "batch_size": 4, **given}
+    text = refusal(lambda: train(Classifier(), **arguments))  # wrong argument
+    assert text.startswith(place(__file__, "  # wrong argument") + origin)
 
 
 # a script that ends with an explained error

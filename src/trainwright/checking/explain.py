@@ -108,8 +108,8 @@ def _origin_of(where: object) -> Origin | None:
     """Reads where an error says that it comes from: a setting's origin, or the text `file:line`."""
     if isinstance(where, Origin):
         return where
-    file, colon, line = str(where).rpartition(":")
-    return Origin(shown_path(file), int(line)) if colon and line.isdecimal() else None
+    found = Origin.parse(str(where))
+    return None if found is None else found._replace(file=shown_path(found.file))
 
 
 def _setting_named(problem: str, config: RunConfig) -> str | None:

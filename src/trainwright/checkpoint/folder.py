@@ -156,8 +156,11 @@ def read_trainer(folder: Path) -> str | None:
         return None
 
 
-def find_run(run_or_checkpoint: Path) -> tuple[Path, int | None]:
-    """Returns the run folder, and the step if the path is one of its checkpoints (or the checkpoints folder)."""
+def find_run(run_or_checkpoint: Path, *, where: object | None = None) -> tuple[Path, int | None]:
+    """Returns the run folder, and the step if the path is one of its checkpoints (or the checkpoints folder).
+
+    `where` says what gave the path, for the error.
+    """
     path = Path(os.path.abspath(run_or_checkpoint))  # noqa: PTH100  # resolve() would follow links
     if (path / CONFIG_FILE).exists():
         return path, None
@@ -166,9 +169,11 @@ def find_run(run_or_checkpoint: Path) -> tuple[Path, int | None]:
     step = STEP_NAME.fullmatch(path.name)
     if step and path.is_dir() and (path.parent.parent / CONFIG_FILE).exists():
         return path.parent.parent, int(step[1])
+    why = f"it has no {CONFIG_FILE}" if path.exists() else "there is no such folder"
     raise CheckpointError(
-        f"{run_or_checkpoint} is no run folder: it has no {CONFIG_FILE}. Give a folder such as runs/NAME, "
-        "or one of its checkpoints/step-…."
+        f"{run_or_checkpoint} is no run folder: {why}. Give a folder such as runs/NAME, "
+        "or one of its checkpoints/step-….",
+        where=where,
     )
 
 

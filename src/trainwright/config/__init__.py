@@ -20,7 +20,7 @@ from trainwright.config.sections import (
     RuntimeSection,
     TrainerSection,
 )
-from trainwright.config.tree import Origin
+from trainwright.config.tree import Node, Origin
 
 __all__ = [
     "BatchPlan",
@@ -35,6 +35,7 @@ __all__ = [
     "LogSection",
     "MeshSection",
     "ModelSection",
+    "Node",
     "OptimizerSection",
     "Origin",
     "PreemptionSection",

@@ -38,7 +38,7 @@ from trainwright.config.sections import (
     Whole,
     empty_section,
 )
-from trainwright.config.tree import KeyPath, Origin, merge, plant
+from trainwright.config.tree import KeyPath, Node, Origin, merge, plant
 from trainwright.errors import ConfigError
 
 # Defaults that an override may reach into: `writers.0.…=…` works whether or not the file has the key.
@@ -106,12 +106,17 @@ class RunConfig(Section):
         settings: Mapping[str, Any],
         overrides: Iterable[str] = (),
         project_dir: str | os.PathLike[str] = ".",
+        where: Origin | None = None,
     ) -> RunConfig:
-        """Make a config from plain settings, under the same checks; components may be `Component`s."""
+        """Make a config from plain settings, under the same checks; components may be `Component`s.
+
+        `where` is the origin of the settings, for errors. A value may be a `Node` with an origin of its own.
+        """
         if not isinstance(settings, Mapping):
             raise ConfigError(f"A config must be a mapping (key: value), got {describe(settings)}.")
         folder = Path(os.path.abspath(project_dir))  # noqa: PTH100  # resolve() would follow links
-        return cls._assemble(resolve_document(plant(_plain(settings), {}), folder), overrides)
+        tree = plant(Node(_plain(settings, where=where), where), {})
+        return cls._assemble(resolve_document(tree, folder), overrides)
 
     def derive(self, values: Mapping[str, Any]) -> RunConfig:
         """Return a copy with the values at these dotted paths, checked again; origins are kept."""
@@ -217,24 +222,24 @@ def _worth_writing(section: Section) -> dict[str, Any]:
     return written
 
 
-def _plain(value: Any, path: KeyPath = ()) -> Any:
+def _plain(value: Any, path: KeyPath = (), where: Origin | None = None) -> Any:
     """Return a Python value as YAML would hold it, or refuse it by name: a saved run must read back equal."""
+    if isinstance(value, Node):
+        return Node(_plain(value.value, path, value.origin), value.origin)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):
         wrong = [key for key in value if not isinstance(key, str)]
-        raise_all([Problem(path, f"a key must be text, got {key!r}. Use {str(key)!r}.") for key in wrong], _nowhere)
-        return {str(key): _plain(item, (*path, key)) for key, item in value.items()}
+        raise_all(
+            [Problem(path, f"a key must be text, got {key!r}. Use {str(key)!r}.") for key in wrong], lambda _: where
+        )
+        return {str(key): _plain(item, (*path, key), where) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item, (*path, index)) for index, item in enumerate(value)]
+        return [_plain(item, (*path, index), where) for index, item in enumerate(value)]
     if isinstance(value, Section):
-        return _plain(value.to_dict(), path)
+        return _plain(value.to_dict(), path, where)
     plain = plain_scalar(value)
     if value is not None and plain is None:
         text = f"a {type(value).__name__} cannot be saved as YAML: {value!r}. Use text, numbers, lists or mappings."
-        raise_all([Problem(path, text)], _nowhere)
+        raise_all([Problem(path, text)], lambda _: where)
     return plain
-
-
-def _nowhere(path: KeyPath) -> Origin | None:
-    return None

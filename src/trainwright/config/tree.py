@@ -15,13 +15,25 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 
 
 class Origin(NamedTuple):
-    """Where a setting was written. Reads as `run.yaml:14`, or `override trainer.max_steps=5` (line 0)."""
+    """Where a setting was written.
+
+    Reads as `run.yaml:14`, `override trainer.max_steps=5` (line 0) or `script.py:8: --train-iters`.
+    """
 
     file: str
     line: int
+    given_as: str = ""
+    """The flag or argument by which a program gave the setting; empty in a file and in an override."""
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}" if self.line else self.file
+        place = f"{self.file}:{self.line}" if self.line else self.file
+        return f"{place}: {self.given_as}" if self.given_as else place
+
+    @classmethod
+    def parse(cls, text: str | None, given_as: str = "") -> Origin | None:
+        """Return the origin that `file:line` names; None where the text is no such thing."""
+        file, colon, line = (text or "").rpartition(":")
+        return cls(file, int(line), given_as) if colon and line.isdecimal() else None
 
     @property
     def is_override(self) -> bool:
@@ -62,7 +74,12 @@ class Node:
 
 
 def plant(value: Any, origins: Mapping[KeyPath, Origin], path: KeyPath = ()) -> Node:
-    """Return the tree of a plain value; each node gets the origin that `origins` has for its path."""
+    """Return the tree of a plain value; each node gets the origin that `origins` has for its path.
+
+    A value may be a node, which has its own origin.
+    """
+    if isinstance(value, Node):
+        return Node(plant(value.value, origins, path).value, value.origin)
     grown: Any = value
     if isinstance(value, Mapping):
         grown = {key: plant(item, origins, (*path, key)) for key, item in value.items()}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from trainwright.backends import pick_backend
+from trainwright.config import Origin
 from trainwright.config.frozen import plain_scalar
 from trainwright.config.problems import suggest
 from trainwright.doors.function_data import as_list, attribute_of, read_ratios
@@ -148,10 +149,8 @@ def get_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         )
     args.rank, args.world_size = processes.place()
     args.local_rank = processes.local_rank()
-    try:
-        args.device = str(pick_backend(args.device, local_rank=args.local_rank).device)
-    except ConfigError as error:
-        raise ConfigError(error.problem.replace("runtime.device", "--device"), where=caller()) from error
+    where = Origin.parse(caller(), "--device")
+    args.device = str(pick_backend(args.device, local_rank=args.local_rank, where=where).device)
     return args
 
 

@@ -18,9 +18,10 @@ from typing import Any
 from trainwright.checkpoint.folder import CHECKPOINTS, CONFIG_FILE, ENVIRONMENT_FILE, find_run, run_folder
 from trainwright.checkpoint.listing import checkpoints_place
 from trainwright.checkpoint.open_store import open_store
-from trainwright.config import RunConfig
+from trainwright.config import Origin, RunConfig
 from trainwright.doors.function_model import find_checkpoint
 from trainwright.errors import CheckpointError
+from trainwright.user_code import caller
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +65,13 @@ def _begin(load: Path, folder: Path) -> None:
     if own:
         begun = "at step 0" if note is None else f"with {note['load']}"
         raise CheckpointError(
-            f"--load: {load} has no effect, for {folder} has begun {begun} and is at step {own[-1]}. Leave it out to "
-            "go on from there, or give the run another --experiment-name."
+            f"{load} has no effect, for {folder} has begun {begun} and is at step {own[-1]}. Leave it out to go on "
+            "from there, or give the run another --experiment-name.",
+            where=Origin.parse(caller(), "--load"),
         )
     if not source.is_dir():
-        raise CheckpointError(f"--load: {source} lies on no disk of this machine. Copy it here, or name a copy of it.")
+        problem = f"{source} lies on no disk of this machine. Copy it here, or name a copy of it."
+        raise CheckpointError(problem, where=Origin.parse(caller(), "--load"))
     _copy(load, source, folder, step)
     logger.info("The run begins with a copy of %s", source)
 

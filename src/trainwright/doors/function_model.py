@@ -26,12 +26,13 @@ from trainwright.checkpoint.listing import checkpoints_place
 from trainwright.checkpoint.manifest import MANIFEST
 from trainwright.checkpoint.open_store import AnyStore, open_store
 from trainwright.checkpoint.resume import pick_step
+from trainwright.config import Origin
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.memory.remat import recompute_layers
 from trainwright.models.model import Model
 from trainwright.models.pretrained import INDEX_FILE, WEIGHTS_FILE, load_weights
 from trainwright.optim.param_groups import disable_untrainable_params
-from trainwright.user_code import name_of, place_of
+from trainwright.user_code import caller, name_of, place_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,8 @@ def make_model(
 
 def _constructed(model_cls: Any, args: argparse.Namespace) -> torch.nn.Module:
     if not callable(model_cls):
-        raise ConfigError(f"model_cls is {model_cls!r}. Give a class, a function that makes a model, or a model.")
+        problem = f"model_cls is {model_cls!r}. Give a class, a function that makes a model, or a model."
+        raise ConfigError(problem, where=caller())
     given = (args,) if _takes_args(model_cls) else ()
     try:
         inspect.signature(model_cls).bind(*given)
@@ -90,7 +92,8 @@ def _recompute(model: torch.nn.Module) -> None:
     if not names:
         raise ConfigError(
             f"--checkpoint-activations: {type(model).__name__} has no ModuleList of layers that could be recomputed. "
-            "Leave it out, or keep the layers in one."
+            "Leave it out, or keep the layers in one.",
+            where=caller(),
         )
     recompute_layers(model, names)
 
@@ -120,9 +123,8 @@ def load_into(model: torch.nn.Module, path: Path, *, strict: bool) -> None:
             contents.restore_model(store, step, model, strict=strict)
         path = Path(str(store.path(step)))
     if len(missing) == len(model.state_dict()):
-        raise CheckpointError(
-            f"--load: {path} holds no weight of {type(model).__name__}. Name another, or leave it out."
-        )
+        problem = f"{path} holds no weight of {type(model).__name__}. Name another, or leave it out."
+        raise CheckpointError(problem, where=Origin.parse(caller(), "--load"))
     logger.info("Loaded the weights of %s", path)
 
 
@@ -130,15 +132,10 @@ def find_checkpoint(path: Path) -> tuple[AnyStore, int]:
     """Returns where the checkpoint lies that --load names: the newest of a run, or the one itself."""
     if _holds_weights_alone(path):
         raise CheckpointError(
-            f"--load: {path} holds weights alone, and --mode pretrain goes on from a whole state. Use --mode finetune."
+            f"{path} holds weights alone, and --mode pretrain goes on from a whole state. Use --mode finetune.",
+            where=Origin.parse(caller(), "--load"),
         )
-    if not path.exists():
-        problem = f"--load: there is no {path}. Give a folder such as runs/NAME, or one of its checkpoints/step-…."
-        raise CheckpointError(problem)
-    try:
-        folder, step = find_run(path)
-    except CheckpointError as error:
-        raise CheckpointError(f"--load: {error.problem}") from error
+    folder, step = find_run(path, where=Origin.parse(caller(), "--load"))
     config = read_config(folder)
     assert config is not None  # find_run saw it
     store = open_store(checkpoints_place(folder, config))

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from trainwright.config import RunConfig
+from trainwright.config import Node, Origin, RunConfig
 from trainwright.config.problems import nearest
 from trainwright.doors.arguments import DECAY_STYLES, FACTS, MODES, ZERO_STAGES, flag_names, with_defaults
 from trainwright.errors import ConfigError
@@ -19,7 +19,11 @@ from trainwright.user_code import caller
 
 TRAINER = "trainwright.doors.training_main:FunctionTrainer"
 
-_KEPT_FLAGS = ("train_data", "train_data_weights", "split")
+_KEPT_FLAGS: Mapping[str, str] = {
+    "train_data": "--train-data",
+    "train_data_weights": "--train-data-weights",
+    "split": "--split",
+}
 """Flags that no section of the config holds, and that change what is learned."""
 
 MAX_SKIPPED_UPDATES = 100
@@ -33,54 +37,82 @@ def config_of(args: argparse.Namespace) -> RunConfig:
     max_batches = None if flags.strict_eval else flags.eval_iters
     eval_batch = None if flags.eval_batch_size is None else flags.eval_batch_size * processes.world_size()
     settings: dict[str, Any] = {
-        "name": flags.experiment_name,
-        "output_dir": flags.save,
-        "seed": flags.seed,
-        "data": {"workers": flags.num_workers},
+        "name": _given("--experiment-name", flags.experiment_name),
+        "output_dir": _given("--save", flags.save),
+        "seed": _given("--seed", flags.seed),
+        "data": {
+            "workers": _given("--num-workers", flags.num_workers),
+            # Made by create_dataset_function, not from the config.
+            "train": _given("--train-data", None),
+            "eval": _given("--valid-data", {}),
+            "test": _given("--test-data", None),
+        },
         "trainer": _trainer(flags),
-        "evaluation": {"every_steps": flags.eval_interval, "max_batches": max_batches, "batch_size": eval_batch},
-        "checkpoint": {"every_steps": flags.save_interval, "keep_last": None},
-        "log": {"every_steps": flags.log_interval},
+        "evaluation": {
+            "every_steps": _given("--eval-interval", flags.eval_interval),
+            "max_batches": _given("--eval-iters", max_batches),
+            "batch_size": _given("--eval-batch-size × ranks", eval_batch),
+        },
+        "checkpoint": {"every_steps": _given("--save-interval", flags.save_interval), "keep_last": None},
+        "log": {"every_steps": _given("--log-interval", flags.log_interval)},
         "runtime": _runtime(flags),
         # As there: an update with a loss or metric that is not finite is left out, on all ranks together.
         "incidents": {"non_finite": "skip", "max_incidents": MAX_SKIPPED_UPDATES},
     }
-    return RunConfig.from_dict(settings)
+    return RunConfig.from_dict(settings, where=Origin.parse(caller()))
+
+
+def _given(flag: str, value: Any) -> Node:
+    """Returns a setting that remembers the flag which gave it, for errors."""
+    return Node(value, Origin.parse(caller(), flag))
 
 
 def _trainer(flags: argparse.Namespace) -> dict[str, Any]:
-    schedule: dict[str, Any] = {"type": flags.lr_decay_style, "warmup_fraction": flags.warmup}
+    schedule: dict[str, Any] = {
+        "type": _given("--lr-decay-style", flags.lr_decay_style),
+        "warmup_fraction": _given("--warmup", flags.warmup),
+    }
     if flags.lr_decay_style != "constant":
-        schedule["minimum"] = flags.lr_decay_ratio
+        schedule["minimum"] = _given("--lr-decay-ratio", flags.lr_decay_ratio)
     return {
         "type": TRAINER,
-        "max_steps": flags.train_iters,
-        "max_epochs": flags.epochs,
-        "micro_batch_size": flags.batch_size,
-        "accumulation": flags.gradient_accumulation_steps,
-        "max_grad_norm": flags.clip_grad or None,
-        "optimizer": {"type": "adamw", "lr": flags.lr, "weight_decay": flags.weight_decay},
+        "max_steps": _given("--train-iters", flags.train_iters),
+        "max_epochs": _given("--epochs", flags.epochs),
+        "micro_batch_size": _given("--batch-size", flags.batch_size),
+        "accumulation": _given("--gradient-accumulation-steps", flags.gradient_accumulation_steps),
+        "global_batch_size": _given("--batch-size × --gradient-accumulation-steps × ranks", None),
+        "max_grad_norm": _given("--clip-grad", flags.clip_grad or None),
+        "optimizer": {
+            "type": "adamw",
+            "lr": _given("--lr", flags.lr),
+            "weight_decay": _given("--weight-decay", flags.weight_decay),
+        },
         "schedule": schedule,
-        "arguments": _kept_arguments(flags),
+        "arguments": _given("args", _kept_arguments(flags)),
     }
 
 
 def _runtime(flags: argparse.Namespace) -> dict[str, Any]:
+    precision = "fp16" if flags.fp16 else "bf16" if flags.bf16 else "fp32"
     runtime: dict[str, Any] = {
-        "device": str(flags.device).partition(":")[0],
-        "precision": "fp16" if flags.fp16 else "bf16" if flags.bf16 else "fp32",
+        "device": _given("--device", str(flags.device).partition(":")[0]),
+        "precision": _given("--fp16 and --bf16", precision),
     }
     if flags.zero_stage:
-        runtime["mesh"] = {"data": -1}
+        runtime["mesh"] = _given("--zero-stage", {"data": -1})
         # Of stages 1 and 2 the parameters stay whole between a forward and its backward.
-        runtime["reshard_after_forward"] = flags.zero_stage == max(ZERO_STAGES)
+        runtime["reshard_after_forward"] = _given("--zero-stage", flags.zero_stage == max(ZERO_STAGES))
     return runtime
 
 
 def _kept_arguments(flags: argparse.Namespace) -> dict[str, Any]:
     """Returns the user's own arguments, those that YAML can hold, and the flags that have no section."""
     left_out = {*flag_names(), *FACTS} - {*_KEPT_FLAGS}
-    return {name: value for name, value in vars(flags).items() if name not in left_out and _is_plain(value)}
+    return {
+        name: _given(_KEPT_FLAGS.get(name, f"args.{name}"), value)
+        for name, value in vars(flags).items()
+        if name not in left_out and _is_plain(value)
+    }
 
 
 def _is_plain(value: Any) -> bool:

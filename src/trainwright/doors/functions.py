@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from trainwright.build import build_trainer
-from trainwright.config import RunConfig
-from trainwright.doors.own_words import ARGUMENTS, explained_in
-from trainwright.errors import ConfigError
+from trainwright.config import Node, Origin, RunConfig
+from trainwright.errors import ConfigError, shorten_tracebacks
 from trainwright.log import show_log
 from trainwright.loop.builder import Builder
 from trainwright.loop.calls import refuse_wrong_call
 from trainwright.loop.hook import Hook
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Trainer
+from trainwright.user_code import caller
 
 Forward = Callable[[torch.nn.Module, Any], Any]
 
@@ -52,7 +52,6 @@ class PartsTrainer(Trainer):
 TRAINER = f"{PartsTrainer.__module__}:{PartsTrainer.__qualname__}"
 
 
-@explained_in(ARGUMENTS)
 def train(
     model: torch.nn.Module,
     data: Any,
@@ -75,6 +74,7 @@ def train(
     the command line: `overrides=["trainer.schedule={type: cosine}"]`. Calling it again continues the run
     of that name; `fresh=True` starts over.
     """
+    shorten_tracebacks()
     if forward is not None:
         refuse_wrong_call(forward, ("model", "batch"), role="forward")
     if collator is not None:
@@ -106,17 +106,29 @@ def train(
         def build_hooks(cls, build: Builder) -> list[Hook]:
             return [*build.hooks(), *hooks]
 
-    optimizer = {"type": "adamw", "lr": lr}
-    limits = {"max_steps": max_steps, "global_batch_size": batch_size}
-    settings = {"name": name, "trainer": {"type": TRAINER, **limits, "optimizer": optimizer}}
+    settings = {
+        "name": _given("name", name),
+        "data": {"train": _given("data", None), "eval": _given("eval_data", {})},  # built above, not from the config
+        "trainer": {
+            "type": TRAINER,
+            "max_steps": _given("max_steps", max_steps),
+            "global_batch_size": _given("batch_size", batch_size),
+            "optimizer": {"type": "adamw", "lr": _given("lr", lr)},
+        },
+    }
     show_log()
     trainer = build_trainer(_config_of(settings, overrides), GivenParts, fresh=fresh)
     trainer.train()
     return trainer
 
 
+def _given(argument: str, value: Any) -> Node:
+    """Returns a setting that remembers the argument of `train` which gave it, for errors."""
+    return Node(value, Origin.parse(caller(), f"train({argument}=…)"))
+
+
 def _config_of(settings: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
-    config = RunConfig.from_dict(settings, overrides)
+    config = RunConfig.from_dict(settings, overrides, where=Origin.parse(caller()))
     if config.trainer.type != TRAINER:
         raise ConfigError(
             f"trainer.type: {config.trainer.type} has no effect, for train(…) has a trainer of its own. Leave it out, "

@@ -26,9 +26,8 @@ from trainwright.doors.function_checks import refuse_wrong_functions
 from trainwright.doors.function_data import CreateDataset, FunctionData
 from trainwright.doors.function_model import InitFunction, make_model
 from trainwright.doors.function_settings import config_of
-from trainwright.doors.own_words import FLAGS, explained_in
 from trainwright.doors.timers import Timers
-from trainwright.errors import ConfigError, TrainwrightError
+from trainwright.errors import ConfigError, TrainwrightError, shorten_tracebacks
 from trainwright.log import show_log
 from trainwright.loop.builder import Builder
 from trainwright.loop.task import Task
@@ -61,7 +60,6 @@ class UserFunctions:
     collate: Callable[[list[Any]], Any] | None
 
 
-@explained_in(FLAGS)
 def training_main(
     args: argparse.Namespace,
     model_cls: Any,
@@ -88,6 +86,7 @@ def training_main(
     `args` is passed on as it is and never changed. A process that is told to leave saves its step and exits.
     """
     refuse_wrong_functions(locals())
+    shorten_tracebacks()
     show_log()
     config = config_of(args)
     flags = with_defaults(args)
