@@ -23,7 +23,8 @@ SOURCES = {
 
 ROWS = (
     ("errors", "log", "tracebacks", "user_code", "built_ins", "labels"),
-    ("config", "registry"),
+    ("config",),
+    ("registry",),
     ("backends", "events", "catalogue"),
     ("models", "data", "parallel"),
     ("writers", "memory", "optim", "checkpoint"),

@@ -19,7 +19,6 @@ import torch
 from trainwright import registry
 from trainwright.checkpoint.folder import run_folder
 from trainwright.config import Component, DataSection, ModelSection, RunConfig
-from trainwright.config.blame import blaming_arguments
 from trainwright.data.components import DatasetBuilder
 from trainwright.data.split import sizes_by_ratio, split
 from trainwright.data.stream import is_stream
@@ -76,7 +75,9 @@ class Build:
         self._task: Task | None = None
         self._used: set[str] = set()
         self._splits: dict[str, Any] | None = None
-        self._datasets = DatasetBuilder(project_dir=self.project_dir, seed=config.seed, process=config.data.process)
+        self._datasets = DatasetBuilder(
+            project_dir=self.project_dir, seed=config.seed, process=config.data.process, origin_of=config.origin
+        )
         registry.import_modules(config.imports, project_dir=self.project_dir, where=config.origin("imports"))
 
     # what a Trainer's build_* methods may ask for
@@ -107,10 +108,9 @@ class Build:
         self.first_has_weights = is_split and self._reader is None and is_as_shipped(section, project_dir=project_dir)
         if self.first_has_weights:
             return self._model_of_first(section)
-        with blaming_arguments(self.config, "model", section.arguments):
-            model, self.pretrained_facts = build_model_section(
-                section, project_dir=project_dir, origin=origin, kept=self._kept, reader=self._reader
-            )
+        model, self.pretrained_facts = build_model_section(
+            section, project_dir=project_dir, origin=origin, kept=self._kept, reader=self._reader
+        )
         return model
 
     def optimizers(self, model: torch.nn.Module) -> dict[str, torch.optim.Optimizer]:
@@ -305,8 +305,7 @@ class Build:
 
     def _make(self, kind: str, label: str, component: Component, **provided: Any) -> Any:
         provided = {"project_dir": self.project_dir, **provided}
-        with blaming_arguments(self.config, label, component.arguments):
-            return registry.instantiate(kind, component, label=label, **provided)
+        return registry.instantiate(kind, component, label=label, origin_of=self.config.origin, **provided)
 
     def _optimizer(
         self, label: str, component: Component, owned: Mapping[str, Any], model: torch.nn.Module
@@ -367,8 +366,7 @@ class Build:
                 where=self.config.origin(label),
             )
         self._used.add("data.process")
-        with blaming_arguments(self.config, label, component.arguments):
-            dataset = self._datasets.build(label, component)
+        dataset = self._datasets.build(label, component)
         if label != "data.train" and getattr(dataset, "weights", None) and hasattr(type(dataset), "make_order"):
             raise ConfigError(
                 f"{label}: weights have no effect in an evaluation, which sees each sample once. Leave them out.",

@@ -9,7 +9,6 @@ in build.py.
 from __future__ import annotations
 
 import ast
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -22,15 +21,21 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from trainwright.built_ins import BUILT_INS, KIND_FOLDERS
+from trainwright.config import Component, Origin
+from trainwright.config.frozen import thaw
+from trainwright.config.problems import nearest
+from trainwright.config.tree import shown_path
 from trainwright.errors import ComponentError, TrainwrightError
 
 PROJECT_PACKAGE = "trainwright_project"
 """The package whose folder is the project's: its files import each other relatively, without a sys.path entry."""
 
 Target = TypeVar("Target", bound=Callable[..., Any])
+OriginOf = Callable[[str], Origin | None]
+"""Where a setting such as `trainer.optimizer.lr` was written: `RunConfig.origin`."""
 
 
 class _Project(NamedTuple):
@@ -42,25 +47,6 @@ class _Project(NamedTuple):
 _registered: dict[str, dict[str, Callable[..., Any]]] = {kind: {} for kind in KIND_FOLDERS}
 # Projects that were left for another one in this process: their modules and what these registered, by folder.
 _left_projects: dict[str, _Project] = {}
-
-
-class ComponentLike(Protocol):
-    """What a component of a config offers (config/component.py), without importing it."""
-
-    @property
-    def type(self) -> str:
-        """How the class is named in the config."""
-        ...
-
-    @property
-    def arguments(self) -> Mapping[str, Any]:
-        """The constructor's keyword arguments."""
-        ...
-
-    @property
-    def origin(self) -> object | None:
-        """Where the component was written, or None."""
-        ...
 
 
 def register(kind: str, name: str) -> Callable[[Target], Target]:
@@ -126,10 +112,12 @@ def check_arguments(
     label: str,
     where: object | None = None,
     provided: Iterable[str] = (),
+    origin_of: OriginOf | None = None,
 ) -> None:
     """Refuse arguments that `target` does not take, or that it needs and nobody gives.
 
-    `provided` names what the caller adds by itself, such as the parameters of an optimizer.
+    `provided` names what the caller adds by itself, such as the parameters of an optimizer. With `origin_of` an error
+    about an argument names the line of that argument, and not `where`, that of the component.
     """
     parameters, provided = _parameters(target), set(provided)
     if parameters is None:
@@ -140,28 +128,38 @@ def check_arguments(
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     name = getattr(target, "__name__", repr(target))
     problems = []
-    for argument in arguments:
-        if argument not in by_name and not takes_any:
-            problems.append(f'{name} takes no argument "{argument}".{_did_you_mean(argument, by_name)}')
+    unknown = [] if takes_any else [argument for argument in arguments if argument not in by_name]
+    for argument in unknown:
+        problems.append(f'{name} takes no argument "{argument}".{_did_you_mean(argument, by_name)}')
     for parameter in by_name.values():
         if parameter.default is parameter.empty and parameter.name not in {*arguments, *provided}:
             problems.append(f'{name} needs the argument "{parameter.name}". Give it beside type.')
     if problems:
+        if unknown and origin_of is not None:
+            where = origin_of(f"{label}.{unknown[0]}")
         signature = ", ".join(_show_parameter(one) for one in by_name.values() if one.name not in provided) or "none"
         raise _labelled(f"{' '.join(problems)} Its parameters: {signature}.", label, where)
 
 
 def instantiate(
-    kind: str, component: ComponentLike, *, project_dir: str | os.PathLike[str], label: str, **provided: Any
+    kind: str,
+    component: Component,
+    *,
+    project_dir: str | os.PathLike[str],
+    label: str,
+    origin_of: OriginOf | None = None,
+    **provided: Any,
 ) -> Any:
     """Find the component's class, check its arguments and call it.
 
-    Of `provided` it gets what its signature accepts; an argument in the config wins over one provided.
+    Of `provided` it gets what its signature accepts; an argument in the config wins over one provided. With
+    `origin_of` errors name the line or the override of the argument that they are about.
     """
     where = component.origin
     target = find(kind, component.type, project_dir=project_dir, where=where, label=label)
-    arguments = _plain(component.arguments)
-    check_arguments(target, arguments, label=label, where=where, provided=(*provided, "project_dir"))
+    arguments = thaw(component.arguments)
+    names = (*provided, "project_dir")
+    check_arguments(target, arguments, label=label, where=where, provided=names, origin_of=origin_of)
     accepted = {name: value for name, value in provided.items() if _accepts(target, name)}
     if "project_dir" in (_parameters(target) or {}):
         accepted["project_dir"] = project_dir
@@ -172,7 +170,10 @@ def instantiate(
     except Exception as error:
         folder = Path(os.path.abspath(project_dir))  # noqa: PTH100
         problem = f"{component.type} could not be built: {_explain(error, folder)}"
-        raise _labelled(problem, label, where) from error
+        # Which argument it is about is not known; one that an override has changed is likelier than those of the file.
+        places = [origin_of(f"{label}.{name}") for name in arguments] if origin_of is not None else []
+        overridden = next((place for place in places if place is not None and place.is_override), None)
+        raise _labelled(problem, label, overridden or where) from error
 
 
 def _find(kind: str, type_name: str, folder: Path) -> Any:
@@ -217,7 +218,7 @@ def _member(module: ModuleType, name: str) -> Any:
             defined = [word for word, one in public.items() if getattr(one, "__module__", None) == module.__name__]
             listed = f" It defines: {', '.join(defined)}." if defined else ""
             file = getattr(module, "__file__", None)
-            source = _shown(file) if file else f"The module {module.__name__}"
+            source = shown_path(file) if file else f"The module {module.__name__}"
             # A package that imports its parts when they are asked for (transformers) lists them by dir alone.
             near = _did_you_mean(name, [word for word in {**public, **dict.fromkeys(dir(module))} if word[0] != "_"])
             raise ComponentError(f'{source} has no "{name}".{near}{listed}')
@@ -255,7 +256,7 @@ def _load_file(path: Path, folder: Path) -> ModuleType:
     """Return the module of a file; the file is executed at most once in a process."""
     if not path.is_file():
         near = _did_you_mean(path.name, [file.name for file in sorted(path.parent.glob("*.py"))])
-        raise ComponentError(f"there is no file {_shown(path)}.{near} Paths are relative to {folder}.")
+        raise ComponentError(f"there is no file {shown_path(path)}.{near} Paths are relative to {folder}.")
     _refuse_hidden_datasets(folder)
     real = path.resolve()
     name = _project_name(path, folder)
@@ -268,7 +269,7 @@ def _load_file(path: Path, folder: Path) -> ModuleType:
         # A folder of the same name hides the file from the import system; then the file is meant.
         return module if name is None or _is_from(module, real) else _execute(path)
     except (Exception, SystemExit) as error:
-        problem = f"{_shown(path)} cannot be imported: {_explain(error, folder)}{_relative_hint(error, folder)}"
+        problem = f"{shown_path(path)} cannot be imported: {_explain(error, folder)}{_relative_hint(error, folder)}"
         raise ComponentError(problem) from error
 
 
@@ -304,7 +305,7 @@ def _refuse_hidden_datasets(folder: Path) -> None:
     file = folder / "datasets" / "__init__.py"
     if file.exists():
         raise ComponentError(
-            f"{_shown(file)} makes the folder a package that hides Hugging Face's `datasets`. "
+            f"{shown_path(file)} makes the folder a package that hides Hugging Face's `datasets`. "
             "Delete that file; the folder works without it."
         )
 
@@ -368,23 +369,19 @@ def _labelled(problem: str, label: str, where: object | None) -> ComponentError:
 
 
 def _did_you_mean(word: str, known: Iterable[str]) -> str:
-    by_plain = {name.lower().replace("-", "_"): name for name in known}
-    plain = word.lower().replace("-", "_")
-    found = difflib.get_close_matches(plain, by_plain)
-    # One wrong letter is likelier than one too many: adamv is adamw, though difflib finds adam nearer.
-    found.sort(key=lambda name: len(name) != len(plain) or sum(map(str.__ne__, name, plain)) > 1)
-    return f' Did you mean "{by_plain[found[0]]}"?' if found else ""
+    near = nearest(word, known)
+    return f' Did you mean "{near}"?' if near else ""
 
 
 def _explain(error: BaseException, folder: Path) -> str:
     """Return the error in one line, with the place in the user's own code that led to it."""
     text = f"{type(error).__name__}: {error}".removesuffix(".")
     if isinstance(error, SyntaxError):
-        return f"SyntaxError: {error.msg} ({_shown(error.filename or '')}:{error.lineno})."
+        return f"SyntaxError: {error.msg} ({shown_path(error.filename or '?')}:{error.lineno})."
     frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != __file__]
     users = [one for one in frames if not _is_library(one.filename, folder)]
     place = next(reversed(users or frames), None)
-    return f"{text} ({_shown(place.filename)}:{place.lineno})." if place else f"{text}."
+    return f"{text} ({shown_path(place.filename)}:{place.lineno})." if place else f"{text}."
 
 
 def _is_library(file: str, folder: Path) -> bool:
@@ -404,16 +401,10 @@ def _relative_hint(error: BaseException, folder: Path) -> str:
     return f' Files of a project import each other relatively: "from .{first} import …" or "from ..{first} import …".'
 
 
-def _shown(path: str | os.PathLike[str]) -> str:
-    given = os.fspath(path)
-    relative = os.path.relpath(given) if given else given
-    return relative if len(relative) < len(given) else given
-
-
 def _place_of(target: Any) -> str:
     code = inspect.unwrap(target)
     try:
-        return f"{_reference(target)} ({_shown(inspect.getfile(code))}:{inspect.getsourcelines(code)[1]})"
+        return f"{_reference(target)} ({shown_path(inspect.getfile(code))}:{inspect.getsourcelines(code)[1]})"
     except (TypeError, OSError):
         return _reference(target)
 
@@ -441,12 +432,3 @@ def _show_parameter(parameter: inspect.Parameter) -> str:
     if parameter.default is parameter.empty:
         return parameter.name
     return f"{parameter.name}={parameter.default!r}"
-
-
-def _plain(value: Any) -> Any:
-    """Return read-only settings as the dicts and lists that constructors expect."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value

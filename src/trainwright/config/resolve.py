@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trainwright.config.blame import overridden_among
 from trainwright.config.schema import RunConfig
+from trainwright.config.tree import Origin
 from trainwright.errors import ConfigError
 
 DEFAULT_GLOBAL_BATCH_SIZE = 32
@@ -72,9 +72,7 @@ def resolve_batch(config: RunConfig, data_ranks: int) -> BatchPlan:
     if micro * data_ranks * accumulation != total:
         raise ConfigError(
             f"trainer.global_batch_size: {_contradiction(config, total, data_ranks)}",
-            where=overridden_among(
-                config, "trainer.global_batch_size", "trainer.micro_batch_size", "trainer.accumulation"
-            ),
+            where=_overridden(config, "global_batch_size", "micro_batch_size", "accumulation"),
         )
     return BatchPlan(total, micro, accumulation)
 
@@ -88,6 +86,12 @@ def _given_micro_batch(config: RunConfig) -> int | None:
     """Return the number that was given; None where it is derived or to be found."""
     micro = config.trainer.micro_batch_size
     return None if micro == "auto" else micro
+
+
+def _overridden(config: RunConfig, *names: str) -> Origin | None:
+    """Return where the first of these settings of the trainer was given that an override gives; else the first one."""
+    places = [place for name in names if (place := config.origin(f"trainer.{name}")) is not None]
+    return next((place for place in places if place.is_override), places[0] if places else None)
 
 
 def _contradiction(config: RunConfig, total: int, data_ranks: int) -> str:

@@ -141,7 +141,8 @@ class RunConfig(Section):
 
     def origin(self, dotted: str) -> Origin | None:
         """Return where the setting was written, or the nearest key above it; None for a config made in Python."""
-        return _nearest_origin(self._origins, tuple(dotted.split(".")))
+        path = tuple(dotted.split("."))
+        return self.written_at(path) or _nearest_origin(self._origins, path)
 
     def written_at(self, path: KeyPath) -> Origin | None:
         """Return where exactly this setting was written; None where it has its default, or was made in Python."""

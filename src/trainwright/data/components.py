@@ -24,10 +24,18 @@ from trainwright.errors import ComponentError, ConfigError
 class DatasetBuilder:
     """Builds the datasets of one run, each with its sources."""
 
-    def __init__(self, *, project_dir: Path, seed: int, process: Component | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        project_dir: Path,
+        seed: int,
+        process: Component | None = None,
+        origin_of: registry.OriginOf | None = None,
+    ) -> None:
         self._project_dir = project_dir
         self._seed = seed
         self._process = process
+        self._origin_of = origin_of
 
     def build(self, label: str, component: Component) -> Any:
         """Returns the dataset that a component names; `label` says where it stands, for errors."""
@@ -53,7 +61,9 @@ class DatasetBuilder:
                 raise ConfigError(f"{label}.args: must be a mapping, got {given!r}.", where=component.origin)
             provided["args"] = Namespace(**given)
         plain = Component(component.type, **arguments).located_at(component.origin)
-        return registry.instantiate("dataset", plain, project_dir=self._project_dir, label=label, **provided)
+        return registry.instantiate(
+            "dataset", plain, project_dir=self._project_dir, label=label, origin_of=self._origin_of, **provided
+        )
 
     def _build_nested(self, label: str, component: Component) -> dict[str, Any]:
         """Returns the datasets that stand in `source` and `sources`, and the sources' weights."""
@@ -102,7 +112,12 @@ class DatasetBuilder:
         function = self._find_process(self._process)
         arguments = {name: value for name, value in self._process.to_dict().items() if name != "type"}
         registry.check_arguments(
-            function, arguments, label="data.process", where=self._process.origin, provided=_first_parameter(function)
+            function,
+            arguments,
+            label="data.process",
+            where=self._process.origin,
+            provided=_first_parameter(function),
+            origin_of=self._origin_of,
         )
         from trainwright.data.processing.process import describe_input, processed  # needs the package datasets
 

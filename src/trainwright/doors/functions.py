@@ -106,9 +106,17 @@ def train(
         def build_hooks(cls, build: Builder) -> list[Hook]:
             return [*build.hooks(), *hooks]
 
+    show_log()
+    config = _config_of(name, max_steps=max_steps, batch_size=batch_size, lr=lr, overrides=overrides)
+    trainer = build_trainer(config, GivenParts, fresh=fresh)
+    trainer.train()
+    return trainer
+
+
+def _config_of(name: str, *, max_steps: int, batch_size: int, lr: float, overrides: Sequence[str]) -> RunConfig:
     settings = {
         "name": _given("name", name),
-        "data": {"train": _given("data", None), "eval": _given("eval_data", {})},  # built above, not from the config
+        "data": {"train": _given("data", None), "eval": _given("eval_data", {})},  # the program's own, for errors
         "trainer": {
             "type": TRAINER,
             "max_steps": _given("max_steps", max_steps),
@@ -116,18 +124,6 @@ def train(
             "optimizer": {"type": "adamw", "lr": _given("lr", lr)},
         },
     }
-    show_log()
-    trainer = build_trainer(_config_of(settings, overrides), GivenParts, fresh=fresh)
-    trainer.train()
-    return trainer
-
-
-def _given(argument: str, value: Any) -> Node:
-    """Returns a setting that remembers the argument of `train` which gave it, for errors."""
-    return Node(value, Origin.parse(caller(), f"train({argument}=…)"))
-
-
-def _config_of(settings: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
     config = RunConfig.from_dict(settings, overrides, where=Origin.parse(caller()))
     if config.trainer.type != TRAINER:
         raise ConfigError(
@@ -136,3 +132,8 @@ def _config_of(settings: Mapping[str, Any], overrides: Sequence[str]) -> RunConf
             where=config.origin("trainer.type"),
         )
     return config
+
+
+def _given(argument: str, value: Any) -> Node:
+    """Returns a setting that remembers the argument of `train` which gave it, for errors."""
+    return Node(value, Origin.parse(caller(), f"train({argument}=…)"))

@@ -25,6 +25,7 @@ from torch import nn
 
 from trainwright import registry
 from trainwright.config import Component, ModelSection
+from trainwright.config.frozen import thaw
 from trainwright.config.problems import describe, suggest
 from trainwright.errors import CheckpointError, ConfigError, TrainwrightError
 from trainwright.models.freeze import freeze
@@ -49,9 +50,6 @@ from trainwright.models.pretrained_facts import (
 from trainwright.models.replace import replace_modules
 from trainwright.models.transformers_models import DTYPE_NAMES, build_transformers, is_transformers_class
 
-Origin = Callable[[str], object | None]
-"""Where a setting such as `model.lora` was written, or None."""
-
 PRETRAINED_KEYS = ("folder", "strict", "home_path", "dtype", "allow_pickle")
 
 
@@ -59,7 +57,7 @@ def build_model_section(
     section: ModelSection,
     *,
     project_dir: Path,
-    origin: Origin,
+    origin: registry.OriginOf,
     kept: PretrainedFacts | None = None,
     reader: str | None = None,
 ) -> tuple[nn.Module, PretrainedFacts | None]:
@@ -142,7 +140,7 @@ def is_as_shipped(section: ModelSection, *, project_dir: Path) -> bool:
 
 
 def build_without_memory(
-    section: ModelSection, *, project_dir: Path, origin: Origin, kept: PretrainedFacts | None
+    section: ModelSection, *, project_dir: Path, origin: registry.OriginOf, kept: PretrainedFacts | None
 ) -> nn.Module:
     """Builds the model of a section that is as shipped on the meta device: names, sizes and dtypes, and no values.
 
@@ -152,18 +150,18 @@ def build_without_memory(
         return build_model_section(section, project_dir=project_dir, origin=origin, kept=kept)[0]
 
 
-def _build(section: Component, target: Any, project_dir: Path, origin: Origin) -> nn.Module:
+def _build(section: Component, target: Any, project_dir: Path, origin: registry.OriginOf) -> nn.Module:
     """Builds a model that has no pretrained weights."""
     with _located("model: ", section.origin, origin=origin, arguments=section.arguments):
         if isinstance(target, type) and is_transformers_class(target):
-            return build_transformers(target, _plain(section.arguments))[0]
+            return build_transformers(target, thaw(section.arguments))[0]
         if isinstance(target, type) and issubclass(target, Model) and "preset" in section.arguments:
-            arguments = _plain(section.arguments)
+            arguments = thaw(section.arguments)
             with _located("model: ", origin("model.preset")):
                 arguments = preset_settings(target, arguments.pop("preset"), **arguments)
             registry.check_arguments(target, arguments, label="model")
             return target(**arguments)
-        return _instantiate(section, project_dir)
+        return _instantiate(section, project_dir, origin)
 
 
 def _find(section: ModelSection, project_dir: Path) -> tuple[ModelSection, Any]:
@@ -180,7 +178,7 @@ def _build_pretrained(
     target: Any,
     project_dir: Path,
     pretrained: _Pretrained,
-    origin: Origin,
+    origin: registry.OriginOf,
     kept: PretrainedFacts | None,
 ) -> tuple[nn.Module, PretrainedFacts]:
     """Builds a model and loads its pretrained weights, or with `kept` gives it the sizes and dtypes that it had."""
@@ -192,14 +190,14 @@ def _build_pretrained(
         folder = None if kept is not None else _find_folder(pretrained)
         config = None if kept is None else kept.config
         if isinstance(target, type) and is_transformers_class(target):
-            model, report = _build_theirs(target, _plain(section.arguments), pretrained, folder, config)
+            model, report = _build_theirs(target, thaw(section.arguments), pretrained, folder, config)
         elif isinstance(target, type) and issubclass(target, Model):
             if "preset" in section.arguments:
                 problem = "preset and pretrained both say how large the model is. Keep one of the two."
                 raise ConfigError(f"model: {problem}", where=origin("model.preset"))
             model, report = _build_ours(target, section, pretrained, folder, config)
         else:
-            model, report = _instantiate(section, project_dir), LoadReport((), ())
+            model, report = _instantiate(section, project_dir, origin), LoadReport((), ())
             if folder is not None:
                 report = load_weights(model, folder, **pretrained.options)
         if kept is not None:
@@ -244,7 +242,7 @@ def _build_ours(
     config: Mapping[str, Any] | None,
 ) -> tuple[nn.Module, LoadReport]:
     """The files say the sizes; what stands in the section changes them."""
-    arguments = _plain(section.arguments)
+    arguments = thaw(section.arguments)
     # What the constructor needs, the files say.
     registry.check_arguments(target, arguments, label="model", provided=_needed(target))
     if folder is not None:
@@ -253,8 +251,8 @@ def _build_ours(
     return target.from_config(config, **arguments), LoadReport((), ())
 
 
-def _instantiate(section: Component, project_dir: Path) -> nn.Module:
-    model = registry.instantiate("model", section, project_dir=project_dir, label="model")
+def _instantiate(section: Component, project_dir: Path, origin: registry.OriginOf) -> nn.Module:
+    model = registry.instantiate("model", section, project_dir=project_dir, label="model", origin_of=origin)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{section.type} gives a {type(model).__name__}, not a torch.nn.Module.")
     return model
@@ -296,7 +294,7 @@ def _find_folder(pretrained: _Pretrained) -> Path:
         ) from error
 
 
-def _read_pretrained(given: Any, project_dir: Path, origin: Origin) -> _Pretrained | None:
+def _read_pretrained(given: Any, project_dir: Path, origin: registry.OriginOf) -> _Pretrained | None:
     """Reads `pretrained: folder` or `{folder: …, strict: false}`; a folder beside the run file is found there."""
     if given is None:
         return None
@@ -336,7 +334,7 @@ def _read_pretrained(given: Any, project_dir: Path, origin: Origin) -> _Pretrain
     )
 
 
-def _read_dtype(given: Any, pretrained: _Pretrained | None, origin: Origin) -> torch.dtype | None:
+def _read_dtype(given: Any, pretrained: _Pretrained | None, origin: registry.OriginOf) -> torch.dtype | None:
     """Reads `dtype: bf16`, the type of a model's weights; buffers keep theirs."""
     if given is None:
         return None
@@ -364,7 +362,7 @@ def _with_dtype(section: ModelSection, dtype: torch.dtype) -> Component:
     return given.located_at(section.origin)
 
 
-def _rules(given: Any, origin: Origin) -> dict[str, Component]:
+def _rules(given: Any, origin: registry.OriginOf) -> dict[str, Component]:
     where = origin("model.replace")
     if not isinstance(given, Mapping) or not given:
         raise ConfigError(
@@ -382,7 +380,7 @@ def _rules(given: Any, origin: Origin) -> dict[str, Component]:
             raise ConfigError(
                 f'model.replace."{glob}": must be a component with a type; got {describe(rule)}.', where=where
             )
-        rules[glob] = rules[glob].located_at(where)  # type: ignore[arg-type]  # the config's own origin
+        rules[glob] = rules[glob].located_at(where)
     return rules
 
 
@@ -406,9 +404,9 @@ def _asks_for_replaced(component: Component, project_dir: Path) -> bool:
     return "replaces" in _parameters(target)
 
 
-def _lora_settings(given: Any, origin: Origin) -> dict[str, Any]:
+def _lora_settings(given: Any, origin: registry.OriginOf) -> dict[str, Any]:
     where = origin("model.lora")
-    settings: dict[str, Any] = _plain(given) if isinstance(given, Mapping) else {}
+    settings: dict[str, Any] = thaw(given) if isinstance(given, Mapping) else {}
     known = [name for name in _parameters(add_lora) if name != "model"]
     for key in settings:
         if key not in known:
@@ -427,7 +425,7 @@ def _located(
     where: object | None,
     kind: type[TrainwrightError] = ConfigError,
     *,
-    origin: Origin | None = None,
+    origin: registry.OriginOf | None = None,
     arguments: Collection[str] = (),
 ) -> Iterator[None]:
     """Says of errors of a kind inside to which part of the section they belong, and where that was written.
@@ -446,7 +444,9 @@ def _located(
         raise type(error)(start + error.problem.removeprefix(start), where=place) from error
 
 
-def _place_named(problem: str, where: object | None, origin: Origin, arguments: Collection[str]) -> object | None:
+def _place_named(
+    problem: str, where: object | None, origin: registry.OriginOf, arguments: Collection[str]
+) -> object | None:
     """Returns where the setting was written that an error names; of several the one that is not where all are."""
     named = [name for name in re.findall(r"\w+", problem) if name in arguments]
     labels = [f"model.{problem.partition(':')[0].removeprefix('model.')}", *(f"model.{name}" for name in named)]
@@ -482,9 +482,3 @@ def _needed(target: Callable[..., Any]) -> tuple[str, ...]:
     """The parameters without a default."""
     every = inspect.signature(target).parameters.values()
     return tuple(one.name for one in every if one.default is one.empty)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
