@@ -21,6 +21,7 @@ from trainwright.checkpoint.resume import changed_settings, refuse_changes, refu
 from trainwright.config import BatchPlan, RunConfig, micro_batch_alone, resolve_batch, resolve_mesh
 from trainwright.data.order import mix_seed
 from trainwright.data.randomness import Watch, seed_generators
+from trainwright.data.stream_loader import EvaluationData
 from trainwright.errors import ConfigError
 from trainwright.events import EventStorage
 from trainwright.loaders import Loaders, describe_size, limits
@@ -138,6 +139,12 @@ def _introduce(trainer: Trainer) -> None:
         batch.accumulation * trainer.ranks.mesh.num_data_ranks,
         trainer.folder,
     )
+
+
+def sets_of(trainer: Trainer) -> dict[str, EvaluationData]:
+    """Returns the evaluation sets of a run by name, the test set included."""
+    test = trainer.surroundings.test_data
+    return dict(trainer.eval_data) if test is None else {**trainer.eval_data, test.name: test}
 
 
 def build_evaluator(config: RunConfig, trainer_class: type[Trainer] | None = None) -> Trainer:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 
-from trainwright.build import build_evaluator, build_trainer
+from trainwright.build import build_evaluator, build_trainer, sets_of
 from trainwright.checkpoint.folder import LOG_FILE, read_config, read_trainer, run_folder
 from trainwright.checkpoint.resume import pick_step
 from trainwright.config import RunConfig
+from trainwright.config.tree import absolute
 from trainwright.data.stream_loader import EvaluationData
 from trainwright.errors import HANG_EXIT_CODE, ConfigError, exit_code_of, shorten_tracebacks
 from trainwright.hooks.obey_preemption import Listener
@@ -133,7 +134,7 @@ def _at_place(config: RunConfig, mode: str, model_dir: str | os.PathLike[str] | 
         raise ConfigError(f"mode: {mode!r} is unknown. Use one of {', '.join(MODES)}.")
     values: dict[str, object] = {}
     if model_dir is not None:
-        folder = Path(os.path.abspath(model_dir))  # noqa: PTH100  # "." has no name; resolve() would follow links
+        folder = absolute(model_dir)  # "." has no name
         values |= {"output_dir": str(folder.parent), "name": folder.name}
     if mode == "train_and_post_eval" and config.evaluation.every_steps is not None:
         values["evaluation.every_steps"] = None
@@ -262,16 +263,11 @@ def _leave(signal_name: str) -> None:
     raise _ToldToLeave(signal_name)
 
 
-def sets_of(trainer: Trainer) -> dict[str, EvaluationData]:
-    """Returns the evaluation sets of a run by name, the test set included."""
-    test = trainer.surroundings.test_data
-    return dict(trainer.eval_data) if test is None else {**trainer.eval_data, test.name: test}
-
-
 def _required_sets(trainer: Trainer) -> dict[str, EvaluationData]:
     sets = sets_of(trainer)
     if not sets:
-        raise ConfigError("data.eval: there is no evaluation set. Name one, such as eval: {valid: {type: …}}.")
+        problem = "data.eval: there is no evaluation set. Name one, such as eval: {valid: {type: …}}."
+        raise ConfigError(problem, where=trainer.config.origin("data.eval"))
     return sets
 
 

@@ -27,8 +27,9 @@ from trainwright.built_ins import BUILT_INS, KIND_FOLDERS
 from trainwright.config import Component, Origin
 from trainwright.config.frozen import thaw
 from trainwright.config.problems import nearest
-from trainwright.config.tree import shown_path
+from trainwright.config.tree import absolute, shown_path
 from trainwright.errors import ComponentError, TrainwrightError
+from trainwright.user_code import parameters_of
 
 PROJECT_PACKAGE = "trainwright_project"
 """The package whose folder is the project's: its files import each other relatively, without a sys.path entry."""
@@ -72,7 +73,7 @@ def find(
 ) -> Callable[..., Any]:
     """Return the class or function that `type_name` names; `where` and `label` say who asks, for the error."""
     _check_kind(kind)
-    folder = Path(os.path.abspath(project_dir))  # noqa: PTH100  # resolve() would follow links
+    folder = absolute(project_dir)
     enter_project(folder)
     try:
         target = _find(kind, type_name, folder)
@@ -93,7 +94,7 @@ def project_folder() -> Path | None:
 
 def import_modules(names: Iterable[str], *, project_dir: str | os.PathLike[str], where: object | None = None) -> None:
     """Import the modules that register components: from Python's path, or else from the project's folder."""
-    folder = Path(os.path.abspath(project_dir))  # noqa: PTH100
+    folder = absolute(project_dir)
     enter_project(folder)
     for name in names:
         try:
@@ -119,9 +120,9 @@ def check_arguments(
     `provided` names what the caller adds by itself, such as the parameters of an optimizer. With `origin_of` an error
     about an argument names the line of that argument, and not `where`, that of the component.
     """
-    parameters, provided = _parameters(target), set(provided)
+    parameters, provided = parameters_of(target), set(provided)
     if parameters is None:
-        return
+        return  # the call itself will tell
     by_name = {
         name: one for name, one in parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
     }
@@ -161,14 +162,14 @@ def instantiate(
     names = (*provided, "project_dir")
     check_arguments(target, arguments, label=label, where=where, provided=names, origin_of=origin_of)
     accepted = {name: value for name, value in provided.items() if _accepts(target, name)}
-    if "project_dir" in (_parameters(target) or {}):
+    if "project_dir" in (parameters_of(target) or {}):
         accepted["project_dir"] = project_dir
     try:
         return target(**{**accepted, **arguments})
     except TrainwrightError:
         raise  # it already says in words what is wrong
     except Exception as error:
-        folder = Path(os.path.abspath(project_dir))  # noqa: PTH100
+        folder = absolute(project_dir)
         problem = f"{component.type} could not be built: {_explain(error, folder)}"
         # Which argument it is about is not known; one that an override has changed is likelier than those of the file.
         places = [origin_of(f"{label}.{name}") for name in arguments] if origin_of is not None else []
@@ -413,15 +414,8 @@ def _reference(target: Any) -> str:
     return f"{getattr(target, '__module__', '?')}:{getattr(target, '__qualname__', repr(target))}"
 
 
-def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
-    try:
-        return inspect.signature(target).parameters
-    except (TypeError, ValueError):
-        return None  # a builtin without a signature: the call itself will tell
-
-
 def _accepts(target: Callable[..., Any], name: str) -> bool:
-    parameters = _parameters(target)
+    parameters = parameters_of(target)
     if parameters is None or any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         return True
     found = parameters.get(name)

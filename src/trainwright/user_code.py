@@ -11,6 +11,7 @@ import functools
 import inspect
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,6 +40,14 @@ def name_of(target: Any) -> str:
     while isinstance(target, functools.partial):
         target = target.func
     return getattr(target, "__name__", type(target).__name__)
+
+
+def parameters_of(target: Any) -> Mapping[str, inspect.Parameter] | None:
+    """Returns the parameters of a function or class by name; None where Python knows no signature, as of a builtin."""
+    try:
+        return inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return None
 
 
 def caller() -> str | None:

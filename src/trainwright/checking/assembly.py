@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from trainwright.build import build_trainer
 from trainwright.checking.explain import Case
-from trainwright.config import BatchPlan, RunConfig, resolve_batch
+from trainwright.config import BatchPlan, RunConfig, known_data_ranks, resolve_batch
 from trainwright.loop.trainer import Trainer
 from trainwright.parts import Build
 
@@ -77,12 +77,6 @@ def _is_too_small(data: Any, assembly: Assembly) -> bool:
     return hasattr(data, "__len__") and 0 < len(data) < (assembly.config.trainer.global_batch_size or 0)
 
 
-def num_data_ranks(config: RunConfig) -> int:
-    """Returns replicate × data as far as the mesh fixes them; an axis that takes what is left counts as one."""
-    axes = (config.runtime.mesh.replicate, config.runtime.mesh.data)
-    return math.prod(size for size in axes if size is not None and size > 0)
-
-
 def is_found_by_the_run(config: RunConfig) -> bool:
     """Is the micro-batch what the run's device has memory for, so that only the run can tell?"""
     return config.trainer.micro_batch_size == "auto"
@@ -103,7 +97,7 @@ def num_steps(config: RunConfig, plan: BatchPlan, data: Any) -> int:
 
 def _plan(case: Case) -> BatchPlan | None:
     try:
-        return resolve_batch(case.config, num_data_ranks(case.config))
+        return resolve_batch(case.config, known_data_ranks(case.config))
     except Exception as error:
         case.note(error, label="trainer.global_batch_size")
         return None

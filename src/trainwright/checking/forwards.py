@@ -20,6 +20,7 @@ from trainwright.labels import IGNORED_LABEL
 from trainwright.loop.task import Task, overrides
 from trainwright.loop.trainer import Trainer
 from trainwright.loop.user_lines import Place
+from trainwright.user_code import parameters_of
 
 _MOST_NAMES = 6
 
@@ -56,10 +57,10 @@ def check_signature(trainer: Trainer, batch: Any, case: Case) -> None:
 
 
 def _compare(forward: Callable[..., Any], owner: str, keys: list[str], case: Case) -> None:
-    try:
-        parameters = list(inspect.signature(forward).parameters.values())
-    except (TypeError, ValueError):
+    signature = parameters_of(forward)
+    if signature is None:
         return
+    parameters = list(signature.values())
     named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
     names = [one.name for one in named]
@@ -83,11 +84,10 @@ def _compare(forward: Callable[..., Any], owner: str, keys: list[str], case: Cas
 
 def _by_keyword(forward: Callable[..., Any]) -> list[str] | None:
     """The names that a forward takes; None where it takes any."""
-    try:
-        parameters = inspect.signature(forward).parameters.values()
-    except (TypeError, ValueError):
+    parameters = parameters_of(forward)
+    if parameters is None or any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         return None
-    return None if any(one.kind is one.VAR_KEYWORD for one in parameters) else [one.name for one in parameters]
+    return list(parameters)
 
 
 class IdCheck:

@@ -6,7 +6,6 @@ reported once.
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from trainwright.config import Component, Origin, RunConfig, resolve_batch
 from trainwright.errors import ConfigError
 from trainwright.models.model import Model
 from trainwright.models.transformers_models import is_transformers_class
+from trainwright.user_code import parameters_of
 
 _LOCATED = re.compile(r"(?P<file>.+?):(?P<line>\d+): (?P<words>.*)")
 
@@ -83,10 +83,10 @@ def check_components(case: Case) -> int:
 
 def _check_arguments(target: Callable[..., Any], named: Named, case: Case) -> None:
     """Notes each argument that the class does not take at its own line, and all that it lacks at the component's."""
-    try:
-        parameters = inspect.signature(target).parameters.values()
-    except (TypeError, ValueError):
-        return  # a builtin without a signature: building it will tell
+    signature = parameters_of(target)
+    if signature is None:
+        return  # building it will tell
+    parameters = signature.values()
     if named.kind == "model" and isinstance(target, type) and is_transformers_class(target):
         return  # it takes a config, whose keywords stand in the run file: building it will tell
     provided = (*named.provided, "project_dir")

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 
+from trainwright.build import sets_of
 from trainwright.checking import forwards, places
-from trainwright.checking.assembly import Assembly, assemble, is_found_by_the_run, num_data_ranks, num_steps
+from trainwright.checking.assembly import Assembly, assemble, is_found_by_the_run, num_steps
 from trainwright.checking.batches import check_batch
 from trainwright.checking.explain import Case
 from trainwright.checking.findings import AlreadyReported, Finding, Severity
 from trainwright.checking.report import Report
 from trainwright.checking.trace import check_trace
+from trainwright.config import known_data_ranks
 from trainwright.data.loader import TrainData
 from trainwright.errors import DataError, TrainwrightError
 from trainwright.loaders import describe_size
@@ -78,12 +80,12 @@ def _state_facts(trainer: Trainer, assembly: Assembly, case: Case, report: Repor
     parameters = list(trainer.model.parameters())
     total, trained = (sum(one.numel() for one in each) for each in (parameters, filter(_is_trained, parameters)))
     trains = "" if trained == total else f", {trained:,} of them trained"
-    sets = [f"{name} {describe_size(each).removesuffix(' samples')}" for name, each in _all_sets(trainer).items()]
+    sets = [f"{name} {describe_size(each).removesuffix(' samples')}" for name, each in sets_of(trainer).items()]
     report.facts.append(f"{type(trainer.model).__name__} with {total:,} parameters{trains}")
     report.facts.append(", ".join([describe_size(data), *sets]))
     if plan is None:
         return
-    ranks = num_data_ranks(case.config)
+    ranks = known_data_ranks(case.config)
     micro, accumulation = f"{plan.micro_batch_size}", f" × accumulation {plan.accumulation}"
     if is_found_by_the_run(case.config):
         micro, accumulation = f"of at most {plan.micro_batch_size}, as the memory allows", ""
@@ -103,11 +105,6 @@ def _too_large(batch_size: int, num_samples: int) -> DataError:
 
 def _is_trained(parameter: torch.nn.Parameter) -> bool:
     return parameter.requires_grad
-
-
-def _all_sets(trainer: Trainer) -> dict[str, Any]:
-    test = trainer.surroundings.test_data
-    return trainer.eval_data if test is None else {**trainer.eval_data, test.name: test}
 
 
 class Trial:
@@ -183,7 +180,7 @@ class Trial:
 
     def evaluate(self, *, without: set[str]) -> None:
         """Evaluates what the loop did not reach, set by set and without hooks, so that one failure hides no other."""
-        trainer, sets = self.trainer, _all_sets(self.trainer)
+        trainer, sets = self.trainer, sets_of(self.trainer)
         done = {name.partition("/")[0] for name in trainer.eval_logs}
         moments, trainer.moments = trainer.moments, Hooks([])
         logs: dict[str, float] = {}

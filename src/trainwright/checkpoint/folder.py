@@ -18,6 +18,7 @@ import torch
 from trainwright.checkpoint.listing import checkpoints_place, list_checkpoints
 from trainwright.checkpoint.manifest import STEP_NAME
 from trainwright.config import RunConfig
+from trainwright.config.tree import absolute
 from trainwright.errors import CheckpointError, ConfigError
 
 try:
@@ -161,7 +162,7 @@ def find_run(run_or_checkpoint: Path, *, where: object | None = None) -> tuple[P
 
     `where` says what gave the path, for the error.
     """
-    path = Path(os.path.abspath(run_or_checkpoint))  # noqa: PTH100  # resolve() would follow links
+    path = absolute(run_or_checkpoint)
     if (path / CONFIG_FILE).exists():
         return path, None
     if path.name == CHECKPOINTS and (path.parent / CONFIG_FILE).exists():

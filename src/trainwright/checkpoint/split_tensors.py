@@ -201,7 +201,7 @@ def as_whole(value: torch.Tensor | SplitTensor) -> torch.Tensor:
     return value.whole() if value.layout is None else value.as_dtensor(value.layout)
 
 
-def map_tensors(state: Any, change: Any, *, name: str = "") -> Any:
+def map_tensors(state: Any, change: Any) -> Any:
     """Returns a nest in which each tensor is `change(tensor, key)`; `key` is that of the innermost mapping.
 
     A tensor that is met under several names is changed once, so that tied ones stay tied.
@@ -219,4 +219,4 @@ def map_tensors(state: Any, change: Any, *, name: str = "") -> Any:
             return type(value)(walk(item, key) for item in value)
         return value
 
-    return walk(state, name)
+    return walk(state, "")

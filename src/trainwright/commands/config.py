@@ -57,10 +57,10 @@ def config(
         return
     if run is None:
         raise ConfigError("which run? Give its YAML file or its folder: trainwright config run.yaml; or --schema.")
-    loaded = _load(run, overrides or [])
+    loaded = load_run(run, overrides or [])
     if diff is None:
         _show(list(settings_of(loaded)))
-    elif _show_differences(loaded, _load(diff, []), str(run), str(diff)):
+    elif _show_differences(loaded, load_run(diff, []), str(run), str(diff)):
         raise typer.Exit(1)
 
 
@@ -69,7 +69,8 @@ def schema_of_runs() -> dict[str, Any]:
     return run_schema({kind: tuple(names) for kind, names in BUILT_INS.items()})
 
 
-def _load(run: Path, overrides: list[str]) -> RunConfig:
+def load_run(run: Path, overrides: list[str]) -> RunConfig:
+    """Return the config of a run, given by its file or its folder."""
     if not run.is_dir():
         return RunConfig.load(run, overrides)
     file = run / "config.yaml"

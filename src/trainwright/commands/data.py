@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from trainwright.config import RunConfig
+from trainwright.commands.config import load_run
 
 
 def data(
@@ -30,7 +30,7 @@ def data(
 
     Builds no model, trains nothing, and leaves the run's folder alone.
     """
-    config = RunConfig.load(run / "config.yaml" if run.is_dir() else run, overrides or [])
+    config = load_run(run, overrides or [])
     from trainwright.looking.look import look_at
     from trainwright.looking.page import render
 

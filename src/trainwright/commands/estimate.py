@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainwright.commands.checkpoints import size_text
+from trainwright.commands.config import load_run
 from trainwright.commands.shard import Length, Rank, World, describe_batch, describe_ranks
 from trainwright.commands.table import show_rows
 from trainwright.config import RunConfig
@@ -40,7 +41,7 @@ def estimate(
     The run is built and stepped twice on imaginary ranks, on tensors that have no memory; each that would be held is
     counted. Exits with 1 where --memory is given and it does not fit.
     """
-    config = RunConfig.load(run / "config.yaml" if run.is_dir() else run, overrides or [])
+    config = load_run(run, overrides or [])
     limit = None if memory is None else read_size(memory)
     from trainwright.planning.estimate import estimate as estimate_run
 

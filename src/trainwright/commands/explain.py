@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainwright.config import RunConfig
+from trainwright.commands.config import load_run
 
 if TYPE_CHECKING:
     from trainwright.explaining import Line
@@ -27,7 +27,7 @@ def explain(
     ] = None,
 ) -> None:
     """Print the loop as it will run: each phase, and which of your methods and hooks act there. Builds nothing."""
-    config = RunConfig.load(run / "config.yaml" if run.is_dir() else run, overrides or [])
+    config = load_run(run, overrides or [])
     from trainwright.explaining import explain as explain_run
 
     lines = explain_run(config)

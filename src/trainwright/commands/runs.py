@@ -21,6 +21,7 @@ from trainwright.checkpoint.manifest import MANIFEST, STEP_NAME, read_manifest
 from trainwright.checkpoint.retention import best_step
 from trainwright.commands.table import show_rows
 from trainwright.config import KeepBest, RunConfig
+from trainwright.config.tree import absolute
 from trainwright.errors import TrainwrightError
 
 CONFIG_FILE, METRICS_FILE, LOG_FILE, CHECKPOINTS = "config.yaml", "metrics.json", "log.txt", "checkpoints"
@@ -87,7 +88,7 @@ def find_runs(folder: Path, depth: int = 0) -> Iterator[Path]:
 def summarise(path: Path, folder: Path, *, now: float | None = None) -> RunSummary:
     """Return what the run folder at `path` says; whatever is broken in it becomes a problem, never an error."""
     name = path.name if path == folder else path.relative_to(folder).as_posix()
-    name = name or Path(os.path.abspath(path)).name  # noqa: PTH100  # "." has no name; resolve() would follow links
+    name = name or absolute(path).name  # "." has no name
     problems: list[str] = []
     config = _read_config(path, problems)
     has_steps, checkpoints = _read_checkpoints(path / CHECKPOINTS, problems)

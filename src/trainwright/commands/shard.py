@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainwright.commands.checkpoints import size_text
+from trainwright.commands.config import load_run
 from trainwright.commands.table import show_rows
-from trainwright.config import RunConfig
 
 if TYPE_CHECKING:
     from trainwright.planning.shard import Sharding
@@ -41,7 +41,7 @@ def shard(
 
     The run is built and stepped once on imaginary ranks, on tensors that have no memory.
     """
-    config = RunConfig.load(run / "config.yaml" if run.is_dir() else run, overrides or [])
+    config = load_run(run, overrides or [])
     from trainwright.planning.shard import plan_shards
 
     found = plan_shards(config, world_size=world, rank=rank, sequence_length=length)

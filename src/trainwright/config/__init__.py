@@ -7,7 +7,7 @@ checks.py holds the rules across sections, resolve.py derives mesh and batch siz
 from trainwright.config.component import Component, ModelSection
 from trainwright.config.faults import HangsSection, IncidentsSection, PreemptionSection
 from trainwright.config.frozen import Frozen
-from trainwright.config.resolve import BatchPlan, micro_batch_alone, resolve_batch, resolve_mesh
+from trainwright.config.resolve import BatchPlan, known_data_ranks, micro_batch_alone, resolve_batch, resolve_mesh
 from trainwright.config.schema import RunConfig
 from trainwright.config.sections import (
     CheckpointSection,
@@ -42,6 +42,7 @@ __all__ = [
     "RunConfig",
     "RuntimeSection",
     "TrainerSection",
+    "known_data_ranks",
     "micro_batch_alone",
     "resolve_batch",
     "resolve_mesh",

@@ -7,7 +7,6 @@ checks the arguments against its signature.
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from trainwright.config.frozen import Frozen
 from trainwright.config.problems import describe, refuse
-from trainwright.config.tree import Origin
+from trainwright.config.tree import Origin, absolute
 from trainwright.errors import ConfigError
 
 
@@ -153,7 +152,7 @@ def type_of(target: Callable[..., Any]) -> str:
     module = target.__module__
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is not None and (module.startswith(("__main__", "trainwright_project")) or _is_beside_script(module, file)):
-        return f"{os.path.abspath(file)}:{name}"  # noqa: PTH100  # resolve() would follow links
+        return f"{absolute(file)}:{name}"
     return f"{module}:{name}"
 
 

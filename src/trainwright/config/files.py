@@ -18,7 +18,7 @@ from typing import Any
 from trainwright.config import yaml_text
 from trainwright.config.problems import describe, suggest
 from trainwright.config.python_files import read_python
-from trainwright.config.tree import Node, Origin, map_strings, merge, shown_path
+from trainwright.config.tree import Node, Origin, absolute, map_strings, merge, shown_path
 from trainwright.errors import ConfigError
 
 _FILE_REFERENCE = re.compile(r"(?P<file>[^:]+\.py):(?P<name>[A-Za-z_][\w.]*)")
@@ -46,7 +46,7 @@ def resolve_document(settings: Node, folder: Path, chain: tuple[Path, ...] = ())
     given = settings.value.get("project_dir")
     if given is not None and not isinstance(given.value, str):
         raise ConfigError(f"project_dir: must be text, got {describe(given.value)}.", where=given.origin)
-    project_dir = _absolute(folder / given.value) if given is not None else folder
+    project_dir = absolute(folder / given.value) if given is not None else folder
     merged = Node({}, settings.origin)
     for entry in _extended(settings):
         base = _read(_find_extended(entry, folder), chain, extended_at=entry.origin)
@@ -84,21 +84,21 @@ def save_document(path: str | os.PathLike[str], settings: dict[str, Any]) -> Non
 def _read(
     path: Path, chain: tuple[Path, ...], *, shown: str | None = None, extended_at: Origin | None = None
 ) -> Document:
-    absolute = _absolute(path)
-    shown = shown or shown_path(absolute)
-    if absolute in chain:
-        names = " → ".join(shown_path(file) for file in (*chain, absolute))
+    file = absolute(path)
+    shown = shown or shown_path(file)
+    if file in chain:
+        names = " → ".join(shown_path(one) for one in (*chain, file))
         raise ConfigError(f"extends: the files extend each other: {names}. Break the circle.", where=extended_at)
     text = _text_of(path, shown)
-    if absolute.suffix == ".py":
-        return resolve_document(read_python(absolute, text, shown), absolute.parent, (*chain, absolute))
+    if file.suffix == ".py":
+        return resolve_document(read_python(file, text, shown), file.parent, (*chain, file))
     settings = yaml_text.parse(text, lambda line: Origin(shown, line))
     if settings.value is None:
         raise ConfigError("the file is empty. A run has at least data and trainer.", where=Origin(shown, 1))
     if not isinstance(settings.value, dict):
         problem = f"the file must be a mapping (key: value), got {describe(settings.plain())}."
         raise ConfigError(problem, where=settings.origin)
-    return resolve_document(Node(settings.value, Origin(shown, 1)), absolute.parent, (*chain, absolute))
+    return resolve_document(Node(settings.value, Origin(shown, 1)), file.parent, (*chain, file))
 
 
 def _text_of(path: Path, shown: str) -> str:
@@ -165,11 +165,6 @@ def _relative_to(project_dir: Path, base: Document) -> Node:
         return f"{Path(os.path.relpath(base.project_dir / match['file'], project_dir)).as_posix()}:{match['name']}"
 
     return map_strings(base.settings, rewrite)
-
-
-def _absolute(path: Path) -> Path:
-    # Not resolve(): a project reached through a link keeps the folder by which its user knows it.
-    return Path(os.path.abspath(path))  # noqa: PTH100
 
 
 def _umask() -> int:

@@ -48,6 +48,12 @@ def resolve_mesh(config: RunConfig, world_size: int) -> dict[str, int]:
     raise ConfigError(f"runtime.mesh: {problem} {advice}", where=config.origin("runtime.mesh"))
 
 
+def known_data_ranks(config: RunConfig) -> int:
+    """Return replicate × data as far as the mesh fixes them; an axis that takes what is left counts as one."""
+    axes = (config.runtime.mesh.replicate, config.runtime.mesh.data)
+    return math.prod(size for size in axes if size is not None and size > 0)
+
+
 def resolve_batch(config: RunConfig, data_ranks: int) -> BatchPlan:
     """Return the three batch sizes; what was left out is derived, a contradiction is refused.
 

@@ -38,7 +38,7 @@ from trainwright.config.sections import (
     Whole,
     empty_section,
 )
-from trainwright.config.tree import KeyPath, Node, Origin, merge, plant
+from trainwright.config.tree import KeyPath, Node, Origin, absolute, merge, plant
 from trainwright.errors import ConfigError
 
 # Defaults that an override may reach into: `writers.0.…=…` works whether or not the file has the key.
@@ -114,7 +114,7 @@ class RunConfig(Section):
         """
         if not isinstance(settings, Mapping):
             raise ConfigError(f"A config must be a mapping (key: value), got {describe(settings)}.")
-        folder = Path(os.path.abspath(project_dir))  # noqa: PTH100  # resolve() would follow links
+        folder = absolute(project_dir)
         tree = plant(Node(_plain(settings, where=where), where), {})
         return cls._assemble(resolve_document(tree, folder), overrides)
 

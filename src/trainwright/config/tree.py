@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 KeyPath: TypeAlias = tuple[str | int, ...]
@@ -128,6 +129,11 @@ def map_strings(node: Node, change: Callable[[str], str]) -> Node:
     elif isinstance(value, tuple):
         value = tuple(map_strings(item, change) for item in value)
     return Node(value, node.origin)
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """Return the absolute path. Links are kept, as resolve() would not: a user knows a folder by the link's name."""
+    return Path(os.path.abspath(path))  # noqa: PTH100
 
 
 def shown_path(path: str | os.PathLike[str]) -> str:

@@ -19,6 +19,7 @@ from trainwright.config import Component
 from trainwright.data.processing.stream import ProcessedStream
 from trainwright.data.stream import is_stream
 from trainwright.errors import ComponentError, ConfigError
+from trainwright.user_code import parameters_of
 
 
 class DatasetBuilder:
@@ -50,7 +51,7 @@ class DatasetBuilder:
             "dataset", component.type, project_dir=self._project_dir, where=component.origin, label=label
         )
         provided = dict(nested)
-        names = _parameter_names(target)
+        names = parameters_of(target) or {}
         if "run_seed" in names:
             provided["run_seed"] = self._seed
         if "args" in names and inspect.isfunction(target):
@@ -136,11 +137,4 @@ def _is_component(value: Any) -> bool:
 
 def _first_parameter(function: Callable[..., Any]) -> tuple[str, ...]:
     """The row's parameter, whatever its name: it is no argument of the run file."""
-    return _parameter_names(function)[:1]
-
-
-def _parameter_names(target: Callable[..., Any]) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(target).parameters)
-    except (TypeError, ValueError):  # a class that is written in C tells nothing
-        return ()
+    return tuple(parameters_of(function) or ())[:1]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from trainwright.checkpoint.folder import CHECKPOINTS, CONFIG_FILE, ENVIRONMENT_
 from trainwright.checkpoint.listing import checkpoints_place
 from trainwright.checkpoint.open_store import open_store
 from trainwright.config import Origin, RunConfig
+from trainwright.config.tree import absolute
 from trainwright.doors.function_model import find_checkpoint
 from trainwright.errors import CheckpointError
 from trainwright.user_code import caller
@@ -42,7 +42,7 @@ def begun_from(load: Path, config: RunConfig) -> Iterator[None]:
 
     If what is done within fails before the run has begun, the copy goes.
     """
-    folder = _absolute(run_folder(config))
+    folder = absolute(run_folder(config))
     _begin(load, folder)
     try:
         yield
@@ -55,7 +55,7 @@ def _begin(load: Path, folder: Path) -> None:
     _discard_copy(folder)
     note = _read_note(folder)
     own = open_store(folder / CHECKPOINTS).steps()
-    if own and note is not None and note["load"] == str(_absolute(load)):
+    if own and note is not None and note["load"] == str(absolute(load)):
         logger.info("--load %s: the run has begun from it, and goes on from step %d.", load, own[-1])
         return
     store, step = find_checkpoint(load)
@@ -82,7 +82,7 @@ def _copy(load: Path, source: Path, folder: Path, step: int) -> None:
     shutil.rmtree(staging, ignore_errors=True)
     shutil.copytree(source, staging)
     # The note and the settings come first: a checkpoint without them could be anybody's.
-    note = {"load": str(_absolute(load)), "step": step}
+    note = {"load": str(absolute(load)), "step": step}
     (folder / NOTE).write_text(json.dumps(note) + "\n", encoding="utf-8")
     (folder / ENVIRONMENT_FILE).unlink(missing_ok=True)  # of one that died before its first checkpoint
     shutil.copy2(find_run(load)[0] / CONFIG_FILE, folder / CONFIG_FILE)
@@ -113,7 +113,3 @@ def _read_note(folder: Path) -> dict[str, Any] | None:
         return {name: note[name] for name in ("load", "step")}
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged. Delete it to go on with the run as it is.") from error
-
-
-def _absolute(path: Path) -> Path:
-    return Path(os.path.abspath(path))  # noqa: PTH100  # resolve() would follow links

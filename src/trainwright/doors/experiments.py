@@ -23,7 +23,7 @@ from trainwright.config import Origin, RunConfig
 from trainwright.config.layered import layered_config
 from trainwright.config.problems import describe, nearest
 from trainwright.config.python_files import files_beside
-from trainwright.config.tree import shown_path
+from trainwright.config.tree import absolute, shown_path
 from trainwright.errors import ConfigError, shorten_tracebacks
 from trainwright.user_code import place_of
 
@@ -50,7 +50,7 @@ class Experiment:
     @property
     def folder(self) -> Path:
         """Where the relative files of its config start: its own folder, or the one that holds `experiments/`."""
-        folder = Path(os.path.abspath(self.file)).parent  # noqa: PTH100  # resolve() would follow links
+        folder = absolute(self.file).parent
         return folder.parent if folder.name == EXPERIMENTS else folder
 
 
@@ -144,7 +144,7 @@ def _import(imports: list[str]) -> None:
         *([f"{EXPERIMENTS}.py"] if (here / f"{EXPERIMENTS}.py").is_file() else []),
     ]
     for name in names:
-        file = Path(os.path.abspath(name))  # noqa: PTH100  # resolve() would follow links
+        file = absolute(name)
         # The folder that an experiment's config starts from is its project: the file is then run once.
         folder = (
             (file.parent.parent if file.parent.name == EXPERIMENTS else file.parent) if file.suffix == ".py" else here

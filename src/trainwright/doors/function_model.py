@@ -32,7 +32,7 @@ from trainwright.memory.remat import recompute_layers
 from trainwright.models.model import Model
 from trainwright.models.pretrained import INDEX_FILE, WEIGHTS_FILE, load_weights
 from trainwright.optim.param_groups import disable_untrainable_params
-from trainwright.user_code import caller, name_of, place_of
+from trainwright.user_code import caller, name_of, parameters_of, place_of
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +80,7 @@ def _constructed(model_cls: Any, args: argparse.Namespace) -> torch.nn.Module:
 
 def _takes_args(model_cls: Any) -> bool:
     """Is the first parameter called args? `*args` is not: it stands for any."""
-    try:
-        first = next(iter(inspect.signature(model_cls).parameters.values()), None)
-    except (TypeError, ValueError):
-        return False
+    first = next(iter((parameters_of(model_cls) or {}).values()), None)
     return first is not None and first.name == "args" and first.kind is not first.VAR_POSITIONAL
 
 

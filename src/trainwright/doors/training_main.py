@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from trainwright.build import build_evaluator
+from trainwright.build import build_evaluator, sets_of
 from trainwright.config import RunConfig
 from trainwright.doors.arguments import with_defaults
 from trainwright.doors.begin_from import begun_from, is_spent
@@ -32,7 +32,7 @@ from trainwright.log import show_log
 from trainwright.loop.builder import Builder
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Trainer
-from trainwright.main import evaluate_checkpoint, run_experiment, sets_of, start_up
+from trainwright.main import evaluate_checkpoint, run_experiment, start_up
 from trainwright.parallel import processes
 from trainwright.user_code import place_of
 

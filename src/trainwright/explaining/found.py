@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
@@ -21,6 +21,7 @@ from trainwright.config.tree import shown_path
 from trainwright.errors import TrainwrightError
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Trainer
+from trainwright.user_code import parameters_of
 
 OURS = "trainwright's own"
 _PACKAGE = Path(trainwright.__file__).parent
@@ -118,7 +119,7 @@ def _hook_use(target: Any, component: Component, label: str, find: Callable[...,
         function = find(f"{label}.call", "hook", str(call), component.origin)
         return HookUse(target, f"every {steps} steps", function)
     period = component.arguments.get("every_steps")
-    if period is None and "every_steps" in (parameters := _parameters(target)):
+    if period is None and "every_steps" in (parameters := parameters_of(target) or {}):
         period = parameters["every_steps"].default
     return HookUse(target, f"every {period} steps" if isinstance(period, int) and period > 1 else "")
 
@@ -168,13 +169,6 @@ def names_in(function: Any) -> set[str]:
         names |= {*one.co_names}
         waiting += [constant for constant in one.co_consts if isinstance(constant, CodeType)]
     return names
-
-
-def _parameters(target: Any) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(target).parameters
-    except (TypeError, ValueError):
-        return {}
 
 
 def first_line(target: Any) -> str:

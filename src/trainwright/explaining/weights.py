@@ -75,7 +75,7 @@ class Weights:
             self.model = None
 
     def _build(self, section: ModelSection, target: Any) -> None:
-        is_shipped = isinstance(target, type) and issubclass(target, Model) and _is_ours(target)
+        is_shipped = isinstance(target, type) and issubclass(target, Model) and target.is_shipped()
         arguments = dict(section.arguments)
         preset = arguments.pop("preset", None)
         if preset is not None:
@@ -193,10 +193,6 @@ class Weights:
             out.append(Rule(f'group "{", ".join(rule.globs)}"', f"{_words(rule.settings)}{found}"))
         if rules and left:
             out.append(Rule("the rest", f"the optimizer's own settings: {_weights(left.values())}"))
-
-
-def _is_ours(target: type[Any]) -> bool:
-    return target.__module__.startswith("trainwright.models.")
 
 
 def _mapping(given: Any) -> Mapping[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import nn
 
 from trainwright.checkpoint.folder import CHECKPOINTS, read_config
 from trainwright.config import RunConfig
+from trainwright.config.tree import absolute
 from trainwright.errors import CheckpointError, ConfigError, TrainwrightError
 from trainwright.export.folders import FORMATS, export_folder, find_source, without_places, write_settings
 from trainwright.export.load import load_checkpoint
@@ -171,7 +171,7 @@ def _check_outside(folder: Path, run: Path) -> None:
 
     A link is looked at by its own place and by the one that it leads to.
     """
-    for place, home in ((Path(os.path.abspath(folder)), run), (folder.resolve(), run.resolve())):  # noqa: PTH100
+    for place, home in ((absolute(folder), run), (folder.resolve(), run.resolve())):
         if home.is_relative_to(place) or place.is_relative_to(home / CHECKPOINTS):
             what = "holds the run itself" if home.is_relative_to(place) else "is where the run keeps its checkpoints"
             raise CheckpointError(f"{folder} {what}. Choose another folder, such as {run / 'exports' / 'hf'}.")

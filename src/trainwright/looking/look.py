@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from trainwright.config import BatchPlan, RunConfig, micro_batch_alone, resolve_batch
+from trainwright.config import BatchPlan, RunConfig, known_data_ranks, micro_batch_alone, resolve_batch
 from trainwright.data.fetch import Collator, count_samples
 from trainwright.data.loader import TrainData
 from trainwright.data.stream import is_stream
@@ -35,7 +35,6 @@ from trainwright.looking.sets import (
     choose,
     decoder_of,
     nest_of,
-    num_data_ranks,
 )
 from trainwright.looking.values import describe_sample
 
@@ -78,7 +77,7 @@ class _Full:
         self._collator = collator
         self._show, self._most = show, samples
         self._batch_plan = _batch_plan(config, one.name)
-        self._view = View(0, num_data_ranks(config))
+        self._view = View(0, known_data_ranks(config))
         self._decode = decoder_of(one.dataset, collator)
         self._shown: list[Sample] = []
         self._counted: list[int] = []
@@ -208,7 +207,7 @@ class _Full:
 
 def _batch_plan(config: RunConfig, name: str) -> BatchPlan:
     if name == TRAIN:
-        return resolve_batch(config, num_data_ranks(config))
+        return resolve_batch(config, known_data_ranks(config))
     # As an evaluation alone: it needs no batch arithmetic.
     micro = micro_batch_alone(config)
     return BatchPlan(micro, micro, 1)

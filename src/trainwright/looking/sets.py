@@ -5,7 +5,6 @@ Which samples they hold is reading.py's to find out.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -75,12 +74,6 @@ def choose(sets: Mapping[str, RunSet], name: str) -> RunSet:
     if name not in sets:
         raise ConfigError(f'--set: there is no set "{name}" in this run. It has {", ".join(sets)}.')
     return sets[name]
-
-
-def num_data_ranks(config: RunConfig) -> int:
-    """Returns replicate × data as far as the mesh fixes them; an axis that takes what is left counts as one."""
-    axes = (config.runtime.mesh.replicate, config.runtime.mesh.data)
-    return math.prod(size for size in axes if size is not None and size > 0)
 
 
 def nest_of(dataset: Any, component: Mapping[str, Any] | None) -> Nest:

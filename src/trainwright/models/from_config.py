@@ -49,6 +49,7 @@ from trainwright.models.pretrained_facts import (
 )
 from trainwright.models.replace import replace_modules
 from trainwright.models.transformers_models import DTYPE_NAMES, build_transformers, is_transformers_class
+from trainwright.user_code import parameters_of
 
 PRETRAINED_KEYS = ("folder", "strict", "home_path", "dtype", "allow_pickle")
 
@@ -351,10 +352,7 @@ def _takes_dtype(target: Any) -> bool:
     """Has the class a say of its own in the type of its weights? Those of transformers have."""
     if isinstance(target, type) and is_transformers_class(target):
         return True
-    try:
-        return "dtype" in inspect.signature(target).parameters
-    except (TypeError, ValueError):
-        return False
+    return "dtype" in (parameters_of(target) or ())
 
 
 def _with_dtype(section: ModelSection, dtype: torch.dtype) -> Component:
@@ -401,13 +399,13 @@ def _asks_for_replaced(component: Component, project_dir: Path) -> bool:
     """
     where, label = component.origin, "model.replace"
     target = registry.find("model", component.type, project_dir=project_dir, where=where, label=label)
-    return "replaces" in _parameters(target)
+    return "replaces" in (parameters_of(target) or ())
 
 
 def _lora_settings(given: Any, origin: registry.OriginOf) -> dict[str, Any]:
     where = origin("model.lora")
     settings: dict[str, Any] = thaw(given) if isinstance(given, Mapping) else {}
-    known = [name for name in _parameters(add_lora) if name != "model"]
+    known = [name for name in inspect.signature(add_lora).parameters if name != "model"]
     for key in settings:
         if key not in known:
             problem = f"model.lora.{key}: is unknown. {suggest(key, known, cutoff=0.4)}"
@@ -469,13 +467,6 @@ class _Generators:
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
-
-
-def _parameters(target: Callable[..., Any]) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(target).parameters)
-    except (TypeError, ValueError):
-        return ()
 
 
 def _needed(target: Callable[..., Any]) -> tuple[str, ...]:

@@ -66,12 +66,6 @@ class Ranks:
         if self.size > 1:
             dist.barrier(group=self._control)
 
-    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sums a tensor over all ranks, in place."""
-        if self.size > 1:
-            dist.all_reduce(tensor)
-        return tensor
-
     def sum_counts(self, *counts: int) -> tuple[int, ...]:
         """Returns each count summed over all ranks; a message between hosts, no device is waited for."""
         if self.size == 1:

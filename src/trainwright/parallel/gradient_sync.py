@@ -47,11 +47,6 @@ class GradientSync:
             for group in _groups_of(module):
                 group.post_backward = self._with_zeros(group, group.post_backward)
 
-    @property
-    def is_active(self) -> bool:
-        """Are there parameters whose gradients are reduced during the backward?"""
-        return bool(self._modules)
-
     def begin_backward(self, *, is_last: bool) -> None:
         """Says before a micro-batch's backward, best before its forward, whether the update follows it.
 
