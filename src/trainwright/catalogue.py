@@ -19,8 +19,8 @@ from typing import NamedTuple
 import trainwright
 from trainwright.built_ins import BUILT_INS, KIND_FOLDERS
 from trainwright.config import TrainerSection
-from trainwright.config.tree import shown_path
 from trainwright.registry import PROJECT_PACKAGE
+from trainwright.tracebacks import shown_path
 
 PROVIDED: Mapping[str, tuple[str, ...]] = {
     "trainer": ("config", "task", "model", "optimizer", "train_dataset", "validation_dataset", "surroundings"),

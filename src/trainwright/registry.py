@@ -27,8 +27,9 @@ from trainwright.built_ins import BUILT_INS, KIND_FOLDERS
 from trainwright.config import Component, Origin
 from trainwright.config.frozen import thaw
 from trainwright.config.problems import nearest
-from trainwright.config.tree import absolute, shown_path
+from trainwright.config.tree import absolute
 from trainwright.errors import ComponentError, TrainwrightError
+from trainwright.tracebacks import shown_path
 from trainwright.user_code import parameters_of
 
 PROJECT_PACKAGE = "trainwright_project"

@@ -5,6 +5,7 @@ Used by the command line. Errors that we explain in words (TrainwrightError) nee
 
 from __future__ import annotations
 
+import os
 import sysconfig
 import traceback
 from collections import Counter
@@ -60,3 +61,10 @@ def _owner(frame: traceback.FrameSummary) -> str | None:
                 first = first[1:]
             return Path(first[0]).stem
     return "python" if frame.filename.startswith("<") else None
+
+
+def shown_path(path: str | os.PathLike[str]) -> str:
+    """Returns the path as the user gave it, or relative to the current folder where that is shorter."""
+    given = os.fspath(path)
+    relative = os.path.relpath(given)
+    return relative if len(relative) < len(given) else given

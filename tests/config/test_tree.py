@@ -1,7 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainwright.config.tree import Origin, merge, plant, shown_path
+from trainwright.config.tree import Origin, merge, plant
+from trainwright.tracebacks import shown_path
 
 scalars = st.none() | st.booleans() | st.integers() | st.text(max_size=5)
 keys = st.sampled_from(["a", "b", "c", "d"])

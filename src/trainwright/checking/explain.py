@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from trainwright.checking import places
 from trainwright.checking.findings import AlreadyReported, Finding, Findings, Severity
 from trainwright.config import Origin, RunConfig
-from trainwright.config.tree import shown_path
 from trainwright.errors import ComponentError, TrainwrightError
 from trainwright.loop.user_lines import PACKAGE, Place, UserFiles
+from trainwright.tracebacks import shown_path
 
 _LABEL = re.compile(r"([a-z_]+(?:\.[\w-]+)*): ")
 _QUOTED = re.compile(r"""["'`]([^"'`\n]+)["'`]""")

@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Any
 
 from trainwright.config import Origin
-from trainwright.config.tree import shown_path
 from trainwright.loop.user_lines import Place, UserFiles, characters, of_instruction, source_line
+from trainwright.tracebacks import shown_path
 
 
 def of_setting(origin: Origin | None, words: Iterable[str] = ()) -> Place | None:

@@ -20,8 +20,8 @@ import torch
 
 from trainwright.backends.private_torch import compile_counters, explain_graph
 from trainwright.checking.findings import Finding, Findings, Severity
-from trainwright.config.tree import shown_path
 from trainwright.loop.user_lines import Place, UserFiles
+from trainwright.tracebacks import shown_path
 
 
 def check_trace(

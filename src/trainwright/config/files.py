@@ -18,8 +18,9 @@ from typing import Any
 from trainwright.config import yaml_text
 from trainwright.config.problems import describe, suggest
 from trainwright.config.python_files import read_python
-from trainwright.config.tree import Node, Origin, absolute, map_strings, merge, shown_path
+from trainwright.config.tree import Node, Origin, absolute, map_strings, merge
 from trainwright.errors import ConfigError
+from trainwright.tracebacks import shown_path
 
 _FILE_REFERENCE = re.compile(r"(?P<file>[^:]+\.py):(?P<name>[A-Za-z_][\w.]*)")
 """A component in a file: `hooks/info.py:InfoHook`."""

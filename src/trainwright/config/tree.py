@@ -134,10 +134,3 @@ def map_strings(node: Node, change: Callable[[str], str]) -> Node:
 def absolute(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path. Links are kept, as resolve() would not: a user knows a folder by the link's name."""
     return Path(os.path.abspath(path))  # noqa: PTH100
-
-
-def shown_path(path: str | os.PathLike[str]) -> str:
-    """Return the path as the user gave it, or relative to the current folder where that is shorter."""
-    given = os.fspath(path)
-    relative = os.path.relpath(given)
-    return relative if len(relative) < len(given) else given

@@ -6,6 +6,7 @@ What the flags mean for a run is in function_settings.py. A flag that does not e
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -14,7 +15,6 @@ from trainwright.backends import pick_backend
 from trainwright.config import Origin
 from trainwright.config.frozen import plain_scalar
 from trainwright.config.problems import suggest
-from trainwright.doors.function_data import as_list, attribute_of, read_ratios
 from trainwright.errors import ConfigError, shorten_tracebacks
 from trainwright.parallel import processes
 from trainwright.user_code import caller
@@ -235,3 +235,36 @@ def _parser() -> _Parser:
     for flag, settings in _FLAGS.items():
         parser.add_argument(flag, **settings)
     return parser
+
+
+PARTS = ("train", "valid", "test")
+"""The sets that `--split` makes, in its order."""
+
+
+def attribute_of(flag: str) -> str:
+    """Returns the name by which a Namespace has a flag."""
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def read_ratios(text: str | None) -> tuple[float, ...] | None:
+    """Reads `95,5,5` or `95,5`; None where nothing is cut off (`1`, `100,0,0`)."""
+    if text is None:
+        return None
+    try:
+        ratios = tuple(float(word) for word in str(text).replace("/", ",").split(","))
+    except ValueError:
+        ratios = ()
+    if not 1 <= len(ratios) <= len(PARTS) or not all(0 <= ratio < math.inf for ratio in ratios) or not ratios[0]:
+        raise ConfigError(
+            f"--split: {text!r} is no list of one to three ratios, the first of them above 0. Write 95,5,5 for train, "
+            "valid and test.",
+            where=caller(),
+        )
+    return ratios if sum(ratios[1:]) > 0 else None
+
+
+def as_list(paths: Any) -> Sequence[Any]:
+    """Returns the paths of a flag: none, one that stands alone, or several."""
+    if paths is None:
+        return []
+    return paths if isinstance(paths, list | tuple) else [paths]

@@ -23,8 +23,9 @@ from trainwright.config import Origin, RunConfig
 from trainwright.config.layered import layered_config
 from trainwright.config.problems import describe, nearest
 from trainwright.config.python_files import files_beside
-from trainwright.config.tree import absolute, shown_path
+from trainwright.config.tree import absolute
 from trainwright.errors import ConfigError, shorten_tracebacks
+from trainwright.tracebacks import shown_path
 from trainwright.user_code import place_of
 
 Function = TypeVar("Function", bound=Callable[[], Any])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -13,14 +12,13 @@ from torch.utils.data import DataLoader
 from trainwright.data.mix import mix
 from trainwright.data.split import sizes_by_ratio, split
 from trainwright.data.stream import has_index, is_stream
+from trainwright.doors.arguments import PARTS, as_list, attribute_of, read_ratios
 from trainwright.errors import ConfigError, DataError
 from trainwright.user_code import caller, name_of, place_of
 
 logger = logging.getLogger(__name__)
 
 CreateDataset = Callable[[Any, argparse.Namespace], Any]
-
-PARTS = ("train", "valid", "test")
 
 
 class FunctionData:
@@ -133,32 +131,3 @@ class FunctionData:
         for flag, why in idle.items():
             if getattr(flags, attribute_of(flag)) is not None:
                 logger.warning("%s: has no effect %s.", flag, why)
-
-
-def attribute_of(flag: str) -> str:
-    """Returns the name by which a Namespace has a flag."""
-    return flag.removeprefix("--").replace("-", "_")
-
-
-def read_ratios(text: str | None) -> tuple[float, ...] | None:
-    """Reads `95,5,5` or `95,5`; None where nothing is cut off (`1`, `100,0,0`)."""
-    if text is None:
-        return None
-    try:
-        ratios = tuple(float(word) for word in str(text).replace("/", ",").split(","))
-    except ValueError:
-        ratios = ()
-    if not 1 <= len(ratios) <= len(PARTS) or not all(0 <= ratio < math.inf for ratio in ratios) or not ratios[0]:
-        raise ConfigError(
-            f"--split: {text!r} is no list of one to three ratios, the first of them above 0. Write 95,5,5 for train, "
-            "valid and test.",
-            where=caller(),
-        )
-    return ratios if sum(ratios[1:]) > 0 else None
-
-
-def as_list(paths: Any) -> Sequence[Any]:
-    """Returns the paths of a flag: none, one that stands alone, or several."""
-    if paths is None:
-        return []
-    return paths if isinstance(paths, list | tuple) else [paths]

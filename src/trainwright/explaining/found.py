@@ -17,10 +17,10 @@ from typing import Any
 import trainwright
 from trainwright import registry
 from trainwright.config import Component, RunConfig
-from trainwright.config.tree import shown_path
 from trainwright.errors import TrainwrightError
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Trainer
+from trainwright.tracebacks import shown_path
 from trainwright.user_code import parameters_of
 
 OURS = "trainwright's own"

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from trainwright import registry
 from trainwright.config import Component, ModelSection, RunConfig
-from trainwright.config.tree import shown_path
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.models.freeze import freeze
 from trainwright.models.locate import home_folders
@@ -28,6 +27,7 @@ from trainwright.models.presets import preset_settings
 from trainwright.models.pretrained import CONFIG_FILE, on_meta, read_config_file
 from trainwright.models.replace import claimed_modules
 from trainwright.optim.param_groups import make_groups, names_of_others, read_rules
+from trainwright.tracebacks import shown_path
 
 MOST_SHOWN = 2
 

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,13 +21,20 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainwright.backends.private_torch import FakeTensorMode, tree_map_only
 from trainwright.checkpoint.contents import generator_state, restore_generators
 from trainwright.events import EventStorage, Mean
-from trainwright.hooks.profile_ranges import TensorLike
 from trainwright.loop.task import overrides
 from trainwright.loop.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 Shape = Sequence[int]
+
+
+@dataclass(frozen=True)
+class TensorLike:
+    """What a tensor was like; it holds no memory."""
+
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 def flop_counter() -> FlopCounterMode:

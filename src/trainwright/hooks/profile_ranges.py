@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import record_function
 
 from trainwright.backends.private_torch import tree_map_only
+from trainwright.hooks.count_flops import TensorLike
 
 if TYPE_CHECKING:
     from trainwright.loop.trainer import Trainer
@@ -32,14 +32,6 @@ _OF_PHASE = {
     "save": "save",
 }
 """The name of a phase of the loop (loop/phases.py); of the others it is `host`."""
-
-
-@dataclass(frozen=True)
-class TensorLike:
-    """What a tensor was like; it holds no memory."""
-
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 class Ranges:

@@ -7,36 +7,20 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-import torch
-
 from trainwright.errors import ConfigError, DataError
-from trainwright.models.layers.compiled_code import constant_in_compiled_code
 from trainwright.user_code import caller, name_of, place_of
 
 
-@constant_in_compiled_code
+@cache  # asked in every step; reading a signature costs 50 µs
 def takes(forward: Callable[..., Any], name: str) -> bool:
     """Does this method take a keyword of that name?"""
-    return _takes(forward, name)
-
-
-@cache  # asked in every step; reading a signature costs 50 µs
-def _takes(forward: Callable[..., Any], name: str) -> bool:
     parameters = _parameters(forward)
     return parameters is None or name in parameters or _takes_any(parameters)
 
 
-def refuse_mismatch(forward: Callable[..., Any], names: tuple[str, ...]) -> None:
-    """Refuses a batch with keys that a method does not take, or without those that it needs, naming both.
-
-    Not inside of a compiled forward, which asks again without its graph where Python refuses the call.
-    """
-    if not torch.compiler.is_compiling():
-        _refuse_mismatch(forward, names)
-
-
 @cache
-def _refuse_mismatch(forward: Callable[..., Any], names: tuple[str, ...]) -> None:
+def refuse_mismatch(forward: Callable[..., Any], names: tuple[str, ...]) -> None:
+    """Refuses a batch with keys that a method does not take, or without those that it needs, naming both."""
     parameters = _parameters(forward)
     if parameters is None:
         return

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from trainwright.config.tree import shown_path
 from trainwright.loop.user_lines import PACKAGE, UserFiles
 from trainwright.memory.scan import APART
+from trainwright.tracebacks import shown_path
 
 _BREAKS, _RECOMPILES = "graph_breaks", "recompiles"
 _LOGGERS = {

@@ -18,7 +18,6 @@ import torch
 
 from trainwright.backends import waits_for_memory
 from trainwright.config import RunConfig
-from trainwright.config.tree import shown_path
 from trainwright.errors import ConfigError, TrainwrightError, exit_code_of
 from trainwright.events import Mean
 from trainwright.loop.compilations import Compilations, GraphBreak, listening
@@ -27,6 +26,7 @@ from trainwright.loop.user_lines import UserFiles
 from trainwright.memory.forwards import has_around
 from trainwright.memory.remat import Recomputed
 from trainwright.memory.scan import compile_gathered, keep_apart, known_backend
+from trainwright.tracebacks import shown_path
 
 if TYPE_CHECKING:
     from trainwright.loop.trainer import Trainer

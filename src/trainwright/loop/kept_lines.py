@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from trainwright.config.tree import shown_path
 from trainwright.loop.user_lines import Place, source_line
+from trainwright.tracebacks import shown_path
 
 _CHANGING = frozenset(
     [

@@ -5,11 +5,12 @@ The default task calls the model with the batch. How updates are made is trainer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from trainwright.backends.private_torch import constant_in_compiled_code
 from trainwright.errors import DataError
 from trainwright.loop.calls import refuse_mismatch, takes
 
@@ -40,9 +41,10 @@ class Task:
                 "Let the collator return a dict, or override Task.forward(model, batch) or Trainer.train_step."
             )
         forward = type(model).forward
-        if "labels" in batch and not takes(forward, "labels"):
+        if "labels" in batch and not _takes_labels(forward):
             batch = {name: value for name, value in batch.items() if name != "labels"}
-        refuse_mismatch(forward, tuple(batch))
+        if not torch.compiler.is_compiling():  # which asks again without its graph where Python refuses the call
+            refuse_mismatch(forward, tuple(batch))
         return model(**batch)
 
     def build_metrics(self) -> dict[str, Any]:
@@ -60,6 +62,11 @@ class Task:
     def reduce_aggregated_logs(self, state: Any, step: int) -> dict[str, Any]:
         """Returns the final logs of an evaluation from the aggregated state."""
         return {}
+
+
+@constant_in_compiled_code
+def _takes_labels(forward: Callable[..., Any]) -> bool:
+    return takes(forward, "labels")
 
 
 def overrides(task: object, method: str, contract: type) -> bool:

@@ -306,7 +306,8 @@ class Trainer:
     def call_forward(self, batch: Any) -> Any:
         """Calls `forward` with a micro-batch: what `run_forward` runs compiled, or as it is."""
         if isinstance(batch, Mapping):
-            refuse_mismatch(type(self).forward, tuple(batch))
+            if not torch.compiler.is_compiling():
+                refuse_mismatch(type(self).forward, tuple(batch))
             return self.forward(**batch)
         if overrides(self, "forward", Trainer):
             raise DataError(f"forward(**batch) needs a mapping, but the batch is a {type(batch).__name__}.")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import trainwright
-from trainwright.config.tree import shown_path
+from trainwright.tracebacks import shown_path
 
 PACKAGE = str(Path(trainwright.__file__).parent) + "/"
 TORCH = str(Path(torch.__file__).parent) + "/"

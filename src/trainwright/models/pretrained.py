@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trainwright.config.problems import describe
-from trainwright.config.tree import shown_path
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.models.key_map import KeyMap
+from trainwright.tracebacks import shown_path
 
 logger = logging.getLogger(__name__)
 

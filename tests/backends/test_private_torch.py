@@ -2,7 +2,7 @@
 
 import torch
 
-from trainwright.models.layers.compiled_code import constant_in_compiled_code
+from trainwright.backends.private_torch import constant_in_compiled_code
 
 
 def test_compiled_code_keeps_the_answer_and_does_not_look_into_the_function():
