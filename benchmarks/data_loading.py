@@ -1,8 +1,8 @@
 """Samples per second of our TrainData and of torch's DataLoader, on the same dataset with the same collator.
 
 Ours gives every sample that draws random numbers generators of its own, so that it is reproducible; torch's does not.
-That costs 10 to 16 µs a sample that draws, and about 10 µs a batch to see that none does (more in a worker, where
-caches are cold), unless the dataset says so itself; none here does, but TensorDataset is known to draw nothing.
+That costs 10 to 16 µs a sample that draws, and to see that none does, about 80 µs a batch in the run's own process and
+10 µs in a worker, unless the dataset says so itself; none here does, but TensorDataset is known to draw nothing.
 DataLoader runs twice where its own `default_collate` can do the work: with our collator and with its own. Measured is
 the steady state, after some batches; the time to the first batch is told apart. Beside samples per second there is the
 processor's time per sample, of workers and all, which other people's work on the machine disturbs less.

@@ -20,7 +20,7 @@ from trainwright.checkpoint.remote_files import is_address
 from trainwright.checkpoint.resume import changed_settings, refuse_changes, refuse_strangers
 from trainwright.config import BatchPlan, RunConfig, micro_batch_alone, resolve_batch, resolve_mesh
 from trainwright.data.order import mix_seed
-from trainwright.data.randomness import Watch, seed_generators
+from trainwright.data.randomness import preserve_generators, seed_generators
 from trainwright.data.stream_loader import EvaluationData
 from trainwright.errors import ConfigError
 from trainwright.events import EventStorage
@@ -161,17 +161,13 @@ def build_model(config: RunConfig, *, folder: Path | None = None) -> torch.nn.Mo
     `folder` is the run folder, where it is not where the config says. The caller's generators are left as they were.
     """
     folder = folder or run_folders.run_folder(config)
-    generators = Watch()
-    generators.begin()
-    try:
+    with preserve_generators():
         seed_generators(mix_seed(config.seed, _BUILD_STREAM))
         build = Build(config, folder=folder, kept=_kept_facts(config, folder, Ranks()))
         trainer_class = build.trainer_class()
         build.take_trainer(trainer_class)
         build.take_task(trainer_class.build_task(build))
         return trainer_class.build_model(build)
-    finally:
-        generators.restore()
 
 
 def _join(config: RunConfig) -> tuple[RunConfig, Backend, Ranks]:

@@ -1,4 +1,4 @@
-"""Noticing draws: none is missed, and the states come back as they were."""
+"""Seeding, preserving and observing the global generators: no draw is missed, and the states come back as they were."""
 
 import pickle
 import random
@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from trainwright.data.randomness import Watch, seed_generators
+from trainwright.data.randomness import DrawDetector, preserve_generators, seed_generators
 
 DRAWS = {
     "torch": lambda: torch.rand(1),
     "torch normal": lambda: torch.randn(1),
     "python": random.random,
     "python gauss": lambda: random.gauss(0, 1),
+    "python bits": lambda: random.getrandbits(1),
     "numpy": np.random.rand,
     "numpy normal": np.random.randn,
     "numpy integer": lambda: np.random.randint(10),
@@ -32,53 +33,67 @@ def _seeded():
 
 
 @pytest.mark.parametrize("draw", DRAWS)
-def test_every_draw_is_seen_and_undone(draw):
-    watch = Watch()
-    watch.begin()
-    before = states()
-    assert not watch.drawn()
+def test_every_draw_is_seen(draw):
+    detector = DrawDetector()
+    detector.start()
+    assert not detector.drawn()
+    detector.start()
     DRAWS[draw]()
-    assert watch.drawn() == {re.split("[ ,]", draw)[0]}
-    assert not watch.drawn(but=frozenset({re.split("[ ,]", draw)[0]}))
-    watch.restore()
-    assert states() == before
-    assert not watch.drawn()
+    assert detector.drawn() == {re.split("[ ,]", draw)[0]}
 
 
-def test_a_normal_number_that_numpy_held_back_is_seen():
-    watch = Watch()
-    watch.begin()
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("before", ["numpy", "numpy normal", "python gauss"])  # the latter two hold a number back
+def test_every_draw_is_undone(before, draw):
+    DRAWS[before]()
+    given = states()
+    with preserve_generators():
+        DrawDetector().start()
+        DRAWS[draw]()
+    assert states() == given
+
+
+def test_an_error_leaves_the_generators_as_they_were():
+    given = states()
+
+    def fail():
+        with preserve_generators():
+            seed_generators(7)
+            raise OSError("no such file")
+
+    with pytest.raises(OSError, match="no such file"):
+        fail()
+    assert states() == given
+
+
+def test_a_number_that_was_held_back_before_hides_no_draw():
     np.random.randn()  # draws a pair and holds the second back
-    watch.begin()
-    before = states()
-    np.random.randn()  # changes no word of the generator
-    assert watch.drawn() == {"numpy"}
-    watch.restore()
-    assert states() == before
+    random.gauss(0, 1)
+    detector = DrawDetector()
+    detector.start()
+    np.random.randn()
+    random.gauss(0, 1)
+    assert detector.drawn() == {"numpy", "python"}
 
 
-def test_another_kind_of_numpy_generator_is_watched_too():
+def test_another_kind_of_numpy_generator_is_preserved_too():
     original = np.random.mtrand.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(3))
     try:
-        watch = Watch()
-        watch.begin()
-        before = states()
-        assert not watch.drawn()
-        np.random.rand()
-        assert watch.drawn() == {"numpy"}
-        watch.restore()
-        assert states() == before
+        given = states()
+        with preserve_generators():
+            np.random.rand()
+        assert states() == given
     finally:
         np.random.set_bit_generator(original)
 
 
-def test_a_watch_that_travels_to_another_process_looks_anew():
-    watch = Watch()
-    watch.begin()
-    travelled = pickle.loads(pickle.dumps(watch))
-    assert travelled._generators is not watch._generators
-    assert travelled._generators["python"]._memory is None
+def test_a_detector_can_travel_to_another_process():
+    detector = DrawDetector()
+    detector.start()
+    travelled = pickle.loads(pickle.dumps(detector))
+    torch.rand(1)
+    assert travelled.drawn() == {"torch"}
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**62 + 5])

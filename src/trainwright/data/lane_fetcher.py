@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset
 
 from trainwright import registry
-from trainwright.data.fetch import Collator, Fetched, make_in_project
+from trainwright.data.fetch import Collator, Fetched, draws_nothing, make_in_project
 from trainwright.data.lanes import Cursor, Lane, Reading, Run
 from trainwright.data.order import mix_seed
-from trainwright.data.randomness import Watch, seed_generators
+from trainwright.data.randomness import preserve_generators, seed_generators
 from trainwright.data.source_pass import own_copy
 from trainwright.data.workers import without_worker_info
 from trainwright.errors import DataError
@@ -87,18 +87,18 @@ class LaneFetcher(Dataset[Any]):
         self._lanes: dict[int, Lane] = {}
         self._ended: set[int] = set()
         self._stand_in: Any = None
-        self._watch = Watch()
+        self._stream_may_draw = not draws_nothing(stream)
+        self._collator_may_draw = not getattr(collator, "draws_nothing", False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return make_in_project, (LaneFetcher, registry.project_folder()), self.__dict__
 
     def fetch(self, request: Request) -> Fetched:
         """Serves in the run's own process, leaving its generators as they were."""
-        self._watch.begin()
-        try:
+        if not (self._stream_may_draw or self._collator_may_draw):
             return self._fetch(request)
-        finally:
-            self._watch.restore()
+        with preserve_generators():
+            return self._fetch(request)
 
     def __getitems__(self, request: Request) -> Fetched:
         """Serves in a worker. A stream that deals its samples to torch's workers by itself is asked for all of them."""
@@ -117,10 +117,11 @@ class LaneFetcher(Dataset[Any]):
                 self._ended.add(number)
         if run.samples:
             self._stand_in = run.samples[-1]
-        reading, first_place = self._reading, request.runs[0][1] if request.runs else 0
-        standing = run.samples or [self._find_stand_in()]
-        seed_generators(mix_seed(reading.seed, _COLLATOR_STREAM, reading.epoch, request.batch, first_place))
-        batch = self._collator(standing)
+        samples = run.samples or [self._find_stand_in()]
+        if self._collator_may_draw:
+            reading, first_place = self._reading, request.runs[0][1] if request.runs else 0
+            seed_generators(mix_seed(reading.seed, _COLLATOR_STREAM, reading.epoch, request.batch, first_place))
+        batch = self._collator(samples)
         return Fetched(
             batch,
             num_samples=len(run.samples),

@@ -34,7 +34,7 @@ from trainwright.backends.private_torch import (
 from trainwright.build import assemble
 from trainwright.config import BatchPlan, RunConfig, resolve_batch, resolve_mesh
 from trainwright.data.collators.stack import Stack
-from trainwright.data.randomness import Watch
+from trainwright.data.randomness import preserve_generators
 from trainwright.errors import ConfigError, DataError
 from trainwright.loop.feed import Feed
 from trainwright.loop.trainer import Trainer
@@ -139,13 +139,11 @@ def imagine(
     The shapes of a batch are those of the training data's first; with `sequence_length` no data is read, and a sample
     is a row of so many tokens.
     """
-    generators = Watch()
-    generators.begin()
-    try:
-        with _imagined(config, world_size=world_size, rank=rank, sequence_length=sequence_length) as run:
-            yield run
-    finally:
-        generators.restore()
+    with (
+        preserve_generators(),
+        _imagined(config, world_size=world_size, rank=rank, sequence_length=sequence_length) as run,
+    ):
+        yield run
 
 
 @contextmanager

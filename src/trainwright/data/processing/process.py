@@ -8,6 +8,7 @@ again, another rank or tomorrow's run, reads what was written. Who builds and wh
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -30,7 +31,7 @@ from trainwright.data.processing.fingerprint import (
     fingerprint_source,
     name_of,
 )
-from trainwright.data.randomness import Watch, seed_generators
+from trainwright.data.randomness import preserve_generators, seed_generators
 from trainwright.errors import DataError, TrainwrightError
 
 __all__ = ["ProcessFunction", "describe_input", "processed"]
@@ -121,10 +122,8 @@ class _Work:
     def write(self, folder: Path, report: Report) -> None:
         """Processes every row into `folder`, leaving this process's generators as they were."""
         writer = ArrowRowWriter(folder)
-        watch = Watch()
-        watch.begin()
         started = time.monotonic()
-        try:
+        with preserve_generators(), contextlib.closing(writer):
             for row, sample in self._rows(report, started):
                 for result in self._call(row, sample):
                     self._add(writer, result, row)
@@ -134,9 +133,6 @@ class _Work:
                     "returned None or an empty list for each. Return the samples that shall be kept."
                 )
             writer.finish(made_by=self._name, key=vars(self.key))
-        finally:
-            watch.restore()
-            writer.close()
         seconds = time.monotonic() - started
         logger.info(
             "%s: %d rows → %d samples in %.1f s, kept in %s",
