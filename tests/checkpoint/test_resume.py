@@ -190,6 +190,13 @@ def test_settings_that_leave_the_mathematics_alone_may_change(tmp_path):
     assert changed_settings(load(tmp_path), load(tmp_path, *FREE)) == {}
 
 
+def test_how_many_processes_call_the_function_of_the_data_may_change(tmp_path):
+    one, two = (load(tmp_path, f"data.process={{type: a.b, num_workers: {number}}}") for number in (1, 2))
+    assert changed_settings(one, two) == {}
+    three = load(tmp_path, "data.process={type: a.b, num_workers: 1, version: 3}")
+    assert changed_settings(one, three) == {"data.process.version": (None, 3)}
+
+
 def test_a_nan_is_no_change_of_a_nan(tmp_path):
     override = "data.train={type: parts.py:Points, noise: .nan, seed: [.nan, 1]}"
     assert changed_settings(load(tmp_path, override), load(tmp_path, override)) == {}

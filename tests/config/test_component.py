@@ -6,7 +6,7 @@ import sys
 import pytest
 from tests.messages import raises
 
-from trainwright.config import Component, ModelSection, Origin, RunConfig
+from trainwright.config import Component, ModelSection, Origin, ProcessSection, RunConfig
 from trainwright.errors import ConfigError
 
 
@@ -79,6 +79,23 @@ def test_a_reserved_key_of_the_model_is_taken_back_by_null(tmp_path):
     assert config.model == {"type": "llama", "width": None}
     assert config.model == RunConfig.load(file, ["model={type: llama, width: null}"]).model
     assert ModelSection("llama", lora=None) == ModelSection("llama")
+
+
+def test_the_settings_of_process_are_not_arguments():
+    config = RunConfig.from_dict({"data": {"process": {"type": "a.b", "x": 1, "version": 2, "num_workers": 3.0}}})
+    process = config.data.process
+    assert process.arguments == {"x": 1}
+    assert (process.options.version, process.options.num_workers) == (2, 3)
+    assert pickle.loads(pickle.dumps(process)).options == process.options
+    assert (ProcessSection("a.b").options.version, ProcessSection("a.b").options.num_workers) == (None, 0)
+
+
+@pytest.mark.parametrize(("key", "value"), [("version", [1]), ("version", True), ("num_workers", -1)])
+def test_a_wrong_setting_of_process_is_named_with_its_line(tmp_path, key, value):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"data:\n  process:\n    type: a.b\n    {key}: {value}\n")
+    with raises(ConfigError, f"data.process.{key}", at="run.yaml:4"):
+        RunConfig.load(file)
 
 
 @pytest.mark.parametrize(

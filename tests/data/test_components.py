@@ -7,6 +7,7 @@ import torch
 from tests.messages import raises
 
 from trainwright import Component
+from trainwright.config import Origin, ProcessSection
 from trainwright.data.components import DatasetBuilder
 from trainwright.data.mix import Mix
 from trainwright.data.mix_stream import MixedStream
@@ -49,6 +50,10 @@ def longer(row, by=1):
     return {"input_ids": row["input_ids"] * by}
 
 
+def versioned(row, version=1):
+    return row
+
+
 def cut(row):
     return None if row["input_ids"][0] % 2 else [{"input_ids": [token]} for token in row["input_ids"]]
 """
@@ -61,7 +66,8 @@ def build(tmp_path, monkeypatch):
     (tmp_path / "datasets" / "rows.py").write_text(FILE)
 
     def build(process=None, **settings):
-        process = None if process is None else Component.from_mapping(process)
+        if process is not None:
+            process = ProcessSection.from_mapping(process).located_at(Origin("run.yaml", 3))
         builder = DatasetBuilder(project_dir=Path(tmp_path), seed=3, process=process)
         return builder.build("data.train", Component.from_mapping(settings))
 
@@ -135,6 +141,33 @@ def test_a_row_may_become_several_or_none(build):
 def test_a_wrong_argument_of_the_function_is_named(build):
     with raises(TrainwrightError, "bye", "data.process"):
         build({"type": "rows.longer", "bye": 2}, type="rows.Rows", size=3)
+
+
+def test_version_and_num_workers_are_settings_and_no_arguments_of_the_function(build):
+    process = {"type": "rows.longer", "by": 2, "num_workers": 2}
+    first = build(process, type="rows.Rows", size=3)
+    assert tokens(first) == [[0] * 2, [1] * 4, [2] * 6]
+    assert build({**process, "num_workers": 0}, type="rows.Rows", size=3).folder == first.folder
+    assert build({**process, "version": "b"}, type="rows.Rows", size=3).folder != first.folder
+
+
+def test_a_stream_is_processed_by_the_loaders_workers(build):
+    process = {"type": "rows.longer", "by": 2, "version": 2}
+    assert tokens(build(process, type="rows.Stream", size=2)) == [[0] * 2, [1] * 4]
+    with raises(ConfigError, "data.process.num_workers", "data.workers", at="run.yaml:3"):
+        build({**process, "num_workers": 2}, type="rows.Stream", size=2)
+
+
+def test_a_parameter_with_the_name_of_a_setting_is_refused(build):
+    assert tokens(build({"type": "rows.versioned"}, type="rows.Rows", size=1)) == [[0]]
+    with raises(ConfigError, "data.process.version", at="run.yaml:3"):
+        build({"type": "rows.versioned", "version": 3}, type="rows.Rows", size=1)
+
+
+def test_a_function_without_a_source_needs_a_version(build):
+    with raises(ConfigError, "version", at="run.yaml:3"):
+        build({"type": "builtins:dict"}, type="rows.Rows", size=1)
+    assert tokens(build({"type": "builtins:dict", "version": 1}, type="rows.Rows", size=1)) == [[0]]
 
 
 def test_an_index_and_a_stream_are_mixed_as_streams(build):

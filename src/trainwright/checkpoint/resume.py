@@ -27,6 +27,7 @@ FREE_SETTINGS = (
     "trainer.max_tokens",
     "trainer.micro_batch_size",
     "trainer.accumulation",
+    "data.process.num_workers",
     "data.workers",
     "data.loader",
     "data.eval",

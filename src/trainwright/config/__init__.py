@@ -17,6 +17,7 @@ from trainwright.config.sections import (
     LogSection,
     MeshSection,
     OptimizerSection,
+    ProcessSection,
     RuntimeSection,
     TrainerSection,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "OptimizerSection",
     "Origin",
     "PreemptionSection",
+    "ProcessSection",
     "RunConfig",
     "RuntimeSection",
     "TrainerSection",

@@ -39,7 +39,9 @@ class Component(Frozen[Any]):
         if "type" in arguments:
             raise TypeError(f"A component's type is given once, first: {type_!r}; got type={arguments['type']!r} too.")
         name = type_ if isinstance(type_, str) else type_of(type_)
-        super().__init__({"type": name, **arguments})
+        # null takes a reserved key back that an extended file has: it is as if it were not given.
+        given = {key: value for key, value in arguments.items() if value is not None or key not in self.reserved_keys}
+        super().__init__({"type": name, **given})
         object.__setattr__(self, "_origin", None)
 
     @property
@@ -52,6 +54,11 @@ class Component(Frozen[Any]):
         """What is passed to the constructor: everything but `type` and the reserved keys."""
         left_out = {"type", *self.reserved_keys}
         return Frozen({key: value for key, value in self._values.items() if key not in left_out})
+
+    @property
+    def reserved(self) -> Frozen[Any]:
+        """The reserved keys that were given."""
+        return Frozen({key: self._values[key] for key in self.reserved_keys if key in self._values})
 
     @property
     def origin(self) -> Origin | None:
@@ -123,16 +130,6 @@ class ModelSection(Component):
         "scan",
         "offload",
     )
-
-    def __init__(self, type_: str | Callable[..., Any], /, **arguments: Any) -> None:
-        # null takes a reserved key back that an extended file has: it is as if it were not given.
-        given = {key: value for key, value in arguments.items() if value is not None or key not in self.reserved_keys}
-        super().__init__(type_, **given)
-
-    @property
-    def reserved(self) -> Frozen[Any]:
-        """The reserved keys that were given."""
-        return Frozen({key: self._values[key] for key in self.reserved_keys if key in self._values})
 
 
 def _rebuild(cls: type[Component], values: dict[str, Any], origin: Origin | None) -> Component:

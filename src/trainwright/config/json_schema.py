@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from trainwright.config.checks import BUILT_IN_TRAINERS
 from trainwright.config.schema import RunConfig
-from trainwright.config.sections import LoaderArguments
+from trainwright.config.sections import LoaderArguments, ProcessOptions
 
 Json: TypeAlias = dict[str, Any]
 
@@ -24,7 +24,7 @@ _KINDS: Mapping[str, Mapping[str, str]] = {
         "train": "dataset",
         "eval": "dataset",
         "test": "dataset",
-        "process": "dataset",
+        "process": "process",
         "collator": "collator",
     },
     "OptimizerSection": {"optimizer": "optimizer", "schedule": "schedule"},
@@ -50,6 +50,7 @@ def run_schema(type_names: Mapping[str, Sequence[str]]) -> Json:
     run = sections.pop("RunConfig")
     run["properties"] = {**_file_keys(), **run["properties"]}
     components = {kind: _component(kind, names) for kind, names in type_names.items() if kind != "trainer"}
+    components["process"] = _process()
     return {"$schema": DIALECT, "title": "trainwright run file", **run, "$defs": {**sections, **components}}
 
 
@@ -101,6 +102,25 @@ def _component(kind: str, type_names: Sequence[str]) -> Json:
     }
 
 
+def _process() -> Json:
+    """Return the schema of `data.process`: a function's name, its arguments, and the settings beside them."""
+    options = _clean(ProcessOptions.model_json_schema())
+    type_ = {
+        "description": "The function: file.name for one in datasets/, file.py:name, or package.module:name.",
+        "type": "string",
+        "minLength": 1,
+    }
+    properties = {"type": type_, **options["properties"]}
+    about = "A function with its arguments beside these settings; or its name alone."
+    return {
+        "description": about,
+        "type": "object",
+        "properties": properties,
+        "required": ["type"],
+        "additionalProperties": True,
+    }
+
+
 def _widen(sections: Json, type_names: Mapping[str, Sequence[str]]) -> None:
     """Add what our validators accept beyond the types of the fields, and what they refuse."""
     properties = {name: section["properties"] for name, section in sections.items()}
@@ -117,6 +137,7 @@ def _widen(sections: Json, type_names: Mapping[str, Sequence[str]]) -> None:
     data["eval"] = _any_of(sets, {"$ref": "#/$defs/dataset"}, {"type": "null"})
     ratios = {"type": "array", "items": {"type": "number", "exclusiveMinimum": 0}, "minItems": 2, "maxItems": 3}
     data["split"] = {**data["split"], "anyOf": [ratios, {"$ref": "#/$defs/SplitSizes"}, {"type": "null"}]}
+    data["process"]["anyOf"].insert(1, {"type": "string", "minLength": 1})
     loader = _clean(LoaderArguments.model_json_schema())
     data["loader"] = _or_null({**loader, "description": data["loader"]["description"]})
     trainer["optimizers"] = _or_null(trainer["optimizers"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -147,6 +147,40 @@ Ratios: TypeAlias = Annotated[
 Sizes: TypeAlias = Annotated[SplitSizes, Tag("[sizes]")]
 
 
+def _version(value: Any) -> Any:
+    if value is None or (isinstance(value, (str, int, float)) and not isinstance(value, bool)):
+        return value
+    raise refuse((), f"must be text or a number; got {describe(value)}.", value)
+
+
+class ProcessOptions(Section):
+    """The settings of `data.process` that are not arguments of its function."""
+
+    version: Annotated[str | int | float | None, BeforeValidator(_version)] = None
+    """Part of the cache's key beside the function's source and arguments; change it when code that it calls changes."""
+    num_workers: Annotated[Whole, Field(ge=0)] = 0
+    """Processes that call the function; 0 calls it in the run's own process."""
+
+
+class ProcessSection(Component):
+    """A function that rows go through, with its arguments and the settings of ProcessOptions beside them."""
+
+    __slots__ = ()
+
+    reserved_keys: ClassVar[tuple[str, ...]] = tuple(ProcessOptions.model_fields)
+
+    @property
+    def options(self) -> ProcessOptions:
+        """The settings that are not the function's arguments."""
+        return ProcessOptions.model_validate(dict(self.reserved))
+
+    @classmethod
+    def _read(cls, value: Any) -> Component:
+        section = super()._read(value)
+        ProcessOptions.model_validate(dict(section.reserved))
+        return section
+
+
 class DataSection(Section):
     """Where samples come from and how they become batches."""
 
@@ -158,7 +192,7 @@ class DataSection(Section):
     """Evaluated once, at the end; it never chooses a checkpoint."""
     split: Annotated[Ratios | Sizes, Discriminator(_kind_of_split)] | None = None
     """Cuts train into train, valid and test: by ratios, or with the sizes of valid and test. None: it is used whole."""
-    process: Component | None = None
+    process: ProcessSection | None = None
     """A function that each row goes through once; the result is kept on disk and shared by all runs that need it."""
     collator: Component = Field(default_factory=lambda: Component("stack"))
     """Makes one batch of a list of samples."""

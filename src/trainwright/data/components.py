@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from trainwright import registry
-from trainwright.config import Component
+from trainwright.config import Component, ProcessSection
+from trainwright.data.processing.fingerprint import describe_input, fingerprint_function
 from trainwright.data.processing.stream import ProcessedStream
 from trainwright.data.stream import is_stream
 from trainwright.errors import ComponentError, ConfigError
@@ -30,7 +31,7 @@ class DatasetBuilder:
         *,
         project_dir: Path,
         seed: int,
-        process: Component | None = None,
+        process: ProcessSection | None = None,
         origin_of: registry.OriginOf | None = None,
     ) -> None:
         self._project_dir = project_dir
@@ -108,27 +109,53 @@ class DatasetBuilder:
             raise ComponentError(f"data.process.type: {error.problem}", where=process.origin) from error
 
     def _apply_process(self, component: Component, dataset: Any) -> Any:
-        if self._process is None:
+        process = self._process
+        if process is None:
             return dataset
-        function = self._find_process(self._process)
-        arguments = {name: value for name, value in self._process.to_dict().items() if name != "type"}
+        function = self._find_process(process)
+        arguments, options = process.arguments.to_dict(), process.options
+        taken = process.reserved.keys() & set(parameters_of(function) or ())
+        if taken:
+            raise ConfigError(
+                f"data.process.{min(taken)}: is a setting of data.process and a parameter of {process.type}, which "
+                "would not get it. Rename the parameter.",
+                where=process.origin,
+            )
         registry.check_arguments(
             function,
             arguments,
             label="data.process",
-            where=self._process.origin,
+            where=process.origin,
             provided=_first_parameter(function),
             origin_of=self._origin_of,
         )
-        from trainwright.data.processing.process import describe_input, processed  # needs the package datasets
+        from trainwright.data.processing.process import processed  # needs the package datasets
 
         if is_stream(dataset):
+            if options.num_workers:
+                raise ConfigError(
+                    f"data.process.num_workers: {type(dataset).__name__} is a stream, whose rows are processed as they "
+                    "are read, by the loader's workers. Set data.workers instead.",
+                    where=process.origin,
+                )
             return ProcessedStream(dataset, function, arguments)
         target = registry.find("dataset", component.type, project_dir=self._project_dir)
-        key = describe_input(
-            component.to_dict(), dataset, target=target, project_dir=self._project_dir, run_seed=self._seed
+        return processed(
+            dataset,
+            function,
+            arguments=arguments,
+            input_key=describe_input(
+                component.to_dict(),
+                dataset,
+                target=target,
+                project_dir=self._project_dir,
+                run_seed=self._seed,
+                version=options.version,
+            ),
+            function_key=fingerprint_function(function, version=options.version, where=process.origin),
+            version=options.version,
+            num_workers=options.num_workers,
         )
-        return processed(dataset, function, arguments=arguments, input_key=key)
 
 
 def _is_component(value: Any) -> bool:

@@ -4,7 +4,7 @@
 
 A worker that dies (a crash, or the kernel out of memory) ends the run with the samples that it was reading.
 What a request is, and what is fetched for it, is the fetcher's: fetch.py for data with an index, stream_loader.py
-for streams.
+for streams, processing/process.py for rows that go through a function.
 """
 
 from __future__ import annotations
@@ -42,19 +42,23 @@ class LoaderOptions:
     """Further arguments of torch's DataLoader, used when there are workers."""
 
 
-class Fetcher(Protocol):
-    """What serves requests."""
+class WorkerFetcher(Protocol):
+    """What serves requests in a worker."""
 
-    def fetch(self, request: Any) -> Fetched:
-        """Serves in the run's own process, whose generators must be left as they were."""
-        ...
-
-    def __getitems__(self, request: Any) -> Fetched:
+    def __getitems__(self, request: Any) -> Any:
         """Serves in a worker."""
         ...
 
     def describe(self, request: Any) -> str:
         """Says which samples a request asks for."""
+        ...
+
+
+class Fetcher(WorkerFetcher, Protocol):
+    """What serves requests in a worker or in the run's own process."""
+
+    def fetch(self, request: Any) -> Fetched:
+        """Serves in the run's own process, whose generators must be left as they were."""
         ...
 
 
@@ -78,14 +82,41 @@ def deliver(
         yield batch, *arrived.popleft()
 
 
+def prepare_worker(_: int) -> None:
+    """Lets workers outlive a signal to the whole process group until the step is finished and saved."""
+    forget_storages()
+    gc.enable()  # the run collects between its steps, and a worker has none
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or each worker would take every core
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    # Not ignored for ever: a worker that hangs in a user's code must still be possible to end.
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_WORKER_GRACE_SECONDS))
+
+
 def _serve(
     fetcher: Fetcher, requests: Iterator[Any], options: LoaderOptions, *, label: str
 ) -> Generator[tuple[Any, Fetched], None, None]:
-    """Yields each request with what was fetched for it; requests are made ahead of their answers."""
-    if options.workers == 0:
-        for request in requests:
-            yield request, fetcher.fetch(request)
+    """Yields each request with what was fetched for it."""
+    if options.workers > 0:
+        yield from serve_in_workers(fetcher, requests, options, label=label)
         return
+    for request in requests:
+        yield request, fetcher.fetch(request)
+
+
+def serve_in_workers(
+    fetcher: WorkerFetcher,
+    requests: Iterator[Any],
+    options: LoaderOptions,
+    *,
+    label: str,
+    advice: str = "Look at those samples, or lower data.workers or data.loader.prefetch_factor.",
+    prepare: Callable[[int], None] = prepare_worker,
+) -> Generator[tuple[Any, Any], None, None]:
+    """Yields each request with what was fetched for it; requests are made ahead of their answers.
+
+    `prepare` is called first in each worker, with its number; `advice` ends the error about one that died.
+    """
     waiting: deque[Any] = deque()
 
     def noted() -> Iterator[Any]:
@@ -97,9 +128,9 @@ def _serve(
     loader: DataLoader[Any] = DataLoader(
         _Numbered(fetcher, in_hand),
         batch_sampler=enumerate(noted()),  # type: ignore[arg-type]  # any iterable of requests
-        collate_fn=_as_it_is,  # type: ignore[arg-type]  # the fetcher has collated already
+        collate_fn=_as_it_is,  # the fetcher has collated already
         num_workers=options.workers,
-        worker_init_fn=_prepare_worker,
+        worker_init_fn=prepare,
         # The loader draws a seed at its start; from a generator of its own, for the run's is not to be disturbed.
         generator=torch.Generator(),
         **dict(options.arguments or {}),
@@ -121,9 +152,7 @@ def _serve(
         # Requests that were answered are no longer waiting; the one in hand is.
         place = -1 if worker is None else in_hand[worker] - num_answered
         reading = f", while reading {fetcher.describe(waiting[place])}" if 0 <= place < len(waiting) else ""
-        raise DataError(
-            f"{label}: {cause}{reading}. Look at those samples, or lower data.workers or data.loader.prefetch_factor."
-        ) from error
+        raise DataError(f"{label}: {cause}{reading}. {advice}") from error
     finally:
         # torch would do it when the iterator dies, but a traceback keeps that alive until the interpreter's exit,
         # which then waits for workers that still hope to serve.
@@ -133,11 +162,11 @@ def _serve(
 class _Numbered(Dataset[Any]):
     """A fetcher in a worker, which notes the number of the request in hand where the run can read it."""
 
-    def __init__(self, fetcher: Fetcher, in_hand: Any) -> None:
+    def __init__(self, fetcher: WorkerFetcher, in_hand: Any) -> None:
         self._fetcher = fetcher
         self._in_hand = in_hand
 
-    def __getitems__(self, numbered: tuple[int, Any]) -> Fetched | Exception:
+    def __getitems__(self, numbered: tuple[int, Any]) -> Any:
         number, request = numbered
         worker = get_worker_info()
         assert worker is not None
@@ -164,7 +193,7 @@ def without_worker_info() -> Iterator[None]:
         torch_worker._worker_info = info
 
 
-def _as_it_is(fetched: Fetched | Exception) -> Fetched | Exception:
+def _as_it_is(fetched: Any) -> Any:
     return fetched
 
 
@@ -173,7 +202,10 @@ def _for_travel(error: Exception, worker: int) -> Exception:
 
     torch makes a long text of every error's traceback; what a user needs of it is one line.
     """
-    *_, innermost = traceback.walk_tb(error.__traceback__)
+    # An error in our words has its cause in the user's code, and the cause itself does not travel.
+    cause = error.__cause__
+    told = error if cause is None or cause.__traceback__ is None else cause
+    *_, innermost = traceback.walk_tb(told.__traceback__)
     frame, line = innermost
     error.add_note(f"in worker {worker}, at {frame.f_code.co_filename}:{line} in {frame.f_code.co_name}")
     try:
@@ -224,14 +256,3 @@ def _explain(error: Exception, *, answers: Any, in_hand: list[int], num_answered
         if -code == signal.SIGKILL:
             cause += ", which is what the kernel does when memory runs out"
     return dead[0], f"worker {dead[0]} {cause}"
-
-
-def _prepare_worker(_: int) -> None:
-    """Lets workers outlive a signal to the whole process group until the step is finished and saved."""
-    forget_storages()
-    gc.enable()  # the run collects between its steps, and a worker has none
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or each worker would take every core
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    # Not ignored for ever: a worker that hangs in a user's code must still be possible to end.
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_WORKER_GRACE_SECONDS))

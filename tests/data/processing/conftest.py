@@ -11,15 +11,14 @@ COUNTER = itertools.count()
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
-    """Loads a module from its text, each time anew."""
+    """Loads a module from its text, each time anew, under the same name."""
 
     def load(text, name="clean"):
-        number = next(COUNTER)
-        path = tmp_path / f"{name}_{number}.py"
+        path = tmp_path / f"{name}_{next(COUNTER)}.py"
         path.write_text(text)
-        spec = importlib.util.spec_from_file_location(f"{name}_{number}", path)
+        spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, spec.name, module)
+        monkeypatch.setitem(sys.modules, name, module)
         spec.loader.exec_module(module)
         return module
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from trainwright.data.collators import Stack
 from trainwright.data.loader import TrainData
 from trainwright.data.processing import arrow_rows
-from trainwright.data.processing.arrow_rows import ArrowRows, ArrowRowWriter
+from trainwright.data.processing.arrow_rows import ArrowRows, ArrowRowWriter, StoredSample
 from trainwright.data.processing.build_once import MAKER_FILE
 from trainwright.errors import DataError
 
@@ -25,7 +25,7 @@ def small_batches(monkeypatch):
 def write(folder, samples):
     writer = ArrowRowWriter(folder)
     for sample in samples:
-        writer.add(sample)
+        writer.add(StoredSample.of(sample))
     writer.finish()
     (folder / MAKER_FILE).touch()
     return ArrowRows(folder)
@@ -115,7 +115,7 @@ def test_samples_that_are_all_alike_need_no_forms_and_those_that_are_not_do_not_
     assert len(list(other.glob("rows-*.arrow"))) == 1
     assert [len(sample["x"]) for sample in rows] == [0, 1] * 10
     with pytest.raises(TypeError, match="__form__"):
-        ArrowRowWriter(tmp_path).add({"__form__": 1})
+        StoredSample.of({"__form__": 1})
 
 
 def test_a_column_that_turns_from_whole_numbers_to_floats_is_of_floats_everywhere(tmp_path, small_batches):

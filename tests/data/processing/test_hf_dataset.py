@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import trainwright
 from trainwright.data.processing.hf_dataset import _Origin, load_hf_dataset
-from trainwright.errors import DataError
+from trainwright.errors import ConfigError, DataError
 
 ROWS = [{"text": "ab" * n, "label": n % 2} for n in range(6)]
 
@@ -134,6 +134,30 @@ def test_a_name_stands_for_the_function(rows_file, load):
     assert load(rows_file, lambda row: {"n": 2}, transformer_name="twos")[0]["n"] == 2
     assert load(rows_file, lambda row: {"n": 3}, transformer_name="ones", rebuild=True)[0]["n"] == 3
     assert first[5]["n"] == 1, "a reader of the earlier samples goes on"
+
+
+def test_a_version_stands_for_what_the_function_holds(rows_file, load):
+    class Tokenizer:
+        def __init__(self, word):
+            self.word = word
+
+    def through(word, **options):
+        tokenizer = Tokenizer(word)
+        return load(rows_file, lambda row: {"word": tokenizer.word}, **options)[0]["word"]
+
+    with raises(ConfigError, "tokenizer", "Tokenizer", "version"):
+        through("a")
+    assert through("a", version=1) == "a"
+    assert through("b", version=1) == "a"
+    assert through("b", version=2) == "b"
+    assert through("c", transformer_name="c") == "c"
+
+
+def test_workers_give_the_same_rows(rows_file, load, tmp_path):
+    alone = load(rows_file, encode)
+    helped = load(rows_file, encode, num_workers=2, cache_dir=tmp_path / "other")
+    assert [sample["input_ids"].tolist() for sample in helped] == [sample["input_ids"].tolist() for sample in alone]
+    assert helped.fingerprint == alone.fingerprint
 
 
 def test_changed_data_is_processed_anew(rows_file, load):

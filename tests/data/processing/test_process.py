@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pickle
 import random
 import signal
 import time
@@ -11,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 from tests.messages import raises
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, _utils
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from trainwright.data.collators import Stack
 from trainwright.data.loader import TrainData
 from trainwright.data.processing import arrow_rows, process
-from trainwright.data.processing.process import describe_input, processed
+from trainwright.data.processing.fingerprint import describe_input
+from trainwright.data.processing.process import processed
 from trainwright.errors import ConfigError, DataError
 
 
@@ -97,9 +100,16 @@ def test_the_second_time_nothing_is_read(run):
 
 @pytest.mark.parametrize(
     "change",
-    [{"arguments": {"max_length": 3}}, {"input_key": "others"}, {"source": Texts(11)}, {"function": lambda s: s}],
+    [
+        {"arguments": {"max_length": 3}},
+        {"input_key": "others"},
+        {"source": Texts(11)},
+        {"function": lambda s: s},
+        {"version": 2},
+        {"version": "2"},
+    ],
 )
-def test_another_function_argument_or_input_is_processed_anew(run, change):
+def test_another_function_argument_version_or_input_is_processed_anew(run, change):
     first = run(encode)
     other = run(**{"function": encode, **change})
     assert other.folder.parent != first.folder.parent
@@ -124,25 +134,54 @@ def test_a_partial_is_processed_under_its_functions_name(run):
     assert rows.folder.parent.name.startswith("encode-")
 
 
-def test_an_error_names_the_row_and_the_source_and_nothing_is_kept(run, tmp_path):
+def test_a_version_stands_for_what_the_key_does_not_see(run, load):
+    def through(value, **options):
+        load(f"def value():\n    return {value}\n", "helper")
+        function = load("import helper\ndef clean(row):\n    return {'n': helper.value()}\n").clean
+        return run(function, **options)[0]["n"]
+
+    assert through(1) == 1
+    assert through(2) == 1, "what the function calls is not followed"
+    assert through(2, version=1) == 2
+    assert through(3, version=1) == 2
+    assert through(3, version=2) == 3
+
+
+def test_a_function_without_a_source_is_processed_with_a_version(run):
+    space = {}
+    exec("def typed(row):\n    return {'n': len(row['text'])}", space)
+    with raises(ConfigError, "typed", "version"):
+        run(space["typed"])
+    assert run(space["typed"], version=1)[3]["n"] == 6
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_names_the_row_and_the_source_and_nothing_is_kept(run, tmp_path, num_workers):
     def fail(sample):
         return {"n": 1 // (len(sample["text"]) - 6)}
 
     with raises(DataError, "3", "ZeroDivisionError") as found:
-        run(fail)
-    assert isinstance(found.value.__cause__, ZeroDivisionError)
+        run(fail, num_workers=num_workers)
+    if num_workers == 0:
+        assert isinstance(found.value.__cause__, ZeroDivisionError)
+    else:
+        (note,) = found.value.__notes__
+        assert note.startswith("in worker 0, at ")
+        assert note.endswith("in fail")
     assert builds(tmp_path) == []
     assert not list(tmp_path.glob("processed/*/.staging-*"))
 
 
-def test_a_row_that_cannot_be_read_is_named(run):
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_row_that_cannot_be_read_is_named(run, num_workers):
     class Broken(Texts):
         def __getitem__(self, index):
             return {"text": str(1 // (index - 7))}
 
     with raises(DataError, "7", "ZeroDivisionError", "data.on_error") as found:
-        run(encode, Broken())
-    assert isinstance(found.value.__cause__, ZeroDivisionError)
+        run(encode, Broken(), num_workers=num_workers)
+    if num_workers == 0:
+        assert isinstance(found.value.__cause__, ZeroDivisionError)
 
 
 def test_a_row_with_words_of_its_own_is_named_too(run):
@@ -179,7 +218,7 @@ def test_rows_that_cannot_be_read_together_are_named_as_such(run):
 )
 def test_what_is_no_sample_is_refused(run, result, message):
     with raises(DataError, *message):
-        run(lambda sample: result)
+        run(lambda sample: result, version=1)  # one of the results is an object, of which the key knows nothing
 
 
 def test_a_stream_and_an_empty_dataset_are_refused(run):
@@ -284,3 +323,112 @@ def test_training_reads_it(run):
     rows = run(lambda sample: {"x": [len(sample["text"])]}, input_key=describe_input({"type": "texts"}, Texts()))
     data = TrainData(rows, collator=Stack(), global_batch_size=10, seed=1)
     assert sorted(next(data.batches(iter))["x"].flatten().tolist()) == list(range(0, 20, 2))
+
+
+class NoisyTexts(Texts):
+    """Many rows of unequal lengths, each with a number that is drawn when it is read."""
+
+    def __init__(self):
+        super().__init__(300)
+
+    def __getitem__(self, index):
+        return {"text": "ab" * (index % 7), "index": index, "noise": random.random()}
+
+
+def cut_noisily(sample):
+    """Makes none, one or several samples of a row, with tensors, arrays, empty lists and draws."""
+    draws = [torch.rand(()).item(), random.random(), np.random.rand()]
+    one = {
+        "input_ids": [ord(letter) for letter in sample["text"]],
+        "picture": torch.full((2, sample["index"] % 3), sample["index"]),
+        "noise": np.array([sample["noise"], *draws]),
+        "index": sample["index"],
+    }
+    return [None, one, [one, {**one, "index": -1}]][sample["index"] % 3]
+
+
+def files_of(rows):
+    return {path.name: path.read_bytes() for path in rows.folder.iterdir() if path.name != "made_by.json"}
+
+
+def test_workers_make_the_same_samples_in_the_same_order(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(arrow_rows, "_BATCH_ROWS", 50)
+    alone = run(cut_noisily, NoisyTexts(), cache_dir=tmp_path / "alone")
+    states = torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())
+    for num_workers in (1, 2):
+        helped = run(cut_noisily, NoisyTexts(), cache_dir=tmp_path / str(num_workers), num_workers=num_workers)
+        assert files_of(helped) == files_of(alone)
+    assert (torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())) == states
+    assert [row["index"] for row in alone][:4] == [1, 2, -1, 4]
+
+
+def test_the_number_of_workers_is_not_part_of_the_key(run):
+    run(encode, num_workers=2)
+    source = Texts()
+    run(encode, source)
+    assert source.reads == []
+
+
+def test_the_rows_of_a_worker_that_dies_are_named(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.2,))  # torch waits 5 s
+
+    def die(sample):
+        if sample["index"] == 70:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sample
+
+    with raises(DataError, "die", "SIGKILL", "64", "127", "num_workers"):
+        run(die, NoisyTexts(), num_workers=2)
+    assert builds(tmp_path) == []
+    assert not list(tmp_path.glob("processed/*/.staging-*"))
+
+
+def is_alive(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_workers_end_with_the_process_that_they_work_for(run, tmp_path, monkeypatch, number):
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)  # torch waits so long for workers to leave
+    monkeypatch.setattr(process, "_PARENT_CHECK_SECONDS", 0.05)
+    begun = tmp_path / "begun"
+    begun.mkdir()
+
+    def slow(sample):
+        (begun / str(os.getpid())).touch()
+        time.sleep(60)
+        return sample
+
+    def act():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        run(slow, NoisyTexts(), num_workers=2)
+
+    child = fork(act)
+    while len(workers := [int(path.name) for path in begun.iterdir()]) < 2:
+        time.sleep(0.005)
+    os.kill(child, number)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
+    until = time.monotonic() + 20
+    while any(map(is_alive, workers)):
+        assert time.monotonic() < until, "a worker outlives its parent"
+        time.sleep(0.02)
+    assert builds(tmp_path) == []
+    if number == signal.SIGINT:
+        assert not list(tmp_path.glob("processed/*/.staging-*"))
+
+
+def test_what_works_on_rows_can_travel_to_a_spawned_worker():
+    there = pickle.loads(pickle.dumps(process._RowProcessor(Texts(), "Texts", encode, {"max_length": 1})))
+    assert [sample.values["input_ids"].tolist() for (sample,) in there.process(range(1, 3))] == [[97], [97]]
+    assert there.describe(range(1, 3)) == "rows 1 to 2 of Texts"
+
+
+def test_progress_is_told_with_workers_too(run, caplog, monkeypatch):
+    monkeypatch.setattr(process, "_SAY_EVERY_SECONDS", 0.0)
+    with caplog.at_level(logging.INFO, "trainwright"):
+        run(encode, num_workers=2)
+    assert any("encode: 5 of 10 rows, " in message for message in caplog.messages)

@@ -36,6 +36,23 @@ _INDEX_FILE, _SCHEMA_FILE, _LENGTHS_FILE = "index.json", "schema.arrow", "length
 _OPEN_BATCHES = 4096  # readers kept at hand: about 2 kB each and column
 
 
+class StoredSample(NamedTuple):
+    """A sample as Arrow stores it."""
+
+    values: dict[str, Any]
+    empties: list[Empty]
+    """The arrays in it without elements."""
+
+    @classmethod
+    def of(cls, sample: Mapping[str, Any]) -> StoredSample:
+        """Converts a sample; what Arrow has no type for raises TypeError, naming the key."""
+        empties: list[Empty] = []
+        values = {str(key): to_storable(value, str(key), empties, place=(str(key),)) for key, value in sample.items()}
+        if _FORM in values:
+            raise TypeError(f'"{_FORM}" is a key of the cache itself; call it otherwise')
+        return cls(values, empties)
+
+
 class ArrowRowWriter:
     """Writes samples into an empty folder; `finish` makes it one that ArrowRows reads."""
 
@@ -53,14 +70,11 @@ class ArrowRowWriter:
         self._lengths = array("q")
         self.num_rows = 0
 
-    def add(self, sample: Mapping[str, Any]) -> None:
-        """Adds a sample; what Arrow has no type for raises TypeError, naming the key."""
-        empties: list[Empty] = []
-        stored = {str(key): to_storable(value, str(key), empties, place=(str(key),)) for key, value in sample.items()}
-        if _FORM in stored:
-            raise TypeError(f'"{_FORM}" is a key of the cache itself; call it otherwise')
+    def add(self, sample: StoredSample) -> None:
+        """Adds a sample."""
+        stored = sample.values
         self._samples.append(stored)
-        self._empties.append(empties)
+        self._empties.append(sample.empties)
         self._num_bytes += sum(map(size_of, stored.values()))
         tokens = stored.get(_TOKENS)
         self._lengths.append(0 if tokens is None or isinstance(tokens, (int, float)) else len(tokens))

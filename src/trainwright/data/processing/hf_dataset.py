@@ -16,8 +16,8 @@ from typing import Any
 from trainwright.data.cache import cache_root
 from trainwright.data.processing.arrow_rows import ArrowRows
 from trainwright.data.processing.build_once import tag_as_cache
-from trainwright.data.processing.fingerprint import fingerprint_function, name_of
-from trainwright.data.processing.process import describe_input, processed
+from trainwright.data.processing.fingerprint import Version, describe_input, fingerprint_function, name_of
+from trainwright.data.processing.process import processed
 from trainwright.data.sources.hub import fingerprint_rows, import_datasets, network_use
 from trainwright.errors import DataError
 
@@ -41,6 +41,8 @@ def load_hf_dataset(
     offline: bool = False,
     rebuild: bool = False,
     transformer_name: str | None = None,
+    version: Version = None,
+    num_workers: int = 0,
 ) -> ArrowRows:
     """Returns the rows of a dataset, each as `process_fn(row)` makes it, as a map-style dataset of tensors.
 
@@ -53,11 +55,15 @@ def load_hf_dataset(
 
     `process_fn` takes a row and returns a sample (a dict), a list of samples, or None, which leaves the row out;
     without it the rows are the samples. `columns` keeps only these keys; a key that `process_fn` does not return is
-    taken from the row. The samples are made by one process while others wait, kept below `cache_dir` (by default
-    `trainwright` in $XDG_CACHE_HOME or ~/.cache) and found again while the function, what it uses of your files,
-    `columns` and the data are the same.
+    taken from the row. The samples are made by one process, or its `num_workers`, while others wait. They are kept
+    below `cache_dir` (by default `trainwright` in $XDG_CACHE_HOME or ~/.cache) and found again while the function's
+    source and the values bound to it, `columns`, `version` and the data are the same.
 
-    `transformer_name` names the processing: the cache then goes by this name instead of the function's code, so a
+    Functions that `process_fn` calls are not followed: change `version` (a text or a number) when they change. It is
+    needed where the source cannot be read, as of a function typed into a console, and where the function holds objects
+    such as a tokenizer.
+
+    `transformer_name` names the processing: the cache then goes by this name instead of the function's source, so a
     changed function is *not* noticed. It is for functions that hold what differs from run to run or from rank to rank
     (such as all of the command line's arguments); for a new behaviour give a new name, or `rebuild`.
 
@@ -73,7 +79,9 @@ def load_hf_dataset(
         input_key=describe_input({"type": "load_hf_dataset", "path": source.file or str(path)}, None),
         cache_dir=cache_dir,
         rebuild=rebuild,
-        function_key=function.key(transformer_name),
+        function_key=function.key(transformer_name, version),
+        version=version,
+        num_workers=num_workers,
         source_name=str(path),
     )
 
@@ -153,9 +161,12 @@ class _Keep:
         self._columns = columns
         self.__name__ = "rows" if function is None else name_of(function)
 
-    def key(self, name: str | None) -> str:
-        """Returns what the processing is known by: its name, or else the function's code."""
-        known_by = f"named {name}" if name is not None else fingerprint_function(self._function or _as_it_is)
+    def key(self, name: str | None, version: Version) -> str:
+        """Returns what the processing is known by: its name, or else the function's source."""
+        if name is None:
+            known_by = fingerprint_function(self._function or _as_it_is, version=version)
+        else:
+            known_by = f"named {name}"
         return f"{known_by} {self._columns}"
 
     def __call__(self, row: dict[str, Any]) -> Any:

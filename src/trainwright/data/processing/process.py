@@ -2,8 +2,9 @@
 
     processed(source, function) = key → build_once(read, call, write) → ArrowRows
 
-The key is what the function does (fingerprint.py), its arguments and what the input is. Whoever asks for the same
-again, another rank or tomorrow's run, reads what was written. Who builds and who waits is in build_once.py.
+The key is the function's source and arguments (fingerprint.py) and what the input is. Whoever asks for the same again,
+another rank or tomorrow's run, reads what was written. Who builds and who waits is in build_once.py; the rows may be
+read and processed in workers (data/workers.py), and are written by this process in their order.
 """
 
 from __future__ import annotations
@@ -12,29 +13,34 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import re
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from torch.utils.data import Dataset
+
+from trainwright import registry
 from trainwright.data.cache import cache_root
-from trainwright.data.fetch import count_samples, fetch
+from trainwright.data.fetch import count_samples, fetch, make_in_project
 from trainwright.data.order import mix_seed
-from trainwright.data.processing.arrow_rows import ArrowRows, ArrowRowWriter
+from trainwright.data.processing.arrow_rows import ArrowRows, ArrowRowWriter, StoredSample
 from trainwright.data.processing.build_once import Report, build_once
 from trainwright.data.processing.fingerprint import (
+    Version,
     canonical_arguments,
-    describe_input,
     fingerprint_function,
     fingerprint_source,
     name_of,
 )
 from trainwright.data.randomness import preserve_generators, seed_generators
+from trainwright.data.workers import LoaderOptions, prepare_worker, serve_in_workers
 from trainwright.errors import DataError, TrainwrightError
-
-__all__ = ["ProcessFunction", "describe_input", "processed"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +50,7 @@ CACHE_FORMAT = 2
 _FOLDER = "processed"
 _READ_ROWS = 64  # read from the source in one call
 _SAY_EVERY_SECONDS = 5.0
+_PARENT_CHECK_SECONDS = 1.0
 _PROCESS_STREAM, _SOURCE_STREAM = 0x9C0C, 0x9C05  # keep these seeds apart from a run's samples', batches' and steps'
 
 ProcessFunction = Callable[..., Mapping[str, Any] | list[Mapping[str, Any]] | None]
@@ -59,27 +66,31 @@ def processed(
     cache_dir: str | Path | None = None,
     rebuild: bool = False,
     function_key: str | None = None,
+    version: Version = None,
+    num_workers: int = 0,
     source_name: str | None = None,
 ) -> ArrowRows:
     """Returns what `function(sample, **arguments)` makes of each sample of a map-style dataset, in its order.
 
-    The function returns a sample (a dict), a list of samples, or None. It is called once for each row, by one
-    process, and its generators (torch's, Python's, numpy's) are seeded from the row, so what it draws does not
-    depend on who calls it. The result is kept below `cache_dir` (by default `trainwright` in $XDG_CACHE_HOME or
-    ~/.cache) and found again by the same function, arguments and input. `input_key` says what the input is, as
-    `describe_input` does; the source's own `fingerprint` and its length count too. `function_key` stands for the
-    function where its code shall not count. `rebuild` runs the function again, for what no key can see.
-    `source_name` is what messages call the source, by default its class.
+    The function returns a sample (a dict), a list of samples, or None. It is called once for each row, in this process
+    or in `num_workers` others, and its generators (torch's, Python's, numpy's) are seeded from the row, so what it
+    draws does not depend on who calls it. The result is kept below `cache_dir` (by default `trainwright` in
+    $XDG_CACHE_HOME or ~/.cache) and found again by the same function, arguments, `version` and input. `input_key` says
+    what the input is, as `describe_input` does; the source's own `fingerprint` and its length count too. `function_key`
+    stands for the function where its source shall not count. `rebuild` runs the function again, for what no key can
+    see. `source_name` is what messages call the source, by default its class.
     """
     key = _Key(
-        function=function_key if function_key is not None else fingerprint_function(function),
-        arguments=canonical_arguments(arguments or {}, name_of(function)),
+        function=function_key if function_key is not None else fingerprint_function(function, version=version),
+        arguments=canonical_arguments(arguments or {}, name_of(function), version=version),
+        version=version,
         input=input_key,
         input_fingerprint=fingerprint_source(source),
         input_rows=count_samples(source, "data.process"),
     )
     entry = cache_root(cache_dir) / _FOLDER / f"{_file_name(name_of(function))}-{key.digest()[:24]}"
-    work = _Work(source, source_name or type(source).__name__, function, dict(arguments or {}), key)
+    processor = _RowProcessor(source, source_name or type(source).__name__, function, dict(arguments or {}))
+    work = _Work(processor, key, num_workers)
     while True:
         # Of an earlier process's build the folder may go before it is opened, if a third one rebuilds just then.
         rows = ArrowRows(build_once(entry, work.write, rebuild=rebuild), fingerprint=key.digest())
@@ -99,6 +110,7 @@ class _Key:
 
     function: str
     arguments: str
+    version: Version
     input: str
     input_fingerprint: str | None
     input_rows: int
@@ -113,96 +125,144 @@ class _Key:
 class _Work:
     """One pass of the function over the source."""
 
-    source: Any
-    source_name: str
-    function: ProcessFunction
-    arguments: dict[str, Any]
+    processor: _RowProcessor
     key: _Key
+    num_workers: int
 
     def write(self, folder: Path, report: Report) -> None:
         """Processes every row into `folder`, leaving this process's generators as they were."""
+        name, total, started = self.processor.name, self.key.input_rows, time.monotonic()
+        said_at = started
         writer = ArrowRowWriter(folder)
-        started = time.monotonic()
-        with preserve_generators(), contextlib.closing(writer):
-            for row, sample in self._rows(report, started):
-                for result in self._call(row, sample):
-                    self._add(writer, result, row)
-            if writer.num_rows == 0:
-                raise DataError(
-                    f"{self._name} leaves nothing of the {self.key.input_rows} rows of {self.source_name}: it "
-                    "returned None or an empty list for each. Return the samples that shall be kept."
-                )
-            writer.finish(made_by=self._name, key=vars(self.key))
-        seconds = time.monotonic() - started
-        logger.info(
-            "%s: %d rows → %d samples in %.1f s, kept in %s",
-            self._name, self.key.input_rows, writer.num_rows, seconds, folder.parent,
-        )  # fmt: skip
-
-    @property
-    def _name(self) -> str:
-        return name_of(self.function)
-
-    def _rows(self, report: Report, started: float) -> Iterator[tuple[int, Any]]:
-        """Yields every row in order, and says now and then how far it is."""
-        total, said_at = self.key.input_rows, started
-        for start in range(0, total, _READ_ROWS):
-            stop = min(start + _READ_ROWS, total)
-            # A source may draw too; what it draws depends on the rows then, not on what this process drew before.
-            seed_generators(mix_seed(0, _SOURCE_STREAM, start))
-            try:
-                samples = fetch(self.source, list(range(start, stop)))
-            except Exception as error:
-                self._raise_unreadable(error, start, stop)
-            for row, sample in enumerate(samples, start):
+        with preserve_generators(), contextlib.closing(writer), contextlib.closing(self._process()) as processed_rows:
+            for row, samples in enumerate(processed_rows):
+                for sample in samples:
+                    writer.add(sample)
                 now = time.monotonic()
                 if now - said_at >= _SAY_EVERY_SECONDS:
                     said_at = now
-                    progress = f"{row} of {total} rows, {row / (now - started):.0f} rows/s"
+                    progress = f"{row + 1} of {total} rows, {(row + 1) / (now - started):.0f} rows/s"
                     report(progress)
-                    logger.info("%s: %s", self._name, progress)
-                yield row, sample
+                    logger.info("%s: %s", name, progress)
+            if writer.num_rows == 0:
+                raise DataError(
+                    f"{name} leaves nothing of the {total} rows of {self.processor.source_name}: it "
+                    "returned None or an empty list for each. Return the samples that shall be kept."
+                )
+            writer.finish(made_by=name, key=vars(self.key))
+        seconds = time.monotonic() - started
+        logger.info(
+            "%s: %d rows → %d samples in %.1f s, kept in %s", name, total, writer.num_rows, seconds, folder.parent
+        )
 
-    def _raise_unreadable(self, error: Exception, start: int, stop: int) -> NoReturn:
+    def _process(self) -> Generator[list[StoredSample], None, None]:
+        """Yields the samples of each row, in the order of the rows."""
+        total = self.key.input_rows
+        starts = range(0, total, _READ_ROWS)
+        requests = (range(start, min(start + _READ_ROWS, total)) for start in starts)
+        if self.num_workers == 0:
+            for rows in requests:
+                yield from self.processor.process(rows)
+            return
+        answers = serve_in_workers(
+            self.processor,
+            requests,
+            LoaderOptions(min(self.num_workers, len(starts))),
+            label=self.processor.name,
+            advice="Look at those rows, or lower num_workers.",
+            prepare=_prepare_worker,
+        )
+        with contextlib.closing(answers):
+            for _, samples in answers:
+                yield from samples
+
+
+class _RowProcessor(Dataset[Any]):
+    """Reads rows of the source and calls the function on each; runs in workers too."""
+
+    def __init__(self, source: Any, source_name: str, function: ProcessFunction, arguments: dict[str, Any]) -> None:
+        self.source_name = source_name
+        self.name = name_of(function)
+        self._source = source
+        self._function = function
+        self._arguments = arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return make_in_project, (_RowProcessor, registry.project_folder()), self.__dict__
+
+    def process(self, rows: range) -> Iterator[list[StoredSample]]:
+        """Yields what each row becomes, as it is stored."""
+        # A source may draw too; what it draws depends on the rows then, not on what this process drew before.
+        seed_generators(mix_seed(0, _SOURCE_STREAM, rows.start))
+        try:
+            samples = fetch(self._source, list(rows))
+        except Exception as error:
+            self._raise_unreadable(error, rows)
+        for row, sample in zip(rows, samples, strict=True):
+            yield [self._store(result, row) for result in self._call(row, sample)]
+
+    def __getitems__(self, rows: range) -> list[list[StoredSample]]:
+        """Processes rows in a worker. Nothing in a stored sample is a tensor, each of which would need an open file."""
+        return list(self.process(rows))
+
+    def describe(self, rows: range) -> str:
+        """Names the rows."""
+        return f"rows {rows.start} to {rows.stop - 1} of {self.source_name}"
+
+    def _raise_unreadable(self, error: Exception, rows: range) -> NoReturn:
         """Raises the error of a failed read with the row that it comes from, found by reading them one by one."""
-        rows, found = f"Rows {start} to {stop - 1}", error
-        for row in range(start, stop):
+        which, found = f"Rows {rows.start} to {rows.stop - 1}", error
+        for row in rows:
             try:
-                fetch(self.source, [row])
+                fetch(self._source, [row])
             except Exception as own:
-                rows, found = f"Row {row}", own
+                which, found = f"Row {row}", own
                 break
         raise DataError(
-            f"{rows} of {self.source_name} cannot be read: {_words(found)}. Nothing is cached: mend the data, or leave "
-            "the row out of it; data.on_error does not apply to rows that are read for data.process."
+            f"{which} of {self.source_name} cannot be read: {_words(found)}. Nothing is cached: mend the data, or "
+            "leave the row out of it; data.on_error does not apply to rows that are read for data.process."
         ) from found
 
     def _call(self, row: int, sample: Any) -> list[Mapping[str, Any]]:
         """Returns the samples that one row becomes."""
         seed_generators(mix_seed(0, _PROCESS_STREAM, row))
         try:
-            result = self.function(sample, **self.arguments)
+            result = self._function(sample, **self._arguments)
         except Exception as error:
             raise DataError(
-                f"{self._name} failed on row {row} of {self.source_name}: {_words(error)}. Nothing is cached; "
+                f"{self.name} failed on row {row} of {self.source_name}: {_words(error)}. Nothing is cached; "
                 "mend the function, or let it return None for rows to leave out."
             ) from error
         results = [] if result is None else result if isinstance(result, list) else [result]
         for each in results:
             if not isinstance(each, Mapping) or not each:
                 raise DataError(
-                    f"{self._name} made {_kind(each)} of row {row} of {self.source_name}. "
+                    f"{self.name} made {_kind(each)} of row {row} of {self.source_name}. "
                     "Return a dict with at least one key, a list of them, or None to leave the row out."
                 )
         return results
 
-    def _add(self, writer: ArrowRowWriter, sample: Mapping[str, Any], row: int) -> None:
+    def _store(self, sample: Mapping[str, Any], row: int) -> StoredSample:
         try:
-            writer.add(sample)
+            return StoredSample.of(sample)
         except TypeError as error:
             raise DataError(
-                f"What {self._name} made of row {row} of {self.source_name} cannot be cached: {error}."
+                f"What {self.name} made of row {row} of {self.source_name} cannot be cached: {error}."
             ) from error
+
+
+def _prepare_worker(number: int) -> None:
+    """Prepares a worker that has nothing to save: it ends with SIGTERM at once, and soon after its parent."""
+    prepare_worker(number)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_parent(parent: int) -> None:
+    """Ends this process when its parent is gone; torch looks only between requests, and then waits for its queues."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_CHECK_SECONDS)
+    os._exit(1)
 
 
 def _kind(value: Any) -> str:
