@@ -238,13 +238,29 @@ def make_defaulting(amount):
     return lambda sample, by=amount: sample + by
 
 
-@pytest.mark.parametrize("kind", ["partial", "closure", "default", "instance", "method", "partial of a method"])
+def multiply(factor):
+    def decorate(function):
+        @functools.wraps(function)
+        def wrapper(sample):
+            return function(sample) * factor
+
+        return wrapper
+
+    return decorate
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["partial", "closure", "partial of a closure", "default", "decorator", "instance", "method", "partial of a method"],
+)
 def test_values_that_are_bound_to_a_function_count(load, kind):
     module = load(CLEAN)
     make = {
         "partial": lambda value: functools.partial(module.clean, upper=value),
         "closure": make_adder,
+        "partial of a closure": lambda value: functools.partial(make_adder(value), amount=3),
         "default": make_defaulting,
+        "decorator": lambda value: multiply(value)(module.clean),
         "instance": module.Cutter,
         "method": lambda value: module.Cutter(value).cut,
         "partial of a method": lambda value: functools.partial(module.Cutter(value).cut),

@@ -51,7 +51,7 @@ def fingerprint_function(function: Callable[..., Any], *, version: Version = Non
             where=where,
         )
     values = _Reading((), asks_servers=False, accepts_objects=version is not None, where=where)
-    described = {key: values.describe(value, name=key, label=f"{name}: {key}") for key, value in bound.items()}
+    described = [(key, values.describe(value, name=key, label=f"{name}: {key}")) for key, value in bound]
     return _digest([_full_name(code), source, described])
 
 
@@ -114,35 +114,43 @@ def name_of(function: Callable[..., Any]) -> str:
     return "lambda" if name == "<lambda>" else str(name)
 
 
-def _unbind(function: Any) -> tuple[Any, dict[str, Any]]:
+def _unbind(function: Any) -> tuple[Any, list[tuple[str, Any]]]:
     """Returns the function or class whose source says what a callable does, and the values that it holds."""
-    bound: dict[str, Any] = {}
+    bound: list[tuple[str, Any]] = []
     while True:
+        bound += _held_by(function)
         if isinstance(function, functools.partial):
-            bound |= {"its positional arguments": function.args, **function.keywords}
             function = function.func
         elif isinstance(function, types.MethodType):
-            bound |= _attributes(function.__self__)
             function = function.__func__
         elif hasattr(function, "__wrapped__"):  # functools.wraps and functools.lru_cache
             function = function.__wrapped__
         else:
             break
+    is_instance = not inspect.isclass(function) and not inspect.isroutine(function)
+    return type(function) if is_instance else function, bound
+
+
+def _held_by(function: Any) -> list[tuple[str, Any]]:
+    """Returns what a callable holds itself: arguments of a partial, a closure and defaults, or attributes."""
+    if isinstance(function, functools.partial):
+        keywords = [(f"its argument {name}", value) for name, value in function.keywords.items()]
+        return [("its positional arguments", function.args), *keywords]
     if isinstance(function, types.FunctionType):
-        parameters = inspect.signature(function).parameters.values()
-        bound |= {f"the default of {each.name}": each.default for each in parameters if each.default is not each.empty}
-        bound |= inspect.getclosurevars(function).nonlocals
-    elif not inspect.isclass(function) and not inspect.isroutine(function):
-        bound |= _attributes(function)
-        function = type(function)
-    return function, bound
-
-
-def _attributes(instance: Any) -> dict[str, Any]:
-    """Returns the values that an object holds; of one that does not tell, itself."""
-    if inspect.isclass(instance):
-        return {"its class": instance}
-    return {"its class": type(instance), **getattr(instance, "__dict__", {"itself": instance})}
+        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+        defaults = [(f"the default of {each.name}", each.default) for each in parameters]
+        variables = inspect.getclosurevars(function).nonlocals
+        return [
+            *(pair for pair in defaults if pair[1] is not inspect.Parameter.empty),
+            *((f"the variable {name}", value) for name, value in variables.items()),
+        ]
+    owner = function.__self__ if isinstance(function, types.MethodType) else function
+    if inspect.isclass(owner):
+        return [("its class", owner)]
+    if inspect.isroutine(owner) or hasattr(owner, "__wrapped__"):
+        return []
+    attributes = getattr(owner, "__dict__", {"itself": owner})  # of an object that does not tell, itself
+    return [("its class", type(owner)), *((f"its attribute {name}", value) for name, value in attributes.items())]
 
 
 def _full_name(code: Any) -> str:
