@@ -25,8 +25,8 @@ from data_rounds import table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trainwright.models.layers.document_borders import document_borders, visible_pairs
-from trainwright.models.layers.whole_sequence import WholeSequence
+from trainwright.models.layers.attention import WholeSequence
+from trainwright.models.layers.document_attention import document_borders, visible_pairs
 
 Attend = Callable[..., Tensor]
 

@@ -150,7 +150,7 @@ def measure_stall(training: Training, work: Path, rounds: int) -> dict[str, obje
 
 
 def tensor_bytes(training: Training) -> int:
-    from trainwright.checkpoint.staging import encode_parts
+    from trainwright.checkpoint.snapshot import encode_parts
 
     return encode_parts(training.parts()).num_bytes
 

@@ -157,7 +157,7 @@ def take_turns(folder, layout, steps):
 def bytes_of_a_step(folder, layout):
     """Returns the collectives of one of our steps, and what a layout needs at least, in bytes of whole tensors."""
     from trainwright import Hook
-    from trainwright.planning.collectives import CollectiveRecorder
+    from trainwright.analysis.shard import CollectiveRecorder
 
     class Record(Hook):
         """Records the third step."""
@@ -186,7 +186,7 @@ def bytes_of_a_step(folder, layout):
 
 def memory_of_a_rank(folder, layout):
     """Returns what parameters, gradients and optimizer state hold on this rank after a few steps, in bytes."""
-    from trainwright.parallel.local import local
+    from trainwright.parallel.mesh import local
 
     trainer = ours(folder, layout, 3, list)
     trainer.train()

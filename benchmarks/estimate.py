@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from trainwright import RunConfig, build_trainer
-from trainwright.planning.estimate import Estimate, estimate
+from trainwright.analysis.estimate import Estimate, estimate
 
 STEPS = 3
 CASES: dict[str, dict[str, Any]] = {

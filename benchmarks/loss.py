@@ -24,7 +24,7 @@ from attention import milliseconds
 from data_rounds import table
 from torch import Tensor
 
-from trainwright.models.layers.linear_cross_entropy import CHUNK_ELEMENTS, linear_cross_entropy
+from trainwright.models.layers.losses import CHUNK_ELEMENTS, linear_cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -2,7 +2,7 @@
 
     python benchmarks/scaling.py [--models 1b 8b 70b] [--output benchmarks/results]
 
-Each case is the real run, built and stepped on imaginary ranks (src/trainwright/planning): collectives, bytes and
+Each case is the real run, built and stepped on imaginary ranks (src/trainwright/analysis): collectives, bytes and
 memory are counted, not modelled. Time is modelled, from the assumptions below, which the tables repeat.
 """
 
@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trainwright import RunConfig
-from trainwright.planning.collectives import Collective, CollectiveRecorder
-from trainwright.planning.estimate import watch_step
-from trainwright.planning.fake import imagine
+from trainwright.analysis.estimate import watch_step
+from trainwright.analysis.fake_ranks import imagine
+from trainwright.analysis.shard import Collective, CollectiveRecorder
 
 RANKS_PER_HOST = 8
 NVLINK = 360e9  # bytes a second between the ranks of a host, one way: 80 % of 450 GB/s

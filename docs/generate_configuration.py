@@ -9,9 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trainwright.built_ins import BUILT_INS, KIND_FOLDERS
 from trainwright.commands.components import SECTIONS
 from trainwright.commands.config import schema_of_runs
+from trainwright.registry.builtin import BUILT_INS, KIND_FOLDERS
 
 PAGE = Path(__file__).with_name("configuration.md")
 

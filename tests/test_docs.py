@@ -19,9 +19,9 @@ from tests.distributed.forked_launch import command, launch_well
 from tests.forked_program import run_script
 
 from trainwright import cli
-from trainwright.built_ins import BUILT_INS
 from trainwright.commands.new import Kind, template_folder
 from trainwright.models.presets import presets
+from trainwright.registry.builtin import BUILT_INS
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
@@ -221,8 +221,8 @@ def test_the_page_on_memory_works_and_its_settings_change_no_loss(reader):
 
 def test_the_page_on_speed_works_and_its_modes_agree(reader, monkeypatch):
     pytest.importorskip("sklearn")
-    monkeypatch.setattr("trainwright.hooks.matrix_rate._MEASURED_SECONDS", 0.01)
-    monkeypatch.setattr("trainwright.hooks.matrix_rate._LARGEST", 256)
+    monkeypatch.setattr("trainwright.hooks.flops._MEASURED_SECONDS", 0.01)
+    monkeypatch.setattr("trainwright.hooks.flops._LARGEST", 256)
     for block in blocks_of((DOCS / "performance.md").read_text("utf-8")):
         reader.read([block])
         if not block[0]:

@@ -16,8 +16,8 @@ from tests.data.kinds import SOURCES
 from tests.faults import runs  # noqa: F401  # imports, before the fork, what each child would
 
 from trainwright import Hook, RunConfig, build_trainer
+from trainwright.build.components import Build
 from trainwright.checkpoint.store import CheckpointStore
-from trainwright.parts import Build
 
 PROJECT = Path(__file__).parent / "project"
 TIMED = ("_per_second", "_per_step", "slowest_rank_share")

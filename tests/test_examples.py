@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from trainwright import RunConfig, build_trainer, cli, load_checkpoint
-from trainwright.models.lora import merge_lora
-from trainwright.models.lora_files import save_lora
+from trainwright.models.lora import merge_lora, save_lora
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -22,7 +22,7 @@ DISTRIBUTIONS = {"sklearn": "scikit-learn", "yaml": "PyYAML"}
 """What packages are called where that is not their import name."""
 COME_ALONG = {"pydantic_core": "pydantic", "triton": "torch"}
 """Packages that a dependency brings in the version that it needs. Of torch, builds with CUDA do."""
-OTHER_EXTRA = {"data/processing/arrow_values.py": "datasets"}
+OTHER_EXTRA = {"data/arrow.py": "datasets"}
 """Files whose hint names an extra that has the package among its own dependencies."""
 
 SOURCES = {

@@ -40,20 +40,20 @@ TABLE = {
     **names(
         "torch has no public functions for nested containers.",
         "torch.utils._pytree.tree_leaves",
-        files=(SHARED, "doors/cut_batches.py", "loop/pieces.py"),
+        files=(SHARED, "api/training_main.py", "loop/state.py"),
     ),
     **names(
         "torch has no public functions for nested containers.",
         "torch.utils._pytree.tree_map",
         "torch.utils._pytree.tree_map_only",
-        files=(SHARED, "loop/pieces.py"),
+        files=(SHARED, "loop/state.py"),
     ),
     **names(
         "torch has no public functions for nested containers.",
         "torch.utils._pytree.tree_flatten",
         "torch.utils._pytree.tree_flatten_with_path",
         "torch.utils._pytree.tree_unflatten",
-        files=(SHARED, "loop/recorded_step.py"),
+        files=(SHARED, "loop/graph_step.py"),
     ),
     **names(
         "torch has no public functions for nested containers.",
@@ -64,7 +64,7 @@ TABLE = {
         "The only way to see every operation below autograd.",
         "torch.utils._python_dispatch.TorchDispatchMode",
         "torch.utils._python_dispatch._disable_current_modes",
-        files=(SHARED, "backends/recording.py"),
+        files=(SHARED, "backends/backend.py"),
     ),
     **names(
         "Whether a mode is active is not public.",
@@ -74,7 +74,7 @@ TABLE = {
     **names(
         "An operator's schema has no public access.",
         "torch._ops.OpOverload:_schema",
-        files=(SHARED, "backends/recording.py"),
+        files=(SHARED, "backends/backend.py"),
     ),
     **names(
         "Tensors without memory that keep their device.",
@@ -84,7 +84,7 @@ TABLE = {
     **names(
         "Autograd's counter of in-place writes has no other name.",
         "torch.Tensor:_version",
-        files=(SHARED, "loop/graph_safety.py"),
+        files=(SHARED, "loop/compiled_forward.py"),
     ),
     **names(
         "torch.compiler.assume_constant_result sets it, but imports Dynamo, which takes seconds.",
@@ -116,7 +116,7 @@ TABLE = {
     **names(
         "The only trace of breaks that leave no graph.",
         "torch._dynamo.utils.counters",
-        files=(SHARED, "loop/compilations.py"),
+        files=(SHARED, "compile/reports.py"),
     ),
     **names(
         "torch.compiler has no such settings.",
@@ -135,13 +135,13 @@ TABLE = {
         "torch._logging._internal.log_state.artifact_names",
         "torch._logging._internal.log_state.artifact_names.add",
         "torch._logging._internal.log_state.artifact_names.discard",
-        files=("loop/compilations.py",),
+        files=("compile/reports.py",),
     ),
     **names(
         "A recorded operation runs below autograd, as it was recorded.",
         "torch._C._AutoDispatchBelowAutograd",
         "torch._ops.OpOverload:_op",
-        files=("backends/recording.py",),
+        files=("backends/backend.py",),
     ),
     **names(
         "memory_snapshot() lacks what torch's viewer reads.",
@@ -165,14 +165,14 @@ TABLE = {
     **names(
         "No public function tells which operators decompose above autograd.",
         "torch._C._dispatch_has_kernel_for_dispatch_key",
-        files=("memory/saved_operations.py",),
+        files=("memory/activation_checkpointing.py",),
     ),
     **names(
         "context_parallel() rewires attention for the whole process; its parts are not public.",
         "torch.distributed.tensor.experimental._context_parallel._attention._cp_options",
         "torch.distributed.tensor.experimental._context_parallel._attention._templated_ring_attention",
         "torch.distributed.tensor.experimental._context_parallel._attention._templated_ring_attention_backward",
-        files=("parallel/context_ring.py",),
+        files=("parallel/context.py",),
     ),
     **names(
         "FSDP2 does not tell which gradients of a reduction were zeros.",
@@ -180,12 +180,12 @@ TABLE = {
         "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState:_fsdp_param_group",
         "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState:_fsdp_param_groups",
         "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam:_unsharded_param",
-        files=("parallel/gradient_sync.py",),
+        files=("parallel/fully_shard.py",),
     ),
     **names(
         "to_local() is differentiable, and from torch 2.13 on returns a view.",
         "torch.distributed.tensor.DTensor:_local_tensor",
-        files=("parallel/local.py",),
+        files=("parallel/mesh.py",),
     ),
     **names(
         "DTensor's cache of layouts outlives the process group.",
@@ -201,7 +201,7 @@ TABLE = {
         "torch._C._distributed_c10d",
         "torch._C._distributed_c10d._dump_fr_trace_json",
         "torch._C._distributed_c10d._dump_nccl_trace_json",
-        files=("parallel/notes.py",),
+        files=("parallel/collectives.py",),
     ),
     **names(
         "A pipeline's stage compares shapes, which may differ here; each torch release has one of the two.",
@@ -212,22 +212,22 @@ TABLE = {
     **names(
         "swap_tensors() leaves a tensor's hooks behind.",
         "torch.Tensor:_backward_hooks",
-        files=("parallel/sent_weights.py",),
+        files=("parallel/replicate.py",),
     ),
     **names(
         "The only assertion that does not wait for the device.",
         "torch._assert_async",
-        files=("parallel/vocabulary.py",),
+        files=("parallel/tensor.py",),
     ),
     **names(
         "Importing it registers the process group of ranks that are not there.",
         "torch.testing._internal.distributed.fake_pg.FakeStore",
-        files=("planning/fake.py",),
+        files=("analysis/fake_ranks.py",),
     ),
     **names(
         "torch's fused kernel on stretches of parameters; the public class steps whole ones.",
         "torch._fused_adamw_",
-        files=("optim/rounded_moments.py",),
+        files=("optim/adamw.py",),
     ),
     **names(
         "torch's step on this rank's parts of split parameters.",
@@ -247,12 +247,12 @@ TABLE = {
         "torch.optim.Optimizer:_optimizer_step_pre_hooks",
         "torch.optim.Optimizer:_optimizer_step_post_hooks",
         "torch.optim.SGD:_step_supports_amp_scaling",
-        files=("loop/step_unless.py",),
+        files=("loop/update.py",),
     ),
 }
 """Paths, where `module.Class:name` is an attribute of an object of that class or a method that is overridden.
 
-One file for each subject; those of loop/, doors/ and backends/recording.py next to SHARED are still to use its names.
+One file for each subject; those of loop/, doors/ and backends/backend.py next to SHARED are still to use its names.
 """
 
 ONE_OF = (
@@ -280,7 +280,7 @@ OTHERS = {
     "_from_config": "transformers' models",
     "_model_mapping": "transformers' auto classes",
     "_name_or_path": "transformers' configs",
-    "_original_forward": "our own: memory/forwards.py sets it",
+    "_original_forward": "our own: memory/module_paths.py sets it",
     "_origins": "our own: config/schema.py's RunConfig",
     "_values": "our own: config/frozen.py's mappings",
 }

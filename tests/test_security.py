@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 from trainwright import AutoModel, RunConfig, load_checkpoint, run_experiment
 from trainwright.checkpoint.encoding import decode
 from trainwright.checkpoint.manifest import read_manifest, render_manifest
-from trainwright.checkpoint.open_store import open_store
 from trainwright.checkpoint.remote_files import RemoteFolder, Take
+from trainwright.checkpoint.remote_store import open_store
 from trainwright.cli import app
 from trainwright.data.sources.files import text as text_files
 from trainwright.data.sources.tokens import Tokens
@@ -97,7 +97,7 @@ def test_the_package_executes_no_text_and_trusts_no_remote_code():
 def test_pickles_are_read_in_one_file_and_tensors_only():
     calls = [(file, ast.unparse(node)) for file, node in NODES if isinstance(node, ast.Call)]
     found = [(file, text) for file, text in calls if text.startswith(("torch.load(", "pickle.load(", "pickle.loads("))]
-    assert [file for file, _ in found] == ["models/pickled.py"]
+    assert [file for file, _ in found] == ["models/pretrained.py"]
     assert "weights_only=True" in found[0][1]
 
 

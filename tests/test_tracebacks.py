@@ -41,7 +41,7 @@ def test_an_error_without_a_frame_of_the_users_is_shown_whole(monkeypatch):
     assert "Broken.forward needs x" in str(error)
     text = fold(error)
     assert text.startswith("Traceback (most recent call last):\n")
-    assert "loop/calls.py" in text
+    assert "user_code/signatures.py" in text
 
 
 def test_the_last_line_is_pythons_own():

@@ -15,54 +15,54 @@ _PUBLIC = {
     "CallbackHook": "trainwright.hooks.callback",
     "Component": "trainwright.config",
     "EventStorage": "trainwright.events",
-    "Every": "trainwright.hooks.every",
+    "Every": "trainwright.hooks.callback",
     "Hook": "trainwright.loop.hook",
-    "Interrupted": "trainwright.main",
+    "Interrupted": "trainwright.api.run",
     "Mean": "trainwright.events",
     "RunConfig": "trainwright.config",
     "StepResult": "trainwright.loop.update",
     "Task": "trainwright.loop.task",
     "Trainer": "trainwright.loop.trainer",
     "Writer": "trainwright.writers.writer",
-    "build_trainer": "trainwright.build",
-    "experiment": "trainwright.doors.experiments",
-    "get_args": "trainwright.doors.arguments",
+    "build_trainer": "trainwright.build.run",
+    "experiment": "trainwright.api.experiments",
+    "get_args": "trainwright.api.arguments",
     "get_event_storage": "trainwright.events",
     "load_checkpoint": "trainwright.export.load",
-    "load_experiment": "trainwright.doors.experiments",
-    "load_hf_dataset": "trainwright.data.processing.hf_dataset",
-    "register": "trainwright.registry",
-    "run_experiment": "trainwright.main",
-    "train": "trainwright.doors.functions",
-    "training_main": "trainwright.doors.training_main",
+    "load_experiment": "trainwright.api.experiments",
+    "load_hf_dataset": "trainwright.data.hf_dataset",
+    "register": "trainwright.registry.resolve",
+    "run_experiment": "trainwright.api.run",
+    "train": "trainwright.api.functions",
+    "training_main": "trainwright.api.training_main",
 }
 
 __all__ = [*_PUBLIC]  # noqa: PLE0604 # the table above is the one list of public names
 
 if TYPE_CHECKING:
-    from trainwright.build import build_trainer as build_trainer
+    from trainwright.api.arguments import get_args as get_args
+    from trainwright.api.experiments import experiment as experiment
+    from trainwright.api.experiments import load_experiment as load_experiment
+    from trainwright.api.functions import train as train
+    from trainwright.api.run import Interrupted as Interrupted
+    from trainwright.api.run import run_experiment as run_experiment
+    from trainwright.api.training_main import training_main as training_main
+    from trainwright.build.run import build_trainer as build_trainer
     from trainwright.config import Component as Component
     from trainwright.config import RunConfig as RunConfig
-    from trainwright.data.processing.hf_dataset import load_hf_dataset as load_hf_dataset
-    from trainwright.doors.arguments import get_args as get_args
-    from trainwright.doors.experiments import experiment as experiment
-    from trainwright.doors.experiments import load_experiment as load_experiment
-    from trainwright.doors.functions import train as train
-    from trainwright.doors.training_main import training_main as training_main
+    from trainwright.data.hf_dataset import load_hf_dataset as load_hf_dataset
     from trainwright.events import EventStorage as EventStorage
     from trainwright.events import Mean as Mean
     from trainwright.events import get_event_storage as get_event_storage
     from trainwright.export.load import load_checkpoint as load_checkpoint
     from trainwright.hooks.callback import CallbackHook as CallbackHook
-    from trainwright.hooks.every import Every as Every
+    from trainwright.hooks.callback import Every as Every
     from trainwright.loop.hook import Hook as Hook
     from trainwright.loop.task import Task as Task
     from trainwright.loop.trainer import Trainer as Trainer
     from trainwright.loop.update import StepResult as StepResult
-    from trainwright.main import Interrupted as Interrupted
-    from trainwright.main import run_experiment as run_experiment
     from trainwright.models.auto import AutoModel as AutoModel
-    from trainwright.registry import register as register
+    from trainwright.registry.resolve import register as register
     from trainwright.writers.writer import Writer as Writer
 
 

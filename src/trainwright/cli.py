@@ -100,7 +100,7 @@ def _is_first_to_fail(error: Exception) -> bool:
     """Of several ranks one shows its error: the others' follow from it, or are the same."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return True
-    from trainwright.parallel.first_error import note_failure
+    from trainwright.parallel.processes import note_failure
 
     return note_failure(error)
 
@@ -109,7 +109,7 @@ def _lost_rank(error: Exception) -> str | None:
     """Returns the line for an error that only says that another rank is gone; the launcher says how it ended."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return None
-    from trainwright.parallel.first_error import describe_lost_connection
+    from trainwright.parallel.processes import describe_lost_connection
 
     reason = describe_lost_connection(error)
     if reason is None:

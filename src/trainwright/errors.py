@@ -15,7 +15,7 @@ from types import TracebackType
 HANG_EXIT_CODE = 75
 """How every rank of a run leaves in which one was stuck: sysexits.h's "temporary failure, try again".
 
-A launcher that restarts on it goes on from the newest checkpoint (hooks/watch_for_hangs.py).
+A launcher that restarts on it goes on from the newest checkpoint (hooks/watchdog.py).
 """
 
 

@@ -11,7 +11,7 @@ from tests.messages import raises
 from trainwright import backends
 from trainwright.backends import Backend, pick_backend
 from trainwright.backends.cuda import CudaBackend
-from trainwright.backends.main_memory import MemoryFacts
+from trainwright.backends.host_memory import MemoryFacts
 from trainwright.backends.tpu import TpuBackend, has_tpu
 from trainwright.errors import ConfigError
 

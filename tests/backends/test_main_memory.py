@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainwright.backends import Backend, main_memory
+from trainwright.backends import Backend
+from trainwright.backends import host_memory as main_memory
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 CPU = Backend(torch.device("cpu"))

@@ -8,9 +8,8 @@ import torch
 from tests.messages import mentions
 from torch import nn
 
-from trainwright.backends.backend import Backend
-from trainwright.backends.cuda_graphs import _Results
-from trainwright.backends.recording import run_guarded
+from trainwright.backends.backend import Backend, run_guarded
+from trainwright.backends.cuda import _Results
 from trainwright.errors import HostReadError
 
 

@@ -11,9 +11,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from trainwright.checkpoint import contents
 from trainwright.checkpoint.background import BackgroundSaver
 from trainwright.checkpoint.retention import Retention
-from trainwright.checkpoint.shares import share_of
-from trainwright.checkpoint.together import Together
-from trainwright.parallel.notes import Notes
+from trainwright.checkpoint.together import Together, share_of
+from trainwright.parallel.collectives import Notes
 
 LAYOUTS = {
     "data": {"data": 4},

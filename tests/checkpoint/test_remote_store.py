@@ -16,11 +16,10 @@ from tests.messages import raises
 
 from trainwright.checkpoint import remote_files
 from trainwright.checkpoint.manifest import render_manifest
-from trainwright.checkpoint.open_store import open_store
 from trainwright.checkpoint.remote_files import RemoteFolder, RemotePath, UnreachableError
-from trainwright.checkpoint.remote_store import RemoteStore
+from trainwright.checkpoint.remote_store import RemoteStore, open_store
 from trainwright.checkpoint.retention import Retention, metrics_by_step, prune
-from trainwright.checkpoint.staging import HostBuffers
+from trainwright.checkpoint.snapshot import HostBuffers
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.errors import CheckpointError
 

@@ -6,9 +6,8 @@ from tests.checkpoint.ranks import on_ranks
 from tests.messages import raises
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from trainwright.checkpoint.shared_folder import refuse_unshared
-from trainwright.checkpoint.shares import merge_trees, share_of
 from trainwright.checkpoint.store import CheckpointStore
+from trainwright.checkpoint.together import merge_trees, refuse_unshared, share_of
 from trainwright.errors import CheckpointError
 
 

@@ -27,13 +27,11 @@ from tests.messages import raises
 from torch.distributed.tensor import DTensor
 
 from trainwright.checkpoint import contents
-from trainwright.checkpoint.encoding import encode
-from trainwright.checkpoint.open_store import open_store
-from trainwright.checkpoint.shared_folder import refuse_unshared
-from trainwright.checkpoint.shares import share_of
-from trainwright.checkpoint.split_tensors import SplitTensor
-from trainwright.checkpoint.staging import HostBuffers
+from trainwright.checkpoint.encoding import SplitTensor, encode
+from trainwright.checkpoint.remote_store import open_store
+from trainwright.checkpoint.snapshot import HostBuffers
 from trainwright.checkpoint.store import CheckpointStore
+from trainwright.checkpoint.together import refuse_unshared, share_of
 from trainwright.errors import CheckpointError
 
 WHOLE = 9

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trainwright.checkpoint.split_tensors import (
+from trainwright.checkpoint.encoding import (
     Layout,
     SplitTensor,
     as_split,
@@ -23,7 +23,7 @@ from trainwright.checkpoint.split_tensors import (
     place_of,
 )
 from trainwright.errors import CheckpointError
-from trainwright.parallel.local import local
+from trainwright.parallel.mesh import local
 
 
 @pytest.fixture

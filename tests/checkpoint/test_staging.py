@@ -8,7 +8,7 @@ from tests.messages import raises
 from torch import nn
 
 from trainwright.checkpoint import contents
-from trainwright.checkpoint.staging import HostBuffers, encode_parts
+from trainwright.checkpoint.snapshot import HostBuffers, encode_parts
 from trainwright.errors import CheckpointError
 
 

@@ -19,7 +19,7 @@ from tests.messages import raises
 
 import trainwright.checkpoint.disk as disk_module
 import trainwright.checkpoint.store as store_module
-from trainwright.checkpoint.staging import HostBuffers
+from trainwright.checkpoint.snapshot import HostBuffers
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.errors import CheckpointError
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from trainwright import RunConfig
 from trainwright.checkpoint.listing import checkpoints_place
 from trainwright.checkpoint.manifest import read_manifest, render_manifest
-from trainwright.checkpoint.open_store import open_store
+from trainwright.checkpoint.remote_store import open_store
 from trainwright.cli import app
 from trainwright.commands.checkpoints import size_text
 from trainwright.errors import CheckpointError, ConfigError

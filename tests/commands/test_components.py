@@ -13,12 +13,13 @@ import pytest
 from tests.messages import mentions
 from typer.testing import CliRunner
 
-from trainwright import RunConfig, built_ins
-from trainwright.catalogue import read_catalogue
+from trainwright import RunConfig
 from trainwright.cli import app
 from trainwright.commands.components import SECTIONS, snippet
 from trainwright.config.yaml_text import parse
 from trainwright.errors import ComponentError
+from trainwright.registry import builtin as built_ins
+from trainwright.registry.catalogue import read_catalogue
 
 LION = '''
 class Lion:

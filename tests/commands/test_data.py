@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.analysis.projects import write_project
 from tests.forked_program import run_command
-from tests.looking.projects import write_project
 from typer.testing import CliRunner
 
 from trainwright.cli import app

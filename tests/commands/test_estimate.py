@@ -3,8 +3,8 @@
 import json
 
 import pytest
+from tests.analysis.runs import small_run
 from tests.messages import mentions, raises
-from tests.planning.runs import small_run
 from typer.testing import CliRunner
 
 from trainwright.cli import app

@@ -9,14 +9,13 @@ from tests.messages import mentions
 from typer.testing import CliRunner
 
 from trainwright import RunConfig, Trainer
+from trainwright.analysis.explain import DEFAULT_HOOKS, explain
+from trainwright.build.components import Build
 from trainwright.cli import app
 from trainwright.commands.explain import render
 from trainwright.commands.new import Kind, template_folder
-from trainwright.explaining import explain
-from trainwright.explaining.story import DEFAULT_HOOKS
 from trainwright.loop.hook import MOMENTS
 from trainwright.models.llama import Llama
-from trainwright.parts import Build
 
 PARTS = '''
 """Parts that must never be made."""

@@ -16,8 +16,8 @@ SHORT = ("trainer.max_steps=4", "data.eval={}", "evaluation={}")
 
 @pytest.fixture(autouse=True)
 def _quick_and_quiet(monkeypatch):
-    monkeypatch.setattr("trainwright.hooks.matrix_rate._MEASURED_SECONDS", 0.01)
-    monkeypatch.setattr("trainwright.hooks.matrix_rate._LARGEST", 256)
+    monkeypatch.setattr("trainwright.hooks.flops._MEASURED_SECONDS", 0.01)
+    monkeypatch.setattr("trainwright.hooks.flops._LARGEST", 256)
     package = logging.getLogger("trainwright")
     handlers, level = list(package.handlers), package.level
     yield

@@ -6,7 +6,7 @@ from tests.messages import raises
 from trainwright.config import yaml_text
 from trainwright.config.frozen import same
 from trainwright.config.overrides import apply_overrides, parse_override
-from trainwright.config.tree import plant
+from trainwright.config.yaml_text import plant
 from trainwright.errors import ConfigError
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from trainwright.config.problems import Problem, describe, nearest, raise_all, suggest
-from trainwright.config.tree import Origin
+from trainwright.config.yaml_text import Origin
 from trainwright.errors import ConfigError
 
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainwright.config.tree import Origin, merge, plant
+from trainwright.config.yaml_text import Origin, merge, plant
 from trainwright.tracebacks import shown_path
 
 scalars = st.none() | st.booleans() | st.integers() | st.text(max_size=5)

@@ -7,7 +7,7 @@ from tests.messages import raises
 
 from trainwright.config import yaml_text
 from trainwright.config.frozen import same
-from trainwright.config.tree import Origin
+from trainwright.config.yaml_text import Origin
 from trainwright.errors import ConfigError
 
 

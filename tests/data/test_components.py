@@ -7,10 +7,9 @@ import torch
 from tests.messages import raises
 
 from trainwright import Component
+from trainwright.build.data import DatasetBuilder
 from trainwright.config import Origin, ProcessSection
-from trainwright.data.components import DatasetBuilder
-from trainwright.data.mix import Mix
-from trainwright.data.mix_stream import MixedStream
+from trainwright.data.mix import Mix, MixedStream
 from trainwright.errors import ConfigError, DataError, TrainwrightError
 
 FILE = """

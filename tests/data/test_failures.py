@@ -8,8 +8,7 @@ from tests.messages import raises
 from torch.utils.data import Dataset, Subset
 
 from trainwright.data.collators import Stack
-from trainwright.data.failures import OnError
-from trainwright.data.fetch import Failure
+from trainwright.data.fetch import Failure, OnError
 from trainwright.data.loader import EvalData, TrainData
 from trainwright.data.mix import mix
 from trainwright.data.workers import LoaderOptions

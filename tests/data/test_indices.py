@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.data.indices import positive_indices
+from trainwright.data.fetch import positive_indices
 
 
 @settings(max_examples=50)

@@ -13,11 +13,10 @@ from tests.data.test_stream_loader import MADE_OF_OTHERS, on_ranks
 from tests.messages import raises
 
 from trainwright.data.collators import Stack
-from trainwright.data.left_out import LeftOut
-from trainwright.data.loader import TrainData
+from trainwright.data.fetch import View
+from trainwright.data.loader import LeftOut, TrainData
 from trainwright.data.mix import mix
 from trainwright.data.stream_loader import StreamData
-from trainwright.data.view import View
 from trainwright.data.workers import LoaderOptions
 from trainwright.errors import DataError
 

@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.messages import raises
 
-from trainwright.data.length_order import LengthOrder, lengths_of
-from trainwright.data.loader import TrainData
+from trainwright.data.loader import LengthOrder, TrainData, lengths_of
 from trainwright.errors import DataError
 
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from trainwright import registry
 from trainwright.data.collators import Stack
+from trainwright.data.fetch import View
 from trainwright.data.loader import EvalData, TrainData
-from trainwright.data.view import View
 from trainwright.data.workers import LoaderOptions
+from trainwright.registry import resolve as registry
 
 WORKERS = LoaderOptions(2, {"prefetch_factor": 3})
 num_ranks = st.integers(1, 4)

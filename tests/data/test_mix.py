@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.messages import raises
 
-from trainwright.data.mix import Mix, mix
-from trainwright.data.mix_stream import MixedStream
+from trainwright.data.mix import Mix, MixedStream, mix
 from trainwright.errors import ConfigError, DataError
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.messages import raises
 
-from trainwright.data.mix_order import BLOCK, ConcatenatedOrder, WeightedOrder, block_shares
+from trainwright.data.mix import BLOCK, ConcatenatedOrder, WeightedOrder, block_shares
 from trainwright.data.order import Order
 from trainwright.errors import ConfigError
 

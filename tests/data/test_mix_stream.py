@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.messages import raises
 
-from trainwright.data.mix import mix
-from trainwright.data.mix_order import BLOCK
-from trainwright.data.mix_stream import MixedStream, RowStream
+from trainwright.data.mix import BLOCK, MixedStream, RowStream, mix
 from trainwright.errors import DataError
 
 

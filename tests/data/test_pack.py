@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tests.messages import mentions, raises
 
 from trainwright.data.mix import mix
-from trainwright.data.pack import PackedDocuments, pack
-from trainwright.data.pack_stream import PackedStream
+from trainwright.data.pack import PackedDocuments, PackedStream, pack
 from trainwright.errors import ConfigError, DataError
 
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.data.pack_plan import make_plan
+from trainwright.data.pack import make_plan
 
 lengths = st.lists(st.integers(0, 70), max_size=60)
 

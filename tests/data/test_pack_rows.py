@@ -5,7 +5,7 @@ import pytest
 import torch
 from tests.messages import raises
 
-from trainwright.data.pack_rows import Document, DocumentReader, Row, RowFormat
+from trainwright.data.pack import Document, DocumentReader, Row, RowFormat
 from trainwright.data.tokenizer import load_tokenizer
 from trainwright.errors import ConfigError, DataError
 

@@ -3,7 +3,7 @@
 import pytest
 from tests.messages import raises
 
-from trainwright.data.source_pass import SourcePass
+from trainwright.data.streams import SourcePass
 from trainwright.errors import DataError
 
 

@@ -13,12 +13,11 @@ from tests.data.streams import Fragile, Noisy, Plain, Seeking
 from tests.messages import mentions, raises
 
 from trainwright.data.collators import Stack
-from trainwright.data.failures import OnError
+from trainwright.data.fetch import OnError, View
 from trainwright.data.mix import mix
 from trainwright.data.pack import pack
-from trainwright.data.processing.stream import ProcessedStream
+from trainwright.data.process import ProcessedStream
 from trainwright.data.stream_loader import EvalStream, StreamData
-from trainwright.data.view import View
 from trainwright.data.workers import LoaderOptions
 from trainwright.errors import DataError
 

@@ -5,8 +5,8 @@ import json
 import torch
 import torch.distributed as dist
 
+from trainwright.anomaly.detection import IncidentWatch, join_ranks
 from trainwright.config import IncidentsSection
-from trainwright.loop.incidents import IncidentWatch, join_ranks
 from trainwright.loop.outputs import ForwardResult
 from trainwright.loop.update import ScheduledOptimizer, Updater
 from trainwright.parallel import processes

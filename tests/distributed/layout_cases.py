@@ -15,11 +15,11 @@ import torchmetrics
 from tests.distributed.forked_launch import forget_groups
 
 from trainwright import Hook, Mean, RunConfig, Task, build_trainer, get_event_storage
+from trainwright.analysis.shard import CollectiveRecorder
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.loop import evaluation
 from trainwright.parallel import processes
-from trainwright.parallel.local import local
-from trainwright.planning.collectives import CollectiveRecorder
+from trainwright.parallel.mesh import local
 from trainwright.trainers.language_model import LanguageModelTrainer
 
 RUN_FILE = Path(__file__).with_name("pipeline_run.yaml")

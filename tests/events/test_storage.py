@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from trainwright import EventStorage, Mean, get_event_storage
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.errors import TrainwrightError
+from trainwright.events.mean import summarise
 from trainwright.events.storage import HISTORY_LENGTH
-from trainwright.events.windows import summarise
 
 
 @pytest.fixture

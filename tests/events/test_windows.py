@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.events.windows import Series, add_record, merge, summarise, window_from_state, window_to_state
+from trainwright.events.mean import Series, add_record, merge, summarise, window_from_state, window_to_state
 
 names = st.sampled_from("abc")
 steps = st.integers(1, 4)

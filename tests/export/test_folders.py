@@ -11,7 +11,7 @@ import pytest
 from tests.messages import mentions, raises
 
 from trainwright.errors import CheckpointError
-from trainwright.export.folders import earlier_files, export_folder, find_source, is_place, without_places
+from trainwright.export.load import earlier_files, export_folder, find_source, is_place, without_places
 
 
 def write(folder, *names, overwrite=False):
@@ -79,7 +79,7 @@ KILLED = """
 import os, sys
 from pathlib import Path
 from tests.export.test_folders import write
-from trainwright.export.folders import export_folder
+from trainwright.export.load import export_folder
 
 def counted(act):
     def acting(path, *arguments, **options):

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models
 
 from trainwright import RunConfig
 from trainwright.data.tokenizer import TextTokenizer, load_tokenizer
-from trainwright.export.tokenizers import find_tokenizer, save_tokenizer
+from trainwright.export.huggingface import find_tokenizer, save_tokenizer
 
 
 def config_with(tmp_path, data):

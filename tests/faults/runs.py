@@ -17,14 +17,14 @@ import torch
 import torch._dynamo  # torch imports it with the first optimizer
 from tests.project import parts  # noqa: F401
 
-from trainwright import RunConfig, registry
+from trainwright import RunConfig
+from trainwright.api.run import Interrupted, run_experiment
+from trainwright.build.components import Build
 from trainwright.checkpoint.background import BackgroundSaver
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.errors import TrainwrightError, exit_code_of
-from trainwright.hooks import average_weights  # noqa: F401
-from trainwright.main import Interrupted, run_experiment
 from trainwright.optim import schedules  # noqa: F401
-from trainwright.parts import Build
+from trainwright.registry import resolve as registry
 
 RUN_FILE = Path(__file__).parent / "run.yaml"
 """Six steps: checkpoints at 2, 4 and 6, of which the last two stay; log windows and evaluations across them."""

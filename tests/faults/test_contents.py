@@ -16,9 +16,9 @@ from tests.faults.hooks import At, kill_at
 from tests.faults.runs import config_of, copy_run, differences, store_of, train, what_is_left
 
 from trainwright import Hook, build_trainer
+from trainwright.build.components import Build
 from trainwright.checkpoint.store import CheckpointStore
-from trainwright.loop.saving import collect_parts
-from trainwright.parts import Build
+from trainwright.loop.checkpointing import collect_parts
 
 # In fp16 there is a loss scale, on the CPU too; the nan of batch 2 halves it, and is an incident that is skipped.
 SETTINGS = (

@@ -27,8 +27,8 @@ from tests.faults.runs import (
 from tests.messages import mentions
 
 from trainwright import Hook, RunConfig
-from trainwright.main import run_experiment
-from trainwright.parts import Build
+from trainwright.api.run import run_experiment
+from trainwright.build.components import Build
 
 COMMON = (
     *("model.type=tests.faults.parts:HurtNet", "data.eval.valid={type: tests.faults.parts:HurtPoints, num_batches: 3}"),

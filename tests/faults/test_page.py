@@ -7,7 +7,7 @@ import pytest
 from tests.faults.table import PAGE
 from tests.test_docs import Reader, blocks_of
 
-from trainwright.config.faults import HangsSection, IncidentsSection, PreemptionSection
+from trainwright.config.sections import HangsSection, IncidentsSection, PreemptionSection
 from trainwright.errors import HANG_EXIT_CODE, exit_code_of
 
 

@@ -12,7 +12,7 @@ from tests.faults.two_ranks import Fault, Run, send, sleep_for_ever, train_two
 from tests.messages import mentions
 
 from trainwright import Trainer
-from trainwright.hooks import obey_preemption
+from trainwright.hooks import preemption as obey_preemption
 
 TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 WHILE_TRAINING = ("before_train", "data", "forward", "after_step", "evaluation", "commit", "after_save")

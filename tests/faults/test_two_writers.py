@@ -18,12 +18,12 @@ from tests.faults.acts import Acts, telling
 from torch.distributed import TCPStore
 
 from trainwright.checkpoint.background import BackgroundSaver
+from trainwright.checkpoint.encoding import Place
 from trainwright.checkpoint.retention import Retention
-from trainwright.checkpoint.split_tensors import Place
-from trainwright.checkpoint.staging import StagedParts
+from trainwright.checkpoint.snapshot import StagedParts
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.checkpoint.together import Together
-from trainwright.parallel.notes import Notes
+from trainwright.parallel.collectives import Notes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 

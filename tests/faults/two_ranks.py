@@ -12,8 +12,8 @@ import time
 from tests.faults.runs import config_of, fork, run_as_own
 
 from trainwright import Hook
+from trainwright.build.components import Build
 from trainwright.checkpoint.store import CheckpointStore
-from trainwright.parts import Build
 
 PATIENCE_SECONDS = 90
 """Nothing here takes so long: a rank that is still there then is stuck."""

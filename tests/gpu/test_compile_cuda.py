@@ -8,7 +8,7 @@ from tests.faults.runs import config_of
 from tests.loop.small_runs import at
 
 from trainwright import build_trainer
-from trainwright.loop.graph_safety import look_before_first_step
+from trainwright.loop.compiled_forward import look_before_first_step
 from trainwright.trainers.language_model import LanguageModelTrainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

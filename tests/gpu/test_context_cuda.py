@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from trainwright.parallel.context_ring import ring_attention, ring_kernel
+from trainwright.parallel.context import ring_attention, ring_kernel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

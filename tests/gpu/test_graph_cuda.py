@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tests.loop import test_graph_changes as changes
-from tests.loop import test_graph_mode as on_cpu
+from tests.compile import test_graph_changes as changes
+from tests.compile import test_graph_mode as on_cpu
 
 from trainwright import build_trainer
 from trainwright.errors import TrainwrightError

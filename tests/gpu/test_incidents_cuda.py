@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from trainwright.anomaly.detection import IncidentWatch
 from trainwright.config import IncidentsSection
-from trainwright.loop.held_buffers import persistent_buffers
-from trainwright.loop.incidents import IncidentWatch
-from trainwright.loop.update import ScheduledOptimizer, Updater
+from trainwright.loop.update import ScheduledOptimizer, Updater, persistent_buffers
 from trainwright.optim.adamw import AdamW
 from trainwright.optim.lion import Lion
 from trainwright.optim.muon import Muon

@@ -5,14 +5,14 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trainwright.memory.remat import recompute_layers
-from trainwright.memory.scan import compile_stacks
+from trainwright.memory.activation_checkpointing import recompute_layers
+from trainwright.memory.repeated_blocks import compile_stacks
 from trainwright.models.gpt2 import GPT2
-from trainwright.models.layers import document_borders as borders_module
-from trainwright.models.layers import masks
-from trainwright.models.layers.document_borders import document_borders, visible_pairs
-from trainwright.models.layers.linear_cross_entropy import linear_cross_entropy
-from trainwright.models.layers.whole_sequence import WholeSequence
+from trainwright.models.layers import attention as masks
+from trainwright.models.layers import document_attention as borders_module
+from trainwright.models.layers.attention import WholeSequence
+from trainwright.models.layers.document_attention import document_borders, visible_pairs
+from trainwright.models.layers.losses import linear_cross_entropy
 from trainwright.models.llama import Llama
 
 if torch.cuda.is_available():

@@ -7,7 +7,7 @@ import torch
 from tests.optim.references import all_equal, drive, make_gradients, make_weights, values
 
 from trainwright.optim.adamw import AdamW
-from trainwright.optim.capture import prepare_for_capture, set_rate
+from trainwright.optim.device_step import prepare_for_capture, set_rate
 from trainwright.optim.lion import Lion
 from trainwright.optim.muon import Muon
 

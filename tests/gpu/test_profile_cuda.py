@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainwright import RunConfig, build_trainer
-from trainwright.hooks.matrix_rate import known_peak, measure_matrix_rate
+from trainwright.hooks.flops import known_peak, measure_matrix_rate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from trainwright import RunConfig
+from trainwright.autotune.activation_checkpointing import settle_remat
 from trainwright.backends import pick_backend
-from trainwright.build import assemble
-from trainwright.loop.remat_fitting import settle_remat
+from trainwright.build.run import assemble
 from trainwright.parallel.collectives import Ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

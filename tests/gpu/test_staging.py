@@ -9,7 +9,7 @@ import torch
 from trainwright.backends import host_buffers
 from trainwright.checkpoint.background import BackgroundSaver
 from trainwright.checkpoint.retention import Retention
-from trainwright.checkpoint.staging import HostBuffers
+from trainwright.checkpoint.snapshot import HostBuffers
 from trainwright.checkpoint.store import CheckpointStore
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainwright.hooks.matrix_rate import KNOWN_PEAKS, known_peak, measure_matrix_rate
+from trainwright.hooks.flops import KNOWN_PEAKS, known_peak, measure_matrix_rate
 
 
 @pytest.fixture(autouse=True)

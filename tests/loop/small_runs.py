@@ -11,8 +11,9 @@ from tests.faults.runs import TIMED, config_of
 from tests.project.parts import Net
 
 from trainwright import Hook, Mean, Trainer, build_trainer
+from trainwright.anomaly import detection as incidents
 from trainwright.checkpoint.store import CheckpointStore
-from trainwright.loop import incidents, step_end
+from trainwright.loop import trainer as step_end
 
 PLAIN = ("data.eval={}", "evaluation={}", "model.dropout=0.0", "data.train.size=400")
 """Nothing is evaluated, and no epoch ends."""

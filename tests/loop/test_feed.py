@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.loop.small_runs import PLAIN, make
 
-from trainwright.loop.feed import Feed
+from trainwright.loop.trainer import Feed
 
 STREAM = "data.train={type: tests.project.parts:PointStream, size: 40}"
 KINDS = {"with an index": "data.train.size=400", "a stream": STREAM}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.loop.held_buffers import HeldBuffers, persistent_buffers
+from trainwright.loop.update import HeldBuffers, persistent_buffers
 
 
 def make():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.loop.step_unless import divides_gradients, knows_found_inf, step_unless
+from trainwright.loop.update import divides_gradients, knows_found_inf, step_unless
 from trainwright.optim.adamw import AdamW
 from trainwright.optim.lion import Lion
 from trainwright.optim.muon import Muon

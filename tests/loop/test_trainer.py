@@ -11,10 +11,11 @@ from tests.messages import raises
 from torch import nn
 
 from trainwright import Hook, Mean, RunConfig, StepResult, Trainer, build_trainer, get_event_storage
+from trainwright.anomaly import detection as incidents
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.errors import CheckpointError, DataError, OutOfMemory, TrainwrightError
-from trainwright.hooks.average_weights import AverageWeights
-from trainwright.loop import incidents, step_end
+from trainwright.hooks.ema import AverageWeights
+from trainwright.loop import trainer as step_end
 from trainwright.loop.hook import Hooks
 
 PROJECT = Path(__file__).parents[1] / "project"

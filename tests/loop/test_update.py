@@ -9,16 +9,14 @@ from hypothesis import strategies as st
 from tests.messages import raises
 from torch import nn
 
+from trainwright.anomaly import detection as incidents
+from trainwright.anomaly.detection import IncidentWatch
 from trainwright.config import IncidentsSection
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.events import Mean
-from trainwright.loop import incidents
 from trainwright.loop import update as update_module
-from trainwright.loop.held_buffers import persistent_buffers
-from trainwright.loop.incidents import IncidentWatch
-from trainwright.loop.loss_scale import LossScale
 from trainwright.loop.outputs import ForwardResult
-from trainwright.loop.update import ScheduledOptimizer, Updater
+from trainwright.loop.update import LossScale, ScheduledOptimizer, Updater, persistent_buffers
 from trainwright.optim.adamw import AdamW
 from trainwright.optim.lion import Lion
 from trainwright.optim.muon import Muon

@@ -5,7 +5,7 @@ from torch import nn
 
 from trainwright.models.bert import Bert
 from trainwright.models.gpt2 import GPT2
-from trainwright.models.layers.named_tensors import name_tensor
+from trainwright.models.layers.annotations import name_tensor
 from trainwright.models.llama import Llama
 from trainwright.models.t5 import T5
 from trainwright.models.vit import ViT

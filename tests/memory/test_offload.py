@@ -12,10 +12,9 @@ from tests.messages import raises
 from torch import nn
 
 from trainwright.errors import ConfigError, TrainwrightError
-from trainwright.memory.host_copies import HostCopies, Piece
-from trainwright.memory.offload import choose_parts, offload_tensors, offloading
-from trainwright.memory.remat import recompute_layers
-from trainwright.models.layers.named_tensors import name_tensor
+from trainwright.memory.activation_checkpointing import recompute_layers
+from trainwright.memory.offload import HostCopies, Piece, choose_parts, offload_tensors, offloading
+from trainwright.models.layers.annotations import name_tensor
 
 
 @pytest.mark.parametrize("name", SHIPPED)

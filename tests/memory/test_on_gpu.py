@@ -5,10 +5,10 @@ import torch
 from tests.memory.models import Stack, assert_same_bits, make, update_of
 from torch import nn
 
+from trainwright.memory.activation_checkpointing import recompute_layers
 from trainwright.memory.offload import offload_tensors, offloading
-from trainwright.memory.remat import recompute_layers
-from trainwright.memory.scan import compile_stacks
-from trainwright.models.layers.named_tensors import name_tensor
+from trainwright.memory.repeated_blocks import compile_stacks
+from trainwright.models.layers.annotations import name_tensor
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

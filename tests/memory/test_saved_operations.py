@@ -6,7 +6,7 @@ from tests.messages import raises
 from torch.utils.checkpoint import CheckpointPolicy
 
 from trainwright.errors import ConfigError
-from trainwright.memory.saved_operations import Policy, read_operations
+from trainwright.memory.activation_checkpointing import Policy, read_operations
 
 
 def test_names_are_operations_of_torch_and_attention_is_all_of_its_kernels():

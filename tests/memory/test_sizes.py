@@ -3,7 +3,15 @@
 import torch
 from torch import nn
 
-from trainwright.memory.sizes import BUFFER, GRADIENT, PARAMETER, STATE, bytes_by_kind, bytes_by_module, held_tensors
+from trainwright.memory.out_of_memory import (
+    BUFFER,
+    GRADIENT,
+    PARAMETER,
+    STATE,
+    bytes_by_kind,
+    bytes_by_module,
+    held_tensors,
+)
 
 CPU = torch.device("cpu")
 

@@ -13,11 +13,10 @@ from torch.distributed.tensor import DTensor, Shard
 from trainwright.errors import ConfigError
 from trainwright.memory.offload import offloading
 from trainwright.memory.rewrite import apply_memory_settings
-from trainwright.models.layers.named_tensors import name_tensor
+from trainwright.models.layers.annotations import name_tensor
 from trainwright.models.llama import Llama
 from trainwright.parallel.fully_shard import SplitSettings, shard_parameters
-from trainwright.parallel.local import local
-from trainwright.parallel.mesh import lay_out
+from trainwright.parallel.mesh import lay_out, local
 from trainwright.parallel.sharding import packaged_rules, plan_sharding
 from trainwright.parallel.tensor import split_tensors
 

@@ -11,10 +11,10 @@ from tests.models.folders import config_of, our_llama, reference, tensors_in
 from torch import nn
 
 from trainwright.errors import CheckpointError
-from trainwright.models.as_shipped import changes_of, changes_of_theirs
 from trainwright.models.llama import Llama
 from trainwright.models.lora import add_lora, merge_lora
 from trainwright.models.model import Model
+from trainwright.models.saving import changes_of, changes_of_theirs
 
 
 def double(module, inputs, output):

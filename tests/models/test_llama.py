@@ -9,7 +9,7 @@ from tests.models.folders import reference
 
 from trainwright.data.pack import pack
 from trainwright.errors import ConfigError, DataError
-from trainwright.labels import IGNORED_LABEL
+from trainwright.events.mean import IGNORED_LABEL
 from trainwright.models.llama import Llama, default_intermediate_size
 
 VOCABULARY = 61

@@ -8,7 +8,7 @@ import pytest
 from tests.messages import raises
 
 from trainwright.errors import CheckpointError
-from trainwright.models.locate import find_folder, home_folders
+from trainwright.models.pretrained import find_folder, home_folders
 
 
 def make_model(folder):
@@ -28,7 +28,7 @@ def make_snapshot(cache, name):
 def offline(monkeypatch, tmp_path):
     """No hub, and caches that are empty."""
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    monkeypatch.setattr("trainwright.models.locate.find_spec", lambda name: None)
+    monkeypatch.setattr("trainwright.models.pretrained.find_spec", lambda name: None)
     monkeypatch.setenv("TRAINWRIGHT_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path

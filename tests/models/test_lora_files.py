@@ -8,8 +8,7 @@ from tests.messages import raises
 
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.models.llama import Llama
-from trainwright.models.lora import add_lora, lora_layers
-from trainwright.models.lora_files import CONFIG_FILE, WEIGHTS_FILE, load_lora, save_lora
+from trainwright.models.lora import CONFIG_FILE, WEIGHTS_FILE, add_lora, load_lora, lora_layers, save_lora
 
 TOKENS = torch.arange(24).reshape(2, 12) % 17
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from trainwright.config.frozen import Frozen
 from trainwright.errors import ConfigError
-from trainwright.models.freeze import freeze
+from trainwright.models.from_config import freeze
 from trainwright.models.names import as_globs, matched_parameters, names_module, unmatched
 
 

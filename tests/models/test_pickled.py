@@ -7,7 +7,7 @@ import torch
 from tests.messages import raises
 
 from trainwright.errors import CheckpointError
-from trainwright.models.pickled import read_pickled
+from trainwright.models.pretrained import read_pickled
 
 
 class Program:

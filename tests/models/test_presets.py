@@ -7,12 +7,13 @@ import torch
 from tests.messages import raises
 from tests.models.test_shipped_models import model_class
 
-from trainwright import RunConfig, built_ins
-from trainwright.checking.check import check_run
+from trainwright import RunConfig
+from trainwright.analysis.check import check_run
+from trainwright.build.components import Build
 from trainwright.errors import ConfigError
 from trainwright.models.llama import Llama
 from trainwright.models.presets import preset_settings, preset_sizes, presets
-from trainwright.parts import Build
+from trainwright.registry import builtin as built_ins
 
 
 def test_every_preset_of_every_model_has_its_size():

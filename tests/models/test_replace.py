@@ -8,8 +8,8 @@ from tests.messages import raises
 from torch import nn
 
 from trainwright.errors import ConfigError
+from trainwright.models.from_config import replace_modules
 from trainwright.models.llama import Llama
-from trainwright.models.replace import replace_modules
 
 
 def small_llama():

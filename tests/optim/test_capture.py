@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainwright.optim.adamw import AdamW
-from trainwright.optim.capture import can_be_captured, prepare_for_capture, set_rate
+from trainwright.optim.device_step import can_be_captured, prepare_for_capture, set_rate
 from trainwright.optim.lion import Lion
 from trainwright.optim.muon import Muon
 

@@ -10,7 +10,7 @@ from tests.messages import raises
 from tests.optim.references import all_equal, drive, make_gradients, make_weights, values
 
 from trainwright.errors import ConfigError
-from trainwright.optim import rounded_moments
+from trainwright.optim import adamw as rounded_moments
 from trainwright.optim.adamw import AdamW
 from trainwright.optim.lion import Lion
 from trainwright.optim.muon import Muon

@@ -12,7 +12,7 @@ from torch import nn
 
 from trainwright.errors import ConfigError
 from trainwright.optim.muon import Muon
-from trainwright.optim.parameter_kinds import classify_parameters
+from trainwright.optim.param_groups import classify_parameters
 
 MATRICES = ((4, 6), (6, 4), (3, 3), (4, 6), (5, 2, 3, 3))
 

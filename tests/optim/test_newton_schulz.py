@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.optim.references import newton_schulz
 
-from trainwright.optim.newton_schulz import as_wide_matrix, orthogonalize
+from trainwright.optim.muon import as_wide_matrix, orthogonalize
 
 USUAL = (3.4445, -4.7750, 2.0315)
 

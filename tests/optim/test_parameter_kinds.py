@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.optim.parameter_kinds import classify_parameters, kind_by_name, uses_muon
+from trainwright.optim.param_groups import classify_parameters, kind_by_name, uses_muon
 
 
 class Net(nn.Module):

@@ -22,13 +22,12 @@ from tests.parallel.split_training import (
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from trainwright.errors import ConfigError
-from trainwright.loop.step_unless import step_unless
+from trainwright.loop.update import step_unless
 from trainwright.optim.adamw import AdamW
 from trainwright.optim.lion import Lion
 from trainwright.optim.muon import Muon
-from trainwright.optim.param_groups import make_optimizer
-from trainwright.optim.parameter_kinds import classify_parameters
-from trainwright.optim.parts import part_of, sum_over_ranks
+from trainwright.optim.param_groups import classify_parameters, make_optimizer
+from trainwright.optim.sharded import part_of, sum_over_ranks
 from trainwright.parallel.fully_shard import SplitSettings, shard_parameters
 
 

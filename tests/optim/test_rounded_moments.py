@@ -9,9 +9,9 @@ from tests.optim import references
 from tests.optim.references import all_equal, drive, make_gradients, make_weights, values
 
 from trainwright.errors import ConfigError
-from trainwright.optim import device_step, rounded_moments
-from trainwright.optim.adamw import AdamW
-from trainwright.optim.rounded_moments import round_to_bf16, salt_of
+from trainwright.optim import adamw as rounded_moments
+from trainwright.optim import device_step
+from trainwright.optim.adamw import AdamW, round_to_bf16, salt_of
 
 SHAPES = ((4, 3), (7,), (2, 3, 2))
 

@@ -8,11 +8,11 @@ from tests.messages import raises
 from torch import nn
 
 from trainwright import RunConfig, build_trainer
-from trainwright.checking.check import check_run
+from trainwright.analysis.check import check_run
 from trainwright.errors import ConfigError
 from trainwright.optim.adamw import AdamW
 from trainwright.optim.muon import Muon
-from trainwright.optim.settings import check_settings, defaults_of, has_strict_forms, refuse_impossible
+from trainwright.optim.param_groups import check_settings, defaults_of, has_strict_forms, refuse_impossible
 
 PROJECT = Path(__file__).parents[1] / "project" / "run.yaml"
 

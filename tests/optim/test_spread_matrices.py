@@ -5,9 +5,9 @@ import torch
 from tests.parallel.forked_ranks import on_ranks
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from trainwright.optim.parts import part_of
-from trainwright.optim.spread_matrices import act_on_whole, layout_of
-from trainwright.parallel.local import local
+from trainwright.optim.muon import act_on_whole, layout_of
+from trainwright.optim.sharded import part_of
+from trainwright.parallel.mesh import local
 
 
 def matrices(shape, count=4):

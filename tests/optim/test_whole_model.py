@@ -9,16 +9,15 @@ from tests.parallel.forked_ranks import on_ranks
 from tests.parallel.test_stages import MODELS
 
 from trainwright import RunConfig
+from trainwright.build.components import Build
+from trainwright.build.parallelize import place_model
 from trainwright.errors import CheckpointError, ConfigError
-from trainwright.hooks.average_weights import AverageWeights
+from trainwright.hooks.ema import AverageWeights
 from trainwright.optim.adamw import AdamW
-from trainwright.optim.parameter_kinds import classify_parameters
-from trainwright.optim.whole_model import describe_whole
+from trainwright.optim.param_groups import classify_parameters, describe_whole
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import ALONE, Mesh
-from trainwright.parallel.stages import mark_shared, split_layers
-from trainwright.parts import Build
-from trainwright.placing import place_model
+from trainwright.parallel.pipeline import mark_shared, split_layers
 
 CPU = torch.device("cpu")
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from trainwright.parallel.blocks import SMALLEST_LAYER, find_blocks
+from trainwright.parallel.fully_shard import SMALLEST_LAYER, find_blocks
 
 
 def make_block():

@@ -11,10 +11,18 @@ from tests.parallel.forked_ranks import on_ranks
 from torch import nn
 
 from trainwright.errors import ConfigError
-from trainwright.models.layers.whole_sequence import WholeSequence
-from trainwright.parallel.context import VERBS, SplitSequence, split_sequences
-from trainwright.parallel.context_dropout import draw_apart, own_random_numbers
-from trainwright.parallel.context_ring import RingKernel, ring_attention, ring_kernel, torch_ring
+from trainwright.models.layers.attention import WholeSequence
+from trainwright.parallel.context import (
+    VERBS,
+    RingKernel,
+    SplitSequence,
+    draw_apart,
+    own_random_numbers,
+    ring_attention,
+    ring_kernel,
+    split_sequences,
+    torch_ring,
+)
 from trainwright.parallel.mesh import Mesh
 
 LENGTHS = (1, 2, 7, 16, 29)

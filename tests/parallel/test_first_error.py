@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from trainwright.parallel.first_error import describe_lost_connection
+from trainwright.parallel.processes import describe_lost_connection
 
 
 @pytest.mark.parametrize(

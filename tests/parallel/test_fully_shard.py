@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainwright.errors import ConfigError
 from trainwright.parallel.fully_shard import SplitSettings, shard_parameters
-from trainwright.parallel.local import local
-from trainwright.parallel.mesh import Mesh
+from trainwright.parallel.mesh import Mesh, local
 
 LAYOUTS = {"data": {"data": 2}, "hybrid": {"replicate": 2, "data": 2}, "uneven": {"data": 3}}
 WAYS = {

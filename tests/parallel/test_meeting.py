@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.messages import raises
 
 from trainwright.errors import ConfigError, TrainwrightError
-from trainwright.parallel.meeting import meet
+from trainwright.parallel.processes import meet
 
 
 @pytest.fixture

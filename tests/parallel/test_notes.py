@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from trainwright.parallel.notes import Notes, NotesUnreachable, collective_log, num_collectives_begun
+from trainwright.parallel.collectives import Notes, NotesUnreachable, collective_log, num_collectives_begun
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ from trainwright.models.gpt2 import GPT2
 from trainwright.models.llama import Llama
 from trainwright.parallel.context import split_sequences
 from trainwright.parallel.fully_shard import SplitSettings, shard_parameters
-from trainwright.parallel.local import own_gradient
-from trainwright.parallel.mesh import ALONE, Mesh
+from trainwright.parallel.mesh import ALONE, Mesh, own_gradient
 from trainwright.parallel.pipeline import Hidden, Pipeline, _Part, split_layers
 from trainwright.parallel.sharding import packaged_rules, plan_sharding
 from trainwright.parallel.tensor import split_tensors, whole

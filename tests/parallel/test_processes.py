@@ -12,8 +12,7 @@ from tests.messages import mentions, raises
 from trainwright.config import RunConfig
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.parallel import processes
-from trainwright.parallel.first_error import note_failure
-from trainwright.parallel.same_run import facts_of
+from trainwright.parallel.processes import facts_of, note_failure
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -168,7 +167,7 @@ def test_a_rank_that_fails_before_it_joins_takes_the_others_with_it(tmp_path):
 
 def test_a_rank_that_dies_while_it_is_compared_is_named(tmp_path, monkeypatch):
     group, facts = Group(tmp_path / "group"), facts_here(tmp_path / "project")
-    monkeypatch.setattr("trainwright.parallel.same_run.ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr("trainwright.parallel.processes.ANSWER_SECONDS", 1.0)
 
     def die(rank):
         monkeypatch.setattr(processes, "refuse_other_runs", lambda *_: os._exit(0))

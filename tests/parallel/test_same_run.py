@@ -1,7 +1,7 @@
 """What of a run must be equal on all ranks."""
 
 from trainwright.config import RunConfig
-from trainwright.parallel.same_run import facts_of
+from trainwright.parallel.processes import facts_of
 
 
 def test_every_setting_is_a_fact_by_its_dotted_name(tmp_path):

@@ -6,14 +6,14 @@ from tests.messages import raises
 from tests.parallel.forked_ranks import on_ranks
 from torch import nn
 
-from trainwright.checkpoint.split_tensors import fill
+from trainwright.checkpoint.encoding import fill
 from trainwright.errors import TrainwrightError
 from trainwright.models.pretrained import on_meta
-from trainwright.parallel import sent_weights
+from trainwright.parallel import replicate as sent_weights
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.fully_shard import SplitSettings, shard_parameters
-from trainwright.parallel.local import is_split
-from trainwright.parallel.sent_weights import SentWeights, give_memory
+from trainwright.parallel.mesh import is_split
+from trainwright.parallel.replicate import SentWeights, give_memory
 
 
 class Net(nn.Module):

@@ -13,8 +13,7 @@ from trainwright.models.llama import Llama
 from trainwright.models.lora import add_lora
 from trainwright.models.t5 import T5
 from trainwright.models.vit import ViT
-from trainwright.parallel.sharding import packaged_rules, plan_sharding, read_rules
-from trainwright.parallel.sharding_rules import packaged_files, parse_rules
+from trainwright.parallel.sharding import packaged_files, packaged_rules, parse_rules, plan_sharding, read_rules
 
 TWO = {"tensor": 2}
 SMALL = {"hidden_size": 16, "num_layers": 2, "num_heads": 4}

@@ -15,7 +15,7 @@ from trainwright.models.llama import Llama
 from trainwright.models.t5 import T5
 from trainwright.models.vit import ViT
 from trainwright.parallel.mesh import ALONE, Mesh
-from trainwright.parallel.stages import refuse_pipeline, split_layers
+from trainwright.parallel.pipeline import refuse_pipeline, split_layers
 
 SMALL = {"vocab_size": 31, "hidden_size": 16, "num_heads": 2, "num_layers": 3}
 BATCH = {"input_ids": torch.arange(20).reshape(2, 10), "labels": torch.arange(20).reshape(2, 10)}

@@ -14,8 +14,7 @@ from trainwright.errors import DataError
 from trainwright.models.bert import Bert
 from trainwright.models.llama import Llama
 from trainwright.parallel.mesh import Mesh
-from trainwright.parallel.sharding import packaged_rules, plan_sharding
-from trainwright.parallel.sharding_rules import parse_rules
+from trainwright.parallel.sharding import packaged_rules, parse_rules, plan_sharding
 from trainwright.parallel.tensor import split_tensors
 
 SMALL = {"vocab_size": 32, "hidden_size": 16, "num_layers": 2, "num_heads": 4}

@@ -7,8 +7,7 @@ from tests.parallel.split_training import CPU, make_net
 from torch.nn import functional
 
 from trainwright.errors import TrainwrightError
-from trainwright.parallel.fully_shard import SplitSettings, shard_parameters
-from trainwright.parallel.ungathered import refuse_ungathered
+from trainwright.parallel.fully_shard import SplitSettings, refuse_ungathered, shard_parameters
 
 WAYS = {
     "embedding": lambda model: model.embed(torch.zeros(2, 3, dtype=torch.int64)),

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from tests.parallel.forked_ranks import on_ranks
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from trainwright.parallel.vocabulary import first_row, look_up, split_cross_entropy
+from trainwright.parallel.tensor import first_row, look_up, split_cross_entropy
 
 SIZES = (6, 7, 2)
 """Divides over the three ranks, does not, and leaves one rank without any row."""

@@ -17,7 +17,7 @@ import yaml
 from safetensors.torch import save_file
 
 from trainwright import RunConfig, Trainer, build_trainer
-from trainwright.parallel.local import is_split
+from trainwright.parallel.mesh import is_split
 from trainwright.trainers.language_model import LanguageModelTrainer
 
 NUM_STEPS = 3

@@ -1,7 +1,7 @@
-"""The verbs that differ between devices, as a CPU does them, and the choice of a backend.
+"""The contract of a device backend, as a CPU fulfils it, and the choice of a backend.
 
-The CPU's way is the plain way, so it is the contract; cuda.py and tpu.py override what their devices do otherwise.
-An `if device ==` anywhere else is a missing verb here.
+Everything that differs between devices is a method here. Graph mode asks a backend to `record` a function: on a GPU
+the recording is a CUDA graph (cuda.py); a CPU runs the function again under the same guards.
 """
 
 from __future__ import annotations
@@ -9,19 +9,92 @@ from __future__ import annotations
 import gc
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainwright.backends import main_memory
-from trainwright.backends.main_memory import MemoryFacts
-from trainwright.backends.recording import EagerRecording, Recording, Run, run_guarded
-from trainwright.errors import ConfigError
+from trainwright.backends import host_memory as main_memory
+from trainwright.backends.host_memory import MemoryFacts
+from trainwright.errors import ConfigError, HostReadError
+
+# Methods that copy values to the host without an operation of their own.
+_READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
+
+Run = Callable[[list[Tensor]], list[Tensor]]
+
+
+class Recording(Protocol):
+    """A function that ran once and can be repeated."""
+
+    def replay(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Repeats it with inputs of the same shapes; returns new tensors, one for each output.
+
+        The parameters it was given have the gradients of this repetition afterwards.
+        """
+        ...
+
+
+class EagerRecording:
+    """Repeats a function by calling it."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def replay(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Calls the function."""
+        return self._run(list(inputs))
+
+
+def run_guarded(run: Run, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Runs a function that a CUDA graph could capture; raises HostReadError where it could not."""
+    with _NoConversions(), _NoDataDependence():
+        return run(list(inputs))
+
+
+class _NoConversions(TorchFunctionMode):
+    """Rejects methods that copy values to the host below the dispatcher."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Called for every function of torch, with the mode off."""
+        name = getattr(func, "__name__", "")
+        if name in _READS:
+            raise HostReadError(f"The values of a tensor are read by the host, by {name}.")
+        return func(*args, **(kwargs or {}))
+
+
+class _NoDataDependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no types
+    """Rejects operations whose result on the host, or whose shape, depends on values, and what follows a seeding."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seed = torch.default_generator.initial_seed()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Called for every operation that reaches a kernel."""
+        if torch.default_generator.initial_seed() != self._seed:
+            raise HostReadError("Before this line torch's generator is seeded, which a replay does not repeat.")
+        if torch.Tag.data_dependent_output in func.tags:
+            raise HostReadError("The value of a tensor is read by the host.")
+        if torch.Tag.dynamic_output_shape in func.tags and not _has_known_shape(func, args):
+            name = func._schema.name.removeprefix("aten::")
+            raise HostReadError(f"The shape of what {name} returns depends on values.")
+        return func(*args, **(kwargs or {}))
+
+
+def _has_known_shape(operation: Any, args: tuple[Any, ...]) -> bool:
+    """Returns True for indexing by integers, whose shape follows from the indices; a mask counts its values."""
+    if operation is not torch.ops.aten.index.Tensor:
+        return False
+    return all(each is None or each.dtype not in (torch.bool, torch.uint8) for each in args[1])
+
 
 # Where torch's fused AdamW kernel exists in every torch version that we support.
 _FUSED_OPTIMIZERS = frozenset({"cpu", "cuda"})

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trainwright.backends.backend import Backend
-from trainwright.backends.main_memory import MemoryFacts
+from trainwright.backends.host_memory import MemoryFacts
 from trainwright.backends.private_torch import tree_map_only
 from trainwright.errors import ConfigError
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trainwright.checkpoint.retention import Retention, Store, delete_all, metrics_by_step, prune
-from trainwright.checkpoint.staging import HostBuffers, StagedParts, encode_parts
+from trainwright.checkpoint.snapshot import HostBuffers, StagedParts, encode_parts
 from trainwright.checkpoint.store import CheckpointStore, OtherWriters, is_disk_full
 from trainwright.checkpoint.together import SharedStore, Together
 from trainwright.errors import CheckpointError

@@ -15,11 +15,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from trainwright.checkpoint.encoding import encode_split
-from trainwright.checkpoint.open_store import AnyStore
-from trainwright.checkpoint.split_tensors import SplitTensor, as_whole, fill, laid_out_as, map_tensors
+from trainwright.checkpoint.encoding import SplitTensor, as_whole, encode_split, fill, laid_out_as, map_tensors
+from trainwright.checkpoint.remote_store import AnyStore
 from trainwright.errors import CheckpointError
-from trainwright.parallel.local import is_split
+from trainwright.parallel.mesh import is_split
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import torch
 from trainwright.checkpoint.listing import checkpoints_place, list_checkpoints
 from trainwright.checkpoint.manifest import STEP_NAME
 from trainwright.config import RunConfig
-from trainwright.config.tree import absolute
+from trainwright.config.yaml_text import absolute
 from trainwright.errors import CheckpointError, ConfigError
 
 try:

@@ -1,7 +1,6 @@
-"""Checkpoints behind an address of fsspec: the files are put first, MANIFEST.json last, and its presence is the commit.
+"""Checkpoints at an fsspec address (`s3://bucket/run`): files first, MANIFEST.json last, and its presence commits.
 
-The methods are those of store.py's CheckpointStore, which makes and reads the files themselves: each part passes
-through a temporary folder of this machine (TMPDIR). How the folder is asked is in remote_files.py.
+`open_store` chooses between this store and the local one (store.py).
 """
 
 from __future__ import annotations
@@ -13,14 +12,22 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from trainwright.checkpoint.disk import SECONDS_OF_SILENCE, FileFact
 from trainwright.checkpoint.manifest import FORMAT, MANIFEST, UnknownFormatError, read_manifest, render_manifest
-from trainwright.checkpoint.part_files import file_names, write_share
-from trainwright.checkpoint.remote_files import DAMAGED_MANIFEST, RemoteFolder, RemotePath, Take, UnreachableError
-from trainwright.checkpoint.staging import StagedParts
+from trainwright.checkpoint.remote_files import (
+    DAMAGED_MANIFEST,
+    RemoteFolder,
+    RemotePath,
+    Take,
+    UnreachableError,
+    is_address,
+    local_path,
+)
+from trainwright.checkpoint.snapshot import StagedParts
 from trainwright.checkpoint.store import CheckpointStore, OtherWriters
+from trainwright.checkpoint.tensor_files import file_names, write_share
 from trainwright.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -323,3 +330,14 @@ class RemoteStore:
             # Somebody else's folder, read-only: falling back matters more than tidying.
             return f"Its manifest could not be renamed to {DAMAGED_MANIFEST} ({error})."
         return f"It is kept, with its manifest as {DAMAGED_MANIFEST}."
+
+
+AnyStore: TypeAlias = CheckpointStore | RemoteStore
+"""Both have the same public methods; a remote one's paths are RemotePath, which name and open nothing."""
+
+
+def open_store(folder: str | Path) -> AnyStore:
+    """Returns the store in `folder`, a path or an address of fsspec; touches nothing. `file://` is a plain path."""
+    if is_address(folder):
+        return RemoteStore(str(folder))
+    return CheckpointStore(local_path(folder))

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainwright.checkpoint.open_store import AnyStore
+from trainwright.checkpoint.remote_store import AnyStore
 from trainwright.checkpoint.retention import best_step, metrics_by_step
 from trainwright.config import KeepBest, RunConfig
 from trainwright.errors import CheckpointError

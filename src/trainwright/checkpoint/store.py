@@ -33,7 +33,7 @@ from trainwright.checkpoint.disk import (
     sync_folder,
     write_file,
 )
-from trainwright.checkpoint.encoding import encode
+from trainwright.checkpoint.encoding import SplitTensor, encode, map_tensors
 from trainwright.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -42,10 +42,8 @@ from trainwright.checkpoint.manifest import (
     read_manifest,
     render_manifest,
 )
-from trainwright.checkpoint.part_files import read_part, share_names, write_part, write_share
-from trainwright.checkpoint.split_tensors import SplitTensor, map_tensors
-from trainwright.checkpoint.staging import EncodedPart, StagedParts
-from trainwright.checkpoint.tensor_files import HASH_BESIDE_BYTES
+from trainwright.checkpoint.snapshot import EncodedPart, StagedParts
+from trainwright.checkpoint.tensor_files import HASH_BESIDE_BYTES, read_part, share_names, write_part, write_share
 from trainwright.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ def check(
     Everything runs on the CPU in a temporary folder; the run's own folder is not touched. Exits with 1 where
     there are errors; remarks alone exit with 0.
     """
-    from trainwright.checking.check import check_run
+    from trainwright.analysis.check import check_run
 
     report = check_run(run, overrides or [])
     has_colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"

@@ -107,8 +107,8 @@ def _read_config(path: Path, *, is_needed: bool) -> RunConfig | None:
 
 def _verify(place: Place, found: Sequence[Listed]) -> list[Listed]:
     """Returns the checkpoints with what reading them showed; those already known as damaged are not read."""
-    from trainwright.checkpoint.open_store import open_store
     from trainwright.checkpoint.remote_files import UnreachableError
+    from trainwright.checkpoint.remote_store import open_store
 
     store = open_store(place.checkpoints)
     read = [one for one in found if _counts(one) and one.problem is None]
@@ -131,7 +131,7 @@ def _verify(place: Place, found: Sequence[Listed]) -> list[Listed]:
 def _prune(place: Place) -> str:
     """Deletes by policy and returns what went, in a sentence. Checkpoints that are not whole neither count nor go."""
     from trainwright.checkpoint.folder import FolderLock
-    from trainwright.checkpoint.open_store import open_store
+    from trainwright.checkpoint.remote_store import open_store
 
     assert place.run is not None
     assert place.config is not None

@@ -15,13 +15,13 @@ import typer
 from rich.console import Console
 from rich.syntax import Syntax
 
-from trainwright.built_ins import KIND_FOLDERS
-from trainwright.catalogue import Catalogue, Entry, Parameter, read_catalogue
 from trainwright.commands.table import aligned, show_rows
 from trainwright.config import yaml_text
 from trainwright.config.problems import nearest
 from trainwright.errors import ComponentError
 from trainwright.models.presets import preset_sizes
+from trainwright.registry.builtin import KIND_FOLDERS
+from trainwright.registry.catalogue import Catalogue, Entry, Parameter, read_catalogue
 
 SECTIONS = {
     "trainer": "trainer",

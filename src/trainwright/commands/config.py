@@ -12,14 +12,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from trainwright.built_ins import BUILT_INS
 from trainwright.commands.table import show_rows
 from trainwright.config import Component, Frozen, RunConfig, yaml_text
 from trainwright.config.frozen import same, thaw
 from trainwright.config.json_schema import run_schema
 from trainwright.config.sections import Section
-from trainwright.config.tree import KeyPath
+from trainwright.config.yaml_text import KeyPath
 from trainwright.errors import ConfigError
+from trainwright.registry.builtin import BUILT_INS
 
 DEFAULT, OVERRIDE = "default", "override"
 _ABSENT = "–"

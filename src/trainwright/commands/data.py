@@ -31,8 +31,8 @@ def data(
     Builds no model, trains nothing, and leaves the run's folder alone.
     """
     config = load_run(run, overrides or [])
-    from trainwright.looking.look import look_at
-    from trainwright.looking.page import render
+    from trainwright.analysis.data import look_at
+    from trainwright.analysis.data_page import render
 
     look = look_at(config, run=str(run), show=show, samples=samples, name=set_name)
     if as_json:

@@ -17,7 +17,7 @@ from trainwright.config import RunConfig
 from trainwright.errors import ConfigError
 
 if TYPE_CHECKING:
-    from trainwright.planning.estimate import Estimate
+    from trainwright.analysis.estimate import Estimate
 
 UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -43,7 +43,7 @@ def estimate(
     """
     config = load_run(run, overrides or [])
     limit = None if memory is None else read_size(memory)
-    from trainwright.planning.estimate import estimate as estimate_run
+    from trainwright.analysis.estimate import estimate as estimate_run
 
     found = estimate_run(config, world_size=world, rank=rank, sequence_length=length)
     if as_json:

@@ -21,7 +21,7 @@ def evaluate(
     step: Annotated[str, typer.Option(help="Which checkpoint: latest, best, or a number.")] = "latest",
 ) -> None:
     """Evaluate a checkpoint on the run's evaluation sets and print the metrics as JSON."""
-    from trainwright.main import run_experiment
+    from trainwright.api.run import run_experiment
 
     if step not in ("latest", "best") and not step.isdecimal():
         raise ConfigError(f"--step: {step!r} is neither latest, nor best, nor a number.")

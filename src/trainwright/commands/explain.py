@@ -13,7 +13,7 @@ import typer
 from trainwright.commands.config import load_run
 
 if TYPE_CHECKING:
-    from trainwright.explaining import Line
+    from trainwright.analysis.explain import Line
 
 WIDEST = 60  # a longer name pushes its own line, not those of all others
 SHORTEST = 20  # of a remark that has less room nothing is shown
@@ -28,7 +28,7 @@ def explain(
 ) -> None:
     """Print the loop as it will run: each phase, and which of your methods and hooks act there. Builds nothing."""
     config = load_run(run, overrides or [])
-    from trainwright.explaining import explain as explain_run
+    from trainwright.analysis.explain import explain as explain_run
 
     lines = explain_run(config)
     is_terminal = sys.stdout.isatty()

@@ -21,7 +21,7 @@ from trainwright.checkpoint.manifest import MANIFEST, STEP_NAME, read_manifest
 from trainwright.checkpoint.retention import best_step
 from trainwright.commands.table import show_rows
 from trainwright.config import KeepBest, RunConfig
-from trainwright.config.tree import absolute
+from trainwright.config.yaml_text import absolute
 from trainwright.errors import TrainwrightError
 
 CONFIG_FILE, METRICS_FILE, LOG_FILE, CHECKPOINTS = "config.yaml", "metrics.json", "log.txt", "checkpoints"

@@ -13,7 +13,7 @@ from trainwright.commands.config import load_run
 from trainwright.commands.table import show_rows
 
 if TYPE_CHECKING:
-    from trainwright.planning.shard import Sharding
+    from trainwright.analysis.shard import Sharding
 
 World = Annotated[int, typer.Option("--world", min=1, help="The number of ranks: processes, one a device.")]
 Rank = Annotated[int, typer.Option("--rank", min=0, help="The rank to look at.")]
@@ -42,7 +42,7 @@ def shard(
     The run is built and stepped once on imaginary ranks, on tensors that have no memory.
     """
     config = load_run(run, overrides or [])
-    from trainwright.planning.shard import plan_shards
+    from trainwright.analysis.shard import plan_shards
 
     found = plan_shards(config, world_size=world, rank=rank, sequence_length=length)
     if as_json:
@@ -66,7 +66,7 @@ def describe_batch(shapes: dict[str, list[int]], micro_batch_size: int, accumula
 
 
 def _show(found: Sharding, *, shows_all: bool) -> None:
-    from trainwright.planning.layouts import grouped
+    from trainwright.analysis.shard import grouped
 
     copies = f"rank {found.rank} holds {size_text(found.rank_bytes)} of {size_text(found.num_bytes)}"
     print(f"{describe_ranks(found.world_size, found.axes)}; {found.num_parameters:,} parameters: {copies}\n")

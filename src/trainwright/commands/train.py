@@ -15,8 +15,8 @@ from typing import Annotated, Any
 
 import typer
 
+from trainwright.api.experiments import load_experiment, split_overrides
 from trainwright.config import RunConfig
-from trainwright.doors.experiments import load_experiment, split_overrides
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.launch.local import (
     die_with_launcher,
@@ -142,7 +142,7 @@ def train(
     fresh = _begin_as_worker() and fresh
     if resume and mode not in _EVALUATING:
         _say_if_nothing_is_there(config, model_dir)
-    from trainwright.main import run_experiment
+    from trainwright.api.run import run_experiment
 
     options: dict[str, Any] = {"mode": mode, "model_dir": model_dir, "timeout_seconds": timeout}
     try:

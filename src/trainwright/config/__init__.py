@@ -5,7 +5,6 @@ checks.py holds the rules across sections, resolve.py derives mesh and batch siz
 """
 
 from trainwright.config.component import Component, ModelSection
-from trainwright.config.faults import HangsSection, IncidentsSection, PreemptionSection
 from trainwright.config.frozen import Frozen
 from trainwright.config.resolve import BatchPlan, known_data_ranks, micro_batch_alone, resolve_batch, resolve_mesh
 from trainwright.config.schema import RunConfig
@@ -13,15 +12,18 @@ from trainwright.config.sections import (
     CheckpointSection,
     DataSection,
     EvaluationSection,
+    HangsSection,
+    IncidentsSection,
     KeepBest,
     LogSection,
     MeshSection,
     OptimizerSection,
+    PreemptionSection,
     ProcessSection,
     RuntimeSection,
     TrainerSection,
 )
-from trainwright.config.tree import Node, Origin
+from trainwright.config.yaml_text import Node, Origin
 
 __all__ = [
     "BatchPlan",

@@ -18,7 +18,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from trainwright.config.frozen import Frozen
 from trainwright.config.problems import describe, refuse
-from trainwright.config.tree import Origin, absolute
+from trainwright.config.yaml_text import Origin, absolute
 from trainwright.errors import ConfigError
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from trainwright.config import yaml_text
 from trainwright.config.problems import describe, suggest
 from trainwright.config.python_files import read_python
-from trainwright.config.tree import Node, Origin, absolute, map_strings, merge
+from trainwright.config.yaml_text import Node, Origin, absolute, map_strings, merge
 from trainwright.errors import ConfigError
 from trainwright.tracebacks import shown_path
 

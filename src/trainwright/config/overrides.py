@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from trainwright.config import yaml_text
 from trainwright.config.problems import describe
-from trainwright.config.tree import Node, Origin, spelled_out
+from trainwright.config.yaml_text import Node, Origin, spelled_out
 from trainwright.errors import ConfigError
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
-from trainwright.config.tree import KeyPath, Origin
+from trainwright.config.yaml_text import KeyPath, Origin
 from trainwright.errors import ConfigError
 
 

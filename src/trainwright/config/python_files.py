@@ -26,7 +26,7 @@ from trainwright.config.component import type_of
 from trainwright.config.frozen import plain_scalar
 from trainwright.config.problems import describe, dotted
 from trainwright.config.sections import Section
-from trainwright.config.tree import KeyPath, Node, Origin, map_strings, plant
+from trainwright.config.yaml_text import KeyPath, Node, Origin, map_strings, plant
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.tracebacks import shown_path
 

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from trainwright.config.schema import RunConfig
-from trainwright.config.tree import Origin
+from trainwright.config.yaml_text import Origin
 from trainwright.errors import ConfigError
 
 DEFAULT_GLOBAL_BATCH_SIZE = 32

@@ -1,11 +1,6 @@
-"""`RunConfig`: what a run is, in one read-only object; and the four ways to get one.
+"""`RunConfig`: a run in one read-only object, and the ways to get one: a file, a dict, Python code, a saved run.
 
-    load        a YAML file with what it extends and the overrides ┐
-    from_dict   plain settings                                     ├→ _assemble: every check, one error
-    derive      a config and some other values                     ┘
-    (unpickled) the same object in another process
-
-The sections are in sections.py. Nothing here imports torch or looks at a component's class.
+Files are read in files.py and python_files.py, overrides in overrides.py; the sections are declared in sections.py.
 """
 
 from __future__ import annotations
@@ -20,17 +15,20 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 from trainwright.config import yaml_text
 from trainwright.config.checks import check_across, check_trainer_keys
 from trainwright.config.component import Component, ModelSection
-from trainwright.config.faults import HangsSection, IncidentsSection, PreemptionSection
-from trainwright.config.files import Document, read_document, resolve_document, save_document
+from trainwright.config.files import Document, lay_over, read_document, resolve_document, save_document
 from trainwright.config.frozen import Frozen, plain_scalar, same, thaw
 from trainwright.config.overrides import apply_overrides, replace_at
 from trainwright.config.problems import Problem, describe, explain, raise_all, refuse
+from trainwright.config.python_files import as_settings
 from trainwright.config.sections import (
     CheckpointSection,
     Components,
     DataSection,
     EvaluationSection,
+    HangsSection,
+    IncidentsSection,
     LogSection,
+    PreemptionSection,
     RuntimeSection,
     Section,
     Texts,
@@ -38,7 +36,7 @@ from trainwright.config.sections import (
     Whole,
     empty_section,
 )
-from trainwright.config.tree import KeyPath, Node, Origin, absolute, merge, plant
+from trainwright.config.yaml_text import KeyPath, Node, Origin, absolute, merge, plant
 from trainwright.errors import ConfigError
 
 # Defaults that an override may reach into: `writers.0.…=…` works whether or not the file has the key.
@@ -244,3 +242,33 @@ def _plain(value: Any, path: KeyPath = (), where: Origin | None = None) -> Any:
         text = f"a {type(value).__name__} cannot be saved as YAML: {value!r}. Use text, numbers, lists or mappings."
         raise_all([Problem(path, text)], lambda _: where)
     return plain
+
+
+def layered_config(
+    made: Any,
+    *,
+    name: str,
+    folder: Path,
+    where: Origin,
+    files: Iterable[str | os.PathLike[str]] = (),
+    overrides: Iterable[str] = (),
+) -> RunConfig:
+    """Return what code at `where` has made, a RunConfig or a mapping, with files and overrides over it.
+
+    `name` is for a run that gives none, and `folder` is where relative files start, unless the RunConfig has its own.
+    Overrides are `a.b=value`, or YAML mappings, which are laid over before those.
+    """
+    known = made._origins if isinstance(made, RunConfig) else {}  # those of the files that it was loaded from
+    settings = merge(plant({"name": name}, {}), plant(as_settings(made, {(): where}), {(): where, **known}))
+    document, single = lay_over(resolve_document(settings, folder), files), []
+    for text in overrides:
+        if text.lstrip().startswith("{"):
+            document = Document(merge(document.settings, _mapping(text)), document.project_dir)
+        else:
+            single.append(text)
+    return RunConfig._assemble(document, single)
+
+
+def _mapping(text: str) -> Node:
+    where = Origin(f"override {text}", 0)
+    return yaml_text.parse(text, lambda line: where)

@@ -1,25 +1,127 @@
-"""Fetches the samples at given positions, each with randomness of its own.
+"""Fetches the samples at given positions, each with its own randomness, and applies `data.on_error` to bad rows.
 
-A sample's generators (torch's, Python's, numpy's) are seeded from (seed, position), so it comes out the
-same on any rank, in any worker and after a resume; a collator's from (seed, first position), the same in
-any worker. Step randomness is the loop's. Which positions make a batch is loader.py's; workers are workers.py's.
+Positions come from order.py; loader.py and streams.py ask for them, in the process or in workers (workers.py).
 """
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from trainwright import registry
 from trainwright.data.order import Indices, chain_seed
 from trainwright.data.randomness import SEEDERS, DrawDetector, preserve_generators, seed_generators
-from trainwright.data.stream import has_index
-from trainwright.data.view import View
 from trainwright.errors import DataError
+from trainwright.registry import resolve as registry
+
+logger = logging.getLogger(__name__)
+
+
+class StreamBrokenError(DataError):
+    """An error after which a stream cannot go on: no row that could be left out."""
+
+
+def is_stream(dataset: Any) -> bool:
+    """Can this dataset only be iterated? One that offers both, an index and iteration, is read by its index."""
+    return hasattr(dataset, "__iter__") and not (has_index(dataset) and hasattr(dataset, "__len__"))
+
+
+def has_index(dataset: Any) -> bool:
+    """Has the dataset a `__getitem__` of its own? torch gives every Dataset one that only raises."""
+    own = getattr(type(dataset), "__getitem__", None)
+    return own is not None and own is not Dataset.__getitem__
+
+
+@dataclass(frozen=True)
+class View:
+    """Which data rank this process is, of how many."""
+
+    rank: int = 0
+    size: int = 1
+
+    def part(self, start: int, stop: int) -> tuple[int, int]:
+        """Returns this rank's contiguous share of positions; ranks in order give the whole again."""
+        length = stop - start
+        return start + length * self.rank // self.size, start + length * (self.rank + 1) // self.size
+
+
+def positive_indices(indices: Sequence[int], *, size: int, of: str) -> npt.NDArray[np.int64]:
+    """Returns the indices as an array; one below 0 counts from the end, as in a list.
+
+    One outside raises IndexError, at which iterating ends; `of` is what the dataset holds, in the plural, for the
+    message. The whole batch costs about 5 µs.
+
+    >>> positive_indices([0, -1], size=10, of="rows").tolist()
+    [0, 9]
+    """
+    places = np.asarray(indices)
+    if not places.size:
+        return np.empty(0, np.int64)
+    if places.dtype.kind not in "iu":  # 1.5 would be cut to 1
+        raise TypeError(f"An index of the {size} {of} is no whole number: {list(indices)[:10]}.")
+    least = int(places.min())
+    if least < -size or int(places.max()) >= size:
+        outside = next(int(place) for place in places.tolist() if not -size <= place < size)
+        raise IndexError(f"Index {outside} is outside of the {size} {of}.")
+    places = places.astype(np.int64, copy=False)
+    return places if least >= 0 else np.where(places < 0, places + size, places)
+
+
+SKIPPED_ROWS = "skipped_rows.json"
+"""The list in the run folder: one JSON object a line, as metrics.json."""
+
+
+class OnError:
+    """Takes note of rows that were left out."""
+
+    def __init__(self, *, skips: bool = False, at_most: int = 100, folder: Path | None = None) -> None:
+        self.skips = skips
+        self._at_most = at_most
+        self._file = None if folder is None else folder / SKIPPED_ROWS
+        self._known: set[Failure] | None = None
+
+    def note(self, failures: Sequence[Failure], *, of: str = "data.train") -> None:
+        """Lists rows of a set that were left out; raises where they are too many."""
+        if not failures:
+            return
+        if self._known is None:
+            self._known = self._read()
+        for failure in (replace(each, of=of) for each in failures):
+            if failure in self._known:
+                continue
+            self._known.add(failure)
+            self._list(failure)
+            if len(self._known) > self._at_most:
+                raise DataError(
+                    f"data.on_error: skip, but {failure.describe()}, which makes {len(self._known)} such rows, and "
+                    f"data.max_skipped is {self._at_most}. They are listed in {self._file}. Mend the data or raise it."
+                )
+            logger.warning("Left out: %s.", failure.describe())
+
+    def _list(self, failure: Failure) -> None:
+        if self._file is not None:
+            # One write of one short line, appended: ranks may list rows at the same time.
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(failure.to_dict()) + "\n")
+
+    def _read(self) -> set[Failure]:
+        if self._file is None or not self._file.exists():
+            return set()
+        known = set()
+        for line in self._file.read_text(encoding="utf-8").splitlines():
+            try:
+                known.add(Failure(**json.loads(line)))
+            except (ValueError, TypeError):
+                continue  # the last line of a run that was killed
+        return known
+
 
 Collator = Callable[[list[Any]], Any]
 

@@ -1,27 +1,119 @@
-"""Fetches batches by global position, for training (endless, shuffled) and evaluation (once, in order).
+"""Batches by global position, for training (endless, shuffled) and evaluation (once, in order).
 
-The state of training data is one number, the samples that were returned; what workers have fetched ahead
-does not count. A rank or worker is a view of positions, so their number changes nothing in the order.
-See fetch.py for how one sample is fetched, order.py for which; data without an index is stream_loader.py's.
+Which index is at which position is order.py's; streams have stream_loader.py.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from trainwright.data.collators import refuse_lists
-from trainwright.data.failures import OnError
-from trainwright.data.fetch import Collator, SampleFetcher, Span, count_samples
-from trainwright.data.left_out import LeftOut
-from trainwright.data.length_order import LengthOrder, lengths_of
-from trainwright.data.order import Order
-from trainwright.data.view import View
+from trainwright.data.fetch import Collator, OnError, SampleFetcher, Span, View, count_samples
+from trainwright.data.order import Indices, Order, mix_seed, permute
 from trainwright.data.workers import LoaderOptions, ToDevice, deliver
 from trainwright.errors import DataError
 
 logger = logging.getLogger(__name__)
+
+
+class LeftOut:
+    """Windows of places, disjoint and in order."""
+
+    def __init__(self) -> None:
+        self._windows: list[tuple[int, int]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._windows)
+
+    def __contains__(self, place: int) -> bool:
+        return any(start <= place < stop for start, stop in self._windows)
+
+    def add(self, start: int, stop: int) -> None:
+        """Leaves out the batches that begin at the places start … stop−1."""
+        if not 0 <= start < stop:
+            raise DataError(f"leave_out: the places {start} to {stop} are no window. Give 0 ≤ start < stop.")
+        joined: list[tuple[int, int]] = []
+        for first, last in sorted([*self._windows, (start, stop)]):
+            if joined and first <= joined[-1][1]:
+                joined[-1] = (joined[-1][0], max(last, joined[-1][1]))
+            else:
+                joined.append((first, last))
+        self._windows = joined
+
+    def add_all(self, windows: Iterable[Sequence[int]]) -> None:
+        """Adds saved windows to those that are there, which a state from before them does not know."""
+        for start, stop in windows:
+            self.add(int(start), int(stop))
+
+    def to_list(self) -> list[list[int]]:
+        """Returns the windows as plain values."""
+        return [list(window) for window in self._windows]
+
+
+_WINDOW_STREAM = 0x714D  # keeps the seeds of windows apart from those of epochs
+
+BATCHES_PER_WINDOW = 64
+"""More make batches more equal, and less random."""
+
+
+class LengthOrder:
+    """The order of a dataset whose samples' lengths are known, window by window."""
+
+    def __init__(self, lengths: Any, *, seed: int, shuffle: bool, global_batch_size: int) -> None:
+        self.size = len(lengths)
+        self._lengths = np.asarray(lengths)
+        self._order = Order(self.size, seed=seed, shuffle=shuffle)
+        self._seed = seed
+        self._batch_size = global_batch_size
+        self._window_size = BATCHES_PER_WINDOW * global_batch_size
+        self._window = (-1, -1)
+        self._sorted: Indices = np.empty(0, dtype=np.int64)
+
+    def indices(self, start: int, stop: int) -> Indices:
+        """Returns the sample index at each global position of start … stop−1."""
+        pieces = []
+        while start < stop:
+            first, last = self._find_window(start)
+            piece = self._sort(first, last)[start - first : stop - first]
+            pieces.append(piece)
+            start += len(piece)
+        return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
+
+    def _find_window(self, position: int) -> tuple[int, int]:
+        """Returns the first position of a window and the one behind its last."""
+        begin = position // self.size * self.size
+        aligned = -(-begin // self._batch_size) * self._batch_size
+        if position < aligned:
+            return begin, min(aligned, begin + self.size)
+        first = aligned + (position - aligned) // self._window_size * self._window_size
+        return first, min(first + self._window_size, begin + self.size)
+
+    def _sort(self, first: int, last: int) -> Indices:
+        if (first, last) != self._window:
+            indices = self._order.indices(first, last)
+            indices = indices[np.argsort(self._lengths[indices], kind="stable")]
+            batches = [indices[begin : begin + self._batch_size] for begin in range(0, len(indices), self._batch_size)]
+            # The last one may be short: it stays last, so that the others begin where batches begin.
+            num_whole, key = len(batches) - 1, mix_seed(self._seed, _WINDOW_STREAM, first)
+            turns = permute(np.arange(num_whole), num_whole, key=key)
+            self._sorted = np.concatenate([*(batches[turn] for turn in turns.tolist()), batches[-1]])
+            self._window = (first, last)
+        return self._sorted
+
+
+def lengths_of(dataset: Any, label: str) -> Any:
+    """Returns the lengths of a dataset's samples, or says how it could know them."""
+    lengths = getattr(dataset, "lengths", None)
+    if lengths is None:
+        raise DataError(
+            f"data.group_by_length: {label} is a {type(dataset).__name__}, which does not know the lengths of its "
+            "samples. Give it an attribute `lengths`, or tokenize it with data.process, whose result has them."
+        )
+    return lengths
 
 
 class TrainData:

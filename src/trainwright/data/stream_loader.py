@@ -12,13 +12,9 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping, 
 from typing import Any, TypeAlias
 
 from trainwright.data.collators import refuse_lists
-from trainwright.data.failures import OnError
-from trainwright.data.fetch import Collator, Fetched
-from trainwright.data.lane_fetcher import LaneFetcher, Layout, Request, choose_layout
-from trainwright.data.lanes import Cursor, Reading
-from trainwright.data.left_out import LeftOut
-from trainwright.data.loader import EvalData, TrainData
-from trainwright.data.view import View
+from trainwright.data.fetch import Collator, Fetched, OnError, View
+from trainwright.data.loader import EvalData, LeftOut, TrainData
+from trainwright.data.streams import Cursor, LaneFetcher, Layout, Reading, Request, choose_layout
 from trainwright.data.workers import LoaderOptions, ToDevice, deliver
 from trainwright.errors import DataError
 

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from trainwright.errors import HostReadError, TrainwrightError
-from trainwright.events.mean import Mean
-from trainwright.events.windows import Kind, Window, add_record, window_from_state, window_to_state
+from trainwright.events.mean import Kind, Mean, Window, add_record, window_from_state, window_to_state
 
 RESERVED = frozenset({"step", "loss", "grad_norm", "lr"})
 """The names of the loop's own values in a log line."""

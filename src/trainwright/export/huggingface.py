@@ -1,13 +1,10 @@
-"""Writes the model of a run as a folder that others read: in Hugging Face's layout, or as plain safetensors.
-
-Loading the checkpoint is load.py's; the files' layout is models/saving.py's; the tokenizer is tokenizers.py's. What is
-replaced of an earlier export, and that nothing of this machine goes along, is folders.py's.
-"""
+"""Writes the model of a run as a folder that others read, in Hugging Face's layout or as plain safetensors."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,23 +13,72 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainwright.build.data import DatasetBuilder
 from trainwright.checkpoint.folder import CHECKPOINTS, read_config
 from trainwright.config import RunConfig
-from trainwright.config.tree import absolute
+from trainwright.config.yaml_text import absolute
+from trainwright.data.tokenizer import TextTokenizer, tokenizer_of
 from trainwright.errors import CheckpointError, ConfigError, TrainwrightError
-from trainwright.export.folders import FORMATS, export_folder, find_source, without_places, write_settings
-from trainwright.export.load import load_checkpoint
-from trainwright.export.tokenizers import find_tokenizer, save_tokenizer
-from trainwright.models.as_shipped import changes_of_theirs
+from trainwright.export.load import FORMATS, export_folder, find_source, load_checkpoint, without_places, write_settings
 from trainwright.models.key_map import KeyMap
 from trainwright.models.lora import merge_lora
 from trainwright.models.model import Model
 from trainwright.models.pretrained import as_dtype, listed
 from trainwright.models.pretrained_facts import GENERATION_FILE, read_facts
-from trainwright.models.saving import write_json, write_weights
+from trainwright.models.saving import changes_of_theirs, write_json, write_weights
 from trainwright.models.transformers_models import is_transformers_class
+from trainwright.registry import resolve as registry
 
 logger = logging.getLogger(__name__)
+
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILES = (
+    TOKENIZER_FILE,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+"""What transformers may keep of a tokenizer."""
+FILES_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+"""What may say more of a tokenizer that is one file: names of its tokens, and how a conversation becomes a text."""
+
+
+def find_tokenizer(config: RunConfig) -> Any:
+    """Returns the tokenizer of a run's training data, or of its collator; None where neither has one."""
+    registry.import_modules(config.imports, project_dir=config.project_dir, where=config.origin("imports"))
+    if config.data.train is not None:
+        builder = DatasetBuilder(project_dir=config.project_dir, seed=config.seed)
+        found = tokenizer_of(builder.build("data.train", config.data.train))
+        if found is not None:
+            return found
+    collator = registry.instantiate(
+        "collator", config.data.collator, label="data.collator", project_dir=config.project_dir
+    )
+    return tokenizer_of(collator)
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> list[Path]:
+    """Writes a tokenizer's files into a folder and returns them; one that is not kept in files has none."""
+    if isinstance(tokenizer, TextTokenizer):
+        source = tokenizer.path
+        if source.is_file():
+            beside = [source.parent / name for name in FILES_BESIDE]
+            files = {source: TOKENIZER_FILE, **{path: path.name for path in beside}}
+        else:
+            files = {source / name: name for name in dict.fromkeys((*TOKENIZER_FILES, *FILES_BESIDE))}
+        present = {path: name for path, name in files.items() if path.is_file()}
+        for path, name in present.items():
+            shutil.copyfile(path, folder / name)
+        return [folder / name for name in present.values()]
+    if hasattr(tokenizer, "save_pretrained"):  # transformers' own
+        return [Path(path) for path in tokenizer.save_pretrained(folder) if Path(path).is_file()]
+    if hasattr(tokenizer, "save"):  # the tokenizers library's
+        tokenizer.save(str(folder / TOKENIZER_FILE))
+        return [folder / TOKENIZER_FILE]
+    return []
+
 
 MAX_SHARD_BYTES = 5_000_000_000
 

@@ -12,8 +12,8 @@ from torch import nn
 from trainwright.checkpoint.folder import find_run, read_config
 from trainwright.data.tokenizer import USUAL_NAMES, TextTokenizer, load_tokenizer
 from trainwright.errors import CheckpointError, ConfigError, DataError
+from trainwright.export.huggingface import TOKENIZER_FILES, find_tokenizer
 from trainwright.export.load import load_checkpoint
-from trainwright.export.tokenizers import TOKENIZER_FILES, find_tokenizer
 from trainwright.models.auto import AutoModel
 from trainwright.models.generation import generate, refuse_non_decoder, room_after
 from trainwright.models.model import Model

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import ConfigError
-from trainwright.loop.calls import refuse_wrong_call
-from trainwright.loop.hook_methods import refuse_unheard
-from trainwright.user_code import place_of
+from trainwright.user_code.locations import place_of
+from trainwright.user_code.methods import refuse_unheard
+from trainwright.user_code.signatures import refuse_wrong_call
 
 if TYPE_CHECKING:
     from trainwright.loop.trainer import Trainer

@@ -40,7 +40,7 @@ def explain_failure(error: IndexError | RuntimeError, batch: Any, model: torch.n
     if isinstance(error, IndexError):
         _refuse_ids(error, batch, model)
     elif "DTensor" in str(error):
-        from trainwright.parallel.ungathered import refuse_ungathered  # imports much of torch
+        from trainwright.parallel.fully_shard import refuse_ungathered  # imports much of torch
 
         refuse_ungathered(error, model)
     elif "same dtype" in str(error) or "should be the same" in str(error):

@@ -12,7 +12,7 @@ import torch
 
 from trainwright.backends.private_torch import constant_in_compiled_code
 from trainwright.errors import DataError
-from trainwright.loop.calls import refuse_mismatch, takes
+from trainwright.user_code.signatures import refuse_mismatch, takes
 
 
 class Task:

@@ -1,50 +1,480 @@
-"""The loop: fetch, update, record; evaluate, write and save where due. Every run is this one.
+"""What a Trainer's `build_*` methods are offered: the defaults, made from the config's sections.
 
-Override the small methods to change the mathematics; add hooks for side acts. What one update does is
-update.py's, one pass over a set evaluation.py's, what a checkpoint holds saving.py's.
+`build.py` fulfils this contract. It is stated here so that the loop knows nothing of how parts are made.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from trainwright.backends import Backend, reads_at_once
+from trainwright.backends.host_memory import Garbage
 from trainwright.checkpoint.contents import refuse_unsavable, restore_generators
 from trainwright.checkpoint.folder import FolderLock
 from trainwright.checkpoint.remote_files import RemotePath
-from trainwright.config import RunConfig
+from trainwright.checkpoint.remote_store import AnyStore
+from trainwright.config import BatchPlan, RunConfig
 from trainwright.data.order import chain_seed
 from trainwright.data.stream_loader import EvaluationData, TrainingData
-from trainwright.errors import ConfigError, DataError
-from trainwright.loop.agreement import Agreement, Intent
-from trainwright.loop.builder import Builder
-from trainwright.loop.calls import refuse_mismatch
+from trainwright.errors import ConfigError, DataError, OutOfMemory, TrainwrightError
+from trainwright.events import EventStorage
+from trainwright.events.mean import merge, summarise
+from trainwright.loop.checkpointing import BestSoFar, Checkpoints
 from trainwright.loop.compiled_forward import compile_forward, run_as_is
-from trainwright.loop.evaluation import EvalLogs, evaluate_sets, read_eval
-from trainwright.loop.feed import Feed
-from trainwright.loop.half_made import refuse_half_made, take_surroundings
+from trainwright.loop.evaluation import EvalLogs, EvaluationAbandoned, evaluate_sets, read_eval
+from trainwright.loop.graph_step import HostNumber, Step
+from trainwright.loop.heartbeat import Phases
 from trainwright.loop.hook import Hook, Hooks, call_each
-from trainwright.loop.host_number import HostNumber
-from trainwright.loop.incident_response import IncidentResponse
-from trainwright.loop.memory_error import explain_memory
+from trainwright.loop.metrics import ConfiguredMetric
 from trainwright.loop.outputs import ForwardResult, explain_failure
-from trainwright.loop.phases import Phases
-from trainwright.loop.pieces import cut
-from trainwright.loop.pipelined import evaluate_pipeline, run_pipeline
-from trainwright.loop.saving import BestSoFar, Checkpoints
-from trainwright.loop.step import Step
-from trainwright.loop.step_end import StepEnd
+from trainwright.loop.rollback import IncidentResponse
+from trainwright.loop.state import cut
+from trainwright.loop.stop_signal import Agreement, Intent
 from trainwright.loop.task import Task, overrides
-from trainwright.loop.update import StepResult, Update
-from trainwright.memory.out_of_memory import is_out_of_memory
+from trainwright.loop.update import StepResult, Update, Updater
+from trainwright.memory.out_of_memory import is_out_of_memory, out_of_memory
+from trainwright.parallel.collectives import Ranks
+from trainwright.user_code.signatures import refuse_mismatch
 from trainwright.writers.writer import Writer
 
 logger = logging.getLogger(__name__)
+
+
+class Builder(Protocol):
+    """Offers each part as the config describes it; `config` is the whole of it."""
+
+    config: RunConfig
+
+    def task(self) -> Task:
+        """The `task` section, or the default task."""
+
+    def model(self) -> torch.nn.Module:
+        """The `model` section, or the task's model; on the CPU, in the run's randomness."""
+
+    def optimizers(self, model: torch.nn.Module) -> Mapping[str, torch.optim.Optimizer]:
+        """The `trainer.optimizer` or `trainer.optimizers` section, each over its own parameters."""
+
+    def train_data(self) -> Any:
+        """The training dataset."""
+
+    def eval_data(self) -> Mapping[str, Any]:
+        """The evaluation datasets by name."""
+
+    def collator(self) -> Callable[[list[Any]], Any]:
+        """The `data.collator` section."""
+
+    def hooks(self) -> list[Hook]:
+        """The default hooks, then those of the `hooks` section."""
+
+    def writers(self) -> list[Writer]:
+        """The `writers` section; empty on all ranks but the first."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the builder hands a Trainer beside its named arguments. A user's trainer passes it on unread."""
+
+    backend: Backend
+    ranks: Ranks
+    batch: BatchPlan
+    max_steps: int
+    updater: Updater
+    storage: EventStorage
+    hooks: list[Hook]
+    writers: list[Writer]
+    folder: Path
+    store: AnyStore
+    metrics: list[ConfiguredMetric] = field(default_factory=list)
+    test_data: EvaluationData | None = None
+
+
+_GIVEN = (
+    "config",
+    "task",
+    "model",
+    "optimizer",
+    "train_dataset",
+    "validation_dataset",
+    "surroundings",
+    "checkpoint_exporter",
+)
+"""What `build_trainer` hands a constructor, by keyword; the last two reach Trainer's own through `**rest`."""
+
+_CALL = "super().__init__(config, task, model, optimizer, train_dataset, validation_dataset, **rest)"
+
+
+def refuse_wrong_constructor(trainer_class: type) -> None:
+    """Refuses a trainer whose own constructor does not take what it is about to be handed."""
+    name, owner, where = _constructor_of(trainer_class)
+    if where is None:
+        return
+    try:
+        inspect.signature(trainer_class).bind(**dict.fromkeys(_GIVEN))
+    except TypeError as error:
+        raise ConfigError(
+            f"{owner}.__init__ does not take what trainers are built with ({error}), so {name} cannot be made. Write "
+            "def __init__(self, config, task, model, optimizer, train_dataset=None, validation_dataset=None, "
+            f"**rest), and in it {_CALL}.",
+            where=where,
+        ) from error
+
+
+def take_surroundings(trainer: object, rest: dict[str, Any]) -> Surroundings:
+    """Takes what `build_trainer` hands a trainer out of `rest`, or says that the constructor has not passed it on."""
+    surroundings: Surroundings | None = rest.pop("surroundings", None)
+    if surroundings is None:
+        name, _, where = _constructor_of(type(trainer))
+        raise TrainwrightError(
+            f"{name} was made without its surroundings. Make it with build_trainer(config, {name}), and pass **rest on "
+            "to super().__init__.",
+            where=where,
+        )
+    if rest.get("checkpoint_exporter") is not None:
+        name, _, where = _constructor_of(type(trainer))
+        raise ConfigError(
+            f"{name}.__init__: checkpoint_exporter has no effect, for the loop itself keeps the best checkpoint. Name "
+            "the metric in the config, checkpoint: {keep_best: {metric: valid/loss, mode: min}}, and pass None on.",
+            where=where,
+        )
+    return surroundings
+
+
+def refuse_half_made(trainer: object, attribute: str) -> None:
+    """Raises if a trainer's own constructor has not called that of Trainer by the time an attribute is read."""
+    if torch.compiler.is_compiling():  # what Python would say is no part of a graph
+        raise AttributeError(f"{type(trainer).__name__!r} object has no attribute {attribute!r}")
+    if "surroundings" in vars(trainer) or attribute.startswith("__"):
+        return  # complete; Python itself may ask for a dunder of an object that is being copied
+    name, owner, where = _constructor_of(type(trainer))
+    if where is not None:
+        raise TrainwrightError(
+            f"{owner}.__init__ has not called super().__init__, so {name} has no `{attribute}`. Call {_CALL} first.",
+            where=where,
+        )
+
+
+def _constructor_of(kind: type) -> tuple[str, str, str | None]:
+    """Returns the class's name, that of the class whose `__init__` it has, and where that is; None for our own."""
+    owner = next(each for each in kind.__mro__ if "__init__" in vars(each))
+    code = getattr(owner.__init__, "__code__", None)  # type: ignore[misc]  # a class's own function, not a call
+    is_ours = owner.__module__.startswith("trainwright.")
+    where = None if is_ours or code is None else f"{code.co_filename}:{code.co_firstlineno}"
+    return kind.__name__, owner.__name__, where
+
+
+def explain_memory(trainer: Trainer, error: Exception) -> OutOfMemory:
+    """Writes what holds the memory and what the config could change, and returns an error that says so."""
+    phase, step, _ = trainer.phases.current
+    return out_of_memory(
+        error,
+        step=step,
+        folder=trainer.folder,
+        model=trainer.model,
+        optimizers=trainer.optimizers,
+        config=trainer.config,
+        backend=trainer.backend,
+        rank=trainer.ranks.rank,
+        in_evaluation=phase == "evaluate",
+    )
+
+
+def run_pipeline(trainer: Trainer, update: Update, batch: Any) -> None:
+    """Runs all micro-batches of a batch, forward and backward, over the stages."""
+    pipeline = trainer.surroundings.updater.pipeline
+    assert pipeline is not None
+    pieces: list[Mapping[str, Any]] = []
+    samples: list[int] = []
+    for piece in trainer.micro_batches(batch):
+        pieces.append(_mapping(piece))
+        samples.append(trainer.samples_in_hand)
+
+    def scale(outputs: Any, number: int) -> torch.Tensor:
+        result = _read(trainer, outputs, pieces[number], samples[number])
+        scaled = update.scale(result)
+        assert scaled is not None  # stages meet in every backward
+        return scaled
+
+    update.begin_backward()
+    with _autocast(trainer):
+        pipeline.run(pieces, scale)
+    update.note_elsewhere()
+
+
+def evaluate_pipeline(trainer: Trainer, batch: Any) -> ForwardResult | None:
+    """Returns a batch's result on the last stage; None on the others."""
+    pipeline = trainer.surroundings.updater.pipeline
+    assert pipeline is not None
+    with _autocast(trainer):
+        outputs = pipeline.evaluate(_mapping(batch))
+    return None if outputs is None else _read(trainer, outputs, batch, trainer.samples_in_hand)
+
+
+def _autocast(trainer: Trainer) -> AbstractContextManager[Any]:
+    keeps_casts = trainer.surroundings.updater.sync is None
+    return trainer.backend.autocast(trainer.config.runtime.precision, keeps_casts=keeps_casts)
+
+
+def _read(trainer: Trainer, outputs: Any, piece: Mapping[str, Any], num_samples: int) -> ForwardResult:
+    """Lets the trainer's forward see the outputs that the last stage has made."""
+    whole = trainer.samples_in_hand
+    trainer.outputs_in_hand, trainer.samples_in_hand = outputs, num_samples
+    try:
+        return trainer.run_forward(piece)
+    finally:
+        trainer.outputs_in_hand, trainer.samples_in_hand = None, whole
+
+
+def _mapping(batch: Any) -> Mapping[str, Any]:
+    if not isinstance(batch, Mapping):
+        raise DataError(f"runtime.mesh.pipeline needs batches that are mappings, but this is a {type(batch).__name__}.")
+    return batch
+
+
+class Feed(Iterator[Any]):
+    """Iterates over training data on the device; after `start_anew` from the position that the data has then.
+
+    Closing it ends the loader's workers.
+    """
+
+    def __init__(self, data: TrainingData, backend: Backend) -> None:
+        self._data = data
+        self._backend = backend
+        self._batches: Generator[Any, None, None] = data.batches(backend.to_device)
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def start_anew(self) -> None:
+        """Forgets what was fetched ahead: the run has gone back to an earlier position."""
+        self._batches.close()
+        self._batches = self._data.batches(self._backend.to_device)
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._batches.close()
+
+
+class StepEnd:
+    """Ends the steps of one run; keeps what has been evaluated, written and saved so far."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.garbage = Garbage(num_steps=trainer.max_steps)
+        self.eval_logs: dict[str, float] = {}
+        """The logs of the last evaluation, the test set's included; `evaluated_step` says when that was."""
+        self.evaluated_step = -1
+        self.reported: set[str] = set()
+        """The names of those logs that the writers have been shown."""
+        self.window_logs: dict[str, Any] = {}
+        self.wants_save = False
+        """Is a checkpoint of this step asked for, on every rank alike?"""
+        self.asks_for_save = False
+        """Does this rank ask for one? With several it is agreed on by the next votes."""
+        self.is_evaluating = False
+        """Is a step's own evaluation under way? It may be left and done again by a resumed run."""
+        self.saved_step = -1
+        self.written_step = 0
+        """The last step that the writers have seen. After going back, steps up to it are not written twice."""
+        self._has_warned = False
+        self._nothing_before = 0
+        """The next step of which the config's periods ask something."""
+
+    @property
+    def fresh_eval_logs(self) -> dict[str, float]:
+        """What an evaluation of this very step gave."""
+        return self.eval_logs if self.evaluated_step == self._trainer.step else {}
+
+    def recall(self, logs: Mapping[str, float]) -> None:
+        """Takes up the evaluation of the step that was restored, if it had one."""
+        trainer = self._trainer
+        self.eval_logs, self.evaluated_step = dict(logs), trainer.step if logs else -1
+        self.reported = set() if trainer.has_unfinished_step else set(logs)
+
+    def ask_for_save(self) -> None:
+        """Asks for a checkpoint in the midst of a step."""
+        if self._trainer.ranks.size == 1:
+            self.wants_save = True
+        else:
+            self.asks_for_save = True
+
+    def forget(self) -> None:
+        """Forgets what belongs to steps that are undone: the run has gone back."""
+        self.recall({})
+        self.wants_save = self.asks_for_save = False
+        self.saved_step = -1
+        self._nothing_before = 0
+
+    def agree(self) -> None:
+        """Compares the ranks' wishes, and takes notice of checkpoints that were written meanwhile."""
+        trainer = self._trainer
+        checkpoints = trainer.checkpoints
+        trainer.phases.enter("vote", trainer.step)
+        if trainer.agreement.is_plain and checkpoints.is_idle and not self.asks_for_save:
+            return
+        checkpoints.look()
+        if checkpoints.failure is not None:
+            trainer.agreement.wish(Intent.FAIL, "saving failed")
+        asks = self.asks_for_save or checkpoints.is_time()
+        num_committed, is_time = trainer.agreement.vote(checkpoints.num_committed, asks)
+        checkpoints.announce(num_committed)
+        self.wants_save |= checkpoints.grants(is_time)
+        if trainer.agreement.decided == Intent.FAIL:
+            checkpoints.refuse_failure()
+
+    def run(self) -> bool:
+        """Ends the step under way; returns False if the run went back to an earlier one instead."""
+        trainer = self._trainer
+        if self._is_nothing_due():
+            trainer.has_unfinished_step, trainer.ended_under, trainer.is_mid_step = False, 0, False
+            self.garbage.tidy(is_due=False)
+            return True
+        trainer.is_mid_step = True
+        # Before the host waits: the device still has work, which hides it.
+        self.garbage.tidy(is_due=self._is_write_due)
+        if self._must_look() and trainer.incident_response.went_back():
+            return False
+        try:
+            self._evaluate_if_due()
+        except EvaluationAbandoned:
+            # The update is done and good; the run that goes on evaluates it anew.
+            trainer.agreement.decided = Intent.INTERRUPT
+            trainer.is_mid_step = False
+            trainer.save()
+            return True
+        except Exception:
+            # The update is done and good: keep it, then say what went wrong. Saving takes all ranks.
+            trainer.is_mid_step = False
+            if not trainer.ranks.is_alone:
+                trainer.save()
+            raise
+        trainer.phases.enter("write", trainer.step)
+        self._write_if_due()
+        trainer.has_unfinished_step, trainer.ended_under = False, trainer.max_steps if trainer.is_last_step else 0
+        trainer.is_mid_step = False
+        self._save_if_due()
+        if trainer.incident_response.is_snapshot_due:
+            trainer.incident_response.take_snapshot()
+        return True
+
+    def _is_nothing_due(self) -> bool:
+        """Is this a step like most: nothing to look at, evaluate, write or save? Asked in every step, so cheap."""
+        trainer = self._trainer
+        step = trainer.step
+        watch = trainer.surroundings.updater.watch
+        if step < self._nothing_before and step < trainer.max_steps and not trainer.agreement.decided:
+            return not (self.wants_save or trainer.best.step == step or (watch is not None and watch.has_found))
+        config = trainer.config
+        periods = [config.log.every_steps, config.evaluation.every_steps, config.checkpoint.every_steps]
+        if trainer.incident_response.may_go_back:
+            periods.append(config.incidents.snapshot_every_steps)
+        self._nothing_before = min(step - step % every + every for every in periods if every)
+        if config.checkpoint.every_samples:
+            self._nothing_before = 0
+        return False
+
+    def _must_look(self) -> bool:
+        """Must incidents be known now? Where the device runs ahead, only before something leaves the step."""
+        trainer = self._trainer
+        return (
+            reads_at_once(trainer.device)
+            or self._is_evaluation_due
+            or self._is_write_due
+            or self._is_save_due
+            or trainer.incident_response.is_snapshot_due
+        )
+
+    @property
+    def _is_evaluation_due(self) -> bool:
+        every = self._trainer.config.evaluation.every_steps
+        return self._trainer.is_last_step or bool(every and self._trainer.step % every == 0)
+
+    @property
+    def _is_write_due(self) -> bool:
+        return self._trainer.is_last_step or self._trainer.step % self._trainer.config.log.every_steps == 0
+
+    @property
+    def _is_save_due(self) -> bool:
+        trainer = self._trainer
+        return bool(
+            self.wants_save
+            or trainer.is_last_step
+            or trainer.agreement.decided
+            or trainer.checkpoints.is_due()
+            or trainer.best.step == trainer.step
+        )
+
+    def _evaluate_if_due(self) -> None:
+        if not self._is_evaluation_due:
+            return
+        trainer = self._trainer
+        trainer.phases.enter("evaluate", trainer.step)
+        if self.evaluated_step != trainer.step:
+            logs: dict[str, float] = {}
+            if trainer.eval_data:
+                logs = self._evaluate(trainer.eval_data)
+            self.eval_logs, self.evaluated_step, self.reported = logs, trainer.step, set()
+            if logs:
+                trainer.best.note(trainer.step, logs)
+                # Evaluating has brought the ranks together, so a hook's wish to stop can be agreed on at once.
+                trainer.agreement.settle()
+        test = trainer.surroundings.test_data
+        if trainer.is_last_step and test is not None and not any(name.startswith("test/") for name in self.eval_logs):
+            self.eval_logs = {**self.eval_logs, **self._evaluate({test.name: test})}
+
+    def _evaluate(self, sets: Mapping[str, EvaluationData]) -> dict[str, float]:
+        self.is_evaluating = True
+        try:
+            return evaluate_sets(self._trainer, sets)
+        finally:
+            self.is_evaluating = False
+
+    def _write_if_due(self) -> None:
+        trainer = self._trainer
+        logs: dict[str, Any] = {}
+        if self._is_write_due:
+            for name, count in (trainer.train_data.counts if trainer.train_data else {}).items():
+                trainer.storage.put_scalar(f"samples/{name}", count, smoothing_hint=False)
+            self.window_logs = summarise(merge(trainer.ranks.gather(trainer.storage.take_window())))
+            logs = trainer.train_loop_end()
+            self._warn_of_nan(logs)
+            if not trainer.is_last_step:
+                trainer.train_loop_begin()
+        evaluated = {name: value for name, value in self.fresh_eval_logs.items() if name not in self.reported}
+        if logs or evaluated:
+            self.reported |= evaluated.keys()
+            trainer.storage.publish(logs, evaluated=evaluated)
+            if trainer.step > self.written_step or trainer.is_last_step:
+                self.written_step = trainer.step
+                for writer in trainer.surroundings.writers:
+                    writer.write(trainer.storage)
+
+    def _warn_of_nan(self, logs: Mapping[str, Any]) -> None:
+        """Warns once of a loss in the log that is not finite; updates that an incident held back are such a case."""
+        loss, trainer = logs.get("loss"), self._trainer
+        if isinstance(loss, float) and not math.isfinite(loss) and not self._has_warned and trainer.ranks.is_first:
+            self._has_warned = True
+            logger.warning(
+                "Step %d: the loss is %s. Lower the learning rate, or set trainer.max_grad_norm.", trainer.step, loss
+            )
+
+    def _save_if_due(self) -> None:
+        trainer = self._trainer
+        if self.wants_save or (self._is_save_due and (self.saved_step != trainer.step or trainer.ended_under)):
+            trainer.save()
+
+
 _STEP_STREAM = 0x57E9  # keeps the steps' randomness apart from that of samples and evaluations
 
 
@@ -110,7 +540,7 @@ class Trainer:
         self.post_init()
 
     def _begin_at_zero(self) -> None:
-        """Sets what says where the run stands; a checkpoint restores some of it (loop/saving.py)."""
+        """Sets what says where the run stands; a checkpoint restores some of it (loop/checkpointing.py)."""
         self.step = 0
         self.epoch = 0
         self.eval_name: str | None = None

@@ -1,7 +1,8 @@
 """One update: backward over micro-batches, then one exact gradient, clipped and stepped.
 
-The loss of an update is Σtotal / Σcount over micro-batches and data ranks, and its gradient is exactly
-that. This file holds the package's only `.backward(`. Who calls it when is trainer.py's `train_step`.
+The loss of an update is Σtotal / Σcount over micro-batches and data ranks, and its gradient is exactly that. This file
+has the package's only tensor `.backward(`; `Trainer.train_step` calls it. The loss scale for fp16, and optimizers that
+skip a step on the device, are here as well.
 """
 
 from __future__ import annotations
@@ -13,26 +14,186 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.optim import optimizer as _torch_optimizer
 
+from trainwright.anomaly.detection import IncidentWatch
 from trainwright.backends import reads_at_once, waits_for_memory
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.events import Mean
-from trainwright.loop.held_buffers import BufferPlace, HeldBuffers, read_buffer
-from trainwright.loop.incidents import IncidentWatch
-from trainwright.loop.loss_scale import LossScale
 from trainwright.loop.outputs import ForwardResult, Loss, read_pair
-from trainwright.loop.step_unless import divides_gradients, knows_found_inf, step_unless
-from trainwright.optim.capture import set_rate
-from trainwright.optim.device_step import device_of
+from trainwright.optim.adamw import AdamW
+from trainwright.optim.device_step import device_of, set_rate
 from trainwright.parallel.collectives import Ranks
-from trainwright.parallel.gradient_norm import GradientNorm
-from trainwright.parallel.replicate import GradientSum, copy_from_first
+from trainwright.parallel.mesh import local
+from trainwright.parallel.replicate import GradientNorm, GradientSum, copy_from_first
 
 if TYPE_CHECKING:
-    from trainwright.parallel.gradient_sync import GradientSync
+    from trainwright.parallel.fully_shard import GradientSync
     from trainwright.parallel.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
+
+
+class LossScale:
+    """A scale that halves when gradients overflow and doubles after `growth_interval` updates without."""
+
+    def __init__(self, device: torch.device, *, initial: float = 2.0**16, growth_interval: int = 2000) -> None:
+        self.scale = torch.full((), initial, dtype=torch.float32, device=device)
+        self._good_updates = torch.zeros((), dtype=torch.int32, device=device)
+        self._growth_interval = growth_interval
+
+    def follow(self, overflowed: torch.Tensor) -> None:
+        """Adjusts the scale after an update; `overflowed` is a 0-dim bool on the device."""
+        self._good_updates.add_(1).mul_(~overflowed)
+        grown = self._good_updates == self._growth_interval
+        # Not below 2^-14: a scale that has run down to 0 in a bad stretch would never come back.
+        self.scale.mul_(torch.where(overflowed, 0.5, torch.where(grown, 2.0, 1.0))).clamp_(min=2.0**-14)
+        self._good_updates.mul_(~grown)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Returns the scale and how long it has held."""
+        return {"scale": self.scale, "good_updates": self._good_updates}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restores `state_dict` in place."""
+        self.scale.copy_(state["scale"])
+        self._good_updates.copy_(state["good_updates"])
+
+
+BufferPlace = tuple[torch.nn.Module, str]
+"""Where a buffer lies: a forward may put another tensor there."""
+
+
+def persistent_buffers(model: torch.nn.Module) -> list[BufferPlace]:
+    """Returns the places of the buffers that belong to the model's state; tables that are computed anew do not."""
+    found = {
+        id(buffer): (module, name)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+    return list(found.values())
+
+
+class HeldBuffers:
+    """A copy of buffers at a step's beginning, taken in one kernel for each dtype."""
+
+    def __init__(self, places: Sequence[BufferPlace]) -> None:
+        self._places = list(places)
+        self._copies: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def remember(self) -> None:
+        """Copies the buffers as they are now."""
+        now = [read_buffer(place) for place in self._places]
+        # The same memory in every step, which a recorded step has to find again.
+        if [_kind(each) for each in self._copies] != [_kind(each) for each in now]:
+            self._copies = [torch.empty_like(each) for each in now]
+        pairs: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for copy, buffer in zip(self._copies, now, strict=True):
+            copies, buffers = pairs.setdefault(buffer.dtype, ([], []))
+            copies.append(copy)
+            buffers.append(buffer)
+        for copies, buffers in pairs.values():
+            torch._foreach_copy_(copies, buffers)
+
+    @torch.no_grad()
+    def put_back(self, hold: torch.Tensor | bool) -> None:
+        """Gives the buffers what was remembered where `hold`, which may be known to the device alone."""
+        if hold is False:
+            return
+        for place, copy in zip(self._places, self._copies, strict=True):
+            buffer = read_buffer(place)
+            buffer.copy_(torch.where(hold, copy, buffer) if isinstance(hold, torch.Tensor) else copy)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def read_buffer(place: BufferPlace) -> torch.Tensor:
+    """Returns the tensor that lies there now, or this rank's part of it."""
+    module, name = place
+    buffer = module._buffers[name]
+    assert buffer is not None
+    return local(buffer)
+
+
+_DIVIDERS = (AdamW, torch.optim.AdamW, torch.optim.Adam)
+"""Optimizers whose fused kernel divides gradients while it reads them. A subclass may look at them before."""
+
+
+def step_unless(
+    optimizer: torch.optim.Optimizer, hold: torch.Tensor | bool, *, grad_scale: torch.Tensor | None = None
+) -> Any:
+    """Steps the optimizer, or leaves weights and state as they are where `hold`; returns what its step returned.
+
+    `hold` is a 0-dim bool on the device, or a plain one where the host knows already. `grad_scale` is what the
+    gradients are still to be divided by (see `divides_gradients`).
+    """
+    if grad_scale is not None:
+        optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]  # torch's own protocol
+        try:
+            return step_unless(optimizer, hold)
+        finally:
+            del optimizer.grad_scale  # type: ignore[attr-defined]
+    if hold is False:
+        return _step(optimizer)
+    if knows_found_inf(optimizer) and not _lacks_momentum(optimizer):
+        if isinstance(hold, torch.Tensor):
+            found = hold.to(torch.float32)
+        else:
+            found = torch.ones((), device=device_of(optimizer))
+        optimizer.found_inf = found  # type: ignore[attr-defined]  # torch's own protocol
+        try:
+            return _step(optimizer)
+        finally:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+    # One wait per update, only for optimizers that cannot skip on the device.
+    is_held = hold.item() if isinstance(hold, torch.Tensor) else hold
+    return None if is_held else _step(optimizer)
+
+
+def _step(optimizer: torch.optim.Optimizer) -> Any:
+    """Does what torch's own `step` does, without its profiling (30 µs) where nobody profiles or hooks into it."""
+    step = type(optimizer).step
+    if not getattr(step, "hooked", False) or is_watched(optimizer) or torch._C._autograd._profiler_enabled():
+        return optimizer.step()
+    return step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # what torch has wrapped
+
+
+def is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Does somebody hook into this optimizer's step, or has it a step of its own?"""
+    return bool(
+        "step" in vars(optimizer)
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _torch_optimizer._global_optimizer_pre_hooks
+        or _torch_optimizer._global_optimizer_post_hooks
+    )
+
+
+def divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Can this optimizer clip in its kernel, which saves a pass over the gradients, with nobody looking before?"""
+    return type(optimizer) in _DIVIDERS and knows_found_inf(optimizer) and not is_watched(optimizer)
+
+
+def knows_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Can this optimizer leave everything as it is by a word on the device, without the host knowing?"""
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _lacks_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    """Would a skipped step of torch's fused SGD leave momentum that nobody has written? A group's first one would."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    for group in optimizer.param_groups:
+        stepped = (parameter for parameter in group["params"] if parameter.grad is not None)
+        first = next(stepped, None) if group["momentum"] else None
+        if first is not None and optimizer.state.get(first, {}).get("momentum_buffer") is None:
+            return True
+    return False
 
 
 class StepResult(NamedTuple):

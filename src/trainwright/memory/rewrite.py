@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 
 from trainwright.errors import ConfigError
+from trainwright.memory.activation_checkpointing import choose_layers, recompute_layers
 from trainwright.memory.offload import choose_parts, offload_tensors
-from trainwright.memory.remat import choose_layers, recompute_layers
-from trainwright.memory.scan import choose_stacks, compile_stacks
+from trainwright.memory.repeated_blocks import choose_stacks, compile_stacks
 
 Origin = Callable[[str], object | None]
 """Where a setting such as `model.remat` was written, or None."""

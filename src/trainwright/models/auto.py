@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.errors import ConfigError
-from trainwright.models.locate import find_folder
 from trainwright.models.model import OTHER_TYPES, Model, named_after_args, readers_of, shipped_models
-from trainwright.models.pretrained import CONFIG_FILE, read_config_file
+from trainwright.models.pretrained import CONFIG_FILE, find_folder, read_config_file
 
 
 class AutoModel:

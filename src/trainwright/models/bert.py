@@ -14,17 +14,28 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.errors import ConfigError
-from trainwright.labels import IGNORED_LABEL
-from trainwright.models.layers.activations import activation as find_activation
-from trainwright.models.layers.attention import attend
-from trainwright.models.layers.checks import check_heads, check_ids, check_keywords, check_length, embed
-from trainwright.models.layers.classes import class_criterion, class_loss, label_names, num_labels_of
-from trainwright.models.layers.linear_cross_entropy import fuses_loss, head_loss
-from trainwright.models.layers.masks import unpadded_keys
-from trainwright.models.layers.named_tensors import name_tensor
-from trainwright.models.layers.precision import at_least_float32
-from trainwright.models.layers.settings import keywords_of, refuse_other_values
-from trainwright.models.layers.whole_sequence import WholeSequence
+from trainwright.events.mean import IGNORED_LABEL
+from trainwright.models.layers.annotations import name_tensor
+from trainwright.models.layers.attention import WholeSequence, attend, unpadded_keys
+from trainwright.models.layers.losses import (
+    at_least_float32,
+    class_criterion,
+    class_loss,
+    fuses_loss,
+    head_loss,
+    label_names,
+    num_labels_of,
+)
+from trainwright.models.layers.settings import activation as find_activation
+from trainwright.models.layers.settings import (
+    check_heads,
+    check_ids,
+    check_keywords,
+    check_length,
+    embed,
+    keywords_of,
+    refuse_other_values,
+)
 from trainwright.models.model import KeyRule, Model
 
 # What config.json must say, if anything, of things that this file does in one way only.

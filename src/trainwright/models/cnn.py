@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.errors import ConfigError, DataError
-from trainwright.models.layers.checks import check_keywords
-from trainwright.models.layers.classes import class_criterion, class_loss, label_names, num_labels_of
-from trainwright.models.layers.settings import keywords_of
+from trainwright.models.layers.losses import class_criterion, class_loss, label_names, num_labels_of
+from trainwright.models.layers.settings import check_keywords, keywords_of
 from trainwright.models.model import Model
 
 

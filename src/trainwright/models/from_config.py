@@ -1,12 +1,4 @@
-"""From the `model` section to a model: build, load pretrained weights, replace, adapt, freeze, in this order.
-
-Weights are loaded first, into the model as it was published; replacements then take the place of what was loaded, and
-adapters go on the layers that there are at last. Freezing comes last: what the user names is frozen, whatever else.
-A run that has a checkpoint loads no weights here, and its pretrained folder may be gone (pretrained_facts.py), unless
-something is made from the loaded weights.
-Each step is a file of its own; who asks for a model, and when, is parts.py's. How it is split over ranks and rewritten
-to need less memory (`sharding`, `remat`, `scan`, `offload`) comes after all of this, in placing.py.
-"""
+"""Builds a model from the `model` section: build, load pretrained weights, replace, adapt, freeze, in this order."""
 
 from __future__ import annotations
 
@@ -23,19 +15,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainwright import registry
 from trainwright.config import Component, ModelSection
 from trainwright.config.frozen import thaw
 from trainwright.config.problems import describe, suggest
 from trainwright.errors import CheckpointError, ConfigError, TrainwrightError
-from trainwright.models.freeze import freeze
-from trainwright.models.locate import find_folder
 from trainwright.models.lora import add_lora
 from trainwright.models.model import Model, preset_settings
+from trainwright.models.names import matched_parameters, names_module, unmatched
 from trainwright.models.pretrained import (
     CONFIG_FILE,
     LoadReport,
     as_dtype,
+    find_folder,
     load_weights,
     on_meta,
     read_config_file,
@@ -47,9 +38,94 @@ from trainwright.models.pretrained_facts import (
     give_generation,
     read_generation,
 )
-from trainwright.models.replace import replace_modules
 from trainwright.models.transformers_models import DTYPE_NAMES, build_transformers, is_transformers_class
-from trainwright.user_code import parameters_of
+from trainwright.registry import resolve as registry
+from trainwright.user_code.locations import parameters_of
+
+
+def freeze(model: nn.Module, globs: Any) -> list[str]:
+    """Freezes every parameter whose name one of the globs matches; returns the names.
+
+    A glob that matches no parameter is refused. A tied parameter is frozen by either of its names, at both places.
+    """
+    names = matched_parameters("freeze", globs, model)
+    own = dict(model.named_parameters(remove_duplicate=False))
+    for name in names:
+        own[name].requires_grad_(False)
+    return names
+
+
+Make = Callable[[Any, nn.Module], nn.Module]
+"""Makes the module that a rule describes, given the one that it replaces."""
+
+
+def replace_modules(model: nn.Module, rules: Mapping[str, Any], make: Make) -> list[str]:
+    """Replaces each sub-module that a rule's glob matches by `make(component, old)`; returns their names.
+
+    Where a glob matches a module and another inside of it, the outer one is meant. Two rules that claim one place,
+    or one inside the other, are refused, as is a rule that matches nothing; then nothing has been changed. The order
+    of the rules has no effect: modules are made in the model's order. A module that stands at two places is replaced
+    by one. The new modules are in training or evaluation mode as the old ones were; nothing else is taken over, so a
+    weight that was tied to the old one is no longer tied.
+    """
+    places = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    owners = _claim(places, rules)
+    made: dict[int, nn.Module] = {}
+    claimed_by: dict[int, str] = {}
+    for name in (name for name in places if name in owners):
+        old, glob = places[name], owners[name]
+        if claimed_by.setdefault(id(old), glob) != glob:
+            raise ConfigError(
+                f'replace: "{claimed_by[id(old)]}" and "{glob}" claim one module, which the model has at two places, '
+                f"one of them {name}. Let one rule match both."
+            )
+        if id(old) not in made:
+            new = make(rules[glob], old)
+            if not isinstance(new, nn.Module):
+                raise ConfigError(f'replace: "{glob}" gives a {type(new).__name__}, not a torch.nn.Module, for {name}.')
+            made[id(old)] = new.train(old.training)
+    # Placed only when all are made: a constructor that fails leaves the model as it was.
+    for name in owners:
+        model.set_submodule(name, made[id(places[name])])
+    return [name for name in places if name in owners]
+
+
+def claimed_modules(model: nn.Module, rules: Mapping[str, Any]) -> dict[str, str]:
+    """Returns which rule's glob owns which module, in the model's order, without making or replacing one."""
+    places = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    owners = _claim(places, rules)
+    return {name: owners[name] for name in places if name in owners}
+
+
+def _claim(places: Mapping[str, nn.Module], rules: Mapping[str, Any]) -> dict[str, str]:
+    """Returns which rule owns which place."""
+    owners: dict[str, str] = {}
+    for glob in rules:
+        matched = {name for name in places if names_module(glob, name)}
+        if not matched:
+            raise ConfigError(f"replace: {unmatched(glob, places, 'module')}")
+        for name in sorted(matched):
+            if any(outer in matched for outer in _outer_places(name)):
+                continue
+            if name in owners:
+                raise ConfigError(
+                    f'replace: "{owners[name]}" and "{glob}" both claim {name}. Make one of them narrower.'
+                )
+            owners[name] = glob
+    for name, glob in owners.items():
+        for outer in _outer_places(name):
+            if outer in owners:
+                raise ConfigError(
+                    f'replace: "{glob}" claims {name}, which is inside of {outer}, which "{owners[outer]}" claims. '
+                    "Remove one of them."
+                )
+    return owners
+
+
+def _outer_places(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
 
 PRETRAINED_KEYS = ("folder", "strict", "home_path", "dtype", "allow_pickle")
 

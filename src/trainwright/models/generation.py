@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.errors import ConfigError, DataError
-from trainwright.models.layers.checks import check_ids
+from trainwright.models.layers.settings import check_ids
 
 
 class LayerCache:

@@ -16,16 +16,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainwright.errors import ConfigError, DataError
-from trainwright.labels import IGNORED_LABEL
+from trainwright.events.mean import IGNORED_LABEL
 from trainwright.models.generation import KeyValueCache, LayerCache, append_tokens
-from trainwright.models.layers.checks import check_ids, check_keywords, check_length, embed
-from trainwright.models.layers.linear_cross_entropy import fuses_loss, head_loss
-from trainwright.models.layers.masks import Mask, decoder_mask, next_tokens
-from trainwright.models.layers.named_tensors import name_tensor
-from trainwright.models.layers.precision import at_least_float32
+from trainwright.models.layers.annotations import name_tensor
+from trainwright.models.layers.attention import Mask, WholeSequence, decoder_mask, next_tokens
+from trainwright.models.layers.losses import at_least_float32, fuses_loss, head_loss
 from trainwright.models.layers.rotary import Rotations, checked_scaling, rotary_angles, rotate
-from trainwright.models.layers.settings import keywords_of, refuse_other_values
-from trainwright.models.layers.whole_sequence import WholeSequence
+from trainwright.models.layers.settings import (
+    check_ids,
+    check_keywords,
+    check_length,
+    embed,
+    keywords_of,
+    refuse_other_values,
+)
 from trainwright.models.model import Model
 
 BIASES = ("none", "qkv", "all")

@@ -20,23 +20,22 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.backends import checked_device
-from trainwright.built_ins import BUILT_INS
 from trainwright.errors import CheckpointError, ConfigError
-from trainwright.models.as_shipped import changes_of
 from trainwright.models.key_map import KeyMap, KeyRule
-from trainwright.models.locate import find_folder
 from trainwright.models.lora import LoRALinear
 from trainwright.models.presets import preset_settings
 from trainwright.models.pretrained import (
     CONFIG_FILE,
     LoadReport,
     as_dtype,
+    find_folder,
     load_weights,
     on_meta,
     read_config_file,
     shared_names,
 )
-from trainwright.models.saving import write_folder
+from trainwright.models.saving import changes_of, write_folder
+from trainwright.registry.builtin import BUILT_INS
 
 __all__ = ["KeyRule", "Model", "check_type", "preset_settings", "readers_of", "shipped_models"]
 

@@ -1,20 +1,23 @@
-"""Reads the weights of a folder in Hugging Face's layout into a module, shard by shard.
+"""Pretrained weights: finds the folder of a model and reads its weights, shard by shard.
 
-The peak of memory is the model plus one shard: a module on the meta device gets its weights one file after the other.
-Which key belongs to which parameter is key_map.py's; writing is saving.py's; finding the folder is locate.py's.
+Folders are in Hugging Face's layout. Pickled weights are read only here, and only if the user allows it.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +30,86 @@ from trainwright.models.key_map import KeyMap
 from trainwright.tracebacks import shown_path
 
 logger = logging.getLogger(__name__)
+
+
+def read_pickled(path: Path) -> dict[str, Tensor]:
+    """Returns the tensors of a `pytorch_model.bin`; anything in it that is no tensor makes it refused.
+
+    `weights_only` builds nothing but tensors and plain containers, so that a prepared file cannot run a program.
+    Files from before torch 1.6 are no zip archives and cannot be mapped: they are read whole.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+    except Exception as error:  # damaged files raise errors of many kinds
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise CheckpointError(f"{path} holds {type(content).__name__}, not a mapping of names to tensors.")
+    return content
+
+
+HOME_VARIABLE = "TRAINWRIGHT_HOME"
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+WANTED_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "*.txt")
+"""What is brought from the hub: no pickles and no weights of other frameworks."""
+
+
+def find_folder(name_or_folder: str | Path, *, home_path: str | Path | None = None) -> Path:
+    """Returns the folder of a model: the one that is named, or the one in which a name is kept on this machine.
+
+    A name (`org/name`) is looked for in `home_path`, or without one in $TRAINWRIGHT_HOME
+    (default ~/.cache/trainwright/models) and in Hugging Face's cache; then the hub is asked.
+    """
+    given = Path(name_or_folder).expanduser()
+    if given.is_dir():
+        return given
+    if given.is_file():
+        raise CheckpointError(f"{given} is a file. Give the folder that holds a model's {CONFIG_FILE} and weights.")
+    homes = home_folders() if home_path is None else [Path(home_path).expanduser()]
+    name = str(name_or_folder)
+    if HUB_NAME.fullmatch(name):
+        for home in homes:
+            found = _in_home(home, name)
+            if found is not None:
+                return found
+        return _from_hub(name, homes)
+    raise CheckpointError(f"There is no folder {given}, and {name!r} is no name of a model (org/name).")
+
+
+def home_folders() -> list[Path]:
+    """Returns the folders in which models are looked for by name, first one first."""
+    own = os.environ.get(HOME_VARIABLE)
+    cache = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
+    return [
+        Path(own).expanduser() if own else Path("~/.cache/trainwright/models").expanduser(),
+        Path(os.environ.get("HF_HUB_CACHE") or cache / "hub"),
+    ]
+
+
+def _in_home(home: Path, name: str) -> Path | None:
+    """Looks for home/name, and for a snapshot in the layout of Hugging Face's cache."""
+    if (home / name / CONFIG_FILE).is_file():
+        return home / name
+    repository = home / f"models--{name.replace('/', '--')}"
+    reference = repository / "refs" / "main"
+    if reference.is_file():
+        snapshot = repository / "snapshots" / reference.read_text("utf-8").strip()
+        if (snapshot / CONFIG_FILE).is_file():
+            return snapshot
+    return None
+
+
+def _from_hub(name: str, homes: list[Path]) -> Path:
+    looked = f"There is no folder {name}, and no model of that name in {' or '.join(str(home) for home in homes)}"
+    if find_spec("huggingface_hub") is None:
+        raise CheckpointError(f"{looked}. To ask the hub, install `pip install 'trainwright[huggingface_hub]'`.")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(WANTED_FILES)))
+    except Exception as error:  # its errors are many: no network, no such name, no permission, no disk
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given").rstrip(".")
+        raise CheckpointError(f"{looked}, and the hub did not give it: {type(error).__name__}: {first}.") from error
+
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -230,7 +313,7 @@ def _files_of_index(index: Path) -> list[Path]:
 def open_weights(path: Path) -> Iterator[Getter]:
     """Opens a file of weights; a damaged one is named. What the getter gives may be lost when the file is closed."""
     if path.suffix != ".safetensors":
-        from trainwright.models.pickled import read_pickled
+        from trainwright.models.pretrained import read_pickled
 
         yield read_pickled(path).__getitem__
         return
@@ -241,7 +324,7 @@ def open_weights(path: Path) -> Iterator[Getter]:
 def keys_of(path: Path) -> list[str]:
     """Returns the keys of a file of weights; of a safetensors file only the header is read."""
     if path.suffix != ".safetensors":
-        from trainwright.models.pickled import read_pickled
+        from trainwright.models.pretrained import read_pickled
 
         return list(read_pickled(path))
     with _opened(path) as file:

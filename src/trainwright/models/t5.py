@@ -17,16 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainwright.errors import ConfigError, DataError
-from trainwright.labels import IGNORED_LABEL
+from trainwright.events.mean import IGNORED_LABEL
 from trainwright.models.key_map import KeyMap
-from trainwright.models.layers.activations import activation
-from trainwright.models.layers.attention import attend
-from trainwright.models.layers.checks import check_heads, check_ids, check_keywords, embed
-from trainwright.models.layers.linear_cross_entropy import fuses_loss, head_loss
-from trainwright.models.layers.masks import unpadded_keys, visible_keys
-from trainwright.models.layers.named_tensors import name_tensor
-from trainwright.models.layers.precision import at_least_float32
-from trainwright.models.layers.settings import keywords_of
+from trainwright.models.layers.annotations import name_tensor
+from trainwright.models.layers.attention import attend, unpadded_keys, visible_keys
+from trainwright.models.layers.losses import at_least_float32, fuses_loss, head_loss
+from trainwright.models.layers.settings import activation, check_heads, check_ids, check_keywords, embed, keywords_of
 from trainwright.models.model import Model
 
 

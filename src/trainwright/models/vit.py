@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.errors import ConfigError, DataError
-from trainwright.models.layers.activations import activation as find_activation
+from trainwright.models.layers.annotations import name_tensor
 from trainwright.models.layers.attention import attend
-from trainwright.models.layers.checks import check_heads, check_keywords
-from trainwright.models.layers.classes import class_criterion, class_loss, label_names, num_labels_of
-from trainwright.models.layers.named_tensors import name_tensor
-from trainwright.models.layers.settings import keywords_of
+from trainwright.models.layers.losses import class_criterion, class_loss, label_names, num_labels_of
+from trainwright.models.layers.settings import activation as find_activation
+from trainwright.models.layers.settings import check_heads, check_keywords, keywords_of
 from trainwright.models.model import KeyRule, Model
 
 

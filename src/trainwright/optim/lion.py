@@ -27,8 +27,8 @@ from trainwright.optim.device_step import (
     updated_parameters,
 )
 from trainwright.optim.master_weights import check_masters, masters_of, settle_masters, widen, write_back
-from trainwright.optim.parts import has_parts, optimizes_parts, own_gradients, own_parts
-from trainwright.optim.settings import refuse_impossible
+from trainwright.optim.param_groups import refuse_impossible
+from trainwright.optim.sharded import has_parts, optimizes_parts, own_gradients, own_parts
 
 
 class Lion(torch.optim.Optimizer):

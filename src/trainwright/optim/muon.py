@@ -1,10 +1,6 @@
-"""Muon: hidden matrices move by their orthogonalised momentum (Jordan et al., 2024); all else moves by AdamW.
+"""Muon: hidden matrices move by their orthogonalized momentum (Jordan et al., 2024); all else moves by AdamW.
 
-    momentum = μ · momentum + (1 − μ) · gradient
-    update   = orthogonalize(momentum, one step ahead with nesterov)        # newton_schulz.py
-    weight   = weight · (1 − lr · weight_decay) − lr · ratio(shape) · update
-
-Which parameter is which is decided by parameter_kinds.py, once, when a group is added.
+Where matrices are sharded, each is assembled on one rank, orthogonalized there, and the shards are sent back.
 """
 
 from __future__ import annotations
@@ -17,12 +13,13 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from trainwright.errors import ConfigError
 from trainwright.models.names import as_globs, unmatched
-from trainwright.optim import rounded_moments
+from trainwright.optim import adamw as rounded_moments
 from trainwright.optim.adamw import STATE_DTYPES, has_fused_kernel
 from trainwright.optim.device_step import (
     copy_reported,
@@ -38,11 +35,126 @@ from trainwright.optim.device_step import (
     updated_parameters,
 )
 from trainwright.optim.master_weights import check_masters, masters_of, settle_masters, widen, write_back
-from trainwright.optim.newton_schulz import as_wide_matrix, orthogonalize
-from trainwright.optim.parameter_kinds import uses_muon
-from trainwright.optim.parts import has_parts, optimizes_parts, own_gradients, own_parts
-from trainwright.optim.settings import refuse_impossible
-from trainwright.optim.spread_matrices import act_on_whole, layout_of
+from trainwright.optim.param_groups import refuse_impossible, uses_muon
+from trainwright.optim.sharded import has_parts, optimizes_parts, own_gradients, own_parts, part_of, split_axes
+from trainwright.parallel.mesh import is_split, local
+
+
+def orthogonalize(batch: Tensor, coefficients: Sequence[float], *, steps: int, eps: float) -> Tensor:
+    """Returns matrices with the same singular vectors and singular values near 1. The batch is overwritten.
+
+    The shape is [matrices, rows, columns] with rows ≤ columns, for the iteration's squares are rows × rows. A matrix
+    of norm below `eps` becomes small, not large; one of zeros stays zero.
+    """
+    a, b, c = coefficients
+    norms = torch.linalg.vector_norm(batch, dim=(1, 2), keepdim=True, dtype=_norm_dtype(batch))
+    batch.div_(norms.clamp(min=eps))  # the largest singular value is now at most 1
+    for _ in range(steps):
+        gram = batch @ batch.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b·G + c·G²
+        batch = torch.baddbmm(batch, polynomial, batch, beta=a)  # a·X + (b·G + c·G²)·X
+    return batch
+
+
+def as_wide_matrix(tensor: Tensor) -> Tensor:
+    """Returns the tensor as [dim 0, the rest], transposed where that is taller than wide."""
+    matrix = tensor.flatten(1)
+    return matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
+
+
+def _norm_dtype(batch: Tensor) -> torch.dtype:
+    return torch.promote_types(batch.dtype, torch.float32)  # a sum of squares in bf16 would lose most of its bits
+
+
+Act = Callable[[list[Tensor]], list[Tensor]]
+"""Turns whole tensors into others of the same shapes; given an empty list where a rank has none to work on."""
+
+
+def act_on_whole(parts: Sequence[Tensor], parameters: Sequence[Any], act: Act, *, turn: int = 0) -> list[Tensor]:
+    """Returns this rank's parts of `act` of the whole tensors, of which `parts` are this rank's.
+
+    `parameters` say how each is split; all must be split alike and have one shape. The one with number n is worked
+    on by rank (turn + n) of those that share it. Collective along the axes where the parameters are split.
+    """
+    first = parameters[0]
+    axes = split_axes(first)
+    if not axes:
+        return act(list(parts))
+    placement = first.placements[axes[0]]
+    if len(axes) > 1 or not placement.is_shard():
+        # Split along several axes: the parts lie in each other, and torch knows how. Every rank does all of the work.
+        return _act_everywhere(parts, parameters, act)
+    return _Exchange(first.shape, placement.dim, first.device_mesh.get_group(axes[0]), turn).run(parts, act)
+
+
+def layout_of(parameter: Any) -> object:
+    """Returns what is equal for parameters that are split alike; None for one that is whole."""
+    return (parameter.device_mesh, parameter.placements) if is_split(parameter) else None
+
+
+class _Exchange:
+    """The two all-to-alls of tensors of one shape that are split along one dim over the ranks of a group."""
+
+    def __init__(self, shape: torch.Size, dim: int, group: Any, turn: int) -> None:
+        self.dim = dim
+        self.group = group
+        self.turn = turn
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        longest = -(-shape[dim] // self.size)
+        ends = [min(longest * (rank + 1), shape[dim]) for rank in range(self.size)]
+        lengths = [end - min(longest * rank, shape[dim]) for rank, end in enumerate(ends)]
+        self.shapes = [torch.Size((*shape[:dim], length, *shape[dim + 1 :])) for length in lengths]
+
+    def run(self, parts: Sequence[Tensor], act: Act) -> list[Tensor]:
+        owners = [(self.turn + number) % self.size for number in range(len(parts))]
+        num_owned = [owners.count(rank) for rank in range(self.size)]
+        own, mine = self.shapes[self.rank].numel(), num_owned[self.rank]
+        order = sorted(range(len(parts)), key=lambda number: owners[number])
+        sizes_there = [own * count for count in num_owned]
+        sizes_back = [shape.numel() * mine for shape in self.shapes]
+        sent = torch.cat([parts[number].reshape(-1) for number in order])
+        received = _exchange(sent, sizes_there, sizes_back, self.group)
+        # From each rank came its parts of all my matrices, one after the other.
+        stacks = [
+            piece.view(mine, *shape)
+            for piece, shape in zip(received.split(sizes_back), self.shapes, strict=True)  # type: ignore[no-untyped-call]
+        ]
+        done = act(list(torch.cat(stacks, dim=self.dim + 1).unbind()) if mine else [])
+        if mine:
+            lengths = [shape[self.dim] for shape in self.shapes]
+            pieces = torch.stack(done).split(lengths, dim=self.dim + 1)  # type: ignore[no-untyped-call]
+            sent = torch.cat([piece.reshape(-1) for piece in pieces])
+        else:
+            sent = received.new_empty(0)
+        received = _exchange(sent, sizes_back, sizes_there, self.group)
+        back: list[Tensor] = [received] * len(parts)
+        for number, piece in zip(order, received.view(len(parts), own), strict=True):
+            back[number] = piece.view(self.shapes[self.rank])
+        return back
+
+
+def _exchange(sent: Tensor, sizes: list[int], sizes_received: list[int], group: Any) -> Tensor:
+    received = sent.new_empty(sum(sizes_received))
+    dist.all_to_all_single(received, sent, sizes_received, sizes, group=group)
+    return received
+
+
+def _act_everywhere(parts: Sequence[Tensor], parameters: Sequence[Any], act: Act) -> list[Tensor]:
+    from torch.distributed.tensor import DTensor  # slow to import, and one process has no use for it
+
+    whole = []
+    for part, parameter in zip(parts, parameters, strict=True):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        laid_out = DTensor.from_local(
+            part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+        whole.append(laid_out.full_tensor())
+    return [
+        local(part_of(done.contiguous(), like=parameter))
+        for done, parameter in zip(act(whole), parameters, strict=True)
+    ]
+
 
 RATIOS: Mapping[str, Callable[[int, int], float]] = {
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),

@@ -1,16 +1,11 @@
-"""Parameter groups: which settings of an optimizer hold for which parameters.
-
-    {type: adamw, lr: 1e-3, groups: [{match: "*.bias", weight_decay: 0}, {match: ["*norm*"], lr: 1e-4}]}
-
-Of the rules under `groups` the first that matches a parameter's name wins; what none matches has the optimizer's own
-settings. Two attributes of a parameter are respected besides: `lr_scale` multiplies its rate, `no_weight_decay` (when
-true) sets its decay to 0, whatever a rule says. A schedule multiplies each group's rate (loop/update.py).
-"""
+"""Parameter groups: which settings of an optimizer apply to which parameters, and which values settings can have."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,10 +15,288 @@ from torch import Tensor, nn
 
 from trainwright.config.problems import suggest
 from trainwright.errors import ConfigError
-from trainwright.models.freeze import freeze
+from trainwright.models.from_config import freeze
 from trainwright.models.names import as_globs, unmatched
-from trainwright.optim.parts import optimizes_parts
-from trainwright.optim.settings import Origin, check_settings, is_number
+from trainwright.optim.sharded import optimizes_parts
+from trainwright.parallel.pipeline import stages_of
+
+HEAD_NAMES = frozenset({"lm_head", "head", "classifier", "score", "qa_outputs", "output_projection"})
+"""Modules that turn the last hidden state into what is predicted, as models of the field name them."""
+
+EMBEDDING_NAMES = frozenset({"wte", "wpe", "cls_token", "mask_token", "dist_token"})
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+
+
+def classify_parameters(model: nn.Module) -> dict[str, str]:
+    """Returns the kind of every parameter, by name.
+
+    - `vector`: fewer than two dims longer than 1: biases, gains, scales
+    - `embedding`: the weight of an Embedding, or a bare parameter that is named like one; a head that is tied to an
+      embedding is one too
+    - `head`: the weight of a Linear whose name is one of HEAD_NAMES; of the model's last Linear where there is none
+    - `convolution`: the weight of a Conv1d, Conv2d or Conv3d
+    - `matrix`: any other parameter of two dims
+    - `tensor`: any other parameter
+    """
+    embeddings = {id(weight) for _, weight in _weights_of(model, _EMBEDDINGS)}
+    convolutions = {id(weight) for _, weight in _weights_of(model, _CONVOLUTIONS)}
+    linears = dict(_weights_of(model, (nn.Linear,)))
+    named = {id(weight) for name, weight in linears.items() if HEAD_NAMES.intersection(name.split("."))}
+    heads = named or {id(weight) for weight in list(linears.values())[-1:]}
+    inner = {id(weight) for weight in linears.values()} - heads
+    kinds = {}
+    for name, parameter in model.named_parameters():
+        if _is_vector(parameter):
+            kinds[name] = "vector"
+        elif id(parameter) in embeddings:
+            kinds[name] = "embedding"
+        elif id(parameter) in heads:
+            kinds[name] = "head"
+        elif id(parameter) in convolutions:
+            kinds[name] = "convolution"
+        elif id(parameter) in inner:
+            kinds[name] = "matrix"
+        else:
+            kinds[name] = "tensor" if parameter.ndim > 2 else kind_by_name(name, parameter)
+    return kinds
+
+
+def kind_by_name(name: str | None, parameter: torch.Tensor) -> str:
+    """Returns the kind as far as a name and a shape tell: four dims are taken for a convolution. None is no name."""
+    if _is_vector(parameter):
+        return "vector"
+    parts = () if name is None else tuple(name.split("."))
+    if any("embed" in part or part in EMBEDDING_NAMES for part in parts):
+        return "embedding"
+    if HEAD_NAMES.intersection(parts):
+        return "head"
+    return {2: "matrix", 4: "convolution"}.get(parameter.ndim, "tensor")
+
+
+def uses_muon(name: str | None, parameter: torch.Tensor, kinds: Mapping[str, str] | None) -> bool:
+    """Is the parameter Muon's? Its attribute `no_muon` decides where it has one, else its kind."""
+    known = None if kinds is None or name is None else kinds.get(name)
+    kind = known if known is not None else kind_by_name(name, parameter)
+    marked = getattr(parameter, "no_muon", None)
+    if marked is not None:
+        return not marked and parameter.ndim >= 2
+    return kind in ("matrix", "convolution")
+
+
+def _weights_of(model: nn.Module, types: tuple[type[nn.Module], ...]) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None) if isinstance(module, types) else None
+        if isinstance(weight, nn.Parameter):
+            yield name, weight
+
+
+def _is_vector(parameter: torch.Tensor) -> bool:
+    return sum(size > 1 for size in parameter.shape) < 2
+
+
+Origin = Callable[[str], object | None]
+"""Where a setting such as `trainer.optimizer.lr` was written, or None."""
+
+
+class _Range(NamedTuple):
+    """The numbers that a setting can be: in words that follow "a number", and as a test, which nan fails."""
+
+    words: str
+    holds: Callable[[float], bool]
+
+
+_AT_LEAST_0 = _Range("of at least 0", lambda value: 0.0 <= value < math.inf)
+_ABOVE_0 = _Range("above 0", lambda value: 0.0 < value < math.inf)
+_BELOW_1 = _Range("from 0 to below 1", lambda value: 0.0 <= value < 1.0)
+_COUNT = _Range("that is whole and at least 1", lambda value: 1 <= value < math.inf and value == int(value))
+
+RANGES: Mapping[str, _Range] = {
+    "lr": _AT_LEAST_0,
+    "adamw_lr": _AT_LEAST_0,
+    "weight_decay": _AT_LEAST_0,
+    "adamw_weight_decay": _AT_LEAST_0,
+    "eps": _ABOVE_0,
+    "adamw_eps": _ABOVE_0,
+    "betas": _BELOW_1,
+    "adamw_betas": _BELOW_1,
+    "momentum": _BELOW_1,
+    "ns_steps": _COUNT,
+}
+"""What a setting can be, whosever optimizer it is; of a list each number."""
+
+_RATES = ("lr", "adamw_lr")
+
+
+def refuse_impossible(**settings: Any) -> None:
+    """Refuses what cannot be, by name, of the settings that RANGES has. A rate of 0 passes, as it does in torch."""
+    for name, value in settings.items():
+        problem = None if value is None or name not in RANGES else _problem(value, RANGES[name])
+        if problem is not None:
+            raise ConfigError(f"{name}: {problem}")
+
+
+def check_settings(
+    settings: Mapping[str, Any], defaults: Mapping[str, Any], *, label: str, origin: Origin, has_strict_forms: bool
+) -> None:
+    """Refuses what cannot be in a run file, by its place there: `label` is what the settings stand below.
+
+    `defaults` are the optimizer's. Where one is None, None is a value like any other. `has_strict_forms` is for
+    optimizers whose values have their defaults' form, as torch's have and a user's need not.
+    """
+    for name, value in settings.items():
+        default = defaults.get(name)
+        if value is None and default is None:
+            continue
+        problem = _form_problem(value, default) if has_strict_forms else None
+        if problem is None and name in RANGES and not isinstance(default, str):
+            problem = _problem(value, _ABOVE_0 if name in _RATES else RANGES[name])
+            if problem is not None and name in _RATES and value == 0:
+                problem += " Parameters that are to stay as they are go into model.freeze."
+        if problem is not None:
+            raise ConfigError(f"{label}.{name}: {problem}", where=origin(f"{label}.{name}"))
+
+
+def refuse_provided(settings: Mapping[str, Any], provided: Iterable[str], *, label: str, origin: Origin) -> None:
+    """Refuses what the builder itself gives to an optimizer: in a run file it would take the place of that."""
+    for name in provided:
+        if name in settings:
+            problem = "is worked out from the model, and cannot be set in a run file. Remove it."
+            raise ConfigError(f"{label}.{name}: {problem}", where=origin(f"{label}.{name}"))
+
+
+def defaults_of(target: Callable[..., Any]) -> dict[str, Any]:
+    """Returns the defaults of an optimizer's constructor, as far as it shows them. A `()` says nothing of a form."""
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    return {one.name: one.default for one in parameters if one.default is not one.empty}
+
+
+def has_strict_forms(target: Callable[..., Any]) -> bool:
+    """Is this one of torch's optimizers or ours, whose defaults say what form a value has?"""
+    return getattr(target, "__module__", "").split(".")[0] in ("torch", "trainwright")
+
+
+def is_number(value: object) -> bool:
+    """Is this a number, which true and false are not?"""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _problem(value: Any, known: _Range) -> str | None:
+    if isinstance(value, list | tuple):
+        # None in a list is a number that the optimizer works out by itself (Adafactor's eps).
+        if value and all(one is None or (is_number(one) and known.holds(one)) for one in value):
+            return None
+        return f"must be a list of numbers {known.words}, got {_shown(value)}."
+    number = float(value) if isinstance(value, Tensor) else value
+    return (
+        None if is_number(number) and known.holds(number) else f"must be a number {known.words}, got {_shown(value)}."
+    )
+
+
+def _form_problem(value: Any, default: Any) -> str | None:
+    if isinstance(default, tuple) and default:
+        if not (isinstance(value, list | tuple) and len(value) == len(default)):
+            return f"must be a list of {len(default)}, got {_shown(value)}."
+        if all(map(is_number, default)) and not all(map(is_number, value)):
+            return f"must be a list of {len(default)} numbers, got {_shown(value)}."
+    elif isinstance(default, bool):
+        if not isinstance(value, bool):
+            return f"must be true or false, got {_shown(value)}."
+    elif is_number(default) and not is_number(value):
+        return f"must be a number, got {_shown(value)}."
+    elif isinstance(default, str) and not isinstance(value, str):
+        return f"must be text, got {_shown(value)}."
+    return None
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, str):
+        return f"the text {value!r}"
+    return repr(list(value) if isinstance(value, tuple) else value)
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """What a stage knows of the whole model; `placing.py` leaves it on the model as `whole`."""
+
+    parameters: Mapping[str, Tensor]
+    """The parameters under all of their names, on the meta device; a tied one is one object."""
+    kinds: Mapping[str, str]
+    """What `classify_parameters` says of the whole model."""
+    stages: Mapping[str, tuple[int, ...]]
+    """The stages that have each of the parameters."""
+    num_stages: int
+
+
+def describe_whole(model: nn.Module, num_stages: int) -> WholeModel:
+    """Describes a model that is still whole."""
+    known: dict[int, Tensor] = {}
+    parameters = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in known:
+            known[id(parameter)] = _stand_in(parameter, torch.device("meta"))
+        parameters[name] = known[id(parameter)]
+    return WholeModel(parameters, classify_parameters(model), stages_of(model, num_stages), num_stages)
+
+
+def whole_of(model: nn.Module) -> WholeModel | None:
+    """Returns what a stage knows of the whole model; None for a model that is no stage."""
+    whole = getattr(model, "whole", None)
+    return whole if isinstance(whole, WholeModel) else None
+
+
+def parameters_of_all_stages(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters of the whole model under all of their names, this rank's and stand-ins for the others."""
+    own: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    whole = whole_of(model)
+    if whole is None:
+        return own
+    device = next((each.device for each in own.values()), torch.device("cpu"))
+    # A tied weight of one stage may have lost one of its names there: it is this rank's under all of them.
+    objects = {id(whole.parameters[name]): parameter for name, parameter in own.items() if name in whole.parameters}
+    for each in whole.parameters.values():
+        if id(each) not in objects:
+            objects[id(each)] = _stand_in(each, device)
+    return {**{name: objects[id(each)] for name, each in whole.parameters.items()}, **own}
+
+
+def take_out_others(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Takes the parameters of other stages out of an optimizer, in place."""
+    own = {id(parameter) for parameter in model.parameters()}
+    told: Any = optimizer
+    told.device_of_stage = next((parameter.device for parameter in model.parameters()), None)
+    for group in optimizer.param_groups:
+        is_own = [id(parameter) in own for parameter in group["params"]]
+        for parameter, stays in zip(group["params"], is_own, strict=True):
+            if not stays:
+                optimizer.state.pop(parameter, None)
+        for key in ("params", "param_names"):
+            if key in group:
+                # In place, for an optimizer may hold on to the list.
+                group[key][:] = [each for each, stays in zip(group[key], is_own, strict=True) if stays]
+
+
+def first_idle_stage(model: nn.Module, trainable: Mapping[str, Tensor]) -> int | None:
+    """Returns the first stage that has none of the parameters; None where each has some, or there are no stages."""
+    whole = whole_of(model)
+    if whole is None:
+        return None
+    busy = {stage for name in trainable for stage in whole.stages.get(name, ())}
+    return next((stage for stage in range(whole.num_stages) if stage not in busy), None)
+
+
+def _stand_in(parameter: Tensor, device: torch.device) -> Tensor:
+    """Returns a parameter of the same form and marks (`lr_scale` and the like) that holds one value at most."""
+    value = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+    made: Any = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    for mark, given in vars(parameter).items():
+        setattr(made, mark, given)
+    return made  # type: ignore[no-any-return]  # setattr is for any object
+
 
 MOST_SHOWN = 4
 _MARKS = ("lr_scale", "no_weight_decay")

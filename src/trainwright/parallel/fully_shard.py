@@ -1,33 +1,225 @@
-"""Splits a model's parameters over the ranks along data × context, with torch's FSDP2.
-
-Each rank keeps a part of every parameter, its gradient and its optimizer state. A block (blocks.py) is gathered
-before it runs and let go after it; gradients are averaged over ranks and cut into the same parts. What torch cannot
-split, scalars above all, stays whole on every rank, and its gradient is averaged by GradientSync.
-"""
+"""Shards a model's parameters over the ranks with torch's FSDP2, and reduces their gradients."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import traceback
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
-from trainwright.errors import ConfigError
-from trainwright.parallel.blocks import find_blocks
-from trainwright.parallel.gradient_sync import GradientSync
-from trainwright.parallel.mesh import Mesh
-
-__all__ = ["GradientSync", "SplitSettings", "shard_parameters"]
+from trainwright.errors import ConfigError, TrainwrightError
+from trainwright.parallel.mesh import Mesh, is_split
 
 logger = logging.getLogger(__name__)
+
+SMALLEST_LAYER = 2**20
+"""How many elements a layer without layers of its own must have to be a block: one collective each costs more."""
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Returns the blocks in the order of the model's modules, each once; none where the model has no such lists."""
+    found: dict[int, nn.Module] = {}
+    for module in _outermost(model):
+        found.setdefault(id(module), module)
+    return list(found.values())
+
+
+def _outermost(module: nn.Module) -> Iterator[nn.Module]:
+    members = [child for child in module.children() if _has_parameters(child)]
+    is_list = isinstance(module, nn.ModuleList) or (type(module) is nn.Sequential and len(members) > 1)
+    for member in members:
+        if is_list and _can_be_block(member):
+            yield member
+        else:
+            yield from _outermost(member)
+
+
+def _can_be_block(member: nn.Module) -> bool:
+    if not _has_forward(member) or type(member) is nn.Sequential:
+        return False  # a list in a list: its members are called, not it; the blocks are further down
+    is_layer = next(member.children(), None) is None
+    return not is_layer or sum(parameter.numel() for parameter in member.parameters()) >= SMALLEST_LAYER
+
+
+def _has_forward(module: nn.Module) -> bool:
+    # nn.Module's own forward only raises; lists and dictionaries of modules have that one.
+    return getattr(type(module), "forward", None) is not nn.Module.forward
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+class GradientSync:
+    """Steers the reductions of one update: `begin_backward` before each backward, `finish` after the last.
+
+    `averaging` is what gradients are divided by on their way: the ranks that share along data, context and replicate.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[FSDPModule],
+        whole: Sequence[nn.Parameter],
+        *,
+        groups: Sequence[Any],
+        reduces_last: bool,
+    ) -> None:
+        self._modules = list(modules)
+        self._whole = list(whole)
+        self._groups = list(groups)
+        self._waits_for_last = reduces_last
+        self.averaging = 1
+        for group in self._groups:
+            self.averaging *= dist.get_world_size(group)
+        self._split = [one for module in self._modules for group in _groups_of(module) for one in group.fsdp_params]
+        self._touched: set[int] = set()
+        """The parameters, by id, that got a gradient on this rank since the last `finish`."""
+        self._finished: dict[int, weakref.ref[torch.Tensor]] = {}
+        """The gradients that were there at the last `finish`. Whoever clears them does not tell; a dead one is gone."""
+        for module in self._modules:
+            for group in _groups_of(module):
+                group.post_backward = self._with_zeros(group, group.post_backward)
+
+    def begin_backward(self, *, is_last: bool) -> None:
+        """Says before a micro-batch's backward, best before its forward, whether the update follows it.
+
+        Where that is not known, say True each time: reductions add up, and cost more.
+        """
+        for module in self._modules:
+            if self._waits_for_last:
+                module.set_requires_gradient_sync(is_last, recurse=False)
+            elif len(self._groups) > 1:
+                module.set_requires_all_reduce(is_last, recurse=False)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Makes the gradients of this update whole; collective. Parameters are in their parts afterwards.
+
+        Called after the last backward and before any gradient is read; again where a step has several updates.
+        """
+        for module in self._modules:
+            # A forward that no backward followed leaves its block gathered: the update would not reach those weights.
+            module.reshard()
+        if not self._groups:
+            return
+        parameters = [one.sharded_param for one in self._split]
+        present = [id(parameter) in self._touched or self._was_finished(parameter) for parameter in parameters]
+        present += [parameter.grad is not None for parameter in self._whole]
+        self._touched.clear()
+        device = (parameters or self._whole)[0].device
+        flags = torch.tensor(present, dtype=torch.int32).to(device, non_blocking=True)
+        self._reduce(flags)
+        for some in _by_dtype(self._whole):
+            flat = torch.cat([_gradient_or_zeros(parameter).reshape(-1) for parameter in some])
+            self._reduce(flat)
+            flat.div_(self.averaging)
+            for parameter, piece in zip(some, flat.split([each.numel() for each in some]), strict=True):  # type: ignore[no-untyped-call]
+                parameter.grad = piece.view(parameter.shape)
+        # Only a rank that lacks a gradient needs to know whether another has it; reading that waits for the device.
+        if not all(present):
+            for parameter, count in zip([*parameters, *self._whole], flags.tolist(), strict=True):
+                if count == 0:
+                    parameter.grad = None
+        self._finished = {id(each): weakref.ref(each.grad) for each in parameters if each.grad is not None}
+
+    def _was_finished(self, parameter: nn.Parameter) -> bool:
+        """Is this gradient, apart from zeros, the one of the last `finish`?"""
+        known = self._finished.get(id(parameter))
+        return known is not None and parameter.grad is not None and known() is parameter.grad
+
+    def _reduce(self, tensor: torch.Tensor) -> None:
+        for group in self._groups:
+            dist.all_reduce(tensor, group=group)
+
+    def _with_zeros(self, group: Any, post_backward: Callable[..., None]) -> Callable[..., None]:
+        """Returns FSDP2's act after a block's backward, with zeros for what got no gradient.
+
+        torch has a setting for it from 2.13 on, which does not tell which gradients were zeros.
+        """
+
+        def fill_and_reduce(*unused: Any) -> None:
+            for one in group.fsdp_params:
+                if not hasattr(one, "_unsharded_param") or not one.sharded_param.requires_grad:
+                    continue
+                if one._unsharded_param.grad is not None or one.unsharded_accumulated_grad is not None:
+                    self._touched.add(id(one.sharded_param))
+                elif group.reduce_grads:
+                    one._unsharded_param.grad = torch.zeros_like(one._unsharded_param)
+            post_backward(*unused)
+
+        return fill_and_reduce
+
+
+def _groups_of(module: FSDPModule) -> list[Any]:
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one at most
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
+def _by_dtype(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    kinds: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            kinds.setdefault(parameter.dtype, []).append(parameter)
+    return list(kinds.values())
+
+
+def _gradient_or_zeros(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def refuse_ungathered(error: RuntimeError, model: torch.nn.Module) -> None:
+    """Raises what a user can act on if the error is of a split parameter that was used by itself; else nothing."""
+    if "mixed torch.Tensor and DTensor" not in str(error):
+        return
+    if not any(is_split(parameter) for parameter in model.parameters()):
+        return
+    raise TrainwrightError(
+        "A parameter that is split over ranks was used outside of the forward that gathers it: a layer or a method of "
+        f"{_own_name(model)} was called by itself. Call the model (or a whole member of its ModuleList), or list the "
+        'method in the model\'s class: forward_methods = ("encode",). replicate in place of data keeps it whole.'
+        f"{_advice_on_outputs(model)}",
+        where=_place(error),
+    ) from error
+
+
+def _advice_on_outputs(model: torch.nn.Module) -> str:
+    """Says what else it may be where rules lay out what modules return: that meets only what is laid out as well."""
+    meshes = [getattr(parameter, "device_mesh", None) for parameter in model.parameters()]
+    if not any("tensor" in (mesh.mesh_dim_names or ()) for mesh in meshes if mesh is not None):
+        return ""
+    return (
+        " Or what a rule under outputs lays out was added to what none does: give what is added here (an embedding, "
+        "the last layer of a block) a rule as well, as trainwright/configs/sharding/llama.yaml does."
+    )
+
+
+def _own_name(model: torch.nn.Module) -> str:
+    """Returns the name of the user's class, of which torch makes one of its own when it splits it."""
+    kinds = [kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch.distributed")]
+    return next((kind.__name__ for kind in kinds if not kind.__name__.startswith("FSDP")), type(model).__name__)
+
+
+def _place(error: RuntimeError) -> str | None:
+    """Returns the last line of the error's way that is not torch's."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
+
+
+__all__ = ["GradientSync", "SplitSettings", "shard_parameters"]
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,178 @@
-"""Equal replicas: sums the gradients of all copies of the model, once per update.
-
-The gradients are packed into buckets whose sums run beside each other, and beside the backward that makes the
-gradients where it is known to be the update's last. Works with any forward, unused and frozen parameters included,
-because it looks at gradients and not at modules.
-"""
+"""Equal replicas: equal weights at the start, gradients summed once per update, and the norm of all gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from trainwright.errors import TrainwrightError
 from trainwright.parallel.collectives import Ranks
-from trainwright.parallel.local import is_split, local, own_gradient
+from trainwright.parallel.mesh import Mesh, is_split, local, named_tensors, own_gradient
+
+logger = logging.getLogger(__name__)
+
+
+@torch.no_grad()
+def make_equal(model: torch.nn.Module, ranks: Ranks) -> None:
+    """Compares the ranks' models and, where they differ, copies the first rank's; before the model is split."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if ranks.size == 1 or any(tensor.is_meta for tensor in tensors):
+        return
+    on_host = [tensor.detach().to("cpu") for tensor in tensors]
+    everybodys = ranks.gather([_checksum(each) for each in on_host])
+    if all(each == everybodys[0] for each in everybodys):
+        return
+    logger.info("The ranks have built different models, though from one seed: the first rank's weights are used.")
+    for tensor, copy in zip(tensors, on_host, strict=True):
+        ranks.copy_from_first_(copy)
+        tensor.copy_(copy)
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """A sum of the bits: fast, and different for other draws, which is all that is asked."""
+    values = tensor.contiguous().reshape(-1)
+    wide = torch.int32 if values.element_size() >= 4 else torch.uint8
+    return int(values.view(wide).sum(dtype=torch.int64))
+
+
+CHUNK_BYTES = 1 << 28
+"""How much is sent at once: the largest tables have more bytes than every transport takes in one message."""
+
+
+class _Whole(NamedTuple):
+    """A tensor of the whole model, under all of its names; without memory on all ranks but the first."""
+
+    names: tuple[str, ...]
+    tensor: Tensor
+
+
+class SentWeights:
+    """The tensors of a model before it is split, buffers too. Collective: the ranks must have built the same model."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        names: dict[int, list[str]] = {}
+        tensors: dict[int, Tensor] = {}
+        for name, tensor in named_tensors(model):
+            names.setdefault(id(tensor), []).append(name)
+            # Not the parameter itself, which may be moved to the device while the model is split.
+            tensors.setdefault(id(tensor), tensor.detach())
+        self._ranks = ranks
+        self._waiting = deque(_Whole(tuple(names[key]), tensor) for key, tensor in tensors.items())
+        own = [(whole.names, tuple(whole.tensor.shape), str(whole.tensor.dtype)) for whole in self._waiting]
+        firsts = ranks.broadcast(own)
+        if own != firsts:
+            other = next(
+                (pair for pair in zip(own, firsts, strict=False) if pair[0] != pair[1]), (len(own), len(firsts))
+            )
+            raise TrainwrightError(
+                f"Rank {ranks.rank} has built another model than rank 0, which was to send it the weights: {other[0]} "
+                f"instead of {other[1]}. Let all ranks have the same settings and the same code."
+            )
+
+    @torch.no_grad()
+    def send_into(self, model: nn.Module, *, copy: Callable[[Tensor, Tensor], None]) -> None:
+        """Sends all tensors to the split model's ranks, once; the first lets go of each that it has sent.
+
+        `copy(target, whole)` copies into a tensor that may be split this rank's part of a whole one.
+        """
+        targets = dict(named_tensors(model))
+        filled: set[int] = set()
+        while self._waiting:
+            names, whole = self._waiting.popleft()
+            if self._ranks.is_first:
+                self._send(whole.contiguous())
+                continue
+            target = next((targets[name] for name in names if name in targets), None)
+            self._receive(whole, target, copy)
+            filled.add(id(target))
+        empty = [name for name, target in targets.items() if id(target) not in filled]
+        assert self._ranks.is_first or not empty, f"nobody has sent {empty}"
+
+    def _receive(self, like: Tensor, target: Tensor | None, copy: Callable[[Tensor, Tensor], None]) -> None:
+        """Receives one tensor and lets go of it before there is the next; without a target another stage has it."""
+        received = torch.empty(like.shape, dtype=like.dtype)
+        self._send(received)
+        if target is not None:
+            copy(target, received)
+
+    def _send(self, tensor: Tensor) -> None:
+        """Copies the first rank's values into this tensor of the others."""
+        # As bytes, for a transport need not know every dtype.
+        for chunk in torch.split(tensor.view(-1).view(torch.uint8), CHUNK_BYTES):
+            self._ranks.copy_from_first_(chunk)
+
+
+@torch.no_grad()
+def give_memory(model: nn.Module, device: torch.device) -> None:
+    """Gives all tensors of a model that have none memory on the device, with any values in it.
+
+    The objects stay, whoever refers to them (tied modules, FSDP), and so do their attributes and hooks: torch's
+    `to_empty` makes other parameters, each name its own. Call `model.to(device)` next, for FSDP to take notice.
+    """
+    for tensor in {id(tensor): tensor for _, tensor in named_tensors(model)}.values():
+        if not local(tensor).is_meta:
+            continue
+        made = torch.empty_like(tensor.detach(), device=device)
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        vars(made).update(vars(tensor))
+        hooks = list((tensor._backward_hooks or {}).values())
+        tensor._backward_hooks = None  # torch keeps them beside what is swapped, and would not call them any more
+        torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]  # torch has no types here
+        for hook in hooks:
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+class GradientNorm:
+    """Measures the gradients of a model that is split over ranks.
+
+    `num_stages` says of parameters, by their id, how many stages of a pipeline hold them, where that is not one.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], mesh: Mesh, *, num_stages: Mapping[int, int] | None = None
+    ) -> None:
+        self._parameters = list(parameters)
+        stages = num_stages or {}
+        self._copies = [num_copies(each, mesh) * stages.get(id(each), 1) for each in self._parameters]
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Returns what of the gradients lies on this rank, laid out as the parameters are."""
+        return [gradient for each in self._parameters if (gradient := own_gradient(each)) is not None]
+
+    @torch.no_grad()
+    def measure(self) -> torch.Tensor:
+        """Returns the 2-norm of all gradients together; every rank of the run must ask."""
+        held: dict[int, list[torch.Tensor]] = {}
+        for parameter, copies in zip(self._parameters, self._copies, strict=True):
+            gradient = own_gradient(parameter)
+            if gradient is not None:
+                held.setdefault(copies, []).append(gradient)
+        first = self._parameters[0]
+        total = torch.zeros((), dtype=torch.float64, device=first.device)
+        for copies, gradients in held.items():
+            norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
+            total += norms.square().sum() / copies
+        dist.all_reduce(total)
+        return total.sqrt().to(torch.promote_types(first.dtype, torch.float32))
+
+
+def num_copies(parameter: torch.Tensor, mesh: Mesh) -> int:
+    """Returns how many ranks hold the same values of a parameter as this one."""
+    copies = mesh.size("replicate", "data", "context", "tensor")
+    if is_split(parameter):
+        layout = parameter.device_mesh  # type: ignore[attr-defined]  # a DTensor
+        for number, placement in enumerate(parameter.placements):  # type: ignore[attr-defined]
+            if not placement.is_replicate():
+                copies //= layout.size(number)
+    return copies
+
 
 FIRST_BYTES = 2**20
 """The first bucket is small, so that ranks begin to talk early."""

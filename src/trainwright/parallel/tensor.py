@@ -1,12 +1,6 @@
-"""Tensor parallelism: parameters become DTensors along the axis `tensor`, and modules meet them by hooks.
+"""Tensor parallelism: parameters become DTensors along the axis `tensor`, and hooks adapt the modules that use them.
 
-    split layer      given whole states, or a part of the features; returns its part, or parts of a sum
-    output rule      brings what a module returns into a layout; it then travels as a DTensor, so that what follows
-                     knows it: a stream that is split by position stays so through additions, dropout and norms
-    other modules    compute on plain tensors; copied parameters are plain to them while they run
-
-Where no rule says otherwise, tensors between modules are plain: whole, or the part of a rank's heads. What is split
-how is sharding.py's; what tables, dropouts and losses do is tensor_forwards.py's; fully_shard.py splits further.
+Includes embeddings and losses over a sharded vocabulary.
 """
 
 from __future__ import annotations
@@ -17,17 +11,185 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from trainwright.errors import ConfigError
-from trainwright.parallel import tensor_forwards
 from trainwright.parallel.mesh import Mesh
-from trainwright.parallel.sharding import ShardingPlan
-from trainwright.parallel.sharding_rules import Axes
-from trainwright.parallel.tensor_forwards import own_part, split_dim, whole
+from trainwright.parallel.sharding import Axes, ShardingPlan
+
+
+def look_up(table: DTensor, ids: Tensor, *, padding_idx: int | None = None) -> DTensor:
+    """Returns the rows [..., D] of a table [V, D] that is split by rows, as parts whose sum they are.
+
+    Ids that the table does not have are refused where that costs no wait for the device, as nn.Embedding does.
+    """
+    mesh, num_rows = table.device_mesh, table.shape[0]
+    _check_range(ids, num_rows)
+    rows = table.to_local()
+    start = first_row(num_rows, mesh)
+    is_here = (ids >= start) & (ids < start + rows.shape[0])
+    if rows.shape[0] == 0:
+        found = rows.sum() * torch.zeros((*ids.shape, table.shape[1]), dtype=rows.dtype, device=rows.device)
+    else:
+        found = F.embedding(torch.where(is_here, ids - start, 0), rows)
+        found = torch.where(is_here[..., None], found, 0.0)
+    if padding_idx is not None:
+        # The row of padding is read but never learned.
+        found = torch.where((ids == padding_idx)[..., None], found.detach(), found)
+    return DTensor.from_local(found, mesh, [Partial()], run_check=False)
+
+
+def split_cross_entropy(logits: DTensor, targets: Tensor, *, ignore_index: int, reduction: str) -> Tensor:
+    """Returns the cross entropy of logits [N, V], split by columns, on targets [N] that every rank has."""
+    mesh, size = logits.device_mesh, logits.shape[-1]
+    is_counted = targets != ignore_index
+    apply: Callable[..., Tensor] = _SplitCrossEntropy.apply  # torch has no types here
+    losses = apply(logits.to_local(), torch.where(is_counted, targets, 0), first_row(size, mesh), mesh)
+    losses = torch.where(is_counted, losses, 0.0)
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total / is_counted.sum() if reduction == "mean" else total
+
+
+def first_row(size: int, mesh: DeviceMesh) -> int:
+    """Returns where this rank's part of a split dim begins: parts are of equal size but for the last ones."""
+    length = -(-size // mesh.size())
+    return min(length * mesh.get_local_rank(), size)
+
+
+def over_ranks(tensor: Tensor, mesh: DeviceMesh, operation: str) -> Tensor:
+    """Returns the sum or the maximum of a tensor over the ranks of a mesh of one axis; outside of autograd."""
+    return (
+        DTensor.from_local(tensor, mesh, [Partial(operation)], run_check=False)
+        .redistribute(placements=[Replicate()])
+        .to_local()
+    )
+
+
+def _check_range(ids: Tensor, num_rows: int) -> None:
+    try:
+        # torch's only assertion that does not wait for the device; it has no public name.
+        torch._assert_async(((ids >= 0) & (ids < num_rows)).all())
+    except RuntimeError as error:
+        raise IndexError(f"ids from {int(ids.min())} to {int(ids.max())} in a table of {num_rows} rows") from error
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    """Works on one rank's columns; the largest logit, the sum of exponentials and the target's logit are exchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, mesh: DeviceMesh) -> Tensor:
+        is_here = (targets >= start) & (targets < start + logits.shape[-1])
+        chosen = torch.where(is_here, targets - start, 0)[:, None]
+        if logits.shape[-1] == 0:  # more ranks than tokens: this one adds nothing
+            largest = logits.new_full(targets.shape, -torch.inf)
+            of_target = logits.new_zeros(targets.shape)
+        else:
+            largest = logits.amax(dim=-1)
+            of_target = logits.gather(1, chosen)[:, 0]
+        largest = over_ranks(largest, mesh, "max")
+        shares = (logits - largest[:, None]).exp_()
+        sums = over_ranks(torch.stack((shares.sum(dim=-1), torch.where(is_here, of_target, 0.0))), mesh, "sum")
+        shares /= sums[0][:, None]
+        ctx.save_for_backward(shares, chosen, is_here)
+        return sums[0].log() + largest - sums[1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor, None, None, None]:
+        shares, chosen, is_here = ctx.saved_tensors
+        grads = shares.clone()
+        if grads.shape[-1]:
+            grads.scatter_add_(1, chosen, -is_here[:, None].to(grads.dtype))
+        return grads.mul_(grad_losses[:, None]), None, None, None
+
+
+def whole(tensor: Any) -> Any:
+    """Returns a DTensor's whole as a plain tensor, with its gradient; anything else as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
+
+
+def split_dim(tensor: Any) -> int | None:
+    """Returns the dim in which a DTensor on one axis is split; None where it is not, or plain."""
+    placement = tensor.placements[0] if isinstance(tensor, DTensor) else None
+    return placement.dim if isinstance(placement, Shard) else None
+
+
+def own_part(value: Tensor, dim: int, ranks: DeviceMesh) -> Tensor:
+    """Returns this rank's part of a whole tensor, without a copy; empty where there are more ranks than rows."""
+    size = value.shape[dim]
+    start = first_row(size, ranks)
+    return value.narrow(dim, start, min(-(-size // ranks.size()), size - start))
+
+
+def look_up_rows(self: nn.Embedding, ids: Tensor) -> Tensor:
+    """An embedding whose rows are split."""
+    return look_up(self.weight, ids, padding_idx=self.padding_idx)  # type: ignore[arg-type]  # it is a DTensor
+
+
+def drop(self: nn.Dropout, given: Tensor) -> Tensor:
+    """A dropout on states that may be split."""
+    if not isinstance(given, DTensor) or not self.training or self.p == 0:
+        return type(self).forward(self, given)
+    return _drop_own(given, lambda ones: type(self).forward(self, ones))
+
+
+def drop_before_adapter(self: Any, given: Tensor) -> Tensor:
+    """The dropout of an adapter's input; `self` is a LoRALinear, which is known in models/ only."""
+    plain: Callable[[Any, Tensor], Tensor] = type(self).drop
+    if not isinstance(given, DTensor) or not self.training or self.lora_dropout == 0:
+        return plain(self, given)
+    return _drop_own(given, lambda ones: plain(self, ones))
+
+
+def score(self: nn.Module, logits: Any, *rest: Any, **named: Any) -> Any:
+    """A loss: the plain cross entropy takes logits that are split by class as they are, any other the whole."""
+    targets = rest[0] if len(rest) == 1 else None
+    if (
+        isinstance(logits, DTensor)
+        and logits.dim() == 2
+        and split_dim(logits) == 1
+        and type(self) is nn.CrossEntropyLoss
+        and self.weight is None
+        and self.label_smoothing == 0.0
+        and isinstance(targets, Tensor)
+        and not targets.is_floating_point()
+    ):
+        return split_cross_entropy(logits, targets, ignore_index=self.ignore_index, reduction=self.reduction)
+    return type(self).forward(self, whole(logits), *(whole(each) for each in rest), **named)
+
+
+def return_whole(model: nn.Module, args: Any, outputs: Any) -> Any:
+    """A hook of the model: returns whole tensors, but leaves logits beside a loss split while training.
+
+    Most runs drop them, and all ranks would wait for the largest tensor there is. Used beside plain tensors they raise.
+    """
+    if not isinstance(outputs, Mapping):
+        return whole(outputs)
+    if not any(isinstance(each, DTensor) for each in outputs.values()):
+        return outputs
+    keeps_split = model.training and outputs.get("loss") is not None
+    return {name: each if keeps_split and name != "loss" else whole(each) for name, each in outputs.items()}
+
+
+def _drop_own(given: DTensor, drop_all: Callable[[Tensor], Tensor]) -> DTensor:
+    """Drops what one process would drop: ranks share random numbers, and each takes its part of the whole's."""
+    values = given.to_local()
+    kept = drop_all(torch.ones(given.shape, dtype=values.dtype, device=values.device))
+    dim = split_dim(given)
+    own = kept if dim is None else own_part(kept, dim, given.device_mesh)
+    return DTensor.from_local(
+        values * own, given.device_mesh, given.placements, run_check=False, shape=given.shape, stride=given.stride()
+    )
+
 
 __all__ = ["split_tensors", "whole"]
 
@@ -63,19 +225,19 @@ def split_tensors(model: nn.Module, plan: ShardingPlan, mesh: Mesh) -> None:
         if name in plan.fused:
             _hook_fused(module, plan.fused[name], ranks)
         elif isinstance(module, nn.Embedding) and dims == [0]:
-            _bind(module, "forward", tensor_forwards.look_up_rows)
+            _bind(module, "forward", look_up_rows)
         elif any(dim is not None for dim in dims):
             _hook_split_layer(module, ranks)
         else:
             _hook_plain(name, module, plan, ranks)
         if isinstance(module, nn.Dropout):
-            _bind(module, "forward", tensor_forwards.drop)
+            _bind(module, "forward", drop)
         if hasattr(module, "lora_dropout"):
-            _bind(module, "drop", tensor_forwards.drop_before_adapter)
+            _bind(module, "drop", drop_before_adapter)
         if _is_loss(module) or name.rpartition(".")[2] == "criterion":
-            _bind(module, "forward", tensor_forwards.score)
+            _bind(module, "forward", score)
         _hook_output(name, module, plan, ranks, keeps_part=_is_met_by_rows(name, model))
-    model.register_forward_hook(tensor_forwards.return_whole)
+    model.register_forward_hook(return_whole)
 
 
 def _is_loss(module: nn.Module) -> bool:

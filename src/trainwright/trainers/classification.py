@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainwright.events import Mean
-from trainwright.labels import IGNORED_LABEL
+from trainwright.events.mean import IGNORED_LABEL
 from trainwright.loop.outputs import ForwardResult
 from trainwright.loop.trainer import Trainer
 

@@ -10,7 +10,7 @@ import torch
 
 from trainwright.errors import TrainwrightError
 from trainwright.events import Mean
-from trainwright.labels import IGNORED_LABEL
+from trainwright.events.mean import IGNORED_LABEL
 from trainwright.loop.trainer import Trainer
 
 

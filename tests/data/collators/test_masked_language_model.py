@@ -10,7 +10,7 @@ from tests.messages import raises
 
 from trainwright.data.collators.masked_language_model import MaskedLanguageModel
 from trainwright.errors import ConfigError, DataError
-from trainwright.labels import IGNORED_LABEL
+from trainwright.events.mean import IGNORED_LABEL
 
 MASK, PAD, SIZE = 98, 99, 100
 OWN = {"mask_token_id": MASK, "pad_token_id": PAD, "vocab_size": SIZE}

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.messages import raises
 
-from trainwright.data.collators.padding import Width, mark_tokens, pad_rows
+from trainwright.data.collators.samples import Width, mark_tokens, pad_rows
 from trainwright.errors import ConfigError, DataError
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=8)

@@ -9,11 +9,11 @@ import torch
 from tests.messages import raises
 from torch.utils.data import DataLoader
 
+from trainwright.data import arrow as arrow_rows
+from trainwright.data.arrow import ArrowRows, ArrowRowWriter, StoredSample
+from trainwright.data.cache import MAKER_FILE
 from trainwright.data.collators import Stack
 from trainwright.data.loader import TrainData
-from trainwright.data.processing import arrow_rows
-from trainwright.data.processing.arrow_rows import ArrowRows, ArrowRowWriter, StoredSample
-from trainwright.data.processing.build_once import MAKER_FILE
 from trainwright.errors import DataError
 
 

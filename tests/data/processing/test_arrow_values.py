@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.data.processing.arrow_values import make_reader, to_storable
+from trainwright.data.arrow import make_reader, to_storable
 
 
 def there_and_back(*values):

@@ -8,8 +8,8 @@ import time
 import pytest
 from tests.messages import mentions, raises
 
-from trainwright.data.processing import build_once as module
-from trainwright.data.processing.build_once import build_once, find_build, hold_for_reading
+from trainwright.data import cache as module
+from trainwright.data.cache import build_once, find_build, hold_for_reading
 from trainwright.errors import DataError
 
 

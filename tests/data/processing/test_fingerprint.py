@@ -14,7 +14,7 @@ from tests.messages import raises
 from torch.utils.data import TensorDataset
 
 from trainwright.config import Component
-from trainwright.data.processing.fingerprint import canonical_arguments, describe_input, fingerprint_function
+from trainwright.data.process import canonical_arguments, describe_input, fingerprint_function
 from trainwright.data.sources.files import json_lines
 from trainwright.errors import ConfigError
 
@@ -307,7 +307,7 @@ def test_a_function_whose_source_cannot_be_read_needs_a_version():
 
 def test_another_process_finds_the_same_with_another_hash_seed(tmp_path):
     (tmp_path / "mine.py").write_text("def clean(x, words=frozenset({'a', 'b', 'c'})):\n    return x\n")
-    module = "trainwright.data.processing.fingerprint"
+    module = "trainwright.data.process"
     program = f"import mine; from {module} import fingerprint_function; print(fingerprint_function(mine.clean))"
     found = set()
     for seed in ("1", "2"):

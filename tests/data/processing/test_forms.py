@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.data.processing.forms import Empty, forms_of, restore
+from trainwright.data.arrow import Empty, forms_of, restore
 
 dicts = st.recursive(
     st.dictionaries(st.sampled_from("abc"), st.just(1), max_size=3),

@@ -11,7 +11,7 @@ from tests.messages import raises
 from torch.utils.data import DataLoader
 
 import trainwright
-from trainwright.data.processing.hf_dataset import _Origin, load_hf_dataset
+from trainwright.data.hf_dataset import _Origin, load_hf_dataset
 from trainwright.errors import ConfigError, DataError
 
 ROWS = [{"text": "ab" * n, "label": n % 2} for n in range(6)]

@@ -15,11 +15,11 @@ from tests.messages import raises
 from torch.utils.data import IterableDataset, _utils
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from trainwright.data import arrow as arrow_rows
+from trainwright.data import process
 from trainwright.data.collators import Stack
 from trainwright.data.loader import TrainData
-from trainwright.data.processing import arrow_rows, process
-from trainwright.data.processing.fingerprint import describe_input
-from trainwright.data.processing.process import processed
+from trainwright.data.process import describe_input, processed
 from trainwright.errors import ConfigError, DataError
 
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.data.streams import Fragile, Plain, Seeking
 
-from trainwright.data.processing.stream import ProcessedStream
-from trainwright.data.stream import StreamBrokenError
+from trainwright.data.fetch import StreamBrokenError
+from trainwright.data.process import ProcessedStream
 
 
 def repeat(row, by=1):

@@ -22,9 +22,10 @@ from hypothesis import strategies as st
 from tests.messages import raises
 from torch.utils.data import DataLoader
 
-from trainwright.data.sources import file_stream, files, records
+from trainwright.data.fetch import is_stream
+from trainwright.data.sources import file_stream, files
+from trainwright.data.sources import formats as records
 from trainwright.data.sources.files import csv, json_lines, text
-from trainwright.data.stream import is_stream
 from trainwright.errors import ConfigError, DataError
 
 MEGABYTE = 2**20

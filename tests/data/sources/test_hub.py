@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub import constants
 from tests.messages import raises
 
-from trainwright.data.sources.hub import import_datasets, network_use
+from trainwright.data.sources.huggingface import import_datasets, network_use
 from trainwright.errors import DataError
 
 datasets = pytest.importorskip("datasets")

@@ -12,8 +12,8 @@ import torch
 from tests.messages import raises
 from torch.utils.data import DataLoader, IterableDataset
 
+from trainwright.data.fetch import is_stream
 from trainwright.data.sources.huggingface import huggingface
-from trainwright.data.stream import is_stream
 from trainwright.errors import ConfigError, DataError
 
 datasets = pytest.importorskip("datasets")

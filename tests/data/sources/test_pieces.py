@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.messages import raises
 
+from trainwright.data.sources.file_stream import Piece, check_piece, identify_piece, share_of
 from trainwright.data.sources.locations import FileLocation
-from trainwright.data.sources.pieces import Piece, check_piece, identify_piece, share_of
 from trainwright.errors import ConfigError, DataError
 
 

@@ -7,7 +7,7 @@ import torch
 from tests.messages import raises
 
 from trainwright.errors import ConfigError
-from trainwright.models.layers.activations import ACTIVATIONS, activation
+from trainwright.models.layers.settings import ACTIVATIONS, activation
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -10,7 +10,7 @@ import torch
 from tests.messages import raises
 
 from trainwright.errors import ConfigError, DataError
-from trainwright.models.layers.checks import check_heads, check_ids, check_keywords, check_length, embed
+from trainwright.models.layers.settings import check_heads, check_ids, check_keywords, check_length, embed
 
 
 class Net:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.models.layers.classes import class_criterion, class_loss, label_names, num_labels_of
+from trainwright.models.layers.losses import class_criterion, class_loss, label_names, num_labels_of
 
 
 def test_classes_have_a_cross_entropy_that_skips_minus_100():

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
-from trainwright.memory.remat import recompute_layers
-from trainwright.memory.scan import compile_stacks
+from trainwright.memory.activation_checkpointing import recompute_layers
+from trainwright.memory.repeated_blocks import compile_stacks
 from trainwright.models.gpt2 import GPT2
-from trainwright.models.layers import document_borders as borders_module
-from trainwright.models.layers import masks
-from trainwright.models.layers.document_borders import (
+from trainwright.models.layers import attention as masks
+from trainwright.models.layers import document_attention as borders_module
+from trainwright.models.layers.attention import WholeSequence
+from trainwright.models.layers.document_attention import (
     BLOCK,
     attend_within_documents,
     document_borders,
@@ -24,7 +25,6 @@ from trainwright.models.layers.document_borders import (
     has_blocks,
     visible_pairs,
 )
-from trainwright.models.layers.whole_sequence import WholeSequence
 from trainwright.models.llama import Llama
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "max_positions": 4 * BLOCK}

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainwright.models.layers import linear_cross_entropy as module
-from trainwright.models.layers.linear_cross_entropy import (
+from trainwright.models.layers import losses as module
+from trainwright.models.layers.losses import (
     CHUNK_ELEMENTS,
     is_plain_head,
     is_plain_mean,

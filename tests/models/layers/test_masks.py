@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.messages import raises
 
 from trainwright.errors import DataError
-from trainwright.models.layers.masks import causal_mask, next_tokens, unpadded_keys, visible_keys
+from trainwright.models.layers.attention import causal_mask, next_tokens, unpadded_keys, visible_keys
 
 masks = st.lists(st.lists(st.integers(0, 1), min_size=5, max_size=5), min_size=1, max_size=3).map(torch.tensor)
 

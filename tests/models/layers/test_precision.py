@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainwright.models.layers.precision import at_least_float32
+from trainwright.models.layers.losses import at_least_float32
 from trainwright.models.llama import Llama
 
 

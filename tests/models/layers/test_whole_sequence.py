@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from trainwright.models.gpt2 import GPT2
-from trainwright.models.layers.whole_sequence import WholeSequence
+from trainwright.models.layers.attention import WholeSequence
 
 
 def test_nothing_is_cut_joined_or_weighed():

@@ -7,6 +7,6 @@ samples.py (what is in a batch's samples) and padding.py (how wide a batch is) s
 """
 
 from trainwright.data.collators.stack import Stack, refuse_lists
-from trainwright.labels import IGNORED_LABEL
+from trainwright.events.mean import IGNORED_LABEL
 
 __all__ = ["IGNORED_LABEL", "Stack", "refuse_lists"]

@@ -18,7 +18,7 @@ from trainwright.data.collators.samples import (
     stack_column,
     token_rows,
 )
-from trainwright.labels import IGNORED_LABEL
+from trainwright.events.mean import IGNORED_LABEL
 
 
 class EqualLength:

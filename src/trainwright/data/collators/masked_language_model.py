@@ -18,7 +18,7 @@ from trainwright.data.collators.samples import columns_of, names_of
 from trainwright.data.collators.tokenize import encode_missing
 from trainwright.data.tokenizer import TextTokenizer
 from trainwright.errors import ConfigError, DataError
-from trainwright.labels import IGNORED_LABEL
+from trainwright.events.mean import IGNORED_LABEL
 
 
 class MaskedLanguageModel:

@@ -14,13 +14,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainwright.data.collators.padding import Width, check_side, mark_tokens, pad_rows
 from trainwright.data.collators.samples import (
     Columns,
+    Width,
+    check_side,
     check_tokens,
     columns_of,
+    mark_tokens,
     names_of,
     number_rows,
+    pad_rows,
     require,
     sample_error,
     stack_column,
@@ -28,7 +31,7 @@ from trainwright.data.collators.samples import (
 )
 from trainwright.data.tokenizer import TextTokenizer, load_tokenizer
 from trainwright.errors import ConfigError, DataError
-from trainwright.labels import IGNORED_LABEL
+from trainwright.events.mean import IGNORED_LABEL
 
 # Fields with a place for each token, whatever their lengths: unequal ones are a mistake, not a vector of their own.
 TOKEN_FIELDS = ("attention_mask", "position_ids", "token_type_ids")

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from trainwright.data.collators.padded import Padded
-from trainwright.data.collators.padding import Width, pad_rows
-from trainwright.data.collators.samples import check_tokens, columns_of, names_of, require, token_rows
+from trainwright.data.collators.samples import Width, check_tokens, columns_of, names_of, pad_rows, require, token_rows
 from trainwright.data.tokenizer import TextTokenizer
 from trainwright.errors import ConfigError
-from trainwright.labels import IGNORED_LABEL
+from trainwright.events.mean import IGNORED_LABEL
 
 
 class SequenceToSequence:

@@ -15,7 +15,7 @@ from trainwright.data.collators.padded import Padded
 from trainwright.data.collators.samples import Columns, columns_of, names_of, require, sample_error
 from trainwright.data.tokenizer import TextTokenizer, cut_text, load_tokenizer
 from trainwright.errors import ConfigError, DataError
-from trainwright.labels import IGNORED_LABEL
+from trainwright.events.mean import IGNORED_LABEL
 
 
 class Tokenize:

@@ -1,25 +1,70 @@
-"""FileStream: the rows of text files one after the other, read where the files are, from any place at the same cost.
-
-A stream is a list of pieces: whole files, and stretches of large ones, whose borders move on to the next row, those
-of neighbours to the same one. Its state is a piece, known by its file, and a byte in it. Compressed files cannot be
-entered in the middle: going on reads that one file again from its start.
-"""
+"""FileStream: the rows of text files in order, read where the files are, from any position at the same cost."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch.utils.data import IterableDataset
 
-from trainwright.data.sources.formats import Format, RowError
+from trainwright.data.fetch import StreamBrokenError
+from trainwright.data.sources.formats import BYTE_ORDER_MARK, Format, RowError
 from trainwright.data.sources.locations import FileLocation, Paths, find_files
-from trainwright.data.sources.pieces import Piece, check_piece, identify_piece, share_of
-from trainwright.data.sources.records import BYTE_ORDER_MARK
 from trainwright.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a file."""
+
+    location: FileLocation
+    begin: int = 0
+    end: int | None = None
+    """None: up to the end of the file."""
+
+    def identify(self) -> dict[str, Any]:
+        """Returns what tells this piece from others, wherever the folder that holds the file may be."""
+        return {"file": self.location.label, "size": self.location.size, "begin": self.begin, "end": self.end}
+
+
+def share_of(pieces: Sequence[Piece], *, num_shards: int, index: int) -> list[Piece]:
+    """Returns a contiguous share of the pieces; the shares in order are all of them."""
+    if not 0 <= index < num_shards <= len(pieces):
+        raise ConfigError(
+            f"Shard {index} of {num_shards} was asked for, of a stream that can be cut into {len(pieces)} shards."
+        )
+    count = len(pieces)
+    return list(pieces[count * index // num_shards : count * (index + 1) // num_shards])
+
+
+def identify_piece(pieces: Sequence[Piece], number: int) -> dict[str, Any]:
+    """Returns what a state says of the piece that it lies in; behind the last one, of that one."""
+    place = min(number, len(pieces) - 1)
+    return {"number": place, **pieces[place].identify()}
+
+
+def check_piece(pieces: Sequence[Piece], saved: Mapping[str, Any]) -> None:
+    """Refuses to go on where another piece is in the place of the one that a state lies in.
+
+    With a file more or less before it, rows would be read twice or never.
+    """
+    place = saved["number"]
+    found = identify_piece(pieces, place)
+    if found != dict(saved):
+        now = f"it is {_show(found)}" if found["number"] == place else f"there are only {len(pieces)}"
+        raise StreamBrokenError(
+            f"The stream cannot go on where it stopped: its piece {place} (counted from 0) was {_show(saved)}, and now "
+            f"{now}. Put the files back as they were, or start a run without this state."
+        )
+
+
+def _show(piece: Mapping[str, Any]) -> str:
+    stretch = "" if not piece["begin"] and piece["end"] is None else f" from {piece['begin']} to {piece['end']}"
+    return f"{piece['file']} ({piece['size']} bytes){stretch}"
+
 
 SHARD_MEGABYTES = 64.0
 """How much of a large file one shard holds, in units of 2**20 bytes."""

@@ -15,11 +15,19 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from trainwright.data.indices import positive_indices
+from trainwright.data.fetch import positive_indices
 from trainwright.data.sources.file_stream import SHARD_MEGABYTES, FileStream
-from trainwright.data.sources.formats import CsvFormat, Format, JsonLinesFormat, RowError, TextFormat
+from trainwright.data.sources.formats import (
+    BYTE_ORDER_MARK,
+    CsvFormat,
+    Format,
+    JsonLinesFormat,
+    Offsets,
+    RowError,
+    TextFormat,
+    lines_from,
+)
 from trainwright.data.sources.locations import FileLocation, Paths, find_files, fingerprint_files
-from trainwright.data.sources.records import BYTE_ORDER_MARK, Offsets, lines_from
 from trainwright.errors import ConfigError, DataError
 
 # Each map holds a file descriptor, of which a process often has only 1,024.

@@ -1,17 +1,223 @@
-"""What a record of a text file means: from its bytes to a sample, or a RowError that says what is wrong with it.
-
-Where records begin and end is records.py's; the file and the line are added to the error by files.py, which knows them.
-"""
+"""Records of text files: where they begin and end in the bytes of a file, and the sample each one means."""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+import mmap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import IO, Any, Protocol
 
-from trainwright.data.sources.records import CsvRows, Lines, Paragraphs, Records, read_csv
+import numpy as np
+import numpy.typing as npt
+
 from trainwright.errors import ConfigError
+
+Offsets = npt.NDArray[np.int64]
+NextLine = Callable[[], bytes]
+"""Returns the next line with its line break, or b"" at the end."""
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+_SCAN_BYTES = 16 << 20
+_NEWLINE = ord("\n")
+_LINE_BREAK = b"\r\n"
+# Once a quote is seen in a CSV file, this many rows are split one by one before looking for a plain stretch again.
+_ROWS_AT_A_TIME = 4096
+
+
+class Lines:
+    """A record is a line; blank ones are none. `blanks` are the characters of a blank line, all white space if None."""
+
+    can_be_cut = True
+
+    def __init__(self, blanks: bytes | None = None) -> None:
+        self._blanks = blanks
+
+    def take(self, next_line: NextLine) -> list[bytes]:
+        """Returns the lines up to the end of the next record; b"" of `record` means that none is left."""
+        taken = []
+        while line := next_line():
+            taken.append(line)
+            if line.strip(self._blanks):
+                break
+        return taken
+
+    def record(self, taken: list[bytes]) -> bytes:
+        """Returns the record in the lines taken, without the blank ones before it."""
+        return taken[-1] if taken and taken[-1].strip(self._blanks) else b""
+
+    def index(self, data: mmap.mmap, begin: int, end: int | None = None) -> Offsets:
+        """Returns where each record of data[begin:end] begins."""
+        starts = _line_starts(data, begin, end)
+        if not len(starts):
+            return starts
+        # A line that begins with ink is a record; only those that begin with a blank need a look.
+        is_record = np.frombuffer(data, np.uint8)[starts] > ord(" ")
+        for number in np.flatnonzero(~is_record).tolist():
+            start = int(starts[number])
+            is_record[number] = bool(data[start : _end_of_line(data, start)].strip(self._blanks))
+        return starts[is_record]
+
+    def cut(self, file: IO[bytes], border: int) -> int:
+        """Returns the first place at or behind `border` where a record may begin: a pure function of both."""
+        if border == 0:
+            return 0
+        file.seek(border - 1)
+        return border - 1 + len(file.readline())
+
+
+class Paragraphs:
+    """A record is a run of lines between blank ones."""
+
+    can_be_cut = True
+
+    def take(self, next_line: NextLine) -> list[bytes]:
+        """Returns the lines up to the blank one behind the next record."""
+        taken = []
+        has_begun = False
+        while line := next_line():
+            taken.append(line)
+            is_blank = not line.strip()
+            if is_blank and has_begun:
+                break
+            has_begun = has_begun or not is_blank
+        return taken
+
+    def record(self, taken: list[bytes]) -> bytes:
+        """Returns the lines that are not blank, in one."""
+        return b"".join(line for line in taken if line.strip())
+
+    def index(self, data: mmap.mmap, begin: int, end: int | None = None) -> Offsets:
+        """Returns where each record of data[begin:end] begins: at lines whose line before is none."""
+        inked = Lines().index(data, begin, end)
+        numbers = np.searchsorted(_line_starts(data, begin, end), inked)
+        return inked[np.diff(numbers, prepend=-2) > 1]
+
+    def cut(self, file: IO[bytes], border: int) -> int:
+        """Returns the first place behind a blank line that begins at or behind `border`."""
+        place = Lines().cut(file, border)
+        file.seek(place)
+        while border and (line := file.readline()):
+            place += len(line)
+            if not line.strip():
+                break
+        return place
+
+
+class CsvRows:
+    """A record is a row of CSV: a line, or several where a quoted field holds line breaks; empty lines are none."""
+
+    can_be_cut = False  # whether a line break stands in quotes is known only from the start of the file
+
+    def __init__(self, delimiter: str) -> None:
+        self._delimiter = delimiter
+        self._plain = Lines(_LINE_BREAK)
+
+    def take(self, next_line: NextLine) -> list[bytes]:
+        """Returns the lines up to the end of the next row."""
+        taken = self._plain.take(next_line)
+        if taken and b'"' in taken[-1]:
+            # What is wrong with the row is said where it is decoded.
+            with suppress(csv.Error):
+                next(read_csv(_decoded(next_line, taken), self._delimiter), None)
+        return taken
+
+    def record(self, taken: list[bytes]) -> bytes:
+        """Returns the row in the lines taken, without the empty ones before it."""
+        first = next((number for number, line in enumerate(taken) if line.strip(_LINE_BREAK)), len(taken))
+        return b"".join(taken[first:])
+
+    def index(self, data: mmap.mmap, begin: int, end: int | None = None) -> Offsets:
+        """Returns where each row begins, the header too: at full speed where no quotes are, else row by row."""
+        end = len(data) if end is None else end
+        parts: list[Offsets] = [np.empty(0, np.int64)]
+        while begin < end:
+            quote = data.find(b'"', begin, end)
+            plain_end = end if quote < 0 else data.rfind(b"\n", begin, quote) + 1
+            if plain_end > begin:
+                starts, begin = self._plain.index(data, begin, plain_end), plain_end
+            else:
+                starts, begin = self._index_rows(data, begin)
+            parts.append(starts)
+        return np.concatenate(parts)
+
+    def cut(self, file: IO[bytes], border: int) -> int:
+        """Is never asked for, for `can_be_cut` is false."""
+        raise NotImplementedError("A file of CSV is not cut into pieces.")
+
+    def _index_rows(self, data: mmap.mmap, begin: int) -> tuple[Offsets, int]:
+        """Returns where the next rows begin, and where they end."""
+        next_line, place, starts = lines_from(data, begin), begin, []
+
+        def lines() -> Iterator[str]:
+            nonlocal place
+            while line := next_line():
+                place += len(line)
+                yield line.decode("latin-1")
+
+        reader = read_csv(lines(), self._delimiter)
+        for _ in range(_ROWS_AT_A_TIME):
+            start = place
+            try:
+                row = next(reader, None)
+            except csv.Error:
+                row = ["what is wrong with the row is said where it is decoded"]
+            if row is None:
+                break
+            if row:  # an empty line is read as a row without fields
+                starts.append(start)
+        return np.array(starts, np.int64), place
+
+
+Records = Lines | Paragraphs | CsvRows
+
+
+def read_csv(lines: Iterator[str], delimiter: str) -> Iterator[list[str]]:
+    """Returns Python's reader over the lines, without its bound on the length of a field."""
+    # A bound of the whole process, made for web forms: texts to train on are longer.
+    csv.field_size_limit(max(csv.field_size_limit(), 2**31 - 1))
+    return csv.reader(lines, delimiter=delimiter)
+
+
+def lines_from(data: mmap.mmap | bytes, place: int) -> NextLine:
+    """Returns a function that gives the lines of `data` from `place` on; it moves no position that others share."""
+
+    def next_line() -> bytes:
+        nonlocal place
+        start, place = place, _end_of_line(data, place)
+        return bytes(data[start:place])
+
+    return next_line
+
+
+def _decoded(next_line: NextLine, taken: list[bytes]) -> Iterator[str]:
+    """Gives the reader of a row its lines and notes those it took; any encoding tells where a row ends."""
+    yield taken[-1].decode("latin-1")
+    while line := next_line():
+        taken.append(line)
+        yield line.decode("latin-1")
+
+
+def _end_of_line(data: mmap.mmap | bytes, start: int) -> int:
+    found = data.find(b"\n", start)
+    return len(data) if found < 0 else found + 1
+
+
+def _line_starts(data: mmap.mmap, begin: int, end: int | None = None) -> Offsets:
+    """Returns where each line of data[begin:end] begins; reads about a gigabyte a second."""
+    end = len(data) if end is None else end
+    if begin >= end:
+        return np.empty(0, np.int64)
+    whole = np.frombuffer(data, np.uint8)
+    parts = [np.array([begin], np.int64)]
+    for start in range(begin, end, _SCAN_BYTES):
+        stop = min(start + _SCAN_BYTES, end)
+        parts.append(np.flatnonzero(whole[start:stop] == _NEWLINE) + (start + 1))
+    starts = np.concatenate(parts)
+    return starts[:-1] if starts[-1] == end else starts
+
 
 UNITS = ("line", "paragraph", "file")
 VALUE_TYPES: Mapping[str, Callable[[str], Any]] = {"int": int, "float": float, "text": str}

@@ -18,11 +18,11 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from trainwright.data.indices import positive_indices
+from trainwright.data.fetch import positive_indices
+from trainwright.data.sources.file_stream import Piece, check_piece, identify_piece, share_of
 from trainwright.data.sources.files import refuse_cache
 from trainwright.data.sources.formats import check_columns
 from trainwright.data.sources.locations import FileLocation, Paths, find_files, fingerprint_files
-from trainwright.data.sources.pieces import Piece, check_piece, identify_piece, share_of
 from trainwright.errors import DataError
 
 SUFFIXES = (".parquet", ".pq")

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainwright.data.cache import cache_root, rename_unless_taken
-from trainwright.data.indices import positive_indices
+from trainwright.data.fetch import positive_indices
 from trainwright.errors import ConfigError, DataError
 
 PARTS = ("train", "valid")

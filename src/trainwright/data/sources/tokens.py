@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainwright.data.cache import staged_file
-from trainwright.data.indices import positive_indices
+from trainwright.data.fetch import positive_indices
 from trainwright.data.sources.locations import Paths, find_files, fingerprint_files
 from trainwright.errors import ConfigError, DataError
 

@@ -1,10 +1,89 @@
-"""Attention over heads, on projections that still hold all heads side by side."""
+"""Attention over heads, the masks that limit it, and the operations of a model on its sequence.
+
+Masks are bool and broadcast to [B, heads, queries, keys]; True means visible. `WholeSequence` is the sequence of a
+model that holds all of it; parallel/context.py has the one that is sharded.
+"""
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from trainwright.models.layers.whole_sequence import WholeSequence
+from trainwright.errors import DataError
+from trainwright.events.mean import IGNORED_LABEL
+from trainwright.models.layers.document_attention import (
+    DocumentBorders,
+    attend_within_documents,
+    document_borders,
+    has_blocks,
+    visible_pairs,
+)
+
+# What a decoder's layers get: a mask [B, 1, S, S], or the borders of documents in blocks.
+Mask = Tensor | DocumentBorders
+
+
+def unpadded_keys(attention_mask: Tensor | None) -> Tensor | None:
+    """Returns the mask of an encoder, [B, 1, 1, S]: every query sees every key that is not padding (0).
+
+    A mask [B, 1, S, S] is bool and taken as it is. None stays None: all see all.
+    """
+    if attention_mask is None:
+        return None
+    if attention_mask.dim() == 4:
+        return checked_mask(attention_mask)
+    visible = attention_mask.bool()[:, None, None, :]
+    # A row of nothing but padding sees all of it: a softmax over nothing is nan in some kernels.
+    return visible | ~visible.any(dim=-1, keepdim=True)
+
+
+def visible_keys(attention_mask: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
+    """Returns the mask of a decoder, [B, 1, S, S], or None where causality alone decides."""
+    visible = None
+    if attention_mask is not None:
+        visible = checked_mask(attention_mask) if attention_mask.dim() == 4 else causal_mask(attention_mask)
+    if document_ids is not None:
+        same = visible_pairs(document_ids)
+        visible = same if visible is None else visible & same
+    return visible
+
+
+def decoder_mask(attention_mask: Tensor | None, document_ids: Tensor | None, *, is_whole: bool) -> Mask | None:
+    """Returns what `visible_keys` does or, where documents alone decide and blocks of them pay, their borders.
+
+    `is_whole` is that of the model's sequence: one that is split over ranks takes masks of all pairs only.
+    """
+    if attention_mask is None and document_ids is not None and is_whole and has_blocks(document_ids):
+        return document_borders(document_ids)
+    return visible_keys(attention_mask, document_ids)
+
+
+def causal_mask(attention_mask: Tensor) -> Tensor:
+    """Returns a mask [B, 1, S, S], True where a query may see a key: not later, and not padding (0)."""
+    length = attention_mask.shape[-1]
+    ones = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device)
+    visible = ones.tril() & attention_mask.bool()[:, None, None, :]
+    # Padding sees itself: a row without any visible key would be a softmax over nothing, which is nan.
+    return visible | ones.triu().tril()
+
+
+def checked_mask(attention_mask: Tensor) -> Tensor:
+    """Returns a mask of four dims, or refuses one that is not bool."""
+    if attention_mask.dtype != torch.bool:
+        raise DataError(
+            f"attention_mask {tuple(attention_mask.shape)} is {attention_mask.dtype}. A mask of four dims says which "
+            "key each query may see and must be bool (True: may see); one of two dims is 0 at padding."
+        )
+    return attention_mask
+
+
+def next_tokens(labels: Tensor) -> Tensor:
+    """Returns the labels [B, S] moved one place to the left, so that position i is scored on token i + 1.
+
+    The labels are shifted, not the logits: cutting a position off the logits would copy them all.
+    """
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
 
 
 def split_heads(projected: Tensor, head_size: int) -> Tensor:
@@ -41,3 +120,70 @@ def attend(
         scale=scale,
     )
     return mixed.transpose(1, 2).flatten(2)
+
+
+class WholeSequence:
+    """All positions of the sequence are here: nothing is cut, gathered or weighed."""
+
+    is_whole = True
+
+    def take(self, tensor: Tensor, dim: int = 1, fill: int = 0) -> Tensor:
+        """Returns this rank's part of what has one entry per position in `dim`; `fill` stands for positions added."""
+        return tensor
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        """Returns the places [S] in the whole sequence of `length` that this rank's tokens have."""
+        return torch.arange(length, device=device)
+
+    def expect(self, length: int) -> None:
+        """Says how long the sequence is whose parts come next, where a stage of a pipeline cuts none itself."""
+
+    def bounds(self, length: int, device: torch.device) -> Tensor | None:
+        """Returns a mask [1, 1, 1, all keys] for where every query sees every key; None where none is needed."""
+        return None
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        mask: Tensor | DocumentBorders | None = None,
+        is_causal: bool = False,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Mixes the values of all positions for this rank's queries: each [B, heads, S, W], of this rank's positions.
+
+        `mask` broadcasts to [B, heads, all queries, all keys]: bool (True: may see), or numbers added to the scores;
+        or it is the borders of documents, within which no query sees a later key.
+        """
+        if isinstance(mask, DocumentBorders):
+            if not dropout:
+                mixed = attend_within_documents(queries, keys, values, mask, scale=scale, enable_gqa=enable_gqa)
+                if mixed is not None:
+                    return mixed
+            mask = visible_pairs(mask.document_ids)
+        return F.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+
+    def mean(self, loss: Tensor, targets: Tensor) -> Tensor:
+        """Returns the mean loss over the whole sequence, from that over this rank's `targets` (ignored ones apart)."""
+        return loss
+
+    def whole(self, tensor: Tensor, dim: int = 1) -> Tensor:
+        """Returns the parts of all ranks along `dim`, in the order of positions, without any that were added."""
+        return tensor
+
+    def beside_loss(self, logits: Tensor) -> Tensor | None:
+        """Returns the logits that go with a loss; in a training step on a split sequence there are none."""
+        return logits

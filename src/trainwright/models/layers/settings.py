@@ -1,11 +1,19 @@
-"""The settings of a model, as its constructor keeps them and as a config.json may contradict them."""
+"""Settings of the shipped models: how constructors keep them, which values are valid, activation functions by name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from numbers import Integral, Real
 from typing import Any
 
-from trainwright.errors import ConfigError
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainwright.errors import ConfigError, DataError
 
 AUTO_CLASSES = {
     "Llama": "AutoModelForCausalLM",
@@ -28,3 +36,117 @@ def refuse_other_values(config: Mapping[str, Any], supported: Mapping[str, Any],
                 f"config.json says {name}: {config[name]!r}, but {model} can only do {value!r}. "
                 f"Train this model by transformers' own class: model.type: transformers:{AUTO_CLASSES[model]}."
             )
+
+
+def check_keywords(constructor: Callable[..., None], given: Mapping[str, Any]) -> None:
+    """Refuses keywords that no model can be made of, by name: `check_keywords(Llama.__init__, locals())`.
+
+    The form is read off the annotation and the range off the name: a whole number counts something, from 1 on, unless
+    it is an id, from 0 on; a dropout is a probability; other numbers are positive, or 0 where that does no harm.
+    To be called first: what follows may then do arithmetic.
+    """
+    for parameter in inspect.signature(constructor).parameters.values():
+        if parameter.name == "self":
+            continue
+        name, value, forms = parameter.name, given[parameter.name], str(parameter.annotation).split(" | ")
+        if value is None and "None" in forms:
+            continue
+        wanted = _wanted(name, value, forms[0])
+        if wanted is not None and not ("Sequence[int]" in forms and _is_list_of_counts(value)):
+            also = ", or a list of two" if forms[1:2] == ["Sequence[int]"] else ""
+            raise ConfigError(f"{name} is {value!r}. Use {wanted}{also}.")
+
+
+def _wanted(name: str, value: Any, form: str) -> str | None:
+    """Returns what a setting must be, in words; None where it is that, or where its form is not known here."""
+    if form == "bool":
+        return None if isinstance(value, bool) else "true or false"
+    if form == "str":
+        return None if isinstance(value, str) else "text"
+    if form == "int":
+        least = 0 if name.endswith("_id") else 1
+        holds = isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+        return None if holds else f"a whole number of at least {least}"
+    if form == "float":
+        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+        if "dropout" in name:
+            return None if 0.0 <= number < 1.0 else "a probability from 0 up to, not including, 1"
+        if name == "rope_theta":
+            return None if 0.0 < number < math.inf else "a number above 0"
+        return None if 0.0 <= number < math.inf else "a number of at least 0"
+    if form == "Sequence[int]":
+        return "a list of whole numbers of at least 1"
+    if form.startswith("Mapping"):
+        return None if isinstance(value, Mapping) else "a mapping"
+    return None
+
+
+def _is_list_of_counts(value: Any) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return is_list and all(_wanted("", each, "int") is None for each in value)
+
+
+def check_heads(hidden_size: int, num_heads: int) -> None:
+    """Refuses a width that does not split evenly over the heads."""
+    if hidden_size % num_heads:
+        raise ConfigError(
+            f"hidden_size {hidden_size} does not split into {num_heads} heads. "
+            f"Use a multiple of {num_heads}, or another num_heads."
+        )
+
+
+def check_ids(input_ids: Tensor, *, name: str = "input_ids") -> None:
+    """Refuses tokens that are no whole numbers in rows: looks at dtype and shape alone, and waits for no device."""
+    if input_ids.dim() != 2:
+        hint = " One row is input_ids[None]." if input_ids.dim() == 1 else ""
+        raise DataError(
+            f"{name} must be rows of tokens [batch, sequence]; got the shape {list(input_ids.shape)}.{hint}"
+        )
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise DataError(f"{name} must be whole numbers (torch.long), the ids of tokens; got {input_ids.dtype}.")
+
+
+def embed(embedding: nn.Embedding, ids: Tensor, *, name: str = "input_ids") -> Tensor:
+    """Returns the rows [..., D] of an embedding; ids that it does not have are named, where the device tells of them.
+
+    Only then are they read: a look before each step would wait for the device.
+    """
+    try:
+        embedded: Tensor = embedding(ids)
+    except IndexError as error:
+        raise DataError(
+            f"{name} holds ids from {int(ids.min())} to {int(ids.max())}, but the embedding has "
+            f"{embedding.num_embeddings} rows. Give the model the vocabulary of the tokenizer, or pad with an id of it."
+        ) from error
+    return embedded
+
+
+def check_length(length: int, max_positions: int) -> None:
+    """Refuses rows of more tokens than there are positions."""
+    if length > max_positions:
+        raise DataError(
+            f"The model has {max_positions} positions (max_positions) but the sequences hold "
+            f"{length} tokens. Shorten the sequences or raise model.max_positions."
+        )
+
+
+Activation = Callable[[Tensor], Tensor]
+
+_GELU_BY_TANH = partial(F.gelu, approximate="tanh")
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": F.gelu,
+    "gelu_new": _GELU_BY_TANH,
+    "gelu_pytorch_tanh": _GELU_BY_TANH,
+    "relu": F.relu,
+    "silu": F.silu,
+    "swish": F.silu,
+    "tanh": torch.tanh,
+}
+
+
+def activation(name: str, *, setting: str = "activation") -> Activation:
+    """Returns the function of this name, or refuses one that there is none for; `setting` is who gave the name."""
+    if name not in ACTIVATIONS:
+        raise ConfigError(f'{setting} is "{name}". Use one of: {", ".join(ACTIVATIONS)}.')
+    return ACTIVATIONS[name]

@@ -1,0 +1,318 @@
+"""`trainwright shard`: the shard of each parameter on a rank, and the collectives of a step, without devices."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from trainwright.analysis.fake_ranks import ImaginaryRun, imagine
+from trainwright.backends.private_torch import TorchDispatchMode, tree_leaves
+from trainwright.config import RunConfig
+from trainwright.parallel.collectives import group_named
+from trainwright.parallel.mesh import AXES, Mesh, local
+
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+
+# By the names of torch's operations, in c10d and in its functional form.
+_KINDS: Mapping[str, str] = {
+    "all_gather": ALL_GATHER,
+    "allgather": ALL_GATHER,
+    "reduce_scatter": REDUCE_SCATTER,
+    "all_reduce": ALL_REDUCE,
+    "allreduce": ALL_REDUCE,
+    "broadcast": "broadcast",
+    "all_to_all": "all-to-all",
+    "alltoall": "all-to-all",
+    "shard_dim_alltoall": "all-to-all",
+    "gather": "gather",
+    "scatter": "scatter",
+    "reduce": "reduce",
+    "send": "send",
+    "isend": "send",
+    "recv": "receive",
+    "irecv": "receive",
+}
+_NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of collective along one axis, as often as it was called."""
+
+    kind: str
+    axis: str
+    """The mesh axis, or several: `data`, `data × tensor`."""
+    num_ranks: int
+    """How many ranks take part."""
+    count: int
+    num_bytes: int
+    """Of the whole tensors, all calls together: what a gather ends with, what a reduction begins with."""
+
+    @property
+    def sent_bytes(self) -> float:
+        """What each rank sends at least, by the best known algorithms: a ring's."""
+        return self.num_bytes * share_sent(self.kind, self.num_ranks)
+
+
+def share_sent(kind: str, num_ranks: int) -> float:
+    """Returns which multiple of the whole tensor each rank sends in a collective."""
+    others = (num_ranks - 1) / num_ranks
+    if kind == ALL_REDUCE:
+        return 2 * others  # a reduce-scatter, then an all-gather
+    if kind == "receive":
+        return 0.0
+    return 1.0 if kind in ("send", "broadcast", "reduce", "gather", "scatter") else others
+
+
+class CollectiveRecorder(TorchDispatchMode):
+    """Within it every collective of this process is noted; `found` sums them up, the largest first."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._axes = axes_by_ranks(mesh)
+        self._counts: Counter[tuple[str, str, int]] = Counter()
+        self._bytes: Counter[tuple[str, str, int]] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its own operations follow, on local tensors
+        kwargs = kwargs or {}
+        if func.namespace in _NAMESPACES:
+            self._note(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    @property
+    def found(self) -> list[Collective]:
+        """What was said so far."""
+        return sort(
+            Collective(kind, axis, num_ranks, count, self._bytes[kind, axis, num_ranks])
+            for (kind, axis, num_ranks), count in self._counts.items()
+        )
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        name = func.name().partition("::")[2].partition(".")[0].strip("_")
+        kind = next((_KINDS[start] for start in sorted(_KINDS, key=len, reverse=True) if name.startswith(start)), None)
+        group = _group_in([*args, *kwargs.values()])
+        if kind is None or group is None:
+            return  # waiting, or a barrier
+        ranks = frozenset(dist.get_process_group_ranks(group))
+        if len(ranks) == 1:
+            return
+        axis = self._axes.get(ranks, f"{len(ranks)} ranks")
+        sizes = [_num_bytes(each) for each in (*args, *kwargs.values())]
+        is_input_only = func.namespace != "c10d" and kind == ALL_GATHER
+        self._counts[kind, axis, len(ranks)] += 1
+        self._bytes[kind, axis, len(ranks)] += max(sizes) * (len(ranks) if is_input_only else 1)
+
+
+def axes_by_ranks(mesh: Mesh) -> dict[frozenset[int], str]:
+    """Returns, for each axis and several together, the ranks along it that this rank belongs to → its name."""
+    strides, stride = {}, 1
+    for axis in reversed(AXES):
+        strides[axis], stride = stride, stride * mesh.sizes[axis]
+    long = [axis for axis in AXES if mesh.sizes[axis] > 1]
+    found: dict[frozenset[int], str] = {}
+    for number in range(1, len(long) + 1):
+        for axes in combinations(long, number):
+            members = [mesh.place - sum(mesh.rank(axis) * strides[axis] for axis in axes)]
+            for axis in axes:
+                members = [each + step * strides[axis] for each in members for step in range(mesh.sizes[axis])]
+            found[frozenset(members)] = " × ".join(axes)
+    return found
+
+
+def extrapolate(
+    once: Iterable[Collective], more: Iterable[Collective], *, num_more: int, num_micro_batches: int
+) -> list[Collective]:
+    """Returns the collectives of a step of many micro-batches from those of a step of one and of `num_more`."""
+    first = {(each.kind, each.axis, each.num_ranks): each for each in once}
+    further = {(each.kind, each.axis, each.num_ranks): each for each in more}
+    found = []
+    for key in first.keys() | further.keys():
+        nothing = Collective(*key, 0, 0)
+        one, several = first.get(key, nothing), further.get(key, nothing)
+        share = (num_micro_batches - 1) / (num_more - 1)
+        count = one.count + round(share * (several.count - one.count))
+        found.append(Collective(*key, count, one.num_bytes + round(share * (several.num_bytes - one.num_bytes))))
+    return sort(each for each in found if each.count > 0)
+
+
+def sort(collectives: Iterable[Collective]) -> list[Collective]:
+    """Returns them with the most bytes first."""
+    return sorted(collectives, key=lambda each: (-each.sent_bytes, -each.num_bytes, each.kind, each.axis))
+
+
+def _group_in(arguments: Iterable[Any]) -> ProcessGroup | None:
+    """Finds the process group among a collective's arguments: itself, boxed, or its name as the last text."""
+    name = None
+    for each in arguments:
+        if isinstance(each, ProcessGroup):
+            return each
+        if isinstance(each, torch.ScriptObject):
+            try:
+                return ProcessGroup.unbox(each)
+            except RuntimeError:
+                continue  # the reduction's operation is boxed too
+        if isinstance(each, str):
+            name = each
+    return None if name is None else group_named(name)
+
+
+def _num_bytes(argument: Any) -> int:
+    return sum(each.nbytes for each in tree_leaves(argument) if isinstance(each, torch.Tensor))
+
+
+COPIED = "-"
+"""What stands for a dim that is not split."""
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """One parameter, or several of one layout whose names differ in numbers alone: then `*` stands for those."""
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    """The mesh axes that split each dim: `data`, `data × tensor`, or `-` for none."""
+    local_shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    """What one of them takes on this rank."""
+    is_trained: bool
+    count: int = 1
+
+
+def layouts_of(model: torch.nn.Module, mesh: Mesh) -> list[ParameterLayout]:
+    """Returns the layout of every parameter that this rank holds, in the model's order; tied ones once."""
+    return [_layout_of(name, parameter, mesh) for name, parameter in model.named_parameters()]
+
+
+def grouped(layouts: Iterable[ParameterLayout]) -> list[ParameterLayout]:
+    """Returns them with those of equal layers as one, in the order of the first of each."""
+    groups: dict[Any, list[ParameterLayout]] = {}
+    for each in layouts:
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", f".{each.name}.")[1:-1]
+        key = (pattern, each.shape, each.axes, each.local_shape, each.dtype, each.is_trained)
+        groups.setdefault(key, []).append(each)
+    found = []
+    for (pattern, *_), some in groups.items():
+        first = some[0]
+        name = pattern if len(some) > 1 else first.name
+        found.append(
+            ParameterLayout(
+                name,
+                first.shape,
+                first.axes,
+                first.local_shape,
+                first.dtype,
+                first.num_bytes,
+                first.is_trained,
+                count=sum(each.count for each in some),
+            )
+        )
+    return found
+
+
+def _layout_of(name: str, parameter: torch.Tensor, mesh: Mesh) -> ParameterLayout:
+    splits: list[list[str]] = [[] for _ in parameter.shape]
+    if isinstance(parameter, DTensor):
+        for axis, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
+            dim = getattr(placement, "dim", None)
+            if dim is not None and parameter.device_mesh[axis].size() > 1:
+                splits[dim].append(_spell(axis, mesh))
+    own = local(parameter)
+    return ParameterLayout(
+        name,
+        tuple(parameter.shape),
+        tuple(" × ".join(axes) or COPIED for axes in splits),
+        tuple(own.shape),
+        str(parameter.dtype).removeprefix("torch."),
+        own.numel() * own.element_size(),
+        parameter.requires_grad,
+    )
+
+
+def _spell(axis: str, mesh: Mesh) -> str:
+    """FSDP's axis is data and context together: names those that have several ranks."""
+    if axis != "shard":
+        return axis
+    return " × ".join(each for each in ("data", "context") if mesh.size(each) > 1)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How one rank of a run takes part: what it holds, and what it sends in one step."""
+
+    world_size: int
+    rank: int
+    axes: dict[str, int]
+    """The axes with several ranks."""
+    num_parameters: int
+    """Of the whole model, all ranks together."""
+    num_bytes: int
+    """Of the whole model's parameters and saved buffers."""
+    layouts: list[ParameterLayout]
+    uncovered: list[str]
+    """Parameters that no sharding rule covers; empty where there are no rules."""
+    unmatched: list[str]
+    """Sharding rules that match nothing."""
+    micro_batch_size: int
+    accumulation: int
+    batch_shapes: dict[str, list[int]]
+    """Of one micro-batch, by name."""
+    collectives: list[Collective]
+    """Of one step, the most bytes first."""
+
+    @property
+    def rank_bytes(self) -> int:
+        """What this rank's part of the parameters takes."""
+        return sum(each.num_bytes * each.count for each in self.layouts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all of it as plain values, for JSON."""
+        collectives = [asdict(each) | {"sent_bytes": round(each.sent_bytes)} for each in self.collectives]
+        return asdict(self) | {"rank_bytes": self.rank_bytes, "collectives": collectives}
+
+
+def plan_shards(config: RunConfig, *, world_size: int, rank: int = 0, sequence_length: int | None = None) -> Sharding:
+    """Builds and steps a run on imaginary ranks, and returns what one of them holds and says."""
+    with imagine(config, world_size=world_size, rank=rank, sequence_length=sequence_length) as run:
+        plan = run.whole.plan
+        return Sharding(
+            world_size=world_size,
+            rank=rank,
+            axes={axis: run.mesh.sizes[axis] for axis in AXES if run.mesh.sizes[axis] > 1},
+            num_parameters=run.whole.num_parameters,
+            num_bytes=run.whole.saved_bytes,
+            layouts=layouts_of(run.trainer.model, run.mesh),
+            uncovered=[] if plan is None else list(plan.uncovered),
+            unmatched=[] if plan is None else list(plan.unmatched),
+            micro_batch_size=run.plan.micro_batch_size,
+            accumulation=run.plan.accumulation,
+            batch_shapes=run.batch_shapes(),
+            collectives=record_step(run),
+        )
+
+
+def record_step(run: ImaginaryRun) -> list[Collective]:
+    """Returns the collectives of one step of all its micro-batches; a few are run, the others are alike."""
+    steps = []
+    for num_micro_batches in sorted({1, run.num_micro_batches}):
+        recorder = CollectiveRecorder(run.mesh)
+        with recorder:
+            run.step(num_micro_batches)
+        steps.append(recorder.found)
+    if len(steps) == 1:
+        return steps[0]
+    return extrapolate(*steps, num_more=run.num_micro_batches, num_micro_batches=run.plan.accumulation)

@@ -1,0 +1,1 @@
+"""Finds settings by trial: the micro-batch size, and how many layers are recomputed."""

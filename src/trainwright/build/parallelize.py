@@ -1,0 +1,197 @@
+"""From a built model to what each rank keeps of it, on its device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainwright.checkpoint.encoding import fill
+from trainwright.config import RunConfig
+from trainwright.errors import ConfigError
+from trainwright.loop.task import Task
+from trainwright.loop.trainer import Trainer
+from trainwright.parallel.collectives import Ranks
+from trainwright.parallel.mesh import Mesh
+from trainwright.parallel.replicate import SentWeights, give_memory, make_equal
+
+if TYPE_CHECKING:
+    from trainwright.parallel.fully_shard import GradientSync
+    from trainwright.parallel.pipeline import Pipeline
+    from trainwright.parallel.sharding import ShardingPlan
+
+logger = logging.getLogger(__name__)
+
+MEMORY_KEYS = ("offload", "remat", "scan")
+"""Settings of the model that change what memory a step needs, and nothing that it computes."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A model on its device, and how it was split: by which rules, and who sums its gradients."""
+
+    model: torch.nn.Module
+    mesh: Mesh
+    device: torch.device
+    plan: ShardingPlan | None = None
+    sync: GradientSync | None = None
+
+    def pipeline(self, num_micro_batches: int) -> Pipeline | None:
+        """Returns what runs the micro-batches over the stages; None where every rank has all layers."""
+        if self.mesh.size("pipeline") == 1:
+            return None
+        from trainwright.parallel.pipeline import Pipeline
+
+        return Pipeline(self.model, self.mesh, num_micro_batches=num_micro_batches, device=self.device)
+
+
+def place_model(
+    model: torch.nn.Module,
+    ranks: Ranks,
+    config: RunConfig,
+    device: torch.device,
+    *,
+    first_has_weights: bool = False,
+) -> Placed:
+    """Splits a model in place as the mesh says and moves what is left of it to the device.
+
+    With `first_has_weights` the model of every other rank is on the meta device, and is filled when it is split.
+    """
+    sent = None
+    if first_has_weights:
+        sent = SentWeights(model, ranks)
+    else:
+        make_equal(model, ranks)
+    is_empty = first_has_weights and not ranks.is_first
+    plan, sync = _split(model, ranks, config, torch.device("meta") if is_empty else device)
+    if is_empty:
+        give_memory(model, device)
+    model.to(device)
+    if sent is not None:
+        sent.send_into(model, copy=fill)
+    if ranks.mesh.size("pipeline") > 1:
+        from trainwright.parallel.pipeline import mark_shared
+
+        mark_shared(model)
+    return Placed(model, ranks.mesh, device, plan, sync)
+
+
+def _split(
+    model: torch.nn.Module, ranks: Ranks, config: RunConfig, device: torch.device
+) -> tuple[ShardingPlan | None, GradientSync | None]:
+    """Splits and rewrites a model in the one order; returns by which rules, and who sums its gradients."""
+    mesh = ranks.mesh
+    plan = plan_of(model, config, mesh.sizes)
+    if plan is not None and ranks.is_first:
+        for remark in plan.remarks():
+            logger.warning("model.sharding: %s", remark)
+    memory = {key: value for key, value in _reserved(config).items() if key in MEMORY_KEYS}
+    if mesh.size("pipeline") > 1:
+        from trainwright.optim.param_groups import describe_whole
+        from trainwright.parallel.pipeline import split_layers
+
+        if memory:
+            from trainwright.memory.rewrite import check_memory_settings
+
+            check_memory_settings(model, memory, origin=config.origin)
+        whole: Any = describe_whole(model, mesh.size("pipeline"))
+        split_layers(model, mesh)
+        model.whole = whole  # rules of optimizers and hooks hold for the whole model
+    if mesh.size("tensor") > 1:
+        from trainwright.parallel.tensor import split_tensors
+
+        assert plan is not None  # refused otherwise
+        split_tensors(model, plan, mesh)
+    if mesh.size("context") > 1:
+        from trainwright.parallel.context import split_sequences
+
+        split_sequences(model, mesh, where=config.origin("runtime.mesh.context"))
+    if memory:
+        from trainwright.memory.rewrite import apply_memory_settings
+
+        apply_memory_settings(model, memory, origin=config.origin, is_whole=mesh.size("pipeline") == 1)
+    sync = None
+    if mesh.size("data", "context") > 1:
+        _refuse_unreduced(config, mesh)
+        from trainwright.parallel.fully_shard import shard_parameters
+
+        data_dim = plan.data_dim if plan is not None else _first_dim
+        sync = shard_parameters(model, mesh, settings=_settings(config), device=device, data_dim=data_dim)
+    return plan, sync
+
+
+def refuse_own_steps(
+    trainer_class: type[Trainer], task: Task, model: torch.nn.Module, config: RunConfig, mesh: Mesh
+) -> None:
+    """Refuses a pipeline whose schedule would not call what a user wrote of the step, or cannot cut the model."""
+    from trainwright.parallel.pipeline import refuse_pipeline
+
+    methods = [(trainer_class, name) for name in ("forward", "run_forward", "train_step", "eval_step")]
+    own = [f"{kind.__name__}.{name}" for kind, name in [*methods, (type(task), "forward")] if _is_users(kind, name)]
+    where = config.origin("runtime.mesh.pipeline")
+    refuse_pipeline(model, mesh.size("pipeline"), own_parts=own, where=where)
+
+
+def _is_users(kind: type, name: str) -> bool:
+    """Is this method a user's, not one of ours?"""
+    owner = next(each for each in kind.__mro__ if name in vars(each))
+    return not owner.__module__.startswith("trainwright.")
+
+
+def plan_of(model: torch.nn.Module, config: RunConfig, sizes: Mapping[str, int]) -> ShardingPlan | None:
+    """Returns which rule says what of which parameter; None where there are no rules and none are needed."""
+    setting = _reserved(config).get("sharding")
+    if setting is None and sizes["tensor"] == 1:
+        return None
+    from trainwright.parallel.sharding import packaged_rules, plan_sharding, read_rules
+
+    if setting is None:
+        rules = packaged_rules(model)
+    else:
+        rules = read_rules(setting, project_dir=Path(config.project_dir), origin=config.origin)
+    try:
+        return plan_sharding(model, rules, sizes)
+    except ConfigError as error:
+        if error.where is not None:
+            raise
+        where = config.origin("model.sharding" if setting is not None else "runtime.mesh.tensor")
+        raise ConfigError(error.problem, where=where) from error
+
+
+def _reserved(config: RunConfig) -> Mapping[str, Any]:
+    return {} if config.model is None else config.model.reserved
+
+
+def _refuse_unreduced(config: RunConfig, mesh: Mesh) -> None:
+    """Refuses to reduce once per update where a pipeline's schedule runs all backwards by itself."""
+    if config.runtime.accumulate_unsharded and mesh.size("pipeline") > 1:
+        raise ConfigError(
+            "runtime.accumulate_unsharded: a pipeline reduces gradients with every micro-batch. Leave it out, or the "
+            "pipeline.",
+            where=config.origin("runtime.accumulate_unsharded"),
+        )
+
+
+def _first_dim(name: str) -> None:
+    return None
+
+
+def _settings(config: RunConfig) -> Any:
+    from trainwright.parallel.fully_shard import SplitSettings
+
+    runtime = config.runtime
+    if runtime.gather_precision == "bf16" and runtime.precision != "bf16":
+        raise ConfigError(
+            f"runtime.gather_precision: bf16 gathers parameters as bf16, but runtime.precision is {runtime.precision}: "
+            "layers would meet two types. Set runtime.precision: bf16, or leave gather_precision out.",
+            where=config.origin("runtime.gather_precision"),
+        )
+    return SplitSettings(
+        reshard_after_forward=runtime.reshard_after_forward,
+        accumulate_unsharded=runtime.accumulate_unsharded,
+        gather_dtype={None: None, "fp32": torch.float32, "bf16": torch.bfloat16}[runtime.gather_precision],
+    )

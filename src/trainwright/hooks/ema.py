@@ -1,0 +1,99 @@
+"""Keeps an exponential average of the weights and evaluates with it.
+
+The weights that training goes on with are untouched: they are swapped out for an evaluation and back
+after it, bit for bit, also when the evaluation fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from trainwright.errors import CheckpointError, ConfigError
+from trainwright.loop.hook import Hook
+from trainwright.optim.param_groups import whole_of
+from trainwright.optim.sharded import own_parts, part_of
+from trainwright.parallel.mesh import local
+
+
+class AverageWeights(Hook):
+    """Averages every floating-point parameter: average = decay × average + (1 − decay) × weight.
+
+    The average begins as a copy of the weights, not as zeros, so it needs no correction. It is saved in
+    the checkpoint; `evaluate: false` keeps it without evaluating with it. Of split parameters each rank averages its
+    own part.
+    """
+
+    copies_of_weights = 1
+
+    def __init__(self, decay: float = 0.999, every_steps: int = 1, evaluate: bool = True) -> None:
+        if not 0.0 <= decay < 1.0:
+            raise ConfigError(f"average_weights.decay: {decay} is not in 0 … 1 (1 excluded). Common: 0.99 to 0.9999.")
+        if every_steps < 1:
+            raise ConfigError(f"average_weights.every_steps: {every_steps} is not a positive number of steps.")
+        self.decay = decay
+        self.every_steps = every_steps
+        self.evaluate = evaluate
+        self.averages: dict[str, torch.Tensor] = {}
+        self._held: dict[str, torch.Tensor] = {}
+
+    def before_train(self) -> None:
+        """Begins with a copy of the weights, unless a checkpoint brought averages."""
+        own = self._parameters()
+        for name, parameter in own.items():
+            # In fp32 at least: a bf16 average would not feel a step of 1 − decay.
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            self.averages.setdefault(name, parameter.detach().to(dtype, copy=True))
+        unknown = self.averages.keys() - own.keys()
+        if unknown:
+            raise CheckpointError(f"The averaged weights hold {', '.join(sorted(unknown))}, which the model lacks.")
+        self.averages = {name: _laid_out(self.averages[name], parameter) for name, parameter in own.items()}
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Moves the averages towards the weights."""
+        if self.trainer.step % self.every_steps == 0:
+            averages = own_parts(self.averages.values())
+            own = own_parts(self._parameters().values())
+            weights = [parameter.to(average.dtype) for parameter, average in zip(own, averages, strict=True)]
+            torch._foreach_lerp_(averages, weights, 1.0 - self.decay)
+
+    @torch.no_grad()
+    def before_eval(self) -> None:
+        """Puts the averages into the model; the weights are held meanwhile, which costs their memory once more."""
+        if self.evaluate and self.averages:
+            own = self._parameters()
+            self._held = {name: local(parameter).detach().clone() for name, parameter in own.items()}
+            for name, parameter in own.items():
+                local(parameter).copy_(local(self.averages[name]))
+
+    @torch.no_grad()
+    def after_eval(self, logs: Mapping[str, Any]) -> None:
+        """Puts the weights back."""
+        for name, parameter in self._parameters().items():
+            if name in self._held:
+                local(parameter).copy_(self._held[name])
+        self._held = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the averages."""
+        return {"averages": self.averages}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes the averages back."""
+        own = self._parameters()  # a run that goes back loads it in its midst
+        saved = state["averages"]
+        whole = whole_of(self.trainer.model)
+        elsewhere = {} if whole is None else whole.parameters  # other stages of a pipeline take theirs
+        self.averages = {name: _laid_out(saved[name], parameter) for name, parameter in own.items() if name in saved}
+        self.averages |= {name: average for name, average in saved.items() if name not in own and name not in elsewhere}
+
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        named = self.trainer.model.named_parameters()
+        return {name: parameter for name, parameter in named if parameter.is_floating_point()}
+
+
+def _laid_out(average: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    return part_of(average, like=parameter).to(parameter.device)

@@ -1,0 +1,94 @@
+"""The table of built-in component names. Holds strings only, so nothing heavy is imported before it is needed.
+
+resolve.py turns a name into a class. `tests/test_architecture.py` looks up every entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+KIND_FOLDERS: Mapping[str, str] = {
+    "trainer": "trainers",
+    "model": "models",
+    "optimizer": "optimizers",
+    "schedule": "schedules",
+    "dataset": "datasets",
+    "collator": "collators",
+    "hook": "hooks",
+    "writer": "writers",
+    "metric": "metrics",
+    "task": "tasks",
+}
+"""Each kind of component, and the folder beside the YAML file where its files are looked for."""
+
+BUILT_INS: Mapping[str, Mapping[str, str]] = {
+    "trainer": {
+        "trainer": "trainwright.loop.trainer:Trainer",
+        "language_model": "trainwright.trainers.language_model:LanguageModelTrainer",
+        "classification": "trainwright.trainers.classification:ClassificationTrainer",
+        "sequence_to_sequence": "trainwright.trainers.sequence_to_sequence:SequenceToSequenceTrainer",
+    },
+    "model": {
+        "llama": "trainwright.models.llama:Llama",
+        "gpt2": "trainwright.models.gpt2:GPT2",
+        "bert": "trainwright.models.bert:Bert",
+        "bert_classifier": "trainwright.models.bert:BertClassifier",
+        "vit": "trainwright.models.vit:ViT",
+        "t5": "trainwright.models.t5:T5",
+        "cnn": "trainwright.models.cnn:CNN",
+    },
+    "optimizer": {
+        "adamw": "trainwright.optim.adamw:AdamW",
+        "muon": "trainwright.optim.muon:Muon",
+        "lion": "trainwright.optim.lion:Lion",
+        "sgd": "torch.optim:SGD",
+        "adam": "torch.optim:Adam",
+    },
+    "schedule": {
+        "constant": "trainwright.optim.schedules:Constant",
+        "linear": "trainwright.optim.schedules:Linear",
+        "cosine": "trainwright.optim.schedules:Cosine",
+        "inverse_square_root": "trainwright.optim.schedules:InverseSquareRoot",
+        "polynomial": "trainwright.optim.schedules:Polynomial",
+        "step": "trainwright.optim.schedules:Step",
+        "warmup_stable_decay": "trainwright.optim.schedules:WarmupStableDecay",
+    },
+    "dataset": {
+        "stdlib_code": "trainwright.data.sources.stdlib_code:StdlibCode",
+        "digits": "trainwright.data.sources.digits:Digits",
+        "text": "trainwright.data.sources.files:text",
+        "json_lines": "trainwright.data.sources.files:json_lines",
+        "csv": "trainwright.data.sources.files:csv",
+        "parquet": "trainwright.data.sources.parquet:parquet",
+        "tokens": "trainwright.data.sources.tokens:Tokens",
+        "huggingface": "trainwright.data.sources.huggingface:huggingface",
+        "mix": "trainwright.data.mix:mix",
+        "pack": "trainwright.data.pack:pack",
+    },
+    "collator": {
+        "stack": "trainwright.data.collators.stack:Stack",
+        "equal_length": "trainwright.data.collators.equal_length:EqualLength",
+        "padded": "trainwright.data.collators.padded:Padded",
+        "sequence_to_sequence": "trainwright.data.collators.sequence_to_sequence:SequenceToSequence",
+        "tokenize": "trainwright.data.collators.tokenize:Tokenize",
+        "masked_language_model": "trainwright.data.collators.masked_language_model:MaskedLanguageModel",
+        "classification": "trainwright.data.collators.classification:Classification",
+        "image": "trainwright.data.collators.image:Image",
+    },
+    "hook": {
+        "time_steps": "trainwright.hooks.throughput:TimeSteps",
+        "average_weights": "trainwright.hooks.ema:AverageWeights",
+        "stop_early": "trainwright.hooks.early_stopping:StopEarly",
+        "every": "trainwright.hooks.callback:every_from_config",
+        "callback": "trainwright.hooks.callback:callback_from_config",
+        "count_progress": "trainwright.hooks.throughput:CountProgress",
+        "profile_steps": "trainwright.hooks.profiler:ProfileSteps",
+    },
+    "writer": {
+        "console": "trainwright.writers.console:ConsoleWriter",
+        "json": "trainwright.writers.json_lines:JsonLinesWriter",
+        "tensorboard": "trainwright.writers.tensorboard:TensorBoardWriter",
+    },
+    "metric": {"accuracy": "trainwright.loop.metrics:Accuracy"},
+    "task": {"task": "trainwright.loop.task:Task"},
+}

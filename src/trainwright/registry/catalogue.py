@@ -1,0 +1,463 @@
+"""Lists every component that a run file can name, with its parameters, from source files; runs none of them."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import trainwright
+from trainwright.config import TrainerSection
+from trainwright.registry.builtin import BUILT_INS, KIND_FOLDERS
+from trainwright.registry.resolve import PROJECT_PACKAGE
+from trainwright.tracebacks import shown_path
+
+PROVIDED: Mapping[str, tuple[str, ...]] = {
+    "trainer": ("config", "task", "model", "optimizer", "train_dataset", "validation_dataset", "surroundings"),
+    "optimizer": ("params",),
+    "writer": ("folder",),
+    "dataset": ("run_seed",),
+}
+"""What the builder itself passes to a kind of component, beside `project_dir`: no argument of a run file."""
+
+# Reading torch's largest files would only say that these take no argument of a run file.
+_EMPTY_BASES = {"torch.nn.Module", "torch.utils.data.Dataset", "torch.utils.data.IterableDataset"}
+# Classes that stand beside components in a file, and that no run file can name.
+_BESIDE = ("Error", "Exception", "Enum", "Protocol", "TypedDict")
+
+
+class Parameter(NamedTuple):
+    """An argument of a constructor. `default` is Python text, or None where the argument is required."""
+
+    name: str
+    default: str | None
+    annotation: str
+
+    def __str__(self) -> str:
+        return self.name if self.default is None else f"{self.name}={self.default}"
+
+
+class Signature(NamedTuple):
+    """The arguments that a run file may give; `open_to` says, where not all are known, who takes the rest."""
+
+    parameters: tuple[Parameter, ...]
+    open_to: str = ""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One component: what to write as its `type`, and what is known of it."""
+
+    kind: str
+    type: str
+    place: str
+    """The file and line of its definition, as `file:line`."""
+    doc: str
+    """The whole docstring, or ""."""
+    signature: Signature
+    registered: tuple[str, ...] = ()
+    """Short names that its file registers; they hold once `imports` names that file."""
+
+    @property
+    def summary(self) -> str:
+        """The first line of the docstring."""
+        return self.doc.partition("\n")[0]
+
+
+class Unreadable(NamedTuple):
+    """A file that is no Python, and so hides its components."""
+
+    place: str
+    problem: str
+
+
+class Catalogue(NamedTuple):
+    """All components, kind by kind, and the project's files that could not be read."""
+
+    entries: tuple[Entry, ...]
+    unreadable: tuple[Unreadable, ...]
+
+
+def read_catalogue(project_dir: Path, kinds: Iterable[str] = tuple(KIND_FOLDERS)) -> Catalogue:
+    """Return the built-in components of these kinds and those in the kind folders of `project_dir`."""
+    library = _Library(project_dir)
+    entries: list[Entry] = []
+    unreadable: list[Unreadable] = []
+    for kind in kinds:
+        entries += [_built_in(library, kind, name, reference) for name, reference in BUILT_INS[kind].items()]
+        for path in sorted((project_dir / KIND_FOLDERS[kind]).glob("*.py")):
+            if path.name.startswith("_"):
+                continue
+            try:
+                module = library.open(path)
+            except _UnreadableError as error:
+                unreadable.append(error.unreadable)
+                continue
+            entries += [_users(library, kind, module, each) for each in module.components()]
+    return Catalogue(tuple(entries), tuple(unreadable))
+
+
+def _built_in(library: _Library, kind: str, type_name: str, reference: str) -> Entry:
+    module_name, _, name = reference.partition(":")
+    found = library.find(module_name, name)
+    if found is None:  # a library that is not installed, or that defines the class otherwise
+        dotted = f"{module_name}.{name}"
+        return Entry(kind, type_name, dotted, f"See {dotted}.", Signature((), dotted))
+    module, definition = found
+    doc = module.doc_of(definition)
+    if not module.name.startswith("trainwright."):
+        # Another library's docstring is written for its own pages, formulas included.
+        doc = f"{doc.partition(chr(10))[0]}\n\nSee {module_name}.{name}."
+    return Entry(kind, type_name, module.place(definition), doc, library.signature(kind, module, definition))
+
+
+def _users(library: _Library, kind: str, module: _Module, definition: _Definition) -> Entry:
+    return Entry(
+        kind,
+        f"{module.path.stem}.{definition.name}",
+        module.place(definition),
+        module.doc_of(definition),
+        library.signature(kind, module, definition),
+        tuple(name for registered_kind, name in _registrations(definition) if registered_kind == kind),
+    )
+
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class _UnreadableError(Exception):
+    def __init__(self, unreadable: Unreadable) -> None:
+        self.unreadable = unreadable
+        super().__init__(*unreadable)
+
+
+@dataclass
+class _Module:
+    """A parsed file: its definitions, and what its names stand for."""
+
+    name: str
+    path: Path
+    tree: ast.Module
+    definitions: dict[str, _Definition] = field(default_factory=dict)
+    imported: dict[str, str] = field(default_factory=dict)
+    """A name in this file → the dotted name that it was imported from."""
+    constants: dict[str, ast.expr] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for node in _statements(self.tree.body):
+            if isinstance(node, _Definition):
+                self.definitions[node.name] = node
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                self.constants[node.targets[0].id] = node.value
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    shown = alias.asname or alias.name.partition(".")[0]
+                    self.imported[shown] = alias.name if alias.asname else shown
+            elif isinstance(node, ast.ImportFrom):
+                origin = self._absolute(node)
+                for alias in node.names:
+                    self.imported[alias.asname or alias.name] = f"{origin}.{alias.name}"
+
+    def _absolute(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        package = self.name.split(".") if self.path.name == "__init__.py" else self.name.split(".")[:-1]
+        above = package[: len(package) - node.level + 1]
+        return ".".join([*above, *([node.module] if node.module else [])])
+
+    def components(self) -> Iterator[_Definition]:
+        """Yield what a run file may name: the public classes, and functions that are registered."""
+        listed = self.constants.get("__all__")
+        names = _literal(listed) if listed is not None else None
+        public = {*map(str, names)} if isinstance(names, (list, tuple)) else None
+        for name, definition in self.definitions.items():
+            if name.startswith("_") or (public is not None and name not in public):
+                continue
+            if isinstance(definition, ast.ClassDef):
+                bases = [ast.unparse(base) for base in definition.bases]
+                if not any(base.endswith(_BESIDE) for base in bases):
+                    yield definition
+            elif any(_registrations(definition)):
+                yield definition
+
+    def dotted(self, expression: ast.expr) -> str:
+        """Return what an expression such as `nn.Module` or `Dataset[int]` stands for, with its module's full name."""
+        if isinstance(expression, ast.Subscript):
+            return self.dotted(expression.value)
+        first, dot, rest = ast.unparse(expression).partition(".")
+        if first in self.definitions:
+            return f"{self.name}.{first}{dot}{rest}"
+        return f"{self.imported.get(first, first)}{dot}{rest}"
+
+    def default(self, expression: ast.expr) -> str:
+        """Return a default as Python text; a constant of this file by its value."""
+        if isinstance(expression, ast.Name) and expression.id in self.constants:
+            named = self.constants[expression.id]
+            return ast.unparse(named) if _is_literal(named) else expression.id
+        return ast.unparse(expression)
+
+    def place(self, definition: _Definition) -> str:
+        return f"{shown_path(self.path)}:{definition.lineno}"
+
+    def doc_of(self, definition: _Definition) -> str:
+        """Return the docstring, also one that is assigned after the class, as torch does."""
+        doc = ast.get_docstring(definition)
+        if doc is not None:
+            return doc
+        for node in self.tree.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == f"{definition.name}.__doc__":
+                return _first_text(node.value)
+        return ""
+
+
+class _Library:
+    """Finds and parses files by module name, each once, and reads constructors along their bases."""
+
+    def __init__(self, project_dir: Path) -> None:
+        self._project_dir = project_dir
+        self._modules: dict[Path, _Module] = {}
+        self._roots: dict[str, Path | None] = {
+            PROJECT_PACKAGE: project_dir,
+            "trainwright": Path(trainwright.__file__).parent,
+        }
+
+    def open(self, path: Path, name: str | None = None) -> _Module:
+        """Return the parsed file, or raise where it is no Python."""
+        if path not in self._modules:
+            if name is None:
+                name = ".".join((PROJECT_PACKAGE, *path.relative_to(self._project_dir).with_suffix("").parts))
+            try:
+                tree = ast.parse(path.read_bytes(), filename=str(path))
+            except SyntaxError as error:
+                place = f"{shown_path(path)}:{error.lineno or 1}"
+                raise _UnreadableError(Unreadable(place, f"not valid Python: {error.msg}")) from error
+            except (OSError, ValueError, RecursionError) as error:
+                raise _UnreadableError(Unreadable(f"{shown_path(path)}:1", f"cannot be read: {error}")) from error
+            self._modules[path] = _Module(name, path, tree)
+        return self._modules[path]
+
+    def find(self, module_name: str, name: str) -> tuple[_Module, _Definition] | None:
+        """Return the definition of `module.name`, along re-exports; None where no file tells."""
+        return self._find(f"{module_name}.{name}", seen=set())
+
+    def _find(self, dotted: str, seen: set[str]) -> tuple[_Module, _Definition] | None:
+        module_name, _, name = dotted.rpartition(".")
+        if dotted in seen or not module_name:
+            return None
+        seen.add(dotted)
+        if module_name == "trainwright" and name in trainwright.__all__:
+            module_name = trainwright._PUBLIC[name]  # loaded lazily there, so no import statement says it
+        path = self._path(module_name)
+        if path is None:
+            return None
+        try:
+            module = self.open(path, module_name)
+        except _UnreadableError:
+            return None
+        if name in module.definitions:
+            return module, module.definitions[name]
+        return self._find(module.imported[name], seen) if name in module.imported else None
+
+    def _path(self, module_name: str) -> Path | None:
+        first, *rest = module_name.split(".")
+        for root in (self._root(first), self._project_dir / first):
+            if root is None:
+                continue
+            path = root.joinpath(*rest)
+            for file in (path / "__init__.py", path.with_name(f"{path.name}.py")):
+                if file.is_file():
+                    return file
+        return None
+
+    def _root(self, package: str) -> Path | None:
+        """Return the folder of a package; a top-level name is located without importing anything."""
+        if package not in self._roots:
+            try:
+                spec = importlib.util.find_spec(package)
+            except (ImportError, ValueError):
+                spec = None
+            self._roots[package] = (
+                Path(spec.origin).parent if spec and spec.submodule_search_locations and spec.origin else None
+            )
+        return self._roots[package]
+
+    def signature(self, kind: str, module: _Module, definition: _Definition) -> Signature:
+        """Return what a run file may give to this component."""
+        hidden = {"self", "cls", "project_dir", *PROVIDED.get(kind, ())}
+        if kind == "trainer":
+            # Its constructor is called by the builder; what a run file may add is what its code reads of the section.
+            return Signature(tuple(self._trainer_options(module, definition)))
+        if isinstance(definition, _Function):
+            found = _arguments(module, definition)
+        else:
+            found = self._constructor(module, definition, seen=set()) or Signature(())
+            # Muon's word that the builder is to say what each parameter is.
+            hidden |= {"kinds"} if "needs_parameter_kinds" in _assigned(definition) else set()
+        return Signature(tuple(one for one in found.parameters if one.name not in hidden), found.open_to)
+
+    def _trainer_options(self, module: _Module, definition: _Definition) -> Iterator[Parameter]:
+        """Yield the options that a user's trainer reads, those of its own bases first."""
+        if module.name.startswith("trainwright.") or not isinstance(definition, ast.ClassDef):
+            return
+        own = _options_read(definition)
+        for base in definition.bases:
+            found = self._find(module.dotted(base), seen=set())
+            if found is not None and found[1] is not definition:
+                yield from (one for one in self._trainer_options(*found) if one.name not in own)
+        yield from own.values()
+
+    def _constructor(self, module: _Module, definition: ast.ClassDef, seen: set[str]) -> Signature | None:
+        """Return the constructor's arguments; None where neither the class nor a known base has one."""
+        seen.add(f"{module.name}.{definition.name}")
+        for node in definition.body:
+            if isinstance(node, _Function) and node.name == "__init__":
+                own = _arguments(module, node)
+                return self._passed_on(module, definition, node, own, seen) if own.open_to else own
+        fields = tuple(_fields(module, definition)) if _is_record(module, definition) else ()
+        for base in definition.bases:
+            inherited = self._inherited(module.dotted(base), seen)
+            if inherited is not None:
+                known = {one.name for one in fields}
+                kept = tuple(one for one in inherited.parameters if one.name not in known)
+                return Signature((*kept, *fields), inherited.open_to)
+        return Signature(fields) if fields else None
+
+    def _passed_on(
+        self, module: _Module, definition: ast.ClassDef, init: _Function, own: Signature, seen: set[str]
+    ) -> Signature:
+        """Return the arguments of a constructor with **rest, followed to the base that gets the rest."""
+        rest = init.args.kwarg.arg if init.args.kwarg else ""
+        calls = [
+            one for one in ast.walk(init) if isinstance(one, ast.Call) and ast.unparse(one.func) == "super().__init__"
+        ]
+        passes = [
+            one for one in calls if any(word.arg is None and ast.unparse(word.value) == rest for word in one.keywords)
+        ]
+        if not passes:
+            return own
+        given = {word.arg for word in passes[0].keywords if word.arg} | {one.name for one in own.parameters}
+        for base in definition.bases:
+            inherited = self._inherited(module.dotted(base), seen)
+            if inherited is not None:
+                # What the call gives by position has no name there: the first parameters of the base.
+                left = inherited.parameters[len(passes[0].args) :]
+                added = tuple(one for one in left if one.name not in given)
+                return Signature((*own.parameters, *added), inherited.open_to)
+        return Signature(own.parameters)
+
+    def _inherited(self, dotted: str, seen: set[str]) -> Signature | None:
+        if dotted in _EMPTY_BASES or dotted in seen or dotted.partition(".")[0] in sys.stdlib_module_names:
+            return None
+        found = self._find(dotted, seen=set())
+        if found is None:
+            return Signature((), dotted) if "." in dotted else None
+        module, definition = found
+        if f"{module.name}.{definition.name}" in seen or not isinstance(definition, ast.ClassDef):
+            return None
+        return self._constructor(module, definition, seen)
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements of a file, also those under `if` and `try`: a class may be defined there."""
+    for node in body:
+        if isinstance(node, ast.If):
+            yield from _statements([*node.body, *node.orelse])
+        elif isinstance(node, ast.Try):
+            yield from _statements([*node.body, *(each for one in node.handlers for each in one.body), *node.orelse])
+        else:
+            yield node
+
+
+def _arguments(module: _Module, function: _Function) -> Signature:
+    """Return the parameters of a function that can be given by name."""
+    arguments = function.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
+    pairs = [*zip(positional, defaults, strict=True), *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+    parameters = tuple(
+        Parameter(
+            one.arg,
+            None if default is None else module.default(default),
+            "" if one.annotation is None else ast.unparse(one.annotation).strip("'\""),
+        )
+        for one, default in pairs
+        if one.arg not in ("self", "cls")
+    )
+    return Signature(parameters, f"**{arguments.kwarg.arg}" if arguments.kwarg else "")
+
+
+def _is_record(module: _Module, definition: ast.ClassDef) -> bool:
+    """Say whether the fields in the class's body are its arguments."""
+    words = [one.func if isinstance(one, ast.Call) else one for one in definition.decorator_list]
+    is_dataclass = any(module.dotted(word) == "dataclasses.dataclass" for word in words)
+    return is_dataclass or any(module.dotted(base) == "typing.NamedTuple" for base in definition.bases)
+
+
+def _fields(module: _Module, definition: ast.ClassDef) -> Iterator[Parameter]:
+    for node in definition.body:
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        annotation = ast.unparse(node.annotation)
+        value = node.value
+        if "ClassVar" in annotation:
+            continue
+        if isinstance(value, ast.Call) and ast.unparse(value.func).endswith("field"):
+            words = {word.arg: word.value for word in value.keywords}
+            if "init" in words and ast.unparse(words["init"]) == "False":
+                continue
+            value = words.get("default", words.get("default_factory"))
+        yield Parameter(node.target.id, None if value is None else module.default(value), annotation)
+
+
+def _options_read(definition: ast.ClassDef) -> dict[str, Parameter]:
+    """Return the settings of its own that a trainer's code reads: `self.config.trainer.NAME`."""
+    known = {*TrainerSection.model_fields, "options"}
+    options: dict[str, str | None] = {}
+    nodes = [node for node in ast.walk(definition) if isinstance(node, ast.Attribute | ast.Call)]
+    for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("config.trainer"):
+            options.setdefault(node.attr, None)
+        elif isinstance(node, ast.Call) and len(node.args) == 3 and ast.unparse(node.func) == "getattr":
+            owner, word, default = node.args
+            if ast.unparse(owner).endswith("config.trainer") and isinstance(word, ast.Constant):
+                options[str(word.value)] = ast.unparse(default)
+    return {name: Parameter(name, default, "") for name, default in options.items() if name not in known}
+
+
+def _assigned(definition: ast.ClassDef) -> set[str]:
+    """Return the names of a class's own attributes."""
+    assignments = [node for node in definition.body if isinstance(node, ast.Assign)]
+    return {target.id for node in assignments for target in node.targets if isinstance(target, ast.Name)}
+
+
+def _registrations(definition: _Definition) -> Iterator[tuple[str, str]]:
+    """Yield the kind and name of each `@register(kind, name)`."""
+    for one in definition.decorator_list:
+        if isinstance(one, ast.Call) and ast.unparse(one.func).split(".")[-1] == "register" and len(one.args) == 2:
+            kind, name = (_literal(argument) for argument in one.args)
+            if isinstance(kind, str) and isinstance(name, str):
+                yield kind, name
+
+
+def _first_text(expression: ast.expr) -> str:
+    """Return the beginning of a text that is put together: `"…" + f"…"`."""
+    while isinstance(expression, (ast.BinOp, ast.JoinedStr)):
+        expression = expression.left if isinstance(expression, ast.BinOp) else expression.values[0]
+    return str(expression.value).strip() if isinstance(expression, ast.Constant) else ""
+
+
+def _is_literal(expression: ast.expr) -> bool:
+    try:
+        ast.literal_eval(expression)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return False
+    return True
+
+
+def _literal(expression: ast.expr) -> object:
+    return ast.literal_eval(expression) if _is_literal(expression) else None

@@ -1,0 +1,289 @@
+"""Mistakes in what training_main and train are given: one error, in the user's words, with the user's file and line."""
+
+import argparse
+import logging
+import sys
+
+import numpy as np
+import pytest
+import torch
+from tests.api.function_runs import Classifier, Points, flags, forward_step, lines, run
+from tests.api.mistakes import place, refusal
+from tests.messages import mentions
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from trainwright import get_args, train, training_main
+from trainwright.api.arguments import with_defaults
+from trainwright.errors import TrainwrightError
+
+ONE = ("--train-iters", "1")
+EVALUATED = (*ONE, "--valid-data", "4")
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp(in_tmp):
+    """Runs land in an empty folder."""
+
+
+# functions that do not take what they are called with
+
+
+def step_of_two(data_iterator, model):
+    """Lacks args and timers."""
+
+
+def create_of_one(path):
+    """Lacks args."""
+
+
+def init_of_one(model):
+    """Lacks args."""
+
+
+def handle_of_none():
+    """Lacks the metrics."""
+
+
+def collate_of_two(samples, args):
+    """Has one too many."""
+
+
+@pytest.mark.parametrize(
+    ("role", "function", "wanted"),
+    [
+        ("forward_step_function", step_of_two, "(data_iterator, model, args, timers)"),
+        ("forward_step_eval", step_of_two, "(data_iterator, model, args, timers)"),
+        ("create_dataset_function", create_of_one, "(path, args)"),
+        ("init_function", init_of_one, "(args, model)"),
+        ("handle_metrics_function", handle_of_none, "(metrics)"),
+        ("collate_fn", collate_of_two, "(samples)"),
+    ],
+)
+def test_a_function_of_other_arguments_is_refused_where_it_is_written(role, function, wanted, tmp_path):
+    given = {"forward_step_function": forward_step, "create_dataset_function": Points, role: function}
+    text = refusal(training_main, flags(*ONE), Classifier, **given)
+    assert text.startswith(place(__file__, f"def {function.__name__}("))
+    assert mentions(text, role, wanted)
+    assert text.endswith(f"Let it take {wanted}.")
+    assert not list(tmp_path.iterdir())  # nothing was built
+
+
+def test_what_is_no_function_is_refused_on_the_line_that_gives_it():
+    given = flags(*ONE)
+    text = refusal(lambda: training_main(given, Classifier, None, Points))  # no step
+    assert text.startswith(place(__file__, "  # no step") + "forward_step_function is None, not a function.")
+
+
+def test_functions_with_defaults_stars_or_a_class_are_taken():
+    def loose(*given, **more):
+        return forward_step(*given)
+
+    class Step:
+        def __call__(self, data_iterator, model, args, timers, scale=2):
+            return forward_step(data_iterator, model, args, timers)
+
+    run(*ONE, forward_step_function=loose, init_function=lambda args, model, extra=1: None)
+    run(*ONE, "--experiment-name", "other", forward_step_function=Step())
+
+
+def test_the_forward_of_train_is_refused_where_it_is_written():
+    text = refusal(train, Classifier(), Points(24), forward=init_of_one, max_steps=1, batch_size=4)
+    assert text.startswith(place(__file__, "def init_of_one("))
+    assert "called as forward(model, batch)" in text
+
+
+# what functions return
+
+
+def step_without_loss(data_iterator, model, args, timers):
+    return {"logits": model(next(data_iterator)[0])}
+
+
+def step_with_scores(data_iterator, model, args, timers):
+    return {"loss": model(next(data_iterator)[0])}
+
+
+def test_a_mapping_without_a_loss_names_the_forward_step():
+    text = refusal(run, *ONE, forward_step_function=step_without_loss)
+    assert text.startswith(place(__file__, "def step_without_loss"))
+    assert mentions(text, "step_without_loss")
+    text = refusal(run, *ONE, forward_step_function=step_with_scores)
+    assert text.startswith(place(__file__, "def step_with_scores"))
+    assert mentions(text, "4", "3", "tensor")
+
+
+def test_a_mapping_without_a_loss_is_fine_where_the_model_has_a_criterion():
+    class Judged(Classifier):
+        criterion = torch.nn.CrossEntropyLoss()
+
+    def step(data_iterator, model, args, timers):
+        return {"logits": model(next(data_iterator)["x"])}
+
+    def collate(samples):
+        return {"x": torch.stack([each[0] for each in samples]), "labels": torch.stack([each[1] for each in samples])}
+
+    run(*ONE, model_cls=Judged, forward_step_function=step, collate_fn=collate)
+    assert lines()[-1]["loss"] > 0
+
+
+def handle_with_matrix(metrics):
+    return {"confusion": torch.ones(2, 2)}
+
+
+def handle_with_text(metrics):
+    return {"verdict": "good"}
+
+
+def test_a_final_metric_that_is_no_number_names_handle_metrics_function():
+    text = refusal(run, *EVALUATED, handle_metrics_function=handle_with_matrix)
+    assert text.startswith(place(__file__, "def handle_with_matrix"))
+    assert mentions(text, "confusion", "2", "tensor")
+    text = refusal(run, *EVALUATED, handle_metrics_function=handle_with_text)
+    assert text.startswith(place(__file__, "def handle_with_text"))
+    assert mentions(text, "verdict")
+
+
+def step_with_odd_metric(data_iterator, model, args, timers):
+    x, labels, _ = next(data_iterator)
+    return cross_entropy(model(x), labels), {"odd": torch.ones(3)}
+
+
+def test_a_metric_of_another_length_is_found_in_the_first_step_and_not_in_the_first_evaluation():
+    text = refusal(run, *EVALUATED, forward_step_function=step_with_odd_metric)
+    assert text.startswith(place(__file__, "def step_with_odd_metric"))
+    assert mentions(text, "3", "4", "tensor")
+
+
+def test_a_metric_with_rows_that_is_not_finite_skips_the_update():
+    def step(data_iterator, model, args, timers):
+        x, labels, _ = next(data_iterator)
+        return cross_entropy(model(x), labels), {"rows": torch.full((4, 2), float("nan"))}
+
+    torch.manual_seed(0)
+    model = Classifier()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trained = run(*ONE, model_cls=model, forward_step_function=step)
+    assert all(torch.equal(value, before[name]) for name, value in trained.state_dict().items())
+
+
+# flags
+
+
+def test_wrong_flags_are_answered_on_the_line_that_reads_them():
+    text = refusal(lambda: get_args(["--split", "80,abc"]))  # wrong split
+    assert text.startswith(place(__file__, "  # wrong split") + "--split: '80,abc' is no list")
+    text = refusal(lambda: get_args(["--device", "gpu"]))  # wrong device
+    assert text == place(__file__, "  # wrong device") + (
+        "--device: runtime.device: no device 'gpu'. Use auto, cpu, cuda, cuda:N or tpu."
+    )
+
+
+def main_of(**values):
+    args = argparse.Namespace(**{"train_iters": 1, "train_data": ["24"], "device": "cpu", **values})
+    return training_main(args, Classifier, forward_step, Points)  # by hand
+
+
+@pytest.mark.parametrize(
+    ("values", "answer"),
+    [
+        ({"batch_size": 0}, "--batch-size: must be a whole number from 1 on; got 0."),
+        ({"batch_size": 2.5}, "--batch-size: must be a whole number from 1 on; got 2.5."),
+        (
+            {"batch_size": 100},
+            "--batch-size × --gradient-accumulation-steps × ranks: trainer.global_batch_size: 100 is more than the 24",
+        ),
+        ({"lr": "fast"}, "--lr: must be a number above 0; got 'fast'."),
+        ({"warmup": 20}, "--warmup: must be a fraction from 0 to 1; got 20."),
+        ({"fp16": "no"}, "--fp16: must be True or False; got 'no'."),
+        ({"split": "80,abc"}, "--split: '80,abc' is no list"),
+        ({"train_data": None}, "--train-data: there is none."),
+        ({"train_data_weights": [0]}, "--train-data-weights: must be a number above 0; got [0]."),
+        ({"load": "nowhere"}, "--load: nowhere is no run folder: there is no such folder."),
+        ({"load": "nowhere", "mode": "finetune"}, "--load: nowhere is no run folder: there is no such folder."),
+        ({"load": "nowhere", "mode": "inference"}, "--load: nowhere is no run folder: there is no such folder."),
+        ({"experiment_name": "../x"}, "--experiment-name: name: names the run's folder under output_dir"),
+        ({"save": ""}, "--save: output_dir: must be text that is not empty"),
+        ({"epochs": 0.001}, "--epochs: trainer.max_epochs: 0.001 of 24 samples is none."),
+        ({"mode": "inference", "fresh": True}, "--fresh: has no effect, for --mode inference trains nothing."),
+    ],
+)
+def test_a_namespace_made_by_hand_is_answered_in_flags_on_the_line_of_training_main(values, answer):
+    assert refusal(main_of, **values).startswith(place(__file__, "  # by hand") + answer)
+
+
+def test_settings_that_changed_are_named_with_their_flags():
+    main_of(lr=0.1, margin=1)
+    text = refusal(main_of, lr=0.2, margin=2, train_iters=2)
+    called = place(__file__, "  # by hand")
+    assert f"{called}--lr: trainer.optimizer.lr: 0.1 → 0.2" in text
+    assert f"{called}args.margin: trainer.arguments.margin: 1 → 2" in text
+
+
+def test_a_dictionary_is_no_namespace():
+    text = refusal(training_main, {"train_iters": 1}, Classifier, forward_step, Points)
+    assert mentions(text, "get_args")
+
+
+def test_numbers_of_numpy_are_numbers():
+    given = argparse.Namespace(train_iters=np.int64(2), lr=np.float64(0.1), epochs=None, seed=np.int32(3))
+    flags = with_defaults(given)
+    assert [type(each) for each in (flags.train_iters, flags.lr, flags.seed)] == [int, float, int]
+    assert (flags.train_iters, flags.lr, flags.seed) == (2, 0.1, 3)
+    assert isinstance(given.train_iters, np.int64)  # the user's own is left alone
+
+
+def test_flags_without_effect_are_said(caplog):
+    words = ("--eval-interval", "1", "--eval-iters", "2", "--train-data-weights", "2", "--mode", "finetune")
+    with caplog.at_level(logging.WARNING, logger="trainwright"):
+        run(*ONE, *words)
+    for flag in ("--eval-interval", "--eval-iters", "--train-data-weights", "--mode"):
+        assert mentions(caplog.text, flag)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="trainwright"):
+        run(*EVALUATED, "--eval-interval", "1", "--eval-iters", "1", "--experiment-name", "other")
+    assert "has no effect" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "origin"),
+    [
+        ({"batch_size": 100}, "train(batch_size=…): trainer.global_batch_size: 100 is more than the 24 samples"),
+        ({"max_steps": 0}, "train(max_steps=…): trainer.max_steps: "),
+        ({"max_steps": np.ones(2)}, "train(max_steps=…): trainer.max_steps: "),
+        ({"lr": "fast"}, "train(lr=…): trainer.optimizer"),
+        ({"name": "../x"}, "train(name=…): name: "),
+        ({"data": []}, "train(data=…): data.train: "),
+        ({"eval_data": DataLoader(Points(4))}, "train(eval_data=…): data.eval.eval: "),
+    ],
+)
+def test_wrong_arguments_of_train_are_named_on_the_line_of_the_call(given, origin):
+    arguments = {"data": Points(24), "forward": print, "max_steps": 1, "batch_size": 4, **given}
+    text = refusal(lambda: train(Classifier(), **arguments))  # wrong argument
+    assert text.startswith(place(__file__, "  # wrong argument") + origin)
+
+
+# a script that ends with an explained error
+
+
+def test_a_script_shows_the_one_line_and_no_traceback(monkeypatch, capsys):
+    """Python calls sys.excepthook with what ends a script."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with pytest.raises(TrainwrightError) as caught:
+        get_args(["--train-iter", "5"])  # ends the script
+    sys.excepthook(caught.type, caught.value, caught.tb)
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"error: {place(__file__, '  # ends the script')}--train-iter: there is no such flag.")
+    assert len(shown.splitlines()) == 1
+
+
+def test_other_errors_keep_their_traceback_and_another_hook_stays(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    get_args([])
+    with pytest.raises(ZeroDivisionError) as caught:
+        1 / 0  # noqa: B018
+    sys.excepthook(caught.type, caught.value, caught.tb)
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "excepthook", print)
+    get_args([])
+    assert sys.excepthook is print

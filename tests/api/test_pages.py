@@ -1,0 +1,278 @@
+"""The pages on the doors, done as a reader would: docs/customisation.md and the five that begin "Coming from".
+
+How a page is read is tests/test_docs.py's; scripts run in this process, which has torch imported already.
+"""
+
+import json
+import re
+import runpy
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from tests.test_docs import DOCS, ForkingReader, _package_log_as_before, blocks_of  # noqa: F401  # the fixture acts by itself
+
+from trainwright import RunConfig, build_trainer, load_checkpoint
+from trainwright.api import experiments
+from trainwright.checkpoint.store import CheckpointStore
+from trainwright.errors import TrainwrightError
+
+
+class QuickReader(ForkingReader):
+    """A reader whose scripts start at once."""
+
+    def type(self, line):
+        program, *arguments = shlex.split(line, comments=True)
+        if program == "python":
+            self.typed.append(line)
+            self.shown += self.run_script(arguments)
+        else:
+            super().type(line)
+
+    def run_script(self, arguments):
+        before, folder = set(sys.modules), Path.cwd()
+        self.monkeypatch.setattr(sys, "argv", arguments)
+        self.monkeypatch.syspath_prepend(folder)
+        self.capfd.readouterr()
+        try:
+            runpy.run_path(arguments[0], run_name="__main__")
+        except (SystemExit, TrainwrightError) as left:
+            self.exit_code = 1
+            print(left)
+        finally:
+            for name in [each for each in set(sys.modules) - before if (folder / f"{each}.py").is_file()]:
+                del sys.modules[name]
+        out, err = self.capfd.readouterr()
+        return out + err
+
+    def read_well(self, blocks):
+        """Reads blocks whose commands all succeed, but for those of which the page says that they are refused."""
+        for language, text in blocks:
+            if language:
+                self.read([(language, text)])
+                continue
+            self.shown = ""
+            for line in text.splitlines():
+                self.exit_code = 0
+                self.type(line)
+                assert (self.exit_code != 0) == line.endswith("# refused"), f"{line}\n{self.shown}"
+
+
+@pytest.fixture
+def reader(in_tmp, monkeypatch, capfd):
+    yield QuickReader(monkeypatch, capfd)
+    # A reader's commands end with their process: what they have imported from the folder is nobody's afterwards.
+    for name, module in list(sys.modules.items()):
+        if "." not in name and Path(getattr(module, "__file__", None) or "/").is_relative_to(in_tmp):
+            del sys.modules[name]
+
+
+def lines(name):
+    written = Path(f"runs/{name}/metrics.json").read_text("utf-8").splitlines()
+    return [json.loads(line) for line in written]
+
+
+def losses(name):
+    return [line["loss"] for line in lines(name) if "loss" in line]
+
+
+def valid_losses(name):
+    return [line["valid/loss"] for line in lines(name) if "valid/loss" in line]
+
+
+def kept(name):
+    return set(CheckpointStore(Path(f"runs/{name}/checkpoints")).steps())
+
+
+# I want to change …
+
+
+def wishes():
+    """Each wish of the page: heading → text."""
+    parts = re.split(r"^##+ (.+)$", (DOCS / "customisation.md").read_text("utf-8"), flags=re.MULTILINE)
+    sections = dict(zip(parts[1::2], parts[2::2], strict=True))
+    return {heading: text for heading, text in sections.items() if text.strip()}
+
+
+PROJECT = blocks_of((DOCS / "customisation.md").read_text("utf-8").partition("\n## ")[0])
+WISHES = wishes()
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The page's run as it stands: what any answer is compared with."""
+
+    start: dict[str, torch.Tensor]
+    losses: list[float]
+    valid: list[float]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(tmp_path_factory.mktemp("plain"))
+        for _, text in PROJECT:
+            ForkingReader(monkeypatch, None).write(text)
+        trainer = build_trainer(RunConfig.load("run.yaml", ["writers=[json]"]))
+        start = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        trainer.train()
+        return Plain(start, losses("run"), valid_losses("run"))
+
+
+def is_another_update(name, plain):
+    """The same start and the same data, but other losses once an update was made."""
+    return losses(name)[0] == plain.losses[0] and losses(name)[1:] != plain.losses[1:]
+
+
+def moved(name, plain):
+    """The parameters that training has changed."""
+    trained = load_checkpoint(f"runs/{name}").state_dict()
+    return {key for key, value in plain.start.items() if not torch.equal(trained[key], value)}
+
+
+def rates(name, key="lr"):
+    return [line[key] for line in lines(name)]
+
+
+CHECKS = {
+    "the loss": lambda shown, plain: losses("loss")[0] != plain.losses[0],
+    "the step": lambda shown, plain: is_another_update("step", plain),
+    "several updates in one step": lambda shown, plain: {"lr/body", "lr/head"} <= lines("alternating")[0].keys(),
+    "what goes into a step": lambda shown, plain: losses("inputs")[0] != plain.losses[0],
+    "the model": lambda shown, plain: len(list(load_checkpoint("runs/model").parameters())) == 2,
+    "a part of a model that I did not write": lambda shown, plain: "GELU" in str(load_checkpoint("runs/part")),
+    "which weights are trained": lambda shown, plain: (
+        moved("frozen", plain) == {"head.weight", "head.bias"} and len(load_checkpoint("runs/lora").state_dict()) == 6
+    ),
+    "the weights that it begins with": lambda shown, plain: losses("second")[0] < losses("first")[0],
+    "the optimizer": lambda shown, plain: lines("optimizer")[-1]["largest"] > 0,
+    "several optimizers": lambda shown, plain: (
+        (rates("two", "lr/body")[-1], rates("two", "lr/head")[-1]) == (0.0, 1e-3)
+    ),
+    "another rate for some parameters": lambda shown, plain: is_another_update("groups", plain),
+    "the schedule": lambda shown, plain: (
+        rates("cosine")[:2] == [0.005, 0.01] and rates("waves")[:3] == pytest.approx([1e-2, 5.5e-3, 1e-3])
+    ),
+    "gradient clipping": lambda shown, plain: is_another_update("clipped", plain),
+    "gradient accumulation": lambda shown, plain: (
+        losses("accumulated") == pytest.approx(plain.losses, rel=1e-5) and "8 samples (2 × 4 micro-batches)" in shown
+    ),
+    "the precision": lambda shown, plain: plain.losses != losses("bf16") == pytest.approx(plain.losses, rel=0.05),
+    "what happens on nan": lambda shown, plain: (
+        losses("careful") == plain.losses and RunConfig.load("runs/careful/config.yaml").incidents.spike == "skip"
+    ),
+    "the data": lambda shown, plain: losses("data")[0] != plain.losses[0],
+    "which rows are kept for evaluation": lambda shown, plain: {"valid/loss", "test/loss"} <= lines("cut")[-1].keys(),
+    "the collator": lambda shown, plain: 0 < abs(losses("collator")[0] - plain.losses[0]) < 0.05,
+    "a metric": lambda shown, plain: {"valid/accuracy", "valid/margin"} <= lines("metric")[-1].keys(),
+    "the evaluation": lambda shown, plain: (
+        [line["step"] for line in lines("evaluation") if "valid/surely_right" in line] == [3, 6]
+    ),
+    "a number that no mean gives": lambda shown, plain: lines("worst")[-1]["valid/worst_batch"] > plain.valid[-1],
+    "what is logged": lambda shown, plain: lines("logged")[-1]["largest_input"] > 1,
+    "the line of the log itself": lambda shown, plain: lines("line")[0]["perplexity"] > 1,
+    "who is told": lambda shown, plain: "still learning at 6" in shown,
+    "a function every n steps": lambda shown, plain: (
+        [line.get("head_norm", 0) > 0 for line in lines("watched")] == [False, True] * 3
+    ),
+    "an act at another moment": lambda shown, plain: f"the lowest loss was {min(plain.valid):.3f}" in shown,
+    "when it stops": lambda shown, plain: lines("early")[-1]["step"] == 8 and "has not improved" in shown,
+    "averaged weights": lambda shown, plain: (
+        losses("averaged") == plain.losses != valid_losses("averaged") and valid_losses("averaged") != plain.valid
+    ),
+    "being told that it is done": lambda shown, plain: f"notified is done: {plain.valid[-1]:.3f}" in shown,
+    "which checkpoints are kept": lambda shown, plain: {4, 5, 6} <= kept("kept") < {1, 2, 3, 4, 5, 6},
+    "on how many processes, and how the model is split": lambda shown, plain: (
+        losses("two_processes") == pytest.approx(plain.losses, rel=1e-5)
+    ),
+    "how much memory it takes": lambda shown, plain: (
+        losses("recomputed") == plain.losses and "2 of 2 Linear are recomputed" in shown
+    ),
+    "nothing but a script": lambda shown, plain: lines("notebook")[-1]["step"] == 6,
+}
+"""What each answer must have done, told by what was shown and by the losses of the run without it."""
+
+
+@pytest.mark.parametrize("heading", WISHES)
+def test_each_wish_is_answered_by_what_its_page_says(heading, reader, plain):
+    for _, text in PROJECT:
+        reader.write(text)
+    reader.read_well(blocks_of(WISHES[heading]))
+    assert CHECKS[heading](reader.shown, plain), reader.shown
+
+
+def test_more_than_thirty_wishes_are_each_answered_in_under_ten_lines():
+    assert len(WISHES) > 30  # as the page says
+    assert WISHES.keys() == CHECKS.keys()
+    for heading, text in WISHES.items():
+        files = [block.splitlines()[1:] for language, block in blocks_of(text) if language not in ("", "text")]
+        commands = [block.splitlines() for language, block in blocks_of(text) if not language]
+        assert commands, heading
+        code = [line for block in [*files, *commands] for line in block if line.strip()]
+        assert len(code) < 10, f"{heading}: {len(code)} lines"
+
+
+# Coming from …
+
+
+COMMUNITIES = ("easy_torch_tpu", "model_garden", "oumi", "swissarmytransformer", "libai")
+
+
+def text_of(page):
+    return (DOCS / f"coming_from_{page}.md").read_text("utf-8")
+
+
+def test_every_community_has_a_page_with_the_same_parts():
+    assert {path.stem for path in DOCS.glob("coming_from_*.md")} == {f"coming_from_{name}" for name in COMMUNITIES}
+    parts = ["A short start", "Side by side", "What works the same", "What is better", "What is different"]
+    for name in COMMUNITIES:
+        assert re.findall(r"^## (.+)$", text_of(name), flags=re.MULTILINE) == parts
+        rows = [line for line in text_of(name).splitlines() if line.startswith("| ")]
+        assert rows[0] == "| there | here |"
+        assert all(row.count(" | ") == 1 for row in rows)
+
+
+def test_the_page_for_easy_torch_tpu_works_from_the_first_line_to_the_last(reader):
+    reader.read_well(blocks_of(text_of("easy_torch_tpu")))
+    assert {"logit_size", "stage", "largest_weight", "samples_seen", "hours"} <= lines("run")[-1].keys()
+    assert losses("run") == losses("steps") == losses("less")
+    assert losses("halves") == losses("whole")
+
+
+def test_the_page_for_oumi_works_from_the_first_line_to_the_last(reader):
+    reader.read_well(blocks_of(text_of("oumi")))
+    halves, whole = (load_checkpoint(f"runs/{name}").state_dict() for name in ("halves", "whole"))
+    assert all(torch.equal(halves[name], value) for name, value in whole.items())
+    assert "valid/accuracy" in lines("streamed")[-1]
+
+
+def test_the_page_for_model_garden_works_from_the_first_line_to_the_last(reader, monkeypatch):
+    monkeypatch.setattr(experiments, "_registered", {})
+    reader.read_well(blocks_of(text_of("model_garden")))
+    assert (lines("second")[-1]["step"], lines("second")[-1]["lr"]) == (8, 1e-3)
+    assert "valid/loss" not in lines("second")[-1]
+    assert [line["step"] for line in lines("driven") if "valid/error" in line] == [8]
+    assert lines("driven")[-1]["valid/samples"] == 20
+    assert lines("driven")[0]["learning_rate"] == 1e-2
+
+
+def test_the_page_for_swissarmytransformer_works_from_the_first_line_to_the_last(reader):
+    reader.read_well(blocks_of(text_of("swissarmytransformer")))
+    first, again = lines("points"), lines("stopped")
+    assert [line["loss"] for line in first] == [line["loss"] for line in again]
+    assert first[-1]["valid/accuracy"] == again[-1]["valid/accuracy"]
+    assert lines("finetuned")[0]["loss"] < first[0]["loss"]
+    assert {"time/batch", "test/accuracy"} <= lines("cut")[-1].keys()
+    assert lines("notebook")[-1]["step"] == 6
+
+
+def test_the_page_for_libai_works_from_the_first_line_to_the_last(reader):
+    reader.read_well(blocks_of(text_of("libai")))
+    assert "drift" in lines("stepped")[-1]
+    assert (lines("quick")[-1]["lr"], lines("quick")[-1]["step"]) == (0.5, 6)
+    assert losses("recorded") == losses("run")
+    assert 0 <= lines("run")[-1]["some_accuracy"] <= 1
+    assert RunConfig.load("runs/run/config.yaml").trainer.optimizer.type == "trainwright.optim.adamw:AdamW"

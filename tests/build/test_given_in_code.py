@@ -1,0 +1,189 @@
+"""A trainer or a task that is given in code: the run's config.yaml finds it again, or refuses to guess."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.forked_program import run_script
+from tests.messages import mentions, raises
+
+from trainwright import RunConfig, Task, Trainer, build_trainer, load_checkpoint, run_experiment
+from trainwright.build.run import build_evaluator, recorded
+from trainwright.errors import CheckpointError, ConfigError
+from trainwright.trainers.classification import ClassificationTrainer
+
+PROJECT = Path(__file__).parents[1] / "project"
+
+
+class Marked(Trainer):
+    """Evaluates to a value that no other trainer gives."""
+
+    def eval_end(self, aggregated):
+        return {**super().eval_end(aggregated), "marked": 7.0}
+
+
+class Bare(Task):
+    """A task without a constructor: its class is all of it."""
+
+    def aggregate_logs(self, state, outputs):
+        return (state or 0) + 1
+
+    def reduce_aggregated_logs(self, state, step):
+        return {"batches": float(state)}
+
+
+class Sized(Bare):
+    """A task that was made with something that no config holds."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def build_model(self):
+        return torch.nn.Linear(4, 1)
+
+    def forward(self, model, batch):
+        return (model(batch["x"])[:, 0] - self.size).square().mean()
+
+
+def load(tmp_path, *overrides):
+    return RunConfig.load(PROJECT / "run.yaml", [f"output_dir={tmp_path}", "trainer.max_steps=2", *overrides])
+
+
+def saved(tmp_path):
+    """The config as `trainwright evaluate RUN` reads it."""
+    return RunConfig.load(tmp_path / "small" / "config.yaml")
+
+
+def local_class():
+    class Local(Marked):
+        """Nothing finds it again."""
+
+    return Local
+
+
+def test_a_trainer_that_is_given_in_code_evaluates_its_run_from_the_folder_alone(tmp_path):
+    _, logs = run_experiment(load(tmp_path), trainer=Marked)
+    assert logs["valid/marked"] == 7.0
+    assert run_experiment(saved(tmp_path), mode="eval")[1] == logs
+
+
+def test_a_run_does_not_go_on_with_another_trainer_than_it_was_given(tmp_path):
+    run_experiment(load(tmp_path), trainer=Marked)
+    with raises(CheckpointError, "trainer.type"):
+        run_experiment(load(tmp_path, "trainer.max_steps=3"))
+    run_experiment(load(tmp_path, "trainer.max_steps=3"), trainer=Marked)
+    assert saved(tmp_path).trainer.max_steps == 3
+
+
+def test_a_trainer_that_is_given_to_build_trainer_is_told_of_and_may_change(tmp_path, caplog):
+    """Its config is the caller's own, so that nothing is written into it and nobody is refused."""
+    assert build_trainer(load(tmp_path), local_class()).config.trainer.type == "trainer"
+    build_trainer(load(tmp_path), local_class()).train()
+    assert run_experiment(saved(tmp_path), mode="eval")[1].keys() == {"valid/loss", "valid/accuracy"}
+    assert mentions(caplog.text, "tests.build.test_given_in_code.local_class.<locals>.Local")
+    caplog.clear()
+    run_experiment(saved(tmp_path), mode="eval", trainer=local_class())
+    build_trainer(load(tmp_path, "trainer.max_steps=3")).train()  # goes on without it, and is told of no more
+    run_experiment(saved(tmp_path), mode="eval")
+    assert "was trained by" not in caplog.text
+
+
+def test_a_trainer_that_nothing_finds_again_is_refused_by_name_and_the_model_is_still_loaded(tmp_path):
+    _, logs = run_experiment(load(tmp_path), trainer=local_class())
+    with raises(ConfigError, "local_class.<locals>.Local"):
+        run_experiment(saved(tmp_path), mode="eval")
+    with raises(CheckpointError, "trainer.in_code"):
+        run_experiment(load(tmp_path, "trainer.max_steps=3"))
+    assert run_experiment(saved(tmp_path), mode="eval", trainer=local_class())[1] == logs
+    assert run_experiment(load(tmp_path), trainer=local_class())[1] == logs  # the same run, which has ended
+    assert isinstance(load_checkpoint(tmp_path / "small"), torch.nn.Module)
+
+
+def test_a_model_that_only_such_a_trainer_makes_is_refused_too(tmp_path):
+    class Makes(Trainer):
+        @classmethod
+        def build_model(cls, build):
+            return build.model()
+
+    run_experiment(load(tmp_path), trainer=Makes)
+    with raises(ConfigError):
+        load_checkpoint(tmp_path / "small")
+
+
+def test_a_task_whose_class_is_all_of_it_is_found_again(tmp_path):
+    _, logs = run_experiment(load(tmp_path), task=Bare())
+    assert logs["valid/batches"] > 1
+    assert run_experiment(saved(tmp_path), mode="eval")[1] == logs
+    assert run_experiment(load(tmp_path), task=Bare())[1] == logs
+    assert run_experiment(saved(tmp_path), task=Bare())[1] == logs
+
+
+def test_a_task_that_was_made_with_something_is_refused_by_name(tmp_path):
+    config = load(tmp_path, "model=null", "evaluation.metrics={}")
+    _, logs = run_experiment(config, task=Sized(3))
+    with raises(ConfigError):
+        run_experiment(saved(tmp_path), mode="eval")
+    with raises(ConfigError):
+        load_checkpoint(tmp_path / "small")
+    assert run_experiment(saved(tmp_path), mode="eval", task=Sized(3))[1] == logs
+
+
+def test_evaluating_by_another_trainer_than_the_run_s_says_so(tmp_path, caplog):
+    run_experiment(load(tmp_path), trainer=Marked)
+    run_experiment(load(tmp_path), mode="eval", trainer=Marked)
+    assert "was trained by" not in caplog.text
+    run_experiment(load(tmp_path), mode="eval")
+    assert "Marked, but is evaluated by trainer" in caplog.text
+
+
+def test_a_run_that_a_built_trainer_trained_is_evaluated_by_its_class_without_a_word(tmp_path, caplog):
+    config = load(tmp_path)
+    run_experiment(config, trainer=build_trainer(config, Marked))
+    for build in (build_evaluator, build_trainer):
+        run_experiment(config, mode="eval", trainer=build(config, Marked))
+    assert "was trained by" not in caplog.text
+    run_experiment(config, mode="eval", trainer=build_evaluator(config))
+    assert "Marked, but is evaluated by trainer" in caplog.text
+
+
+def test_what_the_config_names_already_stays_as_it_is_written(tmp_path):
+    config = load(tmp_path)
+    assert recorded(config, Trainer) is config
+    assert recorded(config, None, Task()) is config
+    own = load(tmp_path, "trainer.type=classification")
+    assert recorded(own, ClassificationTrainer) is own
+    assert recorded(config, ClassificationTrainer).trainer.type == "classification"
+    once = recorded(config, local_class(), Sized(1))
+    assert recorded(once, local_class(), Sized(2)) == once
+    assert recorded(once, Marked).trainer.options.get("in_code") is None
+
+
+def test_a_trainer_that_is_built_is_still_its_config_s(tmp_path):
+    config = load(tmp_path)
+    trainer = build_trainer(config, Marked)
+    assert run_experiment(config, trainer=trainer)[1]["valid/marked"] == 7.0
+
+
+PROGRAM = """
+from trainwright import RunConfig, Trainer, run_experiment
+
+class Mine(Trainer):
+    def eval_end(self, aggregated):
+        return {{"mine": 1.0}}
+
+{guard}
+    run_experiment(RunConfig.load({file!r}, ["output_dir={folder}", "trainer.max_steps=1"]), trainer=Mine)
+"""
+
+
+@pytest.mark.parametrize("guard", ['if __name__ == "__main__":', "if True:"])
+def test_a_program_s_own_trainer_is_found_again_unless_reading_it_would_run_it(tmp_path, guard):
+    program = tmp_path / "driver.py"
+    program.write_text(PROGRAM.format(guard=guard, file=str(PROJECT / "run.yaml"), folder=tmp_path), "utf-8")
+    done = run_script(program)
+    assert done.returncode == 0, done.stderr
+    if "__main__" in guard:
+        assert run_experiment(saved(tmp_path), mode="eval")[1] == {"valid/mine": 1.0}
+    else:
+        with raises(ConfigError, "__main__.Mine"):
+            run_experiment(saved(tmp_path), mode="eval")

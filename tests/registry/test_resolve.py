@@ -1,0 +1,355 @@
+import collections
+import importlib
+import pickle
+import subprocess
+import sys
+
+import pytest
+from tests.messages import mentions, raises
+
+from trainwright.config import Component, Origin
+from trainwright.errors import ComponentError, DataError
+from trainwright.registry import resolve as registry
+from trainwright.registry.builtin import BUILT_INS, KIND_FOLDERS
+from trainwright.registry.resolve import check_arguments, find, import_modules, instantiate, register
+
+
+@pytest.fixture(autouse=True)
+def separate_registry(monkeypatch):
+    """Leave no registered name and no project module behind."""
+    monkeypatch.setattr(registry, "_registered", {kind: {} for kind in KIND_FOLDERS})
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith("trainwright_project"):
+            del sys.modules[name]
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def refusal_of(call, *arguments, **keywords):
+    with pytest.raises(ComponentError) as refusal:
+        call(*arguments, **keywords)
+    return str(refusal.value)
+
+
+# --- finding
+
+
+def test_every_kind_has_a_folder_and_a_table_of_strings():
+    assert BUILT_INS.keys() == KIND_FOLDERS.keys()
+    assert all(":" in place for table in BUILT_INS.values() for place in table.values())
+
+
+def test_an_import_path_is_found(tmp_path):
+    assert find("model", "collections:OrderedDict", project_dir=tmp_path) is collections.OrderedDict
+
+
+def test_a_nested_class_is_found(tmp_path):
+    write(tmp_path / "models" / "net.py", "class Net:\n    class Head: pass\n")
+    assert find("model", "models/net.py:Net.Head", project_dir=tmp_path).__name__ == "Head"
+
+
+@pytest.mark.parametrize("type_name", ["lion.Lion", "optimizers/lion.py:Lion", "optimizers.lion:Lion"])
+def test_a_file_of_the_project_is_found_in_each_spelling(tmp_path, type_name):
+    write(tmp_path / "optimizers" / "lion.py", "class Lion: pass\n")
+    lion = find("optimizer", type_name, project_dir=tmp_path)
+    assert lion.__module__ == "trainwright_project.optimizers.lion"
+    assert find("optimizer", "lion.Lion", project_dir=tmp_path) is lion
+    assert pickle.loads(pickle.dumps(lion)) is lion
+    assert str(tmp_path) not in sys.path
+
+
+def test_absolute_odd_and_outer_paths_are_found(tmp_path):
+    odd = write(tmp_path / "project" / "my-parts" / "net.v2.py", "class Net: pass\n")
+    outer = write(tmp_path / "shared" / "net.py", "class Net: pass\n")
+    project = tmp_path / "project"
+    assert find("model", "my-parts/net.v2.py:Net", project_dir=project) is find(
+        "model", f"{odd}:Net", project_dir=project
+    )
+    net = find("model", "../shared/net.py:Net", project_dir=project)
+    assert net is find("model", f"{outer}:Net", project_dir=project)
+    assert pickle.loads(pickle.dumps(net)) is net
+
+
+def test_project_files_import_each_other_relatively(tmp_path):
+    write(tmp_path / "models" / "layers.py", "WIDTH = 3\n")
+    write(tmp_path / "shared.py", "DEPTH = 4\n")
+    write(
+        tmp_path / "models" / "net.py",
+        "from .layers import WIDTH\nfrom ..shared import DEPTH\nclass Net: size = (WIDTH, DEPTH)\n",
+    )
+    assert find("model", "net.Net", project_dir=tmp_path).size == (3, 4)
+
+
+def test_a_file_is_executed_once(tmp_path):
+    write(tmp_path / "models" / "net.py", "print('run')\nclass Net: pass\n")
+    code = (
+        "from trainwright.registry.resolve import find\n"
+        "for name in ('net.Net', 'models/net.py:Net', 'models/../models/net.py:Net'):\n"
+        "    find('model', name, project_dir='.')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "run\n"
+
+
+def test_the_main_script_is_reused(tmp_path):
+    write(
+        tmp_path / "script.py",
+        "from trainwright.registry.resolve import find\nclass Net: pass\n"
+        "print(find('model', 'script.py:Net', project_dir='.') is Net)\n",
+    )
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
+
+
+def test_two_projects_with_equal_names_keep_their_own_files(tmp_path):
+    for name in ("one", "two"):
+        text = (
+            "from trainwright.registry.resolve import register\nfrom .where import HERE\n"
+            "@register('model', 'net')\nclass Net: here = HERE\n"
+        )
+        write(tmp_path / name / "models" / "net.py", text)
+        write(tmp_path / name / "models" / "where.py", f"HERE = {name!r}\n")
+    first = find("model", "net.Net", project_dir=tmp_path / "one")
+    second = find("model", "net.Net", project_dir=tmp_path / "two")
+    assert (first.here, second.here) == ("one", "two")
+    assert find("model", "net", project_dir=tmp_path / "two") is second
+    assert find("model", "net.Net", project_dir=tmp_path / "one") is first
+    assert find("model", "net", project_dir=tmp_path / "one") is first
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_and_the_known(tmp_path):
+    write(tmp_path / "optimizers" / "lion.py", "raise SystemExit('reading must not run me')\nclass Lion: pass\n")
+    text = refusal_of(
+        find, "optimizer", "adamv", project_dir=tmp_path, where=Origin("run.yaml", 3), label="trainer.optimizer"
+    )
+    assert text == (
+        'run.yaml:3: trainer.optimizer.type: no optimizer "adamv". Did you mean "adamw"? Known: adam, adamw, lion, '
+        "muon, sgd; in optimizers/: lion.Lion; or give an import path such as my_pkg.module:Name, a file such as "
+        f"optimizers/mine.py:Name, or mine.Name for a file in {tmp_path / 'optimizers'}."
+    )
+    assert 'Did you mean "lion.Lion"?' in refusal_of(find, "optimizer", "lino.Lion", project_dir=tmp_path)
+    assert 'Did you mean "my_pkg.optim:Lion"?' in refusal_of(
+        find, "optimizer", "my_pkg.optim.Lion", project_dir=tmp_path
+    )
+
+
+def test_a_file_without_the_name_lists_what_it_defines(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "models" / "net.py", "from collections import deque\nclass Net: pass\ndef build(): pass\n")
+    text = refusal_of(find, "model", "net.Nett", project_dir=tmp_path)
+    assert text == 'models/net.py has no "Nett". Did you mean "Net"? It defines: Net, build.'
+
+
+def test_a_missing_file_is_refused_with_the_nearest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "models" / "net.py", "")
+    text = refusal_of(find, "model", "models/nett.py:Net", project_dir=tmp_path)
+    assert text == f'there is no file models/nett.py. Did you mean "net.py"? Paths are relative to {tmp_path}.'
+
+
+def test_an_error_in_the_users_file_names_its_line_and_is_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "models" / "net.py", "import json\n\njson.loads('{')\n")
+    with pytest.raises(ComponentError) as refusal:
+        find("model", "net.Net", project_dir=tmp_path)
+    assert str(refusal.value).startswith("models/net.py cannot be imported: JSONDecodeError: Expecting property name")
+    assert str(refusal.value).endswith("(models/net.py:3).")
+    assert type(refusal.value.__cause__).__name__ == "JSONDecodeError"
+
+
+def test_a_syntax_error_names_its_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "models" / "net.py", "class Net:\n    x = = 1\n")
+    assert mentions(refusal_of(find, "model", "net.Net", project_dir=tmp_path), "SyntaxError", "models/net.py:2")
+
+
+def test_a_file_that_exits_is_refused(tmp_path):
+    write(tmp_path / "models" / "net.py", "import sys\nsys.exit(3)\n")
+    assert "SystemExit: 3" in refusal_of(find, "model", "net.Net", project_dir=tmp_path)
+
+
+def test_an_absolute_import_within_the_project_is_explained(tmp_path):
+    write(tmp_path / "models" / "layers_of_mine.py", "")
+    write(tmp_path / "models" / "net.py", "import models.layers_of_mine\n")
+    assert "import each other relatively" in refusal_of(find, "model", "net.Net", project_dir=tmp_path)
+
+
+def test_a_failed_file_can_be_mended_and_loaded(tmp_path):
+    file = write(tmp_path / "models" / "net.py", "1 / 0\n")
+    refusal_of(find, "model", "net.Net", project_dir=tmp_path)
+    write(file, "class Net: pass  # mended\n")
+    assert find("model", "net.Net", project_dir=tmp_path).__name__ == "Net"
+
+
+def test_what_cannot_be_called_is_refused(tmp_path):
+    write(tmp_path / "models" / "net.py", "Net = 3\n")
+    text = refusal_of(find, "model", "net.Net", project_dir=tmp_path, label="model")
+    assert text == "model: net.Net is a int, not a class or a function."
+
+
+def test_a_datasets_package_is_refused_by_name(tmp_path):
+    write(tmp_path / "datasets" / "__init__.py", "")
+    write(tmp_path / "datasets" / "mine.py", "class Mine: pass\n")
+    text = refusal_of(find, "dataset", "mine.Mine", project_dir=tmp_path)
+    assert mentions(text, "datasets/__init__.py")
+
+
+def test_an_unknown_kind_is_refused(tmp_path):
+    assert refusal_of(find, "optimiser", "x", project_dir=tmp_path).startswith(
+        'no kind "optimiser". Did you mean "optimizer"?'
+    )
+
+
+# --- registering
+
+
+def test_a_registered_class_or_function_is_found_by_name(tmp_path):
+    @register("optimizer", "tiger")
+    class Lion:
+        pass
+
+    @register("hook", "wave")
+    def wave():
+        return "hello"
+
+    assert find("optimizer", "tiger", project_dir=tmp_path) is Lion
+    assert find("hook", "wave", project_dir=tmp_path)() == "hello"
+    assert register("optimizer", "tiger")(Lion) is Lion
+
+
+def test_a_taken_name_is_refused_with_both_places():
+    @register("optimizer", "tiger")
+    class Lion:
+        pass
+
+    class Other:
+        pass
+
+    text = refusal_of(register("optimizer", "tiger"), Other)
+    assert text.startswith('The optimizer "tiger" is registered already, by ')
+    assert "Lion (" in text
+    assert "Other (" in text
+    assert "test_registry.py:" in text
+    assert "trainwright.optim.adamw:AdamW" in refusal_of(register("optimizer", "adamw"), Other)
+
+
+def test_imported_modules_register_from_the_path_or_the_project(tmp_path):
+    text = "from trainwright.registry.resolve import register\n@register('optimizer', 'tiger')\nclass Lion: pass\n"
+    write(tmp_path / "my_parts_pkg" / "parts.py", text)
+    write(tmp_path / "my_parts_pkg" / "__init__.py", "from . import parts\n")
+    import_modules(["json", "my_parts_pkg"], project_dir=tmp_path)
+    assert find("optimizer", "tiger", project_dir=tmp_path).__module__ == "trainwright_project.my_parts_pkg.parts"
+    import_modules(["my_parts_pkg.parts", "my_parts_pkg/parts.py"], project_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("not_there.parts", 'there is no module "not_there.parts", neither on Python\'s path nor in '),
+        ("my-parts", '"my-parts" is not the name of a module'),
+        ("broken_parts", "broken_parts.py cannot be imported: ValueError: inside"),
+        ("needy_parts", "No module named 'not_installed_anywhere'"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_refused(tmp_path, name, problem):
+    write(tmp_path / "broken_parts.py", "raise ValueError('inside')\n")
+    write(tmp_path / "needy_parts.py", "import not_installed_anywhere\n")
+    text = refusal_of(import_modules, [name], project_dir=tmp_path, where=Origin("run.yaml", 2))
+    assert text.startswith("run.yaml:2: imports: ")
+    assert problem in text
+
+
+def test_an_error_inside_an_installed_module_is_not_hidden(tmp_path, monkeypatch):
+    write(tmp_path / "path" / "installed_but_broken.py", "raise TypeError('inside')\n")
+    monkeypatch.syspath_prepend(tmp_path / "path")
+    importlib.invalidate_caches()
+    text = refusal_of(import_modules, ["installed_but_broken"], project_dir=tmp_path)
+    assert "importing installed_but_broken failed: TypeError: inside" in text
+
+
+# --- arguments and construction
+
+
+class Adam:
+    def __init__(self, params, lr=1e-3, *, betas=(0.9, 0.95), width=None):
+        self.given = {"params": params, "lr": lr, "betas": betas, "width": width}
+
+
+class Inherits(Adam):
+    pass
+
+
+class TakesAny:
+    def __init__(self, **rest):
+        self.given = rest
+
+
+def test_a_wrong_argument_is_refused_with_parameters_and_nearest():
+    text = refusal_of(
+        check_arguments, Inherits, {"lrr": 1}, label="trainer.optimizer", where="run.yaml:4", provided=["params"]
+    )
+    assert text == (
+        'run.yaml:4: trainer.optimizer: Inherits takes no argument "lrr". Did you mean "lr"? '
+        "Its parameters: lr=0.001, betas=(0.9, 0.95), width=None."
+    )
+
+
+def test_a_missing_argument_is_named():
+    text = refusal_of(check_arguments, Adam, {"lr": 1}, label="trainer.optimizer")
+    assert text.startswith('trainer.optimizer: Adam needs the argument "params". Give it beside type.')
+
+
+def test_any_argument_fits_where_the_signature_says_so_or_is_not_known():
+    check_arguments(TakesAny, {"anything": 1}, label="x")
+    check_arguments(type, {"anything": 1}, label="x")
+
+
+def test_instantiate_calls_with_plain_arguments_and_what_is_provided(tmp_path):
+    component = Component(Adam, lr=0.1, betas=[0.5, {"a": [1]}])
+    built = instantiate("optimizer", component, project_dir=tmp_path, label="x", params=[1], unused=2)
+    assert built.given == {"params": [1], "lr": 0.1, "betas": [0.5, {"a": [1]}], "width": None}
+    assert type(built.given["betas"][1]) is dict
+    assert type(built.given["betas"][1]["a"]) is list
+
+
+def test_an_argument_in_the_config_wins_over_one_provided(tmp_path):
+    built = instantiate("optimizer", Component(Adam, lr=0.1), project_dir=tmp_path, label="x", params=[1], lr=9)
+    assert built.given["lr"] == 0.1
+
+
+def test_a_constructor_that_takes_anything_gets_all_that_is_provided(tmp_path):
+    built = instantiate("optimizer", Component(TakesAny, a=1), project_dir=tmp_path, label="x", b=2)
+    assert built.given == {"a": 1, "b": 2}
+
+
+def test_an_error_in_the_constructor_names_component_place_and_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "models" / "net.py", "import json\nclass Net:\n    def __init__(self):\n        json.loads('{')\n")
+    component = Component("net.Net").located_at(Origin("run.yaml", 7))
+    with pytest.raises(ComponentError) as refusal:
+        instantiate("model", component, project_dir=".", label="model")
+    assert str(refusal.value).startswith("run.yaml:7: model: net.Net could not be built: JSONDecodeError: Expecting")
+    assert str(refusal.value).endswith("(models/net.py:4).")
+    assert refusal.value.__cause__ is not None
+
+
+def refuse_to_build():
+    raise DataError("there are no samples.")
+
+
+def test_an_error_that_is_already_in_words_is_not_wrapped(tmp_path):
+    with raises(DataError):
+        instantiate("dataset", Component(refuse_to_build), project_dir=tmp_path, label="data.train")
+
+
+def test_a_package_that_lists_its_names_by_dir_alone_is_searched_too(tmp_path, monkeypatch):
+    (tmp_path / "lazy_package.py").write_text("def __dir__():\n    return ['LlamaForCausalLM', '_private']\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with raises(ComponentError, "LlamaForCasualLM", "LlamaForCausalLM"):
+        find("model", "lazy_package:LlamaForCasualLM", project_dir=tmp_path)
