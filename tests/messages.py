@@ -27,8 +27,10 @@ _VARYING = (
     (re.compile(rf"{re.escape(sysconfig.get_path('stdlib'))}"), "<stdlib>"),
     (re.compile(r"[^\s'\"(=]*/pytest-of-[^/\s]+/pytest-\d+(/popen-gw\d+)?/[^/\s:'\",)]+"), "<tmp>"),
     (re.compile(r"/tmp/(tmp)?[a-z0-9_]{8}(?=[/\s:'\",)])"), "<tmp>"),
+    (re.compile(rf"(?:{re.escape(str(TESTS))}|(?<![\w/])tests|\.\.)/(?:[\w/.]*/)?(\w+\.py):\d+"), r"\1:<line>"),
+    (re.compile(r"(?:[^\s'\"(=]*/)?(test_\w+\.py):\d+"), r"\1:<line>"),
+    (re.compile(r"\btests\.(?:\w+\.)*(?=test_\w+)"), ""),
     (re.compile(rf"{re.escape(str(TESTS.parent))}(?=/)"), "<repo>"),
-    (re.compile(r"(?:[^\s'\"(=]*/)?((?:test_\w+|conftest|cases)\.py):\d+"), r"\1:<line>"),
     (re.compile(r"(src/trainwright/[\w/]+\.py):\d+"), r"\1:<line>"),
     (re.compile(r"0x[0-9a-f]{6,}"), "0x…"),
 )

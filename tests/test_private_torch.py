@@ -64,7 +64,6 @@ TABLE = {
         "The only way to see every operation below autograd.",
         "torch.utils._python_dispatch.TorchDispatchMode",
         "torch.utils._python_dispatch._disable_current_modes",
-        files=(SHARED, "backends/backend.py"),
     ),
     **names(
         "Whether a mode is active is not public.",
@@ -74,7 +73,7 @@ TABLE = {
     **names(
         "An operator's schema has no public access.",
         "torch._ops.OpOverload:_schema",
-        files=(SHARED, "backends/backend.py"),
+        files=(SHARED,),
     ),
     **names(
         "Tensors without memory that keep their device.",
@@ -84,7 +83,7 @@ TABLE = {
     **names(
         "Autograd's counter of in-place writes has no other name.",
         "torch.Tensor:_version",
-        files=(SHARED, "loop/compiled_forward.py"),
+        files=(SHARED,),
     ),
     **names(
         "torch.compiler.assume_constant_result sets it, but imports Dynamo, which takes seconds.",
@@ -136,12 +135,6 @@ TABLE = {
         "torch._logging._internal.log_state.artifact_names.add",
         "torch._logging._internal.log_state.artifact_names.discard",
         files=("compile/reports.py",),
-    ),
-    **names(
-        "A recorded operation runs below autograd, as it was recorded.",
-        "torch._C._AutoDispatchBelowAutograd",
-        "torch._ops.OpOverload:_op",
-        files=("backends/backend.py",),
     ),
     **names(
         "memory_snapshot() lacks what torch's viewer reads.",

@@ -227,7 +227,7 @@ def test_hooks_act_in_their_order_with_their_periods(project):
     hooks = "hooks=[{type: every, steps: 7, call: act.py:act}, parts.py:Acts, parts.py:NoHook]"
     lines = lines_of(hooks)
     acts = below(lines, "after_step")
-    assert acts[0].startswith("- TimeSteps.after_step trainwright/hooks/time_steps.py:")
+    assert acts[0].startswith("- TimeSteps.after_step trainwright/hooks/throughput.py:")
     assert acts[-2] == "* act act.py:1 every 7 steps: Acts."
     assert acts[-1].endswith("every 5 steps: Acts at times.")
     assert below(lines, "after_eval") == [f"* NoHook.after_eval {place('def after_eval')} Inherits from nothing."]

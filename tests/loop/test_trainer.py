@@ -252,7 +252,8 @@ def test_nothing_is_copied_to_the_host_between_log_periods(tmp_path, monkeypatch
         original = getattr(torch.Tensor, name)
 
         def watched(self, *arguments, _name=name, _original=original, **keywords):
-            waits.append(_name)
+            if self.dtype != torch.uint8:  # the state of the CPU's generator
+                waits.append(_name)
             return _original(self, *arguments, **keywords)
 
         monkeypatch.setattr(torch.Tensor, name, watched)

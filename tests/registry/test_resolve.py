@@ -235,7 +235,7 @@ def test_a_taken_name_is_refused_with_both_places():
     assert text.startswith('The optimizer "tiger" is registered already, by ')
     assert "Lion (" in text
     assert "Other (" in text
-    assert "test_registry.py:" in text
+    assert "test_resolve.py:" in text
     assert "trainwright.optim.adamw:AdamW" in refusal_of(register("optimizer", "adamw"), Other)
 
 

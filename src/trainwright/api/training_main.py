@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from trainwright.api.arguments import (
@@ -33,6 +32,7 @@ from trainwright.api.arguments import (
     with_defaults,
 )
 from trainwright.api.run import evaluate_checkpoint, run_experiment, start_up
+from trainwright.backends.private_torch import tree_leaves
 from trainwright.build.run import build_evaluator, sets_of
 from trainwright.checkpoint import contents
 from trainwright.checkpoint.folder import CHECKPOINTS, CONFIG_FILE, ENVIRONMENT_FILE, find_run, read_config, run_folder

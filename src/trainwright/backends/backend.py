@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainwright.backends import host_memory as main_memory
 from trainwright.backends.host_memory import MemoryFacts
+from trainwright.backends.private_torch import TorchDispatchMode
 from trainwright.errors import ConfigError, HostReadError
 
 # Methods that copy values to the host without an operation of their own.
@@ -84,7 +84,7 @@ class _NoDataDependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         if torch.Tag.data_dependent_output in func.tags:
             raise HostReadError("The value of a tensor is read by the host.")
         if torch.Tag.dynamic_output_shape in func.tags and not _has_known_shape(func, args):
-            name = func._schema.name.removeprefix("aten::")
+            name = func.overloadpacket.__name__
             raise HostReadError(f"The shape of what {name} returns depends on values.")
         return func(*args, **(kwargs or {}))
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from trainwright.backends.private_torch import compile_counters
 from trainwright.memory.repeated_blocks import APART
 from trainwright.tracebacks import shown_path
 from trainwright.user_code.locations import PACKAGE, UserFiles
@@ -221,8 +222,7 @@ def listening(compilations: Compilations) -> Iterator[Compilations]:
 
 def _count() -> tuple[int, int]:
     """Returns how many graphs were made and how many came out of a cache, in this process so far."""
-    from torch._dynamo.utils import counters
-
+    counters = compile_counters()
     hits = sum(counters[group][name] for group, name in _CACHE_COUNTERS if group in counters)
     return counters["stats"]["unique_graphs"], hits
 

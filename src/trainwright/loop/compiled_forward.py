@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from trainwright.backends import reads_at_once, waits_for_memory
+from trainwright.backends.private_torch import side_effects_once, version_of
 from trainwright.checkpoint.contents import generator_state, restore_generators
 from trainwright.compile.host_sync import Sighting, Watch, watching
 from trainwright.compile.reports import Compilations, GraphBreak, listening
@@ -136,8 +137,7 @@ class CompiledForward:
             chosen.append(lambda: listening(self.compilations))
         if has_around(self._trainer.model, Recomputed):
             # What a block puts into the event storage is put in its first pass only.
-            once = {"skip_fwd_side_effects_in_bwd_under_checkpoint": True}
-            chosen.append(lambda: torch._dynamo.config.patch(once))
+            chosen.append(side_effects_once)
         if runtime.compile_memory_budget is not None:
             budget = {"activation_memory_budget": runtime.compile_memory_budget}
             chosen.append(lambda: torch._functorch.config.patch(budget))
@@ -421,10 +421,10 @@ class _Before:
     def _keep_tensor(self, tensor: torch.Tensor) -> None:
         if isinstance(tensor, nn.Parameter) or tensor.is_inference() or tensor.is_meta:
             return
-        version, copy = tensor._version, tensor.detach().clone()
+        version, copy = version_of(tensor), tensor.detach().clone()
 
         def put_back() -> None:
-            if tensor._version != version or not torch.equal(tensor, copy):  # .data is written without a version
+            if version_of(tensor) != version or not torch.equal(tensor, copy):  # .data is written without a version
                 tensor.copy_(copy)
 
         self._acts.append(put_back)

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from trainwright.backends.backend import Recording
+from trainwright.backends.private_torch import tree_flatten, tree_flatten_with_path, tree_unflatten
 from trainwright.config import RunConfig
 from trainwright.errors import ConfigError, HostReadError, TrainwrightError
 from trainwright.events import Mean

@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from trainwright.backends.private_torch import tree_leaves, tree_map, tree_map_only
 from trainwright.errors import DataError
 
 PLAIN = (str, bytes, bool, int, float, type(None))

@@ -143,7 +143,7 @@ def test_opening_waits_until_the_first_use_and_a_copy_opens_for_itself(tmp_path)
         len(rows)
     rows = write(tmp_path, [{"x": [1]}])
     assert len(rows) == 1
-    assert b"arrow_rows" in pickle.dumps(rows)
+    assert b"ArrowRows" in pickle.dumps(rows)
     assert len(pickle.dumps(rows)) < 500
     assert pickle.loads(pickle.dumps(rows))[0]["x"].tolist() == [1]
 
