@@ -217,7 +217,9 @@ def contenders_of(case: Case, workers: int, seconds: float) -> dict[str, Callabl
 
     def ours() -> Iterator[Any]:
         kind = StreamData if isinstance(dataset, IterableDataset) else TrainData
-        data = kind(dataset, collator=collator, global_batch_size=BATCH, seed=0, options=LoaderOptions(workers=workers))
+        data = kind(
+            dataset, collator=collator, global_batch_size=BATCH, seed=0, options=LoaderOptions(num_workers=workers)
+        )
         return data.batches(iter)
 
     def of_torch(collate: Any) -> Callable[[], Iterator[Any]]:

@@ -67,7 +67,7 @@ class HandWritten:
         model = Llama(**{key: value for key, value in model_section().items() if key != "type"})
         if layout == "replicate":
             model = nn.parallel.DistributedDataParallel(model)
-        elif layout == "data":
+        elif layout == "fsdp":
             from torch.distributed.fsdp import fully_shard
 
             for layer in model.model.layers:
@@ -202,7 +202,7 @@ def memory_of_a_rank(folder, layout):
 def work(folder, steps):
     """What each process does."""
     found = {}
-    for layout in ("replicate", "data"):
+    for layout in ("replicate", "fsdp"):
         own, by_hand = take_turns(folder, layout, steps)
         pairs = list(zip(own, by_hand, strict=True))[5:]
         found[layout] = {
@@ -224,7 +224,7 @@ def report(found, one):
         "| layout | ours, ms | by hand, ms | ratio | bytes sent / least | state per rank / one process |",
         "|---|---|---|---|---|---|",
     ]
-    names = {"replicate": "replicate 2 (DDP)", "data": "data 2 (FSDP2)"}
+    names = {"replicate": "replicate 2 (DDP)", "fsdp": "fsdp 2 (FSDP2)"}
     for layout, row in found.items():
         lines.append(
             f"| {names[layout]} | {row['ours_ms']:.1f} | {row['by_hand_ms']:.1f} | {row['ratio']:.3f} | "

@@ -28,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
         "length": 2048,
     },
     "tinyllama-1.1b, recomputed": {
-        "model": {"type": "llama", "preset": "tinyllama-1.1b", "remat": ["DecoderLayer"]},
+        "model": {"type": "llama", "preset": "tinyllama-1.1b", "activation_checkpointing": ["DecoderLayer"]},
         "micro": 8,
         "length": 2048,
     },

@@ -269,7 +269,7 @@ def run_lightning(bench: Bench, *, compiled: bool) -> torch.nn.Module:
             return make_optimizer(model)
 
         def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-            # Lightning's own refuses fused optimizers in mixed precision.
+            # Lightning's own rejects fused optimizers in mixed precision.
             torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM, foreach=True)
 
     class StepDone(lightning.Callback):
@@ -302,7 +302,7 @@ def run_trainwright(
     bench: Bench,
     *,
     mode: str,
-    scan: bool = False,
+    compile_repeated_blocks: bool = False,
     masters: bool = False,
     budget: float | None = None,
     is_cold: bool = False,
@@ -335,7 +335,7 @@ def run_trainwright(
     if mode != "eager":
         runtime |= {"compile_backend": bench.backend, "compile_memory_budget": budget}
     with tempfile.TemporaryDirectory() as folder:
-        settings = _settings(bench, folder, runtime, scan=scan, masters=masters)
+        settings = _settings(bench, folder, runtime, compile_repeated_blocks=compile_repeated_blocks, masters=masters)
         trainer = build_trainer(RunConfig.from_dict(settings), Ours)
         if not is_cold:  # a forward more could fill the compiler's caches
             bench.note_loss("before", trainer.model)
@@ -344,7 +344,9 @@ def run_trainwright(
         return trainer.model
 
 
-def _settings(bench: Bench, folder: str, runtime: dict[str, Any], *, scan: bool, masters: bool) -> dict[str, Any]:
+def _settings(
+    bench: Bench, folder: str, runtime: dict[str, Any], *, compile_repeated_blocks: bool, masters: bool
+) -> dict[str, Any]:
     """The settings of a run of ours."""
     case = bench.case
     optimizer = {"type": "adamw", "lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
@@ -359,7 +361,11 @@ def _settings(bench: Bench, folder: str, runtime: dict[str, Any], *, scan: bool,
             "optimizer": {**optimizer, "master_weights": True} if masters else optimizer,
             "schedule": {"type": "constant"},
         },
-        "model": {"type": case.model, **case.sizes, **({"scan": case.blocks} if scan else {})},
+        "model": {
+            "type": case.model,
+            **case.sizes,
+            **({"compile_repeated_blocks": case.blocks} if compile_repeated_blocks else {}),
+        },
         "data": {"shuffle": False},  # the order of the others
         "checkpoint": {"every_steps": None},
         "runtime": runtime,

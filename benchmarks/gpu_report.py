@@ -24,7 +24,7 @@ from gpu_cases import (
     MATRICES,
     OURS,
     RAW_OURS,
-    SCAN,
+    REPEATED_BLOCKS,
 )
 
 PEERS = (HF, HF_COMPILED, LIGHTNING, LIGHTNING_COMPILED)
@@ -200,7 +200,11 @@ class Report:
             ("toy model: graph mode over the best peer", *at_least(15), lambda: speed("toy", [GRAPH], PEERS)),
             ("GPT-2 small: over the best peer", *at_least(1.25), lambda: speed("gpt2", SAME_WORK, PEERS)),
             (f"the same {masters}", *at_least(1.25), lambda: speed("gpt2", WITH_MASTERS, PEERS)),
-            ("cold start to step 10, scan over none", *at_most(0.5), lambda: quotient(start(SCAN), start(COMPILE))),
+            (
+                "cold start to step 10, scan over none",
+                *at_most(0.5),
+                lambda: quotient(start(REPEATED_BLOCKS), start(COMPILE)),
+            ),
             ("loop over a raw one with the same compiled model, %", *at_most(1), overhead),
             ("CPU: µs over a raw loop, default hooks", *at_most(40), lambda: self._overhead("trainwright")),
             ("CPU: graph mode's µs over the raw loop", *at_most(0), lambda: self._overhead("trainwright (graph)")),

@@ -1,4 +1,4 @@
-"""What `model.remat`, `model.offload` and `model.scan` leave of the memory and the speed of a step, on a GPU.
+"""Memory and speed of a step with activation_checkpointing, offload and compile_repeated_blocks, on a GPU.
 
     python benchmarks/memory.py [--rows 8] [--tokens 4096] [--layers 16]
 
@@ -22,15 +22,25 @@ BLOCK, STACK, INPUT = "DecoderLayer", "model.layers", "decoder_input"
 KEPT = ["mm", "scaled_dot_product_attention"]
 SETTINGS: dict[str, dict[str, Any]] = {
     "none": {},
-    "remat": {"remat": [BLOCK]},
-    "remat, save": {"remat": {"layers": [BLOCK], "save": KEPT}},
-    "remat, budget 0.5": {"remat": {"layers": [BLOCK], "budget": 0.5}},
-    "remat, every 2": {"remat": {"layers": [BLOCK], "every": 2}},
-    "remat, offload": {"remat": [BLOCK], "offload": [INPUT]},
-    "scan": {"scan": STACK},
-    "scan, remat": {"scan": STACK, "remat": [BLOCK]},
-    "scan, remat, save": {"scan": STACK, "remat": {"layers": [BLOCK], "save": KEPT}},
-    "scan, remat, offload": {"scan": STACK, "remat": [BLOCK], "offload": [INPUT]},
+    "activation_checkpointing": {"activation_checkpointing": [BLOCK]},
+    "activation_checkpointing, save": {"activation_checkpointing": {"layers": [BLOCK], "save": KEPT}},
+    "activation_checkpointing, budget 0.5": {"activation_checkpointing": {"layers": [BLOCK], "budget": 0.5}},
+    "activation_checkpointing, every 2": {"activation_checkpointing": {"layers": [BLOCK], "every": 2}},
+    "activation_checkpointing, offload": {"activation_checkpointing": [BLOCK], "offload": [INPUT]},
+    "compile_repeated_blocks": {"compile_repeated_blocks": STACK},
+    "compile_repeated_blocks, activation_checkpointing": {
+        "compile_repeated_blocks": STACK,
+        "activation_checkpointing": [BLOCK],
+    },
+    "compile_repeated_blocks, activation_checkpointing, save": {
+        "compile_repeated_blocks": STACK,
+        "activation_checkpointing": {"layers": [BLOCK], "save": KEPT},
+    },
+    "compile_repeated_blocks, activation_checkpointing, offload": {
+        "compile_repeated_blocks": STACK,
+        "activation_checkpointing": [BLOCK],
+        "offload": [INPUT],
+    },
 }
 WARM_UPS, STEPS = 3, 5
 

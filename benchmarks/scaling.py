@@ -25,17 +25,17 @@ NVLINK = 360e9  # bytes a second between the ranks of a host, one way: 80 % of 4
 NETWORK = 40e9  # bytes a second from a rank to another host: 80 % of 400 Gbit/s
 HOP_WITHIN, HOP_BETWEEN = 1.5e-6, 5e-6  # seconds that one hop of a ring takes, however little it carries
 ARITHMETIC = 365e12  # operations a second of a rank that waits for nobody: torchtitan's 8b, compiled, on 8 H100
-HIDDEN_AXES = {"data", "replicate", "context", "data × context"}  # FSDP sends beside the arithmetic; tensor waits
+HIDDEN_AXES = {"fsdp", "replicate", "context", "fsdp × context"}  # FSDP sends beside the arithmetic; tensor waits
 
 LENGTH = 8192
 MODELS = {
-    "1b": {"preset": "llama3-1b", "micro": 4, "tensor": 1, "remat": None},
-    "8b": {"preset": "llama3-8b", "micro": 2, "tensor": 1, "remat": None},
-    "70b": {"preset": "llama3-70b", "micro": 16, "tensor": 8, "remat": ["DecoderLayer"]},
+    "1b": {"preset": "llama3-1b", "micro": 4, "tensor": 1, "activation_checkpointing": None},
+    "8b": {"preset": "llama3-8b", "micro": 2, "tensor": 1, "activation_checkpointing": None},
+    "70b": {"preset": "llama3-70b", "micro": 16, "tensor": 8, "activation_checkpointing": ["DecoderLayer"]},
 }
 WORLDS = {"1b": (8, 64, 512, 4096), "8b": (8, 64, 128, 512, 4096), "70b": (8, 64, 256, 512, 4096)}
 LARGEST_SHARD = 64
-"""From so many ranks along data on, copies of the whole: a ring over thousands of ranks waits for its hops."""
+"""From so many ranks along fsdp on, copies of the whole: a ring over thousands of ranks waits for its hops."""
 PUBLISHED = {  # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: tokens a second and GPU, H100, end of 2024
     ("8b", 8): "5,762 (6,667 compiled)",
     ("8b", 128): "5,605 (6,514 compiled)",
@@ -82,7 +82,7 @@ class Case:
         """How many ranks of a group share a host: the faster axes fill it first."""
         inner = self.tensor if "tensor" not in collective.axis else 1
         if collective.axis == "replicate":
-            inner *= self.mesh.get("data", 1)
+            inner *= self.mesh.get("fsdp", 1)
         return max(1, min(RANKS_PER_HOST // min(inner, RANKS_PER_HOST), collective.num_ranks))
 
     @property
@@ -112,13 +112,15 @@ class Case:
 def mesh_of(model: str, ranks: int) -> dict[str, int]:
     tensor = int(MODELS[model]["tensor"])  # type: ignore[call-overload]
     data = min(ranks // tensor, LARGEST_SHARD if ranks > 256 else ranks)
-    mesh = {"replicate": ranks // tensor // data, "data": data, "tensor": tensor}
+    mesh = {"replicate": ranks // tensor // data, "fsdp": data, "tensor": tensor}
     return {axis: size for axis, size in mesh.items() if size > 1}
 
 
 def config_of(model: str, mesh: dict[str, int]) -> RunConfig:
     facts = MODELS[model]
-    section = {"type": "llama", "preset": facts["preset"]} | ({"remat": facts["remat"]} if facts["remat"] else {})
+    section = {"type": "llama", "preset": facts["preset"]} | (
+        {"activation_checkpointing": facts["activation_checkpointing"]} if facts["activation_checkpointing"] else {}
+    )
     return RunConfig.from_dict(
         {
             "name": f"scaling-{model}",
@@ -156,7 +158,7 @@ def plan(model: str, ranks: int) -> Case:
             num_layers=settings["num_layers"],
             hidden_size=settings["hidden_size"],
             tokens=run.plan.micro_batch_size * LENGTH,
-            recomputes=MODELS[model]["remat"] is not None,
+            recomputes=MODELS[model]["activation_checkpointing"] is not None,
             peak_bytes=sum(watch.peak.values()),
         )
 
@@ -189,7 +191,7 @@ def table(cases: list[Case]) -> str:
 
 
 def _shown(case: Case, kind: str) -> str:
-    """Times and bytes of a kind along data and replicate; what is smaller than a megabyte is left out."""
+    """Times and bytes of a kind along fsdp and replicate; what is smaller than a megabyte is left out."""
     chosen = [each for each in case.collectives if each.kind == kind and each.axis in HIDDEN_AXES]
     count, size = sum(each.count for each in chosen), sum(each.sent_bytes for each in chosen)
     return f"{count} × , {size / 1e9:.1f} GB".replace(" × ,", " ×,") if size > 1e6 else "–"

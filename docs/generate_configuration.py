@@ -22,7 +22,7 @@ INTRODUCTION = """\
 
 A run is one YAML file. These are all of its settings; every one may be left out unless it says *required*, and each
 but `extends` and `project_dir` can be replaced on the command line: `trainwright train run.yaml trainer.max_steps=500`.
-An unknown key or a value of the wrong type is refused with its line.
+An unknown key or a value of the wrong type is rejected with its line.
 
 - `trainwright config run.yaml` prints every setting of a run and where it was written.
 - `trainwright config run.yaml --diff other.yaml` prints what differs between two runs.
@@ -46,8 +46,8 @@ model takes them, but for `preset`. All about them, with examples: [pretrained w
 | `freeze` | text or list of text | Globs of parameters that are not trained. |
 | `dtype` | `fp32`, `bf16`, `fp16` | What the weights are kept in; left out, as the model makes them: fp32. |
 | `sharding` | text or a section | How parameters are split over ranks: a packaged name, a file, or rules. |
-| `remat` | text, list or a section | Layers computed again: `layers`, `save`, `budget`, `every`; or by path. |
-| `scan` | text, list or a section | Stacks of equal blocks, compiled as one: a path, or `path` and `backend`. |
+| `activation_checkpointing` | text, list or a section | Layers to recompute: `layers`, `save`, `budget`, `every`. |
+| `compile_repeated_blocks` | text, list or a section | Stacks of equal blocks, compiled as one: `path`, `backend`. |
 | `offload` | list of text or a section | Named tensors that wait for backward in host memory; or by path. |
 """
 

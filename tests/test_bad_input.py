@@ -191,7 +191,7 @@ def test_a_full_disk(tmp_path):
 
 def test_a_log_that_cannot_be_written_any_more(tmp_path):
     trainer = build_trainer(load(tmp_path))
-    (writer,) = trainer.surroundings.writers
+    (writer,) = trainer.context.writers
     writer._file = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115 # the writer closes it
     with raises(TrainwrightError, "metrics.json"):
         trainer.train()

@@ -183,7 +183,7 @@ def test_a_fast_dev_run_leaves_an_earlier_run_alone(in_tmp):
     assert all_files(in_tmp) == before
 
 
-def test_changes_are_refused_accepted_or_begun_afresh(in_tmp, monkeypatch, capsys):
+def test_changes_are_rejected_accepted_or_begun_afresh(in_tmp, monkeypatch, capsys):
     assert main(monkeypatch, "train", RUN, "trainer.max_steps=2") == 0
     assert main(monkeypatch, "train", RUN, "trainer.max_steps=2", "seed=8") == 2
     assert "override seed=8: seed: 7 → 8" in capsys.readouterr().err

@@ -216,7 +216,7 @@ def test_the_page_on_memory_works_and_its_settings_change_no_loss(reader):
         reader.read([block])
         if not block[0]:
             assert reader.exit_code == 0, reader.shown
-    assert losses_of("plain") == losses_of("remat")
+    assert losses_of("plain") == losses_of("activation_checkpointing")
 
 
 def test_the_page_on_speed_works_and_its_modes_agree(reader, monkeypatch):

@@ -85,13 +85,13 @@ def assert_same(left, right, path=""):
         assert left == right, path
 
 
-EVERYTHING = ("model.dropout=0.3", "hooks=[{type: average_weights, decay: 0.8}]", "checkpoint.keep_last=null")
+EVERYTHING = ("model.dropout=0.3", "hooks=[{type: ema, decay: 0.8}]", "checkpoint.keep_last=null")
 CASES = {
     "accumulation, dropout, averaged weights": (),
     "fp16 with its scale": ("runtime.precision=fp16",),
     "bf16": ("runtime.precision=bf16",),
-    "two workers": ("data.workers=2",),
-    "one worker, no shuffle": ("data.workers=1", "data.shuffle=false"),
+    "two workers": ("data.num_workers=2",),
+    "one worker, no shuffle": ("data.num_workers=1", "data.shuffle=false"),
     "no accumulation": ("trainer.micro_batch_size=8",),
     "ragged epochs": ("trainer.max_steps=null", "trainer.max_epochs=1.7"),
 }
@@ -114,7 +114,7 @@ def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(case, tmp_path):
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_killed_run_over_any_source_ends_with_the_bits_of_an_undisturbed_one(source, workers, tmp_path):
     def config(name):
-        overrides = (f"name={name}", f"output_dir={tmp_path}", f"data.workers={workers}", "data.shuffle_buffer=20")
+        overrides = (f"name={name}", f"output_dir={tmp_path}", f"data.num_workers={workers}", "data.shuffle_buffer=20")
         return RunConfig.load(PROJECT / "run.yaml", (*overrides, *SOURCES[source]))
 
     assert run_in_child(config("undisturbed")) == 0
@@ -128,7 +128,7 @@ def test_a_killed_run_over_any_source_ends_with_the_bits_of_an_undisturbed_one(s
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_signal_finishes_the_step_and_saves_it(number, workers, tmp_path):
     def config(name):
-        overrides = (f"name={name}", f"output_dir={tmp_path}", f"data.workers={workers}", *EVERYTHING)
+        overrides = (f"name={name}", f"output_dir={tmp_path}", f"data.num_workers={workers}", *EVERYTHING)
         return RunConfig.load(PROJECT / "run.yaml", overrides)
 
     assert run_in_child(config("undisturbed")) == 0
@@ -145,5 +145,5 @@ def test_a_run_may_go_on_with_other_workers_and_micro_batches(tmp_path):
 
     assert run_in_child(config("undisturbed")) == 0
     assert run_in_child(config("changed"), signal_at=6) == -signal.SIGKILL
-    assert run_in_child(config("changed", "data.workers=2")) == 0
+    assert run_in_child(config("changed", "data.num_workers=2")) == 0
     assert_same(what_is_left(tmp_path / "undisturbed"), what_is_left(tmp_path / "changed"))

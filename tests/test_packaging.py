@@ -46,7 +46,7 @@ def imported(node: ast.AST) -> Iterator[str]:
     elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("find_spec") and len(node.args) == 1:
         modules = [node.args[0].value] if isinstance(node.args[0], ast.Constant) else []
     for module in modules:
-        # torch's own module is only a door to another package.
+        # torch's own module is only an entry point to another package.
         top = "tensorboard" if module == "torch.utils.tensorboard" else module.partition(".")[0]
         if top not in sys.stdlib_module_names and top != "trainwright":
             yield DISTRIBUTIONS.get(top, COME_ALONG.get(top, top)).lower()

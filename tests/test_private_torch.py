@@ -245,7 +245,7 @@ TABLE = {
 }
 """Paths, where `module.Class:name` is an attribute of an object of that class or a method that is overridden.
 
-One file for each subject; those of loop/, doors/ and backends/backend.py next to SHARED are still to use its names.
+One file for each subject; those of loop/, api/ and backends/backend.py next to SHARED are still to use its names.
 """
 
 ONE_OF = (

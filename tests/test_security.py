@@ -83,7 +83,7 @@ def test_the_package_executes_no_text_and_trusts_no_remote_code():
     wrong = []
     for file, node in NODES:
         runs_text = isinstance(node, ast.Call) and ast.unparse(node.func) in ("eval", "exec", "os.system", "os.popen")
-        # A constant False refuses; anything else would leave it to chance or to a caller.
+        # A constant False rejects; anything else would leave it to chance or to a caller.
         trusts = (
             isinstance(node, ast.keyword)
             and node.arg in ("shell", "trust_remote_code")
@@ -120,7 +120,7 @@ TAGS = [
 
 
 @pytest.mark.parametrize("tag", TAGS)
-def test_a_tag_that_would_make_an_object_is_refused(tmp_path, mark, tag):
+def test_a_tag_that_would_make_an_object_is_rejected(tmp_path, mark, tag):
     text = tag.format(mark=mark)
     path = tmp_path / "run.yaml"
     path.write_text(f"name: x\nmodel: {text}\n")
@@ -226,10 +226,10 @@ def test_bytes_of_a_checkpoint_never_become_addresses_of_objects(tree):
         "import torch\nfrom trainwright.checkpoint.encoding import decode\n"
         "from trainwright.errors import CheckpointError\n"
         f"try:\n    repr(decode({tree!r}, {{'x': torch.full((8,), 65, dtype=torch.uint8)}}))\n"
-        "except CheckpointError:\n    print('refused')\n"
+        "except CheckpointError:\n    print('rejected')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.stdout == "refused\n"
+    assert done.stdout == "rejected\n"
 
 
 WHOLE = {"format": 1, "step": 1, "created": "2026-01-01", "metrics": {}, "parts": [], "files": {}}
@@ -281,13 +281,13 @@ def test_code_in_a_folder_of_hugging_face_s_datasets_is_never_run(tmp_path, mark
     (folder / "rows.py").write_text(evil_code(mark))
     (folder / "data.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     with_script = huggingface(str(folder), split="train", cache_dir=str(tmp_path / "cache"))
-    # Versions of the library differ in whether they pass a script over or refuse the folder; none may run it.
+    # Versions of the library differ in whether they pass a script over or reject the folder; none may run it.
     with suppress(TrainwrightError, RuntimeError):
         assert with_script[0]["text"] == "one"
     assert not mark.exists()
 
 
-def test_a_file_of_pickled_tokens_is_refused(tmp_path, mark):
+def test_a_file_of_pickled_tokens_is_rejected(tmp_path, mark):
     np.save(tmp_path / "tokens.npy", np.array([Evil(mark)], dtype=object), allow_pickle=True)
     with pytest.raises((TrainwrightError, ValueError)):
         Tokens(path=tmp_path / "tokens.npy", sequence_length=1)[0]

@@ -31,15 +31,15 @@ _LLAMA = (
 _PACKED = "data.train={type: pack, length: 32, source: {type: parts.py:Documents}}"
 RUNS: dict[str, tuple[str, ...]] = {
     "eager": ("trainer.micro_batch_size=8",),
-    "accumulation": ("hooks=[{type: average_weights, decay: 0.8}]",),
+    "accumulation": ("hooks=[{type: ema, decay: 0.8}]",),
     "bf16": ("runtime.precision=bf16",),
     "graph": ("runtime.mode=graph",),
     "replicate": ("--nproc", "2", "runtime.mesh={replicate: 2}"),
-    "sharded": ("--nproc", "2", "runtime.mesh={data: 2}"),
+    "sharded": ("--nproc", "2", "runtime.mesh={fsdp: 2}"),
     "resumed": ("trainer.max_steps=7", "then", "trainer.max_steps=12"),
     "streamed": (
         "data.train={type: parts.py:ShardedPoints, size: 200, noise: 0.1}",
-        "data.workers=1",
+        "data.num_workers=1",
         "data.shuffle_buffer=20",
     ),
     "mixed": (
@@ -53,7 +53,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         "trainer.optimizer={type: muon, lr: 1e-2}",
     ),
     "tensor": ("--nproc", "2", *_LLAMA, _PACKED, "runtime.mesh={tensor: 2}"),
-    "sharded packed": ("--nproc", "2", *_LLAMA, _PACKED, "runtime.mesh={data: 2}"),
+    "sharded packed": ("--nproc", "2", *_LLAMA, _PACKED, "runtime.mesh={fsdp: 2}"),
 }
 
 

@@ -85,14 +85,14 @@ def main() -> None:
     except TrainwrightError as error:
         if _is_first_to_fail(error):
             # What is wrong in a file or an override is so on every rank.
-            speaker = "" if isinstance(error, ConfigError) and error.where is not None else _speaker()
-            print(f"{speaker}error: {error}", file=sys.stderr)
+            rank_prefix = "" if isinstance(error, ConfigError) and error.where is not None else _rank_prefix()
+            print(f"{rank_prefix}error: {error}", file=sys.stderr)
         sys.exit(2)
     except Exception as error:
         if logging.getLogger("trainwright").level <= logging.DEBUG:
             raise
         if _is_first_to_fail(error):
-            print(_lost_rank(error) or _speaker() + fold(error), end="", file=sys.stderr)
+            print(_lost_rank(error) or _rank_prefix() + fold(error), end="", file=sys.stderr)
         sys.exit(1)
 
 
@@ -121,6 +121,6 @@ def _lost_rank(error: Exception) -> str | None:
     )
 
 
-def _speaker() -> str:
+def _rank_prefix() -> str:
     rank = os.environ.get("RANK", "0")
     return "" if rank == "0" else f"rank {rank}: "

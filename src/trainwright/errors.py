@@ -67,7 +67,7 @@ class DataError(TrainwrightError):
     """A dataset, a sample or a batch cannot be used."""
 
 
-class IncidentError(TrainwrightError):
+class AnomalyError(TrainwrightError):
     """An update went wrong (a loss that is not finite, a spike) and the config says that the run ends."""
 
 

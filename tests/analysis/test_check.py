@@ -32,14 +32,15 @@ def test_a_run_that_is_right_has_no_finding_and_says_what_was_checked(check):
     assert list(report.findings) == []
     assert report.is_ok
     assert report.render() == (
-        "ok: Net with 58 parameters; 24 samples, valid 12; 12 steps of 8 samples (micro-batch 4 × accumulation 2).\n"
+        "ok: Net with 58 parameters; 24 samples, valid 12; 12 steps of 8 samples (micro-batch 4 × "
+        "gradient_accumulation_steps 2).\n"
         "Checked: config, 8 components, a training step, evaluation of valid, a checkpoint, read back bit-equal, "
         "graph safety."
     )
 
 
 def test_a_check_leaves_nothing_behind(check, in_tmp):
-    check("hooks=[{type: stop_early, metric: valid/loss}]")
+    check("hooks=[{type: early_stopping, metric: valid/loss}]")
     assert files_in(in_tmp) == {"parts.py", "run.yaml"}
 
 
@@ -57,15 +58,15 @@ def test_a_check_works_in_every_mode(check, mode):
 
 
 def test_workers_mesh_device_and_precision_are_tried_on_one_cpu(check):
-    report = check("data.workers=2", "runtime={device: cuda, precision: bf16, mesh: {replicate: 2}}")
+    report = check("data.num_workers=2", "runtime={device: cuda, precision: bf16, mesh: {replicate: 2}}")
     assert report.is_ok
-    assert report.facts[-1] == "12 steps of 8 samples (micro-batch 4 × 2 ranks × accumulation 1)"
+    assert report.facts[-1] == "12 steps of 8 samples (micro-batch 4 × 2 ranks × gradient_accumulation_steps 1)"
 
 
 def test_a_large_accumulation_is_cut_short_but_the_steps_are_those_of_the_run(check):
     report = check("trainer.max_steps=null", "trainer.max_epochs=4", "trainer.micro_batch_size=1")
     assert report.is_ok
-    assert report.facts[-1] == "12 steps of 8 samples (micro-batch 1 × accumulation 8)"
+    assert report.facts[-1] == "12 steps of 8 samples (micro-batch 1 × gradient_accumulation_steps 8)"
 
 
 def test_a_micro_batch_that_only_the_run_can_find_is_tried_in_two_pieces(check):
@@ -101,7 +102,7 @@ trainer:
   optimizer: {type: adamv}
   schedule: {type: cosine, warmup_step: 3}
 hooks:
-  - {type: stop_early}
+  - {type: early_stopping}
 writers: [consle]
 """
     report = check(run=run)
@@ -111,7 +112,7 @@ writers: [consle]
         ("run.yaml:6", 'data.train.type: parts.py has no "Pints".'),
         ("run.yaml:9", 'trainer.optimizer.type: no optimizer "adamv".'),
         ("run.yaml:10", 'trainer.schedule: Cosine takes no argument "warmup_step".'),
-        ("run.yaml:12", 'hooks.0: StopEarly needs the argument "metric".'),
+        ("run.yaml:12", 'hooks.0: EarlyStopping needs the argument "metric".'),
         ("run.yaml:13", 'writers.0.type: no writer "consle".'),
     ]
     assert [marked(each) for each in list(report.findings)[:5]] == ["widht", "depth", "Pints", "adamv", "warmup_step"]
@@ -162,11 +163,12 @@ class Own(Trainer):
 
 
 def test_a_batch_contradiction_is_reported_and_the_rest_is_still_tried(check):
-    report = check("trainer.accumulation=3")
+    report = check("trainer.gradient_accumulation_steps=3")
     assert errors_of(report) == [
         (
-            "override trainer.accumulation=3",
-            "trainer.global_batch_size: 8 is not micro_batch_size 4 × 1 data rank × accumulation 3 = 12.",
+            "override trainer.gradient_accumulation_steps=3",
+            "trainer.global_batch_size: 8 is not micro_batch_size 4 × 1 data rank × gradient_accumulation_steps 3 = "
+            "12.",
         )
     ]
     assert "a training step" in report.checked
@@ -368,11 +370,11 @@ class Own(Trainer):
 
 
 def test_metrics_that_no_evaluation_gives_are_errors_at_their_settings(check):
-    report = check("checkpoint.keep_best={metric: valid/los}", "hooks=[{type: stop_early, metric: valid/acc}]")
+    report = check("checkpoint.keep_best={metric: valid/los}", "hooks=[{type: early_stopping, metric: valid/acc}]")
     assert errors_of(report) == [
         (
-            "override hooks=[{type: stop_early, metric: valid/acc}]",
-            "stop_early.metric: no evaluation gives 'valid/acc'; it gives valid/loss.",
+            "override hooks=[{type: early_stopping, metric: valid/acc}]",
+            "early_stopping.metric: no evaluation gives 'valid/acc'; it gives valid/loss.",
         ),
         (
             "override checkpoint.keep_best={metric: valid/los}",

@@ -34,7 +34,7 @@ def fsdp_step(mesh):
 
 
 def test_a_step_of_fsdp_gathers_every_block_twice_and_reduces_it_once():
-    with imaginary_ranks({"data": 8}, world_size=8) as ranks:
+    with imaginary_ranks({"fsdp": 8}, world_size=8) as ranks:
         found = {each.kind: each for each in fsdp_step(ranks.mesh)}
     gathered, reduced = found.pop("all-gather"), found.pop("reduce-scatter")
     assert found == {}
@@ -42,20 +42,20 @@ def test_a_step_of_fsdp_gathers_every_block_twice_and_reduces_it_once():
     assert gathered.count in (2 * BLOCKS - 1, 2 * BLOCKS)
     assert gathered.num_bytes == gathered.count * BLOCK_BYTES
     assert (reduced.count, reduced.num_bytes) == (BLOCKS, BLOCKS * BLOCK_BYTES)
-    assert gathered.axis == reduced.axis == "data"
+    assert gathered.axis == reduced.axis == "fsdp"
     assert gathered.sent_bytes == pytest.approx(gathered.num_bytes * 7 / 8)
 
 
 def test_imaginary_ranks_say_what_real_ones_say(tmp_path):
-    real = on_ranks(tmp_path, {"data": 2}, fsdp_step)
-    with imaginary_ranks({"data": 2}, world_size=2) as ranks:
+    real = on_ranks(tmp_path, {"fsdp": 2}, fsdp_step)
+    with imaginary_ranks({"fsdp": 2}, world_size=2) as ranks:
         imagined = fsdp_step(ranks.mesh)
     assert real[0] == real[1] == imagined
     assert imagined
 
 
 def test_collectives_of_distributed_tensors_are_recorded_along_their_axis():
-    with imaginary_ranks({"data": 2, "tensor": 4}, world_size=8, rank=5) as ranks:
+    with imaginary_ranks({"fsdp": 2, "tensor": 4}, world_size=8, rank=5) as ranks:
         mesh = ranks.mesh.along("tensor")
         split = DTensor.from_local(torch.zeros(3, 2), mesh, [Shard(0)])
         with CollectiveRecorder(ranks.mesh) as recorder:
@@ -72,13 +72,13 @@ def test_the_loop_s_own_collectives_are_recorded():
 
 
 def test_each_rank_s_groups_have_the_names_of_their_axes():
-    mesh = Mesh({"pipeline": 1, "replicate": 2, "data": 3, "context": 1, "tensor": 2}, 5)
+    mesh = Mesh({"pipeline": 1, "replicate": 2, "fsdp": 3, "context": 1, "tensor": 2}, 5)
     named = axes_by_ranks(mesh)
     assert named[frozenset({4, 5})] == "tensor"
-    assert named[frozenset({1, 3, 5})] == "data"
+    assert named[frozenset({1, 3, 5})] == "fsdp"
     assert named[frozenset({5, 11})] == "replicate"
-    assert named[frozenset(range(6))] == "data × tensor"
-    assert named[frozenset(range(12))] == "replicate × data × tensor"
+    assert named[frozenset(range(6))] == "fsdp × tensor"
+    assert named[frozenset(range(12))] == "replicate × fsdp × tensor"
     assert len(named) == 7
 
 
@@ -89,9 +89,9 @@ def test_what_a_rank_sends_follows_from_the_kind():
 
 
 def test_further_micro_batches_add_what_the_second_added():
-    once = [Collective("all-gather", "data", 8, 5, 500), Collective("all-reduce", "data", 8, 1, 10)]
-    twice = [Collective("all-gather", "data", 8, 9, 900), Collective("all-reduce", "data", 8, 1, 10)]
+    once = [Collective("all-gather", "fsdp", 8, 5, 500), Collective("all-reduce", "fsdp", 8, 1, 10)]
+    twice = [Collective("all-gather", "fsdp", 8, 9, 900), Collective("all-reduce", "fsdp", 8, 1, 10)]
     assert extrapolate(once, twice, num_more=2, num_micro_batches=4) == [
-        Collective("all-gather", "data", 8, 17, 1700),
-        Collective("all-reduce", "data", 8, 1, 10),
+        Collective("all-gather", "fsdp", 8, 17, 1700),
+        Collective("all-reduce", "fsdp", 8, 1, 10),
     ]

@@ -206,14 +206,14 @@ def test_a_set_by_its_name_is_shown_alone_in_its_own_order(in_tmp):
 
 def test_a_trainer_s_own_loader_is_read_as_it_is(in_tmp):
     trainer = TRAINER.replace("{max_steps", "{type: datasets/mine.py:Mine, max_steps")
-    found = look(in_tmp, "  workers: 0\n", trainer=trainer).sets[0]
+    found = look(in_tmp, "  num_workers: 0\n", trainer=trainer).sets[0]
     assert (found.nest.type, found.batch.samples) == ("Pairs", 4)
     assert [sample.row for sample in found.samples] == [0, 1, 2]
 
 
 def test_a_task_s_own_sets_are_looked_at(in_tmp):
     trainer = f"{TRAINER}task: {{type: datasets/mine.py:Learns}}\n"
-    assert [one.name for one in look(in_tmp, "  workers: 0\n", trainer=trainer).sets] == ["train", "valid"]
+    assert [one.name for one in look(in_tmp, "  num_workers: 0\n", trainer=trainer).sets] == ["train", "valid"]
 
 
 def test_a_rank_s_batch_is_its_part_of_the_global_one(in_tmp):

@@ -43,14 +43,14 @@ def test_a_step_without_memory_counts_as_a_real_one(real_run):
         for _ in range(2):
             watch.begin_peak()
             trainer.samples_in_hand = 2
-            trainer.surroundings.updater.set_rates(0)
+            trainer.context.updater.set_rates(0)
             trainer.train_step(batch)
     assert predicted.peak_bytes == pytest.approx(sum(watch.peak.values()), rel=0.02)
     assert predicted.peak_bytes > 4 * 4 * predicted.num_parameters
 
 
 def test_a_checkpoint_on_disk_is_as_large_as_predicted(real_run):
-    config = real_run(hooks=[{"type": "average_weights"}])
+    config = real_run(hooks=[{"type": "ema"}])
     predicted = estimate(config, world_size=1)
     trainer = build_trainer(config)
     trainer.train()
@@ -70,7 +70,7 @@ def test_weights_gradients_and_states_of_adamw_are_four_copies():
 
 
 def test_eight_ranks_share_what_one_would_hold():
-    one, eight = plan(), plan({"data": -1}, world_size=8)
+    one, eight = plan(), plan({"fsdp": -1}, world_size=8)
     for kind in (kinds.PARAMETERS, kinds.GRADIENTS):
         assert eight.most[kind] == pytest.approx(one.most[kind] / 8, rel=0.15)  # blocks of 512 bytes
     assert eight.most[kinds.GATHERED] > 0
@@ -80,7 +80,7 @@ def test_eight_ranks_share_what_one_would_hold():
 
 def test_recomputation_holds_less():
     plain = plan(model__num_layers=6)
-    recomputed = plan(model__num_layers=6, model__remat=["DecoderLayer"])
+    recomputed = plan(model__num_layers=6, model__activation_checkpointing=["DecoderLayer"])
     assert recomputed.most[kinds.ACTIVATIONS] < 0.5 * plain.most[kinds.ACTIVATIONS]
     assert recomputed.peak_bytes < plain.peak_bytes
 
@@ -116,9 +116,10 @@ def test_what_is_not_counted_is_said():
 
 def test_a_first_stage_holds_as_many_micro_batches_as_there_are_stages():
     few, many = (
-        plan({"pipeline": -1}, world_size=4, model__num_layers=4, trainer__accumulation=number) for number in (1, 8)
+        plan({"pipeline": -1}, world_size=4, model__num_layers=4, trainer__gradient_accumulation_steps=number)
+        for number in (1, 8)
     )
-    assert many.accumulation == 8
+    assert many.gradient_accumulation_steps == 8
     assert many.most[kinds.ACTIVATIONS] > 2.5 * few.most[kinds.ACTIVATIONS] > 0
     one = plan(model__num_layers=4)
     assert many.checkpoint_bytes == pytest.approx(one.checkpoint_bytes, rel=0.01)

@@ -1,4 +1,4 @@
-"""Runs on imaginary ranks: what is built, what is left alone, and what is refused."""
+"""Runs on imaginary ranks: what is built, what is left alone, and what is rejected."""
 
 import pytest
 import torch
@@ -55,13 +55,13 @@ def project(in_tmp):
         "model": {"type": "parts.py:Reads"},
         "data": {"train": {"type": "parts.py:Rows"}},
         "trainer": {"type": "parts.py:Mine", "max_steps": 3, "global_batch_size": 64, "optimizer": {"type": "adamw"}},
-        "runtime": {"mesh": {"data": -1}},
+        "runtime": {"mesh": {"fsdp": -1}},
     }
     return lambda **changes: RunConfig.from_dict({**settings, **changes}, project_dir=in_tmp)
 
 
 def test_a_rank_of_a_thousand_holds_a_thousandth(in_tmp):
-    with imagine(small_run({"data": -1}), world_size=1024, rank=1, sequence_length=LENGTH) as run:
+    with imagine(small_run({"fsdp": -1}), world_size=1024, rank=1, sequence_length=LENGTH) as run:
         parameters = dict(run.trainer.model.named_parameters())
         head = parameters["lm_head.weight"]
         assert head.shape == (96, 64)
@@ -96,10 +96,10 @@ def test_a_model_that_cannot_be_built_says_why(project):
 
 
 def test_two_micro_batches_stand_for_many():
-    config = small_run({"data": -1}, trainer__accumulation=16)
+    config = small_run({"fsdp": -1}, trainer__gradient_accumulation_steps=16)
     config = config.derive({"trainer.type": "language_model"})
     with imagine(config, world_size=4, sequence_length=LENGTH) as run:
-        assert run.plan.accumulation == 16
+        assert run.plan.gradient_accumulation_steps == 16
         assert run.batch["input_ids"].shape == (4, LENGTH)
         pieces = []
         inner = run.trainer.run_forward
@@ -136,24 +136,24 @@ def test_random_numbers_and_grad_mode_are_left_alone():
 
 
 @pytest.mark.parametrize("rank", [8, 9])
-def test_a_rank_that_is_none_is_refused(rank):
+def test_a_rank_that_is_none_is_rejected(rank):
     with (
         raises(ConfigError, rank, "8"),
-        imaginary_ranks({"data": 8}, world_size=8, rank=rank),
+        imaginary_ranks({"fsdp": 8}, world_size=8, rank=rank),
     ):
         pass
     assert not dist.is_initialized()
 
 
-def test_a_world_that_the_mesh_does_not_fit_is_refused():
+def test_a_world_that_the_mesh_does_not_fit_is_rejected():
     with (
         raises(ConfigError, "4", "6", "tensor"),
-        imagine(small_run({"data": -1, "tensor": 4}), world_size=6, sequence_length=LENGTH),
+        imagine(small_run({"fsdp": -1, "tensor": 4}), world_size=6, sequence_length=LENGTH),
     ):
         pass
 
 
-def test_heads_that_the_tensor_axis_does_not_divide_are_refused():
+def test_heads_that_the_tensor_axis_does_not_divide_are_rejected():
     config = small_run({"tensor": 8})
     with raises(ConfigError, "num_heads"), imagine(config, world_size=8, sequence_length=LENGTH):
         pass

@@ -6,14 +6,14 @@ from trainwright.analysis.shard import ParameterLayout, grouped, layouts_of, pla
 
 
 def test_a_parameter_s_dims_say_along_which_axes_they_are_split():
-    found = plan_shards(small_run({"data": 2, "tensor": 2}), world_size=4, sequence_length=LENGTH)
+    found = plan_shards(small_run({"fsdp": 2, "tensor": 2}), world_size=4, sequence_length=LENGTH)
     layouts = {each.name: each for each in found.layouts}
     column = layouts["model.layers.0.mlp.gate_proj.weight"]
     row = layouts["model.layers.1.mlp.down_proj.weight"]
-    assert (set(column.axes[0].split(" × ")), column.axes[1]) == ({"data", "tensor"}, "-")
-    assert row.axes == ("data", "tensor")
+    assert (set(column.axes[0].split(" × ")), column.axes[1]) == ({"fsdp", "tensor"}, "-")
+    assert row.axes == ("fsdp", "tensor")
     assert row.local_shape == (row.shape[0] // 2, row.shape[1] // 2)
-    assert layouts["model.norm.weight"].axes == ("data",)
+    assert layouts["model.norm.weight"].axes == ("fsdp",)
     assert all(each.num_bytes * 4 >= 4 * each.local_shape[0] for each in found.layouts)
 
 
@@ -25,8 +25,8 @@ def test_copies_have_no_axes():
 
 
 def test_context_ranks_share_parameters_too():
-    found = plan_shards(small_run({"data": 2, "context": 2}), world_size=4, sequence_length=LENGTH)
-    assert found.layouts[0].axes[0] == "data × context"
+    found = plan_shards(small_run({"fsdp": 2, "context": 2}), world_size=4, sequence_length=LENGTH)
+    assert found.layouts[0].axes[0] == "fsdp × context"
     assert found.rank_bytes * 4 == found.num_bytes
 
 

@@ -30,7 +30,7 @@ def test_the_table_goes_from_8_to_4096_ranks(model, num_parameters):
     for case in cases:
         assert case["num_parameters"] == pytest.approx(num_parameters, rel=0.01)
         assert 0.2 < case["efficiency"] <= 1
-        # A rank's gradients go along data once, in fp32: what it holds of them along tensor.
-        along = [each for each in case["collectives"] if each["kind"] == "reduce-scatter" and each["axis"] == "data"]
-        expected = 4 * num_parameters / case["mesh"].get("tensor", 1) if case["mesh"].get("data", 1) > 1 else 0
+        # A rank's gradients go along fsdp once, in fp32: what it holds of them along tensor.
+        along = [each for each in case["collectives"] if each["kind"] == "reduce-scatter" and each["axis"] == "fsdp"]
+        expected = 4 * num_parameters / case["mesh"].get("tensor", 1) if case["mesh"].get("fsdp", 1) > 1 else 0
         assert sum(each["num_bytes"] for each in along) == pytest.approx(expected, rel=0.02)

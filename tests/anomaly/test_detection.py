@@ -1,4 +1,4 @@
-"""Incidents: seen on the host and on the device alike, held back where asked, the same after a resume."""
+"""Anomalies: seen on the host and on the device alike, held back where asked, the same after a resume."""
 
 import math
 import statistics
@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.anomaly import detection as incidents
-from trainwright.anomaly.detection import DeviceLossWindow, Incident, IncidentWatch, LossWindow, join_ranks
-from trainwright.config import IncidentsSection
+from trainwright.anomaly import detection as anomalies
+from trainwright.anomaly.detection import Anomaly, AnomalyWatch, DeviceLossWindow, LossWindow, join_ranks
+from trainwright.config import AnomaliesSection
 
 CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf
@@ -25,11 +25,11 @@ losses = st.one_of(
 @pytest.fixture
 def far_away(monkeypatch):
     """Takes the CPU for a device that the host has to wait for."""
-    monkeypatch.setattr(incidents, "reads_at_once", lambda device: False)
+    monkeypatch.setattr(anomalies, "reads_at_once", lambda device: False)
 
 
 def make(*, device=CPU, rank=0, **settings):
-    return IncidentWatch(IncidentsSection(**settings), device=device, rank=rank)
+    return AnomalyWatch(AnomaliesSection(**settings), device=device, rank=rank)
 
 
 def judge_all(watch, values, *, first_step=1, norm=1.0, **arguments):
@@ -66,7 +66,7 @@ def test_without_anything_to_hold_back_the_device_is_not_asked(monkeypatch):
 
 @pytest.mark.parametrize(("loss", "norm", "is_bad"), [(1.0, 1.0, False), (NAN, 1.0, True), (1.0, INF, True)])
 @pytest.mark.parametrize("policy", ["raise", "skip", "rollback"])
-def test_a_loss_or_norm_that_is_not_finite_is_an_incident(loss, norm, is_bad, policy):
+def test_a_loss_or_norm_that_is_not_finite_is_an_anomaly(loss, norm, is_bad, policy):
     watch = make(non_finite=policy)
     (held,) = judge_all(watch, [loss], norm=norm)
     assert held == (None if policy == "raise" else is_bad)
@@ -85,15 +85,15 @@ def test_with_a_loss_scale_only_the_loss_counts_on_a_device():
     assert judge_all(watch, [1.0, NAN], norm=INF, judges_norm=False) == [False, True]
 
 
-def test_an_incident_tells_what_is_known():
+def test_an_anomaly_tells_what_is_known():
     watch = make(spike="skip", spike_window=8, rank=3)
     watch.places = (64, 96)
     judge_all(watch, [2.0, 2.0, 2.5, 2.5, 1.5])
     assert judge_all(watch, [90.0], first_step=6) == [True]
     assert judge_all(watch, [NAN], first_step=7, own_is_finite=False) == [True]
     spike, nan = watch.look()
-    assert spike == Incident(6, "spike", "skip", 90.0, 1.0, (), 2.0, 0.5 * 1.4826, (5, 1.5), (64, 96))
-    assert same(nan, Incident(7, "non_finite", "raise", NAN, 1.0, (3,), None, None, (5, 1.5), (64, 96)))
+    assert spike == Anomaly(6, "spike", "skip", 90.0, 1.0, (), 2.0, 0.5 * 1.4826, (5, 1.5), (64, 96))
+    assert same(nan, Anomaly(7, "non_finite", "raise", NAN, 1.0, (3,), None, None, (5, 1.5), (64, 96)))
     assert spike.describe() == (
         "The loss is 90 at step 6, 119 robust standard deviations above 2, the median of the steps before."
     )
@@ -140,7 +140,7 @@ def test_the_device_and_the_host_agree(values, policies, size, threshold):
     section = {**policies, "spike_window": size, "spike_threshold": threshold}
     host = make(**section)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(incidents, "reads_at_once", lambda device: False)
+        patch.setattr(anomalies, "reads_at_once", lambda device: False)
         device = make(**section)
     assert judge_all(device, values) == judge_all(host, values)
     assert same(device.state_dict(), host.state_dict())
@@ -151,7 +151,7 @@ def test_the_device_and_the_host_agree(values, policies, size, threshold):
 @given(st.lists(losses, max_size=40), st.integers(0, 40), st.booleans())
 def test_a_resumed_run_judges_alike(values, before, is_far):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(incidents, "reads_at_once", lambda device: not is_far)
+        patch.setattr(anomalies, "reads_at_once", lambda device: not is_far)
         whole, first, later = (make(non_finite="skip", spike="skip", spike_window=9) for _ in range(3))
     held = judge_all(whole, values)
     judge_all(first, values[:before])
@@ -187,7 +187,7 @@ def test_nothing_is_read_from_a_device_before_somebody_looks(monkeypatch):
 
 @pytest.mark.parametrize("is_far", [False, True])
 def test_further_updates_of_a_step_share_its_answer_and_must_be_finite(is_far, monkeypatch):
-    monkeypatch.setattr(incidents, "reads_at_once", lambda device: not is_far)
+    monkeypatch.setattr(anomalies, "reads_at_once", lambda device: not is_far)
     watch = make(non_finite="skip", spike="skip", spike_window=8)
 
     def judge(step, value, *, is_first):
@@ -206,17 +206,17 @@ def test_further_updates_of_a_step_share_its_answer_and_must_be_finite(is_far, m
     assert watch.state_dict()["losses"] == [2.0] * 7
 
 
-def test_a_step_that_goes_wrong_twice_is_one_incident():
+def test_a_step_that_goes_wrong_twice_is_one_anomaly():
     watch = make()
     judge_all(watch, [NAN])
     judge_all(watch, [INF], is_first=False)
-    (incident,) = watch.look()
-    assert math.isnan(incident.loss)
+    (anomaly,) = watch.look()
+    assert math.isnan(anomaly.loss)
 
 
 @pytest.mark.usefixtures("far_away")
 def test_what_waits_to_be_looked_at_is_bounded(monkeypatch):
-    monkeypatch.setattr(incidents, "_MOST_WAITING", 5)
+    monkeypatch.setattr(anomalies, "_MOST_WAITING", 5)
     watch = make()
     judge_all(watch, [1.0, NAN, *[1.0] * 20])
     assert len(watch._waiting) < 5
@@ -236,7 +236,7 @@ def test_ranks_join_what_each_knows_of_itself():
 
 def test_losses_of_any_precision_are_judged_as_they_are(monkeypatch):
     for is_far in (False, True):
-        monkeypatch.setattr(incidents, "reads_at_once", lambda device, is_far=is_far: not is_far)
+        monkeypatch.setattr(anomalies, "reads_at_once", lambda device, is_far=is_far: not is_far)
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             watch = make(non_finite="skip", spike="skip", spike_window=8)
             norm = torch.tensor(60000.0, dtype=dtype)  # no sum with it may overflow

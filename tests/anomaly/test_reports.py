@@ -1,4 +1,4 @@
-"""The bundle of an incident: enough to run the very step again."""
+"""The bundle of an anomaly: enough to run the very step again."""
 
 import json
 import math
@@ -6,19 +6,19 @@ import math
 import numpy as np
 import torch
 
-from trainwright.anomaly.detection import Incident
+from trainwright.anomaly.detection import Anomaly
 from trainwright.anomaly.reports import Positions, write_bundle
 from trainwright.config import RunConfig
 from trainwright.parallel.collectives import Ranks
 
-SPIKE = Incident(1204, "spike", "rollback", 90.0, 7.0, (0,), 2.0, 0.5, (1203, 2.1), (64, 96))
+SPIKE = Anomaly(1204, "spike", "rollback", 90.0, 7.0, (0,), 2.0, 0.5, (1203, 2.1), (64, 96))
 
 
 def config():
     return RunConfig.from_dict({"seed": 7, "model": {"type": "gpt2"}})
 
 
-def write(folder, incident=SPIKE, **changes):
+def write(folder, anomaly=SPIKE, **changes):
     arguments = {
         "config": config(),
         "data_state": {"position": 96, "left_out": []},
@@ -27,16 +27,16 @@ def write(folder, incident=SPIKE, **changes):
         "ranks": Ranks(),
         "checkpoint_step": 1200,
     }
-    return write_bundle(folder, incident, **{**arguments, **changes})
+    return write_bundle(folder, anomaly, **{**arguments, **changes})
 
 
 def read(bundle):
-    return json.loads((bundle / "incident.json").read_text("utf-8"))
+    return json.loads((bundle / "anomaly.json").read_text("utf-8"))
 
 
 def test_the_bundle_holds_all_that_the_step_depends_on(tmp_path):
     bundle = write(tmp_path)
-    assert bundle == tmp_path / "incidents" / "step-00001204"
+    assert bundle == tmp_path / "anomalies" / "step-00001204"
     assert read(bundle) == {
         "step": 1204,
         "kind": "spike",
@@ -60,13 +60,13 @@ def test_the_bundle_holds_all_that_the_step_depends_on(tmp_path):
     assert RunConfig.load(bundle / "config.yaml") == config()
 
 
-def test_each_incident_of_a_step_has_a_folder_of_its_own(tmp_path):
+def test_each_anomaly_of_a_step_has_a_folder_of_its_own(tmp_path):
     names = [write(tmp_path).name for _ in range(3)]
     assert names == ["step-00001204", "step-00001204-2", "step-00001204-3"]
 
 
 def test_a_nan_stays_one_and_odd_states_of_a_stream_are_written_too(tmp_path):
-    nan = Incident(3, "non_finite", "raise", math.nan, math.inf, (1,))
+    nan = Anomaly(3, "non_finite", "raise", math.nan, math.inf, (1,))
     state = {"progress": {"cursors": {"0": {"row": np.int64(5), "state": torch.arange(2), "file": b"x"}}}}
     facts = read(write(tmp_path, nan, data_state=state, positions=None, checkpoint_step=None))
     assert math.isnan(facts["loss"])
@@ -75,8 +75,8 @@ def test_a_nan_stays_one_and_odd_states_of_a_stream_are_written_too(tmp_path):
     assert (facts["positions"], facts["newest_checkpoint"], facts["last_good"]) == (None, None, None)
 
 
-def test_a_disk_that_refuses_the_bundle_is_a_warning(tmp_path, caplog):
-    (tmp_path / "incidents").write_text("a file where the folder should be")
+def test_a_disk_that_rejects_the_bundle_is_a_warning(tmp_path, caplog):
+    (tmp_path / "anomalies").write_text("a file where the folder should be")
     write(tmp_path)
     assert "step-00001204 cannot be written" in caplog.text
     assert "The loss is 90 at step 1204" in caplog.text

@@ -1,4 +1,4 @@
-"""Small projects in folders, as a user keeps them: written, trained and looked at by the tests of the doors."""
+"""Small projects in folders, as a user keeps them: written, trained and looked at by the tests of the APIs."""
 
 import json
 import os

@@ -7,7 +7,7 @@ import pytest
 from trainwright.errors import TrainwrightError
 
 
-def refusal(call, *arguments, **options):
+def rejection(call, *arguments, **options):
     """The text of the explained error that a call ends with."""
     with pytest.raises(TrainwrightError) as caught:
         call(*arguments, **options)

@@ -28,7 +28,7 @@ def go_on(load, *words):
     return run("--train-iters", "3", *STEADY, "--experiment-name", "rest", "--load", load, *words)
 
 
-def test_a_refused_load_leaves_nothing_behind():
+def test_a_rejected_load_leaves_nothing_behind():
     make("one")
     with raises(CheckpointError):
         go_on("runs/one", "--seed", "1", "--lr", "0.5")
@@ -37,7 +37,7 @@ def test_a_refused_load_leaves_nothing_behind():
     assert [line["step"] for line in lines("rest")] == [1]
 
 
-def test_another_load_after_a_refused_one_is_taken():
+def test_another_load_after_a_rejected_one_is_taken():
     make("one"), make("two", seed="2")
     with raises(CheckpointError):
         go_on("runs/one", "--seed", "2")
@@ -56,7 +56,7 @@ def test_a_copy_that_a_killed_process_left_is_not_taken_for_the_run_s_own():
     assert [line["step"] for line in lines("rest")] == [3]
 
 
-def test_the_same_load_goes_on_and_another_one_is_refused_by_name():
+def test_the_same_load_goes_on_and_another_one_is_rejected_by_name():
     make("one"), make("two", seed="1")
     go_on("runs/one", "--seed", "1")
     shutil.rmtree("runs/one")  # what was copied is needed no more

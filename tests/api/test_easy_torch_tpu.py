@@ -195,31 +195,35 @@ def test_operations_that_break_the_graph_are_named_with_file_and_line_before_the
 def test_sharding_is_data_by_parameter_and_module_globs_and_unmatched_names_are_reported(project):
     rules = """
         parameters:
-          head.0.weight: [[data, tensor], null]
+          head.0.weight: [[fsdp, tensor], null]
           head.0.bias: [tensor]
           head.3.weight: [null, tensor]
-          tail.*: [data]
+          tail.*: [fsdp]
         outputs:
           head.0: [null, tensor]
         """
     write(project, {"sharding/net.yaml": rules})
-    mesh = "runtime.mesh={data: 2, tensor: 2}"
+    mesh = "runtime.mesh={fsdp: 2, tensor: 2}"
     arguments = [str(project / "run.yaml"), "model.sharding=sharding/net.yaml", mesh, "--world", "4"]
     done = CliRunner().invoke(app, ["shard", *arguments], env={"COLUMNS": "200"})
     told = " ".join(done.output.split())
     assert done.exit_code == 0, done.output
-    assert "head.0.weight 8 × 4 [data × tensor, -] 2 × 4" in told
-    assert "head.3.weight 2 × 8 [data, tensor] 1 × 4" in told
+    assert "head.0.weight 8 × 4 [fsdp × tensor, -] 2 × 4" in told
+    assert "head.3.weight 2 × 8 [fsdp, tensor] 1 × 4" in told
     assert mentions(told, "tail.*")
     assert "copied along tensor: layers.0.weight" in told
 
 
-def test_remat_scan_and_offload_are_settings_that_change_no_result(project):
+def test_activation_checkpointing_compile_repeated_blocks_and_offload_are_settings_that_change_no_result(project):
     named = FILES["models/net.py"].replace("x = x + layer(x)", 'x = x + layer(name_tensor(x, "layer_input"))')
     imported = "from torch import nn\n        from trainwright.models.layers.annotations import name_tensor"
     write(project, {"models/net.py": named.replace("from torch import nn", imported)})
     plain = train(project, "trainer.max_steps=2")
-    less = ["model.remat={layers: {layers: [Linear]}}", "model.scan=layers", "model.offload=[layer_input]"]
+    less = [
+        "model.activation_checkpointing={layers: {layers: [Linear]}}",
+        "model.compile_repeated_blocks=layers",
+        "model.offload=[layer_input]",
+    ]
     rewritten = train(project, "trainer.max_steps=2", "name=less", *less)
     assert equal_weights(plain.model, rewritten.model)
     assert lines(project) == lines(project, "less")
@@ -227,9 +231,13 @@ def test_remat_scan_and_offload_are_settings_that_change_no_result(project):
 
 def test_sub_modules_may_have_settings_of_their_own(project, caplog):
     caplog.set_level("INFO", "trainwright")
-    train(project, "trainer.max_steps=1", "model.remat={layers: {layers: [Linear], every: 2}, head: [Linear]}")
-    assert mentions(caplog.text, "layers", "model.remat", "1", "2")
-    assert mentions(caplog.text, "head", "model.remat", "2")
+    train(
+        project,
+        "trainer.max_steps=1",
+        "model.activation_checkpointing={layers: {layers: [Linear], every: 2}, head: [Linear]}",
+    )
+    assert mentions(caplog.text, "layers", "model.activation_checkpointing", "1", "2")
+    assert mentions(caplog.text, "head", "model.activation_checkpointing", "2")
 
 
 def test_a_checkpoint_loads_on_any_device_at_any_step_and_leniently_if_asked(project):
@@ -371,7 +379,7 @@ def test_data_comes_through_hugging_face_datasets(project, streaming):
 def test_all_that_was_logged_there_is_logged_here(project):
     trainer = train(project, "hooks=[{type: count_progress}]", "trainer.max_steps=2")
     written = [json.loads(line) for line in (trainer.folder / "metrics.json").read_text().splitlines()]
-    assert {"loss", "grad_norm", "spread", "note", "lr", "samples_seen", "incidents", "hours", "seconds_per_step"} <= (
+    assert {"loss", "grad_norm", "spread", "note", "lr", "samples_seen", "anomalies", "hours", "seconds_per_step"} <= (
         written[-1].keys()
     )
     assert [line["samples_seen"] for line in written] == [8, 16]
@@ -437,11 +445,11 @@ def test_an_error_in_the_data_is_raised_at_once_with_its_place(project):
 
 
 def test_building_and_training_reaches_for_no_network(project, monkeypatch):
-    def refuse(*_):
+    def reject(*_):
         raise AssertionError("something reached for the network")
 
     for name in ("connect", "connect_ex", "bind"):
-        monkeypatch.setattr(socket.socket, name, refuse)
+        monkeypatch.setattr(socket.socket, name, reject)
     assert train(project, "trainer.max_steps=2").step == 2
 
 

@@ -65,10 +65,10 @@ def invoke(*arguments):
     return CliRunner().invoke(app, [str(each) for each in arguments])
 
 
-def refusal(call, *arguments, **options):
-    with pytest.raises(ConfigError) as refused:
+def rejection(call, *arguments, **options):
+    with pytest.raises(ConfigError) as rejected:
         call(*arguments, **options)
-    return str(refused.value)
+    return str(rejected.value)
 
 
 def lines_of(folder):
@@ -98,16 +98,16 @@ def test_a_file_that_is_named_finds_those_beside_it(project):
     assert load_experiment("named", imports=["elsewhere/named.py"]).seed == 8
 
 
-def test_an_experiment_without_a_name_is_refused_with_its_line():
+def test_an_experiment_without_a_name_is_rejected_with_its_line():
     def bare():
         """Has no name."""
 
     code = bare.__code__
-    text = refusal(experiment, bare)
+    text = rejection(experiment, bare)
     assert text.startswith(f"{code.co_filename}:{code.co_firstlineno}: ")
     assert "@experiment needs a name" in text
     assert 'Write @experiment("bare").' in text
-    assert '@experiment needs a name, got the text ""' in refusal(experiment, "")
+    assert '@experiment needs a name, got the text ""' in rejection(experiment, "")
 
 
 # finding
@@ -146,13 +146,13 @@ def test_an_experiment_of_the_program_itself_needs_no_import():
 
 
 def test_an_unknown_experiment_is_answered_with_the_known_ones(project):
-    text = refusal(load_experiment, "pionts")
+    text = rejection(load_experiment, "pionts")
     place = Path("experiments/points.py")
     assert text.startswith(f'experiment: there is no "pionts". Did you mean "points"? Known: points ({place}:4).')
 
 
 def test_without_any_experiment_the_error_says_where_they_are_looked_for(in_tmp):
-    text = refusal(load_experiment, "points")
+    text = rejection(load_experiment, "points")
     assert "none is defined" in text
     assert mentions(text, "points")
     assert "experiments.py" in text
@@ -161,7 +161,7 @@ def test_without_any_experiment_the_error_says_where_they_are_looked_for(in_tmp)
 
 def test_two_experiments_of_one_name_name_both_files_and_lines(project):
     (project / "experiments" / "second.py").write_text("\n" + POINTS, "utf-8")
-    text = refusal(load_experiment, "points")
+    text = rejection(load_experiment, "points")
     first, second = Path("experiments/points.py"), Path("experiments/second.py")
     assert text == (
         f'{second}:5: there is an experiment "points" already, at {first}:4. Give one of the two another name.'
@@ -177,18 +177,18 @@ def test_a_file_that_is_run_again_registers_the_same_experiment(project):
 
 def test_a_file_that_cannot_be_imported_names_its_line(project):
     (project / "experiments" / "wrong.py").write_text("x = 1\ny = x / 0\n", "utf-8")
-    text = refusal(load_experiment, "points")
+    text = rejection(load_experiment, "points")
     assert f"{Path('experiments/wrong.py')} cannot be imported: ZeroDivisionError" in text
     assert "wrong.py:2" in text
 
 
-def test_an_experiment_that_needs_arguments_is_refused_where_it_is_defined():
+def test_an_experiment_that_needs_arguments_is_rejected_where_it_is_defined():
     def register():
         @experiment("needy")
         def needy(width):
             return {}
 
-    text = refusal(register)
+    text = rejection(register)
     line = register.__code__.co_firstlineno + 1
     assert text.startswith(f"{os.path.relpath(__file__)}:{line}: ") or f"{Path(__file__).name}:{line}: " in text
     assert mentions(text, "width")
@@ -197,7 +197,7 @@ def test_an_experiment_that_needs_arguments_is_refused_where_it_is_defined():
 def test_an_experiment_that_returns_no_config_names_its_line(project):
     path = project / "experiments" / "points.py"
     path.write_text(POINTS.replace("return {", "3 if True else {"), "utf-8")
-    text = refusal(load_experiment, "points")
+    text = rejection(load_experiment, "points")
     assert text.startswith(f'{Path("experiments/points.py")}:4: the experiment "points" returned null (nothing).')
 
 
@@ -222,12 +222,12 @@ def test_files_of_components_stay_relative_to_the_config_file_that_names_them(pr
 
 def test_a_problem_names_the_file_that_it_is_written_in(project):
     (project / "a.yaml").write_text("trainer:\n  max_step: 5\n", "utf-8")
-    assert refusal(load_experiment, "points", config_files=["a.yaml"]).startswith("a.yaml:2: trainer.max_step: ")
+    assert rejection(load_experiment, "points", config_files=["a.yaml"]).startswith("a.yaml:2: trainer.max_step: ")
     (project / "experiments" / "points.py").write_text(POINTS.replace("max_steps", "max_step"), "utf-8")
     place = f"{Path('experiments/points.py')}:4"
     experiments._registered.clear()
     sys.modules.pop("trainwright_project.experiments.points", None)
-    assert refusal(load_experiment, "points").startswith(f"{place}: trainer.max_step: ")
+    assert rejection(load_experiment, "points").startswith(f"{place}: trainer.max_step: ")
 
 
 def test_a_run_config_keeps_the_lines_of_the_file_that_it_was_loaded_from(project):
@@ -308,7 +308,7 @@ def test_resume_goes_on_and_says_when_nothing_is_there(project, caplog):
         (["--experiment", "points", "--mode", "eval", "--fast-dev-run"], "there is nothing to evaluate"),
     ],
 )
-def test_flags_that_contradict_each_other_are_refused(project, arguments, words):
+def test_flags_that_contradict_each_other_are_rejected(project, arguments, words):
     done = invoke("train", *arguments)
     assert isinstance(done.exception, ConfigError)
     assert words in str(done.exception)

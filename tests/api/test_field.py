@@ -124,13 +124,13 @@ def test_parameters_marked_no_weight_decay_are_not_decayed(in_tmp):
 WITHOUT = """
 import sys
 
-class Refuses:
+class Rejects:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in ("deepspeed", "wandb", "apex", "triton", "tensorboard", "transformers"):
             raise ImportError(f"{name} is not installed")
 
 import torch  # whose CUDA builds look for Triton themselves
-sys.meta_path.insert(0, Refuses())
+sys.meta_path.insert(0, Rejects())
 import trainwright
 for name in trainwright.__all__:
     getattr(trainwright, name)
@@ -213,12 +213,12 @@ class Blocks(nn.Module):
         return {"logits": self.head(hidden).mean(1)}
 """
 RULES = """
-layers.*.up.weight: [[data, tensor], null]
+layers.*.up.weight: [[fsdp, tensor], null]
 layers.*.up.bias: [tensor]
 layers.*.down.weight: [null, tensor]
 layers.*.down.bias: null
-layers.*[0]: [[replicate, data], tensor, null]
-embed: [[replicate, data], tensor, null]
+layers.*[0]: [[replicate, fsdp], tensor, null]
+embed: [[replicate, fsdp], tensor, null]
 """
 
 
@@ -230,7 +230,7 @@ def test_rules_put_two_axes_on_one_dim_and_pick_one_of_several_outputs(project):
     alone.train()
 
     def act(folder):
-        config = load(folder, model, "model.sharding=sharding/blocks.yaml", "runtime.mesh={data: 2, tensor: 2}")
+        config = load(folder, model, "model.sharding=sharding/blocks.yaml", "runtime.mesh={fsdp: 2, tensor: 2}")
         trainer = build_trainer(config)
         trainer.train()
         up, down = trainer.model.layers[1].up.weight, trainer.model.layers[1].down.weight
@@ -239,7 +239,7 @@ def test_rules_put_two_axes_on_one_dim_and_pick_one_of_several_outputs(project):
 
     launch_well(project, 4, act)
     told = [json.loads((project / f"{rank}.json").read_text()) for rank in range(4)]
-    # A quarter of 8 rows; half of 8 columns, and along data half of 4 rows. The first output is split by position, the
+    # A quarter of 8 rows; half of 8 columns, and along fsdp half of 4 rows. The first output is split by position, the
     # second stays what it was: 2 samples of 6 positions with a rank's 4 of 8 features.
     assert told == [[[2, 4], [2, 4], "(Shard(dim=1),)", "[2, 6, 4]"]] * 4
     assert [line["loss"] for line in lines(project)] == pytest.approx(
@@ -254,9 +254,9 @@ def test_rules_that_do_not_fit_a_model_s_outputs_are_told_by_name(project):
     def act(folder):
         for name in ("third", "alone"):
             settings = ("model.type=blocks.Blocks", f"model.sharding={name}.yaml", "runtime.mesh={tensor: 2}")
-            with pytest.raises(TrainwrightError) as refused:
+            with pytest.raises(TrainwrightError) as rejected:
                 build_trainer(load(folder, *settings, f"name={name}")).train()
-            (folder / f"{name}-{processes.place().rank}").write_text(str(refused.value))
+            (folder / f"{name}-{processes.place().rank}").write_text(str(rejected.value))
             processes.leave()
 
     launch_well(project, 2, act)
@@ -285,7 +285,7 @@ def test_graph_mode_is_a_setting_and_an_iteration_is_an_update_there_too(project
 
 
 def test_precision_and_recomputation_act_in_graph_mode_as_in_eager_mode(project, replays):
-    less = ("runtime.precision=bf16", "model.remat=[Linear]", "trainer.max_steps=8")
+    less = ("runtime.precision=bf16", "model.activation_checkpointing=[Linear]", "trainer.max_steps=8")
     for mode in ("eager", "graph"):
         build_trainer(load(project, *less, f"name={mode}", f"runtime.mode={mode}")).train()
     build_trainer(load(project, "trainer.max_steps=8", "name=whole")).train()

@@ -1,4 +1,4 @@
-"""The door for functions: its flags, its datasets, its stopwatches, and what it says of mistakes."""
+"""The API for functions: its flags, its datasets, its stopwatches, and what it says of mistakes."""
 
 import argparse
 import json
@@ -59,7 +59,7 @@ def test_flags_of_one_s_own_are_read_before():
     assert config_of(argparse.Namespace(**{**vars(args), "train_iters": 3})).trainer.arguments.margin == 0.5
 
 
-def test_an_unknown_flag_is_refused_with_the_nearest_one():
+def test_an_unknown_flag_is_rejected_with_the_nearest_one():
     with raises(ConfigError, "--train-iters") as caught:
         get_args(["--train-iter", "5"])  # misspelt
     assert str(caught.value).startswith(f"{HERE}:{line_of('  # misspelt')}: ")
@@ -69,7 +69,7 @@ def test_an_unknown_flag_is_refused_with_the_nearest_one():
         get_args(["oops"])
 
 
-def test_a_wrong_value_is_refused_with_what_is_wanted():
+def test_a_wrong_value_is_rejected_with_what_is_wanted():
     for words in (
         ["--batch-size", "0"],
         ["--warmup", "20"],
@@ -91,7 +91,7 @@ def test_the_zero_stage_changes_the_sharding_and_nothing_else():
     for stage in "123":
         other = config_of(flags("--train-iters", "1", "--zero-stage", stage)).to_dict()
         runtime = other.pop("runtime")
-        assert runtime["mesh"]["data"] == -1
+        assert runtime["mesh"]["fsdp"] == -1
         assert runtime["reshard_after_forward"] == (stage == "3")
         assert other == {name: value for name, value in plain.items() if name != "runtime"}
 
@@ -113,7 +113,7 @@ def test_what_yaml_cannot_hold_is_left_out_of_the_config_and_ranks_too():
 
 
 @pytest.mark.parametrize("text", ["", "a", "-1,2", "0,1", "1,2,3,4", "5,nan"])
-def test_a_split_that_is_no_list_of_ratios_is_refused(text):
+def test_a_split_that_is_no_list_of_ratios_is_rejected(text):
     with raises(ConfigError, "--split"):
         read_ratios(text)
 
@@ -154,7 +154,7 @@ def test_without_training_data_there_is_nothing_to_train():
 # the stopwatches
 
 
-def test_timers_add_up_and_refuse_what_makes_no_stretch():
+def test_timers_add_up_and_reject_what_makes_no_stretch():
     timers = Timers()
     with EventStorage() as storage:
         storage.step = 1
@@ -215,7 +215,7 @@ def fails_at(text, call, *mentions, kind=TrainwrightError):
     assert str(caught.value).startswith(f"{HERE}:{line_of(text)}: ")
 
 
-def test_a_forward_step_that_returns_none_is_refused():
+def test_a_forward_step_that_returns_none_is_rejected():
     def step_none(data_iterator, model, args, timers):
         next(data_iterator)
 
@@ -223,7 +223,7 @@ def test_a_forward_step_that_returns_none_is_refused():
     fails_at("def step_none", call, "step_none")
 
 
-def test_a_forward_step_that_returns_three_values_is_refused():
+def test_a_forward_step_that_returns_three_values_is_rejected():
     def step_three(data_iterator, model, args, timers):
         x, labels, _ = next(data_iterator)
         return cross_entropy(model(x), labels), {}, 3
@@ -232,7 +232,7 @@ def test_a_forward_step_that_returns_three_values_is_refused():
     fails_at("def step_three", call, "step_three", "3")
 
 
-def test_a_forward_step_whose_loss_is_no_number_is_refused():
+def test_a_forward_step_whose_loss_is_no_number_is_rejected():
     def step_scores(data_iterator, model, args, timers):
         return model(next(data_iterator)[0]), {}
 
@@ -240,7 +240,7 @@ def test_a_forward_step_whose_loss_is_no_number_is_refused():
     fails_at("def step_scores", call)
 
 
-def test_a_second_next_in_one_forward_step_is_refused():
+def test_a_second_next_in_one_forward_step_is_rejected():
     def greedy(data_iterator, model, args, timers):
         next(data_iterator)
         return next(data_iterator)  # once more
@@ -249,7 +249,7 @@ def test_a_second_next_in_one_forward_step_is_refused():
     fails_at("  # once more", call)
 
 
-def test_a_forward_step_that_takes_no_batch_is_refused():
+def test_a_forward_step_that_takes_no_batch_is_rejected():
     def idle(data_iterator, model, args, timers):
         return model(torch.ones(1, 4)).sum()
 
@@ -257,7 +257,7 @@ def test_a_forward_step_that_takes_no_batch_is_refused():
     fails_at("def idle", call)
 
 
-def test_a_dataset_function_that_returns_a_list_is_refused():
+def test_a_dataset_function_that_returns_a_list_is_rejected():
     def create_list(path, args):
         return [1, 2, 3]
 
@@ -273,7 +273,7 @@ def test_a_dataset_function_that_returns_a_list_is_refused():
     fails_at("def create_none", lambda: run("--train-iters", "1", create=create_none), kind=DataError)
 
 
-def test_a_class_that_needs_more_than_args_is_refused():
+def test_a_class_that_needs_more_than_args_is_rejected():
     class Demanding(Classifier):
         def __init__(self, width):
             super().__init__()
@@ -284,7 +284,7 @@ def test_a_class_that_needs_more_than_args_is_refused():
         run("--train-iters", "1", model_cls=3)
 
 
-def test_a_metric_of_another_length_than_the_batch_is_refused():
+def test_a_metric_of_another_length_than_the_batch_is_rejected():
     def step_odd(data_iterator, model, args, timers):
         x, labels, _ = next(data_iterator)
         return cross_entropy(model(x), labels), {"odd": torch.ones(3)}
@@ -294,7 +294,7 @@ def test_a_metric_of_another_length_than_the_batch_is_refused():
     fails_at("def step_odd", call, "odd", "(3,)", "4")
 
 
-def test_a_handle_metrics_function_that_returns_nothing_is_refused():
+def test_a_handle_metrics_function_that_returns_nothing_is_rejected():
     def forgetful(metrics):
         metrics.clear()
 
@@ -302,7 +302,7 @@ def test_a_handle_metrics_function_that_returns_nothing_is_refused():
     fails_at("def forgetful", call, "forgetful")
 
 
-def test_contradictions_between_flags_are_refused():
+def test_contradictions_between_flags_are_rejected():
     for words, mentions in (
         ((), ("--train-iters", "--epochs")),
         (("--train-iters", "1", "--checkpoint-num-layers", "2"), ("--checkpoint-num-layers", "2")),

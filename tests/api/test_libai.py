@@ -273,7 +273,7 @@ def test_data_zero_tensor_and_pipeline_parallelism_compute_what_one_process_does
     write(project, {"run.yaml": LLAMA, "datasets/counting.py": COUNTING})
     adamw = "trainer.optimizer={type: adamw, lr: 1e-2}"
     train(project, adamw, "name=one")
-    layouts = ["replicate", "data", "tensor", "pipeline"]
+    layouts = ["replicate", "fsdp", "tensor", "pipeline"]
     for axis in layouts:
         micro = "trainer.micro_batch_size=2" if axis == "pipeline" else "trainer.micro_batch_size=4"
         on_two_ranks(
@@ -337,7 +337,7 @@ def test_train_valid_and_test_never_share_a_document_not_even_packed(project):
     packed = "data={train: {type: pack, length: 16, source: {type: points.Documents}}, split: [70, 20, 10]}"
     model = "model={type: llama, vocab_size: 64, hidden_size: 8, num_layers: 1, num_heads: 1, max_positions: 16}"
     trainer = build_trainer(load(project, packed, model, "trainer.type=language_model"))
-    sets = [trainer.train_data, trainer.eval_data["valid"], trainer.surroundings.test_data]
+    sets = [trainer.train_data, trainer.eval_data["valid"], trainer.context.test_data]
     documents = [
         {
             int(token)
@@ -376,7 +376,7 @@ def test_an_iteration_is_one_update_however_many_micro_batches_it_has(project):
     assert counts[1] == counts[8] == (6, 48, [4, 6])
 
 
-def test_precision_recomputation_and_sharding_act_in_eager_mode_or_are_refused(project):
+def test_precision_recomputation_and_sharding_act_in_eager_mode_or_are_rejected(project):
     watched = """
         from torch import nn
 
@@ -401,10 +401,12 @@ def test_precision_recomputation_and_sharding_act_in_eager_mode_or_are_refused(p
     overrides = [*once, "model.type=watched.WatchedNet", "runtime.precision=bf16"]
     plain = train(project, *overrides).model.layers[0]
     assert (plain.calls, plain.dtype) == (1, torch.bfloat16)
-    recomputed = train(project, *overrides, "name=remat", "model.remat=[Watched]").model.layers[0]
+    recomputed = train(
+        project, *overrides, "name=activation_checkpointing", "model.activation_checkpointing=[Watched]"
+    ).model.layers[0]
     assert recomputed.calls == 2  # the second time in the backward pass
     with raises(ConfigError, "runtime.mesh"):
-        build_trainer(load(project, "runtime.mesh={data: 2}"))
+        build_trainer(load(project, "runtime.mesh={fsdp: 2}"))
     with raises(ConfigError, "runtime.mode"):
         build_trainer(load(project, "runtime.mode=graph", "runtime.precision=fp16"))
 

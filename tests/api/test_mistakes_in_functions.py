@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.api.function_runs import Classifier, Points, flags, forward_step, lines, run
-from tests.api.mistakes import place, refusal
+from tests.api.mistakes import place, rejection
 from tests.messages import mentions
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -60,18 +60,18 @@ def collate_of_two(samples, args):
         ("collate_fn", collate_of_two, "(samples)"),
     ],
 )
-def test_a_function_of_other_arguments_is_refused_where_it_is_written(role, function, wanted, tmp_path):
+def test_a_function_of_other_arguments_is_rejected_where_it_is_written(role, function, wanted, tmp_path):
     given = {"forward_step_function": forward_step, "create_dataset_function": Points, role: function}
-    text = refusal(training_main, flags(*ONE), Classifier, **given)
+    text = rejection(training_main, flags(*ONE), Classifier, **given)
     assert text.startswith(place(__file__, f"def {function.__name__}("))
     assert mentions(text, role, wanted)
     assert text.endswith(f"Let it take {wanted}.")
     assert not list(tmp_path.iterdir())  # nothing was built
 
 
-def test_what_is_no_function_is_refused_on_the_line_that_gives_it():
+def test_what_is_no_function_is_rejected_on_the_line_that_gives_it():
     given = flags(*ONE)
-    text = refusal(lambda: training_main(given, Classifier, None, Points))  # no step
+    text = rejection(lambda: training_main(given, Classifier, None, Points))  # no step
     assert text.startswith(place(__file__, "  # no step") + "forward_step_function is None, not a function.")
 
 
@@ -87,8 +87,8 @@ def test_functions_with_defaults_stars_or_a_class_are_taken():
     run(*ONE, "--experiment-name", "other", forward_step_function=Step())
 
 
-def test_the_forward_of_train_is_refused_where_it_is_written():
-    text = refusal(train, Classifier(), Points(24), forward=init_of_one, max_steps=1, batch_size=4)
+def test_the_forward_of_train_is_rejected_where_it_is_written():
+    text = rejection(train, Classifier(), Points(24), forward=init_of_one, max_steps=1, batch_size=4)
     assert text.startswith(place(__file__, "def init_of_one("))
     assert "called as forward(model, batch)" in text
 
@@ -105,10 +105,10 @@ def step_with_scores(data_iterator, model, args, timers):
 
 
 def test_a_mapping_without_a_loss_names_the_forward_step():
-    text = refusal(run, *ONE, forward_step_function=step_without_loss)
+    text = rejection(run, *ONE, forward_step_function=step_without_loss)
     assert text.startswith(place(__file__, "def step_without_loss"))
     assert mentions(text, "step_without_loss")
-    text = refusal(run, *ONE, forward_step_function=step_with_scores)
+    text = rejection(run, *ONE, forward_step_function=step_with_scores)
     assert text.startswith(place(__file__, "def step_with_scores"))
     assert mentions(text, "4", "3", "tensor")
 
@@ -136,10 +136,10 @@ def handle_with_text(metrics):
 
 
 def test_a_final_metric_that_is_no_number_names_handle_metrics_function():
-    text = refusal(run, *EVALUATED, handle_metrics_function=handle_with_matrix)
+    text = rejection(run, *EVALUATED, handle_metrics_function=handle_with_matrix)
     assert text.startswith(place(__file__, "def handle_with_matrix"))
     assert mentions(text, "confusion", "2", "tensor")
-    text = refusal(run, *EVALUATED, handle_metrics_function=handle_with_text)
+    text = rejection(run, *EVALUATED, handle_metrics_function=handle_with_text)
     assert text.startswith(place(__file__, "def handle_with_text"))
     assert mentions(text, "verdict")
 
@@ -150,7 +150,7 @@ def step_with_odd_metric(data_iterator, model, args, timers):
 
 
 def test_a_metric_of_another_length_is_found_in_the_first_step_and_not_in_the_first_evaluation():
-    text = refusal(run, *EVALUATED, forward_step_function=step_with_odd_metric)
+    text = rejection(run, *EVALUATED, forward_step_function=step_with_odd_metric)
     assert text.startswith(place(__file__, "def step_with_odd_metric"))
     assert mentions(text, "3", "4", "tensor")
 
@@ -171,9 +171,9 @@ def test_a_metric_with_rows_that_is_not_finite_skips_the_update():
 
 
 def test_wrong_flags_are_answered_on_the_line_that_reads_them():
-    text = refusal(lambda: get_args(["--split", "80,abc"]))  # wrong split
+    text = rejection(lambda: get_args(["--split", "80,abc"]))  # wrong split
     assert text.startswith(place(__file__, "  # wrong split") + "--split: '80,abc' is no list")
-    text = refusal(lambda: get_args(["--device", "gpu"]))  # wrong device
+    text = rejection(lambda: get_args(["--device", "gpu"]))  # wrong device
     assert text == place(__file__, "  # wrong device") + (
         "--device: runtime.device: no device 'gpu'. Use auto, cpu, cuda, cuda:N or tpu."
     )
@@ -209,19 +209,19 @@ def main_of(**values):
     ],
 )
 def test_a_namespace_made_by_hand_is_answered_in_flags_on_the_line_of_training_main(values, answer):
-    assert refusal(main_of, **values).startswith(place(__file__, "  # by hand") + answer)
+    assert rejection(main_of, **values).startswith(place(__file__, "  # by hand") + answer)
 
 
 def test_settings_that_changed_are_named_with_their_flags():
     main_of(lr=0.1, margin=1)
-    text = refusal(main_of, lr=0.2, margin=2, train_iters=2)
+    text = rejection(main_of, lr=0.2, margin=2, train_iters=2)
     called = place(__file__, "  # by hand")
     assert f"{called}--lr: trainer.optimizer.lr: 0.1 → 0.2" in text
     assert f"{called}args.margin: trainer.arguments.margin: 1 → 2" in text
 
 
 def test_a_dictionary_is_no_namespace():
-    text = refusal(training_main, {"train_iters": 1}, Classifier, forward_step, Points)
+    text = rejection(training_main, {"train_iters": 1}, Classifier, forward_step, Points)
     assert mentions(text, "get_args")
 
 
@@ -259,7 +259,7 @@ def test_flags_without_effect_are_said(caplog):
 )
 def test_wrong_arguments_of_train_are_named_on_the_line_of_the_call(given, origin):
     arguments = {"data": Points(24), "forward": print, "max_steps": 1, "batch_size": 4, **given}
-    text = refusal(lambda: train(Classifier(), **arguments))  # wrong argument
+    text = rejection(lambda: train(Classifier(), **arguments))  # wrong argument
     assert text.startswith(place(__file__, "  # wrong argument") + origin)
 
 

@@ -1,9 +1,9 @@
-"""Hooks and trainers with methods that could not be called as they are: refused at the start, with file and line."""
+"""Hooks and trainers with methods that could not be called as they are: rejected at the start, with file and line."""
 
 import pytest
 import torch
 from tests.api.function_runs import Classifier, Points
-from tests.api.mistakes import place, refusal
+from tests.api.mistakes import place, rejection
 from tests.messages import mentions
 from torch.nn.functional import cross_entropy
 
@@ -53,12 +53,12 @@ class Misspelt(Hook):
         """Is never called."""
 
 
-def test_a_moment_of_other_arguments_is_refused_where_it_is_written():
-    text = refusal(Hooks, [Deaf()])
+def test_a_moment_of_other_arguments_is_rejected_where_it_is_written():
+    text = rejection(Hooks, [Deaf()])
     assert text.startswith(place(__file__, "def after_eval(self):"))
     assert mentions(text, "Deaf.after_eval")
     assert text.endswith("Let it take (self, logs).")
-    text = refusal(Hooks, [Curious()])
+    text = rejection(Hooks, [Curious()])
     assert text.startswith(place(__file__, "def after_step(self, logs):"))
     assert mentions(text, "logs")
 
@@ -68,11 +68,11 @@ def test_the_run_does_not_wait_for_the_first_evaluation_to_find_it():
         raise AssertionError("It has begun to train.")
 
     words = {"forward": forward, "eval_data": Points(4), "max_steps": 1, "batch_size": 4}
-    assert "Deaf.after_eval" in refusal(train, Classifier(), Points(24), hooks=[Deaf()], **words)
+    assert "Deaf.after_eval" in rejection(train, Classifier(), Points(24), hooks=[Deaf()], **words)
 
 
 def test_a_misspelt_moment_names_its_line():
-    text = refusal(Hooks, [Misspelt()])
+    text = rejection(Hooks, [Misspelt()])
     assert text.startswith(place(__file__, "def after_stepp") + "Misspelt.after_stepp is no moment of a hook.")
     assert "Did you mean after_step?" in text
 
@@ -89,7 +89,7 @@ def test_moments_with_stars_or_defaults_and_those_of_plain_objects_are_taken():
 
 
 def test_a_callback_hook_s_misspelt_moment_names_the_line_and_the_nearest():
-    text = refusal(lambda: CallbackHook(after_stepp=print))  # misspelt
+    text = rejection(lambda: CallbackHook(after_stepp=print))  # misspelt
     assert text.startswith(place(__file__, "  # misspelt") + "CallbackHook: after_stepp is no moment of a hook.")
     assert 'Did you mean "after_step"?' in text
 
@@ -98,8 +98,8 @@ def act_of_none():
     """Would be told the trainer."""
 
 
-def test_a_callback_of_other_arguments_is_refused_where_it_is_written():
-    text = refusal(CallbackHook, after_eval=act_of_none)
+def test_a_callback_of_other_arguments_is_rejected_where_it_is_written():
+    text = rejection(CallbackHook, after_eval=act_of_none)
     assert text.startswith(place(__file__, "def act_of_none"))
     assert mentions(text, "CallbackHook", "after_eval")
 
@@ -129,10 +129,10 @@ class WithStars(Complete):
 
 @pytest.mark.parametrize(
     ("kind", "line", "what"),
-    [(WithoutRest, "  # no rest", "'surroundings'"), (OfConfig, "def __init__(self, config):", "'task'")],
+    [(WithoutRest, "  # no rest", "'context'"), (OfConfig, "def __init__(self, config):", "'task'")],
 )
-def test_a_constructor_that_does_not_take_what_it_gets_is_refused_where_it_is_written(kind, line, what, tmp_path):
-    text = refusal(build_trainer, settings(), kind)
+def test_a_constructor_that_does_not_take_what_it_gets_is_rejected_where_it_is_written(kind, line, what, tmp_path):
+    text = rejection(build_trainer, settings(), kind)
     assert text.startswith(
         place(__file__, line) + f"{kind.__name__}.__init__ does not take what trainers are built with"
     )
@@ -164,9 +164,9 @@ class Verbose(Silent):
 
 
 def test_logs_that_are_no_numbers_name_eval_end():
-    text = refusal(build_trainer(settings(), Silent).train)
+    text = rejection(build_trainer(settings(), Silent).train)
     assert text == place(__file__, "def eval_end") + "Silent.eval_end returned None. Return the logs by name."
-    text = refusal(build_trainer(settings(name="other"), Verbose).train)
+    text = rejection(build_trainer(settings(name="other"), Verbose).train)
     assert text.startswith(place(__file__, "  # a matrix") + "Verbose.eval_end: confusion is a Tensor of shape (2, 2)")
 
 
@@ -184,11 +184,11 @@ class OfTask(Complete):
         return Measured()
 
 
-def test_what_is_no_metric_is_refused_before_anything_is_trained():
+def test_what_is_no_metric_is_rejected_before_anything_is_trained():
     metrics = {"mine": {"type": "torch.nn:Identity"}}
-    text = refusal(build_trainer, settings(evaluation={"metrics": metrics}), Complete)
+    text = rejection(build_trainer, settings(evaluation={"metrics": metrics}), Complete)
     assert mentions(text, "evaluation.metrics.mine")
-    text = refusal(build_trainer, settings(), OfTask)
+    text = rejection(build_trainer, settings(), OfTask)
     assert text.startswith(
         place(__file__, "def build_metrics") + "Measured.build_metrics, accuracy: Linear is no metric"
     )

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tests.api.mistakes import refusal
+from tests.api.mistakes import rejection
 from tests.messages import mentions
 from typer.testing import CliRunner
 
@@ -168,7 +168,7 @@ def test_numbers_of_numpy_are_numbers_in_a_dict():
     assert RunConfig.from_dict({"seed": np.int64(3)}).seed == 3
     assert RunConfig.from_dict({}).derive({"trainer.max_steps": np.uint8(3)}).trainer.max_steps == 3
     fraction = pytest.importorskip("fractions").Fraction(1, 3)
-    assert "a Fraction cannot be saved" in refusal(RunConfig.from_dict, {"trainer": {"max_grad_norm": fraction}})
+    assert "a Fraction cannot be saved" in rejection(RunConfig.from_dict, {"trainer": {"max_grad_norm": fraction}})
 
 
 # flags without effect
@@ -192,7 +192,7 @@ def test_numbers_of_numpy_are_numbers_in_a_dict():
         (["--quiet", "--verbose"], "--quiet shows less and --verbose shows more. Give one of the two."),
     ],
 )
-def test_a_flag_without_effect_is_refused(project, words, problem):
+def test_a_flag_without_effect_is_rejected(project, words, problem):
     assert answer("run.py", *words).startswith(problem)
     assert not (project / "runs").exists()
 

@@ -18,8 +18,8 @@ from tests.messages import raises
 from trainwright import Hook, RunConfig, Task, Trainer, build_trainer, experiment, run_experiment
 from trainwright.api import experiments
 from trainwright.api.experiments import load_experiment
-from trainwright.errors import ConfigError, IncidentError, TrainwrightError
-from trainwright.hooks.ema import AverageWeights
+from trainwright.errors import AnomalyError, ConfigError, TrainwrightError
+from trainwright.hooks.ema import EMA
 
 PROJECT = Path(__file__).parents[1] / "project"
 NO_METRICS = "evaluation.metrics={}"
@@ -120,7 +120,7 @@ def test_the_whole_constructor_is_called_and_the_exporter_of_the_best_checkpoint
     assert store_of(tmp_path / "small").steps() == [1, 6]
 
 
-def test_an_exporter_of_one_s_own_is_refused_for_it_would_have_no_effect(tmp_path):
+def test_an_exporter_of_one_s_own_is_rejected_for_it_would_have_no_effect(tmp_path):
     class Exports(Whole):
         def __init__(self, *, checkpoint_exporter=None, **given):
             super().__init__(checkpoint_exporter=object(), **given)
@@ -202,11 +202,11 @@ def test_a_driver_chooses_mixed_precision_and_distribution(tmp_path, monkeypatch
         return {**trainer.after(), "loss": logs["valid/loss"]}
 
     def act(rank):
-        told = [drive("bf16", "data", "two"), drive("fp32", "replicate", "copies")]
+        told = [drive("bf16", "fsdp", "two"), drive("fp32", "replicate", "copies")]
         (tmp_path / f"told-{rank}").write_text(json.dumps(told))
 
     on_two_ranks(tmp_path, act)
-    plain = drive("fp32", "data", "one")
+    plain = drive("fp32", "fsdp", "one")
     ranks = [json.loads((tmp_path / f"told-{rank}").read_text()) for rank in range(2)]
     for mixed, copies in ranks:
         assert (mixed["dtype"], copies["dtype"], plain["dtype"]) == ("torch.bfloat16", "torch.float32", "torch.float32")
@@ -254,21 +254,21 @@ def test_the_best_checkpoint_is_kept_by_a_metric_higher_or_lower(tmp_path, mode,
 
 def test_a_run_rolls_back_from_a_nan_loss_up_to_n_times(tmp_path):
     heard = Heard()
-    back = ("incidents={non_finite: rollback, max_incidents: 2}", "checkpoint.every_steps=2", "data.train.size=400")
+    back = ("anomalies={non_finite: rollback, max_anomalies: 2}", "checkpoint.every_steps=2", "data.train.size=400")
     trainer = run_small(tmp_path / "two", *back, bad=(16, 32), hooks=[heard])
-    assert len(heard.incidents) == 2
+    assert len(heard.anomalies) == 2
     assert trainer.step == 6
     assert all(bool(each.isfinite().all()) for each in trainer.model.parameters())
-    with pytest.raises(IncidentError):
+    with pytest.raises(AnomalyError):
         run_small(tmp_path / "three", *back, bad=(16, 32, 40))
 
 
 def test_an_exploding_loss_is_rolled_back_too(tmp_path):
     heard = Heard()
-    back = "incidents={spike: rollback, spike_window: 8, spike_threshold: 100}"
+    back = "anomalies={spike: rollback, spike_window: 8, spike_threshold: 100}"
     settings = (back, "trainer.max_steps=12", "checkpoint.every_steps=2", "data.train.size=400", "model.dropout=0.0")
     trainer = run_small(tmp_path / "run", *settings, bad=(72,), times={72: 1e6}, hooks=[heard])
-    assert [kind for _, kind in heard.incidents] == ["spike"]
+    assert [kind for _, kind in heard.anomalies] == ["spike"]
     assert trainer.step == 12
 
 
@@ -279,7 +279,7 @@ def test_averaged_weights_are_swapped_in_for_evaluation_and_the_swap_loses_no_bi
         def eval_begin(self):
             seen.append({name: each.detach().clone() for name, each in self.model.named_parameters()})
 
-    hooks = "hooks=[{type: average_weights, decay: 0.9}]"
+    hooks = "hooks=[{type: ema, decay: 0.9}]"
     trainer = build_trainer(load(tmp_path, hooks), Watching)
     trainer.train()
     plain = build_trainer(load(tmp_path, "name=plain"))
@@ -289,11 +289,11 @@ def test_averaged_weights_are_swapped_in_for_evaluation_and_the_swap_loses_no_bi
 
 
 def test_averaged_weights_begin_at_the_weights_and_not_at_zero(tmp_path):
-    config = load(tmp_path, "hooks=[{type: average_weights, decay: 0.999}]", "trainer.max_steps=1")
+    config = load(tmp_path, "hooks=[{type: ema, decay: 0.999}]", "trainer.max_steps=1")
     begun = [each.detach().clone() for each in build_trainer(config).model.parameters()]
     trainer = build_trainer(config)
     trainer.train()
-    averages = next(hook for hook in trainer.hooks if isinstance(hook, AverageWeights)).state_dict()
+    averages = next(hook for hook in trainer.hooks if isinstance(hook, EMA)).state_dict()
     found = list(_tensors(averages))
     for start, now in zip(begun, trainer.model.parameters(), strict=True):
         low, high = torch.minimum(start, now), torch.maximum(start, now)
@@ -310,13 +310,13 @@ def _tensors(nest):
 
 
 def test_actions_run_before_the_save_so_that_a_bad_state_is_never_saved(tmp_path):
-    class Refuses(Hook):
+    class Rejects(Hook):
         def after_step(self):
             if self.trainer.step == 4:
                 raise ValueError("a bad state")
 
     with pytest.raises(ValueError, match="a bad state"):
-        run_small(tmp_path / "run", "checkpoint.every_steps=2", hooks=[Refuses()])
+        run_small(tmp_path / "run", "checkpoint.every_steps=2", hooks=[Rejects()])
     assert store_of(tmp_path / "run").steps() == [2]
 
 
@@ -357,7 +357,7 @@ def test_the_lock_is_deep(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", ["trainer.max_steps=many", "seed=1.5", "trainer.max_grad_norm=yes", "log=3"])
-def test_a_value_of_the_wrong_type_is_refused_with_its_place(tmp_path, wrong):
+def test_a_value_of_the_wrong_type_is_rejected_with_its_place(tmp_path, wrong):
     with raises(ConfigError, wrong):
         load(tmp_path, wrong)
 
@@ -378,7 +378,7 @@ def test_a_checkpoint_holds_the_data_and_the_random_state(tmp_path):
 
 
 def test_a_nan_loss_is_noticed_in_its_own_step(tmp_path):
-    with raises(IncidentError, "3"):
+    with raises(AnomalyError, "3"):
         run_small(tmp_path / "run", "log.every_steps=1000", bad=(16,))
 
 
@@ -415,7 +415,7 @@ def test_gradients_are_accumulated_exactly(tmp_path):
 
 
 def test_a_run_stops_early(tmp_path):
-    hook = "hooks=[{type: stop_early, metric: valid/loss, patience: 2, mode: max}]"
+    hook = "hooks=[{type: early_stopping, metric: valid/loss, patience: 2, mode: max}]"
     counts = CountEvaluations()
 
     class WithCount(Trainer):
@@ -438,9 +438,9 @@ def test_a_trainer_that_forgets_its_super_constructor_names_the_user_s_line(tmp_
             self.steps_per_loop = 3
 
     code = Forgets.__init__.__code__
-    with pytest.raises(TrainwrightError) as refused:
+    with pytest.raises(TrainwrightError) as rejected:
         run_experiment(load(tmp_path), trainer=Forgets)
-    assert str(refused.value).startswith(f"{code.co_filename}:{code.co_firstlineno}: Forgets.__init__")
+    assert str(rejected.value).startswith(f"{code.co_filename}:{code.co_firstlineno}: Forgets.__init__")
 
 
 def test_join_and_global_step_are_there(tmp_path):

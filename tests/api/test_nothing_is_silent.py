@@ -1,4 +1,4 @@
-"""The door for functions: what would have no effect, or another one than it seems to have, is said."""
+"""The API for functions: what would have no effect, or another one than it seems to have, is said."""
 
 import argparse
 from pathlib import Path
@@ -109,9 +109,9 @@ def test_a_batch_that_cannot_be_cut_into_micro_batches_names_the_collate_fn_s_li
 
     run("--train-iters", "1", forward_step_function=step, collate_fn=collate_object)
     words = ("--train-iters", "1", "--gradient-accumulation-steps", "2", "--fresh")
-    with raises(DataError, "2") as refused:
+    with raises(DataError, "2") as rejected:
         run(*words, forward_step_function=step, collate_fn=collate_object)
-    assert f"{HERE}:{line_of('def collate_object')}" in str(refused.value)
+    assert f"{HERE}:{line_of('def collate_object')}" in str(rejected.value)
 
 
 def test_a_list_with_an_entry_a_sample_goes_with_its_rows():
@@ -131,7 +131,7 @@ def test_a_list_with_an_entry_a_sample_goes_with_its_rows():
 # flags, stopwatches, and runs that only a program knows
 
 
-def test_a_flag_that_is_misspelt_in_a_namespace_is_refused_with_the_nearest():
+def test_a_flag_that_is_misspelt_in_a_namespace_is_rejected_with_the_nearest():
     with raises(ConfigError, "args.train_iter", "train_iters"):
         config_of(argparse.Namespace(train_iter=2, epochs=1, train_data=["24"], device="cpu"))
     with raises(ConfigError, "args.batchsize", "batch_size"):

@@ -121,9 +121,9 @@ def test_a_dataset_is_map_style_iterable_or_both_and_a_data_loader_takes_it(proj
 
 def test_loader_options_are_in_the_config_and_change_no_result(project):
     plain = train(project, "trainer.max_steps=2")
-    options = ["data.workers=1", "data.loader={prefetch_factor: 3, multiprocessing_context: fork}"]
+    options = ["data.num_workers=1", "data.loader={prefetch_factor: 3, multiprocessing_context: fork}"]
     loaded = train(project, "trainer.max_steps=2", "name=workers", *options)
-    assert (loaded.train_data.options.workers, loaded.config.data.loader.prefetch_factor) == (1, 3)
+    assert (loaded.train_data.options.num_workers, loaded.config.data.loader.prefetch_factor) == (1, 3)
     assert equal_weights(plain.model, loaded.model)
 
 
@@ -316,7 +316,7 @@ class Noting(Trainer):
 def test_a_stream_is_shared_out_over_ranks_and_every_rank_evaluates(project):
     def act(rank):
         settings = ["trainer.max_steps=4", "evaluation.every_steps=null", "trainer.micro_batch_size=null"]
-        trainer = train(project, *settings, "data.train.type=rows.Streamed", "data.workers=0", trainer_class=Noting)
+        trainer = train(project, *settings, "data.train.type=rows.Streamed", "data.num_workers=0", trainer_class=Noting)
         told = {"seen": trainer.seen, "evaluated": trainer.num_evaluated, "logs": trainer.eval_logs}
         (project / f"{rank}.json").write_text(json.dumps(told))
 

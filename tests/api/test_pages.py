@@ -1,4 +1,4 @@
-"""The pages on the doors, done as a reader would: docs/customisation.md and the five that begin "Coming from".
+"""The pages on the APIs, done as a reader would: docs/customisation.md and the five that begin "Coming from".
 
 How a page is read is tests/test_docs.py's; scripts run in this process, which has torch imported already.
 """
@@ -49,7 +49,7 @@ class QuickReader(ForkingReader):
         return out + err
 
     def read_well(self, blocks):
-        """Reads blocks whose commands all succeed, but for those of which the page says that they are refused."""
+        """Reads blocks whose commands all succeed, but for those of which the page says that they are rejected."""
         for language, text in blocks:
             if language:
                 self.read([(language, text)])
@@ -58,7 +58,7 @@ class QuickReader(ForkingReader):
             for line in text.splitlines():
                 self.exit_code = 0
                 self.type(line)
-                assert (self.exit_code != 0) == line.endswith("# refused"), f"{line}\n{self.shown}"
+                assert (self.exit_code != 0) == line.endswith("# rejected"), f"{line}\n{self.shown}"
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ CHECKS = {
     ),
     "the precision": lambda shown, plain: plain.losses != losses("bf16") == pytest.approx(plain.losses, rel=0.05),
     "what happens on nan": lambda shown, plain: (
-        losses("careful") == plain.losses and RunConfig.load("runs/careful/config.yaml").incidents.spike == "skip"
+        losses("careful") == plain.losses and RunConfig.load("runs/careful/config.yaml").anomalies.spike == "skip"
     ),
     "the data": lambda shown, plain: losses("data")[0] != plain.losses[0],
     "which rows are kept for evaluation": lambda shown, plain: {"valid/loss", "test/loss"} <= lines("cut")[-1].keys(),

@@ -63,7 +63,7 @@ def test_evaluating_changes_nothing(tmp_path):
 
 
 def test_evaluating_averaged_weights_gives_what_training_logged(tmp_path):
-    hooks = "hooks=[{type: average_weights, decay: 0.9}]"
+    hooks = "hooks=[{type: ema, decay: 0.9}]"
     run_experiment(load(tmp_path, hooks))
     _, logs = run_experiment(load(tmp_path, hooks), mode="eval")
     assert logs == last_evaluation(tmp_path / "small")
@@ -88,7 +88,7 @@ def test_the_checkpoint_to_evaluate_is_chosen(tmp_path, step, expected):
     assert logs["valid/loss"] == by_step[expected]
 
 
-def test_evaluating_without_a_set_is_refused(tmp_path):
+def test_evaluating_without_a_set_is_rejected(tmp_path):
     with raises(ConfigError, "data.eval"):
         run_experiment(load(tmp_path, "data.eval={}"), mode="eval")
 
@@ -99,7 +99,7 @@ def test_evaluating_on_other_data_needs_no_training(tmp_path):
     assert run_experiment(config, mode="eval")[1].keys() == {"other/loss", "other/accuracy"}
 
 
-def test_an_unknown_mode_is_refused():
+def test_an_unknown_mode_is_rejected():
     with raises(ConfigError, "evaluate", "train_and_eval"):
         run_experiment(RunConfig(), mode="evaluate")
 
@@ -307,13 +307,13 @@ def test_a_trainer_that_is_built_is_evaluated_at_a_checkpoint(tmp_path):
         ({"model_dir": "elsewhere"}, ()),
     ],
 )
-def test_what_was_decided_when_a_trainer_was_built_is_refused(tmp_path, options, words):
+def test_what_was_decided_when_a_trainer_was_built_is_rejected(tmp_path, options, words):
     config = load(tmp_path)
     with raises(ConfigError, *words):
         run_experiment(config, trainer=build_trainer(config), **options)
 
 
-def test_another_config_than_the_trainer_s_own_is_refused(tmp_path):
+def test_another_config_than_the_trainer_s_own_is_rejected(tmp_path):
     trainer = build_trainer(load(tmp_path))
     with raises(ConfigError, "trainer.config"):
         run_experiment(load(tmp_path, "trainer.optimizer.lr=0.5"), trainer=trainer)
@@ -321,7 +321,7 @@ def test_another_config_than_the_trainer_s_own_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", ["Doubled", torch.nn.Linear, object()])
-def test_what_is_no_trainer_is_refused(tmp_path, wrong):
+def test_what_is_no_trainer_is_rejected(tmp_path, wrong):
     with raises(ConfigError, "build_trainer"):
         run_experiment(load(tmp_path), trainer=wrong)
 
@@ -357,7 +357,7 @@ def test_a_task_is_no_class(tmp_path):
         run_experiment(load(tmp_path), task=Regression)
 
 
-def test_a_task_section_that_loses_against_a_given_task_is_refused(tmp_path):
+def test_a_task_section_that_loses_against_a_given_task_is_rejected(tmp_path):
     with raises(ConfigError):
         run_experiment(load(tmp_path, "task={type: task}"), task=Task())
 
@@ -405,7 +405,7 @@ def test_a_finished_run_is_not_evaluated_twice(tmp_path):
     assert {"valid/loss", "more/loss"} <= logs.keys()
 
 
-def test_evaluating_refuses_no_changed_setting(tmp_path):
+def test_evaluating_rejects_no_changed_setting(tmp_path):
     _, logs = run_experiment(load(tmp_path))
     changed = load(tmp_path, "trainer.optimizer.lr=0.5", "seed=1", "trainer.global_batch_size=12", "data.train.size=9")
     assert run_experiment(changed, mode="eval")[1]["valid/accuracy"] == logs["valid/accuracy"]
@@ -437,7 +437,7 @@ def lines_of_sets(tmp_path):
 
 
 def test_continuous_evaluation_of_averaged_weights_gives_what_training_logged(tmp_path):
-    hooks = "hooks=[{type: average_weights, decay: 0.9}]"
+    hooks = "hooks=[{type: ema, decay: 0.9}]"
     config = load(tmp_path, hooks, "checkpoint.every_steps=2", "evaluation.every_steps=2", "checkpoint.keep_last=null")
     run_experiment(config)
     run_experiment(config, mode="continuous_eval")
@@ -454,7 +454,7 @@ class WaitForEvaluation(Hook):
 
     def after_step(self):
         results = self.trainer.folder / "evaluations.json"
-        newest = max(self.trainer.surroundings.store.steps(), default=0)
+        newest = max(self.trainer.context.store.steps(), default=0)
         deadline = time.monotonic() + 60
         while newest and f'"step": {newest},' not in (results.read_text() if results.exists() else ""):
             assert time.monotonic() < deadline
@@ -553,10 +553,10 @@ def test_a_trainer_that_forgets_the_constructor_of_trainer_is_told_so_with_its_l
             self.config, self.model = config, model
 
     for run in (build_trainer, lambda config, kind: run_experiment(config, trainer=kind)):
-        with pytest.raises(TrainwrightError) as refused:
+        with pytest.raises(TrainwrightError) as rejected:
             run(load(tmp_path), Forgets)
-        assert str(refused.value).startswith(f"{line_of(Forgets.__init__)}: Forgets.__init__ has not called super()")
-        assert mentions(str(refused.value), "__init__", "train_dataset")
+        assert str(rejected.value).startswith(f"{line_of(Forgets.__init__)}: Forgets.__init__ has not called super()")
+        assert mentions(str(rejected.value), "__init__", "train_dataset")
 
 
 def test_a_trainer_that_reads_an_attribute_too_early_is_told_so(tmp_path):
@@ -574,9 +574,9 @@ def test_a_trainer_that_keeps_the_rest_to_itself_is_told_so_with_its_line(tmp_pa
         def __init__(self, config, task, model, optimizer, train_dataset, **rest):
             super().__init__(config, task, model, optimizer, train_dataset)
 
-    with pytest.raises(TrainwrightError) as refused:
+    with pytest.raises(TrainwrightError) as rejected:
         build_trainer(load(tmp_path), Keeps)
-    assert str(refused.value).startswith(f"{line_of(Keeps.__init__)}: Keeps was made without its surroundings.")
+    assert str(rejected.value).startswith(f"{line_of(Keeps.__init__)}: Keeps was made without its context.")
 
 
 def test_an_attribute_that_a_whole_trainer_lacks_is_python_s_own_error(tmp_path):
@@ -599,7 +599,7 @@ def test_joining_waits_for_the_checkpoint_that_is_being_written(tmp_path):
         def after_step(self):
             if self.trainer.step == 5:  # one was begun after step 4
                 self.trainer.join()
-                found.append(self.trainer.surroundings.store.steps())
+                found.append(self.trainer.context.store.steps())
 
     class WithHook(Trainer):
         @classmethod

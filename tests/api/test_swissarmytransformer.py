@@ -436,7 +436,7 @@ def test_a_process_that_is_told_to_leave_saves_its_step_and_exits():
     assert same(weights(run(*words, "told")), unbroken)
 
 
-def test_a_run_that_goes_on_with_other_arguments_is_refused_by_name():
+def test_a_run_that_goes_on_with_other_arguments_is_rejected_by_name():
     def with_own(value):
         return argparse.Namespace(**vars(flags("--train-iters", "2")), margin=value)
 

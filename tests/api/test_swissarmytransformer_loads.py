@@ -92,7 +92,7 @@ def test_inference_evaluates_what_was_trained_and_trains_nothing(caplog):
     assert not Path("elsewhere").exists()
 
 
-def test_load_refuses_what_holds_no_state():
+def test_load_rejects_what_holds_no_state():
     Path("empty").mkdir()
     with raises(CheckpointError, "--load"):
         run("--train-iters", "2", "--load", "empty")

@@ -1,4 +1,4 @@
-"""`model.remat: {…, budget: auto}`: as few layers are recomputed as memory allows, and results know nothing of it."""
+"""`model.activation_checkpointing` with `budget: auto`: few layers are recomputed, with equal results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.messages import mentions, raises
 from tests.parallel.forked_ranks import on_ranks
 
 from trainwright import RunConfig, build_trainer
-from trainwright.autotune.activation_checkpointing import settle_remat, wants_budget
+from trainwright.autotune.activation_checkpointing import settle_activation_checkpointing, wants_budget
 from trainwright.backends import host_memory as main_memory
 from trainwright.backends import pick_backend
 from trainwright.backends.host_memory import MemoryFacts
@@ -24,8 +24,8 @@ MODEL = Path(__file__).with_name("layered_model.py")
 AUTO = {"layers": ["Layer"], "budget": "auto"}
 
 
-def load(tmp_path, *overrides, name="small", limit=6, remat=AUTO):
-    model = {"type": f"{MODEL}:Layered", "limit": limit, "remat": remat}
+def load(tmp_path, *overrides, name="small", limit=6, activation_checkpointing=AUTO):
+    model = {"type": f"{MODEL}:Layered", "limit": limit, "activation_checkpointing": activation_checkpointing}
     given = [f"output_dir={tmp_path}", f"name={name}", "trainer.max_steps=3", "evaluation={}"]
     return RunConfig.load(PROJECT / "run.yaml", [*given, *overrides]).derive({"model": model})
 
@@ -37,21 +37,21 @@ def settle(config, ranks=None, folder=None, tries=True):
         assert tries, "nothing is to be tried"
         return assemble(trial, None, backend, Ranks(), trial_folder, evaluates=False)[0]
 
-    return settle_remat(config, alone, backend=backend, ranks=ranks or Ranks(), folder=folder)
+    return settle_activation_checkpointing(config, alone, backend=backend, ranks=ranks or Ranks(), folder=folder)
 
 
 @pytest.fixture
-def refusing_device(monkeypatch):
+def rejecting_device(monkeypatch):
     """A device of which nobody knows what it has left: it raises out-of-memory, as a GPU does."""
     monkeypatch.setattr(main_memory, "room", lambda: None)
 
 
 def budget_of(config):
-    return config.model.reserved["remat"]["budget"]
+    return config.model.reserved["activation_checkpointing"]["budget"]
 
 
 @pytest.mark.parametrize(("limit", "recomputed"), [(0, 6), (1, 5), (2, 4), (4, 2), (5, 1), (6, 0), (9, 0)])
-def test_as_few_layers_are_recomputed_as_the_device_allows(tmp_path, refusing_device, limit, recomputed):
+def test_as_few_layers_are_recomputed_as_the_device_allows(tmp_path, rejecting_device, limit, recomputed):
     config = settle(load(tmp_path, limit=limit))
     trainer = build_trainer(config)
     chosen = [hasattr(layer, "_original_forward") for layer in trainer.model.layers]
@@ -76,10 +76,12 @@ def test_main_memory_that_has_room_keeps_every_layer(tmp_path):
     assert budget_of(settle(load(tmp_path))) == 1.0
 
 
-def test_the_run_is_bit_for_bit_the_run_that_was_told(tmp_path, refusing_device):
+def test_the_run_is_bit_for_bit_the_run_that_was_told(tmp_path, rejecting_device):
     found = build_trainer(settle(load(tmp_path, limit=3, name="a")))
     generators = torch.get_rng_state()
-    told = build_trainer(load(tmp_path, limit=3, name="b", remat={"layers": ["Layer"], "budget": 0.5}))
+    told = build_trainer(
+        load(tmp_path, limit=3, name="b", activation_checkpointing={"layers": ["Layer"], "budget": 0.5})
+    )
     assert torch.equal(generators, torch.get_rng_state())
     for trainer in (found, told):
         assert not trainer.optimizers["main"].state
@@ -88,27 +90,27 @@ def test_the_run_is_bit_for_bit_the_run_that_was_told(tmp_path, refusing_device)
     assert all(map(torch.equal, found.model.parameters(), told.model.parameters()))
 
 
-def test_a_run_that_goes_on_takes_its_share_again(tmp_path, refusing_device):
+def test_a_run_that_goes_on_takes_its_share_again(tmp_path, rejecting_device):
     config = load(tmp_path, limit=3)
     build_trainer(settle(config))
     again = settle(config, folder=tmp_path / "small", tries=False)
     assert budget_of(again) == 0.5
 
 
-def test_a_share_of_another_micro_batch_is_not_taken(tmp_path, refusing_device):
+def test_a_share_of_another_micro_batch_is_not_taken(tmp_path, rejecting_device):
     build_trainer(settle(load(tmp_path, limit=3)))
     config = load(tmp_path, "trainer.micro_batch_size=2", limit=4)
     assert budget_of(settle(config, folder=tmp_path / "small")) == 0.6667
 
 
-def test_only_what_is_left_open_is_found(tmp_path, refusing_device):
-    remat = {"layers.0": ["Layer"], "layers.5": {"layers": ["Layer"], "budget": "auto"}}
-    config = settle(load(tmp_path, limit=4, remat=remat))
-    found = config.model.reserved["remat"]
+def test_only_what_is_left_open_is_found(tmp_path, rejecting_device):
+    activation_checkpointing = {"layers.0": ["Layer"], "layers.5": {"layers": ["Layer"], "budget": "auto"}}
+    config = settle(load(tmp_path, limit=4, activation_checkpointing=activation_checkpointing))
+    found = config.model.reserved["activation_checkpointing"]
     assert (list(found["layers.0"]), found["layers.5"]["budget"]) == (["Layer"], 0.0)
 
 
-def test_the_largest_need_of_all_ranks_decides(tmp_path, refusing_device):
+def test_the_largest_need_of_all_ranks_decides(tmp_path, rejecting_device):
     def act(mesh):
         ranks = Ranks(torch.distributed.get_rank(), 2)
         return budget_of(settle(load(tmp_path, limit=2 + 2 * ranks.rank), ranks))
@@ -116,35 +118,35 @@ def test_the_largest_need_of_all_ranks_decides(tmp_path, refusing_device):
     assert on_ranks(tmp_path, {"replicate": 2}, act) == [0.3334, 0.3334]
 
 
-def test_where_nothing_fits_the_error_says_what_could_change(tmp_path, refusing_device):
+def test_where_nothing_fits_the_error_says_what_could_change(tmp_path, rejecting_device):
     with raises(OutOfMemory, "runtime.precision"):
         settle(load(tmp_path, limit=-1))
 
 
-def test_micro_batches_that_are_to_be_found_too_are_refused(tmp_path):
-    with raises(ConfigError, "model.remat.budget", "trainer.micro_batch_size"):
+def test_micro_batches_that_are_to_be_found_too_are_rejected(tmp_path):
+    with raises(ConfigError, "model.activation_checkpointing.budget", "trainer.micro_batch_size"):
         settle(load(tmp_path, "trainer.micro_batch_size=auto"), tries=False)
 
 
 @pytest.mark.parametrize(
-    ("remat", "wants"), [(AUTO, True), (["Layer"], False), ({"layers.0": AUTO}, True), (None, False)]
+    ("activation_checkpointing", "wants"), [(AUTO, True), (["Layer"], False), ({"layers.0": AUTO}, True), (None, False)]
 )
-def test_who_wants_a_budget_is_known(tmp_path, remat, wants):
-    assert wants_budget(load(tmp_path, remat=remat)) is wants
+def test_who_wants_a_budget_is_known(tmp_path, activation_checkpointing, wants):
+    assert wants_budget(load(tmp_path, activation_checkpointing=activation_checkpointing)) is wants
 
 
-def test_the_share_is_logged(tmp_path, refusing_device, caplog):
+def test_the_share_is_logged(tmp_path, rejecting_device, caplog):
     with caplog.at_level(logging.INFO, logger="trainwright"):
         settle(load(tmp_path, limit=3))
-    assert [each for each in caplog.messages if "remat" in each] == [
-        "model.remat.budget: auto: trying how few layers need to be recomputed",
-        "model.remat.budget: auto: 0.5",
+    assert [each for each in caplog.messages if "activation_checkpointing" in each] == [
+        "model.activation_checkpointing.budget: auto: trying how few layers need to be recomputed",
+        "model.activation_checkpointing.budget: auto: 0.5",
     ]
 
 
-def test_a_run_finds_its_budget_and_takes_it_again(tmp_path, refusing_device, caplog):
+def test_a_run_finds_its_budget_and_takes_it_again(tmp_path, rejecting_device, caplog):
     build_trainer(load(tmp_path, limit=3)).train()
     with caplog.at_level(logging.INFO, logger="trainwright"):
         trainer = build_trainer(load(tmp_path, "trainer.max_steps=5", limit=3))
     assert (trainer.step, budget_of(trainer.config)) == (3, 0.5)
-    assert mentions(caplog.messages, "model.remat.budget", "0.5")
+    assert mentions(caplog.messages, "model.activation_checkpointing.budget", "0.5")

@@ -69,8 +69,8 @@ def saved_number(tmp_path, name="small"):
 @pytest.mark.parametrize(("limit", "found"), [(1, 1), (2, 2), (5, 4), (7, 6), (11, 6), (12, 12), (100, 12)])
 def test_the_largest_divisor_that_fits_is_found_and_the_global_batch_stays(tmp_path, limit, found):
     trainer = build_trainer(load(tmp_path, NO_MODEL), trainer_with(limit))
-    plan = trainer.surroundings.batch
-    assert (plan.global_batch_size, plan.micro_batch_size, plan.accumulation) == (12, found, 12 // found)
+    plan = trainer.context.batch
+    assert (plan.global_batch_size, plan.micro_batch_size, plan.gradient_accumulation_steps) == (12, found, 12 // found)
     assert saved_number(tmp_path) == trainer.config.trainer.micro_batch_size == found
 
 
@@ -319,8 +319,8 @@ def test_hooks_and_writers_of_the_trial_are_never_called(tmp_path):
 
 
 def test_an_accumulation_leaves_nothing_to_find(tmp_path):
-    with raises(ConfigError, "trainer.accumulation", "3", "micro_batch_size"):
-        build_trainer(load(tmp_path, NO_MODEL, "trainer.accumulation=3"), trainer_with(5))
+    with raises(ConfigError, "trainer.gradient_accumulation_steps", "3", "micro_batch_size"):
+        build_trainer(load(tmp_path, NO_MODEL, "trainer.gradient_accumulation_steps=3"), trainer_with(5))
 
 
 def test_the_number_is_logged(tmp_path, caplog):

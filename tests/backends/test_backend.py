@@ -25,7 +25,7 @@ def test_auto_takes_a_gpu_only_where_there_is_one(monkeypatch):
     assert type(pick_backend("cpu")) is Backend
 
 
-def test_devices_that_are_not_there_are_refused_with_where_they_are_set(monkeypatch):
+def test_devices_that_are_not_there_are_rejected_with_where_they_are_set(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with raises(ConfigError, "cuda", "runtime.device", at="run.yaml:3"):
         pick_backend("cuda", where="run.yaml:3")

@@ -185,7 +185,7 @@ def test_auto_takes_what_is_here():
 
 
 @pytest.mark.skipif(IS_HERE["tpu"], reason="here is one")
-def test_a_tpu_that_is_absent_is_refused_with_what_to_install(monkeypatch):
+def test_a_tpu_that_is_absent_is_rejected_with_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with raises(ConfigError, "tpu", "runtime.device", at="run.yaml:3"):
         pick_backend("tpu", where="run.yaml:3")

@@ -191,6 +191,6 @@ def test_workers_collect_their_own_garbage(tmp_path):
             seen.append(batch["x"].min().item())
             return super().train_step(batch)
 
-    workers = ("data.workers=1", f"data.train={{type: {tmp_path}/own.py:Own}}", "trainer.max_steps=2")
+    workers = ("data.num_workers=1", f"data.train={{type: {tmp_path}/own.py:Own}}", "trainer.max_steps=2")
     make(tmp_path / "run", "data.eval={}", "evaluation={}", *workers, trainer=Looking).train()
     assert seen == [1.0, 1.0]

@@ -1,4 +1,4 @@
-"""Each part from its section; who wins, and that a section which loses is refused by name."""
+"""Each part from its section; who wins, and that a section which loses is rejected by name."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class OwnTask(Trainer):
         (OwnTask, ["task=task"], None, "task", "task()"),
     ],
 )
-def test_a_section_that_a_trainer_leaves_unused_is_refused_with_its_line(
+def test_a_section_that_a_trainer_leaves_unused_is_rejected_with_its_line(
     tmp_path, trainer_class, overrides, line, section, offer
 ):
     with pytest.raises(ConfigError) as caught:
@@ -115,13 +115,13 @@ def test_a_section_that_a_trainer_leaves_unused_is_refused_with_its_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_several_optimizers_that_a_trainer_leaves_unused_are_refused_by_their_own_name(tmp_path):
+def test_several_optimizers_that_a_trainer_leaves_unused_are_rejected_by_their_own_name(tmp_path):
     overrides = ["trainer.optimizer=null", "trainer.schedule=null", "trainer.optimizers={a: {optimizer: sgd}}"]
     with raises(ConfigError, "trainer.optimizers"):
         build_trainer(load(tmp_path, *overrides), OwnOptimizer)
 
 
-def test_a_split_that_nothing_uses_is_refused(tmp_path):
+def test_a_split_that_nothing_uses_is_rejected(tmp_path):
     class Own(OwnTrainData, OwnEvalData):
         pass
 
@@ -187,12 +187,12 @@ def test_a_task_s_model_and_data_win_over_sections(tmp_path):
     trainer = build_trainer(load(tmp_path, "model=null", "data.train=null", "data.eval={}"), WithTask)
     assert isinstance(trainer.model, torch.nn.Linear)
     assert (len(trainer.train_data), len(trainer.eval_data["valid"])) == (20, 5)
-    assert trainer.surroundings.test_data is None
+    assert trainer.context.test_data is None
     assert trainer.train().keys() == {"valid/loss", "valid/accuracy"}
 
 
 @pytest.mark.parametrize(
-    ("overrides", "refused"),
+    ("overrides", "rejected"),
     [
         ([], f"run.yaml:{line_of('model:')}: model"),
         (["model=null"], f"run.yaml:{line_of('train:')}: data.train"),
@@ -201,8 +201,8 @@ def test_a_task_s_model_and_data_win_over_sections(tmp_path):
         (["model=null", "data.train=null", "data.eval={}", "data.split=[9, 1]"], "data.split"),
     ],
 )
-def test_sections_that_a_task_leaves_unused_are_refused(tmp_path, overrides, refused):
-    with raises(ConfigError, refused):
+def test_sections_that_a_task_leaves_unused_are_rejected(tmp_path, overrides, rejected):
+    with raises(ConfigError, rejected):
         build_trainer(load(tmp_path, *overrides), WithTask)
 
 
@@ -225,12 +225,12 @@ def test_a_task_is_found_by_its_section(tmp_path):
 # the model
 
 
-def test_a_model_that_is_not_named_is_refused(tmp_path):
+def test_a_model_that_is_not_named_is_rejected(tmp_path):
     with raises(ConfigError):
         build_trainer(load(tmp_path, "model=null"))
 
 
-def test_a_wrong_argument_is_refused_with_its_place_and_the_nearest(tmp_path):
+def test_a_wrong_argument_is_rejected_with_its_place_and_the_nearest(tmp_path):
     with raises(ConfigError, "override model.widht=", "width", "3"):
         build_trainer(load(tmp_path, "model.widht=3"))
 
@@ -271,12 +271,12 @@ def test_one_glob_may_be_given_bare(tmp_path):
     assert [name for name, each in trainer.model.named_parameters() if not each.requires_grad] == ["layers.0.bias"]
 
 
-def test_a_glob_that_freezes_nothing_is_refused(tmp_path):
+def test_a_glob_that_freezes_nothing_is_rejected(tmp_path):
     with raises(ConfigError, "override model.freeze=", "head.*"):
         build_trainer(load(tmp_path, "model.freeze=['head.*']"))
 
 
-def test_a_model_that_is_frozen_whole_is_refused(tmp_path):
+def test_a_model_that_is_frozen_whole_is_rejected(tmp_path):
     with raises(ConfigError):
         build_trainer(load(tmp_path, "model.freeze=['*']"))
 
@@ -323,7 +323,7 @@ def test_a_frozen_parameter_needs_no_owner(tmp_path):
     assert list(trainer.optimizers) == ["body"]
 
 
-def test_a_run_without_an_optimizer_is_refused(tmp_path):
+def test_a_run_without_an_optimizer_is_rejected(tmp_path):
     with raises(ConfigError, line_of("trainer:"), "trainer.optimizer", at="run.yaml"):
         build_trainer(load(tmp_path, "trainer.optimizer=null"))
 
@@ -332,12 +332,12 @@ def test_a_run_without_an_optimizer_is_refused(tmp_path):
 
 
 def test_the_default_hooks_come_first(tmp_path):
-    hooks = build_trainer(load(tmp_path, "hooks=[{type: stop_early, metric: valid/loss}, time_steps]")).hooks
+    hooks = build_trainer(load(tmp_path, "hooks=[{type: early_stopping, metric: valid/loss}, time_steps]")).hooks
     assert [type(hook).__name__ for hook in hooks] == [
         "TimeSteps",
         "ObeyPreemption",
-        "WatchForHangs",
-        "StopEarly",
+        "Watchdog",
+        "EarlyStopping",
         "TimeSteps",
     ]
     assert isinstance(hooks[1], ObeyPreemption)
@@ -380,16 +380,16 @@ def test_a_hook_that_does_not_inherit_works(tmp_path):
     assert trainer.hooks[-1].steps == 2
 
 
-def test_a_wrong_hook_argument_is_refused_with_its_place(tmp_path):
-    with raises(ConfigError, "override hooks=", "metrics", "hooks.0", "StopEarly"):
-        build_trainer(load(tmp_path, "hooks=[{type: stop_early, metrics: valid/loss}]"))
+def test_a_wrong_hook_argument_is_rejected_with_its_place(tmp_path):
+    with raises(ConfigError, "override hooks=", "metrics", "hooks.0", "EarlyStopping"):
+        build_trainer(load(tmp_path, "hooks=[{type: early_stopping, metrics: valid/loss}]"))
 
 
-def test_a_wrong_metric_argument_is_refused_with_the_override_that_gives_it(tmp_path):
+def test_a_wrong_metric_argument_is_rejected_with_the_override_that_gives_it(tmp_path):
     override = "evaluation.metrics.accuracy.top=5"
-    with raises(ConfigError, "metrics.accuracy") as refused:
+    with raises(ConfigError, "metrics.accuracy") as rejected:
         build_trainer(load(tmp_path, override))
-    assert str(refused.value).startswith(f"override {override}: ")
+    assert str(rejected.value).startswith(f"override {override}: ")
 
 
 def test_imported_modules_register_parts(tmp_path):
@@ -405,7 +405,7 @@ def test_imported_modules_register_parts(tmp_path):
     trainer.train()
 
 
-def test_an_import_that_is_not_there_is_refused_with_its_place(tmp_path):
+def test_an_import_that_is_not_there_is_rejected_with_its_place(tmp_path):
     with raises(ConfigError, "override imports=", "nowhere_at_all"):
         build_trainer(load(tmp_path, "imports=[nowhere_at_all]"))
 
@@ -440,7 +440,7 @@ def test_a_part_that_gets_no_sample_is_left_out(tmp_path, caplog):
     assert "9 samples are too few for a set valid" in caplog.text
 
 
-def test_a_split_that_leaves_nothing_to_train_on_is_refused(tmp_path):
+def test_a_split_that_leaves_nothing_to_train_on_is_rejected(tmp_path):
     build = Build(load(tmp_path, "data.eval={}", "data.split={valid: 40, test: 10}"))
     with raises(ConfigError, "40", "10", "50"):
         build.train_data()
@@ -448,12 +448,12 @@ def test_a_split_that_leaves_nothing_to_train_on_is_refused(tmp_path):
         load(tmp_path, "data.split={}")
 
 
-def test_weights_of_an_evaluation_set_are_refused(tmp_path):
+def test_weights_of_an_evaluation_set_are_rejected(tmp_path):
     valid = "data.eval={valid: {type: mix, sources: {a: {type: parts.py:Points, weight: 1}}}}"
     with raises(ConfigError, "data.eval.valid"):
         Build(load(tmp_path, valid)).eval_data()
 
 
-def test_process_is_refused_where_a_trainer_builds_the_data(tmp_path):
+def test_process_is_rejected_where_a_trainer_builds_the_data(tmp_path):
     with raises(ConfigError, "data.process"):
         build_trainer(load(tmp_path, "data.train=null", "data.eval={}", "data.process={type: x.y}"), OwnTrainData)

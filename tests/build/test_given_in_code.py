@@ -1,4 +1,4 @@
-"""A trainer or a task that is given in code: the run's config.yaml finds it again, or refuses to guess."""
+"""A trainer or a task that is given in code: the run's config.yaml finds it again, or rejects to guess."""
 
 from pathlib import Path
 
@@ -76,7 +76,7 @@ def test_a_run_does_not_go_on_with_another_trainer_than_it_was_given(tmp_path):
 
 
 def test_a_trainer_that_is_given_to_build_trainer_is_told_of_and_may_change(tmp_path, caplog):
-    """Its config is the caller's own, so that nothing is written into it and nobody is refused."""
+    """Its config is the caller's own, so that nothing is written into it and nobody is rejected."""
     assert build_trainer(load(tmp_path), local_class()).config.trainer.type == "trainer"
     build_trainer(load(tmp_path), local_class()).train()
     assert run_experiment(saved(tmp_path), mode="eval")[1].keys() == {"valid/loss", "valid/accuracy"}
@@ -88,7 +88,7 @@ def test_a_trainer_that_is_given_to_build_trainer_is_told_of_and_may_change(tmp_
     assert "was trained by" not in caplog.text
 
 
-def test_a_trainer_that_nothing_finds_again_is_refused_by_name_and_the_model_is_still_loaded(tmp_path):
+def test_a_trainer_that_nothing_finds_again_is_rejected_by_name_and_the_model_is_still_loaded(tmp_path):
     _, logs = run_experiment(load(tmp_path), trainer=local_class())
     with raises(ConfigError, "local_class.<locals>.Local"):
         run_experiment(saved(tmp_path), mode="eval")
@@ -99,7 +99,7 @@ def test_a_trainer_that_nothing_finds_again_is_refused_by_name_and_the_model_is_
     assert isinstance(load_checkpoint(tmp_path / "small"), torch.nn.Module)
 
 
-def test_a_model_that_only_such_a_trainer_makes_is_refused_too(tmp_path):
+def test_a_model_that_only_such_a_trainer_makes_is_rejected_too(tmp_path):
     class Makes(Trainer):
         @classmethod
         def build_model(cls, build):
@@ -118,7 +118,7 @@ def test_a_task_whose_class_is_all_of_it_is_found_again(tmp_path):
     assert run_experiment(saved(tmp_path), task=Bare())[1] == logs
 
 
-def test_a_task_that_was_made_with_something_is_refused_by_name(tmp_path):
+def test_a_task_that_was_made_with_something_is_rejected_by_name(tmp_path):
     config = load(tmp_path, "model=null", "evaluation.metrics={}")
     _, logs = run_experiment(config, task=Sized(3))
     with raises(ConfigError):

@@ -33,15 +33,15 @@ SECTIONS = {
     "gpt2": {"type": "gpt2", **SMALL, "freeze": ["transformer.wte.*"]},
     "bert": {"type": "bert", **TEXT},
     "lora": {"type": "llama", **SMALL, "lora": {"match": "*.q_proj", "rank": 2, "train": ["*norm*"]}},
-    "recomputed": {"type": "llama", **SMALL, "remat": ["model.layers.*"]},
+    "recomputed": {"type": "llama", **SMALL, "activation_checkpointing": ["model.layers.*"]},
 }
 OF_TWO_AXES = ("tied", "gpt2", "lora")
 """Four ranks are slow: these stand for the others there."""
 LAYOUTS = [
-    *(({axis: 2}, tuple(SECTIONS)) for axis in ("data", "tensor", "pipeline", "context")),
+    *(({axis: 2}, tuple(SECTIONS)) for axis in ("fsdp", "tensor", "pipeline", "context")),
     *(
         pytest.param(axes, names, marks=marks)
-        for axes in ({"data": 2, "tensor": 2}, {"tensor": 2, "pipeline": 2}, {"replicate": 2, "data": 2})
+        for axes in ({"fsdp": 2, "tensor": 2}, {"tensor": 2, "pipeline": 2}, {"replicate": 2, "fsdp": 2})
         for names, marks in (
             (OF_TWO_AXES, ()),
             (tuple(name for name in SECTIONS if name not in OF_TWO_AXES), pytest.mark.slow),
@@ -164,7 +164,7 @@ def test_pretrained_weights_are_read_by_the_first_rank_alone(tmp_path):
         mine.mkdir()
         seen = str(folder if ranks.is_first else mine / "nowhere")
         section = {"type": "llama", "pretrained": {"folder": seen, "dtype": "bf16"}, "lora": lora}
-        build, placed, _ = placed_as_in_a_run(load(mine, section, {"data": 2}), ranks)
+        build, placed, _ = placed_as_in_a_run(load(mine, section, {"fsdp": 2}), ranks)
         own = tensors_of(placed.model)
         same = all(torch.equal(whole(own[name]), value) for name, value in tensors_of(model).items())
         adapters = [whole(value) for name, value in own.items() if "lora" in name]
@@ -173,7 +173,7 @@ def test_pretrained_weights_are_read_by_the_first_rank_alone(tmp_path):
         dtypes = {name: str(value.dtype) for name, value in own.items()}
         return same, adapters, dtypes, kept_whole, build.pretrained_facts, local(own["lm_head.weight"]).numel()
 
-    (same, adapters, *first), (same_there, adapters_there, *other) = on_ranks(tmp_path, {"data": 2}, act)
+    (same, adapters, *first), (same_there, adapters_there, *other) = on_ranks(tmp_path, {"fsdp": 2}, act)
     assert same
     assert same_there
     assert all(torch.equal(left, right) for left, right in zip(adapters, adapters_there, strict=True))
@@ -184,13 +184,13 @@ def test_pretrained_weights_are_read_by_the_first_rank_alone(tmp_path):
 
 def test_an_error_of_the_first_rank_is_everybodys(tmp_path):
     section = {"type": "llama", "pretrained": str(tmp_path / "nowhere")}
-    config = load(tmp_path, section, {"data": 2})
+    config = load(tmp_path, section, {"fsdp": 2})
 
     def act(mesh):
         with raises(CheckpointError):
             built(config, ranks_of(mesh))
 
-    on_ranks(tmp_path, {"data": 2}, act)
+    on_ranks(tmp_path, {"fsdp": 2}, act)
 
 
 # who builds what
@@ -208,7 +208,7 @@ def test_an_error_of_the_first_rank_is_everybodys(tmp_path):
     ids=["class", "subclass", "replacement", "trainer", "task"],
 )
 def test_where_a_users_code_meets_the_model_every_rank_builds_it_whole(tmp_path, section, trainer_class, task):
-    build, model = built(load(tmp_path, section), alone(data=2), trainer_class, task)
+    build, model = built(load(tmp_path, section), alone(fsdp=2), trainer_class, task)
     assert not build.first_has_weights
     assert not any(each.is_meta for each in model.parameters())
 
@@ -223,7 +223,7 @@ def test_a_model_that_is_not_split_is_built_whole_on_every_rank(tmp_path):
 
 
 def test_other_ranks_hold_their_parts_and_the_first_lets_go_of_the_whole(tmp_path):
-    config = load(tmp_path, {"type": "llama", **SMALL}, {"data": 2, "tensor": 2})
+    config = load(tmp_path, {"type": "llama", **SMALL}, {"fsdp": 2, "tensor": 2})
 
     def act(mesh):
         ranks = ranks_of(mesh)
@@ -236,7 +236,7 @@ def test_other_ranks_hold_their_parts_and_the_first_lets_go_of_the_whole(tmp_pat
         parts = sum(local(parameter).nbytes for parameter in placed.model.parameters())
         return peak.num_bytes, parts, sizes, sum(each() is not None for each in arrays)
 
-    (most, parts, sizes, num_left), *others = on_ranks(tmp_path, {"data": 2, "tensor": 2}, act)
+    (most, parts, sizes, num_left), *others = on_ranks(tmp_path, {"fsdp": 2, "tensor": 2}, act)
     assert num_left == 0
     assert most > sum(sizes) > 3 * parts
     for peak, parts_there, _, _ in others:

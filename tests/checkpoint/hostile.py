@@ -14,7 +14,7 @@ CALLS = ("ls", "info", "cat_file", "open", "put_file", "pipe_file", "rm_file", "
 PUTS = ("put_file", "pipe_file")
 CHANGES = (*PUTS, "rm_file")
 
-FAULTS = ("refuses", "loses the answer", "dies", "drops", "truncates", "breaks off")
+FAULTS = ("rejects", "loses the answer", "dies", "drops", "truncates", "breaks off")
 
 
 class Plan:

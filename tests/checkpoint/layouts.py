@@ -15,12 +15,12 @@ from trainwright.checkpoint.together import Together, share_of
 from trainwright.parallel.collectives import Notes
 
 LAYOUTS = {
-    "data": {"data": 4},
-    "data-tensor": {"data": 2, "tensor": 2},
-    "hybrid": {"replicate": 2, "data": 2},
+    "fsdp": {"fsdp": 4},
+    "fsdp-tensor": {"fsdp": 2, "tensor": 2},
+    "hybrid": {"replicate": 2, "fsdp": 2},
     "tensor": {"tensor": 4},
     "replicate-tensor": {"replicate": 2, "tensor": 2},
-    "pipeline": {"pipeline": 2, "data": 2},
+    "pipeline": {"pipeline": 2, "fsdp": 2},
 }
 
 
@@ -60,7 +60,7 @@ def place(model, mesh):
                     dim = int(key == "weight" and name.endswith("1"))
                     split = distribute_tensor(parameter.detach(), mesh.along("tensor"), [Shard(dim)])
                     setattr(module, key, nn.Parameter(split))
-    if mesh.size("data") > 1:
+    if mesh.size("fsdp") > 1:
         layers = mesh.layers["replicate", "shard"] if mesh.size("replicate") > 1 else mesh.layers["shard"]
         for block in model.blocks:
             if isinstance(block, nn.Linear):
@@ -123,7 +123,7 @@ def parts_of(model, optimizer, averages):
         events={},
         data={"position": 5},
         loss_scale=None,
-        incidents=Nothing(),
+        anomalies=Nothing(),
         generators=[],
         step=2,
         has_unfinished_step=False,

@@ -51,7 +51,7 @@ def on_ranks(size, act, **axes):
 def along(ranks, axes):
     """The same ranks in a layout of their own; the groups that training needs besides are left out."""
     sizes = {**ALONE, **axes}
-    shape = (sizes["pipeline"], sizes["replicate"], sizes["data"] * sizes["context"], sizes["tensor"])
+    shape = (sizes["pipeline"], sizes["replicate"], sizes["fsdp"] * sizes["context"], sizes["tensor"])
     layers = init_device_mesh("cpu", shape, mesh_dim_names=("pipeline", "replicate", "shard", "tensor"))
     return Ranks(ranks.rank, ranks.size, control=ranks._control, mesh=Mesh(sizes, ranks.rank, layers))
 

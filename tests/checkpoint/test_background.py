@@ -239,7 +239,7 @@ def test_an_unexpected_error_surfaces_with_its_cause(make, disk):
         saver.wait(must_succeed=True)
 
 
-def test_a_state_that_cannot_be_saved_is_refused_at_once_and_counts_for_nothing(make, store, asynchronous):
+def test_a_state_that_cannot_be_saved_is_rejected_at_once_and_counts_for_nothing(make, store, asynchronous):
     saver = make(asynchronous=asynchronous)
     with raises(CheckpointError, "training.seen"):
         saver.save(10, {"training": {"seen": {1}}}, metrics={})

@@ -71,10 +71,10 @@ def adamw_reversed(model):
 
 
 class Nothing:
-    """Incidents of which there were none."""
+    """Anomalies of which there were none."""
 
     def state_dict(self):
-        return {"num_incidents": 0, "watch": None}
+        return {"num_anomalies": 0, "watch": None}
 
 
 def write(store, model, optimizers, *, step=5, hooks=(), unclaimed=None, generators=None):
@@ -84,7 +84,7 @@ def write(store, model, optimizers, *, step=5, hooks=(), unclaimed=None, generat
         hooks=Hooks(hooks).keyed(),
         events={"window": {}, "histories": {}},
         data={"position": 40},
-        incidents=Nothing(),
+        anomalies=Nothing(),
         loss_scale=None,
         generators=generators or [contents.generator_state()],
         step=step,
@@ -168,14 +168,14 @@ def test_bf16_weights_keep_their_bits(store):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_renamed_optimizers_are_refused_by_name(store):
+def test_renamed_optimizers_are_rejected_by_name(store):
     model = net()
     write(store, model, {"main": stepped(model, adamw)})
     with raises(CheckpointError, "--fresh"):
         contents.restore_optimizers(store.read(5, "optimizers"), model, {"body": adamw(model), "head": adamw(model)})
 
 
-def test_state_for_a_parameter_that_the_optimizer_no_longer_owns_is_refused_by_name(store):
+def test_state_for_a_parameter_that_the_optimizer_no_longer_owns_is_rejected_by_name(store):
     model = net()
     write(store, model, {"main": stepped(model, adamw)})
     smaller = torch.optim.AdamW(model[0].parameters())
@@ -183,7 +183,7 @@ def test_state_for_a_parameter_that_the_optimizer_no_longer_owns_is_refused_by_n
         contents.restore_optimizers(store.read(5, "optimizers"), model, {"main": smaller})
 
 
-def test_another_number_of_parameter_groups_is_refused_in_words(store):
+def test_another_number_of_parameter_groups_is_rejected_in_words(store):
     model = net()
     write(store, model, {"main": stepped(model, adamw)})
     groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}]
@@ -271,7 +271,7 @@ def test_without_strict_the_rest_is_loaded_and_differences_are_logged(store, cap
     assert "2.weight" in caplog.text
 
 
-def test_a_refused_model_is_left_as_it_was(store):
+def test_a_rejected_model_is_left_as_it_was(store):
     write(store, net(), {})
     other = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5))
     before = {name: value.clone() for name, value in other.state_dict().items()}

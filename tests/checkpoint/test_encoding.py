@@ -224,7 +224,7 @@ Point = namedtuple("Point", "x y")
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_cannot_be_saved_is_refused_with_its_path_and_type(value, words):
+def test_what_cannot_be_saved_is_rejected_with_its_path_and_type(value, words):
     with pytest.raises(CheckpointError) as caught:
         encode({"InfoHook": {"seen": value}}, name="hooks")
     message = str(caught.value)
@@ -232,7 +232,7 @@ def test_what_cannot_be_saved_is_refused_with_its_path_and_type(value, words):
     assert all(word in message for word in words), message
 
 
-def test_a_list_that_contains_itself_is_refused():
+def test_a_list_that_contains_itself_is_rejected():
     endless: list = []
     endless.append(endless)
     with raises(CheckpointError):

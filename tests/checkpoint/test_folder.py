@@ -102,7 +102,7 @@ def test_anything_else_is_no_run(run, inside):
         run_folders.find_run(wrong)
 
 
-def test_a_checkpoint_whose_run_lost_its_config_is_refused(run):
+def test_a_checkpoint_whose_run_lost_its_config_is_rejected(run):
     (run / "config.yaml").unlink()
     with raises(CheckpointError, "config.yaml"):
         run_folders.find_run(run / "checkpoints" / "step-00000012")

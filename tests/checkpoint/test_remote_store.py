@@ -106,7 +106,7 @@ def test_both_stores_have_the_same_public_methods():
 
 
 def test_making_a_store_asks_nobody(store):
-    Plan.set("refuses", 0)
+    Plan.set("rejects", 0)
     again = open_store(store.folder.address)
     assert str(again.path(20)) == f"{store.folder}/step-00000020"
     assert not Plan.has_struck
@@ -308,7 +308,7 @@ def test_no_answer_is_not_damage():
     before = files_of(store)
     at = 0
     while True:
-        Plan.set("refuses", at)
+        Plan.set("rejects", at)
         try:
             assert store.newest_intact() == 20
         except UnreachableError:

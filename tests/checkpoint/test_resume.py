@@ -1,4 +1,4 @@
-"""Running the same command again: what may change, what is refused, where it goes on."""
+"""Running the same command again: what may change, what is rejected, where it goes on."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_finished_run_changes_nothing(tmp_path):
 
 def test_a_run_that_stopped_early_stays_stopped_and_changes_nothing(tmp_path):
     overrides = (
-        "hooks=[{type: stop_early, metric: valid/loss, patience: 1, min_delta: 10}]",
+        "hooks=[{type: early_stopping, metric: valid/loss, patience: 1, min_delta: 10}]",
         "evaluation.every_steps=2",
     )
     run_experiment(load(tmp_path, *overrides))
@@ -172,7 +172,7 @@ def test_a_step_that_was_saved_before_it_was_written_is_written_once(tmp_path, u
 FREE = [
     "trainer.max_steps=20",
     "trainer.micro_batch_size=2",
-    "data.workers=1",
+    "data.num_workers=1",
     "data.eval={}",
     "data.test={type: parts.py:Points, size: 5}",
     "evaluation.every_steps=1",
@@ -234,7 +234,7 @@ def changed_project(tmp_path, **replacements):
     return tmp_path / "run.yaml"
 
 
-def test_a_refused_change_says_where_it_is_written_and_what_to_do(tmp_path):
+def test_a_rejected_change_says_where_it_is_written_and_what_to_do(tmp_path):
     build_trainer(load(tmp_path, "trainer.max_steps=2")).train()
     path = changed_project(tmp_path, width=("width: 8", "width: 16"), clip=("  max_grad_norm: 1.0\n", ""))
     before = all_files(tmp_path / "small")
@@ -250,7 +250,7 @@ def test_a_refused_change_says_where_it_is_written_and_what_to_do(tmp_path):
     assert all_files(tmp_path / "small") == before
 
 
-def test_a_change_made_in_python_is_refused_without_a_place(tmp_path):
+def test_a_change_made_in_python_is_rejected_without_a_place(tmp_path):
     build_trainer(load(tmp_path, "trainer.max_steps=2")).train()
     settings = {**load(tmp_path).to_dict(), "seed": 8}
     with raises(CheckpointError, "7"):
@@ -281,7 +281,7 @@ def test_fresh_sets_the_earlier_run_aside(tmp_path):
     assert [line["step"] for line in lines_of(tmp_path)] == [3, 4]
 
 
-def test_a_refused_config_sets_nothing_aside(tmp_path):
+def test_a_rejected_config_sets_nothing_aside(tmp_path):
     build_trainer(load(tmp_path, "trainer.max_steps=2")).train()
     before = all_files(tmp_path)
     with pytest.raises(Exception, match="no optimizer"):
@@ -289,13 +289,13 @@ def test_a_refused_config_sets_nothing_aside(tmp_path):
     assert all_files(tmp_path) == before
 
 
-def test_a_refused_config_leaves_no_folder(tmp_path):
+def test_a_rejected_config_leaves_no_folder(tmp_path):
     with pytest.raises(Exception, match="no optimizer"):
         build_trainer(load(tmp_path, "trainer.optimizer={type: adamv}"))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_that_code_changed_is_refused_with_both_shapes(tmp_path):
+def test_a_model_that_code_changed_is_rejected_with_both_shapes(tmp_path):
     build_trainer(load(tmp_path, "trainer.max_steps=2")).train()
     build_trainer(load(tmp_path, "trainer.max_steps=3"))  # unchanged: it goes on
 
@@ -340,7 +340,7 @@ def test_a_checkpoint_that_is_not_there_is_a_clear_error(store, step, problem):
         pick_step(store, step, best=None)
 
 
-def test_a_damaged_checkpoint_that_was_asked_for_is_refused(store):
+def test_a_damaged_checkpoint_that_was_asked_for_is_rejected(store):
     (store.path(10) / "model.safetensors").write_bytes(b"x")
     with raises(CheckpointError, "model.safetensors", "1"):
         pick_step(store, 10, best=None)

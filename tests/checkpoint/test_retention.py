@@ -84,12 +84,12 @@ def test_the_newest_the_best_and_the_nth_are_never_deleted(metrics, last, metric
     assert retention.to_delete({step: metrics[step] for step in kept}, num_coming=coming) == []
 
 
-def test_a_keep_last_that_would_delete_the_newest_is_refused():
+def test_a_keep_last_that_would_delete_the_newest_is_rejected():
     with raises(ConfigError, "checkpoint.keep_last", "0"):
         Retention(0)
 
 
-def test_a_period_of_nothing_is_refused():
+def test_a_period_of_nothing_is_rejected():
     with raises(ConfigError, "checkpoint.keep_every", "0"):
         Retention(3, keep_every=0)
 
@@ -123,7 +123,7 @@ def test_better_means_strictly_and_finite():
     assert not is_better(math.nan, 1.0, "max")
 
 
-def test_an_unknown_mode_is_refused():
+def test_an_unknown_mode_is_rejected():
     with raises(ConfigError, "lowest"):
         is_better(1.0, 2.0, "lowest")
 

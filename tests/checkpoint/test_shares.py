@@ -7,7 +7,7 @@ from tests.messages import raises
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from trainwright.checkpoint.store import CheckpointStore
-from trainwright.checkpoint.together import merge_trees, refuse_unshared, share_of
+from trainwright.checkpoint.together import merge_trees, reject_unshared, share_of
 from trainwright.errors import CheckpointError
 
 
@@ -63,12 +63,12 @@ def test_of_copies_the_first_is_written(tmp_path):
     def act(ranks):
         writers = writers_of(ranks)
         with raises(CheckpointError, "1", "2", "3"):
-            refuse_unshared(CheckpointStore(tmp_path / str(ranks.rank)), ranks, patience=0.0)
-        refuse_unshared(CheckpointStore(tmp_path / "shared"), ranks)
+            reject_unshared(CheckpointStore(tmp_path / str(ranks.rank)), ranks, patience=0.0)
+        reject_unshared(CheckpointStore(tmp_path / "shared"), ranks)
         return writers
 
     first = ["copied", "hybrid", "plain", "split"]
-    assert on_ranks(4, act, replicate=2, data=2) == [
+    assert on_ranks(4, act, replicate=2, fsdp=2) == [
         (first, first),
         (["hybrid", "split"], None),
         ([], None),

@@ -31,7 +31,7 @@ from trainwright.checkpoint.encoding import SplitTensor, encode
 from trainwright.checkpoint.remote_store import open_store
 from trainwright.checkpoint.snapshot import HostBuffers
 from trainwright.checkpoint.store import CheckpointStore
-from trainwright.checkpoint.together import refuse_unshared, share_of
+from trainwright.checkpoint.together import reject_unshared, share_of
 from trainwright.errors import CheckpointError
 
 WHOLE = 9
@@ -49,7 +49,7 @@ def act_on_four(ranks, folder):
     places = {name: along(ranks, axes) for name, axes in LAYOUTS.items()}
     for name, placed in places.items():
         save(placed, store, NUMBERS[name], name)
-    return [*read_differences(places, store), *snapshot_differences(places["data-tensor"])]
+    return [*read_differences(places, store), *snapshot_differences(places["fsdp-tensor"])]
 
 
 def read_differences(places, store):
@@ -102,7 +102,7 @@ def folder(tmp_path_factory):
     """The folder in which one process and four ranks have saved the same state in every layout."""
     folder = tmp_path_factory.mktemp("layouts") / "checkpoints"
     CheckpointStore(folder).write(WHOLE, parts_of(*trained()), metrics={"loss": 1.0})
-    answers = on_ranks(4, lambda ranks: act_on_four(ranks, folder), data=4)
+    answers = on_ranks(4, lambda ranks: act_on_four(ranks, folder), fsdp=4)
     assert answers == [[], [], [], []]
     return folder
 
@@ -160,7 +160,7 @@ def test_torch_reads_a_split_model(folder):
     step(expected, optimizer)
     step(expected, optimizer)
     state = {name: torch.zeros_like(value) for name, value in expected.state_dict().items() if name != "last.weight"}
-    reader = HuggingFaceStorageReader(str(CheckpointStore(folder).path(NUMBERS["data-tensor"])))
+    reader = HuggingFaceStorageReader(str(CheckpointStore(folder).path(NUMBERS["fsdp-tensor"])))
     dcp.load(state, storage_reader=reader, no_dist=True)
     for name, value in state.items():
         assert torch.equal(value, expected.state_dict()[name]), name
@@ -186,18 +186,18 @@ def test_a_whole_checkpoint_is_written_as_ever(tmp_path):
     assert all(each.shape == parts["model"][name].shape for name, each in store.read_split(1, "model").items())
 
 
-def test_a_dtensor_is_refused_where_one_process_writes_alone(folder):
+def test_a_dtensor_is_rejected_where_one_process_writes_alone(folder):
     def act(ranks):
         model = trained(ranks.mesh)[0]
         with raises(CheckpointError):
             encode(model.state_dict())
-        return refusals(ranks)
+        return rejections(ranks)
 
-    assert on_ranks(2, act, data=2) == [[True] * 3] * 2
+    assert on_ranks(2, act, fsdp=2) == [[True] * 3] * 2
 
 
-def refusals(ranks):
-    """What cannot be saved together is refused on every rank, with the rank that is the reason."""
+def rejections(ranks):
+    """What cannot be saved together is rejected on every rank, with the rank that is the reason."""
     from torch.distributed.tensor import Partial, Shard, distribute_tensor
 
     split = distribute_tensor(torch.ones(4), ranks.mesh.along("shard"), [Shard(0)])
@@ -215,8 +215,8 @@ def refusals(ranks):
     return found
 
 
-def test_another_model_is_refused_by_name(folder):
-    state = CheckpointStore(folder).read_split(NUMBERS["data"], "model")
+def test_another_model_is_rejected_by_name(folder):
+    state = CheckpointStore(folder).read_split(NUMBERS["fsdp"], "model")
     state["blocks.0.weight"] = state["blocks.1.bias"]
     with raises(CheckpointError, "blocks.0.weight", "7", "6"):
         contents.load_model_state(state, Net(), place="here")
@@ -255,7 +255,7 @@ def test_followers_share_the_fate_of_the_save(tmp_path):
         saver.close()
         return first, problem, store.steps()
 
-    for first, problem, steps in on_ranks(2, act, data=2):
+    for first, problem, steps in on_ranks(2, act, fsdp=2):
         assert first == [1]
         assert "Rank 1" in problem
         assert "No space left" in problem
@@ -270,16 +270,16 @@ def test_ranks_save_together_behind_an_address(tmp_path):
 
     def act(ranks):
         store = open_store(address)
-        refuse_unshared(store, ranks)
+        reject_unshared(store, ranks)
         for topic, number in {"first": 1, "replaced": 1, "next": 2}.items():
             save(ranks, store, number, topic)
         found = restored(lambda part: store.read_split(1, part), ranks.mesh)
         wrong = differences(everything(*found), everything(*trained()))
         with raises(CheckpointError):
-            refuse_unshared(open_store("memory://bucket/run"), ranks, patience=0.0)  # each process has its own
+            reject_unshared(open_store("memory://bucket/run"), ranks, patience=0.0)  # each process has its own
         return wrong
 
-    assert on_ranks(2, act, data=2) == [[], []]
+    assert on_ranks(2, act, fsdp=2) == [[], []]
     store = open_store(address)
     assert store.steps() == [1, 2]
     store.verify(2)
@@ -297,7 +297,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_pieces_that_do_not_fit_together_are_refused(folder, name, tmp_path):
+def test_pieces_that_do_not_fit_together_are_rejected(folder, name, tmp_path):
     """What describes them is anybody's text: it is checked before a byte is copied."""
     store = CheckpointStore(tmp_path)
     shutil.copytree(CheckpointStore(folder).path(NUMBERS["tensor"]), store.path(1))

@@ -142,7 +142,7 @@ def test_state_is_laid_out_as_its_parameter(as_rank):
     assert layout_of(like).region((6, 4)) == ((3, 0), (3, 4))
 
 
-def test_a_dtensor_that_is_not_what_it_says_is_refused(as_rank):
+def test_a_dtensor_that_is_not_what_it_says_is_rejected(as_rank):
     as_rank(0, 2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     odd = DTensor.from_local(torch.zeros(3), mesh, [Shard(0)], run_check=False, shape=torch.Size([4]), stride=(1,))

@@ -95,7 +95,7 @@ def test_parts_without_tensors_and_no_parts_at_all_are_staged():
     assert HostBuffers().stage({"training": {"step": 1}}).to_state() == {"training": {"step": 1}}
 
 
-def test_what_cannot_be_saved_is_refused_with_its_place():
+def test_what_cannot_be_saved_is_rejected_with_its_place():
     with raises(CheckpointError, "training.seen"):
         HostBuffers().stage({"training": {"seen": {1}}})
 

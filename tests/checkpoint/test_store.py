@@ -145,12 +145,12 @@ def test_a_missing_step_names_the_steps(two):
 
 
 @pytest.mark.parametrize("name", ["../model", "MANIFEST", "a.b", "", "Model"])
-def test_a_part_name_that_is_no_file_name_is_refused(store, name):
+def test_a_part_name_that_is_no_file_name_is_rejected(store, name):
     with raises(CheckpointError):
         store.write(1, {name: {}}, metrics={})
 
 
-def test_a_negative_step_is_refused(store):
+def test_a_negative_step_is_rejected(store):
     with raises(CheckpointError, "1"):
         store.write(-1, {}, metrics={})
 
@@ -205,10 +205,10 @@ def test_the_link_best_is_moved_and_taken_away(two):
 
 
 def test_where_links_are_impossible_saving_goes_on(store, monkeypatch, caplog):
-    def refuse(*arguments, **options):
+    def reject(*arguments, **options):
         raise OSError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(os, "symlink", refuse)
+    monkeypatch.setattr(os, "symlink", reject)
     with caplog.at_level(logging.DEBUG, logger="trainwright"):
         store.write(10, parts_of(10), metrics={})
     assert [path.name for path in store.folder.iterdir()] == ["step-00000010"]
@@ -351,7 +351,7 @@ def test_a_checkpoint_of_a_later_format_is_not_taken_for_damage(two):
 
 
 def test_a_file_that_the_disk_has_no_room_for_raises_and_leaves_no_staging(two):
-    # A real failure of write(2), inside safetensors: the kernel refuses files of more than 8 KiB.
+    # A real failure of write(2), inside safetensors: the kernel rejects files of more than 8 KiB.
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
     try:
@@ -384,12 +384,12 @@ def test_a_folder_that_cannot_be_made_raises(tmp_path):
 def test_a_commit_that_fails_brings_the_old_checkpoint_back(two, monkeypatch):
     rename = store_module.rename
 
-    def refuse_staging(source, target):
+    def reject_staging(source, target):
         if source.name.startswith(".staging"):
             raise PermissionError(errno.EPERM, "Operation not permitted")
         rename(source, target)
 
-    monkeypatch.setattr(store_module, "rename", refuse_staging)
+    monkeypatch.setattr(store_module, "rename", reject_staging)
     with raises(CheckpointError):
         two.write(20, {}, metrics={})
     assert names(two) == ["step-00000010", "step-00000020"]

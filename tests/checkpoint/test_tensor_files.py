@@ -108,7 +108,7 @@ def test_the_file_is_as_readable_as_the_umask_lets_it_be(tmp_path):
     assert stat.S_IMODE((tmp_path / "a.safetensors").stat().st_mode) == 0o640
 
 
-def test_a_header_that_no_reader_takes_is_refused(tmp_path, monkeypatch):
+def test_a_header_that_no_reader_takes_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_files, "MAX_HEADER_BYTES", 100)
     with raises(CheckpointError, "3", "100"):
         write_tensors(tmp_path / "a", {name: torch.zeros(1) for name in "abc"}, metadata=PLAIN)

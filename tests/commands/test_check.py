@@ -24,7 +24,8 @@ def test_a_good_run_exits_with_0_and_one_line_that_sums_it_up(in_tmp):
     done = invoke(RUN)
     assert (done.exit_code, done.stdout.splitlines()[0]) == (
         0,
-        "ok: Net with 58 parameters; 50 samples, valid 33; 12 steps of 8 samples (micro-batch 4 × accumulation 2).",
+        "ok: Net with 58 parameters; 50 samples, valid 33; 12 steps of 8 samples (micro-batch 4 × "
+        "gradient_accumulation_steps 2).",
     )
     assert list(in_tmp.iterdir()) == []
 

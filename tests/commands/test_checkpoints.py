@@ -125,7 +125,7 @@ def test_a_run_without_a_checkpoint_says_so(tmp_path):
     assert done.stdout == f"There is no checkpoint in {tmp_path / 'run' / 'checkpoints'}.\n"
 
 
-def test_what_is_no_run_is_refused(tmp_path):
+def test_what_is_no_run_is_rejected(tmp_path):
     with raises(CheckpointError, "runs/NAME"):
         raise ask(tmp_path / "nowhere").exception
     with raises(CheckpointError, "config.yaml"):
@@ -226,7 +226,7 @@ def test_prune_needs_a_run(run):
         raise ask(run.parent / "copies", "--prune").exception
 
 
-def test_prune_is_refused_while_the_run_is_trained(run):
+def test_prune_is_rejected_while_the_run_is_trained(run):
     program = (
         "import sys\nfrom pathlib import Path\nfrom trainwright.checkpoint.folder import FolderLock\n"
         f"with FolderLock(Path({str(run)!r})):\n    print('held', flush=True)\n    sys.stdin.read()\n"

@@ -32,7 +32,7 @@ data:
     part: valid
 hooks:
   - time_steps
-  - type: stop_early
+  - type: early_stopping
     metric: eval/loss
 log:
 """
@@ -145,7 +145,7 @@ def test_each_difference_has_both_values_and_origins_and_exits_with_1(project):
         "task.x": ["–", "null (other.yaml:4)"],
         "trainer.max_steps": ["12 (run.yaml:3)", "20 (other.yaml:2)"],
         "hooks.0.type": ["time_steps (run.yaml:12)", "–"],
-        "hooks.1.type": ["stop_early (run.yaml:13)", "–"],
+        "hooks.1.type": ["early_stopping (run.yaml:13)", "–"],
         "hooks.1.metric": ["eval/loss (run.yaml:14)", "–"],
     }
 
@@ -159,7 +159,7 @@ def test_names_differ_only_where_somebody_gave_one(project):
 
 
 def fits(value, schema, root):
-    """A small reader of JSON Schema: does the value fit? Refuses a word that it does not know."""
+    """A small reader of JSON Schema: does the value fit? Rejects a word that it does not know."""
     known = {"$schema", "$defs", "title", "description", "default", "minLength", "minItems", "maxItems", "pattern"}
     for word, rule in schema.items():
         if word == "$ref":
@@ -217,7 +217,7 @@ GOOD = [
     (ROOT / "tests" / "project" / "run.yaml").read_text(),
     (ROOT / "examples" / "quickstart" / "run.yaml").read_text(),
     "trainer: {type: a.py:T, my_option: {x: 1}}\n",
-    "data: {eval: digits, split: [90, 5, 5]}\nruntime: {mesh: {data: -1, tensor: 2}}\n",
+    "data: {eval: digits, split: [90, 5, 5]}\nruntime: {mesh: {fsdp: -1, tensor: 2}}\n",
     "data:\ntrainer:\nruntime: {mesh: }\n",
     "data: {process: clean.tokenize}\n",
     "data: {process: {type: clean.tokenize, max_length: 3, version: 1.5, num_workers: 4}}\n",
@@ -233,7 +233,7 @@ BAD = [
     "trainer: {max_steps: many}\n",
     "trainer: {optimizer: {lr: 1}}\n",
     "runtime: {precision: fp8}\n",
-    "runtime: {mesh: {data: 0}}\n",
+    "runtime: {mesh: {fsdp: 0}}\n",
     "data: {eval: {train: digits}}\n",
     "data: {loader: {batch_size: 3}}\n",
     "data: {process: {version: 1}}\n",
@@ -254,7 +254,7 @@ def test_the_schema_accepts_what_load_accepts(project, text):
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_the_schema_refuses_what_load_refuses(project, text):
+def test_the_schema_rejects_what_load_rejects(project, text):
     (project / "this.yaml").write_text(text)
     with pytest.raises(ConfigError):
         RunConfig.load("this.yaml")

@@ -14,7 +14,7 @@ from trainwright.errors import ConfigError
 
 @pytest.fixture
 def run_file(in_tmp):
-    (in_tmp / "run.yaml").write_text(small_run({"data": -1}).to_yaml())
+    (in_tmp / "run.yaml").write_text(small_run({"fsdp": -1}).to_yaml())
     return in_tmp / "run.yaml"
 
 
@@ -44,19 +44,23 @@ def test_what_fits_exits_with_0_and_what_does_not_with_1(run_file):
 def test_what_does_not_fit_gets_advice_that_the_run_does_not_follow_yet(run_file):
     tight = ("--world", 4, "--length", 32, "--memory", "10 kB")
     (advice,) = [line for line in invoke(run_file, *tight).stdout.splitlines() if line.startswith("To try: ")]
-    assert "model.remat" in advice
+    assert "model.activation_checkpointing" in advice
     assert "runtime.mesh.tensor" in advice
     assert "gather_precision" not in advice, "the run is in fp32"
-    wiser = ("model.remat=[DecoderLayer]", "runtime.precision=bf16", "runtime.mesh={data: -1, tensor: 2}")
+    wiser = (
+        "model.activation_checkpointing=[DecoderLayer]",
+        "runtime.precision=bf16",
+        "runtime.mesh={fsdp: -1, tensor: 2}",
+    )
     (advice,) = [line for line in invoke(run_file, *wiser, *tight).stdout.splitlines() if line.startswith("To try: ")]
     assert "more data ranks" in advice
     assert "runtime.gather_precision: bf16" in advice
-    assert "model.remat" not in advice
+    assert "model.activation_checkpointing" not in advice
     assert "runtime.mesh.tensor" not in advice
 
 
 def test_offload_is_remarked_on_and_not_warned_of(run_file, caplog):
-    offloads = ("model.remat=[DecoderLayer]", "model.offload=[decoder_input]")
+    offloads = ("model.activation_checkpointing=[DecoderLayer]", "model.offload=[decoder_input]")
     done = invoke(run_file, *offloads, "--world", 4, "--length", 32)
     assert done.exit_code == 0, done.output
     assert mentions(done.stdout, "model.offload")
@@ -90,6 +94,6 @@ def test_sizes_are_read_with_their_units(text, size):
 
 
 @pytest.mark.parametrize("text", ["80", "GB", "80 apples", "-3GB", ""])
-def test_a_size_without_a_unit_is_refused(text):
+def test_a_size_without_a_unit_is_rejected(text):
     with raises(ConfigError):
         read_size(text)

@@ -157,7 +157,7 @@ def test_the_phases_stand_in_the_order_of_the_loop(project):
     order += ["eval_end", "after_eval", "write", "train_loop_end", "save", "after_save", "after_train", "close"]
     places = [lines.index(phase) for phase in order]
     assert places == sorted(places)
-    assert set(MOMENTS) - {"on_incident"} <= set(lines)
+    assert set(MOMENTS) - {"on_anomaly"} <= set(lines)
 
 
 def test_a_phase_that_nobody_changes_says_so_in_one_line(project):
@@ -216,7 +216,7 @@ def test_a_task_wins_over_sections_and_says_which_have_no_effect(project):
     lines = lines_of("task=parts.py:Learns")
     first, second = below(lines, "model")
     assert "Learns.build_model" in first
-    assert "has no effect and will be refused" in second
+    assert "has no effect and will be rejected" in second
     assert any("Runs the model my way." in line for line in below(lines, "forward, for each micro-batch"))
     assert any("Collects." in line for line in below(lines, "aggregate_logs"))
     assert any(line.startswith("evaluate  the sets of Learns.build_dataset: every 10") for line in lines)

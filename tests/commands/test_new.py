@@ -90,7 +90,7 @@ def test_an_empty_folder_and_the_current_one_are_taken(in_tmp, monkeypatch):
     assert "cd " not in done.output  # it is here
 
 
-def test_a_folder_that_holds_something_is_refused_by_name_and_left_alone(in_tmp):
+def test_a_folder_that_holds_something_is_rejected_by_name_and_left_alone(in_tmp):
     Path("mine").mkdir()
     Path("mine/run.yaml").write_text("mine")
     done = invoke("new", "mine")
@@ -102,7 +102,7 @@ def test_a_folder_that_holds_something_is_refused_by_name_and_left_alone(in_tmp)
     assert Path("mine/run.yaml").read_text() == "mine"
 
 
-def test_a_file_is_refused_by_name(in_tmp):
+def test_a_file_is_rejected_by_name(in_tmp):
     Path("mine").write_text("")
     assert "mine is there already and is not a folder" in str(invoke("new", "mine").exception)
 
@@ -114,7 +114,7 @@ def test_a_folder_below_a_file_says_what_cannot_be_written(in_tmp):
     assert "file" in error
 
 
-def test_an_unknown_kind_is_refused_with_the_known_ones(in_tmp):
+def test_an_unknown_kind_is_rejected_with_the_known_ones(in_tmp):
     done = invoke("new", "mine", "--kind", "gan")
     assert done.exit_code == 2
     assert "custom" in done.output

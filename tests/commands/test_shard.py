@@ -22,20 +22,20 @@ def invoke(*arguments):
 
 
 def test_layouts_and_collectives_are_shown(run_file, in_tmp):
-    done = invoke(run_file, "--world", 64, "--length", 32, "runtime.mesh={data: -1, tensor: 4}")
+    done = invoke(run_file, "--world", 64, "--length", 32, "runtime.mesh={fsdp: -1, tensor: 4}")
     assert done.exit_code == 0, done.output
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
-    assert lines[0].startswith("64 ranks = data 16 × tensor 4; ")
-    assert "model.layers.*.mlp.down_proj.weight 2 × 64 × 192 [data, tensor] 4 × 48 1.5 kB float32" in lines
+    assert lines[0].startswith("64 ranks = fsdp 16 × tensor 4; ")
+    assert "model.layers.*.mlp.down_proj.weight 2 × 64 × 192 [fsdp, tensor] 4 × 48 1.5 kB float32" in lines
     assert any(line.startswith("all-gather tensor 4 ") for line in lines)
-    assert any(line.startswith("reduce-scatter data 16 ") for line in lines)
+    assert any(line.startswith("reduce-scatter fsdp 16 ") for line in lines)
     assert "One step, of one micro-batch of 2 (input_ids 2 × 32, labels 2 × 32):" in lines
     assert lines[-1].startswith("Sent by a rank in a step: ")
     assert [path.name for path in in_tmp.iterdir()] == ["run.yaml"]
 
 
 def test_every_layer_is_shown_on_demand(run_file):
-    done = invoke(run_file, "--world", 2, "--length", 32, "--all", "runtime.mesh={data: -1}")
+    done = invoke(run_file, "--world", 2, "--length", 32, "--all", "runtime.mesh={fsdp: -1}")
     assert "model.layers.1.mlp.down_proj.weight" in done.stdout
     assert "model.layers.*" not in done.stdout
 
@@ -47,22 +47,22 @@ def test_one_rank_sends_nothing(run_file):
 
 
 def test_json_is_one_object(run_file):
-    done = invoke(run_file, "--world", 8, "--length", 32, "--json", "runtime.mesh={data: -1}")
+    done = invoke(run_file, "--world", 8, "--length", 32, "--json", "runtime.mesh={fsdp: -1}")
     told = json.loads(done.stdout)
-    assert told["axes"] == {"data": 8}
+    assert told["axes"] == {"fsdp": 8}
     assert told["rank_bytes"] * 8 == told["num_bytes"]
     assert {each["kind"] for each in told["collectives"]} == {"all-gather", "reduce-scatter", "all-reduce"}
-    assert told["layouts"][0]["axes"] == ["data", "-"]
+    assert told["layouts"][0]["axes"] == ["fsdp", "-"]
 
 
 def test_rules_without_effect_are_listed(run_file):
-    rules = "model.sharding={parameters: {no.such.*: [data]}}"
-    done = invoke(run_file, "--world", 2, "--length", 32, "runtime.mesh={data: -1}", rules)
+    rules = "model.sharding={parameters: {no.such.*: [fsdp]}}"
+    done = invoke(run_file, "--world", 2, "--length", 32, "runtime.mesh={fsdp: -1}", rules)
     assert mentions(done.stdout, "no.such.*")
 
 
-def test_a_world_that_does_not_fit_is_refused(run_file):
-    done = invoke(run_file, "--world", 6, "--length", 32, "runtime.mesh={data: -1, tensor: 4}")
+def test_a_world_that_does_not_fit_is_rejected(run_file):
+    done = invoke(run_file, "--world", 6, "--length", 32, "runtime.mesh={fsdp: -1, tensor: 4}")
     assert isinstance(done.exception, ConfigError)
     assert "6 is not a multiple of 4" in str(done.exception)
 

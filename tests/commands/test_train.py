@@ -35,11 +35,11 @@ def test_a_profile_is_shown_and_kept(in_tmp):
     summary = (in_tmp / "runs" / "small" / "profile" / "summary.txt").read_text("utf-8")
     assert summary.strip() in done.output
     assert list((in_tmp / "runs" / "small" / "profile").glob("*.json.gz"))
-    assert [hook.type for hook in RunConfig.load(in_tmp / "runs" / "small" / "config.yaml").hooks] == ["profile_steps"]
+    assert [hook.type for hook in RunConfig.load(in_tmp / "runs" / "small" / "config.yaml").hooks] == ["profiler"]
 
 
 def test_a_hook_of_the_file_is_not_doubled(in_tmp):
-    done = invoke("--profile", *SHORT, "hooks=[{type: profile_steps, first: 1, steps: 2}]")
+    done = invoke("--profile", *SHORT, "hooks=[{type: profiler, first: 1, steps: 2}]")
     assert done.exit_code == 0, done.output
     assert [path.name for path in (in_tmp / "runs" / "small" / "profile").glob("*.gz")] == ["steps-2-3-rank-0.json.gz"]
 
@@ -62,7 +62,7 @@ def test_how_a_step_runs_given_as_what_to_do_is_told_its_place(in_tmp, mode):
     ("flags", "message"),
     [(["--fast-dev-run"], "keeps nothing"), (["--eval-only"], "for steps of training")],
 )
-def test_a_profile_that_nobody_would_see_is_refused(in_tmp, flags, message):
+def test_a_profile_that_nobody_would_see_is_rejected(in_tmp, flags, message):
     done = invoke("--profile", *flags)
     assert isinstance(done.exception, ConfigError)
     assert message in str(done.exception)

@@ -13,7 +13,7 @@ from torch import nn
 
 from trainwright import Mean, Trainer, build_trainer, get_event_storage
 from trainwright.errors import ConfigError, DataError, TrainwrightError
-from trainwright.loop.compiled_forward import refuse_modes
+from trainwright.loop.compiled_forward import reject_modes
 from trainwright.trainers.classification import ClassificationTrainer
 
 COMPILED = ("runtime.mode=compile", "runtime.compile_backend=aot_eager")
@@ -158,10 +158,10 @@ def deep(depth, **more):
     return f"model={{type: tests.compile.test_compile_mode:Deep, {words}}}"
 
 
-def test_with_scan_a_deeper_stack_takes_no_more_graphs(tmp_path):
+def test_with_compile_repeated_blocks_a_deeper_stack_takes_no_more_graphs(tmp_path):
     counts = []
     for depth in (2, 5):
-        compiled = run(tmp_path / f"compiled-{depth}", *DEEP, deep(depth, scan="layers"), *COMPILED)
+        compiled = run(tmp_path / f"compiled-{depth}", *DEEP, deep(depth, compile_repeated_blocks="layers"), *COMPILED)
         counts.append(counts_of(compiled))
         torch._dynamo.reset()
     assert same_bits(run(tmp_path / "eager", *DEEP, deep(5)), compiled)
@@ -171,7 +171,9 @@ def test_with_scan_a_deeper_stack_takes_no_more_graphs(tmp_path):
 
 def test_recomputed_layers_are_compiled_with_the_rest(tmp_path):
     eager = run(tmp_path / "eager", *DEEP, deep(3))
-    compiled = run(tmp_path / "compiled", *DEEP, deep(3, remat="Layer"), *COMPILED, "runtime.expect_graph_breaks=0")
+    compiled = run(
+        tmp_path / "compiled", *DEEP, deep(3, activation_checkpointing="Layer"), *COMPILED, "runtime.max_graph_breaks=0"
+    )
     assert same_bits(eager, compiled)
     assert counts_of(compiled) == (1, 0, 0)
 
@@ -216,8 +218,8 @@ def breaking_lines():
 
 @pytest.mark.parametrize(("number", "lines"), [(0, breaking_lines()[:1]), (1, breaking_lines())])
 def test_more_breaks_than_expected_end_the_run_with_their_lines(tmp_path, number, lines):
-    with raises(TrainwrightError, number, "runtime.expect_graph_breaks") as caught:
-        run(tmp_path / "run", *BREAKING, *COMPILED, f"runtime.expect_graph_breaks={number}")
+    with raises(TrainwrightError, number, "runtime.max_graph_breaks") as caught:
+        run(tmp_path / "run", *BREAKING, *COMPILED, f"runtime.max_graph_breaks={number}")
     assert all(line in str(caught.value) for line in lines)
 
 
@@ -229,9 +231,9 @@ class WithoutHooks(Trainer):
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_breaks_are_counted_also_where_the_hooks_are_the_users_own(tmp_path, number):
-    settings = (*BREAKING, *COMPILED, f"runtime.expect_graph_breaks={number}")
+    settings = (*BREAKING, *COMPILED, f"runtime.max_graph_breaks={number}")
     trainer = build_trainer(config_of(tmp_path / "run", *settings), WithoutHooks)
-    with raises(TrainwrightError, number, "runtime.expect_graph_breaks"):
+    with raises(TrainwrightError, number, "runtime.max_graph_breaks"):
         trainer.train()
     assert not trainer.compiled_forward.compilations.is_listening
 
@@ -242,10 +244,10 @@ class BreakingDeep(Deep):
         return super().forward(x)
 
 
-def test_with_scan_a_break_outside_of_the_blocks_is_one_too_many_also_without_hooks(tmp_path):
-    settings = (*DEEP, deep(2, scan="layers").replace(":Deep", ":BreakingDeep"), *COMPILED)
-    trainer = build_trainer(config_of(tmp_path / "run", *settings, "runtime.expect_graph_breaks=0"), WithoutHooks)
-    with raises(TrainwrightError, "runtime.expect_graph_breaks", "0"):
+def test_with_compile_repeated_blocks_a_break_outside_of_the_blocks_is_one_too_many_also_without_hooks(tmp_path):
+    settings = (*DEEP, deep(2, compile_repeated_blocks="layers").replace(":Deep", ":BreakingDeep"), *COMPILED)
+    trainer = build_trainer(config_of(tmp_path / "run", *settings, "runtime.max_graph_breaks=0"), WithoutHooks)
+    with raises(TrainwrightError, "runtime.max_graph_breaks", "0"):
         trainer.train()
 
 
@@ -257,7 +259,13 @@ def test_torchs_settings_are_as_before_after_a_run(tmp_path):
         )
 
     before = settings()
-    run(tmp_path / "run", *DEEP, deep(2, remat="Layer"), *COMPILED, "runtime.compile_memory_budget=0.5")
+    run(
+        tmp_path / "run",
+        *DEEP,
+        deep(2, activation_checkpointing="Layer"),
+        *COMPILED,
+        "runtime.compile_memory_budget=0.5",
+    )
     assert settings() == before == (False, 1.0)
 
 
@@ -306,7 +314,7 @@ def test_a_compilation_that_a_signal_has_ended_is_the_stop_that_it_is(tmp_path, 
 
 def test_expected_breaks_are_counted_and_change_nothing(tmp_path):
     eager = run(tmp_path / "eager", *BREAKING)
-    compiled = run(tmp_path / "compiled", *BREAKING, *COMPILED, "runtime.expect_graph_breaks=2")
+    compiled = run(tmp_path / "compiled", *BREAKING, *COMPILED, "runtime.max_graph_breaks=2")
     assert same_bits(eager, compiled)
     assert counts_of(compiled)[1] == 2
 
@@ -319,7 +327,7 @@ class Renaming(Trainer):
         return {"points": batch["x"], "labels": batch["labels"]}, {}
 
 
-def test_a_batch_that_does_not_fit_is_refused_in_the_words_of_eager_mode(tmp_path):
+def test_a_batch_that_does_not_fit_is_rejected_in_the_words_of_eager_mode(tmp_path):
     said = []
     for name, settings in (("eager", ()), ("compiled", COMPILED)):
         with pytest.raises(DataError) as caught:
@@ -345,18 +353,18 @@ def test_a_label_outside_of_the_classes_is_explained(tmp_path):
         (("runtime.mode=compile", "runtime.compile_backend=indctor"), ("torch.compile",)),
         (("runtime.mode=graph", "runtime.compile_backend=indctor"), ("torch.compile",)),
         (("runtime.compile_backend=inductor",), ("runtime.mode", "eager")),
-        (("runtime.expect_graph_breaks=0",), ("runtime.mode", "eager")),
+        (("runtime.max_graph_breaks=0",), ("runtime.mode", "eager")),
     ],
 )
-def test_settings_that_cannot_hold_are_refused_with_their_place(tmp_path, settings, said):
+def test_settings_that_cannot_hold_are_rejected_with_their_place(tmp_path, settings, said):
     name = settings[-1].partition("=")[0]
     with raises(ConfigError, *said, settings[-1], name):
         make(tmp_path / "run", *settings)
 
 
-def test_a_pipeline_is_refused(tmp_path):
+def test_a_pipeline_is_rejected(tmp_path):
     with raises(ConfigError, "runtime.mode", "compile", "pipeline"):
-        refuse_modes(config_of(tmp_path / "run", "runtime.mode=compile"), {"data": 1, "pipeline": 2})
+        reject_modes(config_of(tmp_path / "run", "runtime.mode=compile"), {"fsdp": 1, "pipeline": 2})
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Graph mode on the CPU: changes between recorded steps are followed, and what a step keeps in Python is refused.
+"""Graph mode on the CPU: changes between recorded steps are followed, and what a step keeps in Python is rejected.
 
 Every hook here would leave a run in graph mode with other weights than the same run in eager mode.
 """
@@ -107,7 +107,7 @@ def _replace_head(trainer):
         _at_seven(_replace_head),
         _at_seven(_rebind_buffers),
         _at_seven(_halve_data),
-        _at_seven(lambda trainer: setattr(trainer.surroundings.updater, "max_grad_norm", 0.1)),
+        _at_seven(lambda trainer: setattr(trainer.context.updater, "max_grad_norm", 0.1)),
         _at_seven(lambda trainer: trainer.optimizers["main"].state.clear()),
         _at_seven(lambda trainer: trainer.optimizers["main"].register_step_pre_hook(_halve_gradients)),
         _reload,
@@ -253,7 +253,7 @@ def _count_in_holder(model, x):
     ],
     ids=["trainer", "file", "file_list", "class_list", "list", "dict", "object", "generator"],
 )
-def test_what_a_step_keeps_in_python_is_refused_by_name(tmp_path, kind, words):
+def test_what_a_step_keeps_in_python_is_rejected_by_name(tmp_path, kind, words):
     with raises(TrainwrightError, *words):
         train(tmp_path, "graph", kind, trainer={"micro_batch_size": 16})
 
@@ -276,11 +276,11 @@ class Seeding(Base):
     ("kind", "line", "words"),
     [(Listing, "# reads the labels", ()), (Seeding, "# draws after", ())],
 )
-def test_what_is_no_operation_is_refused_with_its_line(tmp_path, kind, line, words):
-    with raises(TrainwrightError, *words) as refused:
+def test_what_is_no_operation_is_rejected_with_its_line(tmp_path, kind, line, words):
+    with raises(TrainwrightError, *words) as rejected:
         train(tmp_path, "graph", kind, trainer={"micro_batch_size": 16})
-    assert str(refused.value).startswith(f"{__file__}:")
-    assert f":{_own_line('  ' + line)}: " in str(refused.value)
+    assert str(rejected.value).startswith(f"{__file__}:")
+    assert f":{_own_line('  ' + line)}: " in str(rejected.value)
 
 
 def _own_line(text):

@@ -13,7 +13,7 @@ from tests.messages import raises
 from torch import nn
 
 from trainwright import Hook, Mean, RunConfig, StepResult, Trainer, build_trainer, get_event_storage
-from trainwright.errors import ConfigError, IncidentError, TrainwrightError
+from trainwright.errors import AnomalyError, ConfigError, TrainwrightError
 from trainwright.loop.graph_step import MAX_RECORDINGS, RecordedStep
 
 TIMED = ("per_second", "seconds_per_step")
@@ -164,11 +164,11 @@ class OnTokens(Trainer):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_recomputed_llama_with_averaged_weights_is_equal(tmp_path, precision):
     model = {"type": "llama", "vocab_size": 64, "num_layers": 2, "hidden_size": 32, "num_heads": 2, "dropout": 0.1}
-    model["remat"] = ["DecoderLayer"]
+    model["activation_checkpointing"] = ["DecoderLayer"]
     runs = []
     for mode in ("eager", "graph"):
         runtime = {"mode": mode, "device": "cpu", "precision": precision}
-        hooks = [{"type": "average_weights", "decay": 0.9}]
+        hooks = [{"type": "ema", "decay": 0.9}]
         config = config_of(tmp_path / mode, mode, model=model, hooks=hooks, runtime=runtime, trainer={"max_steps": 6})
         trainer = build_trainer(config, OnTokens)
         trainer.train()
@@ -178,18 +178,18 @@ def test_a_recomputed_llama_with_averaged_weights_is_equal(tmp_path, precision):
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_incidents_are_held_back_alike(tmp_path, policy, monkeypatch):
+def test_anomalies_are_held_back_alike(tmp_path, policy, monkeypatch):
     monkeypatch.setattr(Base, "data", {"bad": (3, 77)})
-    incidents = {"non_finite": policy, "spike": "skip", "spike_window": 8}
-    assert_equal_runs(tmp_path, incidents=incidents, checkpoint={"every_steps": 2}, evaluation={})
+    anomalies = {"non_finite": policy, "spike": "skip", "spike_window": 8}
+    assert_equal_runs(tmp_path, anomalies=anomalies, checkpoint={"every_steps": 2}, evaluation={})
 
 
-def test_an_incident_ends_the_run_at_its_step(tmp_path, monkeypatch):
+def test_an_anomaly_ends_the_run_at_its_step(tmp_path, monkeypatch):
     monkeypatch.setattr(Base, "data", {"bad": (77,)})
     steps = []
     for mode in ("eager", "graph"):
         trainer = build_trainer(config_of(tmp_path / mode, mode), Base)
-        with pytest.raises(IncidentError):
+        with pytest.raises(AnomalyError):
             trainer.train()
         steps.append(trainer.step)
     assert steps[0] == steps[1] > 3
@@ -242,7 +242,7 @@ class EarlyOptimizer(LateOptimizer):
         return update.apply(["first"])
 
 
-def test_an_optimizer_that_cannot_be_recorded_in_the_midst_of_a_step_is_refused(tmp_path):
+def test_an_optimizer_that_cannot_be_recorded_in_the_midst_of_a_step_is_rejected(tmp_path):
     with raises(ConfigError):
         train(tmp_path, "graph", EarlyOptimizer, trainer={"micro_batch_size": 16, "optimizer": None})
 
@@ -331,10 +331,10 @@ class ReadsLoss(Base):
     ("kind", "line", "words"),
     [(ReadsStep, "# reads the step", ("step_tensor",)), (ReadsLoss, "# reads the loss", ())],
 )
-def test_what_the_host_reads_in_a_step_is_refused_with_its_line(tmp_path, kind, line, words):
-    with raises(TrainwrightError, *words) as refused:
+def test_what_the_host_reads_in_a_step_is_rejected_with_its_line(tmp_path, kind, line, words):
+    with raises(TrainwrightError, *words) as rejected:
         train(tmp_path, "graph", kind)
-    assert str(refused.value).startswith(f"{__file__}:{_line('  ' + line)}: ")
+    assert str(rejected.value).startswith(f"{__file__}:{_line('  ' + line)}: ")
 
 
 class Counting(Net):
@@ -370,7 +370,7 @@ class Drawing(Net):
         (Drawing, ()),
     ],
 )
-def test_what_a_replay_would_not_repeat_is_refused_by_name(tmp_path, model, words):
+def test_what_a_replay_would_not_repeat_is_rejected_by_name(tmp_path, model, words):
     class Own(Base):
         @classmethod
         def build_model(cls, build):
@@ -389,7 +389,7 @@ def test_metrics_that_are_no_tensors_are_warned_of(tmp_path, caplog):
     assert "the metrics host are no tensors" in caplog.text
 
 
-def test_fp16_is_refused(tmp_path):
+def test_fp16_is_rejected(tmp_path):
     config = config_of(tmp_path, "graph", runtime={"mode": "graph", "precision": "fp16", "device": "cpu"})
     with raises(ConfigError, "runtime.mode", "graph", "fp16"):
         build_trainer(config, Base)

@@ -63,7 +63,7 @@ def test_compile_mode_warns_of_each_place_with_what_to_write(tmp_path, caplog):
 
 @pytest.mark.parametrize(
     ("settings", "name"),
-    [((*COMPILED, "runtime.expect_graph_breaks=0"), "expect_graph_breaks"), (("runtime.mode=graph",), "mode")],
+    [((*COMPILED, "runtime.max_graph_breaks=0"), "max_graph_breaks"), (("runtime.mode=graph",), "mode")],
 )
 def test_where_no_break_is_allowed_one_error_lists_all_places(tmp_path, settings, name):
     with raises(TrainwrightError, name, "2", "graph") as caught:
@@ -228,9 +228,9 @@ class Copying(Net):
         return super().forward(torch.from_numpy(x.numpy()), labels)
 
 
-def test_a_copy_to_the_host_is_no_break_of_a_compiled_graph_but_is_refused_in_a_recorded_one(tmp_path, caplog):
+def test_a_copy_to_the_host_is_no_break_of_a_compiled_graph_but_is_rejected_in_a_recorded_one(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "trainwright"):
-        look(tmp_path / "run", *COMPILED, "runtime.expect_graph_breaks=0", model="Copying")
+        look(tmp_path / "run", *COMPILED, "runtime.max_graph_breaks=0", model="Copying")
     [told] = [record.getMessage() for record in caplog.records]
     assert mentions(told, "runtime.mode", "compile")
     with raises(TrainwrightError, "1"):

@@ -4,15 +4,15 @@ from trainwright.config import RunConfig
 from trainwright.errors import ConfigError
 
 
-def refusal_of(settings):
-    with pytest.raises(ConfigError) as refusal:
+def rejection_of(settings):
+    with pytest.raises(ConfigError) as rejection:
         RunConfig.from_dict(settings)
-    return str(refusal.value)
+    return str(rejection.value)
 
 
 @pytest.mark.parametrize("trainer", [{}, {"type": "trainer"}, {"type": "language_model"}, {"type": "classification"}])
 def test_a_built_in_trainer_takes_no_unknown_key(trainer):
-    text = refusal_of({"trainer": {**trainer, "temperature": 2}})
+    text = rejection_of({"trainer": {**trainer, "temperature": 2}})
     assert text.startswith("trainer.temperature: there is no such setting.")
     assert text.endswith("Options of your own need a trainer of your own.")
 
@@ -29,14 +29,14 @@ def test_a_users_trainer_keeps_further_keys(type_name):
     ("key", "known"),
     [("max_step", "max_steps"), ("optimiser", "optimizer"), ("scheduler", "schedule"), ("max-steps", "max_steps")],
 )
-def test_a_users_trainer_refuses_keys_that_look_misspelt(key, known):
-    text = refusal_of({"trainer": {"type": "mine.T", key: 1}})
+def test_a_users_trainer_rejects_keys_that_look_misspelt(key, known):
+    text = rejection_of({"trainer": {"type": "mine.T", key: 1}})
     assert text.startswith(f'trainer.{key}: looks like a misspelt "{known}".')
 
 
 def test_optimizer_and_optimizers_exclude_each_other():
     several = {"a": {"optimizer": "sgd"}}
-    text = refusal_of({"trainer": {"optimizer": "adamw", "schedule": "cosine", "optimizers": several}})
+    text = rejection_of({"trainer": {"optimizer": "adamw", "schedule": "cosine", "optimizers": several}})
     assert text.splitlines() == [
         "trainer.optimizer: is given together with trainer.optimizers (a). Keep one of the two.",
         "trainer.schedule: has no effect: each of trainer.optimizers (a) has its own schedule. Move it there.",
@@ -61,7 +61,7 @@ def keep_best(metric, **data):
     ],
 )
 def test_keep_best_needs_an_evaluation_set(settings, problem):
-    assert refusal_of(settings).startswith(f"checkpoint.keep_best.metric: {problem}")
+    assert rejection_of(settings).startswith(f"checkpoint.keep_best.metric: {problem}")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_keep_best_accepts_declared_sets_and_those_that_code_may_build(settings)
 
 
 def test_only_one_axis_takes_what_is_left():
-    text = refusal_of({"runtime": {"mesh": {"data": -1, "tensor": -1}}})
+    text = rejection_of({"runtime": {"mesh": {"fsdp": -1, "tensor": -1}}})
     assert text == (
-        "runtime.mesh.tensor: only one axis can take what is left (-1), got data and tensor. Give the others a number."
+        "runtime.mesh.tensor: only one axis can take what is left (-1), got fsdp and tensor. Give the others a number."
     )

@@ -35,7 +35,7 @@ def test_a_class_of_the_main_script_becomes_its_file(tmp_path):
     assert done.stdout.strip() == f"{script}:Net"
 
 
-def test_a_class_inside_a_function_is_refused():
+def test_a_class_inside_a_function_is_rejected():
     class Local:
         pass
 
@@ -43,7 +43,7 @@ def test_a_class_inside_a_function_is_refused():
         Component(Local)
 
 
-def test_two_types_are_refused():
+def test_two_types_are_rejected():
     with pytest.raises(TypeError, match="given once"):
         Component("a", **{"type": "b"})
 
@@ -107,7 +107,7 @@ def test_a_wrong_setting_of_process_is_named_with_its_line(tmp_path, key, value)
         ({"type": 3}, "task.type: must be text, such as adamw or my_file.py:Name; got 3."),
     ],
 )
-def test_what_is_no_component_is_refused(written, message):
-    with pytest.raises(ConfigError) as refusal:
+def test_what_is_no_component_is_rejected(written, message):
+    with pytest.raises(ConfigError) as rejection:
         RunConfig.from_dict({"task": written})
-    assert str(refusal.value) == message
+    assert str(rejection.value) == message

@@ -41,13 +41,13 @@ def test_an_extended_files_components_are_found_from_the_given_file(tmp_path):
     assert config.project_dir == tmp_path / "project"
 
 
-def test_a_circle_is_refused_with_its_chain(tmp_path, monkeypatch):
+def test_a_circle_is_rejected_with_its_chain(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "a.yaml", "extends: b.yaml\n")
     write(tmp_path / "b.yaml", "seed: 1\nextends: [a.yaml]\n")
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as rejection:
         RunConfig.load("a.yaml")
-    assert str(refusal.value) == (
+    assert str(rejection.value) == (
         "b.yaml:2: extends: the files extend each other: a.yaml → b.yaml → a.yaml. Break the circle."
     )
 
@@ -85,23 +85,25 @@ def test_packaged_configs_are_extended_by_name(tmp_path, monkeypatch):
         ("seed: 1\nproject_dir: 3\n", "run.yaml:2: project_dir: must be text, got 3."),
     ],
 )
-def test_a_file_that_is_no_config_is_refused(tmp_path, monkeypatch, text, message):
+def test_a_file_that_is_no_config_is_rejected(tmp_path, monkeypatch, text, message):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "run.yaml", text)
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as rejection:
         RunConfig.load("run.yaml")
-    assert str(refusal.value) == message
+    assert str(rejection.value) == message
 
 
 def test_a_missing_file_names_its_neighbours(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "digits.yaml", "seed: 1\n")
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as rejection:
         RunConfig.load("digit.yaml")
-    assert str(refusal.value) == 'digit.yaml:1: there is no such file. Did you mean "digits.yaml"? Known: digits.yaml.'
+    assert (
+        str(rejection.value) == 'digit.yaml:1: there is no such file. Did you mean "digits.yaml"? Known: digits.yaml.'
+    )
 
 
-def test_a_folder_and_foreign_bytes_are_refused(tmp_path):
+def test_a_folder_and_foreign_bytes_are_rejected(tmp_path):
     with raises(ConfigError):
         RunConfig.load(tmp_path)
     (tmp_path / "run.yaml").write_bytes(b"seed: 1\nname: \xff\n")

@@ -20,7 +20,7 @@ def test_equals_plain_mappings_with_lists():
 
 
 @pytest.mark.parametrize("change", ["s.a = 2", "s['a'] = 2", "del s.a", "del s['a']", "s.n.b = 2", "s.n['b'] = 2"])
-def test_any_change_is_refused_with_advice(change):
+def test_any_change_is_rejected_with_advice(change):
     with pytest.raises((TypeError, AttributeError), match=r"read-only.*derive"):
         exec(change, {"s": Frozen({"a": 1, "n": {"b": 1}})})
 
@@ -44,6 +44,6 @@ def test_to_dict_gives_containers_that_may_be_changed():
     assert settings.a.b == (1,)
 
 
-def test_a_key_that_is_not_text_is_refused():
+def test_a_key_that_is_not_text_is_rejected():
     with pytest.raises(TypeError, match="key is text, got 1"):
         Frozen({1: 2})

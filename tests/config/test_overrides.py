@@ -65,10 +65,10 @@ def test_later_overrides_see_earlier_ones():
         ),
     ],
 )
-def test_a_wrong_override_is_refused_by_its_own_text(override, message):
-    with pytest.raises(ConfigError) as refusal:
+def test_a_wrong_override_is_rejected_by_its_own_text(override, message):
+    with pytest.raises(ConfigError) as rejection:
         overridden({"seed": 42, "name": "n", "hooks": ["a", "b"], "model": {"freeze": "a"}}, override)
-    assert str(refusal.value) == f"override {override}: {message}"
+    assert str(rejection.value) == f"override {override}: {message}"
 
 
 def test_a_bare_pretrained_folder_is_spelled_out():
@@ -77,7 +77,7 @@ def test_a_bare_pretrained_folder_is_spelled_out():
     assert changed == {"type": "llama", "pretrained": {"folder": "folder", "strict": False}}
 
 
-def test_bad_yaml_in_a_value_is_refused():
+def test_bad_yaml_in_a_value_is_rejected():
     with raises(ConfigError, "*.q_proj"):
         overridden({}, "a=[*.q_proj]")
     with raises(ConfigError, "override a=", "1", "2"):

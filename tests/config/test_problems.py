@@ -34,10 +34,10 @@ def test_the_nearest_word_ignores_case_and_hyphens():
 
 def test_problems_are_raised_together_in_the_order_of_the_file():
     lines = {("b",): Origin("run.yaml", 10), ("a",): Origin("run.yaml", 9)}
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as rejection:
         raise_all([Problem(("b",), "is wrong."), Problem(("a",), "is too.")], lines.get)
-    assert str(refusal.value) == "run.yaml:9: a: is too.\nrun.yaml:10: b: is wrong."
-    assert refusal.value.where == Origin("run.yaml", 9)
+    assert str(rejection.value) == "run.yaml:9: a: is too.\nrun.yaml:10: b: is wrong."
+    assert rejection.value.where == Origin("run.yaml", 9)
 
 
 def test_no_problem_is_no_error():

@@ -152,10 +152,10 @@ def test_a_yaml_file_extends_a_python_file_and_the_other_way(tmp_path):
 # errors
 
 
-def refusal(path, *overrides):
-    with pytest.raises(ConfigError) as refused:
+def rejection(path, *overrides):
+    with pytest.raises(ConfigError) as rejected:
         RunConfig.load(path, overrides)
-    return str(refused.value)
+    return str(rejected.value)
 
 
 TEXT = """from trainwright import Component
@@ -182,7 +182,7 @@ config = {
 
 def test_each_problem_names_the_line_that_it_is_written_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    lines = refusal(Path("mine.py") if write(tmp_path, "mine.py", TEXT) else None).splitlines()
+    lines = rejection(Path("mine.py") if write(tmp_path, "mine.py", TEXT) else None).splitlines()
     assert [line.partition(" ")[0] for line in lines] == ["mine.py:8:", "mine.py:12:", "mine.py:16:", "mine.py:18:"]
 
 
@@ -203,23 +203,25 @@ def test_a_file_that_gives_no_config_says_why(tmp_path, monkeypatch, text, messa
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "base.py", "x = 1\nnothing")
     write(tmp_path, "mine.py", text)
-    assert refusal("mine.py") == message
+    assert rejection("mine.py") == message
 
 
-def test_an_object_that_yaml_cannot_hold_is_refused_by_name(tmp_path, monkeypatch):
+def test_an_object_that_yaml_cannot_hold_is_rejected_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "mine.py", "config = {'model': {'type': 'llama', 'activation': print}}")
-    assert refusal("mine.py").startswith("mine.py:1: model.activation: a builtin_function_or_method cannot be saved")
+    assert rejection("mine.py").startswith("mine.py:1: model.activation: a builtin_function_or_method cannot be saved")
 
 
 def test_a_missing_file_is_answered_with_those_that_are_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "mine.py", "")
-    assert refusal("mne.py") == 'mne.py:1: there is no such file. Did you mean "mine.py"? Known: mine.py.'
+    assert rejection("mne.py") == 'mne.py:1: there is no such file. Did you mean "mine.py"? Known: mine.py.'
 
 
 def test_an_override_of_a_python_file_is_checked_like_any_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "mine.py", "config = {'trainer': {'max_steps': 3}}")
     assert RunConfig.load("mine.py", ["trainer.max_steps=4"]).trainer.max_steps == 4
-    assert refusal("mine.py", "trainer.max_steps=x").startswith("override trainer.max_steps=x: trainer.max_steps: must")
+    assert rejection("mine.py", "trainer.max_steps=x").startswith(
+        "override trainer.max_steps=x: trainer.max_steps: must"
+    )

@@ -34,7 +34,7 @@ trainer:
 evaluation: {every_steps: 100, metrics: {accuracy: {type: accuracy, outputs: logits, labels: labels}}}
 checkpoint: {every_steps: null, keep_best: {metric: valid/loss}}
 hooks: [{type: hooks/info.py:InfoHook}]
-runtime: {precision: bf16, mesh: {data: -1}}
+runtime: {precision: bf16, mesh: {fsdp: -1}}
 """
 
 
@@ -89,7 +89,7 @@ def test_an_override_is_its_own_origin(tmp_path, example):
         "c.data.eval['more'] = 1",
         "c.data.eval.valid.part = 1",
         "c.hooks[0] = 1",
-        "c.runtime.mesh.data = 1",
+        "c.runtime.mesh.fsdp = 1",
         "c.project_dir = 1",
     ],
 )
@@ -136,9 +136,9 @@ def test_all_problems_are_reported_at_once_in_the_order_of_the_file(tmp_path, mo
     Path("bad.yaml").write_text(
         "trainer:\n  max_step: 3\n  max_samples: '5'\nhooks: console\nsed: 1\nname: 3\nlog: {every_steps: 1.5}\n"
     )
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as rejection:
         RunConfig.load("bad.yaml")
-    lines = str(refusal.value).splitlines()
+    lines = str(rejection.value).splitlines()
     assert lines[0].startswith(
         'bad.yaml:2: trainer.max_step: there is no such setting. Did you mean "max_steps"? Known: '
     )
@@ -150,13 +150,13 @@ def test_all_problems_are_reported_at_once_in_the_order_of_the_file(tmp_path, mo
     assert lines[4] == "bad.yaml:6: name: must be text, got 3. Put it in quotes to make it text."
     assert lines[5] == "bad.yaml:7: log.every_steps: must be a whole number, got 1.5."
     assert len(lines) == 6
-    assert str(refusal.value.where) == "bad.yaml:2"
+    assert str(rejection.value.where) == "bad.yaml:2"
 
 
-def test_a_wrong_override_is_refused_under_the_same_checks(example):
-    with pytest.raises(ConfigError) as refusal:
+def test_a_wrong_override_is_rejected_under_the_same_checks(example):
+    with pytest.raises(ConfigError) as rejection:
         RunConfig.load("run.yaml", ["log.every_step=5"])
-    assert str(refusal.value) == (
+    assert str(rejection.value) == (
         'override log.every_step=5: log.every_step: there is no such setting. Did you mean "every_steps"? '
         "Known: every_steps."
     )
@@ -167,9 +167,9 @@ def test_an_override_may_empty_the_evaluation_sets(example):
 
 
 def test_a_dict_without_a_file_has_no_places(tmp_path):
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as rejection:
         RunConfig.from_dict({"seed": "x"})
-    assert str(refusal.value) == 'seed: must be a whole number, got the text "x".'
+    assert str(rejection.value) == 'seed: must be a whole number, got the text "x".'
     assert RunConfig.from_dict({}).origin("seed") is None
     assert RunConfig.from_dict({}, project_dir=tmp_path).project_dir == tmp_path
 
@@ -182,10 +182,10 @@ def test_a_dict_without_a_file_has_no_places(tmp_path):
         ([1], "A config must be a mapping"),
     ],
 )
-def test_what_yaml_cannot_hold_is_refused_by_name(value, message):
-    with pytest.raises(ConfigError) as refusal:
+def test_what_yaml_cannot_hold_is_rejected_by_name(value, message):
+    with pytest.raises(ConfigError) as rejection:
         RunConfig.from_dict(value)
-    assert str(refusal.value).startswith(message)
+    assert str(rejection.value).startswith(message)
 
 
 def test_paths_become_text():
@@ -193,7 +193,7 @@ def test_paths_become_text():
 
 
 @pytest.mark.parametrize("name", ["", " ", "/tmp/x", "../x"])
-def test_a_name_that_leaves_the_output_folder_is_refused(name):
+def test_a_name_that_leaves_the_output_folder_is_rejected(name):
     with raises(ConfigError):
         RunConfig.from_dict({"name": name})
 

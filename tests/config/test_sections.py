@@ -5,10 +5,10 @@ from trainwright.config.sections import Section
 from trainwright.errors import ConfigError
 
 
-def refusal_of(settings):
-    with pytest.raises(ConfigError) as refusal:
+def rejection_of(settings):
+    with pytest.raises(ConfigError) as rejection:
         RunConfig.from_dict(settings)
-    return str(refusal.value)
+    return str(rejection.value)
 
 
 @pytest.mark.parametrize("bare", ["digits", {"type": "digits"}])
@@ -17,8 +17,8 @@ def test_one_bare_evaluation_set_is_named_eval(bare):
 
 
 @pytest.mark.parametrize("name", ["train", "Valid", "1st", "a/b"])
-def test_a_wrong_name_of_a_set_is_refused(name):
-    assert refusal_of({"data": {"eval": {name: "digits"}}}).startswith(f'data.eval.{name}: "{name}" cannot name')
+def test_a_wrong_name_of_a_set_is_rejected(name):
+    assert rejection_of({"data": {"eval": {name: "digits"}}}).startswith(f'data.eval.{name}: "{name}" cannot name')
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_a_wrong_name_of_a_set_is_refused(name):
             "data.loader.batch_size: is not set here. Set trainer.global_batch_size and trainer.micro_batch_size.",
         ),
         ({"shuffle": True}, "data.loader.shuffle: is not set here. Set data.shuffle."),
-        ({"num_workers": 1}, "data.loader.num_workers: is not set here. Set data.workers."),
+        ({"num_workers": 1}, "data.loader.num_workers: is not set here. Set data.num_workers."),
         ({"collate_fn": "x"}, "data.loader.collate_fn: is not set here. Set data.collator."),
         (
             {"pin_memry": True},
@@ -40,8 +40,8 @@ def test_a_wrong_name_of_a_set_is_refused(name):
         ({"prefetch_factor": 0}, "data.loader.prefetch_factor: must be more than 0, got 0."),
     ],
 )
-def test_a_loader_argument_that_is_set_elsewhere_or_wrong_is_refused(loader, message):
-    assert refusal_of({"data": {"loader": loader}}) == message
+def test_a_loader_argument_that_is_set_elsewhere_or_wrong_is_rejected(loader, message):
+    assert rejection_of({"data": {"loader": loader}}) == message
 
 
 def test_loader_arguments_are_kept_as_given():
@@ -58,14 +58,14 @@ def test_loader_arguments_are_kept_as_given():
         ("trainer", "max_grad_norm", "1.0", 'must be a number, got the text "1.0". Remove the quotes.'),
         ("trainer", "optimizers", [1], "must be a mapping (key: value), got a list of 1."),
         ("data", "split", [1], "must be a list of at least 2, got a list of 1."),
-        ("data", "workers", -1, "must be at least 0, got -1."),
+        ("data", "num_workers", -1, "must be at least 0, got -1."),
         ("runtime", "precision", "fp8", 'must be fp32, bf16 or fp16, got the text "fp8".'),
         ("runtime", "mesh", 3, "must be a mapping (key: value), got 3."),
         ("checkpoint", "keep_best", {"mode": "min"}, None),
     ],
 )
-def test_a_wrong_value_is_refused_with_what_we_got(section, key, value, message):
-    text = refusal_of({section: {key: value}})
+def test_a_wrong_value_is_rejected_with_what_we_got(section, key, value, message):
+    text = rejection_of({section: {key: value}})
     expected = f"{section}.{key}: {message}"
     assert text == (
         expected if message else "checkpoint.keep_best.metric: is missing. Add it; got a mapping with mode."
@@ -73,13 +73,13 @@ def test_a_wrong_value_is_refused_with_what_we_got(section, key, value, message)
 
 
 def test_split_ratios_are_positive():
-    assert refusal_of({"data": {"split": [90, 0]}}) == "data.split.1: must be more than 0, got 0."
+    assert rejection_of({"data": {"split": [90, 0]}}) == "data.split.1: must be more than 0, got 0."
     assert RunConfig.from_dict({"data": {"split": [90, 5, 5]}}).data.split == (90, 5, 5)
 
 
 @pytest.mark.parametrize("size", [0, -2, True, 1.5, "2"])
 def test_a_mesh_axis_is_positive_or_minus_one(size):
-    assert refusal_of({"runtime": {"mesh": {"data": size}}}).startswith("runtime.mesh.data: must be a positive whole")
+    assert rejection_of({"runtime": {"mesh": {"fsdp": size}}}).startswith("runtime.mesh.fsdp: must be a positive whole")
 
 
 def test_whole_floats_are_whole_numbers():
@@ -97,7 +97,7 @@ def test_optimizers_take_one_glob_or_several():
 
 
 def test_an_unknown_key_of_one_optimizer_names_that_sections_keys():
-    text = refusal_of({"trainer": {"optimizers": {"a": {"optimizer": "adamw", "mach": "x"}}}})
+    text = rejection_of({"trainer": {"optimizers": {"a": {"optimizer": "adamw", "mach": "x"}}}})
     assert text == (
         'trainer.optimizers.a.mach: there is no such setting. Did you mean "match"? Known: optimizer, schedule, match.'
     )

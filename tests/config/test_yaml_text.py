@@ -75,11 +75,11 @@ def test_nan_is_a_number():
         ("a: 1\nb: *unknown\n", 2, "undefined alias"),
     ],
 )
-def test_what_cannot_be_read_is_refused_at_its_line(text, line, words):
-    with pytest.raises(ConfigError) as refusal:
+def test_what_cannot_be_read_is_rejected_at_its_line(text, line, words):
+    with pytest.raises(ConfigError) as rejection:
         parse(text)
-    assert str(refusal.value).startswith(f"run.yaml:{line}: ")
-    assert words in str(refusal.value)
+    assert str(rejection.value).startswith(f"run.yaml:{line}: ")
+    assert words in str(rejection.value)
 
 
 def test_deep_nesting_is_an_error_in_words():

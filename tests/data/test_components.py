@@ -98,7 +98,7 @@ def test_a_weight_that_is_missing_is_named(build):
         build(type="mix", sources=sources)
 
 
-def test_weights_in_two_places_are_refused(build):
+def test_weights_in_two_places_are_rejected(build):
     sources = {"a": {"type": "rows.Rows", "size": 30, "weight": 1}, "b": {"type": "rows.Rows", "size": 9, "weight": 1}}
     with raises(ConfigError, "data.train.weights"):
         build(type="mix", sources=sources, weights={"a": 1, "b": 1})
@@ -153,11 +153,11 @@ def test_version_and_num_workers_are_settings_and_no_arguments_of_the_function(b
 def test_a_stream_is_processed_by_the_loaders_workers(build):
     process = {"type": "rows.longer", "by": 2, "version": 2}
     assert tokens(build(process, type="rows.Stream", size=2)) == [[0] * 2, [1] * 4]
-    with raises(ConfigError, "data.process.num_workers", "data.workers", at="run.yaml:3"):
+    with raises(ConfigError, "data.process.num_workers", "data.num_workers", at="run.yaml:3"):
         build({**process, "num_workers": 2}, type="rows.Stream", size=2)
 
 
-def test_a_parameter_with_the_name_of_a_setting_is_refused(build):
+def test_a_parameter_with_the_name_of_a_setting_is_rejected(build):
     assert tokens(build({"type": "rows.versioned"}, type="rows.Rows", size=1)) == [[0]]
     with raises(ConfigError, "data.process.version", at="run.yaml:3"):
         build({"type": "rows.versioned", "version": 3}, type="rows.Rows", size=1)

@@ -197,7 +197,7 @@ def test_a_batch_of_another_size_is_left_out_by_where_it_begins():
     assert [place for place, _ in take(data)] == [0, 18, 24, 30, 36]
 
 
-def test_a_stream_that_can_be_read_only_once_refuses_to_go_back():
+def test_a_stream_that_can_be_read_only_once_rejects_to_go_back():
     data = make(iter([torch.tensor(row) for row in range(20)]))
     state = data.state_dict()
     take(data, 2)
@@ -222,6 +222,6 @@ def test_windows_hold_exactly_their_places_however_they_overlap(windows):
     assert copied.to_list() == left_out.to_list()
 
 
-def test_an_empty_window_is_refused():
+def test_an_empty_window_is_rejected():
     with raises(DataError, "8"):
         make("with an index").leave_out(8, 8)

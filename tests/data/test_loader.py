@@ -198,7 +198,7 @@ def test_a_worker_that_raises_leaves_no_process_behind():
         def __getitem__(self, index):
             raise OSError("no such file")
 
-    data = TrainData(Broken(), collator=Stack(), global_batch_size=2, seed=0, options=LoaderOptions(workers=2))
+    data = TrainData(Broken(), collator=Stack(), global_batch_size=2, seed=0, options=LoaderOptions(num_workers=2))
     with pytest.raises(OSError, match="no such file") as caught:
         next(data.batches(lambda batches: batches))
     assert caught.traceback  # still alive, and with it every frame that fetched

@@ -1,4 +1,4 @@
-"""Mix: several datasets as one by index, and what is refused."""
+"""Mix: several datasets as one by index, and what is rejected."""
 
 import pickle
 
@@ -102,7 +102,7 @@ def test_a_stream_among_the_sources_makes_a_stream():
     assert isinstance(mix({"a": Named("a", 3)}), Mix)
 
 
-def test_a_batch_larger_than_a_source_is_refused_where_it_is_of_one_source():
+def test_a_batch_larger_than_a_source_is_rejected_where_it_is_of_one_source():
     with raises(DataError, "2", "1"):
         three(same_source_batches=True).make_order(seed=1, shuffle=True, global_batch_size=2)
 
@@ -123,12 +123,12 @@ def test_an_empty_source_is_named():
         ({"sources": {"a": iter(()), "b": [1]}, "same_source_batches": True}, ()),
     ],
 )
-def test_wrong_arguments_are_refused_by_name(arguments, message):
+def test_wrong_arguments_are_rejected_by_name(arguments, message):
     with raises(ConfigError, *message):
         mix(**arguments)
 
 
-def test_weights_of_a_mix_in_a_mix_are_refused_as_they_would_be_ignored():
+def test_weights_of_a_mix_in_a_mix_are_rejected_as_they_would_be_ignored():
     inner = three(weights={"a": 1, "b": 1, "c": 1})
     with raises(ConfigError):
         mix({"inner": inner})

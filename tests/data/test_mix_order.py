@@ -129,11 +129,11 @@ def test_a_billion_samples_need_no_list_of_them():
 
 
 @pytest.mark.parametrize("weight", [0, -1.0, float("nan"), float("inf"), "much", True])
-def test_a_weight_that_is_no_share_is_refused_by_name(weight):
+def test_a_weight_that_is_no_share_is_rejected_by_name(weight):
     with raises(ConfigError):
         block_shares({"big": 1.0, "small": weight})
 
 
-def test_a_share_too_small_for_a_block_is_refused():
+def test_a_share_too_small_for_a_block_is_rejected():
     with raises(ConfigError, "05", "10000"):
         block_shares({"big": 99999, "small": 1})

@@ -221,7 +221,7 @@ def test_it_can_do_what_all_sources_can_do():
     assert unable.source_names == ["a", "plain"]
 
 
-def test_a_state_of_other_sources_is_refused():
+def test_a_state_of_other_sources_is_rejected():
     stream = mixture([1, 1, 1])
     with raises(DataError):
         stream.load_state_dict({**stream.state_dict(), "taken": {"x": 1, "y": 2}})

@@ -121,7 +121,7 @@ def test_the_plan_says_how_full_the_rows_are(caplog):
     assert mentions(caplog.text, "2", "1", "8", "87.5")
 
 
-def test_a_document_that_changes_its_length_is_refused():
+def test_a_document_that_changes_its_length_is_rejected():
     source = Documents([3, 4])
     packed = pack(source, length=8)
     assert len(packed) == 1
@@ -143,7 +143,7 @@ def test_sources_make_documents_or_a_stream():
         pack(3, length=8)
 
 
-def test_weights_of_a_mix_are_refused_as_they_would_be_ignored():
+def test_weights_of_a_mix_are_rejected_as_they_would_be_ignored():
     sources = {"a": Documents([3]), "b": Documents([4])}
     assert len(pack(mix(sources), length=8)) == 1
     with raises(ConfigError):

@@ -108,7 +108,7 @@ def test_a_sample_that_is_no_document_is_named(sample, message):
         DocumentReader().read([sample], [4])
 
 
-def test_settings_without_effect_or_sense_are_refused():
+def test_settings_without_effect_or_sense_are_rejected():
     with raises(ConfigError):
         DocumentReader(text="body")
     with raises(ConfigError, "1"):

@@ -180,7 +180,7 @@ def test_its_source_is_told_the_epoch():
     assert [row["input_ids"].tolist() for row in stream] == [[1, 2, 3, 9]]
 
 
-def test_a_document_that_became_shorter_is_refused():
+def test_a_document_that_became_shorter_is_rejected():
     stream = pack(Documents([9]), length=4)
     next(iter(stream))
     other = pack(Documents([3]), length=4)

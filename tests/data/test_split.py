@@ -116,6 +116,6 @@ def test_a_part_of_a_dataset_that_draws_is_located_once_a_batch_and_gives_the_sa
     assert batch[:, 0].tolist() == part.indices_in_whole(range(8))
 
 
-def test_sizes_that_do_not_make_the_whole_are_refused_with_the_arithmetic():
+def test_sizes_that_do_not_make_the_whole_are_rejected_with_the_arithmetic():
     with raises(DataError, "data.split", "8", "1", "10"):
         split(range(10), [8, 1], seed=0)

@@ -227,7 +227,7 @@ def test_another_size_of_blocks_holds_from_the_next_pass_on():
     assert sorted(flat(begun) + rest[:28]) == sorted(rest[28:]) == list(range(40))
 
 
-def test_a_batch_smaller_than_the_lanes_is_refused():
+def test_a_batch_smaller_than_the_lanes_is_rejected():
     _, state = on_ranks(4, lambda view, agree: stream_data(Seeking.of(40, 4), view=view, agree=agree), 2)
     with raises(DataError, "3", "4"):
         stream_data(Seeking.of(40, 4), batch_size=3, state=state)
@@ -331,7 +331,7 @@ def test_a_stream_of_hugging_face_itself_is_read_once_and_resumed_exactly(worker
         assert rows(first, before) + rows(data(first.state_dict())) == whole
 
 
-def test_an_empty_stream_is_refused():
+def test_an_empty_stream_is_rejected():
     with raises(DataError, "1"):
         take(stream_data(Plain(0)))
 

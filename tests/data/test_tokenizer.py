@@ -145,7 +145,7 @@ def test_a_tokenizer_that_is_loaded_comes_back_as_it_is(folder):
 
 
 @pytest.mark.parametrize("name", ["bytes", "words"])
-def test_what_is_no_text_is_refused_by_its_number(folder, name):
+def test_what_is_no_text_is_rejected_by_its_number(folder, name):
     tokenizer = load_tokenizer(name, project_dir=folder.parent)
     with raises(DataError, "1", "0", "5"):
         tokenizer.encode_batch(["a", 5])
@@ -153,7 +153,7 @@ def test_what_is_no_text_is_refused_by_its_number(folder, name):
         tokenizer.encode("\ud800")
 
 
-def test_ids_that_are_no_tokens_are_refused(folder):
+def test_ids_that_are_no_tokens_are_rejected(folder):
     with raises(DataError, "100", "input_ids"):
         load_tokenizer(folder).decode([1, -100])
 

@@ -217,7 +217,7 @@ def main(folder):
     order = build(load(folder, "order", "data.train.noise=0.0", "data.eval={}", no_metrics), OrderTrainer)
     order.train()
     results["seen"] = order.ranks.gather(order.train_data.collator.seen)
-    clipped = build(load(folder, "averaged", "hooks=[{type: average_weights, decay: 0.5}]"))
+    clipped = build(load(folder, "averaged", "hooks=[{type: ema, decay: 0.5}]"))
     clipped.train()
     if processes.world_size() > 1:
         unused = build(load(folder, "unused", "model=null", "data.eval={}", no_metrics), UnusedTrainer)

@@ -63,7 +63,7 @@ def train_by(config):
 def main(folder, runs):
     results = {}
     for number, (source, workers) in enumerate(runs):
-        overrides = (*SOURCES[source], f"data.workers={workers}")
+        overrides = (*SOURCES[source], f"data.num_workers={workers}")
         train_by(load(folder, f"whole-{number}", *overrides))
         train_by(load(folder, f"parts-{number}", *overrides, f"hooks=[{{type: {__file__}:StopAtFour}}]"))
         train_by(load(folder, f"parts-{number}", *overrides))

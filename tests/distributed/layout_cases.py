@@ -26,13 +26,13 @@ RUN_FILE = Path(__file__).with_name("pipeline_run.yaml")
 """Six steps of eight rows, in micro-batches of two; evaluated at 3 and 6."""
 LAYOUTS = {
     "one": {},
-    "data": {"data": 2},
+    "fsdp": {"fsdp": 2},
     "tensor": {"tensor": 2},
     "context": {"context": 2},
     "pipeline": {"pipeline": 2},
     "replicate": {"replicate": 2},
-    "data-tensor": {"data": 2, "tensor": 2},
-    "replicate-data": {"replicate": 2, "data": 2},
+    "fsdp-tensor": {"fsdp": 2, "tensor": 2},
+    "replicate-fsdp": {"replicate": 2, "fsdp": 2},
 }
 
 
@@ -204,7 +204,7 @@ class Spoiled(Double):
 
     @classmethod
     def build_hooks(cls, build):
-        return [*build.hooks(), NoteIncidents()]
+        return [*build.hooks(), NoteAnomalies()]
 
     def forward(self, **batch):
         outputs = super().forward(**batch)
@@ -218,7 +218,7 @@ class Spoiled(Double):
         return {**outputs, "loss": Mean(outputs["loss"].total * torch.nan, outputs["loss"].count)}
 
 
-class NoteIncidents(Hook):
+class NoteAnomalies(Hook):
     """Notes whether an update left this rank's weights alone, and what was decided."""
 
     def before_step(self):
@@ -228,8 +228,8 @@ class NoteIncidents(Hook):
         now = [local(each) for each in self.trainer.model.parameters()]
         self.trainer.kept.append(all(map(torch.equal, self.before, now)))
 
-    def on_incident(self, incident):
-        self.trainer.decided.append((incident.step, incident.kind, incident.policy, list(incident.ranks)))
+    def on_anomaly(self, anomaly):
+        self.trainer.decided.append((anomaly.step, anomaly.kind, anomaly.policy, list(anomaly.ranks)))
 
 
 class CountCollectives(Hook):
@@ -273,13 +273,13 @@ EVALUATED = (SETS, METRICS, ORDERED, "evaluation.batch_size=4", "trainer.max_ste
 PLAIN = ("data.eval={}", "evaluation={}", "trainer.max_steps=3")
 TWO_STEPS = (*PLAIN[:2], "trainer.max_steps=2")
 STREAMED = (*PLAIN, f"data.train={{type: {HERE}:RowStream, size: 24}}")
-INCIDENTS = (*PLAIN[:2], "trainer.max_steps=5", "checkpoint.every_steps=2", "checkpoint.asynchronous=false")
-SPLIT = ("data", "tensor", "context", "pipeline", "data-tensor", "replicate-data")
-PARTS = ("data", "tensor")
-MATRICES = (*PARTS, "data-tensor")
+ANOMALIES = (*PLAIN[:2], "trainer.max_steps=5", "checkpoint.every_steps=2", "checkpoint.asynchronous=false")
+SPLIT = ("fsdp", "tensor", "context", "pipeline", "fsdp-tensor", "replicate-fsdp")
+PARTS = ("fsdp", "tensor")
+MATRICES = (*PARTS, "fsdp-tensor")
 
 
-def incidents_of(trainer):
+def anomalies_of(trainer):
     return {"step": trainer.step, "kept": trainer.kept, "decided": trainer.decided}
 
 
@@ -297,20 +297,20 @@ CASES = {
     "dropout": Case(("tensor",), (*PLAIN, "model.dropout=0.3", "trainer.micro_batch_size=2")),
     "lora": Case((*MATRICES, "pipeline"), (*PLAIN, LORA)),
     "frozen": Case((*PARTS, "pipeline"), (*PLAIN, 'model.freeze=["model.embed_tokens.*", "model.layers.*.q_proj.*"]')),
-    "skip": Case(MATRICES, (*INCIDENTS, "incidents.non_finite=skip"), Spoiled, incidents_of),
-    "rollback": Case(PARTS, (*INCIDENTS, "incidents.non_finite=rollback"), Spoiled, incidents_of),
+    "skip": Case(MATRICES, (*ANOMALIES, "anomalies.non_finite=skip"), Spoiled, anomalies_of),
+    "rollback": Case(PARTS, (*ANOMALIES, "anomalies.non_finite=rollback"), Spoiled, anomalies_of),
     "streamed": Case(MATRICES, STREAMED),
     "compiled": Case(
-        ("replicate", "data", "tensor"),
+        ("replicate", "fsdp", "tensor"),
         (*TWO_STEPS, "runtime.mode=compile", "runtime.compile_backend=aot_eager"),
     ),
-    "bf16": Case(("data",), (*PLAIN, "runtime.precision=bf16"), LanguageModelTrainer),
-    "fp16": Case(("data",), (*PLAIN, "runtime.precision=fp16"), LanguageModelTrainer),
+    "bf16": Case(("fsdp",), (*PLAIN, "runtime.precision=bf16"), LanguageModelTrainer),
+    "fp16": Case(("fsdp",), (*PLAIN, "runtime.precision=fp16"), LanguageModelTrainer),
 }
 for micro in (4, 2, 1):
     for unsharded in ("false", "true"):
         CASES[f"reduced-{micro}-{unsharded}"] = Case(
-            ("data", "replicate", "replicate-data"),
+            ("fsdp", "replicate", "replicate-fsdp"),
             (*TWO_STEPS, f"trainer.micro_batch_size={micro}", f"runtime.accumulate_unsharded={unsharded}"),
             Counted,
             collectives_of,
@@ -318,13 +318,13 @@ for micro in (4, 2, 1):
 
 
 REPEATED = {
-    *((name, "data-tensor") for name in ("evaluated", "tiny", "lora", "skip", "streamed")),
+    *((name, "fsdp-tensor") for name in ("evaluated", "tiny", "lora", "skip", "streamed")),
     *((name, "tensor") for name in ("tiny", "talk", "frozen", "skip", "streamed", "rollback", "compiled", "raise")),
     *((name, "tensor") for name in ("left", "fails-data", "fails-everywhere")),
     *((name, "pipeline") for name in ("left", "fails-stream", "fails-ordered")),
     *((name, "replicate") for name in ("reduced-4-true", "reduced-2-true")),
     ("tiny", "context"),
-    ("tiny", "replicate-data"),
+    ("tiny", "replicate-fsdp"),
 }
 """What other layouts have too, and what is the slowest here: `make test-slow` alone runs it."""
 
@@ -335,7 +335,7 @@ def is_run(name, layout):
         micro = int(name.split("-")[1])
         if layout == "one":
             return name == "reduced-2-false"
-        return layout in CASES[name].layouts and micro in ((2, 1) if layout == "replicate-data" else (4, 2))
+        return layout in CASES[name].layouts and micro in ((2, 1) if layout == "replicate-fsdp" else (4, 2))
     return layout == "one" or layout in CASES[name].layouts
 
 
@@ -384,17 +384,17 @@ def fails_in(name, layout):
 def run_further(folder, layout, left_out):
     """What needs more than one run, or ends in words; returns what every rank saw."""
     results = {}
-    if layout in ("data", "tensor", "pipeline") and ("left", layout) not in left_out:
+    if layout in ("fsdp", "tensor", "pipeline") and ("left", layout) not in left_out:
         left = build_and_forget(load(folder, "left", layout, *EVALUATED), LeavesInEvaluation)
         left.train()
         results["left"] = left.ranks.gather((left.step, left.interrupted, left.stop_reason, left.has_unfinished_step))
         build_trainer(load(folder, "left", layout, *EVALUATED), Double).train()
-    if layout in ("data", "tensor", "pipeline"):
+    if layout in ("fsdp", "tensor", "pipeline"):
         for name, (kind, overrides) in FAILURES.items():
             if fails_in(name, layout) and (name, layout) not in left_out:
                 results[name] = run_failing(folder, name, layout, kind, *overrides)
-    if layout in ("data", "tensor") and ("raise", layout) not in left_out:
-        raising = build_and_forget(load(folder, "raise", layout, *INCIDENTS), Spoiled)
+    if layout in ("fsdp", "tensor") and ("raise", layout) not in left_out:
+        raising = build_and_forget(load(folder, "raise", layout, *ANOMALIES), Spoiled)
         said = words_of(raising.train)
         results["raise"] = raising.ranks.gather((raising.step, raising.decided, said))
     return results
@@ -411,7 +411,7 @@ def run_failing(folder, name, layout, kind, *overrides):
 def fail_alone(folder):
     """Every rank ends with an error, though the others wait in a forward for the one that failed."""
     evaluation.TOGETHER_SECONDS = 1.0
-    build_trainer(load(folder, "alone", "data", "trainer.max_steps=2"), FailsAlone).train()
+    build_trainer(load(folder, "alone", "fsdp", "trainer.max_steps=2"), FailsAlone).train()
 
 
 def words_of(act):

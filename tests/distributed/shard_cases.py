@@ -67,7 +67,7 @@ def load(folder, name, *overrides):
             *(f"output_dir={folder}", f"name={name}", "model.dropout=0.0", "trainer.global_batch_size=8"),
             *(
                 "trainer.micro_batch_size=2",
-                f"runtime.mesh={{data: {processes.world_size()}}}",
+                f"runtime.mesh={{fsdp: {processes.world_size()}}}",
                 "evaluation.metrics={}",
             ),
             "trainer.max_steps=7",
@@ -83,11 +83,11 @@ CASES = {
     "unsharded": (Tokens, ("runtime.accumulate_unsharded=true", "runtime.reshard_after_forward=false")),
     "ragged": (Tokens, RAGGED),
     "own_step": (OwnStep, ()),
-    "averaged": (Tokens, ("hooks=[{type: average_weights, decay: 0.5}]",)),
+    "averaged": (Tokens, ("hooks=[{type: ema, decay: 0.5}]",)),
     "muon": (Tokens, (MUON,)),
     "lion": (Tokens, ("trainer.optimizer={type: lion, lr: 1e-3, report: true}",)),
     "sgd": (Tokens, ("trainer.optimizer={type: sgd, lr: 0.1, momentum: 0.9}",)),
-    "spoiled": (Spoiled, ("incidents.non_finite=skip",)),
+    "spoiled": (Spoiled, ("anomalies.non_finite=skip",)),
 }
 
 

@@ -56,19 +56,19 @@ trainer:
   optimizer: {type: adamw, lr: 1e-2}
 runtime:
   device: cpu
-  mesh: {data: 2}
+  mesh: {fsdp: 2}
 """
 VIT = "model: {type: vit, num_labels: 3, image_size: 8, patch_size: 4, hidden_size: 16, num_heads: 2, num_layers: 2}"
 LLAMA = RUN.splitlines()[1]
 # What is written instead of what, the line that is named (None: none is), and words of the error.
 CASES = {
     "world size": (
-        [("mesh: {data: 2}", "mesh: {data: 1, tensor: 3}")],
+        [("mesh: {fsdp: 2}", "mesh: {fsdp: 1, tensor: 3}")],
         "mesh:",
-        "runtime.mesh: data 1 × tensor 3 is 3 ranks, but the run has 2.",
+        "runtime.mesh: fsdp 1 × tensor 3 is 3 ranks, but the run has 2.",
     ),
     "heads": (
-        [("num_heads: 2", "num_heads: 1"), ("{data: 2}", "{tensor: 2}")],
+        [("num_heads: 2", "num_heads: 1"), ("{fsdp: 2}", "{tensor: 2}")],
         "mesh:",
         "model.num_heads is 1, which tensor: 2 ranks cannot share",
     ),
@@ -80,25 +80,25 @@ CASES = {
     "rule": (
         [(LLAMA, LLAMA[:-1] + ', sharding: {parameters: {"*.weight": [expert, null]}}}')],
         "model:",
-        "model.sharding: *.weight: no axis 'expert' here. Known: data, tensor.",
+        "model.sharding: *.weight: no axis 'expert' here. Known: fsdp, tensor.",
     ),
     "own forward": (
-        [("language_model", "parts.py:OwnForward"), ("{data: 2}", "{pipeline: 2}")],
+        [("language_model", "parts.py:OwnForward"), ("{fsdp: 2}", "{pipeline: 2}")],
         "mesh:",
         "runtime.mesh.pipeline is 2, but OwnForward.forward would not be called",
     ),
     "stages": (
-        [("num_layers: 2", "num_layers: 1"), ("{data: 2}", "{pipeline: 2}")],
+        [("num_layers: 2", "num_layers: 1"), ("{fsdp: 2}", "{pipeline: 2}")],
         "mesh:",
         "runtime.mesh.pipeline",
     ),
     "micro-batch": (
         [("micro_batch_size: 2", "micro_batch_size: auto")],
         "micro_batch_size:",
-        "trainer.micro_batch_size: auto is found on one rank alone, but the mesh (data 2) splits the model.",
+        "trainer.micro_batch_size: auto is found on one rank alone, but the mesh (fsdp 2) splits the model.",
     ),
     "no seam": (
-        [(LLAMA, VIT), ("language_model", "trainer"), ("{data: 2}", "{context: 2}")],
+        [(LLAMA, VIT), ("language_model", "trainer"), ("{fsdp: 2}", "{context: 2}")],
         "mesh:",
         "runtime.mesh.context: 2 ranks are to share each sequence, but ViT cannot split its own",
     ),
@@ -134,7 +134,7 @@ def store():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_layout_that_cannot_be_is_refused_once_by_its_setting(name, tmp_path, store):
+def test_a_layout_that_cannot_be_is_rejected_once_by_its_setting(name, tmp_path, store):
     changes, key, words = CASES[name]
     lines = write_run(tmp_path, changes)
     children = [_fork(tmp_path, rank, store.port) for rank in range(2)]

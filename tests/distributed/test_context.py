@@ -156,7 +156,7 @@ def test_all_ranks_generate_the_same_text(ranks):
         assert torch.equal(found["generated"], expected)
 
 
-def test_a_model_that_cannot_split_its_sequences_is_refused_by_name(tmp_path):
+def test_a_model_that_cannot_split_its_sequences_is_rejected_by_name(tmp_path):
     def act(mesh):
         model = T5(vocab_size=WORDS, hidden_size=16, num_layers=1, num_heads=2)
         with raises(ConfigError):

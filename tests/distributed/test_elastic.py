@@ -20,14 +20,14 @@ COMMON = (
     "model.dropout=0.0",
     "trainer.global_batch_size=8",
     "trainer.micro_batch_size=2",
-    "hooks=[{type: average_weights, decay: 0.5}]",
+    "hooks=[{type: ema, decay: 0.5}]",
 )
 LAYOUTS = {
     "one": (1, "{}"),
     "two replicas": (2, "{replicate: 2}"),
-    "two shards": (2, "{data: 2}"),
-    "four shards": (4, "{data: 4}"),
-    "shards and replicas": (4, "{replicate: 2, data: 2}"),
+    "two shards": (2, "{fsdp: 2}"),
+    "four shards": (4, "{fsdp: 4}"),
+    "shards and replicas": (4, "{replicate: 2, fsdp: 2}"),
 }
 CHAINS = {
     "2 → 1 → 4": ("two shards", "one", "four shards"),
@@ -75,7 +75,7 @@ def test_a_run_goes_on_in_any_other_layout(chain, tmp_path, undisturbed):
     assert left["training"]["data"] == right["training"]["data"]
     for name, weight in left["model"].items():
         assert weight.tolist() == pytest.approx(right["model"][name], abs=1e-6), name
-    averages = (each["training"]["hooks"]["AverageWeights"]["averages"] for each in (left, right))
+    averages = (each["training"]["hooks"]["EMA"]["averages"] for each in (left, right))
     for one, two in zip(*(each.values() for each in averages), strict=True):
         assert (one - two).abs().max() < 1e-6
 
@@ -112,12 +112,12 @@ class HurtOnce(Hook):
 
 def test_a_split_run_goes_back_to_its_parts_in_memory(tmp_path):
     """As to the checkpoint of the same step, which is read from the disk."""
-    settings = ("incidents.non_finite=rollback", "checkpoint.asynchronous=false")
+    settings = ("anomalies.non_finite=rollback", "checkpoint.asynchronous=false")
     ends = []
-    for name, more in {"checkpoint": (), "memory": ("incidents.snapshot_every_steps=1",)}.items():
+    for name, more in {"checkpoint": (), "memory": ("anomalies.snapshot_every_steps=1",)}.items():
         assert train(tmp_path / name, "two shards", *settings, *more, hooks=(HurtOnce,)).wait() == [0, 0]
         ends.append(what_is_left(tmp_path / name))
-        assert ends[-1]["training"]["incidents"]["num_incidents"] == 1
+        assert ends[-1]["training"]["anomalies"]["num_anomalies"] == 1
         assert "Went back to step 4" in log_of(tmp_path / name)
     assert differences(*ends) == []
 

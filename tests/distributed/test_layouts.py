@@ -1,4 +1,4 @@
-"""Whatever the layout: evaluations, metrics, incidents, adapters and reductions are those of one process, or promised.
+"""Whatever the layout: evaluations, metrics, anomalies, adapters and reductions are those of one process, or promised.
 
 Real ranks and the whole loop; the runs are layout_cases.py's.
 """
@@ -92,7 +92,7 @@ def test_every_row_is_evaluated_once_and_in_order(folder, name, layout):
         assert name == "tiny" or last[f"{each}/words/rows"] == size
 
 
-@pytest.mark.parametrize(("name", "layout"), [marked("left", layout) for layout in ("data", "tensor", "pipeline")])
+@pytest.mark.parametrize(("name", "layout"), [marked("left", layout) for layout in ("fsdp", "tensor", "pipeline")])
 def test_an_evaluation_that_a_signal_ends_is_left_by_all_and_made_anew(folder, name, layout):
     for left in results(folder, layout)[name]:
         assert left == [3, True, "SIGTERM", True]  # the last: it did not end the evaluation first
@@ -106,7 +106,7 @@ def test_an_evaluation_that_a_signal_ends_is_left_by_all_and_made_anew(folder, n
     [
         marked(name, layout)
         for name in FAILURES
-        for layout in ("data", "tensor", "pipeline")
+        for layout in ("fsdp", "tensor", "pipeline")
         if name.startswith("fails") and fails_in(name, layout)
     ],
 )
@@ -129,10 +129,10 @@ def test_a_rank_that_fails_where_the_others_wait_for_it_ends_them_all(tmp_path):
     assert not CheckpointStore(tmp_path / "data/alone/checkpoints").steps()
 
 
-def test_torchmetrics_that_a_rank_had_nothing_for_are_refused_with_what_to_change(folder):
-    for said in results(folder, "data")["few"][0]:
+def test_torchmetrics_that_a_rank_had_nothing_for_are_rejected_with_what_to_change(folder):
+    for said in results(folder, "fsdp")["few"][0]:
         assert "The set tiny has fewer samples than there are ranks with samples of their own (2)" in said
-    for said in results(folder, "data")["small-batch"][0]:
+    for said in results(folder, "fsdp")["small-batch"][0]:
         assert "The set valid is read in batches of 1" in said
         assert "Set evaluation.batch_size to 2 or more." in said
     # Ranks that share samples see all of them.
@@ -154,7 +154,7 @@ def test_metrics_adapters_frozen_parameters_and_streams_are_as_in_one_process(fo
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [marked("compiled", layout) for layout in ("one", "replicate", "data", "tensor")]
+    ("name", "layout"), [marked("compiled", layout) for layout in ("one", "replicate", "fsdp", "tensor")]
 )
 def test_a_compiled_forward_makes_the_updates_of_eager_mode(folder, name, layout):
     assert_close(lines(folder, "one", "reduced-2-false"), lines(folder, layout, name), 1e-9)
@@ -168,20 +168,20 @@ def test_frozen_parameters_stay_and_others_move(folder, name, layout):
     assert not torch.equal(found["model.layers.1.mlp.down_proj.weight"], begun["model.layers.1.mlp.down_proj.weight"])
 
 
-@pytest.mark.parametrize("layout", ["data", "tensor", "context", "data-tensor"])
+@pytest.mark.parametrize("layout", ["fsdp", "tensor", "context", "fsdp-tensor"])
 def test_ranks_with_samples_of_their_own_draw_numbers_of_their_own(folder, layout):
     by_samples = {}
     for draws, data_rank in results(folder, layout)["metrics"]:
         assert len(set(draws)) == len(draws)
         by_samples.setdefault(data_rank, []).append(draws)
-    assert len(by_samples) == LAYOUTS[layout].get("data", 1)
+    assert len(by_samples) == LAYOUTS[layout].get("fsdp", 1)
     for shared in by_samples.values():
         assert all(draws == shared[0] for draws in shared)
     assert len({draws[0][0] for draws in by_samples.values()}) == len(by_samples)
 
 
 @pytest.mark.parametrize(("name", "layout"), cases("skip", "rollback"))
-def test_all_ranks_decide_alike_on_an_incident_of_one(folder, name, layout):
+def test_all_ranks_decide_alike_on_an_anomaly_of_one(folder, name, layout):
     found = results(folder, layout)[name]
     culprit = len(found) - 1
     for each in found:
@@ -204,12 +204,12 @@ def test_all_ranks_decide_alike_on_an_incident_of_one(folder, name, layout):
 
 
 @pytest.mark.parametrize(("name", "layout"), [marked("raise", layout) for layout in PARTS])
-def test_an_incident_that_is_to_end_the_run_ends_it_on_all_ranks_in_the_same_words(folder, name, layout):
+def test_an_anomaly_that_is_to_end_the_run_ends_it_on_all_ranks_in_the_same_words(folder, name, layout):
     first, second = results(folder, layout)[name]
     assert first == second
     step, decided, said = first
     assert (step, decided) == (4, [[4, "non_finite", "raise", [1]]])
-    assert said.startswith("IncidentError: ")
+    assert said.startswith("AnomalyError: ")
     assert "The newest checkpoint is step-00000002." in said
 
 
@@ -237,24 +237,24 @@ def reductions(folder, layout, name):
 
 
 def test_gradients_are_reduced_once_an_update_where_that_is_promised(folder):
-    # One micro-batch, then two; data: 2 ranks.
-    once, twice = (reductions(folder, "data", f"reduced-{micro}-true") for micro in (4, 2))
+    # One micro-batch, then two; fsdp: 2 ranks.
+    once, twice = (reductions(folder, "fsdp", f"reduced-{micro}-true") for micro in (4, 2))
     assert once == twice
-    assert once["reduce-scatter", "data"][0] > 0
-    scatters = [reductions(folder, "data", f"reduced-{micro}-false")["reduce-scatter", "data"] for micro in (4, 2)]
-    assert scatters[0] == once["reduce-scatter", "data"]
+    assert once["reduce-scatter", "fsdp"][0] > 0
+    scatters = [reductions(folder, "fsdp", f"reduced-{micro}-false")["reduce-scatter", "fsdp"] for micro in (4, 2)]
+    assert scatters[0] == once["reduce-scatter", "fsdp"]
     assert scatters[1] == tuple(2 * each for each in scatters[0])
     # Copies of the model are summed once an update, in any case.
     assert reductions(folder, "replicate", "reduced-4-false") == reductions(folder, "replicate", "reduced-2-false")
-    # Hybrid: along replicate once an update, along data once a micro-batch, or once too.
+    # Hybrid: along replicate once an update, along fsdp once a micro-batch, or once too.
     hybrid = {
-        (micro, how): reductions(folder, "replicate-data", f"reduced-{micro}-{how}")
+        (micro, how): reductions(folder, "replicate-fsdp", f"reduced-{micro}-{how}")
         for micro in (2, 1)
         for how in ("false", "true")
     }
     sums = {each["all-reduce", "replicate"] for each in hybrid.values()}
     assert len(sums) == 1
-    scatters = {key: each["reduce-scatter", "data"][0] for key, each in hybrid.items()}
+    scatters = {key: each["reduce-scatter", "fsdp"][0] for key, each in hybrid.items()}
     number = scatters[2, "false"]
     assert number > 0
     assert scatters == {(2, "false"): number, (2, "true"): number, (1, "false"): 2 * number, (1, "true"): number}

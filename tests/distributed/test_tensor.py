@@ -63,14 +63,14 @@ def made(make):
 def distance(make, batch, mesh, *, change=None):
     """Trains a whole and a split model; returns how far losses, gradients and evaluations are apart at most.
 
-    On ranks along data each takes rows of its own, of which the whole model takes all.
+    On ranks along fsdp each takes rows of its own, of which the whole model takes all.
     """
     alone, split = made(make), made(make)
     plan = plan_sharding(split, packaged_rules(split), mesh.sizes)
     split_tensors(split, plan, mesh)
     if change is not None:
         change(split)
-    if mesh.size("data") > 1:
+    if mesh.size("fsdp") > 1:
         shard_parameters(split, mesh, settings=SplitSettings(), device=torch.device("cpu"), data_dim=plan.data_dim)
     rows = slice(mesh.data_rank, None, mesh.num_data_ranks)
     own = {name: values[rows] for name, values in batch.items()}
@@ -126,7 +126,7 @@ def test_every_shipped_model_trains_on_two_data_by_two_tensor_ranks_as_on_one(na
             found[name] = distance(lambda make=make: without_dropout(make()), batch, mesh)
         return found
 
-    for distances in on_ranks(tmp_path, {"data": 2, "tensor": 2}, act):
+    for distances in on_ranks(tmp_path, {"fsdp": 2, "tensor": 2}, act):
         assert max(distances.values()) < 1e-10, distances
 
 

@@ -99,7 +99,7 @@ def test_scopes_nest_and_end_even_after_an_error(storage):
 
 
 @pytest.mark.parametrize("value", [torch.ones(2), torch.ones(0), "text", None, [1.0]])
-def test_what_is_no_scalar_is_refused_where_it_is_put(storage, value):
+def test_what_is_no_scalar_is_rejected_where_it_is_put(storage, value):
     with raises(TrainwrightError, "put_scalar", "tensor"):
         storage.put_scalar("a", value)
 
@@ -141,7 +141,7 @@ def test_an_unknown_history_names_the_known_ones(storage):
 
 
 @pytest.mark.parametrize("name", ["step", "loss", "grad_norm", "lr"])
-def test_the_loops_own_names_are_refused(storage, name):
+def test_the_loops_own_names_are_rejected(storage, name):
     with raises(TrainwrightError, name):
         storage.put_scalar(name, 1.0)
     with raises(TrainwrightError, name):

@@ -1,4 +1,4 @@
-"""The folder of an export: an earlier one is replaced, what others put there is kept, other folders are refused."""
+"""The folder of an export: an earlier one is replaced, what others put there is kept, other folders are rejected."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_an_earlier_export_goes_and_what_others_put_there_stays(tmp_path):
     assert (facts["run"], facts["format"]) == ("one", "huggingface")
 
 
-def test_a_folder_of_others_is_refused_unless_overwritten(tmp_path, caplog):
+def test_a_folder_of_others_is_rejected_unless_overwritten(tmp_path, caplog):
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (tmp_path / name).write_text("theirs")
     with raises(CheckpointError, "--overwrite"):
@@ -64,7 +64,7 @@ def test_no_file_of_others_goes_and_those_that_look_like_weights_are_named(tmp_p
         assert mentions(caplog.text, ", ".join(sorted(others)))
 
 
-def test_weights_of_others_that_would_be_read_before_the_shards_are_refused(tmp_path):
+def test_weights_of_others_that_would_be_read_before_the_shards_are_rejected(tmp_path):
     (tmp_path / "model.safetensors").write_text("theirs")
     shards = ("config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json")
     with raises(CheckpointError, "model.safetensors"):

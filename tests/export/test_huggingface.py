@@ -114,7 +114,7 @@ def test_a_link_to_the_run_is_not_written_over(run, tmp_path):
     assert not (run / "export.json").exists()
 
 
-def test_weights_that_would_be_infinite_are_refused_by_name(tmp_path):
+def test_weights_that_would_be_infinite_are_rejected_by_name(tmp_path):
     (tmp_path / "large.py").write_text(LARGE)
     folder, _ = train_run(tmp_path, RUN.replace("type: llama", "type: large.py:large"), ["trainer.max_steps=2"])
     with raises(CheckpointError, "model.norm.weight", "06"):
@@ -129,7 +129,7 @@ def test_what_was_read_of_generation_is_written_as_it_was(tmp_path, kind):
     sizes = {"vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, intermediate_size=48))
     model.save_pretrained(tmp_path / "published")
-    # Published folders have such, though transformers itself refuses to write it: sampling settings without sampling.
+    # Published folders have such, though transformers itself rejects to write it: sampling settings without sampling.
     told = {"eos_token_id": [2, 7], "temperature": 0.3, "top_p": 0.9, "do_sample": False, "bos_token_id": 1}
     (tmp_path / "published" / "generation_config.json").write_text(json.dumps(told))
     start, end = RUN.index("model: "), RUN.index("data:")
@@ -254,7 +254,7 @@ def test_a_model_of_transformers_is_written_by_its_own_class(tmp_path):
     assert torch.equal(again.lm_head.weight, trainer.model.lm_head.weight.bfloat16())
 
 
-def test_an_unknown_format_and_dtype_are_refused(run, tmp_path):
+def test_an_unknown_format_and_dtype_are_rejected(run, tmp_path):
     with raises(ConfigError, "onnx"):
         export_run(run, tmp_path / "x", file_format="onnx")
     with raises(ConfigError, "int4"):

@@ -105,7 +105,7 @@ def test_a_run_without_checkpoints_is_a_clear_error(tmp_path):
         load_checkpoint(tmp_path / "small")
 
 
-def test_a_step_beside_a_checkpoint_that_names_another_is_refused(trained):
+def test_a_step_beside_a_checkpoint_that_names_another_is_rejected(trained):
     with raises(CheckpointError, "00000004", "6"):
         load_checkpoint(trained[0] / "checkpoints" / "step-00000004", 6)
 
@@ -333,10 +333,10 @@ def test_of_a_shipped_model_no_weight_is_drawn(tmp_path, monkeypatch, lora):
     trainer = build_trainer(net_and_tokens(tmp_path))
     trainer.train()
 
-    def refuse(*arguments, **options):
+    def reject(*arguments, **options):
         raise AssertionError("a weight is drawn")
 
-    monkeypatch.setattr("trainwright.export.load.build_model", refuse)
+    monkeypatch.setattr("trainwright.export.load.build_model", reject)
     loaded = load_checkpoint(trainer.folder)
     assert is_last(loaded, trainer.model.state_dict())
     trains = [{key: one.requires_grad for key, one in each.named_parameters()} for each in (loaded, trainer.model)]
@@ -351,7 +351,7 @@ def net_and_tokens(tmp_path):
     return RunConfig.load(tmp_path / "run.yaml", [f"output_dir={tmp_path / 'runs'}"])
 
 
-def test_a_device_that_is_not_there_is_refused_first(trained, monkeypatch):
+def test_a_device_that_is_not_there_is_rejected_first(trained, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with raises(TrainwrightError, "cuda"):
         load_checkpoint(trained[0], device="cuda")

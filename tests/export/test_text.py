@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from trainwright.data.tokenizer import load_tokenizer
 from trainwright.errors import CheckpointError, ConfigError, DataError
 from trainwright.export.huggingface import export_run
-from trainwright.export.text import TextStream, encode_prompt, end_tokens, load_speaker, num_tokens_of, stream_text
+from trainwright.export.text import TextStream, encode_prompt, end_tokens, load_text_model, num_tokens_of, stream_text
 
 BYTES = load_tokenizer("bytes")
 PROJECT = Path(__file__).parents[1] / "project"
@@ -74,7 +74,7 @@ def test_a_run_and_its_export_say_the_same(run, tmp_path):
     texts = []
     folder = export_run(run, tmp_path / "hf")
     for place, tokenizer in ((run, None), (folder, "bytes")):
-        model, found = load_speaker(place, tokenizer=tokenizer)
+        model, found = load_text_model(place, tokenizer=tokenizer)
         generator = torch.Generator().manual_seed(3)
         texts.append("".join(stream_text(model, found, "def ", max_new_tokens=30, generator=generator)))
     assert texts[0] == texts[1]
@@ -82,7 +82,7 @@ def test_a_run_and_its_export_say_the_same(run, tmp_path):
 
 
 def test_the_end_token_ends_the_text(run):
-    model, tokenizer = load_speaker(run)
+    model, tokenizer = load_text_model(run)
     torch.nn.init.zeros_(model.model.norm.weight)  # every token is equally likely
     assert end_tokens(tokenizer) == {258}
     assert end_tokens(PAIRS) == {0}
@@ -98,23 +98,23 @@ def test_the_end_token_ends_the_text(run):
 def test_what_has_no_tokenizer_says_how_to_name_one(run, tmp_path):
     folder = export_run(run, tmp_path / "hf")
     with raises(CheckpointError):
-        load_speaker(folder)
+        load_text_model(folder)
 
 
-def test_plain_weights_are_no_speaker_and_an_export_is_not_exported(run, tmp_path):
+def test_plain_weights_are_no_text_model_and_an_export_is_not_exported(run, tmp_path):
     with raises(CheckpointError):
-        load_speaker(export_run(run, tmp_path / "plain", file_format="safetensors"))
+        load_text_model(export_run(run, tmp_path / "plain", file_format="safetensors"))
     with raises(CheckpointError):
         export_run(export_run(run, tmp_path / "hf"), tmp_path / "other")
 
 
 def test_a_folder_has_no_steps(run, tmp_path):
     with raises(ConfigError):
-        load_speaker(export_run(run, tmp_path / "hf"), step=3)
+        load_text_model(export_run(run, tmp_path / "hf"), step=3)
 
 
-def test_an_empty_prompt_and_an_encoder_are_refused(run):
-    model, tokenizer = load_speaker(run)
+def test_an_empty_prompt_and_an_encoder_are_rejected(run):
+    model, tokenizer = load_text_model(run)
     with raises(DataError):
         next(stream_text(model, tokenizer, "", max_new_tokens=3))
 
@@ -130,7 +130,7 @@ def test_a_run_that_is_no_decoder_is_named_before_its_tokenizer_is_missed(tmp_pa
     shutil.copy(PROJECT / "parts.py", tmp_path / "parts.py")
     folder, _ = train_run(tmp_path, (PROJECT / "run.yaml").read_text(), ["trainer.max_steps=2"])
     with raises(ConfigError, "input_ids"):
-        load_speaker(folder)
+        load_text_model(folder)
 
 
 class Counting(torch.nn.Module):
@@ -163,13 +163,13 @@ def test_a_token_that_the_tokenizer_lacks_is_shown_by_its_number(numbers, pieces
 
 
 def test_a_tokenizer_of_another_model_is_named(run):
-    model, _ = load_speaker(run)
+    model, _ = load_text_model(run)
     other = Tokenizer(models.WordLevel({"def": 999}, unk_token="def"))
     with raises(DataError, "999", "260", "--tokenizer"):
         next(stream_text(model, other, "def", max_new_tokens=3))
 
 
-def test_without_a_length_the_text_ends_at_the_positions_and_one_beyond_is_refused():
+def test_without_a_length_the_text_ends_at_the_positions_and_one_beyond_is_rejected():
     model = Counting(*[ord("a")] * 8)
     model.max_positions = 8
     assert "".join(stream_text(model, BYTES, "x", temperature=0.0)) == "a" * 8

@@ -1,4 +1,4 @@
-"""Nothing in a checkpoint is there for nothing: a run that goes on without one item ends otherwise, or is refused.
+"""Nothing in a checkpoint is there for nothing: a run that goes on without one item ends otherwise, or is rejected.
 
 The items are read from a real checkpoint, so that a new one that no case here feels fails the test. An item is taken
 away in two ways: it is missing, or it is what a run has that has not begun. Three runs, in which everything matters:
@@ -20,12 +20,12 @@ from trainwright.build.components import Build
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.loop.checkpointing import collect_parts
 
-# In fp16 there is a loss scale, on the CPU too; the nan of batch 2 halves it, and is an incident that is skipped.
+# In fp16 there is a loss scale, on the CPU too; the nan of batch 2 halves it, and is an anomaly that is skipped.
 SETTINGS = (
     *("model.type=tests.faults.parts:HurtNet", "data.train={type: tests.faults.parts:HurtPoints, hurt: [2]}"),
     *("data.eval.valid={type: tests.faults.parts:HurtPoints, num_batches: 3}", "data.shuffle=false"),
-    *("incidents.non_finite=skip", "incidents.spike=skip", "incidents.spike_window=8", "runtime.precision=fp16"),
-    *("hooks=[{type: average_weights, decay: 0.8}]", "trainer.max_steps=9", "checkpoint.every_steps=4"),
+    *("anomalies.non_finite=skip", "anomalies.spike=skip", "anomalies.spike_window=8", "runtime.precision=fp16"),
+    *("hooks=[{type: ema, decay: 0.8}]", "trainer.max_steps=9", "checkpoint.every_steps=4"),
     "checkpoint.keep_last=null",
 )
 STEP = 4
@@ -178,7 +178,7 @@ def test_a_run_that_goes_on_without_any_one_item_of_its_checkpoint_ends_otherwis
     tried("a checkpoint without one of its items is noticed", cases=len(matters))
 
 
-def test_a_checkpoint_that_lacks_an_item_is_refused(cases, tried):
+def test_a_checkpoint_that_lacks_an_item_is_rejected(cases, tried):
     items = [path for path in items_of(cases[0].parts) if len(path) == 2]
     for path in items:
         assert not cases[0].goes_on_alike(without(path)), path

@@ -14,7 +14,7 @@ DATA = {
 }
 COMMON = (
     *("trainer.max_steps=9", "trainer.global_batch_size=6", "checkpoint.every_steps=2"),
-    *("hooks=[{type: average_weights, decay: 0.8}]", "evaluation.every_steps=4"),
+    *("hooks=[{type: ema, decay: 0.8}]", "evaluation.every_steps=4"),
 )
 # Any two values of a case meet in one of these; the other combinations are `make test-slow`'s.
 PAIRED = [("map", 0, 1), ("map", 2, 3), ("iterable", 0, 3), ("iterable", 2, 1)]
@@ -27,7 +27,7 @@ MATRIX = [
 @pytest.mark.parametrize(("data", "workers", "accumulation"), MATRIX)
 def test_a_run_that_is_killed_twice_ends_as_if_nothing_had_happened(data, workers, accumulation, tmp_path, tried):
     tried("kill -9 at a random step, twice: {map, iterable} × {0, 2 workers} × {accumulation 1, 3} × {sync, async}", 2)
-    settings = (*COMMON, *DATA[data], f"data.workers={workers}", f"trainer.micro_batch_size={6 // accumulation}")
+    settings = (*COMMON, *DATA[data], f"data.num_workers={workers}", f"trainer.micro_batch_size={6 // accumulation}")
     whole = tmp_path / "whole"
     assert train(whole, *settings) == 0
     for saving in ("true", "false"):

@@ -7,7 +7,7 @@ import pytest
 from tests.faults.table import PAGE
 from tests.test_docs import Reader, blocks_of
 
-from trainwright.config.sections import HangsSection, IncidentsSection, PreemptionSection
+from trainwright.config.sections import AnomaliesSection, PreemptionSection, WatchdogSection
 from trainwright.errors import HANG_EXIT_CODE, exit_code_of
 
 
@@ -21,7 +21,7 @@ def test_the_page_works_from_the_first_line_to_the_last(reader):
         reader.read([block])
         if not block[0]:
             assert reader.exit_code == 0, reader.shown
-    assert Path("runs/safe/incidents/step-00000058/incident.json").is_file()
+    assert Path("runs/safe/anomalies/step-00000058/anomaly.json").is_file()
     reader.type("trainwright train safe.yaml")
     assert "nothing is left to do" in reader.shown
 
@@ -35,6 +35,6 @@ def test_the_page_names_the_exit_codes():
 
 def test_the_page_names_every_setting_of_what_may_go_wrong():
     page = PAGE.read_text("utf-8")
-    for section in (IncidentsSection, PreemptionSection, HangsSection):
+    for section in (AnomaliesSection, PreemptionSection, WatchdogSection):
         for name in section.model_fields:
             assert f"`{name}" in page or f"{name}:" in page, name

@@ -16,7 +16,7 @@ from trainwright.hooks import preemption as obey_preemption
 
 TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 WHILE_TRAINING = ("before_train", "data", "forward", "after_step", "evaluation", "commit", "after_save")
-OVERRIDES = (*SMALL, "model.dropout=0.3", "hooks=[{type: average_weights, decay: 0.8}]")
+OVERRIDES = (*SMALL, "model.dropout=0.3", "hooks=[{type: ema, decay: 0.8}]")
 
 # The next save waits for a commit, and comes two steps later: told at the first commit, a run has not ended by then.
 AT = dict.fromkeys(WHILE_TRAINING, 4) | {"commit": 2}
@@ -263,6 +263,6 @@ def test_a_signal_to_a_worker_of_the_loader_does_not_end_the_run(number, tmp_pat
     def hasten():
         obey_preemption.ECHO_SECONDS = 0.05
 
-    run = Run(tmp_path / "run", *OVERRIDES, "data.workers=1", num_ranks=1, trainer=WithReading, prepare=hasten)
+    run = Run(tmp_path / "run", *OVERRIDES, "data.num_workers=1", num_ranks=1, trainer=WithReading, prepare=hasten)
     assert run.wait() == [0], run.said(0)
     assert_same_end(undisturbed(1), tmp_path / "run")

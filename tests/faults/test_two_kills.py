@@ -52,7 +52,7 @@ def undisturbed(tmp_path_factory):
         workers = workers if kind == "iterable" else 0
         if (kind, accumulation, workers) not in _undisturbed:
             place = tmp_path_factory.mktemp("undisturbed") / "run"
-            overrides = (*SMALL, *POINTS[kind], *ACCUMULATIONS[accumulation], f"data.workers={workers}")
+            overrides = (*SMALL, *POINTS[kind], *ACCUMULATIONS[accumulation], f"data.num_workers={workers}")
             assert train_two(place, *overrides) == [0, 0]
             _undisturbed[kind, accumulation, workers] = place
         return _undisturbed[kind, accumulation, workers]
@@ -72,7 +72,7 @@ def test_a_run_whose_ranks_are_killed_ends_as_if_nothing_had_happened(
 ):
     drawn = random.Random(f"{kind} {workers} {accumulation} {asynchronous}")
     overrides = (*SMALL, *POINTS[kind], *ACCUMULATIONS[accumulation])
-    overrides += (f"data.workers={workers}", f"checkpoint.asynchronous={str(asynchronous).lower()}")
+    overrides += (f"data.num_workers={workers}", f"checkpoint.asynchronous={str(asynchronous).lower()}")
     # Twice in a row, the second time later; with workers once, for they are slow to start. They also hold a dead rank's
     # connections for up to five seconds, until they see that it is gone, so that both ranks are killed.
     steps = [drawn.randint(2, 3), drawn.randint(4, 6)][workers // 2 :]
@@ -97,7 +97,7 @@ def test_a_rank_that_is_killed_in_any_phase_loses_nothing(victim, phase, tmp_pat
 
 def test_a_rank_that_is_killed_while_its_workers_live_loses_nothing(tmp_path, undisturbed, tried):
     tried("kill -9 of one rank of two, whose workers live on")
-    overrides = (*SMALL, *POINTS["map"], *ACCUMULATIONS[1], "data.workers=1")
+    overrides = (*SMALL, *POINTS["map"], *ACCUMULATIONS[1], "data.num_workers=1")
     fault = Fault("forward", send(signal.SIGKILL), ranks=(0,), step=5)
     assert_killed(train_two(tmp_path / "run", *overrides, faults=[fault]), (0,))
     assert train_two(tmp_path / "run", *overrides) == [0, 0]

@@ -2,7 +2,7 @@
 
     make torture MINUTES=10 SEED=3
 
-Each round draws a run (data, workers, accumulation, saving, an incident that is rolled back) and trains it once in
+Each round draws a run (data, workers, accumulation, saving, an anomaly that is rolled back) and trains it once in
 peace. Then it is killed, told to leave or let go at random moments, with damage to random files in between, and goes
 on by the same command until it has ended. Lost is a run that ends otherwise than the one in peace, or not at all.
 """
@@ -27,8 +27,8 @@ DATA = {
 }
 COMMON = (
     *("model.type=tests.faults.parts:HurtNet", "data.eval.valid={type: tests.faults.parts:HurtPoints, num_batches: 3}"),
-    *("data.shuffle_buffer=32", "hooks=[{type: average_weights, decay: 0.8}]", "trainer.max_steps=20"),
-    *("checkpoint.every_steps=3", "log.every_steps=2", "evaluation.every_steps=5", "incidents.non_finite=rollback"),
+    *("data.shuffle_buffer=32", "hooks=[{type: ema, decay: 0.8}]", "trainer.max_steps=20"),
+    *("checkpoint.every_steps=3", "log.every_steps=2", "evaluation.every_steps=5", "anomalies.non_finite=rollback"),
 )
 MOST_DEATHS = 6
 # How a run may leave that was killed, told to leave before it listened, or after.
@@ -44,7 +44,12 @@ def draw_settings(draw):
     hurt = "[]" if shuffles else draw.choice(("[]", "[4]", "[4, 11]"))  # shuffled, they would hurt many batches
     data = DATA[draw.choice(tuple(DATA))].replace("HURT", hurt)
     return (
-        *(*COMMON, data, f"data.workers={draw.choice((0, 0, 2))}", f"trainer.micro_batch_size={draw.choice((8, 4))}"),
+        *(
+            *COMMON,
+            data,
+            f"data.num_workers={draw.choice((0, 0, 2))}",
+            f"trainer.micro_batch_size={draw.choice((8, 4))}",
+        ),
         f"data.shuffle={str(shuffles).lower()}",
         f"checkpoint.asynchronous={draw.choice(('true', 'false'))}",
         f"checkpoint.keep_last={draw.choice((1, 2, 3))}",

@@ -65,7 +65,9 @@ def num_graphs(trainer):
     return sum(line.get("compile/graphs", 0) for line in lines_of(trainer))
 
 
-@pytest.mark.parametrize("more", ["dropout: 0.0", "scan: model.layers", "remat: DecoderLayer"])
+@pytest.mark.parametrize(
+    "more", ["dropout: 0.0", "compile_repeated_blocks: model.layers", "activation_checkpointing: DecoderLayer"]
+)
 def test_the_course_is_that_of_eager_mode(tmp_path, more):
     eager = run(tmp_path / "eager")
     compiled = run(tmp_path / "compiled", COMPILED, more=more)
@@ -76,16 +78,20 @@ def test_the_course_is_that_of_eager_mode(tmp_path, more):
     assert sum(line.get("compile/recompilations", 0) for line in lines_of(compiled)) == 0
 
 
-def test_with_scan_a_deeper_model_takes_no_more_graphs(tmp_path):
+def test_with_compile_repeated_blocks_a_deeper_model_takes_no_more_graphs(tmp_path):
     counts = []
     for depth in (2, 4):
         settings = (COMPILED, "trainer.max_steps=1")
-        counts.append(num_graphs(run(tmp_path / f"of-{depth}", *settings, more="scan: model.layers", num_layers=depth)))
+        counts.append(
+            num_graphs(
+                run(tmp_path / f"of-{depth}", *settings, more="compile_repeated_blocks: model.layers", num_layers=depth)
+            )
+        )
         torch._dynamo.reset()
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("more", ["dropout: 0.2", "dropout: 0.2, scan: model.layers"])
+@pytest.mark.parametrize("more", ["dropout: 0.2", "dropout: 0.2, compile_repeated_blocks: model.layers"])
 def test_a_resumed_run_with_dropout_has_the_same_bits(tmp_path, more):
     settings = (COMPILED, "runtime.deterministic=true")
     whole = run(tmp_path / "whole", *settings, more=more)

@@ -41,7 +41,7 @@ def test_no_step_waits_for_the_device(tmp_path, precision, workers):
     config = load(
         tmp_path,
         *("trainer.max_steps=100", "log.every_steps=50", f"runtime.precision={precision}"),
-        *(f"data.workers={workers}", "hooks=[{type: average_weights}]", "evaluation.every_steps=50"),
+        *(f"data.num_workers={workers}", "hooks=[{type: ema}]", "evaluation.every_steps=50"),
     )
     trainer = build_trainer(config, Watched)
     trainer.train()

@@ -71,15 +71,15 @@ def test_a_captured_run_of_compiled_code_equals_the_compiled_run(tmp_path, repla
     assert len(replays) == 11
 
 
-def test_incidents_are_held_back_in_replays(tmp_path, monkeypatch):
+def test_anomalies_are_held_back_in_replays(tmp_path, monkeypatch):
     monkeypatch.setattr(on_cpu.Base, "data", {"bad": (77,)})
-    incidents = {"non_finite": "skip", "spike": "skip", "spike_window": 8}
-    assert_close_runs(tmp_path, incidents=incidents, evaluation={})
+    anomalies = {"non_finite": "skip", "spike": "skip", "spike_window": 8}
+    assert_close_runs(tmp_path, anomalies=anomalies, evaluation={})
 
 
 def test_a_run_that_goes_back_records_anew(tmp_path, monkeypatch):
     monkeypatch.setattr(on_cpu.Base, "data", {"bad": (77,)})
-    assert_close_runs(tmp_path, incidents={"non_finite": "rollback"}, checkpoint={"every_steps": 2}, evaluation={})
+    assert_close_runs(tmp_path, anomalies={"non_finite": "rollback"}, checkpoint={"every_steps": 2}, evaluation={})
 
 
 @pytest.mark.parametrize("kind", [on_cpu.TwoOptimizers, on_cpu.LateOptimizer])
@@ -119,8 +119,8 @@ def test_a_change_between_steps_is_captured_anew(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [on_cpu.ReadsStep, on_cpu.ReadsLoss])
-def test_what_the_host_reads_is_refused_with_its_line(tmp_path, kind):
+def test_what_the_host_reads_is_rejected_with_its_line(tmp_path, kind):
     """The last test of the file: a capture that failed leaves torch's generator unusable."""
-    with pytest.raises(TrainwrightError) as refused:
+    with pytest.raises(TrainwrightError) as rejected:
         train(tmp_path, "graph", kind)
-    assert "test_graph_mode.py:" in str(refused.value)
+    assert "test_graph_mode.py:" in str(rejected.value)

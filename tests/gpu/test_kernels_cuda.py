@@ -211,10 +211,10 @@ def scanned(model):
 WAYS = {
     "eager": lambda model: model,
     "compiled": lambda model: torch.compile(model, fullgraph=True),
-    "remat": recomputed,
-    "remat that keeps": kept_attention,
-    "scan": scanned,
-    "remat and scan": lambda model: scanned(recomputed(model)),
+    "activation_checkpointing": recomputed,
+    "activation_checkpointing that keeps": kept_attention,
+    "compile_repeated_blocks": scanned,
+    "activation_checkpointing and compile_repeated_blocks": lambda model: scanned(recomputed(model)),
 }
 
 

@@ -97,7 +97,7 @@ def test_a_search_leaves_nothing_on_the_device(tmp_path, small_gpu):
 
 
 def test_averaged_weights_are_left_room_for(tmp_path, small_gpu):
-    trainer = build_trainer(config(tmp_path, "auto", hooks=[{"type": "average_weights"}]), WideTrainer)
+    trainer = build_trainer(config(tmp_path, "auto", hooks=[{"type": "ema"}]), WideTrainer)
     trainer.train()
     assert trainer.backend.memory().peak <= 0.95 * 4 * GIB
 

@@ -75,7 +75,7 @@ def load(tmp_path, *overrides):
     ],
 )
 def test_a_hundred_steps_wait_for_nothing_between_log_steps(tmp_path, mode, precision, workers):
-    config = load(tmp_path, f"runtime.mode={mode}", f"runtime.precision={precision}", f"data.workers={workers}")
+    config = load(tmp_path, f"runtime.mode={mode}", f"runtime.precision={precision}", f"data.num_workers={workers}")
     trainer, hook = watched(config)
     assert (trainer.step, hook.num_watched) == (124, 100)
     lines = [json.loads(line) for line in (tmp_path / "small" / "metrics.json").read_text().splitlines()]
@@ -101,7 +101,7 @@ def test_a_language_model_waits_for_nothing_either(tmp_path, mode):
     config = load(
         tmp_path,
         *(f"runtime.mode={mode}", "runtime.precision=bf16", f"data.train={{type: {tmp_path}/tokens.py:Rows}}"),
-        *(f"model={llama}", "trainer.type=language_model", "incidents={non_finite: skip, spike: skip}"),
+        *(f"model={llama}", "trainer.type=language_model", "anomalies={non_finite: skip, spike: skip}"),
     )
     trainer, hook = watched(config)
     assert (trainer.step, hook.num_watched) == (124, 100)
@@ -113,7 +113,7 @@ def test_our_optimizers_wait_for_nothing(tmp_path, optimizer, mode):
     config = load(
         tmp_path,
         *(f"runtime.mode={mode}", f"trainer.optimizer={{type: {optimizer}, lr: 1e-3}}"),
-        *("incidents={non_finite: skip}", "hooks=[{type: average_weights}, {type: count_progress}]"),
+        *("anomalies={non_finite: skip}", "hooks=[{type: ema}, {type: count_progress}]"),
     )
     trainer, hook = watched(config)
     assert (trainer.step, hook.num_watched) == (124, 100)

@@ -33,7 +33,7 @@ def profile(tmp_path, mode):
         [
             *(f"output_dir={tmp_path}", f"name={mode}", "runtime.device=cuda", "data.eval={}", "evaluation={}"),
             *(f"data.train={{type: {tmp_path}/tokens.py:Rows}}", f"model={LLAMA}", "trainer.type=language_model"),
-            *("trainer.max_steps=30", "hooks=[{type: profile_steps, first: 12, steps: 8}]"),
+            *("trainer.max_steps=30", "hooks=[{type: profiler, first: 12, steps: 8}]"),
             *(f"runtime.mode={mode}", "runtime.precision=bf16"),
         ],
     )

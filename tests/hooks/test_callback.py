@@ -79,11 +79,11 @@ def test_a_moment_that_is_none_is_answered_with_the_nearest(tmp_path):
         build_trainer(load(tmp_path, "hooks=[{type: callback, after_stp: parts.py:Net}]"))
 
 
-def test_no_function_at_all_is_refused():
+def test_no_function_at_all_is_rejected():
     with raises(ConfigError):
         CallbackHook()
 
 
-def test_what_is_no_function_is_refused():
+def test_what_is_no_function_is_rejected():
     with raises(ConfigError, "after_step", "3"):
         CallbackHook(after_step=3)

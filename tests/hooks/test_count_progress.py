@@ -53,14 +53,14 @@ def nan_at(place):
 
 
 def test_a_step_that_is_not_finite_shows_in_its_line_and_is_remembered(tmp_path):
-    build_trainer(load(tmp_path, "incidents.non_finite=skip", "trainer.max_steps=3"), nan_at(16)).train()
-    build_trainer(load(tmp_path, "incidents.non_finite=skip", "trainer.max_steps=4")).train()
-    assert [line["incidents"] for line in lines(tmp_path)] == [0, 1, 1, 1]
+    build_trainer(load(tmp_path, "anomalies.non_finite=skip", "trainer.max_steps=3"), nan_at(16)).train()
+    build_trainer(load(tmp_path, "anomalies.non_finite=skip", "trainer.max_steps=4")).train()
+    assert [line["anomalies"] for line in lines(tmp_path)] == [0, 1, 1, 1]
 
 
 def test_a_run_that_goes_back_still_counts_what_made_it_go_back(tmp_path):
-    overrides = ["incidents.non_finite=rollback", "checkpoint.every_steps=1", "trainer.max_steps=4"]
+    overrides = ["anomalies.non_finite=rollback", "checkpoint.every_steps=1", "trainer.max_steps=4"]
     trainer = build_trainer(load(tmp_path, *overrides), nan_at(24))
     trainer.train()
-    assert lines(tmp_path)[-1]["incidents"] == 1
+    assert lines(tmp_path)[-1]["anomalies"] == 1
     assert trainer.step == 4

@@ -9,7 +9,7 @@ from tests.messages import raises
 
 from trainwright import RunConfig, Trainer, build_trainer
 from trainwright.errors import ConfigError
-from trainwright.hooks.early_stopping import StopEarly
+from trainwright.hooks.early_stopping import EarlyStopping
 
 PROJECT = Path(__file__).parents[1] / "project"
 
@@ -35,7 +35,7 @@ def train(tmp_path, values, arguments="patience: 2", *overrides):
             f"trainer.max_steps={len(values)}",
             "trainer.schedule={type: constant}",
             "evaluation={every_steps: 1}",
-            f"hooks=[{{type: stop_early, metric: valid/score, {arguments}}}]",
+            f"hooks=[{{type: early_stopping, metric: valid/score, {arguments}}}]",
             *overrides,
         ],
     )
@@ -68,7 +68,7 @@ def test_the_step_at_which_a_run_stops_is_written_and_saved(tmp_path):
     last = json.loads((trainer.folder / "metrics.json").read_text().splitlines()[-1])
     assert last["step"] == 4
     assert "loss" in last
-    assert trainer.surroundings.store.newest_intact() == 4
+    assert trainer.context.store.newest_intact() == 4
     assert trainer.stop_reason == "valid/score has not improved on 4.0 for 2 evaluations"
 
 
@@ -89,16 +89,16 @@ def test_a_resumed_run_goes_on_counting(tmp_path):
 
 
 @pytest.mark.parametrize("metric", ["score", "vaild/score", "test/score"])
-def test_a_metric_of_no_evaluation_set_is_refused_before_the_first_step(tmp_path, metric):
-    hooks = f"hooks=[{{type: stop_early, metric: {metric}}}]"
+def test_a_metric_of_no_evaluation_set_is_rejected_before_the_first_step(tmp_path, metric):
+    hooks = f"hooks=[{{type: early_stopping, metric: {metric}}}]"
     with raises(ConfigError, "valid/loss"):
         train(tmp_path, [1, 2], "patience: 2", hooks)
     assert not (tmp_path / "small" / "metrics.json").exists()
 
 
 @pytest.mark.parametrize("metric", ["valid/sore", "valid/score/macro"])
-def test_a_metric_that_no_evaluation_gives_is_refused_with_those_it_gives(tmp_path, metric):
-    hooks = f"hooks=[{{type: stop_early, metric: {metric}}}]"
+def test_a_metric_that_no_evaluation_gives_is_rejected_with_those_it_gives(tmp_path, metric):
+    hooks = f"hooks=[{{type: early_stopping, metric: {metric}}}]"
     with raises(ConfigError, metric, "valid/score"):
         train(tmp_path, [1, 2], "patience: 2", hooks)
 
@@ -111,6 +111,6 @@ def test_the_test_set_neither_counts_nor_offends(tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [({"mode": "up"}, ("up",)), ({"patience": 0}, ("0",))])
-def test_settings_that_cannot_work_are_refused(arguments, message):
+def test_settings_that_cannot_work_are_rejected(arguments, message):
     with raises(ConfigError, *message):
-        StopEarly("valid/loss", **arguments)
+        EarlyStopping("valid/loss", **arguments)

@@ -8,20 +8,20 @@ from tests.messages import raises
 
 from trainwright import Hook, RunConfig, Trainer, build_trainer
 from trainwright.errors import CheckpointError, ConfigError
-from trainwright.hooks.ema import AverageWeights
+from trainwright.hooks.ema import EMA
 
 PROJECT = Path(__file__).parents[1] / "project"
 
 
 def load(tmp_path, *overrides, arguments="decay: 0.8", steps=6):
-    hooks = f"hooks=[{{type: average_weights, {arguments}}}]"
+    hooks = f"hooks=[{{type: ema, {arguments}}}]"
     return RunConfig.load(
         PROJECT / "run.yaml", [f"output_dir={tmp_path}", f"trainer.max_steps={steps}", hooks, *overrides]
     )
 
 
 def averaging(trainer):
-    return next(hook for hook in trainer.hooks if isinstance(hook, AverageWeights))
+    return next(hook for hook in trainer.hooks if isinstance(hook, EMA))
 
 
 def weights(trainer):
@@ -108,21 +108,21 @@ def test_a_failed_evaluation_leaves_and_saves_the_trained_weights(tmp_path):
     assert_equal(weights(again), trainer.trained[-1])
 
 
-class Refusing(Hook):
+class Rejecting(Hook):
     """A neighbour that raises after each evaluation."""
 
     def after_eval(self, logs):
         raise ValueError("not good enough")
 
 
-class WithRefusing(Watching):
+class WithRejecting(Watching):
     @classmethod
     def build_hooks(cls, build):
-        return [Refusing(), *build.hooks()]
+        return [Rejecting(), *build.hooks()]
 
 
 def test_a_neighbour_that_raises_after_an_evaluation_does_not_get_averages_saved_as_weights(tmp_path):
-    trainer = build_trainer(load(tmp_path), WithRefusing)
+    trainer = build_trainer(load(tmp_path), WithRejecting)
     with pytest.raises(ValueError, match="not good enough"):
         trainer.train()
     assert_equal(weights(build_trainer(load(tmp_path))), trainer.trained[-1])
@@ -139,7 +139,7 @@ def test_the_averages_survive_a_checkpoint(tmp_path):
     assert_equal(averaging(resumed).averages, averaging(whole).averages)
 
 
-def test_averages_of_another_model_are_refused(tmp_path):
+def test_averages_of_another_model_are_rejected(tmp_path):
     trainer = build_trainer(load(tmp_path))
     averaging(trainer).load_state_dict({"averages": {"head.weight": torch.ones(2)}})
     with raises(CheckpointError, "head.weight"):
@@ -175,8 +175,8 @@ class OneBadBatch(Watching):
 
 @pytest.mark.parametrize("snapshots", ["null", "2"])
 def test_a_run_that_goes_back_averages_the_steps_that_stand(tmp_path, snapshots):
-    incidents = f"incidents={{non_finite: rollback, snapshot_every_steps: {snapshots}}}"
-    trainer = build_trainer(load(tmp_path, incidents, "checkpoint.every_steps=3"), OneBadBatch)
+    anomalies = f"anomalies={{non_finite: rollback, snapshot_every_steps: {snapshots}}}"
+    trainer = build_trainer(load(tmp_path, anomalies, "checkpoint.every_steps=3"), OneBadBatch)
     trainer.train()
     assert len(trainer.trained) == 1 + 6 + (2 if snapshots == "null" else 1)  # steps 4 and 5 again, or 5 alone
     expected = trainer.trained[0]
@@ -187,6 +187,6 @@ def test_a_run_that_goes_back_averages_the_steps_that_stand(tmp_path, snapshots)
 
 
 @pytest.mark.parametrize(("arguments", "message"), [({"decay": 1.0}, ("1.0",)), ({"every_steps": 0}, ())])
-def test_settings_that_cannot_work_are_refused(arguments, message):
+def test_settings_that_cannot_work_are_rejected(arguments, message):
     with raises(ConfigError, *message):
-        AverageWeights(**arguments)
+        EMA(**arguments)

@@ -8,13 +8,13 @@ from tests.parallel.forked_ranks import on_ranks
 from tests.parallel.split_training import CPU, assert_equal, make_batches, make_net, torch_adamw, whole, whole_tensor
 from torch.distributed.tensor import DTensor
 
-from trainwright.hooks.ema import AverageWeights
+from trainwright.hooks.ema import EMA
 from trainwright.parallel.fully_shard import SplitSettings, shard_parameters
 from trainwright.parallel.mesh import Mesh
 
 
 def watch(model):
-    hook = AverageWeights(decay=0.8)
+    hook = EMA(decay=0.8)
     hook.trainer = SimpleNamespace(model=model, step=0)
     return hook
 
@@ -25,10 +25,10 @@ def average(mesh):
     sync = shard_parameters(model, mesh, settings=SplitSettings(), device=CPU)
     hook, optimizer = watch(model), torch_adamw(model)
     hook.before_train()
-    losses, num_ranks = [], mesh.size("data")
+    losses, num_ranks = [], mesh.size("fsdp")
     for batch in make_batches(3):
         optimizer.zero_grad()
-        own = batch.chunk(num_ranks, dim=1)[mesh.rank("data")]
+        own = batch.chunk(num_ranks, dim=1)[mesh.rank("fsdp")]
         model(*own).backward()
         sync.finish()
         optimizer.step()
@@ -57,7 +57,7 @@ def named(model):
 def test_averages_evaluations_and_loaded_averages_are_those_of_one_process(tmp_path):
     losses, averages, again, _, weights = average(Mesh())
     assert_equal(again, averages, tolerance=0.0)
-    for rank in on_ranks(tmp_path, {"data": 3}, average):
+    for rank in on_ranks(tmp_path, {"fsdp": 3}, average):
         assert rank[0] == pytest.approx(losses, rel=1e-10)
         assert_equal(rank[1], averages)
         assert_equal(rank[2], rank[1], tolerance=0.0)

@@ -55,7 +55,7 @@ def test_the_step_under_way_is_finished_and_saved(tmp_path, number):
     assert trainer.step == 3
     assert trainer.interrupted
     assert trainer.stop_reason == signal.Signals(number).name
-    assert trainer.surroundings.store.newest_intact() == 3
+    assert trainer.context.store.newest_intact() == 3
     assert not hook.finished
     assert handlers() == before
 
@@ -79,7 +79,7 @@ def test_a_signal_that_is_passed_on_at_once_is_the_same_wish(tmp_path):
     trainer, _ = build(tmp_path, signal.SIGINT, signal.SIGTERM, signal.SIGINT)
     trainer.train()
     assert trainer.interrupted
-    assert trainer.surroundings.store.newest_intact() == 3
+    assert trainer.context.store.newest_intact() == 3
 
 
 def test_a_later_second_signal_ends_the_run_at_once(tmp_path, monkeypatch):
@@ -88,7 +88,7 @@ def test_a_later_second_signal_ends_the_run_at_once(tmp_path, monkeypatch):
     trainer, _ = build(tmp_path, signal.SIGINT, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    assert trainer.surroundings.store.newest_intact() is None
+    assert trainer.context.store.newest_intact() is None
     assert handlers() == before
 
 

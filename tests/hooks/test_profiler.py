@@ -11,7 +11,7 @@ from tests.messages import raises
 
 from trainwright import Trainer, load_checkpoint
 from trainwright.errors import ConfigError
-from trainwright.hooks.profiler import PREFIX, ProfileSteps
+from trainwright.hooks.profiler import PREFIX, Profiler
 
 QUICK = (*PLAIN, "trainer.max_steps=8", "checkpoint.every_steps=null")
 
@@ -36,7 +36,7 @@ def _is_range(event):
 def test_a_profile_has_its_steps_a_summary_and_shares_that_add_up(tmp_path, caplog):
     folder = tmp_path / "run"
     with caplog.at_level("INFO"):
-        run(folder, *QUICK, hooks=[ProfileSteps(first=4, steps=3)])
+        run(folder, *QUICK, hooks=[Profiler(first=4, steps=3)])
     trace = folder / "profile" / "steps-5-7-rank-0.json.gz"
     names = [name for _, _, name in ranges_of(trace)]
     assert names.count("data") == 3
@@ -62,14 +62,14 @@ def test_a_step_that_a_user_has_written_is_counted_while_it_runs(tmp_path):
                 update.backward(self.run_forward(piece))
             return update.apply()
 
-    run(tmp_path / "run", *QUICK, hooks=[ProfileSteps(first=2, steps=2)], trainer=Twice)
+    run(tmp_path / "run", *QUICK, hooks=[Profiler(first=2, steps=2)], trainer=Twice)
     figures = json.loads((tmp_path / "run" / "profile" / "summary.json").read_text())
     assert figures["is_counted"]
     assert figures["flops_per_step"] == 2 * (2 * 2 * 8 * (4 * 8 + 8 * 2) + 2 * 8 * 8 * 2)
 
 
 def test_ranges_follow_each_other_and_are_never_nested(tmp_path):
-    run(tmp_path / "run", *QUICK, hooks=[ProfileSteps(first=1, steps=4)])
+    run(tmp_path / "run", *QUICK, hooks=[Profiler(first=1, steps=4)])
     ranges = ranges_of(tmp_path / "run" / "profile" / "steps-2-5-rank-0.json.gz")
     for (start, length, _), (following, _, _) in pairwise(ranges):
         assert start + length <= following + 0.5  # the trace rounds to parts of a microsecond
@@ -78,14 +78,14 @@ def test_ranges_follow_each_other_and_are_never_nested(tmp_path):
 def test_a_profiled_run_has_the_bits_of_another(tmp_path):
     settings = ("model.dropout=0.3", "data.train.noise=0.1")
     run(tmp_path / "plain", *QUICK, *settings)
-    run(tmp_path / "profiled", *QUICK, *settings, hooks=[ProfileSteps(first=3, steps=2)])
+    run(tmp_path / "profiled", *QUICK, *settings, hooks=[Profiler(first=3, steps=2)])
     plain, profiled = (load_checkpoint(tmp_path / name).state_dict() for name in ("plain", "profiled"))
     assert all(torch.equal(plain[name], profiled[name]) for name in plain)
 
 
 def test_the_trainer_is_as_it_was_afterwards(tmp_path):
-    trainer = make(tmp_path / "run", *QUICK, hooks=[ProfileSteps(first=2, steps=2)])
-    owners = (trainer, trainer.phases, trainer.surroundings.updater)
+    trainer = make(tmp_path / "run", *QUICK, hooks=[Profiler(first=2, steps=2)])
+    owners = (trainer, trainer.phases, trainer.context.updater)
     before = [set(vars(owner)) for owner in owners]
     trainer.train()
     after = [set(vars(owner)) for owner in owners]
@@ -94,19 +94,19 @@ def test_the_trainer_is_as_it_was_afterwards(tmp_path):
 
 @pytest.mark.parametrize(("left", "expected"), [(8, "steps-3-8"), (3, "steps-2-3"), (1, "steps-1-1")])
 def test_a_run_that_is_too_short_is_profiled_as_far_as_it_goes(tmp_path, left, expected):
-    run(tmp_path / "run", *PLAIN, f"trainer.max_steps={left}", hooks=[ProfileSteps(first=2, steps=6)])
+    run(tmp_path / "run", *PLAIN, f"trainer.max_steps={left}", hooks=[Profiler(first=2, steps=6)])
     assert [path.name for path in (tmp_path / "run" / "profile").glob("*.gz")] == [f"{expected}-rank-0.json.gz"]
 
 
 def test_a_run_that_is_stopped_says_what_it_has(tmp_path):
     stop = at(5, lambda trainer: trainer.stop("enough"))
-    run(tmp_path / "run", *QUICK, hooks=[ProfileSteps(first=3, steps=5), stop])
+    run(tmp_path / "run", *QUICK, hooks=[Profiler(first=3, steps=5), stop])
     assert (tmp_path / "run" / "profile" / "summary.txt").read_text("utf-8").startswith("Profile of steps 4 to 5: ")
 
 
 def test_a_resumed_run_counts_its_own_steps(tmp_path):
     run(tmp_path / "run", *PLAIN, "trainer.max_steps=4")
-    run(tmp_path / "run", *PLAIN, "trainer.max_steps=8", hooks=[ProfileSteps(first=1, steps=2)])
+    run(tmp_path / "run", *PLAIN, "trainer.max_steps=8", hooks=[Profiler(first=1, steps=2)])
     assert (tmp_path / "run" / "profile" / "steps-6-7-rank-0.json.gz").exists()
 
 
@@ -119,17 +119,17 @@ def test_an_error_in_a_profiled_step_leaves_nothing_behind(tmp_path):
 
     for fails_at in (0, 3):
         Failing.fails_at = fails_at
-        trainer = make(tmp_path / f"run-{fails_at}", *QUICK, hooks=[ProfileSteps(first=2, steps=4)], trainer=Failing)
+        trainer = make(tmp_path / f"run-{fails_at}", *QUICK, hooks=[Profiler(first=2, steps=4)], trainer=Failing)
         with pytest.raises(OSError, match="lost"):
             trainer.train()
         assert "run_forward" not in vars(trainer)
         assert torch._C._len_torch_dispatch_stack() == 0
-    assert run(tmp_path / "next", *QUICK, hooks=[ProfileSteps(first=2, steps=4)]).step == 8
+    assert run(tmp_path / "next", *QUICK, hooks=[Profiler(first=2, steps=4)]).step == 8
 
 
 def test_evaluating_within_a_profile_does_not_count(tmp_path):
     settings = ("evaluation.every_steps=1", "trainer.max_steps=6", "checkpoint.every_steps=2")
-    run(tmp_path / "run", *settings, hooks=[ProfileSteps(first=2, steps=3)])
+    run(tmp_path / "run", *settings, hooks=[Profiler(first=2, steps=3)])
     folder = tmp_path / "run" / "profile"
     ranges = ranges_of(folder / "steps-3-5-rank-0.json.gz")
     evaluating = sum(length for _, length, name in ranges if name == "evaluate") / 1e6
@@ -140,6 +140,6 @@ def test_evaluating_within_a_profile_does_not_count(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [{"first": -1}, {"steps": 0}, {"steps": 1.5}, {"first": True}])
-def test_impossible_settings_are_refused(wrong):
+def test_impossible_settings_are_rejected(wrong):
     with raises(ConfigError):
-        ProfileSteps(**wrong)
+        Profiler(**wrong)

@@ -83,6 +83,6 @@ def test_a_replay_is_one_row():
     assert microseconds(events) == {"data": 10, "replay": 48, "idle": 2}
 
 
-def test_a_trace_without_ranges_is_refused():
+def test_a_trace_without_ranges_is_rejected():
     with raises(TrainwrightError):
         share_out(ran(0, 1, launched=0))

@@ -20,19 +20,19 @@ import pytest
 import torch
 from tests.messages import mentions
 
-from trainwright.config import HangsSection
+from trainwright.config import WatchdogSection
 from trainwright.errors import HANG_EXIT_CODE
 from trainwright.events import EventStorage
 from trainwright.events.mean import merge, summarise
-from trainwright.hooks import watchdog as watch_for_hangs
-from trainwright.hooks.watchdog import WatchForHangs
+from trainwright.hooks import watchdog
+from trainwright.hooks.watchdog import Watchdog
 from trainwright.log import show_log
 from trainwright.loop.heartbeat import Phases
 from trainwright.parallel import processes
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.replicate import GradientSum
 
-SECTION = HangsSection(factor=20.0, min_seconds=1.0)
+SECTION = WatchdogSection(factor=20.0, min_seconds=1.0)
 NUM_STEPS = 8
 STUCK_STEP = 7
 
@@ -44,7 +44,7 @@ class StandIn:
         self.folder, self.ranks, self.act = folder, ranks, act
         self.phases, self.storage = Phases(), EventStorage()
         self.train_data = SimpleNamespace(position=0, places=0)
-        self.hook = WatchForHangs(SECTION)
+        self.hook = Watchdog(SECTION)
         self.hook.trainer = self
         self.step = 0
 
@@ -131,7 +131,7 @@ class Children:
 
 @pytest.fixture
 def children(tmp_path, monkeypatch):
-    monkeypatch.setattr(watch_for_hangs, "ANSWER_SECONDS", 1.5)
+    monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 1.5)
     children = Children(tmp_path)
     yield children
     for pid in children.pids:
@@ -157,7 +157,7 @@ def nothing(rank, phase, step):
 def test_a_rank_asleep_is_named_with_its_phase_and_all_leave(children, tmp_path, phase):
     children.start(2, sleep_in(phase))
     assert children.wait() == {0: HANG_EXIT_CODE, 1: HANG_EXIT_CODE}
-    folder = tmp_path / "hangs" / f"step-{STUCK_STEP:08d}"
+    folder = tmp_path / "watchdog" / f"step-{STUCK_STEP:08d}"
     spoken = children.said(0).splitlines()
     assert len(spoken) == 1, spoken
     assert spoken[0].startswith(f"Rank 1 is stuck in {phase} for ")
@@ -213,7 +213,7 @@ def test_a_rank_that_is_busy_within_its_limits_is_waited_for(children):
 
     children.start(2, be_busy)
     assert children.wait() == {0: 0, 1: 0}
-    assert not (children.folder / "hangs").exists()
+    assert not (children.folder / "watchdog").exists()
 
 
 def test_a_first_step_that_compiles_is_no_hang(children):
@@ -224,7 +224,7 @@ def test_a_first_step_that_compiles_is_no_hang(children):
 def test_one_process_says_where_it_is_stuck(children, tmp_path):
     children.start(1, sleep_in("data", rank=0))
     assert children.wait() == {0: HANG_EXIT_CODE}
-    folder = tmp_path / "hangs" / f"step-{STUCK_STEP:08d}"
+    folder = tmp_path / "watchdog" / f"step-{STUCK_STEP:08d}"
     (line,) = children.said(0).splitlines()
     assert line.startswith("The run is stuck in data for ")
     assert line.endswith(f"Stacks: {folder}")
@@ -237,18 +237,18 @@ def test_a_second_hang_at_the_same_step_gets_a_folder_of_its_own(children, tmp_p
         children.start(1, sleep_in("data", rank=0))
         assert children.wait() == {0: HANG_EXIT_CODE}
     name = f"step-{STUCK_STEP:08d}"
-    assert sorted(each.name for each in (tmp_path / "hangs").iterdir()) == [name, f"{name}-2"]
+    assert sorted(each.name for each in (tmp_path / "watchdog").iterdir()) == [name, f"{name}-2"]
 
 
 def test_a_folder_that_cannot_be_written_does_not_keep_the_run(children, tmp_path):
-    (tmp_path / "hangs").write_text("not a folder")
+    (tmp_path / "watchdog").write_text("not a folder")
     children.start(1, sleep_in("data", rank=0))
     assert children.wait() == {0: HANG_EXIT_CODE}
     assert "The run is stuck in data for " in children.said(0)
 
 
 def test_a_run_that_was_stopped_as_a_whole_goes_on(children, monkeypatch):
-    monkeypatch.setattr(watch_for_hangs, "_STOPPED_SECONDS", 1.0)
+    monkeypatch.setattr(watchdog, "_STOPPED_SECONDS", 1.0)
 
     def stop(rank, phase, step):
         if (phase, step) == ("data", STUCK_STEP):
@@ -320,7 +320,7 @@ def test_an_undisturbed_run_ends_as_if_nobody_looked(children):
     children.start(2, nothing)
     assert children.wait() == {0: 0, 1: 0}
     assert children.said(0) == children.said(1) == ""
-    assert not (children.folder / "hangs").exists()
+    assert not (children.folder / "watchdog").exists()
 
 
 def test_the_share_that_ranks_wait_for_the_slowest_is_in_the_line(children, tmp_path):
@@ -336,7 +336,7 @@ def test_the_share_that_ranks_wait_for_the_slowest_is_in_the_line(children, tmp_
 
 
 def test_nobody_looks_where_the_section_says_so(tmp_path):
-    hook = WatchForHangs(HangsSection(watch=False))
+    hook = Watchdog(WatchdogSection(watch=False))
     hook.trainer = StandIn(tmp_path, Ranks(), nothing)
     before = threading.active_count()
     hook.before_train()

@@ -60,20 +60,20 @@ def test_the_report_holds_the_stacks_of_all_threads_but_the_one_that_writes(tmp_
     stuck.start()
     begun.wait()
     try:
-        write_rank_report(tmp_path / "hangs", 3, STANDING, Phases(), thread=stuck.ident, places="At sample 12.")
+        write_rank_report(tmp_path / "watchdog", 3, STANDING, Phases(), thread=stuck.ident, places="At sample 12.")
         assert not is_in_collective(stuck.ident)
         assert not is_debugged(stuck.ident)
     finally:
         done.set()
         stuck.join()
-    text = (tmp_path / "hangs" / "rank-3.txt").read_text()
+    text = (tmp_path / "watchdog" / "rank-3.txt").read_text()
     assert f"Rank 3, process {os.getpid()}" in text
     assert mentions(text, "7", "612.0", "0.2", "600")
     assert "At sample 12." in text
     assert "stuck (training), innermost last:" in text
     assert "in wait_for_rows" in text
     assert "test_the_report_holds" not in text
-    assert not (tmp_path / "hangs" / "rank-3-collectives.json").exists()
+    assert not (tmp_path / "watchdog" / "rank-3-collectives.json").exists()
 
 
 def test_a_thread_inside_of_torch_s_collectives_is_told_apart():

@@ -147,7 +147,7 @@ def test_a_rank_that_dies_at_start_up_ends_all_and_is_named(tmp_path):
         (["--nnodes", "2", "--rendezvous", "here"], "'here' is not HOST:PORT, such as node-1:29400"),
     ],
 )
-def test_options_of_a_launcher_that_do_not_fit_are_refused(options, message, in_tmp, monkeypatch, capsys):
+def test_options_of_a_launcher_that_do_not_fit_are_rejected(options, message, in_tmp, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["trainwright", "train", str(PROJECT / "run.yaml"), *options])
     with pytest.raises(SystemExit) as left:
         cli.main()
@@ -155,7 +155,7 @@ def test_options_of_a_launcher_that_do_not_fit_are_refused(options, message, in_
     assert message in capsys.readouterr().err
 
 
-def test_a_launcher_inside_of_a_launcher_is_refused(in_tmp, monkeypatch, capsys):
+def test_a_launcher_inside_of_a_launcher_is_rejected(in_tmp, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(sys, "argv", ["trainwright", "train", str(PROJECT / "run.yaml"), "--nproc", "2"])
     with pytest.raises(SystemExit) as left:

@@ -121,12 +121,12 @@ def test_a_job_without_cores_says_what_that_means_and_how_to_set_them():
             "8 is not micro_batch_size 4 × 32 data ranks × a whole number. Use a multiple of 128.",
         ),
         (
-            ["runtime.device=auto", "runtime.mesh={tensor: 5, data: -1}"],
-            "data ? × tensor 5 cannot be 32 ranks: 32 is not a multiple of 5.",
+            ["runtime.device=auto", "runtime.mesh={tensor: 5, fsdp: -1}"],
+            "fsdp ? × tensor 5 cannot be 32 ranks: 32 is not a multiple of 5.",
         ),
     ],
 )
-def test_what_the_number_of_processes_makes_impossible_is_refused_as_by_the_run(
+def test_what_the_number_of_processes_makes_impossible_is_rejected_as_by_the_run(
     overrides, problem, in_tmp, monkeypatch, capsys
 ):
     assert launch(monkeypatch, PROJECT / "run.yaml", *overrides, "--slurm", "nodes=4", "gpus=8") == 2
@@ -134,7 +134,7 @@ def test_what_the_number_of_processes_makes_impossible_is_refused_as_by_the_run(
     assert list(in_tmp.iterdir()) == []
 
 
-def test_a_run_with_a_mistake_is_refused_before_it_waits_in_a_queue(in_tmp, monkeypatch, capsys):
+def test_a_run_with_a_mistake_is_rejected_before_it_waits_in_a_queue(in_tmp, monkeypatch, capsys):
     assert launch(monkeypatch, PROJECT / "run.yaml", "trainer.max_stepss=3", "--slurm", "nodes=2") == 2
     assert "max_stepss" in capsys.readouterr().err
     assert list(in_tmp.iterdir()) == []
@@ -155,7 +155,7 @@ def test_a_cluster_must_be_named(in_tmp, monkeypatch, capsys):
         ("account=a\n#SBATCH --uid=0", ()),
     ],
 )
-def test_settings_that_are_none_are_refused(word, message):
+def test_settings_that_are_none_are_rejected(word, message):
     with raises(ConfigError, *message):
         read_settings([word])
 
@@ -213,7 +213,7 @@ def test_without_sbatch_the_file_is_there_and_the_error_says_where_to_take_it(in
         submit(Path("run.slurm"))
 
 
-def test_what_sbatch_refuses_is_said_in_its_words(slurm):
+def test_what_sbatch_rejects_is_said_in_its_words(slurm):
     slurm("sbatch", "import sys\nsys.exit('invalid partition')")
     with raises(TrainwrightError, "run.slurm"):
         submit(Path("run.slurm"))

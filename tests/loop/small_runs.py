@@ -11,7 +11,7 @@ from tests.faults.runs import TIMED, config_of
 from tests.project.parts import Net
 
 from trainwright import Hook, Mean, Trainer, build_trainer
-from trainwright.anomaly import detection as incidents
+from trainwright.anomaly import detection as anomalies
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.loop import trainer as step_end
 
@@ -118,18 +118,18 @@ class CountEvaluations(Hook):
 
 
 class Heard(Hook):
-    """Notes the incidents that it is told of."""
+    """Notes the anomalies that it is told of."""
 
     def __init__(self):
-        self.incidents = []
+        self.anomalies = []
 
-    def on_incident(self, incident):
-        self.incidents.append((incident.step, incident.kind))
+    def on_anomaly(self, anomaly):
+        self.anomalies.append((anomaly.step, anomaly.kind))
 
 
 def be_lazy(monkeypatch):
-    """Makes the CPU a device that runs ahead: incidents are looked at only before something leaves a step."""
-    for module in (step_end, incidents):
+    """Makes the CPU a device that runs ahead: anomalies are looked at only before something leaves a step."""
+    for module in (step_end, anomalies):
         monkeypatch.setattr(module, "reads_at_once", lambda device: False)
 
 

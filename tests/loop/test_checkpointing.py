@@ -17,7 +17,7 @@ from trainwright.config import KeepBest
 from trainwright.errors import ConfigError
 from trainwright.loop.checkpointing import BestSoFar
 
-BACK = "incidents={non_finite: rollback}"
+BACK = "anomalies={non_finite: rollback}"
 ALL = "checkpoint.keep_last=null"
 
 
@@ -53,7 +53,7 @@ def test_a_save_after_training_is_there_when_it_returns(asynchronous, tmp_path):
 def test_a_checkpoint_whose_save_failed_is_made_when_its_step_is_made_again(tmp_path, monkeypatch):
     monkeypatch.setitem(BackgroundSaver.__init__.__kwdefaults__, "backoff", lambda attempt: 0.0)
     trainer = make(tmp_path / "run", *PLAIN, BACK, ALL, "checkpoint.every_steps=3", "trainer.max_steps=8", bad=[48])
-    store, failures = trainer.surroundings.store, []
+    store, failures = trainer.context.store, []
     write = store.write_staged
 
     def write_staged(step, *arguments, **rest):
@@ -70,7 +70,7 @@ def test_a_checkpoint_whose_save_failed_is_made_when_its_step_is_made_again(tmp_
 
 def test_a_checkpoint_that_was_damaged_is_written_again_when_its_step_is_made_again(tmp_path):
     def damage(trainer):
-        path = trainer.surroundings.store.path(4) / "training.json"
+        path = trainer.context.store.path(4) / "training.json"
         path.write_bytes(path.read_bytes()[:-1])
 
     settings = (*PLAIN, BACK, ALL, "checkpoint.every_steps=2", "checkpoint.asynchronous=false")
@@ -97,7 +97,7 @@ def test_going_back_keeps_the_settings_that_a_resumed_run_was_given(back_to, tmp
     def optimizer(weight_decay):
         return f"trainer.optimizer={{type: adamw, lr: 1e-2, weight_decay: {weight_decay}}}"
 
-    snapshots = BACK if back_to == "a checkpoint" else "incidents={non_finite: rollback, snapshot_every_steps: 1}"
+    snapshots = BACK if back_to == "a checkpoint" else "anomalies={non_finite: rollback, snapshot_every_steps: 1}"
     settings = (*PLAIN, snapshots, "checkpoint.every_steps=4")
     run(tmp_path / "run", *settings, "trainer.max_steps=4", optimizer(0.1))
     decays = WeightDecays()
@@ -200,7 +200,7 @@ def test_the_best_is_recalled_from_the_checkpoints_that_are_there():
     assert (so_far.step, so_far.value) == (None, None)
 
 
-def test_a_metric_that_no_evaluation_gives_is_refused_by_name():
+def test_a_metric_that_no_evaluation_gives_is_rejected_by_name():
     with raises(ConfigError, "valid/loss", "valid/accuracy"):
         best().note(1, {"valid/accuracy": 0.5})
 

@@ -104,7 +104,7 @@ def test_scalars_weigh_their_samples_means_their_count_and_per_sample_values_are
     assert logs["valid/batches"] == 1.0
 
 
-def test_an_eval_step_that_returns_no_mapping_is_refused(tmp_path):
+def test_an_eval_step_that_returns_no_mapping_is_rejected(tmp_path):
     class Wrong(Trainer):
         def eval_step(self, batch):
             return torch.tensor(1.0)
@@ -226,7 +226,7 @@ def test_torchmetrics_and_metrics_of_several_numbers(tmp_path):
         assert trainer.evaluate() == logs  # reset between two evaluations
 
 
-def test_outputs_that_forward_does_not_give_are_refused_at_the_first_step(tmp_path):
+def test_outputs_that_forward_does_not_give_are_rejected_at_the_first_step(tmp_path):
     trainer = build_trainer(load(tmp_path, "evaluation.metrics.accuracy.outputs=scores"))
     with raises(ConfigError, "scores", "evaluation.metrics.accuracy.outputs", "eval_step") as caught:
         trainer.train()
@@ -234,7 +234,7 @@ def test_outputs_that_forward_does_not_give_are_refused_at_the_first_step(tmp_pa
     assert trainer.step == 0
 
 
-def test_a_forward_that_gives_a_loss_alone_is_refused_with_the_metric_s_line(tmp_path):
+def test_a_forward_that_gives_a_loss_alone_is_rejected_with_the_metric_s_line(tmp_path):
     class LossOnly(Trainer):
         def forward(self, **batch):
             return self.model(**batch)["loss"], {"seen": 1.0}
@@ -256,7 +256,7 @@ def test_an_eval_step_may_give_the_metrics_what_forward_does_not(tmp_path):
     assert "valid/loss" not in lines_of(tmp_path)[-1]
 
 
-def test_labels_that_the_batch_lacks_are_refused_by_name(tmp_path):
+def test_labels_that_the_batch_lacks_are_rejected_by_name(tmp_path):
     with raises(ConfigError, "target", "accuracy.labels"):
         evaluated(tmp_path, Trainer, "evaluation.metrics.accuracy.labels=target")
 
@@ -357,7 +357,7 @@ class Fixed(FailsOnce):
     fails = False
 
 
-@pytest.mark.parametrize("hooks", ["hooks=[]", "hooks=[{type: average_weights, decay: 0.5}]"])
+@pytest.mark.parametrize("hooks", ["hooks=[]", "hooks=[{type: ema, decay: 0.5}]"])
 @pytest.mark.parametrize("log_every", [2, 5])
 def test_a_failed_evaluation_saves_the_step_and_the_fixed_run_goes_on_as_if_nothing_had_been(
     tmp_path, hooks, log_every
@@ -396,13 +396,13 @@ def test_a_hook_that_fails_leaves_no_averaged_weights_in_the_checkpoint(tmp_path
         def build_hooks(cls, build):
             return [raising(), *build.hooks()] if comes_first else [*build.hooks(), raising()]
 
-    settings = ["hooks=[{type: average_weights, decay: 0.5}]", "trainer.schedule=null"]
+    settings = ["hooks=[{type: ema, decay: 0.5}]", "trainer.schedule=null"]
     trainer = build_trainer(load(tmp_path, *settings), Averaging)
     with pytest.raises(ValueError, match="in a hook"):
         trainer.train()
     plain = build_trainer(load(tmp_path, "trainer.max_steps=5", "trainer.schedule=null", "name=plain"))
     plain.train()
-    saved = trainer.surroundings.store.read(5, "model")
+    saved = trainer.context.store.read(5, "model")
     assert all(torch.equal(saved[name], value) for name, value in plain.model.state_dict().items())
 
 
@@ -514,13 +514,13 @@ def test_nan_is_never_best_and_the_best_is_kept(tmp_path):
     trainer = build_trainer(load(tmp_path, *settings), Scripted)
     trainer.train()
     assert trainer.saved_steps == [2, 3, 6]
-    assert trainer.surroundings.store.steps() == [3, 6]
+    assert trainer.context.store.steps() == [3, 6]
     assert trainer.best.step == 3
     resumed = build_trainer(load(tmp_path, *settings))
     assert resumed.best.step == 3
 
 
-def test_a_best_metric_that_no_evaluation_gives_is_refused_by_name(tmp_path):
+def test_a_best_metric_that_no_evaluation_gives_is_rejected_by_name(tmp_path):
     settings = ["checkpoint.keep_best={metric: valid/los}", "evaluation.every_steps=1"]
     with raises(ConfigError, "checkpoint.keep_best.metric", "valid/loss"):
         build_trainer(load(tmp_path, *settings)).train()
@@ -544,7 +544,7 @@ def test_a_column_of_per_sample_values_is_averaged_like_a_row(tmp_path):
     assert logs["valid/row"] == pytest.approx(logs["valid/column"])
 
 
-def test_two_sets_named_test_are_refused(tmp_path):
+def test_two_sets_named_test_are_rejected(tmp_path):
     overrides = ["data.eval={test: {type: 'parts.py:Points'}}", "data.test={type: 'parts.py:Points'}"]
     with raises(ConfigError, "data.eval.test", "data.test"):
         build_trainer(load(tmp_path, *overrides))
@@ -640,7 +640,7 @@ def test_an_evaluation_that_fails_anywhere_on_one_rank_fails_on_all_and_the_step
 
 @pytest.mark.parametrize("place", ["before_eval", "after_eval"])
 def test_a_run_whose_evaluation_failed_on_one_rank_goes_on_as_if_it_had_not(place, tmp_path):
-    averages = "hooks=[{type: average_weights, decay: 0.8}]"  # swapped out again before the step is saved
+    averages = "hooks=[{type: ema, decay: 0.8}]"  # swapped out again before the step is saved
     assert train_two(tmp_path / "whole", averages) == [0, 0]
     assert Run(tmp_path / "run", averages, **failing(place, 1, aggregates=False)).wait(seconds=30) == [2, 1]
     assert train_two(tmp_path / "run", averages) == [0, 0]

@@ -46,7 +46,7 @@ def test_work_is_made_of_phases():
     assert set(WORK) < set(PHASES)
 
 
-def test_an_unknown_phase_is_refused_by_name():
+def test_an_unknown_phase_is_rejected_by_name():
     phases = Phases()
     phases.enter("sleep", 1)
     with pytest.raises(KeyError, match="sleep"):

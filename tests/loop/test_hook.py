@@ -110,7 +110,7 @@ def test_a_hook_that_does_not_inherit_and_keeps_nothing_has_no_state():
     assert Hooks([Duck(), Quiet()]).keyed().keys() == {"Quiet"}
 
 
-def test_a_method_that_is_almost_a_moment_is_refused():
+def test_a_method_that_is_almost_a_moment_is_rejected():
     class Misspelt(Hook):
         def after_stp(self):
             """Would never be called."""
@@ -119,7 +119,7 @@ def test_a_method_that_is_almost_a_moment_is_refused():
         Hooks([Misspelt()])
 
 
-def test_a_class_in_a_hooks_place_is_refused():
+def test_a_class_in_a_hooks_place_is_rejected():
     with raises(ConfigError):
         Hooks([Quiet])
 
@@ -133,6 +133,6 @@ def test_a_function_in_a_hooks_place_is_answered_with_what_makes_it_one():
 
 
 @pytest.mark.parametrize("returned", [None, Quiet()])
-def test_hooks_that_are_no_list_are_refused(returned):
+def test_hooks_that_are_no_list_are_rejected(returned):
     with raises(ConfigError, "build_hooks"):
         Hooks(returned)

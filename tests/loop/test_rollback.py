@@ -1,4 +1,4 @@
-"""What a run does about incidents: where it goes back to, what it counts, and what stays as it was."""
+"""What a run does about anomalies: where it goes back to, what it counts, and what stays as it was."""
 
 import json
 import random
@@ -15,19 +15,19 @@ from tests.messages import mentions, raises
 from trainwright import Hook, Trainer
 from trainwright.checkpoint.background import BackgroundSaver
 from trainwright.checkpoint.remote_files import UnreachableError
-from trainwright.errors import CheckpointError, IncidentError
+from trainwright.errors import AnomalyError, CheckpointError
 
-BACK = "incidents={non_finite: rollback}"
-SNAPSHOTS = "incidents={non_finite: rollback, snapshot_every_steps: 4}"
+BACK = "anomalies={non_finite: rollback}"
+SNAPSHOTS = "anomalies={non_finite: rollback, snapshot_every_steps: 4}"
 RARE = "checkpoint.every_steps=100"
 REPLACING = "tests.loop.small_runs:Replacing"
 STREAM = "data.train={type: tests.project.parts:PointStream, size: 40}"
 
 
-# incidents that nobody has looked at yet
+# anomalies that nobody has looked at yet
 
 
-def test_data_that_ends_behind_an_incident_that_nobody_has_seen_is_gone_back_in(tmp_path, monkeypatch):
+def test_data_that_ends_behind_an_anomaly_that_nobody_has_seen_is_gone_back_in(tmp_path, monkeypatch):
     settings = (*PLAIN[:3], STREAM, BACK, "trainer.max_steps=100", "checkpoint.every_steps=3", "data.shuffle=false")
     eager = run(tmp_path / "eager", *settings, bad=[32])
     be_lazy(monkeypatch)
@@ -40,18 +40,18 @@ def test_data_that_ends_behind_an_incident_that_nobody_has_seen_is_gone_back_in(
 def test_a_skipped_last_update_that_nobody_has_seen_is_told_when_the_data_ends(tmp_path, monkeypatch):
     be_lazy(monkeypatch)
     heard = Heard()
-    settings = (*PLAIN[:3], STREAM, "incidents={non_finite: skip}", "trainer.max_steps=100", RARE)
+    settings = (*PLAIN[:3], STREAM, "anomalies={non_finite: skip}", "trainer.max_steps=100", RARE)
     trainer = run(tmp_path / "run", *settings, "log.every_steps=100", bad=[32], hooks=[heard])
-    assert (trainer.step, heard.incidents) == (5, [(5, "non_finite")])
+    assert (trainer.step, heard.anomalies) == (5, [(5, "non_finite")])
     assert all(bool(torch.isfinite(each).all()) for each in store_of(tmp_path / "run").read(5, "model").values())
 
 
-@pytest.mark.parametrize("incidents", [BACK, SNAPSHOTS, "incidents={non_finite: skip}"])
-def test_a_device_that_runs_ahead_ends_as_one_that_does_not(incidents, tmp_path, monkeypatch):
+@pytest.mark.parametrize("anomalies", [BACK, SNAPSHOTS, "anomalies={non_finite: skip}"])
+def test_a_device_that_runs_ahead_ends_as_one_that_does_not(anomalies, tmp_path, monkeypatch):
     settings = ("trainer.max_steps=14", "checkpoint.every_steps=5", "log.every_steps=6", "evaluation.every_steps=7")
-    run(tmp_path / "eager", *settings, incidents, bad=[16, 64], hooks=[CountEvaluations()])
+    run(tmp_path / "eager", *settings, anomalies, bad=[16, 64], hooks=[CountEvaluations()])
     be_lazy(monkeypatch)
-    run(tmp_path / "lazy", *settings, incidents, bad=[16, 64], hooks=[CountEvaluations()])
+    run(tmp_path / "lazy", *settings, anomalies, bad=[16, 64], hooks=[CountEvaluations()])
     assert_same_end(tmp_path / "eager", tmp_path / "lazy")
 
 
@@ -83,7 +83,7 @@ def test_a_step_that_was_left_before_its_evaluation_is_gone_back_to_and_then_eva
     leaves = False
     counting, heard = CountEvaluations(), Heard()
     second = run(tmp_path / "halves", *settings, trainer=Leaves, bad=[40], hooks=[counting, heard])
-    assert (second.step, counting.count, heard.incidents) == (8, 2, [(6, "non_finite")])
+    assert (second.step, counting.count, heard.anomalies) == (8, 2, [(6, "non_finite")])
     assert_same_end(tmp_path / "whole", tmp_path / "halves")
 
 
@@ -99,7 +99,7 @@ def test_the_copy_that_a_resumed_run_begins_with_holds_its_generators(tmp_path):
             self.drawn.setdefault(self.trainer.step + 1, []).append(random.random())
 
     def damage(trainer):
-        path = trainer.surroundings.store.path(4) / "training.json"
+        path = trainer.context.store.path(4) / "training.json"
         path.write_bytes(path.read_bytes()[:-1])
 
     settings = (*PLAIN, BACK, "checkpoint.every_steps=4", "trainer.max_steps=6")
@@ -113,7 +113,7 @@ def test_the_copy_that_a_resumed_run_begins_with_holds_its_generators(tmp_path):
 
 def test_going_back_is_no_phase_of_a_step_that_hangs(tmp_path):
     trainer = make(tmp_path / "run", *PLAIN, BACK, "checkpoint.every_steps=4", bad=[40])
-    store, phases = trainer.surroundings.store, []
+    store, phases = trainer.context.store, []
     verify = store.verify
 
     def noting(step):
@@ -127,9 +127,9 @@ def test_going_back_is_no_phase_of_a_step_that_hangs(tmp_path):
 
 @pytest.mark.parametrize("policy", ["raise", "skip", "rollback"])
 def test_a_checkpoint_that_is_being_written_is_waited_for_and_named(policy, tmp_path):
-    settings = (*PLAIN, f"incidents={{non_finite: {policy}}}", "checkpoint.every_steps=3")
+    settings = (*PLAIN, f"anomalies={{non_finite: {policy}}}", "checkpoint.every_steps=3")
     trainer = make(tmp_path / "run", *settings, bad=[24])
-    store = trainer.surroundings.store
+    store = trainer.context.store
     write = store.write_staged
 
     def write_slowly(*arguments, **rest):
@@ -137,13 +137,13 @@ def test_a_checkpoint_that_is_being_written_is_waited_for_and_named(policy, tmp_
         return write(*arguments, **rest)
 
     store.write_staged = write_slowly
-    with raises(IncidentError, "00000003") if policy == "raise" else nullcontext():
+    with raises(AnomalyError, "00000003") if policy == "raise" else nullcontext():
         trainer.train()
-    bundle = tmp_path / "run" / "incidents" / "step-00000004" / "incident.json"
+    bundle = tmp_path / "run" / "anomalies" / "step-00000004" / "anomaly.json"
     assert json.loads(bundle.read_text("utf-8"))["newest_checkpoint"] == "step-00000003"
 
 
-def test_an_incident_is_heard_of_though_saving_failed_too(tmp_path, monkeypatch, caplog):
+def test_an_anomaly_is_heard_of_though_saving_failed_too(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(BackgroundSaver.__init__.__kwdefaults__, "backoff", lambda attempt: 0.0)
     trainer = make(tmp_path / "run", *PLAIN, "checkpoint={every_steps: 3, max_failures: 1}", bad=[24])
 
@@ -158,17 +158,17 @@ def test_an_incident_is_heard_of_though_saving_failed_too(tmp_path, monkeypatch,
             is_waited_for.set()
         settle(**rest)
 
-    trainer.surroundings.store.write_staged = write_staged
+    trainer.context.store.write_staged = write_staged
     trainer.checkpoints.settle = noting
-    with raises(IncidentError, "4"):
+    with raises(AnomalyError, "4"):
         trainer.train()
     assert "Saving failed too: " in caplog.text
 
 
-def test_without_an_earlier_state_the_run_ends_with_the_incident(tmp_path):
+def test_without_an_earlier_state_the_run_ends_with_the_anomaly(tmp_path):
     trainer = make(tmp_path / "run", *PLAIN, BACK, bad=[0])
-    trainer.incident_response.take_snapshot = lambda: None
-    with raises(IncidentError, "1"):
+    trainer.anomaly_response.take_snapshot = lambda: None
+    with raises(AnomalyError, "1"):
         trainer.train()
 
 
@@ -177,17 +177,17 @@ def test_without_an_earlier_state_the_run_ends_with_the_incident(tmp_path):
 
 def test_a_skipped_update_that_is_met_again_after_going_back_counts_once(tmp_path):
     heard = Heard()
-    spikes = "incidents={non_finite: skip, spike: rollback, spike_window: 8, spike_threshold: 1000, max_incidents: 2}"
+    spikes = "anomalies={non_finite: skip, spike: rollback, spike_window: 8, spike_threshold: 1000, max_anomalies: 2}"
     settings = (*PLAIN, spikes, "trainer.max_steps=14", "checkpoint.every_steps=8")
     run(tmp_path / "run", *settings, bad=[72, 96], times={96: 1e6}, hooks=[heard])
-    assert heard.incidents == [(10, "non_finite"), (13, "spike"), (10, "non_finite")]
-    assert store_of(tmp_path / "run").read(14, "training")["incidents"]["num_incidents"] == 2
-    assert len(list((tmp_path / "run" / "incidents").iterdir())) == 2
+    assert heard.anomalies == [(10, "non_finite"), (13, "spike"), (10, "non_finite")]
+    assert store_of(tmp_path / "run").read(14, "training")["anomalies"]["num_anomalies"] == 2
+    assert len(list((tmp_path / "run" / "anomalies").iterdir())) == 2
 
 
-def test_too_many_incidents_end_the_run_though_it_goes_back_each_time(tmp_path):
-    settings = (*PLAIN, "incidents={non_finite: rollback, max_incidents: 2}", "checkpoint.every_steps=2")
-    with raises(IncidentError, "3", "incidents.max_incidents", "2"):
+def test_too_many_anomalies_end_the_run_though_it_goes_back_each_time(tmp_path):
+    settings = (*PLAIN, "anomalies={non_finite: rollback, max_anomalies: 2}", "checkpoint.every_steps=2")
+    with raises(AnomalyError, "3", "anomalies.max_anomalies", "2"):
         run(tmp_path / "run", *settings, bad=[24, 32, 40])
 
 
@@ -208,7 +208,7 @@ def test_a_skipped_update_leaves_a_buffer_that_is_replaced_as_it_was(is_lazy, tm
         def after_step(self):
             means.append(self.trainer.model.mean.clone())
 
-    settings = (*PLAIN, "incidents={non_finite: skip}", "checkpoint.every_steps=4", f"model.type={REPLACING}")
+    settings = (*PLAIN, "anomalies={non_finite: skip}", "checkpoint.every_steps=4", f"model.type={REPLACING}")
     run(tmp_path / "run", *settings, trainer=NanInputs, hooks=[Notes()])
     assert torch.equal(means[2], means[3])
     assert not torch.equal(means[3], means[4])
@@ -216,7 +216,7 @@ def test_a_skipped_update_leaves_a_buffer_that_is_replaced_as_it_was(is_lazy, tm
 
 
 @pytest.mark.parametrize("error", [UnreachableError("no network"), CheckpointError("no"), OSError("stale handle")])
-def test_a_store_that_cannot_be_listed_in_an_incident_does_not_end_the_run(error, tmp_path, caplog):
+def test_a_store_that_cannot_be_listed_in_an_anomaly_does_not_end_the_run(error, tmp_path, caplog):
     def steps():
         raise error
 
@@ -224,13 +224,13 @@ def test_a_store_that_cannot_be_listed_in_an_incident_does_not_end_the_run(error
         """The store is away for the length of one step."""
 
         def before_step(self):
-            store = self.trainer.surroundings.store
+            store = self.trainer.context.store
             if self.trainer.step == 4:
                 store.steps = steps
             else:
                 vars(store).pop("steps", None)
 
-    settings = (*PLAIN, "incidents={non_finite: skip}", "checkpoint.every_steps=3")
+    settings = (*PLAIN, "anomalies={non_finite: skip}", "checkpoint.every_steps=3")
     trainer = run(tmp_path / "run", *settings, bad=[32], hooks=[Away()])
     assert trainer.step == 6
     assert mentions(caplog.text, error)
@@ -241,17 +241,17 @@ def test_a_store_that_cannot_be_listed_lets_the_run_go_back_to_its_copy(tmp_path
         def steps():
             raise OSError("stale handle")
 
-        trainer.surroundings.store.steps = steps
+        trainer.context.store.steps = steps
 
     def back(trainer):
-        del trainer.surroundings.store.steps
+        del trainer.context.store.steps
 
     class Returns(Hook):
-        def on_incident(self, incident):
+        def on_anomaly(self, anomaly):
             self.is_gone = True
 
         def before_step(self):
-            if getattr(self, "is_gone", False) and "steps" in vars(self.trainer.surroundings.store):
+            if getattr(self, "is_gone", False) and "steps" in vars(self.trainer.context.store):
                 back(self.trainer)
 
     trainer = run(tmp_path / "run", *PLAIN, SNAPSHOTS, bad=[40], hooks=[at(6, away), Returns()])

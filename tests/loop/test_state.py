@@ -75,7 +75,7 @@ def test_a_collator_may_split_by_itself():
     assert pieces_of({"x": torch.zeros(1)}, 5, 2, Packed()) == [({"row": 0, "of": 2}, 2), ({"row": 1, "of": 2}, 3)]
 
 
-def test_a_batch_without_rows_is_refused_with_its_shapes():
+def test_a_batch_without_rows_is_rejected_with_its_shapes():
     with raises(DataError, "8", "2", "3"):
         pieces_of({"x": torch.zeros(3, 2)}, 8, 2)
     with raises(DataError):

@@ -6,17 +6,17 @@ from tests.faults.two_ranks import Run
 from tests.loop.small_runs import PLAIN, CountEvaluations, at, be_lazy, lines_of, make, run, store_of
 
 from trainwright import Hook, Trainer
-from trainwright.errors import IncidentError
+from trainwright.errors import AnomalyError
 
 EVERY_FOUR = ("log.every_steps=4", "evaluation.every_steps=4", "trainer.max_steps=12", "checkpoint.keep_last=50")
 BACK_TO = {
-    "a copy": ("incidents={non_finite: rollback, snapshot_every_steps: 4}", "checkpoint.every_steps=100"),
-    "a checkpoint": ("incidents={non_finite: rollback}", "checkpoint.every_steps=4"),
+    "a copy": ("anomalies={non_finite: rollback, snapshot_every_steps: 4}", "checkpoint.every_steps=100"),
+    "a checkpoint": ("anomalies={non_finite: rollback}", "checkpoint.every_steps=4"),
     "a copy beside a checkpoint": (
-        "incidents={non_finite: rollback, snapshot_every_steps: 4}",
+        "anomalies={non_finite: rollback, snapshot_every_steps: 4}",
         "checkpoint.every_steps=4",
     ),
-    "the start": ("incidents={non_finite: rollback}", "checkpoint.every_steps=100"),
+    "the start": ("anomalies={non_finite: rollback}", "checkpoint.every_steps=100"),
 }
 
 
@@ -62,7 +62,7 @@ def test_a_run_that_is_to_stop_while_it_goes_back_ends_with_that_step(back_to, t
 
 
 def test_a_stop_while_the_run_goes_back_into_a_log_window_writes_what_it_holds(tmp_path):
-    settings = (*PLAIN, "incidents={non_finite: rollback, snapshot_every_steps: 5}", "checkpoint.every_steps=100")
+    settings = (*PLAIN, "anomalies={non_finite: rollback, snapshot_every_steps: 5}", "checkpoint.every_steps=100")
     run(tmp_path / "run", *settings, "trainer.max_steps=12", bad=[40], hooks=[at(6, stop)])
     assert [line["step"] for line in lines_of(tmp_path / "run")] == [3, 5]
 
@@ -71,7 +71,7 @@ def test_a_stop_while_the_run_goes_back_into_a_log_window_writes_what_it_holds(t
 
 
 def test_a_save_that_was_asked_for_in_an_undone_step_is_forgotten(tmp_path):
-    settings = (*PLAIN, "incidents={non_finite: rollback}", "checkpoint={every_steps: 3, keep_last: 9}")
+    settings = (*PLAIN, "anomalies={non_finite: rollback}", "checkpoint={every_steps: 3, keep_last: 9}")
     trainer = run(tmp_path / "run", *settings, bad=[32], hooks=[at(5, lambda trainer: trainer.save())])
     assert store_of(tmp_path / "run").steps() == [3, 6]
     assert trainer.step == 6
@@ -124,12 +124,12 @@ def test_an_evaluation_that_a_hook_makes_is_not_left_in_its_midst(tmp_path):
     assert store_of(tmp_path / "run").steps() == [3]
 
 
-# incidents are looked at before anything leaves a step, and not before
+# anomalies are looked at before anything leaves a step, and not before
 
 
 def looks_of(trainer):
-    """The steps at whose end the trainer looks for incidents, as a list that grows."""
-    watch, steps = trainer.surroundings.updater.watch, []
+    """The steps at whose end the trainer looks for anomalies, as a list that grows."""
+    watch, steps = trainer.context.updater.watch, []
     look = watch.look
 
     def noting():
@@ -147,8 +147,8 @@ def looks_of(trainer):
         ("checkpoint.every_steps=5", [5, 10, 12]),
         ("checkpoint.every_samples=40", [5, 10, 12]),
         ("evaluation.every_steps=5", [5, 10, 12]),
-        ("incidents={non_finite: rollback, snapshot_every_steps: 5}", [5, 10, 12]),
-        ("incidents={non_finite: skip}", [12]),
+        ("anomalies={non_finite: rollback, snapshot_every_steps: 5}", [5, 10, 12]),
+        ("anomalies={non_finite: skip}", [12]),
     ],
 )
 def test_a_device_that_runs_ahead_is_waited_for_only_before_something_leaves_a_step(
@@ -162,8 +162,8 @@ def test_a_device_that_runs_ahead_is_waited_for_only_before_something_leaves_a_s
     assert steps == expected
 
 
-def test_on_a_device_that_reads_at_once_an_incident_is_acted_on_in_its_own_step(tmp_path):
+def test_on_a_device_that_reads_at_once_an_anomaly_is_acted_on_in_its_own_step(tmp_path):
     trainer = make(tmp_path / "run", *PLAIN, "log.every_steps=100", "checkpoint.every_steps=100", bad=(24,))
-    with pytest.raises(IncidentError):
+    with pytest.raises(AnomalyError):
         trainer.train()
     assert trainer.step == 4

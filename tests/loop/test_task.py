@@ -48,7 +48,7 @@ def test_keys_that_the_model_needs_and_the_batch_lacks_are_an_error():
         Task().forward(Spy(), {"labels": LABELS})
 
 
-def test_a_batch_that_is_no_mapping_is_refused_with_what_to_override():
+def test_a_batch_that_is_no_mapping_is_rejected_with_what_to_override():
     with raises(DataError, "Task.forward"):
         Task().forward(Spy(), (X, LABELS))
 

@@ -11,10 +11,10 @@ from tests.messages import raises
 from torch import nn
 
 from trainwright import Hook, Mean, RunConfig, StepResult, Trainer, build_trainer, get_event_storage
-from trainwright.anomaly import detection as incidents
+from trainwright.anomaly import detection as anomalies
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.errors import CheckpointError, DataError, OutOfMemory, TrainwrightError
-from trainwright.hooks.ema import AverageWeights
+from trainwright.hooks.ema import EMA
 from trainwright.loop import trainer as step_end
 from trainwright.loop.hook import Hooks
 
@@ -268,10 +268,10 @@ def test_nothing_is_copied_to_the_host_between_log_periods(tmp_path, monkeypatch
         def build_hooks(cls, build):
             return [*build.hooks(), Counting()]
 
-    for module in (step_end, incidents):  # as on a device where reading waits
+    for module in (step_end, anomalies):  # as on a device where reading waits
         monkeypatch.setattr(module, "reads_at_once", lambda device: False)
     overrides = ("log.every_steps=5", "trainer.max_steps=10", "evaluation.every_steps=99", "checkpoint.every_steps=99")
-    build_trainer(load(tmp_path, *overrides, "hooks=[{type: average_weights}]"), Mine).train()
+    build_trainer(load(tmp_path, *overrides, "hooks=[{type: ema}]"), Mine).train()
     assert counts[1] == counts[2] == counts[5]  # steps 1 to 4 waited for nothing
     assert counts[6] > counts[5]  # the log line of step 5 did
     assert counts[6] == counts[10]
@@ -313,7 +313,7 @@ def test_stop_ends_the_run_as_if_the_step_were_the_last(tmp_path):
     assert (trainer.step, trainer.stop_reason) == (4, "enough")
     assert lines(tmp_path)[-1]["step"] == 4
     assert {"valid/loss", "test/loss"} <= logs.keys()
-    assert trainer.surroundings.store.steps()[-1] == 4
+    assert trainer.context.store.steps()[-1] == 4
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -401,14 +401,14 @@ def test_a_save_in_the_midst_of_a_step_holds_every_hooks_turn(tmp_path):
             self.trainer.save()
 
     saver = Saver()
-    trainer = build_trainer(load(tmp_path, "hooks=[{type: average_weights, decay: 0.5}]"), with_hooks(saver))
+    trainer = build_trainer(load(tmp_path, "hooks=[{type: ema, decay: 0.5}]"), with_hooks(saver))
     # Registered before the averages: at its turn they have not moved yet, and in after_eval they are still swapped in.
-    averages = next(hook for hook in trainer.hooks if isinstance(hook, AverageWeights))
+    averages = next(hook for hook in trainer.hooks if isinstance(hook, EMA))
     trainer.moments = Hooks([saver, averages])
     trainer.train()
-    store = trainer.surroundings.store
+    store = trainer.context.store
     assert saver.path == store.path(3)
-    states = {step: store.read(step, "training")["hooks"]["AverageWeights"]["averages"] for step in store.steps()}
+    states = {step: store.read(step, "training")["hooks"]["EMA"]["averages"] for step in store.steps()}
     for step, averages in states.items():
         assert not torch.equal(store.read(step, "model")["layers.0.weight"], averages["layers.0.weight"])
 
@@ -505,7 +505,7 @@ def test_a_bare_loss_of_a_micro_batch_weighs_that_micro_batch(tmp_path):
 
 
 def test_a_nan_is_warned_of_once(tmp_path, caplog):
-    overrides = ("trainer.max_grad_norm=null", "data.eval={}", "incidents={non_finite: skip, max_incidents: 99}")
+    overrides = ("trainer.max_grad_norm=null", "data.eval={}", "anomalies={non_finite: skip, max_anomalies: 99}")
     config = load(tmp_path, "trainer.optimizer={type: sgd, lr: 1e30}", *overrides)
     with caplog.at_level("WARNING", logger="trainwright"):
         build_trainer(config).train()

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tests.messages import raises
 from torch import nn
 
-from trainwright.anomaly import detection as incidents
-from trainwright.anomaly.detection import IncidentWatch
-from trainwright.config import IncidentsSection
+from trainwright.anomaly import detection as anomalies
+from trainwright.anomaly.detection import AnomalyWatch
+from trainwright.config import AnomaliesSection
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.events import Mean
 from trainwright.loop import update as update_module
@@ -241,7 +241,7 @@ def test_a_stand_in_may_even_be_nan():
     assert float(result.loss) == 4.0
 
 
-def test_sparse_gradients_are_refused_by_name():
+def test_sparse_gradients_are_rejected_by_name():
     embedding = nn.Embedding(4, 2, sparse=True)
     update = make_updater(list(embedding.parameters())).begin(lambda: 8)
     update.backward(embedding(torch.tensor([1])).sum())
@@ -316,16 +316,16 @@ class TestLossScale:
         assert float(other.scale) == float(scale.scale) == 4.0
 
 
-class TestIncidents:
+class TestAnomalies:
     def run(self, losses, *, optimizer=None, far=False, applies=1, **options):
         """Steps a weight by each of these factors of it; returns it, the watch, and the results."""
         w = weight()
         optimizer = torch.optim.AdamW([w], lr=0.1, fused=True) if optimizer is None else optimizer(w)
         with pytest.MonkeyPatch.context() as patch:
             if far:
-                patch.setattr(incidents, "reads_at_once", lambda device: False)
-            section = IncidentsSection(**{"spike_window": 8, **options.pop("section", {})})
-            watch = IncidentWatch(section, device=torch.device("cpu"), rank=0)
+                patch.setattr(anomalies, "reads_at_once", lambda device: False)
+            section = AnomaliesSection(**{"spike_window": 8, **options.pop("section", {})})
+            watch = AnomalyWatch(section, device=torch.device("cpu"), rank=0)
         updater = make_updater([w], optimizer=optimizer, watch=watch, **options)
         results = []
         for step, factor in enumerate(losses):
@@ -355,8 +355,8 @@ class TestIncidents:
     def test_by_default_a_bad_update_is_seen_though_nothing_holds_it(self):
         w, watch, _ = self.run([1.0, float("inf"), 1.0])
         assert torch.isnan(w).all()
-        incident, _ = watch.look()
-        assert (incident.step, incident.kind, incident.policy, incident.ranks) == (2, "non_finite", "raise", ())
+        anomaly, _ = watch.look()
+        assert (anomaly.step, anomaly.kind, anomaly.policy, anomaly.ranks) == (2, "non_finite", "raise", ())
 
     @pytest.mark.parametrize("far", [False, True])
     def test_optimizers_without_the_word_hold_too(self, far):
@@ -369,7 +369,7 @@ class TestIncidents:
         w, _, _ = self.run([float("nan"), 1.0, float("nan"), 1.0], optimizer=make, section=section, far=far)
         assert torch.equal(w, expected)
 
-    def test_an_overflow_that_the_loss_scale_handles_is_no_incident(self):
+    def test_an_overflow_that_the_loss_scale_handles_is_no_anomaly(self):
         scale = LossScale(torch.device("cpu"), initial=2.0**126)
         w, watch, results = self.run([1.0, 1.0], loss_scale=scale, section={"non_finite": "skip"})
         assert w.tolist() == [1.0, -2.0, 3.0]
@@ -385,10 +385,10 @@ class TestIncidents:
         assert torch.equal(w, expected)
         assert [each.step for each in watch.look()] == [2]
 
-    def test_a_repaired_gradient_is_no_incident_and_the_next_one_is_repaired_too(self):
+    def test_a_repaired_gradient_is_no_anomaly_and_the_next_one_is_repaired_too(self):
         w = weight()
         w.register_hook(lambda grad: grad * torch.tensor([1.0, float("nan"), 1.0]))
-        watch = IncidentWatch(IncidentsSection(non_finite="skip"), device=torch.device("cpu"), rank=0)
+        watch = AnomalyWatch(AnomaliesSection(non_finite="skip"), device=torch.device("cpu"), rank=0)
         updater = make_updater([w], optimizer=AdamW([w], lr=0.1, repair_nan=True), watch=watch)
         for step, loss in enumerate([1.0, float("nan"), 1.0]):
             updater.set_rates(step)
@@ -401,12 +401,12 @@ class TestIncidents:
 
     @pytest.mark.parametrize("far", [False, True])
     def test_running_means_of_a_held_update_stay_as_they_were(self, far, monkeypatch):
-        monkeypatch.setattr(incidents, "reads_at_once", lambda device: not far)
+        monkeypatch.setattr(anomalies, "reads_at_once", lambda device: not far)
         norms = {}
         for inputs in ([1.0, 2.0, float("nan"), 3.0], [1.0, 2.0, 3.0]):
             torch.manual_seed(0)
             norm = norms[len(inputs)] = nn.BatchNorm1d(3)
-            watch = IncidentWatch(IncidentsSection(non_finite="skip"), device=torch.device("cpu"), rank=0)
+            watch = AnomalyWatch(AnomaliesSection(non_finite="skip"), device=torch.device("cpu"), rank=0)
             optimizer = torch.optim.AdamW(norm.parameters(), lr=0.1, fused=True)
             buffers = persistent_buffers(norm)
             updater = make_updater(list(norm.parameters()), optimizer=optimizer, watch=watch, buffers=buffers)

@@ -165,16 +165,16 @@ def test_autocast_holds_in_the_recomputation():
         ({"save": ["mm"]}, ()),
         ({"layers.0": {"save": ["mm"]}}, ("layers.0",)),
         ({"layers.0": {"layers": "Linear", "svae": []}}, ("layers.0",)),
-        ({"layers": "Layer", "budget": 1.1}, ("remat.budget", "0", "1", "1.1")),
-        ({"layers": "Layer", "budget": "all"}, ("remat.budget", "0", "1")),
-        ({"layers": "Layer", "budget": True}, ("remat.budget",)),
-        ({"layers": "Layer", "every": 0}, ("remat.every", "1")),
+        ({"layers": "Layer", "budget": 1.1}, ("activation_checkpointing.budget", "0", "1", "1.1")),
+        ({"layers": "Layer", "budget": "all"}, ("activation_checkpointing.budget", "0", "1")),
+        ({"layers": "Layer", "budget": True}, ("activation_checkpointing.budget",)),
+        ({"layers": "Layer", "every": 0}, ("activation_checkpointing.every", "1")),
         ({"layers": "Layer", "every": 2, "budget": 0.5}, ()),
-        ({"layers": "Layer", "save": "mmm"}, ("mmm", "remat.save")),
+        ({"layers": "Layer", "save": "mmm"}, ("mmm", "activation_checkpointing.save")),
         ({"layers.0": "Layer", "*.0": "Layer"}, ("*.0", "layers.0")),
         ({"layers.0": "Layer", "first": "Layer"}, ("first",)),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused(setting, said):
+def test_a_setting_that_cannot_be_is_rejected(setting, said):
     with raises(ConfigError, *said):
         choose_layers(Stack(), setting)

@@ -21,23 +21,25 @@ def nested():
 
 @pytest.mark.parametrize("given", ["Layer", ["Layer"], {"layers": ["Layer"]}, {"layers": ["Layer"], "save": ["mm"]}])
 def test_a_setting_without_a_path_is_for_the_whole_model(given):
-    assert by_path("remat", given, WORDS) == {"": given}
+    assert by_path("activation_checkpointing", given, WORDS) == {"": given}
 
 
 def test_a_mapping_without_any_word_of_a_setting_is_by_path():
-    assert by_path("remat", {"a": ["Layer"], "b": {"layers": "Linear"}}, WORDS) == {
+    assert by_path("activation_checkpointing", {"a": ["Layer"], "b": {"layers": "Linear"}}, WORDS) == {
         "a": ["Layer"],
         "b": {"layers": "Linear"},
     }
 
 
 def test_a_sub_module_called_like_a_word_is_a_path_where_its_setting_is_a_mapping():
-    assert by_path("remat", {"layers": {"layers": ["Layer"]}}, WORDS) == {"layers": {"layers": ["Layer"]}}
+    assert by_path("activation_checkpointing", {"layers": {"layers": ["Layer"]}}, WORDS) == {
+        "layers": {"layers": ["Layer"]}
+    }
 
 
 def test_words_and_paths_do_not_mix():
     with raises(ConfigError, "layers"):
-        by_path("remat", {"layer": ["Layer"], "save": ["mm"]}, WORDS)
+        by_path("activation_checkpointing", {"layer": ["Layer"], "save": ["mm"]}, WORDS)
 
 
 @pytest.mark.parametrize(
@@ -52,33 +54,33 @@ def test_words_and_paths_do_not_mix():
     ],
 )
 def test_layers_are_named_by_class_or_glob_and_the_outermost_is_meant(wanted, found):
-    assert list(layers_of("remat", nested(), "", wanted)) == found
+    assert list(layers_of("activation_checkpointing", nested(), "", wanted)) == found
 
 
 def test_inside_of_a_path_only_its_layers_are_meant():
-    assert list(layers_of("remat", nested(), "b", ["Linear"])) == ["b.0", "b.1"]
+    assert list(layers_of("activation_checkpointing", nested(), "b", ["Linear"])) == ["b.0", "b.1"]
 
 
 def test_a_module_at_two_places_is_meant_once():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     model.append(model[0])
-    assert list(layers_of("remat", model, "", ["Linear"])) == ["0"]
+    assert list(layers_of("activation_checkpointing", model, "", ["Linear"])) == ["0"]
 
 
 @pytest.mark.parametrize(
     ("word", "said"),
     [("Layr", ("Layer",)), ("layers.*.dwon", ())],
 )
-def test_a_class_or_glob_that_matches_nothing_is_refused_with_the_nearest(word, said):
+def test_a_class_or_glob_that_matches_nothing_is_rejected_with_the_nearest(word, said):
     with raises(ConfigError, *said):
-        layers_of("remat", Stack(), "", ["Layer", word])
+        layers_of("activation_checkpointing", Stack(), "", ["Layer", word])
 
 
-def test_a_path_that_matches_nothing_is_refused_with_the_nearest():
+def test_a_path_that_matches_nothing_is_rejected_with_the_nearest():
     with raises(ConfigError, "layers"):
-        parts_of("scan", Stack(), "layer")
+        parts_of("compile_repeated_blocks", Stack(), "layer")
 
 
 def test_in_a_part_of_a_model_what_is_named_may_be_elsewhere():
-    assert layers_of("remat", Stack(), "", ["Block"], is_whole=False) == {}
-    assert parts_of("remat", Stack(), "decoder", is_whole=False) == {}
+    assert layers_of("activation_checkpointing", Stack(), "", ["Block"], is_whole=False) == {}
+    assert parts_of("activation_checkpointing", Stack(), "decoder", is_whole=False) == {}

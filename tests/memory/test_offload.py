@@ -93,7 +93,7 @@ def test_nothing_of_a_pass_outlives_its_graph():
 
 
 @pytest.mark.parametrize("name", ["hidden", "unused"])
-def test_a_change_in_place_before_backward_is_still_refused(name):
+def test_a_change_in_place_before_backward_is_still_rejected(name):
     x = torch.ones(4, requires_grad=True)
     with offloading([name]):
         hidden = name_tensor(x * 2, "hidden")
@@ -132,7 +132,7 @@ def test_without_gradients_nothing_is_watched():
         assert torch.equal(model(**POINTS)["loss"], plain)
 
 
-def test_a_name_that_the_model_does_not_tell_is_refused_with_the_nearest():
+def test_a_name_that_the_model_does_not_tell_is_rejected_with_the_nearest():
     model = make(Stack)
     offload_tensors(model, ["layer_inptu"], where="run.yaml:4")
     with raises(ConfigError, "model.offload", "layer_inptu", "layer_input", at="run.yaml:4"):
@@ -181,6 +181,6 @@ def test_a_part_of_the_model_may_have_a_setting_of_its_own():
         ({"layers.0": ["x"], "*.0": ["x"]}, ("layers.0",)),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused(setting, said):
+def test_a_setting_that_cannot_be_is_rejected(setting, said):
     with raises(ConfigError, *said):
         choose_parts(Stack(), setting)

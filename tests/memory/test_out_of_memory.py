@@ -33,7 +33,7 @@ def model_and_optimizer():
     return model, {"main": optimizer}
 
 
-def refused_by_the_cpu():
+def rejected_by_the_cpu():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(10**15)
     return caught.value
@@ -50,7 +50,7 @@ def caused_by(cause):
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
         MemoryError(),
-        refused_by_the_cpu(),
+        rejected_by_the_cpu(),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: not enough memory: you tried"),
         caused_by(torch.OutOfMemoryError("CUDA out of memory.")),
@@ -86,16 +86,16 @@ def test_only_settings_that_are_not_used_yet_are_proposed():
     assert [each.split("=")[0].split(":")[0].split(",")[0] for each in everything] == [
         "trainer.micro_batch_size",
         "runtime.precision",
-        "model.remat",
+        "model.activation_checkpointing",
         "trainer.optimizer.state_dtype",
         "model.freeze",
     ]
     frugal = config(micro_batch_size=1, optimizer={"type": "adamw", "state_dtype": "bf16"}).derive(
-        {"runtime.precision": "bf16", "model.lora": {"rank": 4}, "model.remat": ["Block"]}
+        {"runtime.precision": "bf16", "model.lora": {"rank": 4}, "model.activation_checkpointing": ["Block"]}
     )
     assert advice_for(frugal) == []
-    averaging = frugal.derive({"hooks": [{"type": "average_weights"}]})
-    assert advice_for(averaging) == ["hooks: average_weights keeps a copy of the weights, and in evaluations a second."]
+    averaging = frugal.derive({"hooks": [{"type": "ema"}]})
+    assert advice_for(averaging) == ["hooks: ema keeps a copy of the weights, and in evaluations a second."]
 
 
 def test_each_of_several_optimizers_gets_its_own_advice():

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from trainwright.errors import ConfigError
 from trainwright.events.storage import EventStorage, get_event_storage
 from trainwright.memory.activation_checkpointing import recompute_layers
-from trainwright.memory.repeated_blocks import choose_stacks, compile_stacks, read_scan
+from trainwright.memory.repeated_blocks import choose_stacks, compile_stacks, read_repeated_blocks
 from trainwright.models.generation import append_tokens
 
 
@@ -121,7 +121,7 @@ def test_the_compiler_s_settings_of_the_process_are_left_as_they_were(before):
         failing.layers = nn.ModuleList(Breaking() for _ in range(2))
         recompute_layers(failing, "Breaking")
         compile_stacks(failing, "layers")
-        with raises(ConfigError, "model.scan", golden=False):
+        with raises(ConfigError, "model.compile_repeated_blocks", golden=False):
             update_of(failing, POINTS)
         assert getattr(torch._dynamo.config, setting) is before
 
@@ -141,11 +141,11 @@ class Breaking(Layer):
         return super().forward(hidden, scale)
 
 
-def test_a_block_that_is_no_single_graph_is_refused_with_its_place():
+def test_a_block_that_is_no_single_graph_is_rejected_with_its_place():
     model = Stack(2)
     model.layers = nn.ModuleList(Breaking() for _ in range(2))
     compile_stacks(model, "layers", where="run.yaml:3")
-    with raises(ConfigError, "model.scan", at="run.yaml:3"):
+    with raises(ConfigError, "model.compile_repeated_blocks", at="run.yaml:3"):
         update_of(model, POINTS)
 
 
@@ -161,7 +161,7 @@ def test_a_block_that_is_no_single_graph_is_refused_with_its_place():
         (lambda layers: layers[1].add_module("more", nn.ReLU()), ("layers.0", "ReLU")),
     ],
 )
-def test_blocks_that_differ_are_refused_with_the_first_difference(change, said):
+def test_blocks_that_differ_are_rejected_with_the_first_difference(change, said):
     model = Stack()
     change(model.layers)
     with raises(ConfigError, *said):
@@ -190,7 +190,7 @@ def test_the_blocks_of_other_stages_of_a_pipeline_are_left_out():
     ],
 )
 def test_a_setting_names_stacks_and_backends(setting, read):
-    assert [(each.path, each.backend) for each in read_scan(setting)] == read
+    assert [(each.path, each.backend) for each in read_repeated_blocks(setting)] == read
 
 
 @pytest.mark.parametrize(
@@ -205,10 +205,10 @@ def test_a_setting_names_stacks_and_backends(setting, read):
         ({"layers": {"bakend": "inductor"}}, ("layers",)),
         ({"layers": "inducter"}, ("inducter", "inductor", "torch.compile")),
         # torch's debugging backend draws other random numbers in the recomputation: wrong gradients without a word.
-        ({"path": "layers", "backend": "eager"}, ("eager", "scan.backend")),
+        ({"path": "layers", "backend": "eager"}, ("eager", "compile_repeated_blocks.backend")),
         (["layers", "layers"], ()),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused(setting, said):
+def test_a_setting_that_cannot_be_is_rejected(setting, said):
     with raises(ConfigError, *said):
         choose_stacks(Stack(), setting)

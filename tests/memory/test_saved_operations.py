@@ -25,9 +25,9 @@ def test_names_are_operations_of_torch_and_attention_is_all_of_its_kernels():
         ("bernoulli_", ("bernoulli_",)),
     ],
 )
-def test_what_cannot_be_kept_is_refused(name, said):
+def test_what_cannot_be_kept_is_rejected(name, said):
     with raises(ConfigError, *said):
-        read_operations("remat.save", [name])
+        read_operations("activation_checkpointing.save", [name])
 
 
 def test_attention_that_draws_random_numbers_is_not_kept():

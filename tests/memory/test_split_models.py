@@ -21,17 +21,21 @@ from trainwright.parallel.sharding import packaged_rules, plan_sharding
 from trainwright.parallel.tensor import split_tensors
 
 CASES = {
-    "remat": {"remat": ["DecoderLayer"]},
-    "save": {"remat": {"layers": ["DecoderLayer"], "save": ["mm", "scaled_dot_product_attention"]}},
-    "inner": {"remat": ["mlp"]},
+    "activation_checkpointing": {"activation_checkpointing": ["DecoderLayer"]},
+    "save": {"activation_checkpointing": {"layers": ["DecoderLayer"], "save": ["mm", "scaled_dot_product_attention"]}},
+    "inner": {"activation_checkpointing": ["mlp"]},
     "offload": {"offload": ["decoder_input"]},
-    "scan": {"scan": "model.layers"},
-    "all": {"offload": ["decoder_input"], "remat": ["DecoderLayer"], "scan": "model.layers"},
+    "compile_repeated_blocks": {"compile_repeated_blocks": "model.layers"},
+    "all": {
+        "offload": ["decoder_input"],
+        "activation_checkpointing": ["DecoderLayer"],
+        "compile_repeated_blocks": "model.layers",
+    },
 }
 
 
-TENSOR_CASES = {name: CASES[name] for name in ("remat", "save", "scan")} | {
-    "offload": {"offload": ["decoder_input"], "remat": ["DecoderLayer"]}
+TENSOR_CASES = {name: CASES[name] for name in ("activation_checkpointing", "save", "compile_repeated_blocks")} | {
+    "offload": {"offload": ["decoder_input"], "activation_checkpointing": ["DecoderLayer"]}
 }
 
 
@@ -80,7 +84,7 @@ def updates(reserved, mesh, rank):
 
 def compare(folder, rank):
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
-    mesh = lay_out({"data": 2}, device_type="cpu")
+    mesh = lay_out({"fsdp": 2}, device_type="cpu")
     plain = updates({}, mesh, rank)
     assert any(plain[0][name].numel() < weight.numel() for name, weight in make(SHIPPED["llama"][0]).named_parameters())
     said = []

@@ -95,7 +95,7 @@ def test_what_computes_as_published_is_written(kind, tmp_path):
         (OtherPart, ("model.norm", "LayerNorm")),
     ],
 )
-def test_a_subclass_that_computes_something_else_is_refused(kind, message, tmp_path):
+def test_a_subclass_that_computes_something_else_is_rejected(kind, message, tmp_path):
     with raises(CheckpointError, *message):
         subclass(kind).save_pretrained(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []

@@ -72,7 +72,7 @@ def test_every_type_has_an_architecture_and_finds_its_class():
 
 
 @pytest.mark.parametrize(("model_type", "readers"), [("bert", ("bert", "bert_classifier")), ("rwkv", ())])
-def test_a_class_refuses_another_s_folder_and_says_which_type_reads_it(model_type, readers):
+def test_a_class_rejects_another_s_folder_and_says_which_type_reads_it(model_type, readers):
     with raises(ConfigError, model_type, "llama", "qwen2", "mistral", *readers, at="config.json"):
         Llama.from_config({"model_type": model_type}, dropout=0.1)
 

@@ -142,7 +142,7 @@ def test_old_files_with_other_names_and_copies_of_tied_weights_are_read(tmp_path
 
 
 @pytest.mark.parametrize(("name", "value"), [("is_decoder", True), ("position_embedding_type", "relative_key")])
-def test_what_it_cannot_do_is_refused_by_name_and_value(name, value):
+def test_what_it_cannot_do_is_rejected_by_name_and_value(name, value):
     with raises(ConfigError, name, value):
         Bert.settings_from_hugging_face({"model_type": "bert", name: value})
 
@@ -188,12 +188,12 @@ def test_each_dropout_falls_in_training_only(name):
     assert not torch.equal(model(ids)["logits"], model(ids)["logits"])
 
 
-def test_too_long_rows_are_refused():
+def test_too_long_rows_are_rejected():
     with raises(DataError, "32", "33"):
         small()(tokens(1, 33))
 
 
-def test_a_width_that_does_not_split_into_heads_is_refused():
+def test_a_width_that_does_not_split_into_heads_is_rejected():
     with raises(ConfigError, "hidden_size", "32", "5"):
         small(num_heads=5)
 

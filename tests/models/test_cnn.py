@@ -79,16 +79,16 @@ def test_a_saved_model_is_read_back(tmp_path, changes):
     assert torch.equal(again(images(2, 1, 8, 8))["logits"], model(images(2, 1, 8, 8))["logits"])
 
 
-def test_images_with_other_channels_are_refused():
+def test_images_with_other_channels_are_rejected():
     with raises(DataError, "2", "3", "8", "1"):
         small_cnn()(images(2, 3, 8, 8))
 
 
-def test_channels_that_do_not_split_into_groups_are_refused():
+def test_channels_that_do_not_split_into_groups_are_rejected():
     with raises(ConfigError, "12", "8"):
         small_cnn(stage_channels=[8, 12])
 
 
-def test_a_model_without_stages_is_refused():
+def test_a_model_without_stages_is_rejected():
     with raises(ConfigError, "stage_channels"):
         small_cnn(stage_channels=[])

@@ -232,7 +232,7 @@ def test_mistakes_name_the_line_of_their_key(project, section, said):
         build_model_section(config.model, project_dir=project, origin=config.origin)
 
 
-def test_a_head_that_ours_lacks_is_refused_unless_not_strict(project):
+def test_a_head_that_ours_lacks_is_rejected_unless_not_strict(project):
     weights = project / "published" / "model.safetensors"
     from safetensors.torch import load_file, save_file
 

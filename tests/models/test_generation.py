@@ -55,7 +55,7 @@ def test_tokens_in_pieces_give_the_logits_of_one_pass():
         model(rows[:, :1], cache=cache)
 
 
-def test_a_cache_refuses_masks_and_too_many_positions():
+def test_a_cache_rejects_masks_and_too_many_positions():
     model = our_llama(max_positions=4)
     with raises(DataError, "attention_mask"):
         model(tokens(1, 2), attention_mask=torch.ones(1, 2), cache=KeyValueCache(4))
@@ -66,7 +66,7 @@ def test_a_cache_refuses_masks_and_too_many_positions():
 
 
 @pytest.mark.parametrize(("length", "room"), [(4, 3), (6, 1), (7, 0)])
-def test_more_tokens_than_there_are_positions_for_are_refused_with_what_is_left(length, room):
+def test_more_tokens_than_there_are_positions_for_are_rejected_with_what_is_left(length, room):
     model = our_llama(max_positions=6, initializer_range=0.3)
     assert room_after(model, length) == room
     if room:
@@ -86,7 +86,7 @@ def test_more_tokens_than_there_are_positions_for_are_refused_with_what_is_left(
         (torch.tensor([[1, 5000]]), ("1", "5000")),
     ],
 )
-def test_a_prompt_that_is_no_rows_of_tokens_is_refused(ids, said):
+def test_a_prompt_that_is_no_rows_of_tokens_is_rejected(ids, said):
     with raises(DataError, *said):
         drawn(our_llama(), ids)
 
@@ -140,12 +140,12 @@ def test_top_p_keeps_the_fewest_tokens_that_hold_it():
         ({"max_new_tokens": -1}, ("max_new_tokens", "1")),
     ],
 )
-def test_impossible_ways_to_sample_are_refused(options, message):
+def test_impossible_ways_to_sample_are_rejected(options, message):
     with raises(ConfigError, *message):
         drawn(our_llama(), tokens(1, 3), **options)
 
 
-def test_an_empty_prompt_is_refused():
+def test_an_empty_prompt_is_rejected():
     with raises(DataError):
         drawn(our_llama(), tokens(1, 0))
 
@@ -162,12 +162,12 @@ SIZES = {"vocab_size": 61, "hidden_size": 16, "num_layers": 1, "num_heads": 2}
         (CNN, {"num_labels": 3, "stage_channels": [8]}, ("pixel_values", "input_ids")),
     ],
 )
-def test_what_is_no_decoder_is_refused_with_the_reason(kind, sizes, reason):
+def test_what_is_no_decoder_is_rejected_with_the_reason(kind, sizes, reason):
     with raises(ConfigError, *reason, kind.__name__):
         drawn(kind(**sizes), tokens(1, 3))
 
 
-def test_an_encoder_of_transformers_is_refused_too():
+def test_an_encoder_of_transformers_is_rejected_too():
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, intermediate_size=16))

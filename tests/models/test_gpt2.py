@@ -88,7 +88,7 @@ def test_files_without_the_prefix_and_with_masks_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "value"), [("scale_attn_by_inverse_layer_idx", True), ("add_cross_attention", True)])
-def test_what_it_cannot_do_is_refused_by_name_and_value(name, value):
+def test_what_it_cannot_do_is_rejected_by_name_and_value(name, value):
     with raises(ConfigError, name, value):
         GPT2.settings_from_hugging_face({"model_type": "gpt2", name: value})
 
@@ -157,7 +157,7 @@ def test_a_cache_goes_with_whole_rows_only():
         small_gpt2()(tokens(1, 4), attention_mask=torch.ones(1, 4), cache=KeyValueCache(8))
 
 
-def test_too_long_rows_are_refused():
+def test_too_long_rows_are_rejected():
     with raises(DataError, "32", "33"):
         small_gpt2()(tokens(1, 33))
 

@@ -59,6 +59,6 @@ def test_ignored_keys_are_left_out():
     assert set(key_map.ours_in(["h.0.mask", "h.0.weight"])) == {"h.0.weight"}
 
 
-def test_rules_with_different_wildcards_are_refused():
+def test_rules_with_different_wildcards_are_rejected():
     with pytest.raises(ValueError, match="different wildcards"):
         KeyRule("a.*.b", "a.b")

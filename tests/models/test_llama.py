@@ -135,7 +135,7 @@ def test_settings_in_the_words_of_earlier_configs_are_read():
         ({"layer_types": ["sliding_attention"], "sliding_window": 8}, ("8",)),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name_and_value(changes, message):
+def test_what_cannot_be_done_is_rejected_by_name_and_value(changes, message):
     with raises(ConfigError, *message):
         Llama.settings_from_hugging_face({"model_type": "llama", **changes})
 
@@ -410,14 +410,14 @@ def test_the_fused_loss_is_for_training_alone():
     assert small_llama()(tokens, tokens)["logits"] is not None  # by itself on a GPU only
 
 
-def test_a_fused_loss_that_cannot_be_is_refused():
+def test_a_fused_loss_that_cannot_be_is_rejected():
     model = small_llama(fused_loss=True)
     model.criterion = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
     with raises(ConfigError, "fused_loss", "CrossEntropyLoss"):
         model(random_tokens(1, 4), random_tokens(1, 4))
 
 
-def test_too_long_sequences_are_refused_with_both_lengths():
+def test_too_long_sequences_are_rejected_with_both_lengths():
     with raises(DataError, "32", "33"):
         small_llama()(random_tokens(1, 33))
 
@@ -433,6 +433,6 @@ def test_too_long_sequences_are_refused_with_both_lengths():
         ({"attention_bias": "some"}, ("some", "attention_bias")),
     ],
 )
-def test_impossible_sizes_are_refused_by_name(changes, message):
+def test_impossible_sizes_are_rejected_by_name(changes, message):
     with raises(ConfigError, *message):
         small_llama(**changes)

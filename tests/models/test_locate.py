@@ -67,12 +67,12 @@ def test_a_hub_that_does_not_answer_is_said(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["/nowhere/a/b", "./nowhere", "../nowhere", "~/nowhere"])
-def test_a_path_that_is_no_name_is_refused_without_asking_anyone(name):
+def test_a_path_that_is_no_name_is_rejected_without_asking_anyone(name):
     with raises(CheckpointError):
         find_folder(name)
 
 
-def test_a_file_is_refused(tmp_path):
+def test_a_file_is_rejected(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with raises(CheckpointError):
         find_folder(tmp_path / "config.json")

@@ -162,7 +162,7 @@ def test_adapters_that_do_not_fit_are_named_with_both_shapes():
         load_lora_state(model, {})
 
 
-def test_a_glob_that_names_no_linear_layer_is_refused_with_the_nearest():
+def test_a_glob_that_names_no_linear_layer_is_rejected_with_the_nearest():
     with raises(ConfigError, "lora.match", "*.q_prj", "*.q_proj"):
         add_lora(small_llama(), match="*.q_prj")
     with raises(ConfigError, "self_attn"):
@@ -184,7 +184,7 @@ def test_a_glob_that_names_no_linear_layer_is_refused_with_the_nearest():
         ({"match": 3}, ("lora.match",)),
     ],
 )
-def test_wrong_settings_are_refused_and_change_nothing(settings, said):
+def test_wrong_settings_are_rejected_and_change_nothing(settings, said):
     model = small_llama()
     with raises(ConfigError, *said):
         add_lora(model, **{"match": "q_proj", **settings})
@@ -192,14 +192,14 @@ def test_wrong_settings_are_refused_and_change_nothing(settings, said):
     assert not any(isinstance(module, LoRALinear) for module in model.modules())
 
 
-def test_a_second_set_of_adapters_is_refused():
+def test_a_second_set_of_adapters_is_rejected():
     model = small_llama()
     add_lora(model, match="q_proj")
     with raises(ConfigError):
         add_lora(model, match="k_proj")
 
 
-def test_layers_whose_weight_is_read_past_them_are_refused():
+def test_layers_whose_weight_is_read_past_them_are_rejected():
     encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.Sequential(encoder, nn.Linear(8, 8))
     with raises(ConfigError, "0.linear1", "TransformerEncoderLayer"):
@@ -209,7 +209,7 @@ def test_layers_whose_weight_is_read_past_them_are_refused():
     assert add_lora(model, match="1") == ["1"]
 
 
-def test_a_subclass_with_a_forward_of_its_own_is_refused():
+def test_a_subclass_with_a_forward_of_its_own_is_rejected():
     class Doubled(nn.Linear):
         def forward(self, input):
             return 2 * super().forward(input)
@@ -218,12 +218,12 @@ def test_a_subclass_with_a_forward_of_its_own_is_refused():
         add_lora(nn.Sequential(Doubled(2, 2)), match="0")
 
 
-def test_a_tied_head_is_refused():
+def test_a_tied_head_is_rejected():
     with raises(ConfigError, "lm_head", "model.embed_tokens"):
         add_lora(small_llama(), match="lm_head")
 
 
-def test_layers_of_transformers_are_adapted_but_its_conv1d_is_refused():
+def test_layers_of_transformers_are_adapted_but_its_conv1d_is_rejected():
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 17, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     bert = transformers.BertModel(transformers.BertConfig(intermediate_size=32, **sizes)).eval()

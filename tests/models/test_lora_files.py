@@ -86,7 +86,7 @@ def test_the_folder_is_written_whole_beside_what_is_there(saved, tmp_path):
     assert {"config.json", "model.safetensors", CONFIG_FILE, WEIGHTS_FILE} == {path.name for path in base.iterdir()}
 
 
-def test_a_folder_of_something_else_is_refused_and_nothing_is_left_when_writing_fails(saved, tmp_path):
+def test_a_folder_of_something_else_is_rejected_and_nothing_is_left_when_writing_fails(saved, tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("years of work")
     with raises(CheckpointError):
@@ -125,7 +125,7 @@ def test_a_folder_of_another_model_is_named(saved):
         ("of_tomorrow", "yes"),
     ],
 )
-def test_what_only_peft_can_do_is_refused_by_name_and_the_model_stays_as_it_was(saved, key, value):
+def test_what_only_peft_can_do_is_rejected_by_name_and_the_model_stays_as_it_was(saved, key, value):
     file, model = saved[1] / CONFIG_FILE, small_llama()
     file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
     with raises(ConfigError, key):
@@ -146,7 +146,7 @@ def test_what_decides_nothing_is_accepted(saved):
 @pytest.mark.parametrize(
     "change", [{"r": 2}, {"r": "4", "use_rslora": True}, {"lora_alpha": None}, {"lora_dropout": 2}]
 )
-def test_a_load_that_is_refused_leaves_the_model_as_it_was(saved, change):
+def test_a_load_that_is_rejected_leaves_the_model_as_it_was(saved, change):
     model = small_llama()
     file = saved[1] / CONFIG_FILE
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
@@ -155,7 +155,7 @@ def test_a_load_that_is_refused_leaves_the_model_as_it_was(saved, change):
     assert_untouched(model)
 
 
-def test_a_wider_model_is_refused_and_stays_as_it_was(saved):
+def test_a_wider_model_is_rejected_and_stays_as_it_was(saved):
     model = Llama(vocab_size=17, hidden_size=32, num_layers=2, num_heads=2, max_positions=16)
     with raises(ConfigError, "lora_a", "4", "16", "32"):
         load_lora(model, saved[1])

@@ -83,7 +83,7 @@ def test_overrides_change_single_settings_of_a_folder(tmp_path):
     assert config_of(model.save_pretrained(tmp_path / "again"))["max_position_embeddings"] == 128
 
 
-def test_quantized_weights_are_refused():
+def test_quantized_weights_are_rejected():
     with raises(ConfigError, "quantization_config"):
         Llama.from_config({"model_type": "llama", "quantization_config": {"bits": 4}})
 

@@ -33,7 +33,7 @@ def test_what_is_said_where_nothing_matches_shows_a_stack_s_layers_once():
 
 
 @pytest.mark.parametrize("given", [3, [1], "", [""], {"a": 1}])
-def test_what_is_no_glob_is_refused(given):
+def test_what_is_no_glob_is_rejected(given):
     with raises(ConfigError):
         as_globs("freeze", given)
 

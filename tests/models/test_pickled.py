@@ -1,4 +1,4 @@
-"""Pickled weights: tensors come out, anything else is refused, and no program runs."""
+"""Pickled weights: tensors come out, anything else is rejected, and no program runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_file_of_the_format_before_zip_archives_is_read(tmp_path):
 
 @pytest.mark.parametrize("of_today", [True, False])
 @pytest.mark.parametrize("content", [{"epoch": 3}, [torch.ones(2)]])
-def test_anything_but_named_tensors_is_refused(tmp_path, content, of_today):
+def test_anything_but_named_tensors_is_rejected(tmp_path, content, of_today):
     torch.save(content, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=of_today)
     with raises(CheckpointError):
         read_pickled(tmp_path / "pytorch_model.bin")

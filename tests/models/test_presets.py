@@ -1,4 +1,4 @@
-"""Presets: their sizes are counted, and a name that is none is refused where it was written, with the nearest."""
+"""Presets: their sizes are counted, and a name that is none is rejected where it was written, with the nearest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_sizes_are_those_of_the_models(name):
         assert sum(parameter.numel() for parameter in model.parameters()) == size, preset
 
 
-def refusal(tmp_path, section):
+def rejection(tmp_path, section):
     file = tmp_path / "run.yaml"
     file.write_text(f"seed: 1\nmodel: {section}\n")
     with pytest.raises(ConfigError) as caught:
@@ -60,8 +60,8 @@ def refusal(tmp_path, section):
         ),
     ],
 )
-def test_what_cannot_be_is_refused_where_it_was_written(tmp_path, section, problem):
-    assert refusal(tmp_path, section).startswith(problem)
+def test_what_cannot_be_is_rejected_where_it_was_written(tmp_path, section, problem):
+    assert rejection(tmp_path, section).startswith(problem)
 
 
 def test_check_shows_an_unknown_preset(tmp_path):

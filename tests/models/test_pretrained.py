@@ -174,7 +174,7 @@ def test_an_index_without_a_map_is_named(folder, content):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_pickle_is_refused_unless_it_is_allowed(folder, sharded):
+def test_a_pickle_is_rejected_unless_it_is_allowed(folder, sharded):
     tensors = tensors_in(folder)
     (folder / "model.safetensors").unlink()
     name = "pytorch_model-00001-of-00001.bin" if sharded else "pytorch_model.bin"
@@ -277,7 +277,7 @@ def test_empty_weights_get_memory_and_stay_tied_and_marked():
     assert model.model.norm.weight.dtype == torch.float32
 
 
-def test_a_weight_of_whole_numbers_is_refused_with_its_file_and_key(folder):
+def test_a_weight_of_whole_numbers_is_rejected_with_its_file_and_key(folder):
     def edit(tensors):
         tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
 

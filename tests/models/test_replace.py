@@ -80,12 +80,12 @@ def test_of_a_module_and_one_inside_of_it_a_rule_means_the_outer():
     assert replace_modules(model, {"layers.*": lambda old: old}, make) == ["model.layers.0", "model.layers.1"]
 
 
-def test_a_rule_that_matches_nothing_is_refused_with_the_nearest():
+def test_a_rule_that_matches_nothing_is_rejected_with_the_nearest():
     with raises(ConfigError, "layers.*.mlpp"):
         replace_modules(small_llama(), {"layers.*.mlpp": nn.Identity}, make)
 
 
-def test_what_is_no_module_is_refused():
+def test_what_is_no_module_is_rejected():
     with raises(ConfigError, "lm_head", "SimpleNamespace", "torch.nn.Module"):
         replace_modules(small_llama(), {"lm_head": lambda old: SimpleNamespace()}, make)
 

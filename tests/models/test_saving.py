@@ -89,7 +89,7 @@ def test_a_link_to_a_folder_stays_a_link(tmp_path):
     assert sorted(path.name for path in (tmp_path / "there").iterdir()) == ["config.json", "model.safetensors"]
 
 
-def test_a_folder_with_the_name_of_a_file_is_refused_before_anything_is_lost(tmp_path):
+def test_a_folder_with_the_name_of_a_file_is_rejected_before_anything_is_lost(tmp_path):
     folder = our_llama().save_pretrained(tmp_path / "model")
     before = tensors_in(folder)
     (folder / "model-00001-of-00002.safetensors").mkdir()
@@ -99,7 +99,7 @@ def test_a_folder_with_the_name_of_a_file_is_refused_before_anything_is_lost(tmp
     assert load_file(folder / "model.safetensors").keys() == before.keys()
 
 
-def test_a_folder_with_other_files_is_refused(tmp_path):
+def test_a_folder_with_other_files_is_rejected(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     with raises(CheckpointError):
         our_llama().save_pretrained(tmp_path)
@@ -173,6 +173,6 @@ def test_the_weights_may_be_read_by_those_who_may_read_the_config(tmp_path):
     assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
 
 
-def test_a_shard_of_no_bytes_is_refused(tmp_path):
+def test_a_shard_of_no_bytes_is_rejected(tmp_path):
     with raises(ConfigError, "max_shard_bytes", "0"):
         our_llama().save_pretrained(tmp_path / "model", max_shard_bytes=0)

@@ -60,7 +60,7 @@ def without_labels(name):
 
 
 @contextmanager
-def suppress_refusal_of(keyword):
+def suppress_rejection_of(keyword):
     try:
         yield
     except ConfigError as error:
@@ -140,14 +140,14 @@ def test_a_model_from_the_meta_device_is_whole_after_a_reset(name):
 def test_a_constructor_reads_no_file_and_moves_nothing(name, monkeypatch):
     made = model_class(name)  # imported, with whatever it reads for that
 
-    def refuse(*arguments, **options):
+    def reject(*arguments, **options):
         raise AssertionError(f"a constructor opens {arguments}")
 
     for opener in ("builtins.open", "io.open", "os.open", "safetensors.safe_open", "torch.load"):
-        monkeypatch.setattr(opener, refuse)
+        monkeypatch.setattr(opener, reject)
     for method in ("to", "cpu", "cuda"):
-        monkeypatch.setattr(nn.Module, method, refuse)
-        monkeypatch.setattr(torch.Tensor, method, refuse)
+        monkeypatch.setattr(nn.Module, method, reject)
+        monkeypatch.setattr(torch.Tensor, method, reject)
     for device in ("cpu", "meta"):
         with torch.device(device):
             model = made(**MODELS[name][0])
@@ -232,10 +232,10 @@ def test_the_tiny_preset_runs(name):
 
 @each_model
 @pytest.mark.parametrize("value", [0, -1, 2.5, "4", None, True, [-1], {"a": 1}, float("nan")])
-def test_a_keyword_makes_a_model_or_is_refused_by_name(name, value):
+def test_a_keyword_makes_a_model_or_is_rejected_by_name(name, value):
     for keyword in inspect.signature(model_class(name)).parameters:
         # Any other error, or one that speaks of something else, is a failure.
-        with suppress_refusal_of(keyword), torch.device("meta"):
+        with suppress_rejection_of(keyword), torch.device("meta"):
             assert isinstance(build(name, **{keyword: value}), torch.nn.Module)
 
 

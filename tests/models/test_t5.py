@@ -99,7 +99,7 @@ def test_a_head_of_its_own_that_equals_the_embeddings_is_read_from_them(tmp_path
     assert_close(loaded(input_ids=ids, labels=labels).logits, reference(input_ids=ids, labels=labels).logits)
 
 
-def test_a_gated_mlp_that_has_no_name_here_is_refused():
+def test_a_gated_mlp_that_has_no_name_here_is_rejected():
     told = {"model_type": "t5", "feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu"}
     with raises(ConfigError, "gated-gelu", "feed_forward_proj", "dense_act_fn"):
         T5.settings_from_hugging_face(told)
@@ -143,7 +143,7 @@ def test_the_decoder_reads_the_labels_behind_the_start_token():
     assert_close(given["logits"], model(ids, labels)["logits"])
 
 
-def test_neither_labels_nor_decoder_inputs_is_refused():
+def test_neither_labels_nor_decoder_inputs_is_rejected():
     with raises(DataError, "decoder_input_ids"):
         small_t5()(tokens(1, 4))
 
@@ -179,12 +179,12 @@ def test_buckets_are_those_of_transformers(both_ways, num_buckets, max_distance)
 
 
 @pytest.mark.parametrize("sizes", [{"num_buckets": 2}, {"num_buckets": 32, "max_distance": 16}])
-def test_too_few_buckets_or_too_near_an_end_are_refused(sizes):
+def test_too_few_buckets_or_too_near_an_end_are_rejected(sizes):
     with raises(ConfigError, "num_buckets"):
         small_t5(**sizes)
 
 
-def test_an_unknown_feed_forward_is_refused():
+def test_an_unknown_feed_forward_is_rejected():
     with raises(ConfigError, "wavy", "feed_forward"):
         small_t5(feed_forward="gated-wavy")
     with raises(ConfigError, "wavy", "feed_forward"):

@@ -1,4 +1,4 @@
-"""At each call of a transformers model: packed documents stay apart or are refused, and no cache is kept."""
+"""At each call of a transformers model: packed documents stay apart or are rejected, and no cache is kept."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def build(kind, settings, **more):
     return build_transformers(getattr(transformers, kind), {**settings, **more})[0]
 
 
-def test_a_model_that_reads_no_borders_from_positions_is_refused_by_name():
+def test_a_model_that_reads_no_borders_from_positions_is_rejected_by_name():
     with raises(ConfigError, "position_ids"):
         build("OPTForCausalLM", OPT)(**WITH_DOCUMENTS)
 
 
-def test_the_refused_model_does_mix_documents_and_a_mask_keeps_them_apart():
+def test_the_rejected_model_does_mix_documents_and_a_mask_keeps_them_apart():
     model = build("OPTForCausalLM", OPT, init_std=0.5).eval()
     other = TOKENS.clone()
     other[0, :5] += 7  # another first document
@@ -66,12 +66,12 @@ def test_a_model_that_keeps_documents_apart_is_taken_in_any_dtype(row, dtype):
     assert build("LlamaForCausalLM", LLAMA, dtype=dtype)(**row).logits.shape == (1, 12, 61)
 
 
-def test_a_mask_that_would_be_added_to_the_scores_is_refused():
+def test_a_mask_that_would_be_added_to_the_scores_is_rejected():
     with raises(ConfigError, "LlamaForCausalLM", "attn_implementation"):
         build("LlamaForCausalLM", LLAMA, attn_implementation="eager")(**WITH_MASK)
 
 
-def test_a_cache_that_hides_the_borders_is_refused():
+def test_a_cache_that_hides_the_borders_is_rejected():
     with raises(ConfigError, "LlamaForCausalLM"):
         build("LlamaForCausalLM", LLAMA, use_cache=True)(**WITH_DOCUMENTS)
 

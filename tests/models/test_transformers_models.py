@@ -97,7 +97,7 @@ def test_another_head_is_drawn_anew_and_reported(llama_folder):
     assert model.score.weight.std() > 0
 
 
-def test_missing_weights_of_the_same_class_are_refused_unless_not_strict(llama_folder):
+def test_missing_weights_of_the_same_class_are_rejected_unless_not_strict(llama_folder):
     two = {"num_hidden_layers": 2}
     with raises(CheckpointError, "model.layers.1.input_layernorm.weight"):
         build(transformers.LlamaForCausalLM, two, pretrained=llama_folder)
@@ -114,7 +114,7 @@ def classifier_folder(tmp_path_factory):
     return folder
 
 
-def test_a_head_for_other_labels_is_refused_with_both_shapes_unless_not_strict(classifier_folder):
+def test_a_head_for_other_labels_is_rejected_with_both_shapes_unless_not_strict(classifier_folder):
     target, three = transformers.LlamaForSequenceClassification, {"num_labels": 3}
     with raises(CheckpointError, "score.weight", "2", "16", "3"):
         build(target, three, pretrained=classifier_folder)
@@ -127,7 +127,7 @@ def test_a_head_for_other_labels_is_refused_with_both_shapes_unless_not_strict(c
     assert all(torch.equal(value, same[name]) for name, value in model.model.state_dict().items())
 
 
-def test_a_body_of_other_shapes_is_refused_also_when_not_strict(classifier_folder):
+def test_a_body_of_other_shapes_is_rejected_also_when_not_strict(classifier_folder):
     for target in (transformers.LlamaForSequenceClassification, transformers.LlamaModel):
         with raises(CheckpointError):
             build(target, {"intermediate_size": 8}, pretrained=classifier_folder, strict=False)
@@ -230,12 +230,12 @@ def test_wrong_shapes_name_the_key_and_both_shapes(llama_folder):
         ("LlamaForCausalLM", {"dtype": "bf16", "torch_dtype": "bf16"}, ()),
     ],
 )
-def test_mistakes_are_refused_with_the_nearest_name(target, arguments, said):
+def test_mistakes_are_rejected_with_the_nearest_name(target, arguments, said):
     with raises(ConfigError, *said):
         build(getattr(transformers, target), arguments)
 
 
-def test_a_folder_of_another_model_type_is_refused(llama_folder, tmp_path):
+def test_a_folder_of_another_model_type_is_rejected(llama_folder, tmp_path):
     with raises(ConfigError, "llama", "gpt2"):
         build(transformers.GPT2LMHeadModel, pretrained=llama_folder)
     with raises(ConfigError, "llama", "gpt2"):
@@ -245,7 +245,7 @@ def test_a_folder_of_another_model_type_is_refused(llama_folder, tmp_path):
         build(transformers.AutoModel, pretrained=tmp_path)
 
 
-def test_a_folder_with_pickles_alone_is_refused(tmp_path, llama_folder):
+def test_a_folder_with_pickles_alone_is_rejected(tmp_path, llama_folder):
     (tmp_path / "config.json").write_bytes((llama_folder / "config.json").read_bytes())
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with raises(CheckpointError, "pytorch_model.bin"):
@@ -386,7 +386,7 @@ def test_a_user_s_subclass_is_built_in_full_and_then_filled(tmp_path, tied, is_a
     assert model.training
 
 
-def test_strict_that_is_asked_for_refuses_a_head_that_another_class_lacks(llama_folder, tmp_path):
+def test_strict_that_is_asked_for_rejects_a_head_that_another_class_lacks(llama_folder, tmp_path):
     transformers.LlamaModel.from_pretrained(llama_folder).save_pretrained(tmp_path)
     _, report = build_transformers(transformers.LlamaForCausalLM, {}, pretrained=tmp_path)
     assert report.missing == ("lm_head.weight",)
@@ -394,7 +394,7 @@ def test_strict_that_is_asked_for_refuses_a_head_that_another_class_lacks(llama_
         build(transformers.LlamaForCausalLM, pretrained=tmp_path, strict=True)
 
 
-def test_a_weight_of_whole_numbers_is_refused_with_its_file_and_key(llama_folder, tmp_path):
+def test_a_weight_of_whole_numbers_is_rejected_with_its_file_and_key(llama_folder, tmp_path):
     tensors = load_file(llama_folder / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int32)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})

@@ -88,17 +88,17 @@ def test_digits_are_learned():
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 10), (3, 8, 8)])
-def test_images_of_another_size_are_refused_with_both_sizes(shape):
+def test_images_of_another_size_are_rejected_with_both_sizes(shape):
     with raises(DataError, str([2, *shape]), str([1, 8, 8])):
         small_vit()(images(2, *shape))
 
 
-def test_patches_larger_than_the_image_are_refused():
+def test_patches_larger_than_the_image_are_rejected():
     with raises(ConfigError, "patch_size", "9", "image_size", "8"):
         small_vit(patch_size=9)
 
 
-def test_a_size_of_three_sides_is_refused():
+def test_a_size_of_three_sides_is_rejected():
     with raises(ConfigError, "image_size"):
         small_vit(image_size=[3, 8, 8])
 

@@ -70,7 +70,7 @@ def test_a_class_with_a_dtype_of_its_own_is_told(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path, section, said):
+def test_what_cannot_be_is_rejected(tmp_path, section, said):
     with raises(ConfigError, *said):
         build(tmp_path, type="llama", max_positions=16, **SIZES, **section)
 

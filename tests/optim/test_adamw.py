@@ -42,7 +42,7 @@ def test_a_device_without_the_kernel_leaves_the_choice_to_torch():
     assert AdamW([torch.nn.Parameter(torch.zeros(2, device="meta"))]).defaults["fused"] is None
 
 
-def test_fused_can_be_refused():
+def test_fused_can_be_rejected():
     assert AdamW(parameters(), fused=False).defaults["fused"] is False
 
 
@@ -71,7 +71,7 @@ def test_all_of_torchs_ways_to_give_parameters_are_taken(entries):
     assert not any(torch.equal(old, weight) for old, weight in zip(before, weights, strict=True))
 
 
-def test_one_bare_tensor_is_refused():
+def test_one_bare_tensor_is_rejected():
     with pytest.raises(TypeError, match=r"model\.parameters\(\)"):
         AdamW(parameters()[0])
 

@@ -100,6 +100,6 @@ def test_update_norm_is_returned_only_when_asked():
         ({"weight_decay": -0.1}, ("weight_decay",)),
     ],
 )
-def test_impossible_settings_are_refused(settings, problem):
+def test_impossible_settings_are_rejected(settings, problem):
     with raises(ConfigError, *problem):
         Lion(make_weights((2,)), **settings)

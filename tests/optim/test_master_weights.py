@@ -166,13 +166,13 @@ def test_state_of_a_run_with_other_settings_is_fitted_and_no_old_master_comes_ba
 
 
 @every_optimizer
-def test_masters_without_weights_in_16_bits_are_refused(make):
+def test_masters_without_weights_in_16_bits_are_rejected(make):
     with raises(ConfigError, "16", "model.dtype"):
         make(make_weights((3, 3)), master_weights=True)
 
 
 @pytest.mark.parametrize(("settings", "problem"), [({"amsgrad": True}, ("master_weights",)), ({"fused": False}, ())])
-def test_impossible_settings_are_refused(settings, problem):
+def test_impossible_settings_are_rejected(settings, problem):
     with raises(ConfigError, *problem):
         AdamW(narrow_weights((2,)), master_weights=True, **settings)
 

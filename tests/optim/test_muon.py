@@ -86,7 +86,7 @@ def test_the_attribute_no_muon_overrules_the_kind_both_ways():
     assert by_muon == ["layers.1.weight", "lm_head.weight"]
 
 
-def test_excluded_names_go_to_adamw_and_a_glob_that_excludes_nothing_is_refused():
+def test_excluded_names_go_to_adamw_and_a_glob_that_excludes_nothing_is_rejected():
     model = Net()
     by_muon, _ = names_by_half(Muon(model.named_parameters(), exclude="layers.0.*"))
     assert by_muon == ["layers.1.weight"]
@@ -212,6 +212,6 @@ def test_a_copy_splits_further_groups_by_the_same_rule():
         ({"ns_coefficients": [1.0]}, ()),
     ],
 )
-def test_impossible_settings_are_refused(settings, problem):
+def test_impossible_settings_are_rejected(settings, problem):
     with raises(ConfigError, *problem):
         Muon(make_weights((2, 2)), **settings)

@@ -1,4 +1,4 @@
-"""Parameter groups: each parameter in exactly one, the first match wins, silence is refused."""
+"""Parameter groups: each parameter in exactly one, the first match wins, silence is rejected."""
 
 from fnmatch import fnmatchcase
 from functools import partial
@@ -166,7 +166,7 @@ def test_lists_from_yaml_become_the_tuples_that_torch_has():
         ([{"match": "*", "params": []}], ("groups.0.params",)),
     ],
 )
-def test_what_has_no_effect_or_no_sense_is_refused_by_name(groups, problem):
+def test_what_has_no_effect_or_no_sense_is_rejected_by_name(groups, problem):
     with raises(ConfigError, *problem) as caught:
         make_optimizer(AdamW, parameters(), groups, origin=lambda setting: f"run.yaml at {setting}")
     assert str(caught.value).startswith("run.yaml at trainer.optimizer.groups")

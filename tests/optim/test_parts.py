@@ -52,12 +52,12 @@ WITH_MASTERS = {
         trained(model), lr=0.05, ns_dtype="fp64", kinds=classify_parameters(model), master_weights=True
     ),
 }
-LAYOUTS = {"data": {"data": 2}, "uneven": {"data": 3}, "hybrid": {"replicate": 2, "data": 2}}
+LAYOUTS = {"fsdp": {"fsdp": 2}, "uneven": {"fsdp": 3}, "hybrid": {"replicate": 2, "fsdp": 2}}
 
 
 def is_repeated(layout, name):
     """Is it enough that two ranks, or another optimizer, say the same? `make test-slow` alone runs it."""
-    return layout != "data" and name not in ("adamw", "muon")
+    return layout != "fsdp" and name not in ("adamw", "muon")
 
 
 def net():
@@ -125,7 +125,7 @@ def test_weights_state_and_metrics_are_those_of_one_process(trained_on_ranks, la
 
 
 class Fewer(torch.nn.Module):
-    """One tensor split along the tensor axis too, as rules split it, with data × tensor on the same dim or not."""
+    """One tensor split along the tensor axis too, as rules split it, with fsdp × tensor on the same dim or not."""
 
     def __init__(self, mesh=None):
         super().__init__()
@@ -154,7 +154,7 @@ SPLIT_TWICE = {
 }
 
 
-@pytest.mark.parametrize("axes", [{"data": 2, "tensor": 2}, {"tensor": 2}], ids=["both", "tensor"])
+@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"tensor": 2}], ids=["both", "tensor"])
 def test_parameters_that_rules_and_fsdp_split_step_as_whole_ones_do(axes, tmp_path):
     def drive(make, mesh=None):
         model = Fewer(mesh)
@@ -192,7 +192,7 @@ def drive_with_given_gradients(model, optimizer):
 def cases_of_three_ranks(mesh):
     """Loading, holding back, repairing and rounding: one start of three ranks for all."""
     found = {}
-    own = make_batches(3)[0].chunk(3, dim=1)[mesh.rank("data")]
+    own = make_batches(3)[0].chunk(3, dim=1)[mesh.rank("fsdp")]
 
     def begin(make, dtype=torch.float64):
         model = net().to(dtype)
@@ -263,7 +263,7 @@ def cases_of_three_ranks(mesh):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return on_ranks(tmp_path_factory.mktemp("three"), {"data": 3}, cases_of_three_ranks)
+    return on_ranks(tmp_path_factory.mktemp("three"), {"fsdp": 3}, cases_of_three_ranks)
 
 
 @pytest.mark.parametrize("form", ["parts", "whole"])
@@ -319,7 +319,7 @@ def test_sums_count_each_part_once_and_stages_add_up(tmp_path):
         once = sum_over_ranks(parameters, ones, stages=None).item()
         return once, sum_over_ranks(parameters, ones, stages=mesh.group("pipeline")).item()
 
-    assert on_ranks(tmp_path, {"pipeline": 2, "data": 2}, act) == [(3.0, 6.0)] * 4
+    assert on_ranks(tmp_path, {"pipeline": 2, "fsdp": 2}, act) == [(3.0, 6.0)] * 4
 
 
 def test_one_process_has_no_parts():
@@ -329,7 +329,7 @@ def test_one_process_has_no_parts():
     assert not dist.is_initialized()
 
 
-def test_torchs_fused_steps_that_know_no_parts_are_refused_by_name(tmp_path):
+def test_torchs_fused_steps_that_know_no_parts_are_rejected_by_name(tmp_path):
     def act(mesh):
         model = net()
         shard_parameters(model, mesh, settings=SplitSettings(), device=CPU)
@@ -342,7 +342,7 @@ def test_torchs_fused_steps_that_know_no_parts_are_refused_by_name(tmp_path):
         made = make_optimizer(lambda groups: torch.optim.Adam(groups, lr=0.1, fused=True), dict(trained(model)))
         return [*said, type(made).__name__]
 
-    for sgd, adagrad, other in on_ranks(tmp_path, {"data": 2}, act):
+    for sgd, adagrad, other in on_ranks(tmp_path, {"fsdp": 2}, act):
         assert sgd.startswith("trainer.optimizer.fused: torch's fused SGD cannot step parameters that are split")
         assert "Adagrad" in adagrad
         assert other == "Adam"

@@ -149,7 +149,7 @@ def test_what_has_no_gradient_is_left_alone():
         ({"state_dtype": "bf16", "fused": False}, ()),
     ],
 )
-def test_impossible_settings_are_refused(settings, problem):
+def test_impossible_settings_are_rejected(settings, problem):
     with raises(ConfigError, *problem):
         AdamW(make_weights((2,)), **settings)
 

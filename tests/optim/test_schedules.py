@@ -1,4 +1,4 @@
-"""Schedules: exact end points, bounds and monotony for any run, and clear refusals."""
+"""Schedules: exact end points, bounds and monotony for any run, and clear rejections."""
 
 from __future__ import annotations
 
@@ -187,6 +187,6 @@ def test_a_decay_longer_than_the_rest_begins_at_the_peak():
         (lambda: Step(milestones=[3], warmup_steps=5)(6, 10), ("3",)),
     ],
 )
-def test_settings_that_cannot_work_are_refused_with_their_values(make, message):
+def test_settings_that_cannot_work_are_rejected_with_their_values(make, message):
     with raises(ConfigError, *message):
         make()

@@ -1,4 +1,4 @@
-"""Values that an optimizer's settings cannot have are refused by name, value and place: its own and its groups'."""
+"""Values that an optimizer's settings cannot have are rejected by name, value and place: its own and its groups'."""
 
 from pathlib import Path
 
@@ -12,12 +12,12 @@ from trainwright.analysis.check import check_run
 from trainwright.errors import ConfigError
 from trainwright.optim.adamw import AdamW
 from trainwright.optim.muon import Muon
-from trainwright.optim.param_groups import check_settings, defaults_of, has_strict_forms, refuse_impossible
+from trainwright.optim.param_groups import check_settings, defaults_of, has_strict_forms, reject_impossible
 
 PROJECT = Path(__file__).parents[1] / "project" / "run.yaml"
 
 
-def refusal(optimizer, *overrides):
+def rejection(optimizer, *overrides):
     with pytest.raises(ConfigError) as caught:
         build_trainer(RunConfig.load(PROJECT, [f"trainer.optimizer={optimizer}", *overrides]))
     assert "override trainer.optimizer=" in str(caught.value)
@@ -51,7 +51,7 @@ def refusal(optimizer, *overrides):
     ],
 )
 def test_the_optimizer_s_own_settings(settings, problem):
-    assert refusal(f"{{{settings}}}").startswith(f"trainer.optimizer.{problem}")
+    assert rejection(f"{{{settings}}}").startswith(f"trainer.optimizer.{problem}")
 
 
 @pytest.mark.parametrize(
@@ -65,15 +65,15 @@ def test_the_optimizer_s_own_settings(settings, problem):
     ],
 )
 def test_the_settings_of_a_group(settings, problem):
-    found = refusal(f"{{type: adamw, lr: 0.1, groups: [{{match: '*.bias', {settings}}}]}}")
+    found = rejection(f"{{type: adamw, lr: 0.1, groups: [{{match: '*.bias', {settings}}}]}}")
     assert found.startswith(f"trainer.optimizer.groups.0.{problem}")
 
 
-def test_what_only_the_constructor_refuses_has_its_place_too():
-    assert refusal("{type: adamw, state_dtype: [fp32]}").startswith("trainer.optimizer: state_dtype is ['fp32']")
+def test_what_only_the_constructor_rejects_has_its_place_too():
+    assert rejection("{type: adamw, state_dtype: [fp32]}").startswith("trainer.optimizer: state_dtype is ['fp32']")
 
 
-def test_each_setting_of_a_file_is_refused_in_its_own_line_and_by_check_as_well(tmp_path):
+def test_each_setting_of_a_file_is_rejected_in_its_own_line_and_by_check_as_well(tmp_path):
     text = PROJECT.read_text().replace(
         "optimizer: {type: adamw, lr: 1e-2}",
         "optimizer:\n    type: adamw\n    groups:\n      - match: '*.bias'\n        betas: [1, 2]",
@@ -126,7 +126,7 @@ def test_what_torch_takes_passes():
 
 
 def test_python_takes_a_rate_of_zero_and_tensors_as_torch_does():
-    refuse_impossible(lr=0.0, betas=(0.0, 0.9), adamw_lr=None, anything="else")
-    refuse_impossible(lr=torch.tensor(0.1))
+    reject_impossible(lr=0.0, betas=(0.0, 0.9), adamw_lr=None, anything="else")
+    reject_impossible(lr=torch.tensor(0.1))
     with raises(ConfigError, "0", "1"):
         Muon([nn.Parameter(torch.ones(2, 2))], lr=-1)

@@ -57,7 +57,7 @@ def found(tmp_path_factory):
         act_on_whole([local(each) for each in copied], copied, square_rows(seen))
         return results, seen, layout_of(copied[0]) == layout_of(copied[1])
 
-    return on_ranks(tmp_path_factory.mktemp("three"), {"data": 3}, act)
+    return on_ranks(tmp_path_factory.mktemp("three"), {"fsdp": 3}, act)
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -12,7 +12,7 @@ from trainwright import RunConfig
 from trainwright.build.components import Build
 from trainwright.build.parallelize import place_model
 from trainwright.errors import CheckpointError, ConfigError
-from trainwright.hooks.ema import AverageWeights
+from trainwright.hooks.ema import EMA
 from trainwright.optim.adamw import AdamW
 from trainwright.optim.param_groups import classify_parameters, describe_whole
 from trainwright.parallel.collectives import Ranks
@@ -91,14 +91,14 @@ def test_an_optimizer_may_own_nothing_on_a_stage_and_steps_there():
     assert {id(each) for each in owned} == {id(each) for each in last.parameters()}
 
 
-def test_a_glob_that_matches_nothing_on_any_stage_is_refused_on_every_stage():
+def test_a_glob_that_matches_nothing_on_any_stage_is_rejected_on_every_stage():
     build = build_of({"optimizer": {"type": "adamw", "groups": [{"match": "model.layers.9.*", "lr": 0.1}]}})
     for stage in stages_of(MODELS["tied"][0]()):
         with raises(ConfigError, "layers.9"):
             build.optimizers(stage)
 
 
-def test_a_stage_with_nothing_to_train_is_refused_on_every_stage():
+def test_a_stage_with_nothing_to_train_is_rejected_on_every_stage():
     model = MODELS["untied"][0]()
     model.get_submodule("model.layers.1").requires_grad_(False)
     build = build_of({"optimizer": {"type": "adamw"}})
@@ -118,7 +118,7 @@ def test_averages_of_all_stages_are_taken_up_by_each_that_has_the_weight():
     model = MODELS["tied"][0]()
     averages = {name: torch.randn_like(each) for name, each in reversed(list(model.named_parameters()))}
     for stage in stages_of(model):
-        hook = AverageWeights(decay=0.5)
+        hook = EMA(decay=0.5)
         hook.trainer = Watched(stage)
         hook.load_state_dict({"averages": {name: each.clone() for name, each in averages.items()}})
         hook.after_step()  # a run that went back goes on without before_train

@@ -101,7 +101,7 @@ def train_split(
     """Trains on the ranks of a mesh; returns whole parameters, the steps' metrics, and the optimizer."""
     sync = shard_parameters(model, mesh, settings=settings or SplitSettings(), device=CPU, data_dim=data_dim)
     optimizer = make_optimizer(model)
-    axes = ("replicate", "data", "context")
+    axes = ("replicate", "fsdp", "context")
     rank, num_ranks = mesh.rank(*axes), mesh.size(*axes)
     metrics = []
     for batch in make_batches(num_ranks):

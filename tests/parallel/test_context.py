@@ -40,7 +40,7 @@ def part(rank, size):
 
 
 def two(size):
-    return Mesh({"pipeline": 1, "replicate": 1, "data": 1, "context": size, "tensor": 1})
+    return Mesh({"pipeline": 1, "replicate": 1, "fsdp": 1, "context": size, "tensor": 1})
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -83,7 +83,7 @@ def test_both_kinds_of_sequence_have_the_same_verbs():
     assert public == {*VERBS, "is_whole"}
 
 
-def test_a_model_without_a_sequence_is_refused_by_name():
+def test_a_model_without_a_sequence_is_rejected_by_name():
     with raises(ConfigError, "runtime.mesh.context", "2"):
         split_sequences(nn.Linear(2, 2), two(2))
 
@@ -102,14 +102,14 @@ def test_one_rank_leaves_the_model_alone():
         nn.CrossEntropyLoss(ignore_index=0),
     ],
 )
-def test_a_criterion_that_is_no_plain_mean_is_refused(criterion):
+def test_a_criterion_that_is_no_plain_mean_is_rejected(criterion):
     model = Toy()
     model.criterion = criterion
     with raises(ConfigError, "CrossEntropyLoss"):
         split_sequences(model, two(2))
 
 
-def test_a_cache_of_keys_is_refused():
+def test_a_cache_of_keys_is_rejected():
     with raises(ConfigError, "2", "6"):
         part(0, 2).attend(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 6, 4), torch.ones(1, 1, 6, 4))
 

@@ -21,7 +21,7 @@ from trainwright.errors import ConfigError
 from trainwright.parallel.fully_shard import SplitSettings, shard_parameters
 from trainwright.parallel.mesh import Mesh, local
 
-LAYOUTS = {"data": {"data": 2}, "hybrid": {"replicate": 2, "data": 2}, "uneven": {"data": 3}}
+LAYOUTS = {"fsdp": {"fsdp": 2}, "hybrid": {"replicate": 2, "fsdp": 2}, "uneven": {"fsdp": 3}}
 WAYS = {
     "plain": {},
     "kept": {"settings": SplitSettings(reshard_after_forward=False)},
@@ -51,13 +51,13 @@ OTHER_WAYS = tuple(name for name in WAYS if name not in SOME_WAYS)
 @pytest.mark.parametrize(
     ("layout", "names"),
     [
-        ("data", tuple(WAYS)),
+        ("fsdp", tuple(WAYS)),
         ("hybrid", SOME_WAYS),
         ("uneven", SOME_WAYS),
         pytest.param("hybrid", OTHER_WAYS, marks=pytest.mark.slow),
         pytest.param("uneven", OTHER_WAYS, marks=pytest.mark.slow),
     ],
-    ids=["data", "hybrid", "uneven", "hybrid, other ways", "uneven, other ways"],
+    ids=["fsdp", "hybrid", "uneven", "hybrid, other ways", "uneven, other ways"],
 )
 def test_split_models_train_as_whole_ones_do_in_every_way_of_reducing(layout, names, tmp_path):
     ways, axes = {name: WAYS[name] for name in names}, LAYOUTS[layout]
@@ -65,7 +65,7 @@ def test_split_models_train_as_whole_ones_do_in_every_way_of_reducing(layout, na
     def act(mesh):
         return {name: train_split(make_net(), mesh, **way)[0] for name, way in ways.items()}
 
-    num_ranks = axes.get("replicate", 1) * axes["data"]
+    num_ranks = axes.get("replicate", 1) * axes["fsdp"]
     ranks = on_ranks(tmp_path, axes, act)
     for name, way in ways.items():
         alone, *_ = train_alone(make_net(), num_ranks=num_ranks, spare=way.get("spare", lambda rank: False))
@@ -76,7 +76,7 @@ def test_split_models_train_as_whole_ones_do_in_every_way_of_reducing(layout, na
 def cases_of_two_ranks(mesh):
     """What the tests below look at, of one start of two ranks."""
     found = {}
-    batch = make_batches(2)[0].chunk(2, dim=1)[mesh.rank("data")]
+    batch = make_batches(2)[0].chunk(2, dim=1)[mesh.rank("fsdp")]
     begun = whole(make_net())
 
     model = make_net()
@@ -122,7 +122,7 @@ def cases_of_two_ranks(mesh):
         uneven = {"layers.0.up.weight": 1}
         shard_parameters(make_net(), mesh, settings=SplitSettings(), device=CPU, data_dim=uneven.get)
     except ConfigError as error:
-        found["refused"] = str(error)
+        found["rejected"] = str(error)
     model = make_net()
     model.forward_methods = ("los_of",)
     try:
@@ -134,7 +134,7 @@ def cases_of_two_ranks(mesh):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return on_ranks(tmp_path_factory.mktemp("two"), {"data": 2}, cases_of_two_ranks)
+    return on_ranks(tmp_path_factory.mktemp("two"), {"fsdp": 2}, cases_of_two_ranks)
 
 
 def test_names_values_ties_and_attributes_of_parameters_stay(found):
@@ -187,10 +187,10 @@ def test_a_rule_may_name_the_dim_that_is_split(found):
 
 
 def test_another_dim_than_the_first_must_be_even(found):
-    assert found[0]["refused"].startswith("model.sharding: layers.0.up.weight of shape [5, 7] cannot be split over 2")
+    assert found[0]["rejected"].startswith("model.sharding: layers.0.up.weight of shape [5, 7] cannot be split over 2")
 
 
-def test_a_listed_method_that_is_none_is_refused(found):
+def test_a_listed_method_that_is_none_is_rejected(found):
     assert "Net.forward_methods lists 'los_of'" in found[0]["no_method"]
 
 
@@ -241,7 +241,7 @@ def test_shared_weights_and_other_dtypes_stay_whole_and_are_averaged(tmp_path):
     def act(mesh):
         model = make()
         sync = shard_parameters(model, mesh, settings=SplitSettings(), device=CPU)
-        model(x.chunk(2)[mesh.rank("data")]).backward()
+        model(x.chunk(2)[mesh.rank("fsdp")]).backward()
         sync.finish()
         split = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
         named = model.named_parameters()
@@ -250,7 +250,7 @@ def test_shared_weights_and_other_dtypes_stay_whole_and_are_averaged(tmp_path):
     alone = make()
     alone(x).backward()
     expected = {name: parameter.grad for name, parameter in alone.named_parameters() if parameter.grad is not None}
-    for split, gradients in on_ranks(tmp_path, {"data": 2}, act):
+    for split, gradients in on_ranks(tmp_path, {"fsdp": 2}, act):
         assert {"layers.0.first.bias", "layers.0.second.weight"} <= set(split)
         assert "layers.0.first.weight" not in split  # shared by two blocks
         assert "layers.0.norm.weight" not in split  # the smaller part, of another dtype
@@ -282,7 +282,7 @@ def test_several_updates_of_a_step_and_layers_that_are_used_now_and_then_keep_th
         note()  # the spare layer is used by nobody now
         return found
 
-    for found in on_ranks(tmp_path, {"data": 2}, act):
+    for found in on_ranks(tmp_path, {"fsdp": 2}, act):
         first, again, more, other = found
         for left, right in zip(first, again, strict=True):
             torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
@@ -312,14 +312,14 @@ def test_a_block_that_runs_several_times_gets_all_of_its_gradient(tmp_path):
     def gradients(mesh):
         model = Repeating().double()
         sync = shard_parameters(model, mesh, settings=SplitSettings(), device=CPU)
-        model(x.chunk(mesh.size("data"))[mesh.rank("data")]).backward()
+        model(x.chunk(mesh.size("fsdp"))[mesh.rank("fsdp")]).backward()
         sync.finish()
         named = model.named_parameters()
         return {name: whole_gradient(parameter) for name, parameter in named if parameter.grad is not None}
 
     alone = gradients(Mesh())
     assert len(alone) == 5  # norm, up, down, not spare
-    for found in on_ranks(tmp_path, {"data": 2}, gradients):
+    for found in on_ranks(tmp_path, {"fsdp": 2}, gradients):
         assert_equal(found, alone)
 
 
@@ -332,11 +332,11 @@ def test_parameters_can_be_gathered_in_another_dtype_and_keep_their_own(tmp_path
         model = make_net().float()
         sync = shard_parameters(model, mesh, settings=SplitSettings(gather_dtype=torch.bfloat16), device=CPU)
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-            loss = model(*make_batches(2)[0].chunk(2, dim=1)[mesh.rank("data")])
+            loss = model(*make_batches(2)[0].chunk(2, dim=1)[mesh.rank("fsdp")])
         loss.backward()
         sync.finish()
         return loss.item(), model.embed.weight.dtype, model.embed.weight.grad.dtype
 
-    for loss, dtype, gradient_dtype in on_ranks(tmp_path, {"data": 2}, act):
+    for loss, dtype, gradient_dtype in on_ranks(tmp_path, {"fsdp": 2}, act):
         assert loss == pytest.approx(3.0, abs=1.5)
         assert dtype == gradient_dtype == torch.float32

@@ -24,7 +24,7 @@ def open_group():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("axes", [{"tensor": 4}, {"data": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"tensor": 4}, {"fsdp": 2, "tensor": 2}], ids=str)
 def test_a_tensor_on_a_second_mesh_stays_on_it(open_group, axes):
     for num_other_groups in (0, 3):
         open_group(num_other_groups=num_other_groups)

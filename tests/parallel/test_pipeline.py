@@ -175,7 +175,7 @@ def in_bf16(mesh):
 
 
 class Complaining(nn.Module):
-    """A criterion that refuses what it gets."""
+    """A criterion that rejects what it gets."""
 
     def forward(self, logits, labels):
         raise DataError("These labels are none.")
@@ -191,7 +191,7 @@ def mistakes(mesh):
     with pytest.raises(DataError) as caught:
         pipeline.evaluate({**pieces[0], "weights": torch.ones(2)})
     said.append(str(caught.value))
-    if mesh.speaks:
+    if mesh.is_loss_rank:
         with pytest.raises(DataError) as caught:
             pipeline.evaluate(pieces[0])
         said.append(str(caught.value))
@@ -267,7 +267,7 @@ def test_a_step_under_autocast_is_that_of_one_process(two_stages):
     assert two_stages[1]["in_bf16"] == expected
 
 
-def test_a_batch_with_a_key_that_forward_does_not_take_is_refused_on_every_stage(two_stages):
+def test_a_batch_with_a_key_that_forward_does_not_take_is_rejected_on_every_stage(two_stages):
     for rank in two_stages:
         assert mentions(rank["mistakes"][0], "Llama.forward", "input_ids")
 
@@ -283,7 +283,7 @@ class Shrinking(nn.Module):
         return hidden.half()
 
 
-def test_blocks_that_do_not_keep_the_dtype_are_refused():
+def test_blocks_that_do_not_keep_the_dtype_are_rejected():
     model, pieces = made("tied")
     model.model.layers[1] = Shrinking()
     split_layers(model, Mesh({**ALONE, "pipeline": 2}, 0))
@@ -311,7 +311,7 @@ OTHERS = [tokens(2, 7, seed=10), tokens(2, 7, seed=11), tokens(1, 5, seed=12), t
 
 
 def in_split_stages(mesh):
-    """Gradients of stages whose parameters are split along data, each data rank with pieces of its own."""
+    """Gradients of stages whose parameters are split along fsdp, each data rank with pieces of its own."""
     results = {}
     for reshards in (True, False):
         model, pieces = made("tied")
@@ -342,7 +342,7 @@ def test_stages_may_split_their_parameters_along_data(tmp_path):
     model, pieces = made("tied")
     for piece in (*pieces, *OTHERS):
         model(**piece)["loss"].backward()
-    ranks = on_ranks(tmp_path, {"pipeline": 2, "data": 2}, in_split_stages)
+    ranks = on_ranks(tmp_path, {"pipeline": 2, "fsdp": 2}, in_split_stages)
     for rank in ranks:
         for gradients, _ in rank.values():
             for name, gradient in gradients.items():

@@ -44,7 +44,7 @@ def test_without_a_launcher_a_process_is_alone():
         ({"RANK": "0", "WORLD_SIZE": "2"}, ("WORLD_SIZE", "MASTER_ADDR")),
     ],
 )
-def test_variables_that_contradict_each_other_are_refused_by_name(monkeypatch, variables, words):
+def test_variables_that_contradict_each_other_are_rejected_by_name(monkeypatch, variables, words):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with raises(ConfigError, *words):
@@ -170,7 +170,7 @@ def test_a_rank_that_dies_while_it_is_compared_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("trainwright.parallel.processes.ANSWER_SECONDS", 1.0)
 
     def die(rank):
-        monkeypatch.setattr(processes, "refuse_other_runs", lambda *_: os._exit(0))
+        monkeypatch.setattr(processes, "reject_other_runs", lambda *_: os._exit(0))
         (tmp_path / "group" / "1.said").write_text("dead")
         join(facts)
 
@@ -179,7 +179,7 @@ def test_a_rank_that_dies_while_it_is_compared_is_named(tmp_path, monkeypatch):
     assert group.said()[0].startswith("Rank 1 came and then did not answer within 1 s: it has died at start-up.")
 
 
-def test_a_second_run_on_the_port_of_another_is_refused_and_the_first_goes_on(tmp_path):
+def test_a_second_run_on_the_port_of_another_is_rejected_and_the_first_goes_on(tmp_path):
     first, facts = Group(tmp_path / "first"), facts_here(tmp_path / "project")
     second = Group(tmp_path / "second", first.port)
 

@@ -97,7 +97,7 @@ def late(mesh):
     return None
 
 
-def test_a_gradient_that_comes_in_parts_after_its_sum_began_is_refused(tmp_path):
+def test_a_gradient_that_comes_in_parts_after_its_sum_began_is_rejected(tmp_path):
     for error in on_ranks(tmp_path, {"replicate": 2}, late):
         assert error is not None
         assert "use_reentrant=False" in error

@@ -95,7 +95,7 @@ def test_every_tensor_is_sent_bit_for_bit_and_the_first_rank_lets_go(tmp_path, m
         is_equal = all(torch.equal(own[name], value) for name, value in expected.items())
         return is_equal, model.head.weight is model.table.weight, len(sent._waiting)
 
-    assert on_ranks(tmp_path, {"data": 2}, act) == [(True, True, 0)] * 2
+    assert on_ranks(tmp_path, {"fsdp": 2}, act) == [(True, True, 0)] * 2
 
 
 def test_split_parameters_get_their_parts_and_whole_ones_stay_known_to_the_reduction(tmp_path):
@@ -119,13 +119,13 @@ def test_split_parameters_get_their_parts_and_whole_ones_stay_known_to_the_reduc
         marks = model.scale.lr_scale, model.coarse.requires_grad, model.head.weight is model.table.weight
         return [name for name in expected if not torch.equal(own[name], expected[name])], wholes, marks
 
-    for differing, wholes, marks in on_ranks(tmp_path, {"data": 3}, act):
+    for differing, wholes, marks in on_ranks(tmp_path, {"fsdp": 3}, act):
         assert differing == []
         assert wholes == [True]  # the scalar
         assert marks == (0.5, False, True)
 
 
-def test_another_model_than_the_first_ranks_is_refused_before_anything_is_sent(tmp_path):
+def test_another_model_than_the_first_ranks_is_rejected_before_anything_is_sent(tmp_path):
     def act(mesh):
         ranks = ranks_of(mesh)
         if ranks.is_first:
@@ -134,4 +134,4 @@ def test_another_model_than_the_first_ranks_is_refused_before_anything_is_sent(t
         with raises(TrainwrightError, "1", "0", "7", "2", "3"):
             SentWeights(built_by_first(ranks, width=2), ranks)
 
-    on_ranks(tmp_path, {"data": 2}, act)
+    on_ranks(tmp_path, {"fsdp": 2}, act)

@@ -68,15 +68,15 @@ def test_a_subclass_of_a_shipped_model_has_its_rules_and_other_models_have_none(
 
 
 def test_rules_say_dims_along_tensor_and_data():
-    plan = plan_of({"parameters": {**UP_AND_DOWN, "block.up.weight": ["tensor", "data"], "head.*": None}})
-    assert plan.layouts["block.up.weight"].axes == (("tensor",), ("data",))
+    plan = plan_of({"parameters": {**UP_AND_DOWN, "block.up.weight": ["tensor", "fsdp"], "head.*": None}})
+    assert plan.layouts["block.up.weight"].axes == (("tensor",), ("fsdp",))
     assert (plan.layouts["block.up.weight"].tensor_dim, plan.data_dim("block.up.weight")) == (0, 1)
     assert (plan.layouts["block.down.weight"].tensor_dim, plan.data_dim("block.down.weight")) == (1, None)
     assert (plan.layouts["head.weight"].tensor_dim, plan.layouts["head.weight"].rule) == (None, "head.*")
 
 
 def test_one_dim_may_lie_along_two_axes():
-    plan = plan_of({"parameters": {**UP_AND_DOWN, "block.up.weight": [["data", "tensor"], None]}})
+    plan = plan_of({"parameters": {**UP_AND_DOWN, "block.up.weight": [["fsdp", "tensor"], None]}})
     assert (plan.layouts["block.up.weight"].tensor_dim, plan.data_dim("block.up.weight")) == (0, 0)
 
 
@@ -110,7 +110,7 @@ def test_a_flat_rule_that_names_nothing_is_told():
 
 
 @pytest.mark.parametrize("extra", [{}, {"**": None, "tail": [None]}], ids=["uncovered", "unmatched"])
-def test_strict_rules_refuse_what_else_is_told(extra):
+def test_strict_rules_reject_what_else_is_told(extra):
     with raises(ConfigError, "model.sharding", *extra.keys() - {"**"}):
         plan_of({"parameters": {**UP_AND_DOWN, **extra}, "strict": True})
 
@@ -144,30 +144,30 @@ def test_of_a_stage_with_some_of_the_layers_no_rule_is_told_to_match_nothing():
         ({"**": None}, ("2", "model.sharding", "tensor")),
     ],
 )
-def test_rules_that_cannot_be_are_refused(rules, message):
+def test_rules_that_cannot_be_are_rejected(rules, message):
     with raises(ConfigError, *message):
         plan_of(rules)
 
 
-def test_more_tensor_ranks_than_key_value_heads_are_refused_by_the_setting():
+def test_more_tensor_ranks_than_key_value_heads_are_rejected_by_the_setting():
     model = Llama(vocab_size=32, num_kv_heads=2, **SMALL)
     with raises(ConfigError, "model.num_kv_heads", "2", "4", "tensor", "k_proj"):
         plan_sharding(model, packaged_rules(model), {"tensor": 4})
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit", "t5"])
-def test_heads_that_do_not_divide_are_refused_by_the_setting(name):
+def test_heads_that_do_not_divide_are_rejected_by_the_setting(name):
     model = SHIPPED[name]()
     with raises(ConfigError, "model.num_heads", "4", "3", "tensor"):
         plan_sharding(model, packaged_rules(model), {"tensor": 3})
 
 
-def test_a_model_without_rules_is_refused_where_the_tensor_axis_has_ranks_and_taken_where_not():
+def test_a_model_without_rules_is_rejected_where_the_tensor_axis_has_ranks_and_taken_where_not():
     model = CNN(num_labels=2)
     assert packaged_rules(model) is None
     with raises(ConfigError, "2", "tensor"):
         plan_sharding(model, None, TWO)
-    assert plan_sharding(model, None, {"tensor": 1, "data": 2}).remarks() == []
+    assert plan_sharding(model, None, {"tensor": 1, "fsdp": 2}).remarks() == []
 
 
 def test_a_vocabulary_may_be_split_unevenly_and_fsdp_then_takes_the_other_dim():
@@ -236,7 +236,7 @@ def test_rules_are_read_from_a_file_of_the_project_and_errors_name_it(tmp_path):
         ({"a": 3}, ("run.yaml:3", "model.sharding")),
     ],
 )
-def test_a_setting_that_names_no_rules_is_refused_with_its_place(setting, message, tmp_path):
+def test_a_setting_that_names_no_rules_is_rejected_with_its_place(setting, message, tmp_path):
     with raises(ConfigError, *message):
         read_rules(setting, project_dir=tmp_path, origin=lambda dotted: "run.yaml:3")
 

@@ -60,7 +60,7 @@ def train(name, mesh):
     model = make().double().train()
     sync = shard_parameters(model, mesh, settings=SplitSettings(), device=CPU)
     optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    num_ranks = mesh.size("data", "replicate")
+    num_ranks = mesh.size("fsdp", "replicate")
     losses = []
     for _ in range(3):
         optimizer.zero_grad()
@@ -74,7 +74,7 @@ def train(name, mesh):
     return losses, whole(model), num_split, len(list(model.parameters()))
 
 
-HYBRID = {"replicate": 2, "data": 2}
+HYBRID = {"replicate": 2, "fsdp": 2}
 SOME = ("llama", "llama_lora")
 """Two along both axes say what the others along one do not."""
 OTHERS = tuple(name for name in MODELS if name not in SOME)
@@ -82,8 +82,8 @@ OTHERS = tuple(name for name in MODELS if name not in SOME)
 
 @pytest.mark.parametrize(
     ("axes", "names"),
-    [({"data": 2}, tuple(MODELS)), (HYBRID, SOME), pytest.param(HYBRID, OTHERS, marks=pytest.mark.slow)],
-    ids=["data", "hybrid", "hybrid, others"],
+    [({"fsdp": 2}, tuple(MODELS)), (HYBRID, SOME), pytest.param(HYBRID, OTHERS, marks=pytest.mark.slow)],
+    ids=["fsdp", "hybrid", "hybrid, others"],
 )
 def test_shipped_models_train_split_as_they_do_whole(axes, names, tmp_path):
     ranks = on_ranks(tmp_path, axes, lambda mesh: {name: train(name, mesh) for name in names})

@@ -1,4 +1,4 @@
-"""What each stage of a pipeline keeps of a model, and which models are refused; one process plays each rank in turn."""
+"""What each stage of a pipeline keeps of a model, and which models are rejected; one process plays all ranks."""
 
 import copy
 
@@ -15,7 +15,7 @@ from trainwright.models.llama import Llama
 from trainwright.models.t5 import T5
 from trainwright.models.vit import ViT
 from trainwright.parallel.mesh import ALONE, Mesh
-from trainwright.parallel.pipeline import refuse_pipeline, split_layers
+from trainwright.parallel.pipeline import reject_pipeline, split_layers
 
 SMALL = {"vocab_size": 31, "hidden_size": 16, "num_heads": 2, "num_layers": 3}
 BATCH = {"input_ids": torch.arange(20).reshape(2, 10), "labels": torch.arange(20).reshape(2, 10)}
@@ -108,13 +108,13 @@ def test_a_copy_of_a_stage_runs_itself():
 @pytest.mark.parametrize(
     "make", [lambda: CNN(num_labels=3), lambda: T5(vocab_size=31), lambda: nn.Linear(2, 2)], ids=["cnn", "t5", "plain"]
 )
-def test_a_model_without_a_stack_of_blocks_is_refused_by_name(make):
+def test_a_model_without_a_stack_of_blocks_is_rejected_by_name(make):
     model = make()
     with raises(ConfigError, type(model).__name__, "2", "pipeline"):
-        refuse_pipeline(model, 2)
+        reject_pipeline(model, 2)
 
 
-def test_more_stages_than_blocks_are_refused():
+def test_more_stages_than_blocks_are_rejected():
     with raises(ConfigError, "4", "3", "model.layers", "pipeline"):
         split_layers(Llama(**SMALL), Mesh({**ALONE, "pipeline": 4}, 0))
 
@@ -130,9 +130,9 @@ class OtherBeginning(Llama):
 
 
 @pytest.mark.parametrize("kind", [Doubled, OtherBeginning])
-def test_a_subclass_whose_stages_would_compute_something_else_is_refused(kind):
+def test_a_subclass_whose_stages_would_compute_something_else_is_rejected(kind):
     with raises(ConfigError, kind.__name__):
-        refuse_pipeline(kind(**SMALL), 2)
+        reject_pipeline(kind(**SMALL), 2)
 
 
 class Renamed(Llama):
@@ -140,19 +140,19 @@ class Renamed(Llama):
 
 
 def test_a_subclass_that_computes_the_same_is_taken():
-    assert refuse_pipeline(Renamed(**SMALL), 2) is None  # as Llama itself
+    assert reject_pipeline(Renamed(**SMALL), 2) is None  # as Llama itself
 
 
-def test_own_methods_that_the_schedule_would_not_call_are_refused_by_name_and_place():
+def test_own_methods_that_the_schedule_would_not_call_are_rejected_by_name_and_place():
     with raises(ConfigError, "MyTrainer.train_step", "MyTask.forward", at="run.yaml:3"):
-        refuse_pipeline(Llama(**SMALL), 2, own_parts=("MyTrainer.train_step", "MyTask.forward"), where="run.yaml:3")
+        reject_pipeline(Llama(**SMALL), 2, own_parts=("MyTrainer.train_step", "MyTask.forward"), where="run.yaml:3")
 
 
-def test_hooks_that_no_stage_would_call_are_refused():
+def test_hooks_that_no_stage_would_call_are_rejected():
     model = Llama(**SMALL)
     model.model.register_forward_hook(lambda *_: None)
     with raises(ConfigError):
-        refuse_pipeline(model, 2)
+        reject_pipeline(model, 2)
 
 
 def test_hooks_on_a_block_are_called_by_its_stage():
@@ -163,7 +163,7 @@ def test_hooks_on_a_block_are_called_by_its_stage():
     assert calls == [0]
 
 
-def test_a_weight_that_blocks_of_two_stages_share_is_refused():
+def test_a_weight_that_blocks_of_two_stages_share_is_rejected():
     model = Llama(**SMALL)
     model.model.layers[2].mlp = model.model.layers[0].mlp
     with raises(ConfigError, "layers.0.mlp"):

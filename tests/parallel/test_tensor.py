@@ -173,7 +173,7 @@ def other_losses(mesh):
     return apart
 
 
-def refused_ids(mesh):
+def rejected_ids(mesh):
     messages = []
     for model in (Llama(**SMALL), Bert(**SMALL)):
         with pytest.raises(DataError) as caught:
@@ -218,7 +218,7 @@ def split_heads(mesh):
 
 
 def everything(mesh):
-    cases = (users_model, split_heads, held, returned, collectives, other_losses, refused_ids)
+    cases = (users_model, split_heads, held, returned, collectives, other_losses, rejected_ids)
     return {case.__name__: case(mesh) for case in cases}
 
 
@@ -266,7 +266,7 @@ def test_losses_that_cannot_be_split_are_taken_on_the_whole(found):
 
 def test_ids_outside_of_the_vocabulary_are_named_as_in_one_process(found):
     for each in found:
-        assert all("but the embedding has 32 rows" in message for message in each["refused_ids"])
+        assert all("but the embedding has 32 rows" in message for message in each["rejected_ids"])
 
 
 def test_a_users_modules_compute_on_parts_wholes_and_copies_as_rules_say(found):

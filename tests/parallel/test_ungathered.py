@@ -7,7 +7,7 @@ from tests.parallel.split_training import CPU, make_net
 from torch.nn import functional
 
 from trainwright.errors import TrainwrightError
-from trainwright.parallel.fully_shard import SplitSettings, refuse_ungathered, shard_parameters
+from trainwright.parallel.fully_shard import SplitSettings, reject_ungathered, shard_parameters
 
 WAYS = {
     "embedding": lambda model: model.embed(torch.zeros(2, 3, dtype=torch.int64)),
@@ -27,11 +27,11 @@ def test_who_calls_a_part_of_a_split_model_is_told_what_to_call(tmp_path):
                 use(model)
             except RuntimeError as error:
                 with pytest.raises(TrainwrightError) as told:
-                    refuse_ungathered(error, model)
+                    reject_ungathered(error, model)
                 said[name] = str(told.value)
         return said
 
-    for said in on_ranks(tmp_path, {"data": 2}, act):
+    for said in on_ranks(tmp_path, {"fsdp": 2}, act):
         assert list(said) == list(WAYS)
         for text in said.values():
             assert f"{__file__}:" in text
@@ -40,4 +40,4 @@ def test_who_calls_a_part_of_a_split_model_is_told_what_to_call(tmp_path):
 
 def test_other_errors_and_whole_models_are_left_to_torch():
     for words in ("shapes cannot be multiplied", "got mixed torch.Tensor and DTensor"):
-        assert refuse_ungathered(RuntimeError(words), make_net()) is None
+        assert reject_ungathered(RuntimeError(words), make_net()) is None

@@ -48,7 +48,7 @@ def loss_apart(mesh, size, reduction, *, offset=0.0):
     return max(apart(expected, found), apart(whole.grad, split.grad.full_tensor()))
 
 
-def refusal(mesh, ids):
+def rejection(mesh, ids):
     split = distribute_tensor(random(7, 5), mesh, [Shard(0)])
     with pytest.raises(IndexError) as caught:
         look_up(split, torch.tensor([ids]))
@@ -64,7 +64,7 @@ def everything(mesh):
         "tables": [table_apart(ranks, size, padding_idx) for size in SIZES for padding_idx in (None, 1)],
         "losses": [loss_apart(ranks, size, how) for size in SIZES for how in ("mean", "sum", "none")],
         "large": loss_apart(ranks, 7, "mean", offset=1e4),
-        "refusals": [refusal(ranks, [0, 7]), refusal(ranks, [-1, 3])],
+        "rejections": [rejection(ranks, [0, 7]), rejection(ranks, [-1, 3])],
         "all_ignored": float(ignored),
     }
 
@@ -90,9 +90,9 @@ def test_large_logits_do_not_overflow(found):
     assert all(each["large"] < 1e-9 for each in found), found
 
 
-def test_ids_outside_of_the_table_are_refused_on_every_rank(found):
+def test_ids_outside_of_the_table_are_rejected_on_every_rank(found):
     for each in found:
-        assert each["refusals"] == ["ids from 0 to 7 in a table of 7 rows", "ids from -1 to 3 in a table of 7 rows"]
+        assert each["rejections"] == ["ids from 0 to 7 in a table of 7 rows", "ids from -1 to 3 in a table of 7 rows"]
 
 
 def test_where_all_targets_are_ignored_the_mean_is_nan_as_torch_has_it(found):

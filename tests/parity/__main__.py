@@ -1,7 +1,7 @@
 """Runs the same seed and data over many layouts and prints, step by step, how far each is from one process.
 
     python -m tests.parity                                     every shipped model under every layout it supports
-    python -m tests.parity --models llama --layouts "data 2" --dtypes float64
+    python -m tests.parity --models llama --layouts "fsdp 2" --dtypes float64
 
 In float64 losses, gradient norms and weights must agree to 1e-10, in float32 to 1e-5; the exit code says whether.
 """

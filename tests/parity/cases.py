@@ -72,26 +72,26 @@ MODELS = {
 LAYOUTS = {
     "one": {},
     "replicate 2": {"replicate": 2},
-    "data 2": {"data": 2},
+    "fsdp 2": {"fsdp": 2},
     "tensor 2": {"tensor": 2},
     "context 2": {"context": 2},
     "pipeline 2": {"pipeline": 2},
-    "replicate 2 × data 2": {"replicate": 2, "data": 2},
-    "data 2 × tensor 2": {"data": 2, "tensor": 2},
+    "replicate 2 × fsdp 2": {"replicate": 2, "fsdp": 2},
+    "fsdp 2 × tensor 2": {"fsdp": 2, "tensor": 2},
     "replicate 2 × tensor 2": {"replicate": 2, "tensor": 2},
-    "data 2 × context 2": {"data": 2, "context": 2},
-    "data 2 × pipeline 2": {"data": 2, "pipeline": 2},
+    "fsdp 2 × context 2": {"fsdp": 2, "context": 2},
+    "fsdp 2 × pipeline 2": {"fsdp": 2, "pipeline": 2},
     "tensor 2 × pipeline 2": {"tensor": 2, "pipeline": 2},
     "replicate 2 × context 2": {"replicate": 2, "context": 2},
     "replicate 2 × pipeline 2": {"replicate": 2, "pipeline": 2},
     "context 2 × tensor 2": {"context": 2, "tensor": 2},
     "context 2 × pipeline 2": {"context": 2, "pipeline": 2},
-    "remat": {},
-    "scan": {},
+    "activation_checkpointing": {},
+    "compile_repeated_blocks": {},
     "compiled": {},
-    "compiled scan": {},
+    "compiled compile_repeated_blocks": {},
     "compiled replicate 2": {"replicate": 2},
-    "compiled data 2": {"data": 2},
+    "compiled fsdp 2": {"fsdp": 2},
     "compiled tensor 2": {"tensor": 2},
     "compiled context 2": {"context": 2},
 }
@@ -110,9 +110,9 @@ def world_of(layout):
 def supports(model, layout):
     """Can this model be laid out so?"""
     axes = {axis for axis, number in LAYOUTS[layout].items() if number > 1}
-    if layout == "remat" or layout.endswith("scan"):
+    if layout == "activation_checkpointing" or layout.endswith("compile_repeated_blocks"):
         return "pipeline" in MODELS[model].axes  # it has a stack of blocks
-    return axes <= {"replicate", "data", *MODELS[model].axes}
+    return axes <= {"replicate", "fsdp", *MODELS[model].axes}
 
 
 class Samples(torch.utils.data.Dataset):
@@ -143,10 +143,10 @@ def run_case(folder, model_name, dtype_name, layout):
     name = case_name(model_name, dtype_name, layout)
     section = dict(model.section)
     kind = section["type"]
-    if layout == "remat":
-        section["remat"] = [f"{SCAN_PATHS[kind]}.*"]
-    if layout.endswith("scan"):
-        section["scan"] = {"path": SCAN_PATHS[kind], "backend": "aot_eager"}
+    if layout == "activation_checkpointing":
+        section["activation_checkpointing"] = [f"{BLOCK_PATHS[kind]}.*"]
+    if layout.endswith("compile_repeated_blocks"):
+        section["compile_repeated_blocks"] = {"path": BLOCK_PATHS[kind], "backend": "aot_eager"}
     settings = {
         "name": name,
         "output_dir": str(folder),
@@ -183,7 +183,7 @@ def run_case(folder, model_name, dtype_name, layout):
         (Path(folder) / f"{name}.json").write_text(json.dumps(trainer.steps))
 
 
-SCAN_PATHS = {
+BLOCK_PATHS = {
     "llama": "model.layers",
     "gpt2": "transformer.h",
     "bert": "bert.encoder.layer",
@@ -213,7 +213,7 @@ def recording(base, dtype):
 
             self.storage.put_result = keep
 
-    Recording.__module__ = base.__module__  # a pipeline refuses a user's own forward, which this is not
+    Recording.__module__ = base.__module__  # a pipeline rejects a user's own forward, which this is not
     return Recording
 
 

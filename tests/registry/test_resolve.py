@@ -31,10 +31,10 @@ def write(path, text):
     return path
 
 
-def refusal_of(call, *arguments, **keywords):
-    with pytest.raises(ComponentError) as refusal:
+def rejection_of(call, *arguments, **keywords):
+    with pytest.raises(ComponentError) as rejection:
         call(*arguments, **keywords)
-    return str(refusal.value)
+    return str(rejection.value)
 
 
 # --- finding
@@ -123,9 +123,9 @@ def test_two_projects_with_equal_names_keep_their_own_files(tmp_path):
     assert find("model", "net", project_dir=tmp_path / "one") is first
 
 
-def test_an_unknown_name_is_refused_with_the_nearest_and_the_known(tmp_path):
+def test_an_unknown_name_is_rejected_with_the_nearest_and_the_known(tmp_path):
     write(tmp_path / "optimizers" / "lion.py", "raise SystemExit('reading must not run me')\nclass Lion: pass\n")
-    text = refusal_of(
+    text = rejection_of(
         find, "optimizer", "adamv", project_dir=tmp_path, where=Origin("run.yaml", 3), label="trainer.optimizer"
     )
     assert text == (
@@ -133,8 +133,8 @@ def test_an_unknown_name_is_refused_with_the_nearest_and_the_known(tmp_path):
         "muon, sgd; in optimizers/: lion.Lion; or give an import path such as my_pkg.module:Name, a file such as "
         f"optimizers/mine.py:Name, or mine.Name for a file in {tmp_path / 'optimizers'}."
     )
-    assert 'Did you mean "lion.Lion"?' in refusal_of(find, "optimizer", "lino.Lion", project_dir=tmp_path)
-    assert 'Did you mean "my_pkg.optim:Lion"?' in refusal_of(
+    assert 'Did you mean "lion.Lion"?' in rejection_of(find, "optimizer", "lino.Lion", project_dir=tmp_path)
+    assert 'Did you mean "my_pkg.optim:Lion"?' in rejection_of(
         find, "optimizer", "my_pkg.optim.Lion", project_dir=tmp_path
     )
 
@@ -142,66 +142,66 @@ def test_an_unknown_name_is_refused_with_the_nearest_and_the_known(tmp_path):
 def test_a_file_without_the_name_lists_what_it_defines(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "models" / "net.py", "from collections import deque\nclass Net: pass\ndef build(): pass\n")
-    text = refusal_of(find, "model", "net.Nett", project_dir=tmp_path)
+    text = rejection_of(find, "model", "net.Nett", project_dir=tmp_path)
     assert text == 'models/net.py has no "Nett". Did you mean "Net"? It defines: Net, build.'
 
 
-def test_a_missing_file_is_refused_with_the_nearest(tmp_path, monkeypatch):
+def test_a_missing_file_is_rejected_with_the_nearest(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "models" / "net.py", "")
-    text = refusal_of(find, "model", "models/nett.py:Net", project_dir=tmp_path)
+    text = rejection_of(find, "model", "models/nett.py:Net", project_dir=tmp_path)
     assert text == f'there is no file models/nett.py. Did you mean "net.py"? Paths are relative to {tmp_path}.'
 
 
 def test_an_error_in_the_users_file_names_its_line_and_is_kept(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "models" / "net.py", "import json\n\njson.loads('{')\n")
-    with pytest.raises(ComponentError) as refusal:
+    with pytest.raises(ComponentError) as rejection:
         find("model", "net.Net", project_dir=tmp_path)
-    assert str(refusal.value).startswith("models/net.py cannot be imported: JSONDecodeError: Expecting property name")
-    assert str(refusal.value).endswith("(models/net.py:3).")
-    assert type(refusal.value.__cause__).__name__ == "JSONDecodeError"
+    assert str(rejection.value).startswith("models/net.py cannot be imported: JSONDecodeError: Expecting property name")
+    assert str(rejection.value).endswith("(models/net.py:3).")
+    assert type(rejection.value.__cause__).__name__ == "JSONDecodeError"
 
 
 def test_a_syntax_error_names_its_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "models" / "net.py", "class Net:\n    x = = 1\n")
-    assert mentions(refusal_of(find, "model", "net.Net", project_dir=tmp_path), "SyntaxError", "models/net.py:2")
+    assert mentions(rejection_of(find, "model", "net.Net", project_dir=tmp_path), "SyntaxError", "models/net.py:2")
 
 
-def test_a_file_that_exits_is_refused(tmp_path):
+def test_a_file_that_exits_is_rejected(tmp_path):
     write(tmp_path / "models" / "net.py", "import sys\nsys.exit(3)\n")
-    assert "SystemExit: 3" in refusal_of(find, "model", "net.Net", project_dir=tmp_path)
+    assert "SystemExit: 3" in rejection_of(find, "model", "net.Net", project_dir=tmp_path)
 
 
 def test_an_absolute_import_within_the_project_is_explained(tmp_path):
     write(tmp_path / "models" / "layers_of_mine.py", "")
     write(tmp_path / "models" / "net.py", "import models.layers_of_mine\n")
-    assert "import each other relatively" in refusal_of(find, "model", "net.Net", project_dir=tmp_path)
+    assert "import each other relatively" in rejection_of(find, "model", "net.Net", project_dir=tmp_path)
 
 
 def test_a_failed_file_can_be_mended_and_loaded(tmp_path):
     file = write(tmp_path / "models" / "net.py", "1 / 0\n")
-    refusal_of(find, "model", "net.Net", project_dir=tmp_path)
+    rejection_of(find, "model", "net.Net", project_dir=tmp_path)
     write(file, "class Net: pass  # mended\n")
     assert find("model", "net.Net", project_dir=tmp_path).__name__ == "Net"
 
 
-def test_what_cannot_be_called_is_refused(tmp_path):
+def test_what_cannot_be_called_is_rejected(tmp_path):
     write(tmp_path / "models" / "net.py", "Net = 3\n")
-    text = refusal_of(find, "model", "net.Net", project_dir=tmp_path, label="model")
+    text = rejection_of(find, "model", "net.Net", project_dir=tmp_path, label="model")
     assert text == "model: net.Net is a int, not a class or a function."
 
 
-def test_a_datasets_package_is_refused_by_name(tmp_path):
+def test_a_datasets_package_is_rejected_by_name(tmp_path):
     write(tmp_path / "datasets" / "__init__.py", "")
     write(tmp_path / "datasets" / "mine.py", "class Mine: pass\n")
-    text = refusal_of(find, "dataset", "mine.Mine", project_dir=tmp_path)
+    text = rejection_of(find, "dataset", "mine.Mine", project_dir=tmp_path)
     assert mentions(text, "datasets/__init__.py")
 
 
-def test_an_unknown_kind_is_refused(tmp_path):
-    assert refusal_of(find, "optimiser", "x", project_dir=tmp_path).startswith(
+def test_an_unknown_kind_is_rejected(tmp_path):
+    assert rejection_of(find, "optimiser", "x", project_dir=tmp_path).startswith(
         'no kind "optimiser". Did you mean "optimizer"?'
     )
 
@@ -223,7 +223,7 @@ def test_a_registered_class_or_function_is_found_by_name(tmp_path):
     assert register("optimizer", "tiger")(Lion) is Lion
 
 
-def test_a_taken_name_is_refused_with_both_places():
+def test_a_taken_name_is_rejected_with_both_places():
     @register("optimizer", "tiger")
     class Lion:
         pass
@@ -231,12 +231,12 @@ def test_a_taken_name_is_refused_with_both_places():
     class Other:
         pass
 
-    text = refusal_of(register("optimizer", "tiger"), Other)
+    text = rejection_of(register("optimizer", "tiger"), Other)
     assert text.startswith('The optimizer "tiger" is registered already, by ')
     assert "Lion (" in text
     assert "Other (" in text
     assert "test_resolve.py:" in text
-    assert "trainwright.optim.adamw:AdamW" in refusal_of(register("optimizer", "adamw"), Other)
+    assert "trainwright.optim.adamw:AdamW" in rejection_of(register("optimizer", "adamw"), Other)
 
 
 def test_imported_modules_register_from_the_path_or_the_project(tmp_path):
@@ -257,10 +257,10 @@ def test_imported_modules_register_from_the_path_or_the_project(tmp_path):
         ("needy_parts", "No module named 'not_installed_anywhere'"),
     ],
 )
-def test_a_module_that_cannot_be_imported_is_refused(tmp_path, name, problem):
+def test_a_module_that_cannot_be_imported_is_rejected(tmp_path, name, problem):
     write(tmp_path / "broken_parts.py", "raise ValueError('inside')\n")
     write(tmp_path / "needy_parts.py", "import not_installed_anywhere\n")
-    text = refusal_of(import_modules, [name], project_dir=tmp_path, where=Origin("run.yaml", 2))
+    text = rejection_of(import_modules, [name], project_dir=tmp_path, where=Origin("run.yaml", 2))
     assert text.startswith("run.yaml:2: imports: ")
     assert problem in text
 
@@ -269,7 +269,7 @@ def test_an_error_inside_an_installed_module_is_not_hidden(tmp_path, monkeypatch
     write(tmp_path / "path" / "installed_but_broken.py", "raise TypeError('inside')\n")
     monkeypatch.syspath_prepend(tmp_path / "path")
     importlib.invalidate_caches()
-    text = refusal_of(import_modules, ["installed_but_broken"], project_dir=tmp_path)
+    text = rejection_of(import_modules, ["installed_but_broken"], project_dir=tmp_path)
     assert "importing installed_but_broken failed: TypeError: inside" in text
 
 
@@ -290,8 +290,8 @@ class TakesAny:
         self.given = rest
 
 
-def test_a_wrong_argument_is_refused_with_parameters_and_nearest():
-    text = refusal_of(
+def test_a_wrong_argument_is_rejected_with_parameters_and_nearest():
+    text = rejection_of(
         check_arguments, Inherits, {"lrr": 1}, label="trainer.optimizer", where="run.yaml:4", provided=["params"]
     )
     assert text == (
@@ -301,7 +301,7 @@ def test_a_wrong_argument_is_refused_with_parameters_and_nearest():
 
 
 def test_a_missing_argument_is_named():
-    text = refusal_of(check_arguments, Adam, {"lr": 1}, label="trainer.optimizer")
+    text = rejection_of(check_arguments, Adam, {"lr": 1}, label="trainer.optimizer")
     assert text.startswith('trainer.optimizer: Adam needs the argument "params". Give it beside type.')
 
 
@@ -332,20 +332,20 @@ def test_an_error_in_the_constructor_names_component_place_and_line(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "models" / "net.py", "import json\nclass Net:\n    def __init__(self):\n        json.loads('{')\n")
     component = Component("net.Net").located_at(Origin("run.yaml", 7))
-    with pytest.raises(ComponentError) as refusal:
+    with pytest.raises(ComponentError) as rejection:
         instantiate("model", component, project_dir=".", label="model")
-    assert str(refusal.value).startswith("run.yaml:7: model: net.Net could not be built: JSONDecodeError: Expecting")
-    assert str(refusal.value).endswith("(models/net.py:4).")
-    assert refusal.value.__cause__ is not None
+    assert str(rejection.value).startswith("run.yaml:7: model: net.Net could not be built: JSONDecodeError: Expecting")
+    assert str(rejection.value).endswith("(models/net.py:4).")
+    assert rejection.value.__cause__ is not None
 
 
-def refuse_to_build():
+def reject_to_build():
     raise DataError("there are no samples.")
 
 
 def test_an_error_that_is_already_in_words_is_not_wrapped(tmp_path):
     with raises(DataError):
-        instantiate("dataset", Component(refuse_to_build), project_dir=tmp_path, label="data.train")
+        instantiate("dataset", Component(reject_to_build), project_dir=tmp_path, label="data.train")
 
 
 def test_a_package_that_lists_its_names_by_dir_alone_is_searched_too(tmp_path, monkeypatch):

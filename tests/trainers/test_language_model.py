@@ -130,13 +130,13 @@ def test_an_evaluation_without_a_loss_has_no_perplexity(tmp_path):
     assert trainer.eval_end(None) == {"reward": 1.0}
 
 
-def test_a_model_that_gives_no_loss_is_refused_in_words(tmp_path):
+def test_a_model_that_gives_no_loss_is_rejected_in_words(tmp_path):
     class Silent(Sentence):
         def forward(self, model, batch):
             return {"logits": model.table(batch["input_ids"])}
 
-    class Refused(Mine):
+    class Rejected(Mine):
         task_class = Silent
 
     with raises(TrainwrightError, "loss"):
-        build(tmp_path, 8, Refused).train()
+        build(tmp_path, 8, Rejected).train()

@@ -121,13 +121,13 @@ def test_it_is_found_by_its_name(tmp_path):
     assert isinstance(trainer.model, T5)
 
 
-def test_a_model_that_gives_no_loss_is_refused_in_words(tmp_path):
+def test_a_model_that_gives_no_loss_is_rejected_in_words(tmp_path):
     class Silent(Translation):
         def forward(self, model, batch):
             return {"logits": model(**batch)["logits"]}
 
-    class Refused(Mine):
+    class Rejected(Mine):
         task_class = Silent
 
     with raises(TrainwrightError, "loss"):
-        build(tmp_path, 8, Refused).train()
+        build(tmp_path, 8, Rejected).train()

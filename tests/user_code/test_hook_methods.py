@@ -1,4 +1,4 @@
-"""Hooks with the moments of another framework: what would never be called is refused by name, with ours."""
+"""Hooks with the moments of another framework: what would never be called is rejected by name, with ours."""
 
 import pytest
 from tests.messages import mentions
@@ -9,17 +9,17 @@ from trainwright.loop.hook import MOMENTS, Hooks
 from trainwright.user_code.methods import HOOK_METHODS_ELSEWHERE
 
 
-def refusal_of(hook):
-    with pytest.raises(ConfigError) as refused:
+def rejection_of(hook):
+    with pytest.raises(ConfigError) as rejected:
         Hooks([hook])
-    return str(refused.value)
+    return str(rejected.value)
 
 
 @pytest.mark.parametrize(("theirs", "ours"), HOOK_METHODS_ELSEWHERE.items())
 def test_another_framework_s_moment_is_answered_with_ours(theirs, ours):
     assert ours in MOMENTS
     hook = type("Mine", (Hook,), {theirs: lambda self, *given: None})()
-    text = refusal_of(hook)
+    text = rejection_of(hook)
     assert mentions(text, theirs, ours)
     assert text.startswith(f"{__file__}:")
 
@@ -27,15 +27,15 @@ def test_another_framework_s_moment_is_answered_with_ours(theirs, ours):
 @pytest.mark.parametrize("theirs", ["before_epoch", "after_epoch", "on_epoch_end", "on_train_epoch_start"])
 def test_epochs_are_no_moments(theirs):
     hook = type("Mine", (Hook,), {theirs: lambda self: None, "after_step": lambda self: None})()
-    assert mentions(refusal_of(hook), theirs)
+    assert mentions(rejection_of(hook), theirs)
 
 
-def test_a_hook_of_which_nothing_is_ever_called_is_refused():
+def test_a_hook_of_which_nothing_is_ever_called_is_rejected():
     class Mine:
         def on_weather(self):
             """Nobody calls it."""
 
-    assert mentions(refusal_of(Mine()), "Mine.on_weather")
+    assert mentions(rejection_of(Mine()), "Mine.on_weather")
 
 
 def test_a_method_of_a_base_is_seen_too():
@@ -43,7 +43,7 @@ def test_a_method_of_a_base_is_seen_too():
         def on_step_end(self):
             """Nobody calls it."""
 
-    assert mentions(refusal_of(type("Mine", (Base,), {})()), "Mine.on_step_end")
+    assert mentions(rejection_of(type("Mine", (Base,), {})()), "Mine.on_step_end")
 
 
 def test_what_a_hook_calls_itself_is_its_own_and_the_rest_is_said(caplog):

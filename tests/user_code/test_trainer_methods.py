@@ -1,4 +1,4 @@
-"""Methods of a user's trainer that nobody would call are refused by name."""
+"""Methods of a user's trainer that nobody would call are rejected by name."""
 
 import re
 
@@ -7,12 +7,12 @@ from tests.messages import mentions
 
 from trainwright import Trainer
 from trainwright.errors import ConfigError
-from trainwright.user_code.methods import OF_OTHERS, OVERRIDE_POINTS, TRAINER_METHODS_ELSEWHERE, refuse_wrong_methods
+from trainwright.user_code.methods import OF_OTHERS, OVERRIDE_POINTS, TRAINER_METHODS_ELSEWHERE, reject_wrong_methods
 
 
-def refusal_of(trainer_class):
+def rejection_of(trainer_class):
     with pytest.raises(ConfigError) as caught:
-        refuse_wrong_methods(trainer_class, Trainer)
+        reject_wrong_methods(trainer_class, Trainer)
     return str(caught.value)
 
 
@@ -21,7 +21,7 @@ def test_a_misspelt_method_is_answered_with_the_nearest_and_its_place():
         def train_stpe(self, batch):
             """Would never be called."""
 
-    text = refusal_of(Mine)
+    text = rejection_of(Mine)
     assert re.match(r".*test_trainer_methods\.py:\d+: Mine\.train_stpe is never called", text)
     assert "Did you mean train_step?" in text
 
@@ -29,15 +29,15 @@ def test_a_misspelt_method_is_answered_with_the_nearest_and_its_place():
 @pytest.mark.parametrize(("theirs", "ours"), TRAINER_METHODS_ELSEWHERE.items())
 def test_another_frameworks_name_is_answered_with_ours(theirs, ours):
     mine = type("Mine", (Trainer,), {theirs: lambda self, batch: None})
-    assert mentions(refusal_of(mine), theirs, ours)
+    assert mentions(rejection_of(mine), theirs, ours)
 
 
 @pytest.mark.parametrize("theirs", OF_OTHERS)
 def test_what_only_another_framework_has_is_answered_with_what_is_done_instead(theirs):
     mine = type("Mine", (Trainer,), {theirs: lambda self, *given: None})
-    assert mentions(refusal_of(mine), theirs, OF_OTHERS[theirs])
+    assert mentions(rejection_of(mine), theirs, OF_OTHERS[theirs])
     as_class_method = type("Mine", (Trainer,), {theirs: classmethod(lambda cls, *given: None)})
-    assert mentions(refusal_of(as_class_method), theirs)
+    assert mentions(rejection_of(as_class_method), theirs)
 
 
 def test_orbit_s_and_libai_s_methods_are_not_left_out_in_silence():
@@ -59,7 +59,7 @@ def test_what_a_trainer_calls_itself_is_its_own():
         def validation_step(self):
             """Called above."""
 
-    assert refuse_wrong_methods(Mine, Trainer) is None
+    assert reject_wrong_methods(Mine, Trainer) is None
 
 
 def test_another_frameworks_name_may_stand_beside_ours():
@@ -70,15 +70,15 @@ def test_another_frameworks_name_may_stand_beside_ours():
         def train_step(self, batch):
             return self.run_step(batch)
 
-    assert refuse_wrong_methods(Mine, Trainer) is None
+    assert reject_wrong_methods(Mine, Trainer) is None
 
 
-def test_a_build_method_of_an_object_is_refused_with_what_to_write():
+def test_a_build_method_of_an_object_is_rejected_with_what_to_write():
     class Mine(Trainer):
         def build_hooks(self):
             return []
 
-    text = refusal_of(Mine)
+    text = rejection_of(Mine)
     assert mentions(text, "Mine.build_hooks")
     assert "Write @classmethod above it, and (cls, build) as its arguments." in text
 
@@ -88,7 +88,7 @@ def test_the_mistake_of_a_base_is_named_with_the_base():
         def eval_stop(self, batch):
             """Would never be called."""
 
-    assert mentions(refusal_of(type("Mine", (Base,), {})), "Base.eval_stop")
+    assert mentions(rejection_of(type("Mine", (Base,), {})), "Base.eval_stop")
 
 
 def test_methods_of_one_s_own_are_left_alone():
@@ -106,7 +106,7 @@ def test_methods_of_one_s_own_are_left_alone():
         def _train_stpe(self):
             """Private."""
 
-    assert refuse_wrong_methods(Mine, Trainer) is None
+    assert reject_wrong_methods(Mine, Trainer) is None
 
 
 def test_every_override_point_is_trainers():

@@ -701,7 +701,7 @@ def _trial_config(config: RunConfig, plan: BatchPlan | None, folder: Path) -> Ru
     given = config.trainer.micro_batch_size
     micro, micro_batches = given if isinstance(given, int) else 1, 1
     if plan is not None:
-        micro, micro_batches = plan.micro_batch_size, min(plan.accumulation, _MOST_MICRO_BATCHES)
+        micro, micro_batches = plan.micro_batch_size, min(plan.gradient_accumulation_steps, _MOST_MICRO_BATCHES)
     if plan is not None and is_found_by_the_run(config):
         # The whole batch in one forward is for the run's device; here it has only to be cut.
         micro_batches = min(micro, _MOST_MICRO_BATCHES)
@@ -714,8 +714,8 @@ def _trial_config(config: RunConfig, plan: BatchPlan | None, folder: Path) -> Ru
             "runtime.mesh": {},
             "trainer.global_batch_size": micro * micro_batches,
             "trainer.micro_batch_size": micro,
-            "trainer.accumulation": None,
-            "data.workers": 0,
+            "trainer.gradient_accumulation_steps": None,
+            "data.num_workers": 0,
             "data.loader": {},
             "evaluation.max_batches": 1,
             "writers": [],
@@ -790,7 +790,7 @@ def _check_data(assembly: Assembly, case: Case) -> set[str]:
     plan, collator, train_data = assembly.plan, parts.get("collator"), parts.get("train_data")
     if collator is None or train_data is None:
         return {"train"}
-    is_cut = plan is not None and (plan.accumulation > 1 or is_found_by_the_run(case.config))
+    is_cut = plan is not None and (plan.gradient_accumulation_steps > 1 or is_found_by_the_run(case.config))
     check = partial(
         check_batch, collator=collator, batch_size=assembly.config.trainer.global_batch_size or 1, case=case
     )
@@ -814,10 +814,15 @@ def _state_facts(trainer: Trainer, assembly: Assembly, case: Case, report: Repor
     if plan is None:
         return
     ranks = known_data_ranks(case.config)
-    micro, accumulation = f"{plan.micro_batch_size}", f" × accumulation {plan.accumulation}"
+    micro, gradient_accumulation_steps = (
+        f"{plan.micro_batch_size}",
+        f" × gradient_accumulation_steps {plan.gradient_accumulation_steps}",
+    )
     if is_found_by_the_run(case.config):
-        micro, accumulation = f"of at most {plan.micro_batch_size}, as the memory allows", ""
-    product = " × ".join([f"micro-batch {micro}", *([f"{ranks} ranks"] if ranks > 1 else [])]) + accumulation
+        micro, gradient_accumulation_steps = f"of at most {plan.micro_batch_size}, as the memory allows", ""
+    product = (
+        " × ".join([f"micro-batch {micro}", *([f"{ranks} ranks"] if ranks > 1 else [])]) + gradient_accumulation_steps
+    )
     report.facts.append(f"{num_steps(case.config, plan, data):,} steps of {plan.global_batch_size} samples ({product})")
     if isinstance(data, TrainData) and plan.global_batch_size > len(data):  # the trial's own batch may be smaller
         case.note(_too_large(plan.global_batch_size, len(data)), label="trainer.global_batch_size")
@@ -937,7 +942,7 @@ class Trial:
         if not self.can_save:
             return  # it failed, and is noted
         try:
-            if not trainer.surroundings.store.steps():
+            if not trainer.context.store.steps():
                 trainer.checkpoints.save(metrics={})
                 trainer.checkpoints.settle(must_succeed=True)
         except (Exception, SystemExit) as error:
@@ -1013,7 +1018,7 @@ def _differences(trainer: Trainer) -> list[str]:
     """Reads the newest checkpoint into the emptied trainer; returns what differs from before."""
     before = _snapshot(trainer)
     _forget(trainer)
-    restore_checkpoint(trainer, trainer.surroundings.store.steps()[-1])
+    restore_checkpoint(trainer, trainer.context.store.steps()[-1])
     after = _snapshot(trainer)
     return [name for name in {**before, **after} if not _same(before.get(name), after.get(name))]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from trainwright.build.components import Build
 from trainwright.build.data import limits
 from trainwright.config import BatchPlan, Component, RunConfig, known_data_ranks, micro_batch_alone, resolve_batch
-from trainwright.data.collators import refuse_lists
+from trainwright.data.collators import reject_lists
 from trainwright.data.fetch import Collator, Failure, OnError, View, count_samples, is_stream
 from trainwright.data.loader import EvalData, TrainData
 from trainwright.data.randomness import seed_generators
@@ -620,7 +620,7 @@ class Keeper:
         try:
             # A copy of the list, for a collator may empty it.
             batch = self.collator(list(samples))
-            refuse_lists(batch)
+            reject_lists(batch)
         except Exception as error:
             return Kept(samples, error=error)
         return Kept(samples, batch)
@@ -716,7 +716,7 @@ def read_training(config: RunConfig, dataset: Any, collator: Collator, plan: Bat
     }
     if is_stream(dataset):
         # The number of workers decides how a stream is laid out; they are counted, and not started.
-        options = LoaderOptions(section.workers)
+        options = LoaderOptions(section.num_workers)
         stream = StreamData(dataset, block_size=section.shuffle_buffer, options=options, **common)
         stream.options = LoaderOptions()
         return Reading(stream, keeper, listed, view, plan.global_batch_size)
@@ -1097,7 +1097,7 @@ class _Full:
             return None
         try:
             steps, most = limits(self._config, loader)
-        except ConfigError:  # a run without a limit, which training refuses; its data can be looked at all the same
+        except ConfigError:  # a run without a limit, which training rejects; its data can be looked at all the same
             return None
         finally:
             if isinstance(loader, StreamData):

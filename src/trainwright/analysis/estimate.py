@@ -188,7 +188,7 @@ class Estimate:
     rank: int
     axes: dict[str, int]
     micro_batch_size: int
-    accumulation: int
+    gradient_accumulation_steps: int
     batch_shapes: dict[str, list[int]]
     num_parameters: int
     most: dict[str, int]
@@ -230,7 +230,7 @@ def estimate(config: RunConfig, *, world_size: int, rank: int = 0, sequence_leng
             rank=rank,
             axes={axis: run.mesh.sizes[axis] for axis in AXES if run.mesh.sizes[axis] > 1},
             micro_batch_size=run.plan.micro_batch_size,
-            accumulation=run.plan.accumulation,
+            gradient_accumulation_steps=run.plan.gradient_accumulation_steps,
             batch_shapes=run.batch_shapes(),
             num_parameters=run.whole.num_parameters,
             most=watch.most | shared,

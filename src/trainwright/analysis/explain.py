@@ -18,7 +18,7 @@ from trainwright.config import Component, ModelSection, RunConfig, resolve_batch
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.hooks.preemption import ObeyPreemption
 from trainwright.hooks.throughput import TimeSteps
-from trainwright.hooks.watchdog import WatchForHangs
+from trainwright.hooks.watchdog import Watchdog
 from trainwright.loop.hook import Hook
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Trainer
@@ -253,7 +253,7 @@ class Weights:
         self._optimizers()
 
     def _try(self, label: str, tell: Any) -> None:
-        """Runs one of the methods below; what it refuses is a problem, and the model is known no longer."""
+        """Runs one of the methods below; what it rejects is a problem, and the model is known no longer."""
         try:
             tell()
         except TrainwrightError as error:
@@ -428,7 +428,7 @@ def _bytes(size: float) -> str:
     return f"{size:,.3g} GB"
 
 
-DEFAULT_HOOKS: tuple[type[Hook], ...] = (TimeSteps, ObeyPreemption, WatchForHangs)
+DEFAULT_HOOKS: tuple[type[Hook], ...] = (TimeSteps, ObeyPreemption, Watchdog)
 """The classes of the hooks that every run has, in order: parts.py makes them before those of the config."""
 
 
@@ -523,7 +523,7 @@ class _Construction(_Writer):
         builds_itself = "what it asks `build` for: " if acts else ""
         if not acts and task_method is not None:
             acts = self.task_acts(task_method)
-            builds_itself = "has no effect and will be refused: " if acts else ""
+            builds_itself = "has no effect and will be rejected: " if acts else ""
         given = [
             self._section_act(label, component, builds_itself)
             for label, _, component in components_of(self.config)
@@ -616,7 +616,7 @@ class _Loop(_Writer):
         given = [(getattr(trainer, f"max_{name}"), name) for name in names]
         limits = [f"{value:,g} {name}" for value, name in given if value is not None]
         if not limits:
-            return "without a limit, which training will refuse"
+            return "without a limit, which training will reject"
         return f"up to {limits[0]}" if len(limits) == 1 else f"until the first of {', '.join(limits)}"
 
     def _batch(self) -> str:
@@ -624,7 +624,7 @@ class _Loop(_Writer):
             plan = resolve_batch(self.config, 1)
         except TrainwrightError as error:
             return str(error)
-        cut = f" in {plan.accumulation} micro-batches" if plan.accumulation > 1 else ""
+        cut = f" in {plan.gradient_accumulation_steps} micro-batches" if plan.gradient_accumulation_steps > 1 else ""
         return f"{plan.global_batch_size} samples a step{cut}"
 
     def _moment(self, moment: str, depth: int, when: str = "") -> None:

@@ -76,7 +76,7 @@ class ImaginaryRun:
     @property
     def num_micro_batches(self) -> int:
         """How many micro-batches a step takes here: all that differ, the others of the real run are alike."""
-        return self.trainer.surroundings.batch.accumulation
+        return self.trainer.context.batch.gradient_accumulation_steps
 
     def batch_shapes(self) -> dict[str, list[int]]:
         """Returns the shapes of a micro-batch's tensors, by name where it has names."""
@@ -93,21 +93,21 @@ class ImaginaryRun:
     def step(self, num_micro_batches: int | None = None) -> None:
         """Makes one update of the trainer's micro-batches, or (1) of the first of them alone."""
         trainer, batch = self.trainer, self.batch
-        accumulation, micro = self.num_micro_batches, self.plan.micro_batch_size
-        wanted = num_micro_batches or accumulation
-        assert wanted in (1, accumulation)
-        surroundings = trainer.surroundings
+        gradient_accumulation_steps, micro = self.num_micro_batches, self.plan.micro_batch_size
+        wanted = num_micro_batches or gradient_accumulation_steps
+        assert wanted in (1, gradient_accumulation_steps)
+        context = trainer.context
         with self.mode, _read_ones(), trainer.storage, _forms(on_gpu=self.on_gpu), _nothing_waits_on_the_host():
-            trainer.samples_in_hand = micro * accumulation
-            if wanted < accumulation:
+            trainer.samples_in_hand = micro * gradient_accumulation_steps
+            if wanted < gradient_accumulation_steps:
                 batch = next(iter(trainer.micro_batches(batch)))
-                trainer.surroundings = replace(surroundings, batch=BatchPlan(micro, micro, wanted))
+                trainer.context = replace(context, batch=BatchPlan(micro, micro, wanted))
             trainer.samples_in_hand = micro * wanted
-            surroundings.updater.set_rates(trainer.step)
+            context.updater.set_rates(trainer.step)
             try:
                 trainer.train_step(batch)
             finally:
-                trainer.surroundings = surroundings
+                trainer.context = context
 
 
 @contextmanager
@@ -174,15 +174,15 @@ def _imagined(config: RunConfig, *, world_size: int, rank: int, sequence_length:
 def _trial_config(config: RunConfig, plan: BatchPlan, mesh: Mesh, folder: Path, *, has_data: bool) -> RunConfig:
     """The run's config, without what acts outside of the step, and with a few micro-batches at most."""
     # The first has no gradients to add to, the last reduces them, and a pipeline has as many under way as stages.
-    accumulation = min(plan.accumulation, max(2, mesh.size("pipeline")))
+    gradient_accumulation_steps = min(plan.gradient_accumulation_steps, max(2, mesh.size("pipeline")))
     changes: dict[str, Any] = {
         "output_dir": str(folder),
         "runtime.device": "cpu",
         "runtime.mode": "eager",
         "trainer.micro_batch_size": plan.micro_batch_size,
-        "trainer.global_batch_size": plan.micro_batch_size * accumulation * mesh.num_data_ranks,
-        "trainer.accumulation": None,
-        "data.workers": 0,
+        "trainer.global_batch_size": plan.micro_batch_size * gradient_accumulation_steps * mesh.num_data_ranks,
+        "trainer.gradient_accumulation_steps": None,
+        "data.num_workers": 0,
         "data.loader": {},
         "data.eval": {},
         "data.test": None,
@@ -192,9 +192,9 @@ def _trial_config(config: RunConfig, plan: BatchPlan, mesh: Mesh, folder: Path, 
     }
     if not has_data:
         changes["data"] = {}
-    if config.model is not None and "scan" in config.model:
+    if config.model is not None and "compile_repeated_blocks" in config.model:
         # It changes what is compiled, not what is held.
-        changes["model"] = {key: value for key, value in config.model.items() if key != "scan"}
+        changes["model"] = {key: value for key, value in config.model.items() if key != "compile_repeated_blocks"}
     return config.derive({key: value for key, value in changes.items() if has_data or not key.startswith("data.")})
 
 

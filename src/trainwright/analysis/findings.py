@@ -343,7 +343,7 @@ def _origin_of(where: object) -> Origin | None:
 
 
 def _setting_named(problem: str, config: RunConfig) -> str | None:
-    """Returns the setting that a message begins with: `data.train: …`, or `stop_early.metric: …` of a hook."""
+    """Returns the setting that a message begins with: `data.train: …`, or `early_stopping.metric: …` of a hook."""
     found = _LABEL.match(problem)
     if found is None:
         return None

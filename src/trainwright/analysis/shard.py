@@ -50,7 +50,7 @@ class Collective:
 
     kind: str
     axis: str
-    """The mesh axis, or several: `data`, `data × tensor`."""
+    """The mesh axis, or several: `fsdp`, `fsdp × tensor`."""
     num_ranks: int
     """How many ranks take part."""
     count: int
@@ -184,7 +184,7 @@ class ParameterLayout:
     name: str
     shape: tuple[int, ...]
     axes: tuple[str, ...]
-    """The mesh axes that split each dim: `data`, `data × tensor`, or `-` for none."""
+    """The mesh axes that split each dim: `fsdp`, `fsdp × tensor`, or `-` for none."""
     local_shape: tuple[int, ...]
     dtype: str
     num_bytes: int
@@ -244,10 +244,10 @@ def _layout_of(name: str, parameter: torch.Tensor, mesh: Mesh) -> ParameterLayou
 
 
 def _spell(axis: str, mesh: Mesh) -> str:
-    """FSDP's axis is data and context together: names those that have several ranks."""
+    """FSDP's axis is fsdp and context together: names those that have several ranks."""
     if axis != "shard":
         return axis
-    return " × ".join(each for each in ("data", "context") if mesh.size(each) > 1)
+    return " × ".join(each for each in ("fsdp", "context") if mesh.size(each) > 1)
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ class Sharding:
     unmatched: list[str]
     """Sharding rules that match nothing."""
     micro_batch_size: int
-    accumulation: int
+    gradient_accumulation_steps: int
     batch_shapes: dict[str, list[int]]
     """Of one micro-batch, by name."""
     collectives: list[Collective]
@@ -299,7 +299,7 @@ def plan_shards(config: RunConfig, *, world_size: int, rank: int = 0, sequence_l
             uncovered=[] if plan is None else list(plan.uncovered),
             unmatched=[] if plan is None else list(plan.unmatched),
             micro_batch_size=run.plan.micro_batch_size,
-            accumulation=run.plan.accumulation,
+            gradient_accumulation_steps=run.plan.gradient_accumulation_steps,
             batch_shapes=run.batch_shapes(),
             collectives=record_step(run),
         )
@@ -315,4 +315,4 @@ def record_step(run: ImaginaryRun) -> list[Collective]:
         steps.append(recorder.found)
     if len(steps) == 1:
         return steps[0]
-    return extrapolate(*steps, num_more=run.num_micro_batches, num_micro_batches=run.plan.accumulation)
+    return extrapolate(*steps, num_more=run.num_micro_batches, num_micro_batches=run.plan.gradient_accumulation_steps)

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from trainwright.backends import reads_at_once
-from trainwright.config import IncidentsSection
+from trainwright.config import AnomaliesSection
 
 _MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 _LEAST_RELATIVE, _LEAST = 1e-3, 1e-6  # of the distance: where the loss stands still, no wiggle is a spike
@@ -129,8 +129,8 @@ _MOST_WAITING = 1000  # steps that are remembered on the device if nobody looks;
 
 
 @dataclass(frozen=True)
-class Incident:
-    """An update that went wrong: what a hook's `on_incident` gets."""
+class Anomaly:
+    """An update that went wrong: what a hook's `on_anomaly` gets."""
 
     step: int
     kind: Literal["non_finite", "spike"]
@@ -163,11 +163,11 @@ class Incident:
         return f"The loss is {self.loss} at step {self.step} on {where}{before}."
 
 
-def join_ranks(found: Sequence[Sequence[Incident]]) -> list[Incident]:
-    """Makes one list of what `look` returned on each rank: the same incidents, each rank knowing of itself."""
+def join_ranks(found: Sequence[Sequence[Anomaly]]) -> list[Anomaly]:
+    """Makes one list of what `look` returned on each rank: the same anomalies, each rank knowing of itself."""
     joined = []
     for same in zip(*found, strict=True):
-        ranks = tuple(sorted({rank for incident in same for rank in incident.ranks}))
+        ranks = tuple(sorted({rank for anomaly in same for rank in anomaly.ranks}))
         joined.append(replace(same[0], ranks=ranks or tuple(range(len(found)))))
     return joined
 
@@ -186,7 +186,7 @@ class _Step(NamedTuple):
     places: tuple[int, int] | None
 
 
-class IncidentWatch:
+class AnomalyWatch:
     """Judges every update on the device; nothing waits for it until `look`.
 
     Where reading waits for nothing, on a CPU, the host judges at once, in 2 µs (with spikes 6). Else, where nothing is
@@ -194,7 +194,7 @@ class IncidentWatch:
     """
 
     def __init__(
-        self, section: IncidentsSection, *, device: torch.device, rank: int, is_recorded: bool = False
+        self, section: AnomaliesSection, *, device: torch.device, rank: int, is_recorded: bool = False
     ) -> None:
         self._section = section
         self._rank = rank
@@ -203,7 +203,7 @@ class IncidentWatch:
         self.gates = section.non_finite != "raise" or self._holds_spikes
         """Does any policy need updates to be held back?"""
         self.places: tuple[int, int] | None = None
-        """The places of the data in hand; the loop says so before each update, and incidents tell it."""
+        """The places of the data in hand; the loop says so before each update, and anomalies tell it."""
         # A recorded step cannot stop for the host; what the device has judged is looked at after each replay.
         self._reads_at_once = reads_at_once(device)
         self._host_judges = self._reads_at_once and not is_recorded
@@ -216,7 +216,7 @@ class IncidentWatch:
         self._waiting: list[_Step] = []
         self.is_recording = False
         self._recorded: list[_Step] = []
-        self._found: list[Incident] = []
+        self._found: list[Anomaly] = []
         self._last_good: tuple[int, float] | None = None
         self._hold: torch.Tensor | bool = False
 
@@ -232,7 +232,7 @@ class IncidentWatch:
     ) -> torch.Tensor | bool | None:
         """Returns whether to hold this update back, None where nothing ever is; a tensor where only the device knows.
 
-        `own_is_finite` is about this rank's own part of the loss. With a loss scale an infinite norm is no incident:
+        `own_is_finite` is about this rank's own part of the loss. With a loss scale an infinite norm is no anomaly:
         `judges_norm` is then False. A step with several updates asks for each: its first loss is the one that is
         measured, the others need only be finite, and are held back if the first was.
         """
@@ -273,14 +273,14 @@ class IncidentWatch:
         says_hold = bool(hold) if self._device_window is not None else None
         self._take(kept, float(loss), float(grad_norm), bool(own_is_finite), says_hold=says_hold)
 
-    def look(self) -> list[Incident]:
-        """Returns the incidents since the last look, one a step; waits for the device.
+    def look(self) -> list[Anomaly]:
+        """Returns the anomalies since the last look, one a step; waits for the device.
 
         Each names this rank if its own loss was not finite, else none: `join_ranks` joins what the ranks know.
         """
         self._drain()
         found, self._found = self._found, []
-        return list({incident.step: incident for incident in reversed(found)}.values())[::-1]
+        return list({anomaly.step: anomaly for anomaly in reversed(found)}.values())[::-1]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to judge alike; waits for the device."""
@@ -339,7 +339,7 @@ class IncidentWatch:
         spike = self._section.spike
         assert measure is None or spike != "ignore"
         self._found.append(
-            Incident(
+            Anomaly(
                 step=call.step,
                 kind="non_finite" if measure is None else "spike",
                 policy=self._section.non_finite if measure is None or spike == "ignore" else spike,

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from trainwright.anomaly.detection import Incident
+from trainwright.anomaly.detection import Anomaly
 from trainwright.config import RunConfig
 from trainwright.parallel.collectives import Ranks
 
 logger = logging.getLogger(__name__)
 
-INCIDENTS = "incidents"
+ANOMALIES = "anomalies"
 """The folder in a run folder."""
 
 
@@ -35,7 +35,7 @@ class Positions:
 
 def write_bundle(
     folder: Path,
-    incident: Incident,
+    anomaly: Anomaly,
     *,
     config: RunConfig,
     data_state: Mapping[str, Any],
@@ -44,15 +44,15 @@ def write_bundle(
     ranks: Ranks,
     checkpoint_step: int | None,
 ) -> Path:
-    """Writes the bundle of one incident below the run folder and returns its folder; one rank calls it.
+    """Writes the bundle of one anomaly below the run folder and returns its folder; one rank calls it.
 
-    A second incident of a step gets a folder of its own. Where the disk refuses, that is a warning: a run does not end
+    A second anomaly of a step gets a folder of its own. Where the disk rejects, that is a warning: a run does not end
     for want of its report.
     """
-    bundle = _free_folder(folder / INCIDENTS, f"step-{incident.step:08d}")
+    bundle = _free_folder(folder / ANOMALIES, f"step-{anomaly.step:08d}")
     facts = {
-        **asdict(incident),
-        "message": incident.describe(),
+        **asdict(anomaly),
+        "message": anomaly.describe(),
         "seed": config.seed,
         "num_ranks": ranks.size,
         "torch": torch.__version__,
@@ -66,9 +66,9 @@ def write_bundle(
         config.save(bundle / "config.yaml")
         # A NaN is written as NaN, as in metrics.json: no report hides one.
         text = json.dumps(facts, indent=2, default=_as_plain)
-        (bundle / "incident.json").write_text(text + "\n", encoding="utf-8")
+        (bundle / "anomaly.json").write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        logger.warning("%s cannot be written (%s). %s", bundle, error.strerror, incident.describe())
+        logger.warning("%s cannot be written (%s). %s", bundle, error.strerror, anomaly.describe())
     return bundle
 
 

@@ -170,7 +170,7 @@ def flag_names() -> list[str]:
 
 
 def _checked(flag: str, settings: Mapping[str, Any], value: Any) -> Any:
-    """Returns a value of a Namespace as the command line would have given it, or refuses it in the flag's name."""
+    """Returns a value of a Namespace as the command line would have given it, or rejects it in the flag's name."""
     read: Callable[[Any], Any]
     if settings.get("action") == "store_true":
         wanted, read = "True or False", _bool

@@ -149,7 +149,7 @@ def _import(imports: list[str]) -> None:
                     [str(file.relative_to(folder)) if file.suffix == ".py" else name], project_dir=folder
                 )
         except ConfigError as error:
-            # What @experiment refuses is explained; that an import failed with it would only hide it.
+            # What @experiment rejects is explained; that an import failed with it would only hide it.
             raise (error.__cause__ if isinstance(error.__cause__, ConfigError) else error) from None
 
 

@@ -18,7 +18,7 @@ from trainwright.loop.hook import Hook
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Builder, Trainer
 from trainwright.user_code.locations import caller
-from trainwright.user_code.signatures import refuse_wrong_call
+from trainwright.user_code.signatures import reject_wrong_call
 
 Forward = Callable[[torch.nn.Module, Any], Any]
 
@@ -39,7 +39,7 @@ class PartsTrainer(Trainer):
 
     @classmethod
     def build_model(cls, build: Builder) -> torch.nn.Module:
-        """Refuses, where the program is not there."""
+        """Rejects, where the program is not there."""
         raise ConfigError(
             "This run was made by train(model, data, …), whose parts no config holds. Call it again with the same "
             "arguments: of a run that has ended it trains nothing, and the trainer that it returns has the trained "
@@ -75,9 +75,9 @@ def train(
     """
     shorten_tracebacks()
     if forward is not None:
-        refuse_wrong_call(forward, ("model", "batch"), role="forward")
+        reject_wrong_call(forward, ("model", "batch"), role="forward")
     if collator is not None:
-        refuse_wrong_call(collator, ("samples",), role="collator")
+        reject_wrong_call(collator, ("samples",), role="collator")
     eval_sets = eval_data if isinstance(eval_data, Mapping) else {} if eval_data is None else {"eval": eval_data}
 
     class GivenParts(PartsTrainer):

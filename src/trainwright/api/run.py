@@ -99,11 +99,11 @@ def run_experiment(
     config = _at_place(config, mode, model_dir)
     built = trainer if isinstance(trainer, Trainer) else None
     if built is not None:
-        _refuse_other_wishes(built, config, task=task, fresh=fresh, accept_changes=accept_changes)
+        _reject_other_wishes(built, config, task=task, fresh=fresh, accept_changes=accept_changes)
     with start_up() as starting:
         kind: type[Trainer] | None = None
         if not isinstance(trainer, Trainer):
-            _refuse_no_parts(trainer, task)
+            _reject_no_parts(trainer, task)
             config = recorded(config, trainer, task)
             kind = trainer if task is None else _with_task(config, trainer, task)
         if mode in ("eval", "continuous_eval"):
@@ -141,7 +141,7 @@ def _at_place(config: RunConfig, mode: str, model_dir: str | os.PathLike[str] | 
     return config.derive(values) if values else config
 
 
-def _refuse_no_parts(trainer: object, task: object) -> None:
+def _reject_no_parts(trainer: object, task: object) -> None:
     if trainer is not None and not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
         raise ConfigError(
             f"trainer: must be a subclass of Trainer, or what build_trainer(config, …) returned; got {trainer!r}."
@@ -181,10 +181,10 @@ def _say_who_trained(evaluator: Trainer) -> None:
             logger.warning("%s: the run was trained by %s, but is evaluated by %s.", section, then, now)
 
 
-def _refuse_other_wishes(
+def _reject_other_wishes(
     trainer: Trainer, config: RunConfig, *, task: Task | None, fresh: bool, accept_changes: bool
 ) -> None:
-    """Refuses what was decided when a trainer was built."""
+    """Rejects what was decided when a trainer was built."""
     late = {"task": task is not None, "fresh": fresh, "accept_changes": accept_changes}
     for name in (name for name, is_given in late.items() if is_given):
         raise ConfigError(f"{name}: has no effect on a trainer that is built. Give it to build_trainer, or its class.")
@@ -209,7 +209,7 @@ def _evaluate_only_in(mode: str, trainer: Trainer) -> None:
     """Makes a trainer that somebody else has built evaluate as the mode says."""
     if mode == "train":
         trainer.eval_data = {}
-        trainer.surroundings = replace(trainer.surroundings, test_data=None)
+        trainer.context = replace(trainer.context, test_data=None)
     elif mode == "train_and_post_eval" and trainer.config.evaluation.every_steps is not None:
         trainer.config = trainer.config.derive({"evaluation.every_steps": None})
 
@@ -282,7 +282,7 @@ def evaluate_checkpoint(
 
 
 def _restore(trainer: Trainer, step: int | str) -> None:
-    store = trainer.surroundings.store
+    store = trainer.context.store
     best = trainer.config.checkpoint.keep_best
     # The first rank looks for all: a checkpoint may come or go meanwhile.
     chosen = trainer.ranks.broadcast(pick_step(store, step, best=best) if trainer.ranks.is_first else 0)
@@ -312,8 +312,8 @@ def _say_how_it_ended(trainer: Trainer) -> None:
     else:
         logger.info("Finished at step %d.", trainer.step)
     folder = run_folder(trainer.config)
-    if trainer.best.step is not None and trainer.best.step in trainer.surroundings.store.steps():
-        where = trainer.surroundings.store.path(trainer.best.step)
+    if trainer.best.step is not None and trainer.best.step in trainer.context.store.steps():
+        where = trainer.context.store.path(trainer.best.step)
         logger.info("Best %s %.4g, at step %d: %s", trainer.best.metric, trainer.best.value, trainer.best.step, where)
     logger.info("Run folder: %s", folder)
     from_file = not trainer.config.trainer.type.startswith("trainwright.api.")  # functions are in no file

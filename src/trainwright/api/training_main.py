@@ -59,7 +59,7 @@ from trainwright.models.pretrained import INDEX_FILE, WEIGHTS_FILE, load_weights
 from trainwright.optim.param_groups import disable_untrainable_params
 from trainwright.parallel import processes
 from trainwright.user_code.locations import caller, name_of, parameters_of, place_of
-from trainwright.user_code.signatures import refuse_wrong_call
+from trainwright.user_code.signatures import reject_wrong_call
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ def run_step(
             where=place_of(function),
         )
     if isinstance(returned, Mapping) or (hasattr(returned, "loss") and not isinstance(returned, torch.Tensor)):
-        _refuse_without_loss(function, returned, batch, model)
+        _reject_without_loss(function, returned, batch, model)
         return returned
     loss, metrics = _read(function, returned)
     if is_training:
@@ -165,8 +165,8 @@ def _read(function: ForwardStep, returned: Any) -> tuple[torch.Tensor | Mean, di
     return loss, {name: value for name, value in metrics.items() if name != "loss"}
 
 
-def _refuse_without_loss(function: ForwardStep, returned: Any, batch: Any, model: torch.nn.Module) -> None:
-    """Refuses outputs of which the loop can take no loss: neither theirs nor one that the model's criterion makes."""
+def _reject_without_loss(function: ForwardStep, returned: Any, batch: Any, model: torch.nn.Module) -> None:
+    """Rejects outputs of which the loop can take no loss: neither theirs nor one that the model's criterion makes."""
     loss = returned.get("loss") if isinstance(returned, Mapping) else returned.loss
     if _is_loss(loss):
         return
@@ -193,7 +193,7 @@ def _no_loss(function: ForwardStep, what: str) -> TrainwrightError:
 def _averaged(function: ForwardStep, metrics: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
     """Returns the metrics of a training step: of one a sample the mean, as in an evaluation.
 
-    Several values a sample are for handle_metrics_function alone; what has another length is refused here already,
+    Several values a sample are for handle_metrics_function alone; what has another length is rejected here already,
     and not first in an evaluation, hours later.
     """
     averaged: dict[str, Any] = {}
@@ -237,7 +237,7 @@ def _spoiled(loss: torch.Tensor | Mean, metrics: Mapping[str, Any]) -> torch.Ten
 
 
 def per_sample(logs: Mapping[str, Any], num_samples: int, function: ForwardStep) -> EvalLogs:
-    """Gives each metric one entry a sample: a number is repeated, and what has another length is refused.
+    """Gives each metric one entry a sample: a number is repeated, and what has another length is rejected.
 
     A Mean knows its own weight and is averaged beside them.
     """
@@ -283,7 +283,7 @@ def _describe(value: Any) -> str:
 
 
 class CutBatches:
-    """Calls a collate_fn and refuses a batch with an object in it that cannot be cut."""
+    """Calls a collate_fn and rejects a batch with an object in it that cannot be cut."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], num_pieces: int) -> None:
         self._collate = collate
@@ -323,12 +323,12 @@ CALLED_WITH: Mapping[str, tuple[str, ...]] = {
 _REQUIRED = ("forward_step_function", "create_dataset_function")
 
 
-def refuse_wrong_functions(functions: Mapping[str, Any]) -> None:
-    """Refuses a function that does not take what it is called with; `functions` are training_main's, by their names."""
+def reject_wrong_functions(functions: Mapping[str, Any]) -> None:
+    """Rejects a function that does not take what it is called with; `functions` are training_main's, by their names."""
     for role, arguments in CALLED_WITH.items():
         function = functions.get(role)
         if function is not None or role in _REQUIRED:
-            refuse_wrong_call(function, arguments, role=role)
+            reject_wrong_call(function, arguments, role=role)
 
 
 TRAINER = "trainwright.api.training_main:FunctionTrainer"
@@ -346,8 +346,8 @@ MAX_SKIPPED_UPDATES = 100
 def config_of(args: argparse.Namespace) -> RunConfig:
     """Returns the config of the run that the flags describe."""
     flags = with_defaults(args)
-    _refuse_misspelt(args)
-    _refuse_contradictions(flags)
+    _reject_misspelt(args)
+    _reject_contradictions(flags)
     max_batches = None if flags.strict_eval else flags.eval_iters
     eval_batch = None if flags.eval_batch_size is None else flags.eval_batch_size * processes.world_size()
     settings: dict[str, Any] = {
@@ -355,7 +355,7 @@ def config_of(args: argparse.Namespace) -> RunConfig:
         "output_dir": _given("--save", flags.save),
         "seed": _given("--seed", flags.seed),
         "data": {
-            "workers": _given("--num-workers", flags.num_workers),
+            "num_workers": _given("--num-workers", flags.num_workers),
             # Made by create_dataset_function, not from the config.
             "train": _given("--train-data", None),
             "eval": _given("--valid-data", {}),
@@ -371,7 +371,7 @@ def config_of(args: argparse.Namespace) -> RunConfig:
         "log": {"every_steps": _given("--log-interval", flags.log_interval)},
         "runtime": _runtime(flags),
         # As there: an update with a loss or metric that is not finite is left out, on all ranks together.
-        "incidents": {"non_finite": "skip", "max_incidents": MAX_SKIPPED_UPDATES},
+        "anomalies": {"non_finite": "skip", "max_anomalies": MAX_SKIPPED_UPDATES},
     }
     return RunConfig.from_dict(settings, where=Origin.parse(caller()))
 
@@ -393,7 +393,7 @@ def _trainer(flags: argparse.Namespace) -> dict[str, Any]:
         "max_steps": _given("--train-iters", flags.train_iters),
         "max_epochs": _given("--epochs", flags.epochs),
         "micro_batch_size": _given("--batch-size", flags.batch_size),
-        "accumulation": _given("--gradient-accumulation-steps", flags.gradient_accumulation_steps),
+        "gradient_accumulation_steps": _given("--gradient-accumulation-steps", flags.gradient_accumulation_steps),
         "global_batch_size": _given("--batch-size × --gradient-accumulation-steps × ranks", None),
         "max_grad_norm": _given("--clip-grad", flags.clip_grad or None),
         "optimizer": {
@@ -413,7 +413,7 @@ def _runtime(flags: argparse.Namespace) -> dict[str, Any]:
         "precision": _given("--fp16 and --bf16", precision),
     }
     if flags.zero_stage:
-        runtime["mesh"] = _given("--zero-stage", {"data": -1})
+        runtime["mesh"] = _given("--zero-stage", {"fsdp": -1})
         # Of stages 1 and 2 the parameters stay whole between a forward and its backward.
         runtime["reshard_after_forward"] = _given("--zero-stage", flags.zero_stage == max(ZERO_STAGES))
     return runtime
@@ -437,7 +437,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, str | int | float)
 
 
-def _refuse_contradictions(flags: argparse.Namespace) -> None:
+def _reject_contradictions(flags: argparse.Namespace) -> None:
     problems = []
     if flags.mode not in MODES:
         problems.append(f"--mode: {flags.mode!r} is none of {', '.join(MODES)}.")
@@ -463,8 +463,8 @@ def _refuse_contradictions(flags: argparse.Namespace) -> None:
         raise ConfigError(" ".join(problems), where=caller())
 
 
-def _refuse_misspelt(args: argparse.Namespace) -> None:
-    """Refuses what is almost a flag in a Namespace made by hand, which lacks that flag: it would have no effect."""
+def _reject_misspelt(args: argparse.Namespace) -> None:
+    """Rejects what is almost a flag in a Namespace made by hand, which lacks that flag: it would have no effect."""
     given = vars(args)
     for name in given.keys() - {*flag_names(), *FACTS}:
         meant = nearest(name, [flag for flag in flag_names() if flag not in given], cutoff=0.8)
@@ -578,7 +578,7 @@ class FunctionData:
         self._flags = flags
         self._ratios = read_ratios(flags.split)
         self._cut: dict[str, dict[str, Any]] | None = None
-        self._refuse_contradictions()
+        self._reject_contradictions()
 
     def dataset(self, part: str) -> Any:
         """Returns a set, or None where neither a path nor the split gives one."""
@@ -640,7 +640,7 @@ class FunctionData:
             where=place_of(self._create),
         )
 
-    def _refuse_contradictions(self) -> None:
+    def _reject_contradictions(self) -> None:
         flags = self._flags
         paths, weights = as_list(flags.train_data), flags.train_data_weights
         if weights is not None and len(weights) != len(paths):
@@ -753,7 +753,7 @@ def load_into(model: torch.nn.Module, path: Path, *, strict: bool) -> None:
     """Gives a model the weights of a run, of one of its checkpoints, or of a folder of safetensors.
 
     Without `strict` a model may have other parts, such as a new head: what is missing or too much is said. A file
-    that has nothing of the model is refused all the same.
+    that has nothing of the model is rejected all the same.
     """
     if _holds_weights_alone(path):
         key_map = type(model).key_map() if isinstance(model, Model) else None
@@ -836,7 +836,7 @@ def training_main(
 
     `args` is passed on as it is and never changed. A process that is told to leave saves its step and exits.
     """
-    refuse_wrong_functions(locals())
+    reject_wrong_functions(locals())
     shorten_tracebacks()
     show_log()
     config = config_of(args)
@@ -882,7 +882,11 @@ class FunctionTrainer(Trainer):
     def build_collator(cls, build: Builder) -> Any:
         """Returns the user's collate_fn, or the one that stacks."""
         collate = cls._given().collate
-        return build.collator() if collate is None else cut_batches(collate, build.config.trainer.accumulation or 1)
+        return (
+            build.collator()
+            if collate is None
+            else cut_batches(collate, build.config.trainer.gradient_accumulation_steps or 1)
+        )
 
     @classmethod
     def _given(cls) -> UserFunctions:

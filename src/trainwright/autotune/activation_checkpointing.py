@@ -38,15 +38,15 @@ from trainwright.parallel.processes import local_size
 
 logger = logging.getLogger(__name__)
 
-LABEL = "model.remat.budget: auto"
+LABEL = "model.activation_checkpointing.budget: auto"
 
 
 def wants_budget(config: RunConfig) -> bool:
     """Does a run leave it open how many layers are recomputed?"""
-    return config.model is not None and has_auto(config.model.reserved.get("remat"))
+    return config.model is not None and has_auto(config.model.reserved.get("activation_checkpointing"))
 
 
-def settle_remat(
+def settle_activation_checkpointing(
     config: RunConfig,
     assemble: Callable[[RunConfig, Path], Trainer],
     *,
@@ -58,24 +58,24 @@ def settle_remat(
 
     `assemble` and `folder` are as in `settle_micro_batch`, which has its turn before.
     """
-    _refuse(config, ranks)
+    _reject(config, ranks)
     assert config.model is not None
-    given = _plain(config.model.reserved["remat"])
+    given = _plain(config.model.reserved["activation_checkpointing"])
     share = _share_of_before(config, given, config_of_before(folder, backend, ranks))
     if share is not None:
         logger.info("%s: %s, as the run found before", LABEL, share)
-        return config.derive({"model.remat": with_budget(given, share)})
+        return config.derive({"model.activation_checkpointing": with_budget(given, share)})
     logger.info("%s: trying how few layers need to be recomputed", LABEL)
     plan = resolve_batch(config, ranks.size)
-    rank_batch_size = plan.micro_batch_size * plan.accumulation
+    rank_batch_size = plan.micro_batch_size * plan.gradient_accumulation_steps
     trial = config.derive(
         {
             "trainer.global_batch_size": rank_batch_size,
             "trainer.micro_batch_size": plan.micro_batch_size,
-            "model.remat": without_auto(given),
+            "model.activation_checkpointing": without_auto(given),
             "runtime.mode": "eager",
             "runtime.compile_backend": None,
-            "runtime.expect_graph_breaks": None,
+            "runtime.max_graph_breaks": None,
             **LOADING_ALONE,
         }
     )
@@ -93,19 +93,20 @@ def settle_remat(
     found = [each for each in shares if each is not None]
     if len(found) < len(shares):
         advice = "".join(
-            f"\n  - {each}" for each in advice_for(config.derive({"model.remat": with_budget(given, 0.0)}))
+            f"\n  - {each}"
+            for each in advice_for(config.derive({"model.activation_checkpointing": with_budget(given, 0.0)}))
         )
         raise OutOfMemory(
             f"{LABEL}: with all of them recomputed a step does not fit into the memory of {backend.describe()}, of "
             f"which {HEADROOM:.0%} stay free. What could change:{advice}",
-            where=config.origin("model.remat"),
+            where=config.origin("model.activation_checkpointing"),
         )
     logger.info("%s: %s", LABEL, min(found))
-    return config.derive({"model.remat": with_budget(given, min(found))})
+    return config.derive({"model.activation_checkpointing": with_budget(given, min(found))})
 
 
-def _refuse(config: RunConfig, ranks: Ranks) -> None:
-    where = config.origin("model.remat")
+def _reject(config: RunConfig, ranks: Ranks) -> None:
+    where = config.origin("model.activation_checkpointing")
     if ranks.mesh.is_split:
         axes = ", ".join(f"{axis} {size}" for axis, size in ranks.mesh.sizes.items() if size > 1)
         raise ConfigError(
@@ -122,11 +123,11 @@ def _refuse(config: RunConfig, ranks: Ranks) -> None:
 
 def _share_of_before(config: RunConfig, given: Any, saved: RunConfig | None) -> float | None:
     """Returns the share that was found for the same layers and the same micro-batch."""
-    if saved is None or saved.model is None or "remat" not in saved.model.reserved:
+    if saved is None or saved.model is None or "activation_checkpointing" not in saved.model.reserved:
         return None
     if saved.trainer.micro_batch_size != config.trainer.micro_batch_size:
         return None
-    then = _plain(saved.model.reserved["remat"])
+    then = _plain(saved.model.reserved["activation_checkpointing"])
     shares = {each for each in _budgets(then) if with_budget(given, each) == then}
     return shares.pop() if shares else None
 
@@ -141,8 +142,8 @@ def _budgets(given: Any) -> Iterator[float]:
 
 def _find(trainer: Trainer, given: Any, ranks: Ranks) -> float | None:
     """Returns the largest share that fits on this rank; None if nothing does."""
-    plan = trainer.surroundings.batch
-    with steps_tried(trainer, plan.micro_batch_size * plan.accumulation, ranks) as trial:
+    plan = trainer.context.batch
+    with steps_tried(trainer, plan.micro_batch_size * plan.gradient_accumulation_steps, ranks) as trial:
         shares = shares_of(trainer.model, given)
         if trainer.backend.memory_room() is None:
             return _find_by_steps(trial, trainer, given, shares)
@@ -150,7 +151,7 @@ def _find(trainer: Trainer, given: Any, ranks: Ranks) -> float | None:
 
 
 def _find_by_steps(trial: StepTrial, trainer: Trainer, given: Any, shares: list[float]) -> float | None:
-    size = trainer.surroundings.batch.micro_batch_size
+    size = trainer.context.batch.micro_batch_size
     answers: dict[float, bool] = {}
 
     def fits(share: float) -> bool:
@@ -173,7 +174,7 @@ def _find_by_steps(trial: StepTrial, trainer: Trainer, given: Any, shares: list[
 
 def _find_by_counting(trial: StepTrial, trainer: Trainer, given: Any, shares: list[float]) -> float | None:
     model, backend = trainer.model, trainer.backend
-    size = trainer.surroundings.batch.micro_batch_size
+    size = trainer.context.batch.micro_batch_size
     taken: list[int] = []
     rooms: list[int] = []
 

@@ -58,7 +58,7 @@ def largest_that_fits(candidates: Sequence[int], fits: Callable[[int], bool]) ->
 class Growth:
     """Guesses what a larger micro-batch takes from what a smaller one took, where trying it could end the process.
 
-    A GPU refuses what it does not have. The system's main memory is promised freely, and who then uses too much of it
+    A GPU rejects what it does not have. The system's main memory is promised freely, and who then uses too much of it
     is killed, so there a candidate is tried only if as much again for each sample would leave room.
     """
 
@@ -94,7 +94,7 @@ class Growth:
 
 Found = TypeVar("Found")
 
-LOADING_ALONE: Mapping[str, Any] = {"data.workers": 0, "data.loader": {}}
+LOADING_ALONE: Mapping[str, Any] = {"data.num_workers": 0, "data.loader": {}}
 """What a trial says of its data: it reads one batch."""
 _PIECES_TRIED = 2  # from the second micro-batch on there are gradients beside the activations
 
@@ -256,7 +256,7 @@ class StepTrial:
         """Makes a step whatever it takes, the last within `measuring`; returns whether there was memory for it."""
         trainer = self._trainer
         plan = BatchPlan(self._largest, size, self._largest // size)
-        trainer.surroundings = replace(trainer.surroundings, batch=plan)
+        trainer.context = replace(trainer.context, batch=plan)
         try:
             if not self._has_stepped:
                 # Only the second step has the optimizer's state beside the activations.
@@ -276,7 +276,7 @@ class StepTrial:
     def _step(self) -> None:
         trainer = self._trainer
         trainer.storage.step = 1
-        trainer.surroundings.updater.set_rates(0)
+        trainer.context.updater.set_rates(0)
         trainer.seed_step()
         trainer.samples_in_hand = self._num_samples
         trainer.train_step(self._batch)

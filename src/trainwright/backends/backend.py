@@ -267,9 +267,9 @@ def memory_in_use() -> int:
 
 
 def checked_device(device: torch.device | str) -> torch.device:
-    """Returns a device that a call names; one that torch does not know, or that is not here, is refused."""
+    """Returns a device that a call names; one that torch does not know, or that is not here, is rejected."""
     if str(device) == "tpu":  # where torch_tpu is not installed torch does not know the word
-        _refuse_absent_tpu("device")
+        _reject_absent_tpu("device")
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -287,7 +287,7 @@ def pick_backend(setting: str, *, local_rank: int = 0, where: object | None = No
     if kind == "cpu":
         return Backend(torch.device("cpu"))
     if setting == "tpu":
-        _refuse_absent_tpu("runtime.device", where=where)
+        _reject_absent_tpu("runtime.device", where=where)
         from trainwright.backends.tpu import TpuBackend
 
         return TpuBackend(torch.device("tpu"))
@@ -318,7 +318,7 @@ def _best_device() -> str:
     return "tpu" if has_tpu() else "cpu"
 
 
-def _refuse_absent_tpu(label: str, *, where: object | None = None) -> None:
-    from trainwright.backends.tpu import refuse_absent_tpu
+def _reject_absent_tpu(label: str, *, where: object | None = None) -> None:
+    from trainwright.backends.tpu import reject_absent_tpu
 
-    refuse_absent_tpu(label, where=where)
+    reject_absent_tpu(label, where=where)

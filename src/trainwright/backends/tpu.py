@@ -39,7 +39,7 @@ class TpuBackend(Backend):
         _module().manual_seed(value)
 
     def autocast(self, precision: str, *, keeps_casts: bool = True) -> AbstractContextManager[Any]:
-        """Returns the context of a forward; fp16 is refused, for a TPU computes in bfloat16."""
+        """Returns the context of a forward; fp16 is rejected, for a TPU computes in bfloat16."""
         if precision == "fp16":
             raise ConfigError("runtime.precision: fp16 is not for a TPU, which multiplies in bfloat16. Use bf16.")
         return super().autocast(precision, keeps_casts=keeps_casts)
@@ -85,7 +85,7 @@ def has_tpu() -> bool:
     return found is not None and found.type == "tpu"
 
 
-def refuse_absent_tpu(label: str, *, where: object | None = None) -> None:
+def reject_absent_tpu(label: str, *, where: object | None = None) -> None:
     """Raises what is missing, where a TPU is asked for and torch sees none."""
     if has_tpu():
         return

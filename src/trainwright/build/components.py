@@ -21,11 +21,11 @@ from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.hooks.compilation import WatchCompilation
 from trainwright.hooks.preemption import ObeyPreemption
 from trainwright.hooks.throughput import TimeSteps
-from trainwright.hooks.watchdog import WatchForHangs
+from trainwright.hooks.watchdog import Watchdog
 from trainwright.loop.hook import Hook
-from trainwright.loop.metrics import ConfiguredMetric, refuse_no_metric
+from trainwright.loop.metrics import ConfiguredMetric, reject_no_metric
 from trainwright.loop.task import Task, overrides
-from trainwright.loop.trainer import Trainer, refuse_wrong_constructor
+from trainwright.loop.trainer import Trainer, reject_wrong_constructor
 from trainwright.models.from_config import build_model_section, build_without_memory, is_as_shipped
 from trainwright.models.pretrained_facts import PretrainedFacts
 from trainwright.optim.param_groups import (
@@ -37,14 +37,14 @@ from trainwright.optim.param_groups import (
     make_optimizer,
     parameters_of_all_stages,
     reasons_of_others,
-    refuse_provided,
+    reject_provided,
     take_out_others,
     whole_of,
 )
 from trainwright.parallel.collectives import Ranks
 from trainwright.registry import resolve as registry
 from trainwright.user_code.locations import place_of
-from trainwright.user_code.methods import refuse_wrong_methods
+from trainwright.user_code.methods import reject_wrong_methods
 from trainwright.writers.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -182,7 +182,7 @@ class Build:
         return [
             TimeSteps(),
             ObeyPreemption(self.config.preemption),
-            WatchForHangs(self.config.hangs),
+            Watchdog(self.config.watchdog),
             *([] if self.config.runtime.mode == "eager" else [WatchCompilation()]),
             *own,
         ]
@@ -211,8 +211,8 @@ class Build:
 
     def take_trainer(self, trainer_class: type[Trainer]) -> None:
         """Notes the class that asks for the model: a `build_model` of a user's may read the weights that it gets."""
-        refuse_wrong_methods(trainer_class, Trainer)
-        refuse_wrong_constructor(trainer_class)
+        reject_wrong_methods(trainer_class, Trainer)
+        reject_wrong_constructor(trainer_class)
         owner = next(each for each in trainer_class.__mro__ if "build_model" in vars(each))
         if not owner.__module__.startswith("trainwright."):
             self._reader = f"{owner.__name__}.build_model"
@@ -240,20 +240,20 @@ class Build:
             outputs, labels = arguments.pop("outputs", "logits"), arguments.pop("labels", "labels")
             label = f"evaluation.metrics.{name}"
             metric = self._make("metric", label, Component(component.type, **arguments).located_at(component.origin))
-            refuse_no_metric(metric, label, self.config.origin(label))
+            reject_no_metric(metric, label, self.config.origin(label))
             made.append(ConfiguredMetric(name, metric, outputs, labels, self.config.origin(label)))
         for name, metric in task.build_metrics().items():
-            refuse_no_metric(metric, f"{type(task).__name__}.build_metrics, {name}", place_of(type(task).build_metrics))
+            reject_no_metric(metric, f"{type(task).__name__}.build_metrics, {name}", place_of(type(task).build_metrics))
             made.append(ConfiguredMetric(name, metric, "logits", "labels"))
         for each in made:
             if isinstance(each.metric, torch.nn.Module):
                 each.metric.to(device)
-                if self._ranks.mesh.speakers is not None:  # torchmetrics' talk between ranks themselves
-                    each.metric.process_group = self._ranks.mesh.speakers
+                if self._ranks.mesh.loss_group is not None:  # torchmetrics' talk between ranks themselves
+                    each.metric.process_group = self._ranks.mesh.loss_group
         return made
 
-    def refuse_unused(self) -> None:
-        """Refuses sections that a Trainer's or Task's own build methods left without effect."""
+    def reject_unused(self) -> None:
+        """Rejects sections that a Trainer's or Task's own build methods left without effect."""
         config = self.config
         optimizer = "trainer.optimizers" if config.trainer.optimizers else "trainer.optimizer"
         given: dict[str, tuple[bool, str]] = {
@@ -314,7 +314,7 @@ class Build:
         bare = Component(component.type, **arguments).located_at(component.origin)
         target = registry.find("optimizer", bare.type, project_dir=self.project_dir, where=bare.origin, label=label)
         needs_kinds = getattr(target, "needs_parameter_kinds", False)
-        refuse_provided(arguments, ("params", "kinds") if needs_kinds else ("params",), label=label, origin=origin)
+        reject_provided(arguments, ("params", "kinds") if needs_kinds else ("params",), label=label, origin=origin)
         is_strict, defaults = has_strict_forms(target), defaults_of(target)
         check_settings(arguments, defaults, label=label, origin=origin, has_strict_forms=is_strict)
 
@@ -335,7 +335,7 @@ class Build:
         return optimizer
 
     def _trainable(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Returns the parameters that are trained; with a pipeline of all stages. Refuses a stage without any."""
+        """Returns the parameters that are trained; with a pipeline of all stages. Rejects a stage without any."""
         parameters = parameters_of_all_stages(model)
         seen: set[int] = set()
         trainable = {}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.config import BatchPlan, Component, ProcessSection, RunConfig
-from trainwright.data.fetch import OnError, View, is_stream, refuse_loader
+from trainwright.data.fetch import OnError, View, is_stream, reject_loader
 from trainwright.data.loader import EvalData, TrainData
 from trainwright.data.process import ProcessedStream, describe_input, fingerprint_function
 from trainwright.data.stream_loader import EvalStream, EvaluationData, StreamData, TrainingData
@@ -134,7 +134,7 @@ class DatasetBuilder:
             if options.num_workers:
                 raise ConfigError(
                     f"data.process.num_workers: {type(dataset).__name__} is a stream, whose rows are processed as they "
-                    "are read, by the loader's workers. Set data.workers instead.",
+                    "are read, by the loader's workers. Set data.num_workers instead.",
                     where=process.origin,
                 )
             return ProcessedStream(dataset, function, arguments)
@@ -180,7 +180,7 @@ class Loaders:
             "collator": collator,
             "seed": config.seed,
             "view": View(ranks.mesh.data_rank, ranks.mesh.num_data_ranks),
-            "options": LoaderOptions(data.workers, data.loader),
+            "options": LoaderOptions(data.num_workers, data.loader),
             "on_error": OnError(skips=data.on_error == "skip", at_most=data.max_skipped, folder=folder),
         }
 
@@ -193,11 +193,11 @@ class Loaders:
 
     def _training_data(self, dataset: Any) -> TrainingData:
         section, batch_size = self._config.data, self._batch.global_batch_size
-        refuse_loader(dataset, "data.train")
+        reject_loader(dataset, "data.train")
         if isinstance(dataset, (TrainData, StreamData)):
             return dataset
         if is_stream(dataset):
-            self._refuse_grouping("is a stream")
+            self._reject_grouping("is a stream")
             return StreamData(
                 dataset,
                 global_batch_size=batch_size,
@@ -207,11 +207,11 @@ class Loaders:
                 **self._common,
             )
         if hasattr(type(dataset), "make_order"):
-            self._refuse_grouping("is a mixture")
+            self._reject_grouping("is a mixture")
         options: dict[str, Any] = {"shuffle": section.shuffle, "group_by_length": section.group_by_length}
         return TrainData(dataset, global_batch_size=batch_size, **options, **self._common)
 
-    def _refuse_grouping(self, why: str) -> None:
+    def _reject_grouping(self, why: str) -> None:
         if self._config.data.group_by_length:
             where = self._config.origin("data.group_by_length")
             raise ConfigError(f"data.group_by_length: has no effect, for data.train {why}. Remove it.", where=where)
@@ -227,15 +227,15 @@ class Loaders:
             **self._common,
         }
         with _locating(self._config):
-            refuse_loader(dataset, f"data.eval.{name}")
+            reject_loader(dataset, f"data.eval.{name}")
             if is_stream(dataset):
                 return EvalStream(dataset, agree=self._agree_or_leave, **arguments)
             return EvalData(dataset, **arguments)
 
     def _agree_or_leave(self, num_samples: int, num_alive: int, num_gone: int) -> tuple[int, ...]:
         """Sums what ranks say of a batch: samples that several share count once, whoever leaves counts."""
-        speaks = self._ranks.mesh.speaks
-        return self._ranks.sum_counts(num_samples * speaks, num_alive * speaks, num_gone)
+        is_loss_rank = self._ranks.mesh.is_loss_rank
+        return self._ranks.sum_counts(num_samples * is_loss_rank, num_alive * is_loss_rank, num_gone)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MEMORY_KEYS = ("offload", "remat", "scan")
+MEMORY_KEYS = ("offload", "activation_checkpointing", "compile_repeated_blocks")
 """Settings of the model that change what memory a step needs, and nothing that it computes."""
 
 
@@ -104,7 +104,7 @@ def _split(
     if mesh.size("tensor") > 1:
         from trainwright.parallel.tensor import split_tensors
 
-        assert plan is not None  # refused otherwise
+        assert plan is not None  # rejected otherwise
         split_tensors(model, plan, mesh)
     if mesh.size("context") > 1:
         from trainwright.parallel.context import split_sequences
@@ -115,8 +115,8 @@ def _split(
 
         apply_memory_settings(model, memory, origin=config.origin, is_whole=mesh.size("pipeline") == 1)
     sync = None
-    if mesh.size("data", "context") > 1:
-        _refuse_unreduced(config, mesh)
+    if mesh.size("fsdp", "context") > 1:
+        _reject_unreduced(config, mesh)
         from trainwright.parallel.fully_shard import shard_parameters
 
         data_dim = plan.data_dim if plan is not None else _first_dim
@@ -124,16 +124,16 @@ def _split(
     return plan, sync
 
 
-def refuse_own_steps(
+def reject_own_steps(
     trainer_class: type[Trainer], task: Task, model: torch.nn.Module, config: RunConfig, mesh: Mesh
 ) -> None:
-    """Refuses a pipeline whose schedule would not call what a user wrote of the step, or cannot cut the model."""
-    from trainwright.parallel.pipeline import refuse_pipeline
+    """Rejects a pipeline whose schedule would not call what a user wrote of the step, or cannot cut the model."""
+    from trainwright.parallel.pipeline import reject_pipeline
 
     methods = [(trainer_class, name) for name in ("forward", "run_forward", "train_step", "eval_step")]
     own = [f"{kind.__name__}.{name}" for kind, name in [*methods, (type(task), "forward")] if _is_users(kind, name)]
     where = config.origin("runtime.mesh.pipeline")
-    refuse_pipeline(model, mesh.size("pipeline"), own_parts=own, where=where)
+    reject_pipeline(model, mesh.size("pipeline"), own_parts=own, where=where)
 
 
 def _is_users(kind: type, name: str) -> bool:
@@ -166,8 +166,8 @@ def _reserved(config: RunConfig) -> Mapping[str, Any]:
     return {} if config.model is None else config.model.reserved
 
 
-def _refuse_unreduced(config: RunConfig, mesh: Mesh) -> None:
-    """Refuses to reduce once per update where a pipeline's schedule runs all backwards by itself."""
+def _reject_unreduced(config: RunConfig, mesh: Mesh) -> None:
+    """Rejects to reduce once per update where a pipeline's schedule runs all backwards by itself."""
     if config.runtime.accumulate_unsharded and mesh.size("pipeline") > 1:
         raise ConfigError(
             "runtime.accumulate_unsharded: a pipeline reduces gradients with every micro-batch. Leave it out, or the "

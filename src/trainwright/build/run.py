@@ -13,18 +13,18 @@ from typing import Any, NoReturn
 
 import torch
 
-from trainwright.anomaly.detection import IncidentWatch
-from trainwright.autotune.activation_checkpointing import settle_remat, wants_budget
+from trainwright.anomaly.detection import AnomalyWatch
+from trainwright.autotune.activation_checkpointing import settle_activation_checkpointing, wants_budget
 from trainwright.autotune.micro_batch import settle_micro_batch
 from trainwright.backends import Backend, pick_backend
 from trainwright.build.components import Build, describe_dtypes
 from trainwright.build.data import Loaders, describe_size, limits
-from trainwright.build.parallelize import Placed, place_model, refuse_own_steps
+from trainwright.build.parallelize import Placed, place_model, reject_own_steps
 from trainwright.checkpoint import folder as run_folders
 from trainwright.checkpoint.listing import checkpoints_place
 from trainwright.checkpoint.remote_files import is_address
 from trainwright.checkpoint.remote_store import open_store
-from trainwright.checkpoint.resume import changed_settings, refuse_changes, refuse_strangers
+from trainwright.checkpoint.resume import changed_settings, reject_changes, reject_strangers
 from trainwright.config import BatchPlan, Component, RunConfig, micro_batch_alone, resolve_batch, resolve_mesh
 from trainwright.config.component import type_of
 from trainwright.data.order import mix_seed
@@ -33,10 +33,10 @@ from trainwright.data.stream_loader import EvaluationData
 from trainwright.errors import ConfigError
 from trainwright.events import EventStorage
 from trainwright.loop.checkpointing import restore_checkpoint
-from trainwright.loop.compiled_forward import refuse_modes
-from trainwright.loop.graph_step import refuse_unrecorded
+from trainwright.loop.compiled_forward import reject_modes
+from trainwright.loop.graph_step import reject_unrecorded
 from trainwright.loop.task import Task
-from trainwright.loop.trainer import Builder, Surroundings, Trainer
+from trainwright.loop.trainer import Builder, Trainer, TrainerContext
 from trainwright.loop.update import LossScale, ScheduledOptimizer, Updater, persistent_buffers
 from trainwright.models.pretrained_facts import PretrainedFacts, read_facts, write_facts
 from trainwright.parallel import processes
@@ -60,8 +60,8 @@ class GivenTrainer(Trainer):
 
     @classmethod
     def build_eval_data(cls, build: Builder) -> Mapping[str, Any]:
-        """Refuses: the trainer's own methods would be missing in a training, and in an evaluation."""
-        _refuse_trainer(build)
+        """Rejects: the trainer's own methods would be missing in a training, and in an evaluation."""
+        _reject_trainer(build)
 
 
 class GivenTrainerWithModel(GivenTrainer):
@@ -69,8 +69,8 @@ class GivenTrainerWithModel(GivenTrainer):
 
     @classmethod
     def build_model(cls, build: Builder) -> torch.nn.Module:
-        """Refuses: nobody knows the model."""
-        _refuse_trainer(build)
+        """Rejects: nobody knows the model."""
+        _reject_trainer(build)
 
 
 class GivenTask(Task):
@@ -80,10 +80,10 @@ class GivenTask(Task):
         self._name = name
 
     def build_metrics(self) -> dict[str, Any]:
-        """Refuses: the task's own methods would be missing in a training, and in an evaluation."""
-        self._refuse()
+        """Rejects: the task's own methods would be missing in a training, and in an evaluation."""
+        self._reject()
 
-    def _refuse(self) -> NoReturn:
+    def _reject(self) -> NoReturn:
         short = self._name.rpartition(".")[2]
         raise ConfigError(
             f"task: that of this run was given in code ({self._name}), and no config tells how it was made. Give it "
@@ -96,8 +96,8 @@ class GivenTaskWithModel(GivenTask):
     """Stands for one that makes the model as well."""
 
     def build_model(self) -> torch.nn.Module:
-        """Refuses: nobody knows the model."""
-        self._refuse()
+        """Rejects: nobody knows the model."""
+        self._reject()
 
 
 def recorded(config: RunConfig, trainer_class: type[Trainer] | None, task: Task | None = None) -> RunConfig:
@@ -158,7 +158,7 @@ def _stands_in(task: Component) -> bool:
 
 
 def _is_the_config_s(config: RunConfig, trainer_class: type[Trainer]) -> bool:
-    """Does the config name this class already, one that has only other hooks and writers, or the door that made it?"""
+    """Does the config name this class already, one that has only other hooks and writers, or the API that made it?"""
     try:
         found = registry.find("trainer", config.trainer.type, project_dir=config.project_dir)
     except ConfigError:
@@ -206,7 +206,7 @@ def _reference(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def _refuse_trainer(build: Builder) -> NoReturn:
+def _reject_trainer(build: Builder) -> NoReturn:
     name = str(build.config.trainer.options.get(IN_CODE))
     short = name.rpartition(".")[2]
     raise ConfigError(
@@ -244,9 +244,9 @@ def build_trainer(
 
     going_on = None if fresh else folder
     if wants_budget(config):
-        config = settle_remat(config, assemble_alone, backend=backend, ranks=ranks, folder=going_on)
+        config = settle_activation_checkpointing(config, assemble_alone, backend=backend, ranks=ranks, folder=going_on)
     if config.trainer.micro_batch_size == "auto":
-        _refuse_auto(config, ranks)
+        _reject_auto(config, ranks)
         config = settle_micro_batch(config, assemble_alone, backend=backend, ranks=ranks, folder=going_on)
     trainer, build = assemble(config, trainer_class, backend, ranks, folder, kept=kept, evaluates=evaluates)
     # Only now is the folder touched: a config with a mistake in it sets nothing aside and leaves nothing behind.
@@ -268,8 +268,8 @@ def build_trainer(
     return trainer
 
 
-def _refuse_auto(config: RunConfig, ranks: Ranks) -> None:
-    """Refuses to look for a micro-batch alone where a rank has only a part of the model."""
+def _reject_auto(config: RunConfig, ranks: Ranks) -> None:
+    """Rejects to look for a micro-batch alone where a rank has only a part of the model."""
     if ranks.mesh.is_split:
         axes = ", ".join(f"{axis} {size}" for axis, size in ranks.mesh.sizes.items() if size > 1)
         raise ConfigError(
@@ -282,7 +282,7 @@ def _refuse_auto(config: RunConfig, ranks: Ranks) -> None:
 def _introduce(trainer: Trainer) -> None:
     """Says in a few lines what will run, and where."""
     assert trainer.train_data is not None
-    batch, num_parameters = trainer.surroundings.batch, sum(each.numel() for each in trainer.model.parameters())
+    batch, num_parameters = trainer.context.batch, sum(each.numel() for each in trainer.model.parameters())
     axes = " × ".join(f"{axis} {size}" for axis, size in trainer.ranks.mesh.sizes.items() if size > 1)
     processes = f"{trainer.ranks.size} processes ({axes}), " if trainer.ranks.size > 1 else ""
     logger.info(
@@ -296,7 +296,7 @@ def _introduce(trainer: Trainer) -> None:
         trainer.config.runtime.precision,
         trainer.config.runtime.mode,
     )
-    sets = {**trainer.eval_data, **({"test": trainer.surroundings.test_data} if trainer.surroundings.test_data else {})}
+    sets = {**trainer.eval_data, **({"test": trainer.context.test_data} if trainer.context.test_data else {})}
     if sets:
         logger.info("Evaluates %s", ", ".join(f"{name} ({describe_size(each)})" for name, each in sets.items()))
     logger.info(
@@ -304,14 +304,14 @@ def _introduce(trainer: Trainer) -> None:
         trainer.max_steps,
         batch.global_batch_size,
         batch.micro_batch_size,
-        batch.accumulation * trainer.ranks.mesh.num_data_ranks,
+        batch.gradient_accumulation_steps * trainer.ranks.mesh.num_data_ranks,
         trainer.folder,
     )
 
 
 def sets_of(trainer: Trainer) -> dict[str, EvaluationData]:
     """Returns the evaluation sets of a run by name, the test set included."""
-    test = trainer.surroundings.test_data
+    test = trainer.context.test_data
     return dict(trainer.eval_data) if test is None else {**trainer.eval_data, test.name: test}
 
 
@@ -346,10 +346,10 @@ def _join(config: RunConfig) -> tuple[RunConfig, Backend, Ranks]:
         backend.repeat_bits()
     backend.claim()
     axes = resolve_mesh(config, processes.world_size())
-    refuse_modes(config, axes)
+    reject_modes(config, axes)
     facts = facts_of(config) if processes.world_size() > 1 else None
     ranks = processes.join(axes, collectives=backend.collectives, device_type=backend.device.type, facts=facts)
-    refuse_unrecorded(config, ranks)
+    reject_unrecorded(config, ranks)
     name = ranks.broadcast(config.name)
     return config if name == config.name else config.derive({"name": name}), backend, ranks
 
@@ -390,7 +390,7 @@ def assemble(
     if not evaluates:
         eval_data, test = {}, None
     optimizers = _by_name(trainer_class.build_optimizers(build, placed.model), ranks.mesh) if for_training else {}
-    surroundings = Surroundings(
+    context = TrainerContext(
         backend=backend,
         ranks=ranks,
         batch=batch,
@@ -405,7 +405,7 @@ def assemble(
         test_data=None if test is None else loaders.for_evaluation("test", test),
     )
     if for_training:
-        build.refuse_unused()
+        build.reject_unused()
     trainer = trainer_class(
         config=config,
         task=task,
@@ -414,7 +414,7 @@ def assemble(
         train_dataset=train_data,
         validation_dataset=eval_data,
         checkpoint_exporter=None,  # what it did is a setting, checkpoint.keep_best
-        surroundings=surroundings,
+        context=context,
     )
     # From here on ranks draw different numbers.
     _seed_everything(backend, mix_seed(config.seed, _RANK_STREAM, ranks.mesh.data_rank))
@@ -425,7 +425,7 @@ def _build_model(trainer_class: type[Trainer], task: Task, build: Build, backend
     """Builds the model, equal on all ranks or on the first for all, and places what each keeps of it on its device."""
     model = trainer_class.build_model(build)
     if ranks.mesh.size("pipeline") > 1:
-        refuse_own_steps(trainer_class, task, model, build.config, ranks.mesh)
+        reject_own_steps(trainer_class, task, model, build.config, ranks.mesh)
     placed = place_model(model, ranks, build.config, backend.device, first_has_weights=build.first_has_weights)
     # A start that loads weights draws fewer numbers than one that builds the model for a checkpoint, and a rank that
     # is sent them draws none; what is built next must not know.
@@ -504,39 +504,39 @@ def _updater(
         max_grad_norm=config.trainer.max_grad_norm,
         max_grad_value=config.trainer.max_grad_value,
         loss_scale=LossScale(backend.device) if config.runtime.precision == "fp16" else None,
-        watch=IncidentWatch(
-            config.incidents, device=backend.device, rank=ranks.rank, is_recorded=config.runtime.mode == "graph"
+        watch=AnomalyWatch(
+            config.anomalies, device=backend.device, rank=ranks.rank, is_recorded=config.runtime.mode == "graph"
         ),
         buffers=persistent_buffers(placed.model),
         sync=placed.sync,
-        pipeline=placed.pipeline(batch.accumulation),
+        pipeline=placed.pipeline(batch.gradient_accumulation_steps),
     )
 
 
 def _find_checkpoint(trainer: Trainer, *, fresh: bool, accept_changes: bool) -> tuple[int | None, RunConfig | None]:
     """Prepares the run folder; returns the step to go on from and the config it was trained with.
 
-    Refuses changed settings. The first rank looks, and all ranks get its answer.
+    Rejects changed settings. The first rank looks, and all ranks get its answer.
     """
     step: int | None = None
     saved: RunConfig | None = None
     failure: Exception | None = None
     if trainer.ranks.is_first:
         try:
-            run_folders.FolderLock(trainer.folder).refuse_if_held()  # train() takes it
+            run_folders.FolderLock(trainer.folder).reject_if_held()  # train() takes it
             aside = run_folders.set_aside(trainer.folder) if fresh else None
             if aside is not None:
                 logger.info("The earlier run was set aside: %s", aside)
             run_folders.prepare(trainer.folder, where=trainer.config.origin("output_dir"))
             run_folders.claim_checkpoints(trainer.config, fresh=fresh)
-            trainer.surroundings.store.clean()
-            step = trainer.surroundings.store.newest_intact()
+            trainer.context.store.clean()
+            step = trainer.context.store.newest_intact()
             saved = run_folders.read_config(trainer.folder)
             if step is not None and saved is None and trainer.config.checkpoint.folder and not accept_changes:
-                refuse_strangers(trainer.surroundings.store.path(step), trainer.folder)
+                reject_strangers(trainer.context.store.path(step), trainer.folder)
             if step is not None and saved is not None:
                 if not accept_changes:
-                    refuse_changes(saved, trainer.config, trainer.folder)
+                    reject_changes(saved, trainer.config, trainer.folder)
                 for name, (then, now) in changed_settings(saved, trainer.config).items():
                     logger.info("Accepted from step %d on: %s: %r → %r", step, name, then, now)
             if step is None:
@@ -555,7 +555,7 @@ def _realign(trainer: Trainer, config: RunConfig, *, always: bool) -> None:
     assert data is not None
     if always or data.places < trainer.step * data.global_batch_size:
         max_steps, _ = limits(config, data, steps_done=trainer.step)
-        trainer.max_steps = trainer.storage.max_steps = trainer.surroundings.updater.max_steps = max_steps
+        trainer.max_steps = trainer.storage.max_steps = trainer.context.updater.max_steps = max_steps
         trainer.config = trainer.config.derive({"trainer.max_steps": max_steps})
 
 
@@ -568,9 +568,9 @@ def _go_on(trainer: Trainer, saved: RunConfig | None) -> None:
     if trainer.ranks.is_first:
         # A step that was saved before it was written is written again, so its lines go too.
         cut_back(trainer.folder, trainer.step - 1 if trainer.has_unfinished_step else trainer.step)
-    logger.info("Resumed from %s, step %d of %d", trainer.surroundings.store.path(step), step, trainer.max_steps)
+    logger.info("Resumed from %s, step %d of %d", trainer.context.store.path(step), step, trainer.max_steps)
     then = saved.trainer.max_steps if saved is not None else None
     if then is not None and then != trainer.max_steps:
-        for name, entry in trainer.surroundings.updater.optimizers.items():
+        for name, entry in trainer.context.updater.optimizers.items():
             before, now = (entry.rate(step, limit) for limit in (then, trainer.max_steps))
             logger.info("max_steps %d → %d: the next rate of %s: %g → %g", then, trainer.max_steps, name, before, now)

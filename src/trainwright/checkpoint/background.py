@@ -97,7 +97,7 @@ class BackgroundSaver:
     def save(self, step: int, parts: Mapping[str, Any] | StagedParts, *, metrics: Mapping[str, float]) -> None:
         """Begins a save, after the one before has ended; the state may change as soon as this returns.
 
-        `parts` may be encoded already, and then are what this rank writes. A state that cannot be saved is refused
+        `parts` may be encoded already, and then are what this rank writes. A state that cannot be saved is rejected
         here. A write that fails is `check`'s and `wait`'s to tell.
         """
         if self._is_closed:

@@ -41,7 +41,7 @@ def collect(
     events: Mapping[str, Any],
     data: Mapping[str, Any],
     loss_scale: Stateful | None,
-    incidents: Stateful,
+    anomalies: Stateful,
     generators: list[dict[str, Any]],
     step: int,
     has_unfinished_step: bool,
@@ -62,14 +62,14 @@ def collect(
             "hooks": {**unclaimed_hook_state, **{key: hook.state_dict() for key, hook in hooks.items()}},
             "events": dict(events),
             "loss_scale": None if loss_scale is None else loss_scale.state_dict(),
-            "incidents": incidents.state_dict(),
+            "anomalies": anomalies.state_dict(),
             "generators": generators,
         },
     }
 
 
-def refuse_unsavable(hooks: Mapping[str, Stateful]) -> None:
-    """Refuses a hook whose state no checkpoint can hold, before the run rather than at its first save."""
+def reject_unsavable(hooks: Mapping[str, Stateful]) -> None:
+    """Rejects a hook whose state no checkpoint can hold, before the run rather than at its first save."""
     for key, hook in hooks.items():
         encode_split(hook.state_dict(), name=f"hooks.{key}")
 

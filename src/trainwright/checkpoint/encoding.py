@@ -304,7 +304,7 @@ class _Encoder:
 
     def encode(self, value: Any, path: KeyPath) -> Any:
         if len(path) > MAX_DEPTH:
-            raise self._refusal(path, f"is nested more than {MAX_DEPTH} deep, or contains itself", value)
+            raise self._rejection(path, f"is nested more than {MAX_DEPTH} deep, or contains itself", value)
         # numpy first: its float64 is also a Python float, and its str_ a str.
         if isinstance(value, np.generic):
             dtype = self._numpy_dtype(value, path)
@@ -320,13 +320,13 @@ class _Encoder:
         if value is None or isinstance(value, (bool, int, float, str, bytes)):
             return _encode_plain(value)
         if isinstance(value, (set, frozenset)):
-            raise self._refusal(path, "cannot be saved: a set has no order. Save sorted(...) of it, a list", value)
-        raise self._refusal(path, "cannot be saved", value)
+            raise self._rejection(path, "cannot be saved: a set has no order. Save sorted(...) of it, a list", value)
+        raise self._rejection(path, "cannot be saved", value)
 
     def _encode_mapping(self, value: Mapping[Any, Any], path: KeyPath) -> dict[str, Any]:
         for key in value:
             if not isinstance(key, (str, int)) or isinstance(key, np.generic):
-                raise self._refusal(path, f"has the key {key!r}; keys must be str or int", key)
+                raise self._rejection(path, f"has the key {key!r}; keys must be str or int", key)
         items = [(_encode_plain(key), self.encode(item, (*path, str(key)))) for key, item in value.items()]
         if all(isinstance(key, str) and not key.startswith("$") for key, _ in items):
             return dict(items)
@@ -335,13 +335,13 @@ class _Encoder:
     def _encode_sequence(self, value: list[Any] | tuple[Any, ...], path: KeyPath) -> Any:
         if hasattr(value, "_fields"):
             # It would come back as a bare tuple and fail far from here, at resume.
-            raise self._refusal(path, "cannot be saved: a named tuple. Save its _asdict()", value)
+            raise self._rejection(path, "cannot be saved: a named tuple. Save its _asdict()", value)
         items = [self.encode(item, (*path, str(index))) for index, item in enumerate(value)]
         return {"$tuple": items} if isinstance(value, tuple) else items
 
     def _encode_array(self, value: np.ndarray[Any, Any], path: KeyPath) -> dict[str, Any]:
         if type(value) not in (np.ndarray, np.memmap):
-            raise self._refusal(path, "cannot be saved: it is more than a plain array", value)
+            raise self._rejection(path, "cannot be saved: it is more than a plain array", value)
         dtype = self._numpy_dtype(value, path)
         # As bytes, because torch lacks some of numpy's dtypes (dates, text, big-endian). Costs two copies of the array.
         content = np.ndarray((value.nbytes,), dtype=np.uint8, buffer=bytearray(value.tobytes()))
@@ -353,7 +353,7 @@ class _Encoder:
         dtype = value.dtype
         # Structured and foreign dtypes (bfloat16 of ml_dtypes) are only a size in their string form.
         if dtype.hasobject or np.dtype(dtype.str) != dtype:
-            raise self._refusal(path, f"cannot be saved: the numpy dtype {dtype} has no exact name", value)
+            raise self._rejection(path, f"cannot be saved: the numpy dtype {dtype} has no exact name", value)
         return str(dtype.str)
 
     def _encode_tensor(self, value: torch.Tensor, path: KeyPath) -> dict[str, Any]:
@@ -362,7 +362,7 @@ class _Encoder:
         tensor = value.detach()
         problem = _tensor_problem(tensor)
         if problem is not None:
-            raise self._refusal(path, f"cannot be saved: {problem}", value)
+            raise self._rejection(path, f"cannot be saved: {problem}", value)
         # Every empty tensor has the same null address, so emptiness is never a tie.
         if tensor.numel() == 0:
             return self._store_tensor(tensor.clone(), path)
@@ -387,7 +387,7 @@ class _Encoder:
         if problem is None and value.dtype not in NATIVE_DTYPES:
             problem = f"a DTensor of dtype {value.dtype}. Save a view of it in another"
         if problem is not None:
-            raise self._refusal(path, f"cannot be saved: {problem}", value)
+            raise self._rejection(path, f"cannot be saved: {problem}", value)
         assert isinstance(place, Place)
         self.split_paths.append((".".join(path), place.shape))
         node = self._encode_tensor(local(value), path)
@@ -411,7 +411,7 @@ class _Encoder:
             key = f"{wanted}#{number}"
         return key
 
-    def _refusal(self, path: KeyPath, problem: str, value: Any) -> CheckpointError:
+    def _rejection(self, path: KeyPath, problem: str, value: Any) -> CheckpointError:
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         # A list that holds itself has a path of 100 equal pieces; eight of them show where to look.
         place = ".".join((self.name, *path[:8])) + (".…" if len(path) > 8 else "")
@@ -429,11 +429,11 @@ def _tensor_problem(tensor: torch.Tensor) -> str | None:
 
 
 def _encode_plain(value: bool | int | float | str | bytes | None) -> Any:
-    """Return JSON for a scalar; the tags hold what JSON would lose or Python would refuse to write."""
+    """Return JSON for a scalar; the tags hold what JSON would lose or Python would reject to write."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
-        # Python refuses to print integers of more than 4,300 digits in decimal, never in hex.
+        # Python rejects to print integers of more than 4,300 digits in decimal, never in hex.
         return int(value) if abs(value) < 2**128 else {"$int": hex(value)}
     if isinstance(value, float):
         # JSON has no nan and inf, and nan has 2**52 forms: keep the bits.
@@ -518,5 +518,5 @@ def _numpy_from(content: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarra
     # The constructor below takes them: bytes of the file would become addresses of objects, and run what lies there.
     if not isinstance(dtype, str) or kind.hasobject:
         raise CheckpointError(f"An array of {dtype!r} is never saved: it holds addresses. Do not use this checkpoint.")
-    # np.frombuffer refuses empty buffers and zero-width text; the constructor takes both.
+    # np.frombuffer rejects empty buffers and zero-width text; the constructor takes both.
     return np.ndarray(shape, dtype=kind, buffer=content)

@@ -76,7 +76,7 @@ class FolderLock:
             self._file.close()  # which frees the lock
             self._file = None
 
-    def refuse_if_held(self) -> None:
+    def reject_if_held(self) -> None:
         """Raises if another process holds the lock; touches nothing."""
         if self._enabled and self._path.exists():
             with self._path.open("r+", encoding="utf-8") as file:

@@ -35,7 +35,7 @@ _Answer = TypeVar("_Answer")
 
 
 class UnreachableError(CheckpointError):
-    """A remote folder did not answer, or refused: that says nothing of what lies there."""
+    """A remote folder did not answer, or rejected: that says nothing of what lies there."""
 
 
 @dataclass(frozen=True)

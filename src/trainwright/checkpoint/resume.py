@@ -1,7 +1,7 @@
 """Whether a run goes on from its folder: which settings may have changed, and from which checkpoint.
 
 Running the same command again continues the run. What leaves the mathematics alone may change; any other
-change is refused by name.
+change is rejected by name.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ FREE_SETTINGS = (
     "trainer.max_samples",
     "trainer.max_tokens",
     "trainer.micro_batch_size",
-    "trainer.accumulation",
+    "trainer.gradient_accumulation_steps",
     "data.process.num_workers",
-    "data.workers",
+    "data.num_workers",
     "data.loader",
     "data.eval",
     "data.test",
@@ -39,12 +39,12 @@ FREE_SETTINGS = (
     "hooks",
     "writers",
     "log",
-    "incidents",
+    "anomalies",
     "preemption",
-    "hangs",
+    "watchdog",
     "model.sharding",
-    "model.remat",
-    "model.scan",
+    "model.activation_checkpointing",
+    "model.compile_repeated_blocks",
     "model.offload",
     "runtime.mesh",
     "runtime.reshard_after_forward",
@@ -53,7 +53,7 @@ FREE_SETTINGS = (
     "runtime.compile_backend",
     "runtime.compile_memory_budget",
     "runtime.deterministic",
-    "runtime.expect_graph_breaks",
+    "runtime.max_graph_breaks",
     "runtime.device",
 )
 """Settings, with all below them, that change no loss and no weight of the updates to come."""
@@ -69,7 +69,7 @@ def changed_settings(saved: RunConfig, config: RunConfig) -> dict[str, tuple[Any
     }
 
 
-def refuse_changes(saved: RunConfig, config: RunConfig, folder: object) -> None:
+def reject_changes(saved: RunConfig, config: RunConfig, folder: object) -> None:
     """Raises an error that lists every changed setting with where it is written now."""
     changes = changed_settings(saved, config)
     if not changes:
@@ -84,7 +84,7 @@ def refuse_changes(saved: RunConfig, config: RunConfig, folder: object) -> None:
     )
 
 
-def refuse_strangers(checkpoint: object, folder: object) -> None:
+def reject_strangers(checkpoint: object, folder: object) -> None:
     """Raises an error for checkpoints that no settings are known of: they may be another run's of the same name."""
     raise CheckpointError(
         f"{checkpoint} is there, but {folder} does not say with which settings it was trained: maybe by another run. "

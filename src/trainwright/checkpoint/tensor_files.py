@@ -47,7 +47,7 @@ _ORDER = {dtype: number for number, dtype in enumerate(DTYPE_NAMES)}
 CHUNK_BYTES = 16 * 2**20
 # Above this, hashing in a thread of its own saves more than starting one costs.
 HASH_BESIDE_BYTES = 64 * 2**20
-# safetensors refuses to read a longer header.
+# safetensors rejects to read a longer header.
 MAX_HEADER_BYTES = 100_000_000
 
 

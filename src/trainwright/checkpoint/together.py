@@ -27,7 +27,7 @@ PATIENCE_SECONDS = 10.0
 """A network disk may show a new file to other machines late."""
 
 
-def refuse_unshared(store: AnyStore, ranks: Ranks, *, patience: float = PATIENCE_SECONDS) -> None:
+def reject_unshared(store: AnyStore, ranks: Ranks, *, patience: float = PATIENCE_SECONDS) -> None:
     """Raises on every rank if one of them does not see what the first one writes; every rank calls it."""
     if ranks.size == 1:
         return
@@ -104,7 +104,7 @@ class _Report:
 def share_of(parts: Mapping[str, Any], ranks: Ranks) -> StagedParts:
     """Returns what this rank writes of a checkpoint, sharing memory with the state; the first rank's has the trees.
 
-    Every rank calls it. What any rank cannot save is refused on all of them.
+    Every rank calls it. What any rank cannot save is rejected on all of them.
     """
     mesh = ranks.mesh
     encoded: dict[str, Encoded] = {}
@@ -119,7 +119,7 @@ def share_of(parts: Mapping[str, Any], ranks: Ranks) -> StagedParts:
         keys = {part: frozenset(each.tensors) for part, each in encoded.items()}
         report = _Report(mesh.first_of_stage, failure, report.digest, trees, keys)
     reports = ranks.gather(report)
-    _refuse_differences(reports)
+    _reject_differences(reports)
     stages = [each for each in reports if each.trees is not None and each.keys is not None]
     taken = {part: _taken(stages, part, before=mesh.first_of_stage) for part in encoded}
     mine = {part: _mine(each, taken[part], ranks) for part, each in encoded.items()}
@@ -143,7 +143,7 @@ def _digest(encoded: Mapping[str, Encoded]) -> str:
     return hashlib.sha256(json.dumps(names).encode()).hexdigest()
 
 
-def _refuse_differences(reports: Sequence[_Report]) -> None:
+def _reject_differences(reports: Sequence[_Report]) -> None:
     for report in reports:
         if report.failure is not None:
             raise report.failure
@@ -314,7 +314,7 @@ class Together:
             for rank in list(missing):
                 said = self._hear(f"rank-{rank}")
                 if said is None or said["attempt"] != self._attempt or said["place"] != self._place:
-                    self._refuse_if_lost(rank)
+                    self._reject_if_lost(rank)
                     continue
                 missing.remove(rank)
                 if "error" in said:
@@ -389,7 +389,7 @@ class Together:
             said = self._hear(name)
             if said is not None and is_news(said):
                 return said
-            self._refuse_if_lost(rank)
+            self._reject_if_lost(rank)
             pause.sleep()
 
     def _beat(self, is_done: threading.Event, save: int) -> None:
@@ -400,7 +400,7 @@ class Together:
             number += 1
             is_done.wait(self._beat_seconds)
 
-    def _refuse_if_lost(self, rank: int) -> None:
+    def _reject_if_lost(self, rank: int) -> None:
         """Raises if a rank has not been heard of for too long."""
         last, since = self._beats.get(rank, (None, time.monotonic()))
         now = time.monotonic()

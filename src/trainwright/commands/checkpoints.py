@@ -62,8 +62,8 @@ def checkpoints(
         found = _verify(place, found)
     _show(found, place, verified=verify)
     if verify and any(one.problem for one in found):
-        refused = " Nothing was deleted: one that is damaged may be all that is newer." if prune else ""
-        print(f"error: {place}: some checkpoints are damaged.{refused}", file=sys.stderr)
+        rejected = " Nothing was deleted: one that is damaged may be all that is newer." if prune else ""
+        print(f"error: {place}: some checkpoints are damaged.{rejected}", file=sys.stderr)
         raise typer.Exit(1)
     if prune:
         print(_prune(place))

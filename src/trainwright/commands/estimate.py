@@ -68,13 +68,13 @@ def read_size(text: str) -> int:
 def what_to_try(config: RunConfig, axes: dict[str, int]) -> str:
     """Returns what would take less memory, of what the run does not do yet."""
     found = []
-    if config.model is not None and "remat" not in config.model.reserved:
-        found.append("recompute layers (model.remat)")
-    if axes.get("replicate", 1) > 1 and axes.get("data", 1) == 1:
-        found.append("split the model instead of copying it (runtime.mesh: {data: -1})")
+    if config.model is not None and "activation_checkpointing" not in config.model.reserved:
+        found.append("recompute layers (model.activation_checkpointing)")
+    if axes.get("replicate", 1) > 1 and axes.get("fsdp", 1) == 1:
+        found.append("split the model instead of copying it (runtime.mesh: {fsdp: -1})")
     else:
-        found.append("more data ranks (--world, with runtime.mesh: {data: -1})")
-    if config.runtime.precision == "bf16" and config.runtime.gather_precision != "bf16" and axes.get("data", 1) > 1:
+        found.append("more data ranks (--world, with runtime.mesh: {fsdp: -1})")
+    if config.runtime.precision == "bf16" and config.runtime.gather_precision != "bf16" and axes.get("fsdp", 1) > 1:
         found.append("gather weights as bf16 (runtime.gather_precision: bf16)")
     if axes.get("tensor", 1) == 1:
         found.append("split layers too (runtime.mesh.tensor, within one machine)")
@@ -83,7 +83,7 @@ def what_to_try(config: RunConfig, axes: dict[str, int]) -> str:
 
 def _show(found: Estimate, limit: int | None) -> None:
     print(f"{describe_ranks(found.world_size, found.axes)}; {found.num_parameters:,} parameters")
-    batch = describe_batch(found.batch_shapes, found.micro_batch_size, found.accumulation)
+    batch = describe_batch(found.batch_shapes, found.micro_batch_size, found.gradient_accumulation_steps)
     print(f"Rank {found.rank}, in a step of {batch}:\n")
     kinds = [kind for kind, size in found.most.items() if size or found.at_peak[kind]]
     rows = [(kind, size_text(found.most[kind]), size_text(found.at_peak[kind])) for kind in kinds]

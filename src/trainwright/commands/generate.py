@@ -41,10 +41,10 @@ def generate(
     import torch
 
     from trainwright.backends.backend import pick_backend
-    from trainwright.export.text import load_speaker, stream_text
+    from trainwright.export.text import load_text_model, stream_text
 
     place = pick_backend(device).device
-    model, found = load_speaker(run, step=step, device=place, tokenizer=tokenizer)
+    model, found = load_text_model(run, step=step, device=place, tokenizer=tokenizer)
     generator = torch.Generator(place)
     if seed is None:
         generator.seed()

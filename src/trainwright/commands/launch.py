@@ -45,7 +45,7 @@ def launch(
     config = RunConfig.load(run, overrides)  # a mistake is cheaper here than after hours in a queue
     command = ["trainwright", "train", str(run), *overrides]
     job = job_of(config.name, command, settings)
-    _refuse_what_the_ranks_would(config, job, has_gpus="gpus" in settings)
+    _reject_what_the_ranks_would(config, job, has_gpus="gpus" in settings)
     path = file or Path(f"{file_stem(config.name)}.slurm")
     path.write_text(job.text(), encoding="utf-8")
     num_processes = job.nodes * job.processes
@@ -64,7 +64,7 @@ def launch(
         print(f"\nJob {job_id} goes on. scancel {job_id} ends it.")
 
 
-def _refuse_what_the_ranks_would(config: RunConfig, job: SlurmJob, *, has_gpus: bool) -> None:
+def _reject_what_the_ranks_would(config: RunConfig, job: SlurmJob, *, has_gpus: bool) -> None:
     """Raises the errors of the run's start that the number of its processes decides."""
     if has_gpus and config.runtime.device.startswith("cpu"):
         raise ConfigError(
@@ -73,7 +73,7 @@ def _refuse_what_the_ranks_would(config: RunConfig, job: SlurmJob, *, has_gpus: 
             where=config.origin("runtime.device"),
         )
     axes = resolve_mesh(config, job.nodes * job.processes)
-    resolve_batch(config, axes["replicate"] * axes["data"])
+    resolve_batch(config, axes["replicate"] * axes["fsdp"])
 
 
 def _is_override(word: str) -> bool:

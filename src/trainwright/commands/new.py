@@ -41,7 +41,7 @@ def new(
     ] = Kind.CLASSIFIER,
 ) -> None:
     """Write a small project that trains at once: trainer, model, optimizer, collator, hook, run.yaml and a test."""
-    _refuse_taken(folder)
+    _reject_taken(folder)
     template = template_folder(kind)
     files = sorted(path.relative_to(template) for path in template.rglob("*") if _belongs(path))
     files.sort(key=lambda file: file.name != "run.yaml")  # first what names all the others
@@ -64,7 +64,7 @@ def template_folder(kind: Kind) -> Path:
     return Path(str(importlib.resources.files("trainwright"))) / "templates" / kind.value
 
 
-def _refuse_taken(folder: Path) -> None:
+def _reject_taken(folder: Path) -> None:
     if folder.is_dir():
         there = sorted(path.name for path in folder.iterdir())
         if there:

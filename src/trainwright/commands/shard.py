@@ -27,7 +27,7 @@ def shard(
     run: Annotated[Path, typer.Argument(help="The run's YAML file, or its folder.", show_default=False)],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="Settings to replace, such as 'runtime.mesh={data: -1}'.", show_default=False),
+        typer.Argument(help="Settings to replace, such as 'runtime.mesh={fsdp: -1}'.", show_default=False),
     ] = None,
     world: World = 1,
     rank: Rank = 0,
@@ -52,16 +52,16 @@ def shard(
 
 
 def describe_ranks(world_size: int, axes: dict[str, int]) -> str:
-    """Returns how many ranks there are, and along which axes: 64 ranks = data 8 × tensor 8."""
+    """Returns how many ranks there are, and along which axes: 64 ranks = fsdp 8 × tensor 8."""
     if world_size == 1:
         return "1 rank"
     return f"{world_size} ranks = {' × '.join(f'{axis} {size}' for axis, size in axes.items())}"
 
 
-def describe_batch(shapes: dict[str, list[int]], micro_batch_size: int, accumulation: int) -> str:
+def describe_batch(shapes: dict[str, list[int]], micro_batch_size: int, gradient_accumulation_steps: int) -> str:
     """Returns what one step of a rank takes in."""
     tensors = ", ".join(f"{name} {' × '.join(map(str, shape))}" for name, shape in shapes.items())
-    pieces = f"{accumulation} micro-batches" if accumulation > 1 else "one micro-batch"
+    pieces = f"{gradient_accumulation_steps} micro-batches" if gradient_accumulation_steps > 1 else "one micro-batch"
     return f"{pieces} of {micro_batch_size} ({tensors})"
 
 
@@ -89,7 +89,7 @@ def _show(found: Sharding, *, shows_all: bool) -> None:
     ):
         if names:
             print(f"\n{title}\n  " + "\n  ".join(names))
-    batch = describe_batch(found.batch_shapes, found.micro_batch_size, found.accumulation)
+    batch = describe_batch(found.batch_shapes, found.micro_batch_size, found.gradient_accumulation_steps)
     print(f"\nOne step, of {batch}:\n")
     if not found.collectives:
         print("Nothing is sent.")

@@ -129,7 +129,7 @@ def train(
     mode = _settle_mode(mode, eval_only=eval_only, resume=resume, fresh=fresh, fast_dev_run=fast_dev_run)
     is_given = {"--timeout": timeout is not None, "--model-dir": model_dir is not None, "--fresh": fresh}
     is_given |= {"--accept-changes": accept_changes, "--resume": resume}
-    _refuse_idle(mode, is_given, fast_dev_run=fast_dev_run)
+    _reject_idle(mode, is_given, fast_dev_run=fast_dev_run)
     if profile:
         config = _with_profile(config, mode, fast_dev_run=fast_dev_run)
     if print_config:
@@ -189,7 +189,7 @@ def _load(
 
 
 def _settle_mode(mode: str, *, eval_only: bool, resume: bool, fresh: bool, fast_dev_run: bool) -> str:
-    """Returns what to do, and refuses flags that contradict each other."""
+    """Returns what to do, and rejects flags that contradict each other."""
     if mode in ("eager", "compile", "graph"):
         raise ConfigError(
             f"--mode says what to do, one of {MODES}. How a step runs is a setting: write runtime.mode={mode}."
@@ -208,8 +208,8 @@ def _settle_mode(mode: str, *, eval_only: bool, resume: bool, fresh: bool, fast_
     return mode
 
 
-def _refuse_idle(mode: str, is_given: Mapping[str, bool], *, fast_dev_run: bool) -> None:
-    """Refuses flags that are given and have no effect here."""
+def _reject_idle(mode: str, is_given: Mapping[str, bool], *, fast_dev_run: bool) -> None:
+    """Rejects flags that are given and have no effect here."""
     idle: dict[str, str] = {}
     if mode != "continuous_eval":
         idle["--timeout"] = f"only --mode continuous_eval waits for checkpoints, and this is {mode}"
@@ -233,9 +233,9 @@ def _with_profile(config: RunConfig, mode: str, *, fast_dev_run: bool) -> RunCon
     if mode in _EVALUATING:
         raise ConfigError(f"--profile is for steps of training, and --mode is {mode}. Leave one of them out.")
     hooks = config.to_dict()["hooks"]
-    if any(hook["type"] == "profile_steps" for hook in hooks):
+    if any(hook["type"] == "profiler" for hook in hooks):
         return config
-    return config.derive({"hooks": [*hooks, {"type": "profile_steps"}]})
+    return config.derive({"hooks": [*hooks, {"type": "profiler"}]})
 
 
 def _say_if_nothing_is_there(config: RunConfig, model_dir: Path | None) -> None:
@@ -260,7 +260,7 @@ def _begin_as_worker() -> bool:
 
 
 def _check_launch(nproc: int, max_restarts: int, nnodes: int, rendezvous: str | None) -> None:
-    """Refuses options of a launcher that cannot do what they say."""
+    """Rejects options of a launcher that cannot do what they say."""
     if nnodes > 1 and rendezvous is None:
         raise ConfigError(f"--nnodes {nnodes} needs --rendezvous HOST:PORT, the same on all: where the machines meet.")
     if rendezvous is not None and nnodes == 1:

@@ -150,7 +150,7 @@ class Compilations:
         found = _REASON.search(text)
         reason = text[found.start(1) :] if found else text
         if APART in reason:
-            return  # a block that model.scan keeps apart
+            return  # a block that model.compile_repeated_blocks keeps apart
         location = _LOCATION.search(text)
         stack = [(file, int(line)) for file, line in _FRAME.findall(text)]
         place = self._place_of(stack) or (f"{shown_path(location[1])}:{location[2]}" if location else self._forward)

@@ -9,11 +9,10 @@ from trainwright.config.frozen import Frozen
 from trainwright.config.resolve import BatchPlan, known_data_ranks, micro_batch_alone, resolve_batch, resolve_mesh
 from trainwright.config.schema import RunConfig
 from trainwright.config.sections import (
+    AnomaliesSection,
     CheckpointSection,
     DataSection,
     EvaluationSection,
-    HangsSection,
-    IncidentsSection,
     KeepBest,
     LogSection,
     MeshSection,
@@ -22,18 +21,18 @@ from trainwright.config.sections import (
     ProcessSection,
     RuntimeSection,
     TrainerSection,
+    WatchdogSection,
 )
 from trainwright.config.yaml_text import Node, Origin
 
 __all__ = [
+    "AnomaliesSection",
     "BatchPlan",
     "CheckpointSection",
     "Component",
     "DataSection",
     "EvaluationSection",
     "Frozen",
-    "HangsSection",
-    "IncidentsSection",
     "KeepBest",
     "LogSection",
     "MeshSection",
@@ -46,6 +45,7 @@ __all__ = [
     "RunConfig",
     "RuntimeSection",
     "TrainerSection",
+    "WatchdogSection",
     "known_data_ranks",
     "micro_batch_alone",
     "resolve_batch",

@@ -20,7 +20,7 @@ _RESEMBLES = 0.8
 
 
 def check_trainer_keys(trainer: Any) -> list[Problem]:
-    """Refuse unknown keys of the trainer's raw section: all with a built-in one, look-alikes with a user's."""
+    """Reject unknown keys of the trainer's raw section: all with a built-in one, look-alikes with a user's."""
     if not isinstance(trainer, Mapping):
         return []
     known = list(TrainerSection.model_fields)

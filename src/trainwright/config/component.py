@@ -17,7 +17,7 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from trainwright.config.frozen import Frozen
-from trainwright.config.problems import describe, refuse
+from trainwright.config.problems import describe, reject
 from trainwright.config.yaml_text import Origin, absolute
 from trainwright.errors import ConfigError
 
@@ -101,15 +101,15 @@ class Component(Frozen[Any]):
         if isinstance(value, str) and value:
             return cls(value)
         if not isinstance(value, Mapping) or not value:
-            raise refuse(
+            raise reject(
                 (), f"must be a component: a mapping with type, or the type alone; got {describe(value)}.", value
             )
         if "type" not in value:
             known = ", ".join(map(str, value))
-            raise refuse((), f"a component needs a type, got only {known}. Add one, such as type: my_file.py:Name.")
+            raise reject((), f"a component needs a type, got only {known}. Add one, such as type: my_file.py:Name.")
         name = value["type"]
         if not isinstance(name, str) or not name:
-            raise refuse(("type",), f"must be text, such as adamw or my_file.py:Name; got {describe(name)}.", name)
+            raise reject(("type",), f"must be text, such as adamw or my_file.py:Name; got {describe(name)}.", name)
         located = cls.from_mapping(value)
         return located.located_at(value.origin) if isinstance(value, Component) else located
 
@@ -126,8 +126,8 @@ class ModelSection(Component):
         "replace",
         "freeze",
         "sharding",
-        "remat",
-        "scan",
+        "activation_checkpointing",
+        "compile_repeated_blocks",
         "offload",
     )
 

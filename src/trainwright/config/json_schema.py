@@ -1,6 +1,6 @@
 """The JSON Schema of a run file, by which editors complete, explain and check the YAML while it is written.
 
-It follows from the sections (schema.py, sections.py) and refuses nothing that `RunConfig.load` accepts. What needs
+It follows from the sections (schema.py, sections.py) and rejects nothing that `RunConfig.load` accepts. What needs
 several settings at once, or a component's class, is left to `load` and `check`.
 """
 
@@ -122,7 +122,7 @@ def _process() -> Json:
 
 
 def _widen(sections: Json, type_names: Mapping[str, Sequence[str]]) -> None:
-    """Add what our validators accept beyond the types of the fields, and what they refuse."""
+    """Add what our validators accept beyond the types of the fields, and what they reject."""
     properties = {name: section["properties"] for name, section in sections.items()}
     run, data, trainer = properties["RunConfig"], properties["DataSection"], properties["TrainerSection"]
     for key in ("data", "trainer", "evaluation", "checkpoint", "log", "runtime"):

@@ -1,4 +1,4 @@
-"""Refusals in words: what is wrong with a setting, what we got, what to do.
+"""Rejections in words: what is wrong with a setting, what we got, what to do.
 
 Pydantic finds most problems; here each becomes one sentence for the user. Where the setting was written
 is added by schema.py, which knows the origins.
@@ -65,17 +65,17 @@ def suggest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     return f"{guess}Known: {', '.join(names)}." if names else "Nothing can be set here; remove it."
 
 
-def refuse(path: KeyPath, text: str, value: Any = None) -> ValidationError:
-    """Return the error by which a validator refuses `value` at `path`, relative to its own field."""
-    return refuse_all([Problem(path, text)], value)
+def reject(path: KeyPath, text: str, value: Any = None) -> ValidationError:
+    """Return the error by which a validator rejects `value` at `path`, relative to its own field."""
+    return reject_all([Problem(path, text)], value)
 
 
-def refuse_all(problems: Iterable[Problem], value: Any = None) -> ValidationError:
+def reject_all(problems: Iterable[Problem], value: Any = None) -> ValidationError:
     """Return one error for several problems of one field."""
     details = [
         InitErrorDetails(
             # The sentence travels as an argument: braces in it would be taken for placeholders.
-            type=PydanticCustomError("refused", "{sentence}", {"sentence": problem.text}),
+            type=PydanticCustomError("rejected", "{sentence}", {"sentence": problem.text}),
             loc=problem.path,
             input=value,
         )
@@ -128,7 +128,7 @@ def _explain_one(details: ErrorDetails, root: type[BaseModel]) -> Problem:
     # What pydantic adds in brackets ("[key]", the tags of a union) is no part of the file.
     path = tuple(part for part in details["loc"] if not str(part).startswith("["))
     kind, value = details["type"], details["input"]
-    if kind == "refused":
+    if kind == "rejected":
         return Problem(path, details["msg"])
     if kind == "extra_forbidden":
         return Problem(path, f"there is no such setting. {suggest(str(path[-1]), _known_keys(path[:-1], root))}")

@@ -46,9 +46,9 @@ SECTIONS = (
     "writers",
     "log",
     "runtime",
-    "incidents",
+    "anomalies",
     "preemption",
-    "hangs",
+    "watchdog",
 )
 """The variables that are taken from a file without a `config`."""
 
@@ -69,7 +69,7 @@ def read_python(path: Path, source: str, shown: str) -> Node:
         places = dict(lines.below("config"))
     else:
         found = {name: values[name] for name in SECTIONS if _is_setting(values.get(name))}
-        _refuse_other_name(values, found, lines, shown)
+        _reject_other_name(values, found, lines, shown)
         if not found:
             problem = "the file defines neither `config` nor a section such as `trainer`. Add config = {…}."
             raise ConfigError(problem, where=where)
@@ -79,8 +79,8 @@ def read_python(path: Path, source: str, shown: str) -> Node:
     return map_strings(plant(settings, origins), lambda text: _relative(text, path.parent))
 
 
-def _refuse_other_name(values: Mapping[str, Any], found: Mapping[str, Any], lines: _Lines, shown: str) -> None:
-    """Refuses settings in a variable of another name than `config`, where nothing else says what a run is."""
+def _reject_other_name(values: Mapping[str, Any], found: Mapping[str, Any], lines: _Lines, shown: str) -> None:
+    """Rejects settings in a variable of another name than `config`, where nothing else says what a run is."""
     if found.keys() & _ESSENTIAL:
         return
     for name, value in values.items():

@@ -18,21 +18,21 @@ from trainwright.config.component import Component, ModelSection
 from trainwright.config.files import Document, lay_over, read_document, resolve_document, save_document
 from trainwright.config.frozen import Frozen, plain_scalar, same, thaw
 from trainwright.config.overrides import apply_overrides, replace_at
-from trainwright.config.problems import Problem, describe, explain, raise_all, refuse
+from trainwright.config.problems import Problem, describe, explain, raise_all, reject
 from trainwright.config.python_files import as_settings
 from trainwright.config.sections import (
+    AnomaliesSection,
     CheckpointSection,
     Components,
     DataSection,
     EvaluationSection,
-    HangsSection,
-    IncidentsSection,
     LogSection,
     PreemptionSection,
     RuntimeSection,
     Section,
     Texts,
     TrainerSection,
+    WatchdogSection,
     Whole,
     empty_section,
 )
@@ -46,7 +46,7 @@ _DEFAULT_COMPONENTS: Mapping[str, Any] = {"writers": ["console", "json"], "data"
 def _folder_name(name: Any) -> Any:
     if isinstance(name, str) and (not name.strip() or Path(name).is_absolute() or ".." in Path(name).parts):
         text = f"names the run's folder under output_dir, so it is a relative path without ..; got {describe(name)}."
-        raise refuse((), text, name)
+        raise reject((), text, name)
     return name
 
 
@@ -81,11 +81,11 @@ class RunConfig(Section):
     """How often a line is written."""
     runtime: Annotated[RuntimeSection, BeforeValidator(empty_section)] = Field(default_factory=RuntimeSection)
     """On what and how the steps run."""
-    incidents: Annotated[IncidentsSection, BeforeValidator(empty_section)] = Field(default_factory=IncidentsSection)
+    anomalies: Annotated[AnomaliesSection, BeforeValidator(empty_section)] = Field(default_factory=AnomaliesSection)
     """What happens when a loss or gradient goes wrong."""
     preemption: Annotated[PreemptionSection, BeforeValidator(empty_section)] = Field(default_factory=PreemptionSection)
     """How the run leaves when it is told to."""
-    hangs: Annotated[HangsSection, BeforeValidator(empty_section)] = Field(default_factory=HangsSection)
+    watchdog: Annotated[WatchdogSection, BeforeValidator(empty_section)] = Field(default_factory=WatchdogSection)
     """When a rank is taken for stuck."""
 
     _project_dir: Path = PrivateAttr(default_factory=Path.cwd)
@@ -222,7 +222,7 @@ def _worth_writing(section: Section) -> dict[str, Any]:
 
 
 def _plain(value: Any, path: KeyPath = (), where: Origin | None = None) -> Any:
-    """Return a Python value as YAML would hold it, or refuse it by name: a saved run must read back equal."""
+    """Return a Python value as YAML would hold it, or reject it by name: a saved run must read back equal."""
     if isinstance(value, Node):
         return Node(_plain(value.value, path, value.origin), value.origin)
     if isinstance(value, os.PathLike):

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 from trainwright.config.component import Component
 from trainwright.config.frozen import Frozen, freeze, thaw
-from trainwright.config.problems import Problem, describe, refuse, refuse_all, suggest
+from trainwright.config.problems import Problem, describe, reject, reject_all, suggest
 
 
 class Section(BaseModel):
@@ -52,7 +52,7 @@ def _micro_batch(value: Any) -> Any:
     number = _whole(value)
     if number in (None, "auto") or (isinstance(number, int) and not isinstance(number, bool) and number > 0):
         return number
-    raise refuse((), f"must be a positive whole number, or auto; got {describe(value)}.", value)
+    raise reject((), f"must be a positive whole number, or auto; got {describe(value)}.", value)
 
 
 MicroBatch: TypeAlias = Annotated[int | Literal["auto"] | None, BeforeValidator(_micro_batch)]
@@ -75,7 +75,7 @@ def _named_sets(value: Any) -> Any:
         if name == "train" or not _SET_NAME.fullmatch(name)
     ]
     if wrong:
-        raise refuse_all(wrong, value)
+        raise reject_all(wrong, value)
     return value
 
 
@@ -99,14 +99,14 @@ _LOADER_KEYS_ELSEWHERE: Mapping[str, str] = {
     "batch_sampler": "The order is a pure function of the seed, so that a run resumes exactly.",
     "drop_last": "A batch may straddle epochs, so no sample is dropped.",
     "collate_fn": "Set data.collator.",
-    "num_workers": "Set data.workers.",
+    "num_workers": "Set data.num_workers.",
     "worker_init_fn": "Each sample's randomness is seeded from the run's seed and the sample's position.",
     "generator": "Set seed.",
 }
 
 
 def _loader_arguments(value: Any) -> Any:
-    """Check the DataLoader's arguments; what has its own setting elsewhere is refused with that setting."""
+    """Check the DataLoader's arguments; what has its own setting elsewhere is rejected with that setting."""
     if not isinstance(value, Mapping):
         return value
     known = list(LoaderArguments.model_fields)
@@ -117,7 +117,7 @@ def _loader_arguments(value: Any) -> Any:
         elif key not in known:
             wrong.append(Problem((key,), f"the loader takes no such argument. {suggest(str(key), known)}"))
     if wrong:
-        raise refuse_all(wrong, value)
+        raise reject_all(wrong, value)
     checked = LoaderArguments.model_validate(thaw(value))
     return {key: getattr(checked, key) for key in value}
 
@@ -133,7 +133,7 @@ class SplitSizes(Section):
     @model_validator(mode="after")
     def _cuts_something(self) -> SplitSizes:
         if self.valid is None and self.test is None:
-            raise refuse((), "cuts nothing off. Give valid, test or both: {valid: 100, test: 100}.", {})
+            raise reject((), "cuts nothing off. Give valid, test or both: {valid: 100, test: 100}.", {})
         return self
 
 
@@ -150,7 +150,7 @@ Sizes: TypeAlias = Annotated[SplitSizes, Tag("[sizes]")]
 def _version(value: Any) -> Any:
     if value is None or (isinstance(value, (str, int, float)) and not isinstance(value, bool)):
         return value
-    raise refuse((), f"must be text or a number; got {describe(value)}.", value)
+    raise reject((), f"must be text or a number; got {describe(value)}.", value)
 
 
 class ProcessOptions(Section):
@@ -196,7 +196,7 @@ class DataSection(Section):
     """A function that each row goes through once; the result is kept on disk and shared by all runs that need it."""
     collator: Component = Field(default_factory=lambda: Component("stack"))
     """Makes one batch of a list of samples."""
-    workers: Annotated[Whole, Field(ge=0)] = 0
+    num_workers: Annotated[Whole, Field(ge=0)] = 0
     """Processes that load data; 0 loads in the run's own process."""
     loader: Annotated[Frozen[Any], BeforeValidator(_loader_arguments)] = Field(default_factory=Frozen)
     """Further arguments of the DataLoader, such as prefetch_factor."""
@@ -251,7 +251,7 @@ class TrainerSection(Section):
     """Samples per update over all ranks; None: derived from the two below, or 32."""
     micro_batch_size: MicroBatch = None
     """Samples per forward on one rank; auto: as many as the memory allows; None: derived."""
-    accumulation: Count | None = None
+    gradient_accumulation_steps: Count | None = None
     """Forwards per update on one rank; None: derived, or 1."""
     max_grad_norm: Positive | None = None
     """Gradients are scaled down to this norm; None: never."""
@@ -327,7 +327,7 @@ def _axis(value: Any) -> Any:
     number = _whole(value)
     if number is None or (isinstance(number, int) and not isinstance(number, bool) and (number > 0 or number == -1)):
         return number
-    raise refuse((), f"must be a positive whole number, or -1 for what is left; got {describe(value)}.", value)
+    raise reject((), f"must be a positive whole number, or -1 for what is left; got {describe(value)}.", value)
 
 
 Axis: TypeAlias = Annotated[int | None, BeforeValidator(_axis)]
@@ -338,7 +338,7 @@ class MeshSection(Section):
 
     replicate: Axis = None
     """Copies of the whole model; takes every rank when no axis is given."""
-    data: Axis = None
+    fsdp: Axis = None
     """Ranks that share the model's parameters between them, each with its own data."""
     tensor: Axis = None
     """Ranks that share each layer's matrices."""
@@ -363,23 +363,23 @@ class RuntimeSection(Section):
     compile_memory_budget: Annotated[float, Field(ge=0, le=1)] | None = None
     """In mode compile, and in mode graph on a GPU, the share of the activations that is kept for the backward pass; the
     compiler computes the cheapest of the rest again. None: as many as it likes."""
-    expect_graph_breaks: Annotated[int, Field(ge=0)] | None = None
+    max_graph_breaks: Annotated[int, Field(ge=0)] | None = None
     """In mode compile, and in mode graph on a GPU, how many places may break the graph: one more ends the run; None:
     any number."""
     deterministic: bool = False
-    """Whether torch may use only kernels that give the same bits every time, slower on a GPU; it refuses an operation
+    """Whether torch may use only kernels that give the same bits every time, slower on a GPU; it rejects an operation
     that has none."""
     mesh: Annotated[MeshSection, BeforeValidator(empty_section)] = Field(default_factory=MeshSection)
     """How the ranks are laid out."""
     reshard_after_forward: bool = True
-    """Along data, whether a block's parameters are dropped after its forward and gathered again for its backward."""
+    """Along fsdp, whether a block's parameters are dropped after its forward and gathered again for its backward."""
     accumulate_unsharded: bool = False
-    """Along data, whether gradients of several micro-batches are added up whole and reduced once; more memory."""
+    """Along fsdp, whether gradients of several micro-batches are added up whole and reduced once; more memory."""
     gather_precision: Literal["fp32", "bf16"] | None = None
-    """Along data, the type in which parameters are gathered and computed with; None: as they are."""
+    """Along fsdp, the type in which parameters are gathered and computed with; None: as they are."""
 
 
-class IncidentsSection(Section):
+class AnomaliesSection(Section):
     """What an update does whose loss or gradient is not finite, or far from those before it."""
 
     non_finite: Literal["raise", "skip", "rollback"] = "raise"
@@ -390,7 +390,7 @@ class IncidentsSection(Section):
     """Good steps whose losses a spike is measured against; a quarter of them, at least five, must be there."""
     spike_threshold: Positive = 10.0
     """How many robust standard deviations above the window's median a loss is a spike."""
-    max_incidents: Count = 10
+    max_anomalies: Count = 10
     """Updates that may be skipped or undone before the run ends after all."""
     skip_batches: Count = 1
     """Batches that are left out after an undone update: the offending one and those after it."""
@@ -408,7 +408,7 @@ class PreemptionSection(Section):
     """Whether a SLURM job that was told to leave asks to be queued again, by `scontrol requeue`."""
 
 
-class HangsSection(Section):
+class WatchdogSection(Section):
     """When a rank that does not move is taken for stuck; a report is written and the run leaves."""
 
     watch: bool = True

@@ -238,7 +238,7 @@ def _explain_syntax(error: yaml.MarkedYAMLError) -> str:
 
 
 class _Reader:
-    """Turns PyYAML's nodes into ours, refusing what a config may not hold."""
+    """Turns PyYAML's nodes into ours, rejecting what a config may not hold."""
 
     def __init__(self, origin_at: Callable[[int], Origin | None]) -> None:
         self.origin_at = origin_at

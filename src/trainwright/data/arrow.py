@@ -172,7 +172,7 @@ def _nested_rows(value: npt.NDArray[Any]) -> Any:
 
 
 def _narrow(value: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
-    """Returns numbers in the least width that is read back as the same; refuses those that would not be.
+    """Returns numbers in the least width that is read back as the same; rejects those that would not be.
 
     int64 is stored as int32 where the numbers fit, as tokens do: half the disk, and int64 again when read.
     """

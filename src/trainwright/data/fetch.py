@@ -207,15 +207,15 @@ class OrderLike(Protocol):
         ...
 
 
-def refuse_loader(dataset: Any, label: str) -> None:
-    """Refuses torch's DataLoader, which would look like a stream of samples."""
+def reject_loader(dataset: Any, label: str) -> None:
+    """Rejects torch's DataLoader, which would look like a stream of samples."""
     if isinstance(dataset, DataLoader):
         raise DataError(f"{label}: this is a DataLoader. Give its dataset: batches are made by the run itself.")
 
 
 def count_samples(dataset: Any, label: str) -> int:
     """Returns the number of samples, or says why the dataset cannot be used."""
-    refuse_loader(dataset, label)
+    reject_loader(dataset, label)
     if not has_index(dataset):
         raise DataError(
             f"{label}: {type(dataset).__name__} has neither `__getitem__` nor `__iter__`. Give it `__len__` and "

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from trainwright.data.collators import refuse_lists
+from trainwright.data.collators import reject_lists
 from trainwright.data.fetch import Collator, OnError, SampleFetcher, Span, View, count_samples
 from trainwright.data.order import Indices, Order, mix_seed, permute
 from trainwright.data.workers import LoaderOptions, ToDevice, deliver
@@ -211,7 +211,7 @@ class TrainData:
         is_first = True
         for batch, span, fetched in deliver(fetcher, spans, self.options, to_device, label="data.train"):
             if is_first:
-                refuse_lists(batch)
+                reject_lists(batch)
                 is_first = False
             self.on_error.note(fetched.failures)
             self.samples_in_hand, self.places_in_hand = fetched.num_samples, span.batch

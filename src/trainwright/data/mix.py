@@ -26,7 +26,7 @@ _SOURCE_STREAM, _CHOICE_STREAM = 0x50C3, 0xC401  # keep the sources' own orders 
 
 
 def block_shares(weights: Mapping[str, float]) -> Indices:
-    """Returns how many of a block's places each source has, by largest remainder; refuses a share below one place."""
+    """Returns how many of a block's places each source has, by largest remainder; rejects a share below one place."""
     for name, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise ConfigError(
@@ -650,8 +650,8 @@ class Mix(Dataset[Any]):
         return np.where(wanted < 0, wanted + size, wanted)
 
 
-def refuse_a_mixture_in_order(source: Any, *, name: str, reader: str) -> None:
-    """Refuses a source whose weights would have no effect, because `reader` reads it by its index."""
+def reject_a_mixture_in_order(source: Any, *, name: str, reader: str) -> None:
+    """Rejects a source whose weights would have no effect, because `reader` reads it by its index."""
     if isinstance(source, Mix) and (source.weights is not None or source.same_source_batches):
         setting = "weights" if source.weights is not None else "same_source_batches"
         raise ConfigError(
@@ -674,7 +674,7 @@ def _check_arguments(sources: Mapping[str, Any], weights: Mapping[str, float] | 
                 "`__iter__`. Give a dataset.",
                 where="mix",
             )
-        refuse_a_mixture_in_order(source, name=f"Source {name}", reader="mix")
+        reject_a_mixture_in_order(source, name=f"Source {name}", reader="mix")
     if weights is not None and weights.keys() != sources.keys():
         without = ", ".join(sources.keys() - weights.keys())
         problem = (

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainwright.data.fetch import draws_nothing, fetch, has_index, is_stream
-from trainwright.data.mix import refuse_a_mixture_in_order
+from trainwright.data.mix import reject_a_mixture_in_order
 from trainwright.data.order import Indices, mix_seed, permute
 from trainwright.data.streams import SourcePass
 from trainwright.errors import ConfigError, DataError
@@ -548,7 +548,7 @@ def pack(
             "Give a dataset.",
             where="pack",
         )
-    refuse_a_mixture_in_order(source, name="source", reader="pack")
+    reject_a_mixture_in_order(source, name="source", reader="pack")
     return PackedDocuments(source, row_format=row_format, reader=reader, run_seed=run_seed)
 
 

@@ -72,7 +72,7 @@ def fingerprint_function(function: Callable[..., Any], *, version: Version = Non
 def canonical_arguments(arguments: Mapping[str, Any], label: str, *, version: Version = None) -> str:
     """Returns arguments as one text, with the size and time of each file that they name.
 
-    Refuses what JSON has no words for, unless a `version` stands for it: two such values could not be told apart.
+    Rejects what JSON has no words for, unless a `version` stands for it: two such values could not be told apart.
     """
     reading = _Reading(_folders(registry.project_folder(), Path.cwd()), accepts_objects=version is not None)
     described = {

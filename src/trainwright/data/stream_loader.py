@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from trainwright.data.collators import refuse_lists
+from trainwright.data.collators import reject_lists
 from trainwright.data.fetch import Collator, Fetched, OnError, View
 from trainwright.data.loader import EvalData, LeftOut, TrainData
 from trainwright.data.streams import Cursor, LaneFetcher, Layout, Reading, Request, choose_layout
@@ -156,13 +156,13 @@ class StreamData:
         self._places_before = 0
         self._left_out = LeftOut()
         self._is_used_up = False
-        layout = choose_layout(stream, self.view.size, self.options.workers)
+        layout = choose_layout(stream, self.view.size, self.options.num_workers)
         self._progress = _Progress(layout, block_size=self._block_size)
 
     def batches(self, to_device: ToDevice) -> Generator[Any, None, None]:
         """Returns the batches from here on, each counted when it is returned."""
         # What is its own iterator has given away for good what it gave in this process; a worker reads a copy.
-        self._is_used_up |= hasattr(type(self.dataset), "__next__") and not self.options.workers
+        self._is_used_up |= hasattr(type(self.dataset), "__next__") and not self.options.num_workers
         while self.epoch < self.num_passes:
             has_ended = yield from self._one_pass(to_device)
             if not has_ended:
@@ -189,7 +189,7 @@ class StreamData:
         ended: set[int] = set()
         for batch, request, fetched in deliver(fetcher, requests, self.options, to_device, label="data.train"):
             if request.batch == 0:
-                refuse_lists(batch)
+                reject_lists(batch)
             self.on_error.note(fetched.failures)
             first = self.places
             is_left_out = first in self._left_out

@@ -66,7 +66,7 @@ class SourcePass:
         except Exception as error:
             self._has_begun = True
             self._row += 1
-            self._refuse_to_go_on(error)
+            self._reject_to_go_on(error)
             raise
         self._has_begun = True
         self._row += 1
@@ -92,14 +92,14 @@ class SourcePass:
                 append(sample)
         except Exception as error:
             self._row += len(rows) - before + 1
-            self._refuse_to_go_on(error)
+            self._reject_to_go_on(error)
             raise
         self._row += len(rows) - before
         if len(rows) < size:
             self.has_ended = True
             raise StopIteration
 
-    def _refuse_to_go_on(self, error: Exception) -> None:
+    def _reject_to_go_on(self, error: Exception) -> None:
         """Raises where nothing can follow: a generator that raised is finished; asking on would look like the end."""
         if isgenerator(self._iterator):
             self.has_ended = True

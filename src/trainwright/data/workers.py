@@ -37,7 +37,7 @@ _WORKER_GRACE_SECONDS = 30
 class LoaderOptions:
     """How batches are fetched; none of it changes what is in them."""
 
-    workers: int = 0
+    num_workers: int = 0
     arguments: Mapping[str, Any] | None = None
     """Further arguments of torch's DataLoader, used when there are workers."""
 
@@ -97,7 +97,7 @@ def _serve(
     fetcher: Fetcher, requests: Iterator[Any], options: LoaderOptions, *, label: str
 ) -> Generator[tuple[Any, Fetched], None, None]:
     """Yields each request with what was fetched for it."""
-    if options.workers > 0:
+    if options.num_workers > 0:
         yield from serve_in_workers(fetcher, requests, options, label=label)
         return
     for request in requests:
@@ -110,7 +110,7 @@ def serve_in_workers(
     options: LoaderOptions,
     *,
     label: str,
-    advice: str = "Look at those samples, or lower data.workers or data.loader.prefetch_factor.",
+    advice: str = "Look at those samples, or lower data.num_workers or data.loader.prefetch_factor.",
     prepare: Callable[[int], None] = prepare_worker,
 ) -> Generator[tuple[Any, Any], None, None]:
     """Yields each request with what was fetched for it; requests are made ahead of their answers.
@@ -124,12 +124,12 @@ def serve_in_workers(
             waiting.append(request)
             yield request
 
-    in_hand = RawArray("q", [-1] * options.workers)
+    in_hand = RawArray("q", [-1] * options.num_workers)
     loader: DataLoader[Any] = DataLoader(
         _Numbered(fetcher, in_hand),
         batch_sampler=enumerate(noted()),  # type: ignore[arg-type]  # any iterable of requests
         collate_fn=_as_it_is,  # the fetcher has collated already
-        num_workers=options.workers,
+        num_workers=options.num_workers,
         worker_init_fn=prepare,
         # The loader draws a seed at its start; from a generator of its own, for the run's is not to be disturbed.
         generator=torch.Generator(),

@@ -38,7 +38,7 @@ def get_event_storage() -> EventStorage:
 
 
 def forget_storages() -> None:
-    """Makes `get_event_storage` refuse in a process that nobody drains, such as a forked loader's worker."""
+    """Makes `get_event_storage` reject in a process that nobody drains, such as a forked loader's worker."""
     _stack.clear()
 
 
@@ -97,7 +97,7 @@ class EventStorage:
         if not _is_scalar(value):
             what = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
             raise TrainwrightError(f"put_scalar({name!r}): the value is {what}. Put a number or a one-element tensor.")
-        _refuse_reserved(self._scope + name)
+        _reject_reserved(self._scope + name)
         kind: Kind = "put" if smoothing_hint else "last"
         if torch.compiler.is_compiling():
             self._put_traced(self._scope + name, value, kind)
@@ -142,7 +142,7 @@ class EventStorage:
         self.put_metric("grad_norm", grad_norm, share)
         self.put_last("lr", lr)
         for name, value in metrics.items():
-            _refuse_reserved(name)
+            _reject_reserved(name)
             if name.startswith("lr/"):
                 self.put_last(name, value)
             else:
@@ -290,7 +290,7 @@ class EventStorage:
             values.append((step, value))
 
 
-def _refuse_reserved(name: str) -> None:
+def _reject_reserved(name: str) -> None:
     if name in RESERVED:
         raise TrainwrightError(f"A metric is named {name!r}, as a value of the loop's own. Give it another name.")
 

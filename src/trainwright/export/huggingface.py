@@ -99,7 +99,7 @@ def export_run(
     with the model's settings beside them. Adapters are merged into the weights. `dtype` (bf16, fp16, fp32) rounds them.
 
     An earlier export is replaced; files that others have put beside it are kept. Any other folder that has files is
-    refused unless `overwrite`, which replaces files of the same names and keeps the rest, too.
+    rejected unless `overwrite`, which replaces files of the same names and keeps the rest, too.
     """
     if file_format not in FORMATS:
         raise ConfigError(f"There is no format {file_format!r}. Use one of: {', '.join(FORMATS)}.", where="format")
@@ -112,7 +112,7 @@ def export_run(
         model = load_checkpoint(run, step)
         merge_lora(model)
         if wanted is not None:
-            _refuse_overflow(model, wanted)
+            _reject_overflow(model, wanted)
             model = model.to(wanted)
         if file_format == "huggingface":
             write_hugging_face(model, staging, max_shard_bytes=max_shard_bytes)
@@ -151,7 +151,7 @@ def write_hugging_face(model: nn.Module, folder: Path, *, max_shard_bytes: int) 
 
 @contextlib.contextmanager
 def _generation_aside(model: nn.Module, folder: Path) -> Iterator[None]:
-    """Writes a generation_config.json as it was read: transformers reads what it then refuses to write (sampling
+    """Writes a generation_config.json as it was read: transformers reads what it then rejects to write (sampling
     settings without sampling, in many published folders), and with it the whole model.
     """
     settings: Any = getattr(model, "generation_config", None)
@@ -167,8 +167,8 @@ def _generation_aside(model: nn.Module, folder: Path) -> Iterator[None]:
         settings.to_json_file(folder / GENERATION_FILE)
 
 
-def _refuse_overflow(model: nn.Module, dtype: torch.dtype) -> None:
-    """Refuses to round weights that a dtype has no numbers for: they would be infinite."""
+def _reject_overflow(model: nn.Module, dtype: torch.dtype) -> None:
+    """Rejects to round weights that a dtype has no numbers for: they would be infinite."""
     lost = [
         f"{name} (up to {float(weight.abs().nan_to_num(posinf=0.0).max()):.3g})"
         for name, weight in model.state_dict().items()
@@ -213,7 +213,7 @@ def _add_generation(model: nn.Module, run_folder: Path, folder: Path) -> None:
 
 
 def _check_outside(folder: Path, run: Path) -> None:
-    """Refuses the run's own folder, those that hold it, and its checkpoints; another folder inside is welcome.
+    """Rejects the run's own folder, those that hold it, and its checkpoints; another folder inside is welcome.
 
     A link is looked at by its own place and by the one that it leads to.
     """

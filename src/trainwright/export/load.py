@@ -85,7 +85,7 @@ def export_folder(folder: Path, *, run: str, file_format: str, overwrite: bool =
         for path in staging.glob("*config.json"):
             _forget_places(path)
         written = sorted({*(path.name for path in staging.iterdir()), EXPORT_FILE})
-        _refuse_other_weights(folder, {*written, *(earlier or ())}, written)
+        _reject_other_weights(folder, {*written, *(earlier or ())}, written)
         facts = {"written_by": "trainwright", "run": run, "format": file_format}
         # Moved first, with the files that are yet to go: whoever is killed between two moves can export again.
         write_json(staging / EXPORT_FILE, {**facts, "files": sorted({*written, *(earlier or ())})})
@@ -105,8 +105,8 @@ def export_folder(folder: Path, *, run: str, file_format: str, overwrite: bool =
         )
 
 
-def _refuse_other_weights(folder: Path, ours: Collection[str], written: Collection[str]) -> None:
-    """Refuses a folder with weights of others that every reader would take before those that are written in shards."""
+def _reject_other_weights(folder: Path, ours: Collection[str], written: Collection[str]) -> None:
+    """Rejects a folder with weights of others that every reader would take before those that are written in shards."""
     other = folder / WEIGHTS_FILE
     if INDEX_FILE in written and WEIGHTS_FILE not in ours and other.exists():
         raise CheckpointError(

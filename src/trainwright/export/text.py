@@ -15,7 +15,7 @@ from trainwright.errors import CheckpointError, ConfigError, DataError
 from trainwright.export.huggingface import TOKENIZER_FILES, find_tokenizer
 from trainwright.export.load import load_checkpoint
 from trainwright.models.auto import AutoModel
-from trainwright.models.generation import generate, refuse_non_decoder, room_after
+from trainwright.models.generation import generate, reject_non_decoder, room_after
 from trainwright.models.model import Model
 from trainwright.models.pretrained import CONFIG_FILE
 
@@ -26,7 +26,7 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"
 """What stands for bytes that are no character, or none yet."""
 
 
-def load_speaker(
+def load_text_model(
     run_or_folder: str | Path,
     *,
     step: int | str = "latest",
@@ -47,7 +47,7 @@ def load_speaker(
         model = AutoModel.from_pretrained(place, device=device).eval()
     else:
         model = load_checkpoint(place, step, device=device)
-    refuse_non_decoder(model)  # before its tokenizer is missed: a model of images has none
+    reject_non_decoder(model)  # before its tokenizer is missed: a model of images has none
     return model, load_tokenizer(tokenizer) if tokenizer is not None else _own_tokenizer(place, is_folder=is_folder)
 
 
@@ -61,11 +61,11 @@ def stream_text(
     text ends at the tokenizer's end token. A token that the tokenizer does not have, which a model with a larger
     vocabulary may draw, is shown by its number: <50300>.
     """
-    refuse_non_decoder(model)
+    reject_non_decoder(model)
     tokens = encode_prompt(tokenizer, prompt)
     if not tokens:
         raise DataError("The prompt has no tokens. Give at least one character.")
-    _refuse_foreign_tokens(model, tokens)
+    _reject_foreign_tokens(model, tokens)
     stops = end_tokens(tokenizer)
     device = next((one.device for one in model.parameters()), torch.device("cpu"))
     text = TextStream(tokenizer, tokens)
@@ -152,8 +152,8 @@ def num_tokens_of(tokenizer: Any) -> int | None:
     return max(vocabulary.values(), default=-1) + 1 or None
 
 
-def _refuse_foreign_tokens(model: nn.Module, tokens: list[int]) -> None:
-    """Refuses a prompt with tokens that the model has no embedding for: its tokenizer is another model's."""
+def _reject_foreign_tokens(model: nn.Module, tokens: list[int]) -> None:
+    """Rejects a prompt with tokens that the model has no embedding for: its tokenizer is another model's."""
     if isinstance(model, Model):
         size = model.settings.get("vocab_size")
     else:

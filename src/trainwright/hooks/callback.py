@@ -11,7 +11,7 @@ from trainwright.errors import ConfigError
 from trainwright.loop.hook import MOMENTS, TOLD, Hook
 from trainwright.registry import resolve as registry
 from trainwright.user_code.locations import caller
-from trainwright.user_code.signatures import refuse_wrong_call
+from trainwright.user_code.signatures import reject_wrong_call
 
 
 class Every:
@@ -70,7 +70,7 @@ class CallbackHook(Hook):
         before_eval: Act | None = None,
         after_eval: Act | None = None,
         after_save: Act | None = None,
-        on_incident: Act | None = None,
+        on_anomaly: Act | None = None,
         close: Act | None = None,
         **unknown: Any,
     ) -> None:
@@ -85,7 +85,7 @@ class CallbackHook(Hook):
                 where=caller(),
             )
         for moment, act in acts.items():
-            refuse_wrong_call(act, ("trainer", *TOLD.get(moment, ())), role=f"CallbackHook's {moment}")
+            reject_wrong_call(act, ("trainer", *TOLD.get(moment, ())), role=f"CallbackHook's {moment}")
             setattr(self, moment, self._with_trainer(act))
 
     def _with_trainer(self, act: Act) -> Act:
@@ -105,7 +105,7 @@ def callback_from_config(
     before_eval: str | None = None,
     after_eval: str | None = None,
     after_save: str | None = None,
-    on_incident: str | None = None,
+    on_anomaly: str | None = None,
     close: str | None = None,
 ) -> Hook:
     """Makes the hook of `{type: callback, after_step: file.py:function}`; the function gets the trainer."""

@@ -10,7 +10,7 @@ from trainwright.errors import ConfigError
 from trainwright.loop.hook import Hook
 
 
-class StopEarly(Hook):
+class EarlyStopping(Hook):
     """Stops after `patience` evaluations in a row without an improvement of more than `min_delta`.
 
     A NaN is no improvement. A run that was stopped stays stopped when it is started again.
@@ -20,9 +20,9 @@ class StopEarly(Hook):
         self, metric: str, patience: int = 3, mode: Literal["min", "max"] = "min", min_delta: float = 0.0
     ) -> None:
         if mode not in ("min", "max"):
-            raise ConfigError(f"stop_early.mode: {mode!r} is neither min nor max.")
+            raise ConfigError(f"early_stopping.mode: {mode!r} is neither min nor max.")
         if patience < 1:
-            raise ConfigError(f"stop_early.patience: {patience} is not a positive number of evaluations.")
+            raise ConfigError(f"early_stopping.patience: {patience} is not a positive number of evaluations.")
         self.metric = metric
         self.patience = patience
         self.mode = mode
@@ -36,7 +36,7 @@ class StopEarly(Hook):
         # Without any set the run was told not to evaluate.
         if sets and self.metric.partition("/")[0] not in sets:
             raise ConfigError(
-                f"stop_early.metric: {self.metric!r} names no evaluation set. Give a set and its metric, such as "
+                f"early_stopping.metric: {self.metric!r} names no evaluation set. Give a set and its metric, such as "
                 f"{next(iter(sets))}/loss. Known sets: {', '.join(sets)}."
             )
         self._stop_if_hopeless()
@@ -46,7 +46,7 @@ class StopEarly(Hook):
         if self.metric not in logs:
             if any(key.partition("/")[0] == self.metric.partition("/")[0] for key in logs):
                 raise ConfigError(
-                    f"stop_early.metric: no evaluation gives {self.metric!r}; it gives {', '.join(logs)}."
+                    f"early_stopping.metric: no evaluation gives {self.metric!r}; it gives {', '.join(logs)}."
                 )
             return  # the test set's, or a failed one
         value = float(logs[self.metric])

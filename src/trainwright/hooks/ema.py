@@ -18,7 +18,7 @@ from trainwright.optim.sharded import own_parts, part_of
 from trainwright.parallel.mesh import local
 
 
-class AverageWeights(Hook):
+class EMA(Hook):
     """Averages every floating-point parameter: average = decay × average + (1 − decay) × weight.
 
     The average begins as a copy of the weights, not as zeros, so it needs no correction. It is saved in
@@ -30,9 +30,9 @@ class AverageWeights(Hook):
 
     def __init__(self, decay: float = 0.999, every_steps: int = 1, evaluate: bool = True) -> None:
         if not 0.0 <= decay < 1.0:
-            raise ConfigError(f"average_weights.decay: {decay} is not in 0 … 1 (1 excluded). Common: 0.99 to 0.9999.")
+            raise ConfigError(f"ema.decay: {decay} is not in 0 … 1 (1 excluded). Common: 0.99 to 0.9999.")
         if every_steps < 1:
-            raise ConfigError(f"average_weights.every_steps: {every_steps} is not a positive number of steps.")
+            raise ConfigError(f"ema.every_steps: {every_steps} is not a positive number of steps.")
         self.decay = decay
         self.every_steps = every_steps
         self.evaluate = evaluate

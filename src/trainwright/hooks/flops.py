@@ -156,7 +156,7 @@ def _rounds_float32() -> bool:
     """Does torch multiply fp32 matrices as tf32?"""
     try:
         return bool(torch.get_float32_matmul_precision() != "highest")
-    except RuntimeError:  # set by torch's other, newer way, which this one refuses to read
+    except RuntimeError:  # set by torch's other, newer way, which this one rejects to read
         return bool(torch.backends.cuda.matmul.allow_tf32)
 
 
@@ -198,12 +198,12 @@ def can_count_aside(trainer: Trainer) -> bool:
 def can_count_within(trainer: Trainer) -> bool:
     """Can a step be counted while it runs? Only where nothing of it is compiled: that would then run otherwise."""
     model = trainer.config.model
-    return trainer.config.runtime.mode == "eager" and (model is None or "scan" not in model.reserved)
+    return trainer.config.runtime.mode == "eager" and (model is None or "compile_repeated_blocks" not in model.reserved)
 
 
 def estimate_flops(trainer: Trainer, tokens_per_step: float | None) -> int | None:
     """Returns six operations for each parameter and token, on this rank; None where nobody knows either number."""
-    if tokens_per_step is None or trainer.surroundings.updater.pipeline is not None:
+    if tokens_per_step is None or trainer.context.updater.pipeline is not None:
         return None
     num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     return round(6 * num_parameters * tokens_per_step / trainer.ranks.size)

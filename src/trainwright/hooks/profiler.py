@@ -77,7 +77,7 @@ class Ranges:
         self._wrap(trainer.phases, "enter", self._enter_phase)
         self._wrap(trainer, "next_train_inputs", self._next_inputs)
         self._wrap(trainer, "run_forward", self._named("forward"))
-        self._wrap(trainer.surroundings.updater, "begin", self._begin_update)
+        self._wrap(trainer.context.updater, "begin", self._begin_update)
         self._switch("host")
 
     def take_out(self) -> None:
@@ -327,7 +327,7 @@ class ProfileSummary:
             bar = "█" * round(percent / 100 * _BAR)
             lines.append(f"  {label:<13} {percent:5.1f} %  {bar:<{_BAR}}  {remark}".rstrip())
         if {"replay", "forward"} <= self.shares.seconds.keys():
-            lines.append("  Not all of these steps were replays: profile later ones (hook profile_steps, first: …).")
+            lines.append("  Not all of these steps were replays: profile later ones (hook profiler, first: …).")
         return "\n".join([*lines, *self._speed_lines(), f"  trace: {self.trace} (open it at ui.perfetto.dev)"])
 
     def to_dict(self) -> dict[str, object]:
@@ -412,7 +412,7 @@ def _amount(number: float) -> str:
 PROFILE_FOLDER = "profile"
 
 
-class ProfileSteps(Hook):
+class Profiler(Hook):
     """Profiles `steps` steps after `first` others of this start have gone by.
 
     Of those others the second half is timed, for the profiler itself takes time. Every rank writes
@@ -423,7 +423,7 @@ class ProfileSteps(Hook):
     def __init__(self, first: int = 10, steps: int = 10) -> None:
         for name, value, least in (("first", first, 0), ("steps", steps, 1)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"profile_steps: {name} is {value!r}. Give a whole number, at least {least}.")
+                raise ConfigError(f"profiler: {name} is {value!r}. Give a whole number, at least {least}.")
         self._first, self._num_steps = first, steps
         self._begin = self._end = self._timed_from = -1
         self._counter: Any = None
@@ -450,7 +450,7 @@ class ProfileSteps(Hook):
         self._start = trainer.step
         if (first, steps) != (self._first, self._num_steps):
             logger.info(
-                "profile_steps: %d steps are left, so %d are profiled after %d others instead of %d after %d.",
+                "profiler: %d steps are left, so %d are profiled after %d others instead of %d after %d.",
                 *(left, steps, first, self._num_steps, self._first),
             )
 

@@ -45,9 +45,9 @@ _SECONDS_PER_HOUR = 3600.0
 
 
 class CountProgress(Hook):
-    """Puts `samples_seen`, `hours` and `incidents`, and `tokens_seen` where samples have a fixed length.
+    """Puts `samples_seen`, `hours` and `anomalies`, and `tokens_seen` where samples have a fixed length.
 
-    Each is the sum since the run's first step. `incidents` counts updates whose loss or gradient went wrong: a step
+    Each is the sum since the run's first step. `anomalies` counts updates whose loss or gradient went wrong: a step
     that is not finite shows there, also where the config lets it be skipped. Hours are those of training, without the
     time between two starts.
     """
@@ -55,7 +55,7 @@ class CountProgress(Hook):
     def __init__(self) -> None:
         self._earlier_hours = 0.0
         self._start: float | None = None
-        self._num_incidents = 0
+        self._num_anomalies = 0
 
     def before_train(self) -> None:
         """Starts the clock, and looks up how many tokens a sample has."""
@@ -70,22 +70,22 @@ class CountProgress(Hook):
         sums: dict[str, float] = {"samples_seen": self._data.position}
         if self._tokens_per_sample is not None:
             sums["tokens_seen"] = self._data.position * int(self._tokens_per_sample)
-        sums |= {"hours": self._hours(), "incidents": self._num_incidents}
+        sums |= {"hours": self._hours(), "anomalies": self._num_anomalies}
         self.trainer.storage.put_scalars(sums, smoothing_hint=False)
 
-    def on_incident(self, incident: Any) -> None:
+    def on_anomaly(self, anomaly: Any) -> None:
         """Counts it; the step's line is not written yet."""
-        self._num_incidents += 1
-        self.trainer.storage.put_scalar("incidents", self._num_incidents, smoothing_hint=False)
+        self._num_anomalies += 1
+        self.trainer.storage.put_scalar("anomalies", self._num_anomalies, smoothing_hint=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the sums that nobody else keeps."""
-        return {"hours": self._hours(), "incidents": self._num_incidents}
+        return {"hours": self._hours(), "anomalies": self._num_anomalies}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from the sums of a checkpoint; a run that goes back keeps its own, for it has used them up."""
         if self._start is None:
-            self._earlier_hours, self._num_incidents = float(state["hours"]), int(state["incidents"])
+            self._earlier_hours, self._num_anomalies = float(state["hours"]), int(state["anomalies"])
 
     def _hours(self) -> float:
         now = 0.0 if self._start is None else time.perf_counter() - self._start

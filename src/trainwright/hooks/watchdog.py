@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed
 
 import trainwright.parallel
-from trainwright.config import HangsSection
+from trainwright.config import WatchdogSection
 from trainwright.errors import HANG_EXIT_CODE
 from trainwright.loop.heartbeat import PHASES, Phases
 from trainwright.loop.hook import Hook
@@ -267,19 +267,19 @@ def _lowest(known: Mapping[int, Standing], ranks: list[int], measure: Callable[[
     return [rank for rank in ranks if values[rank] == lowest]
 
 
-HANGS_FOLDER = "hangs"
+WATCHDOG_FOLDER = "watchdog"
 _STOPPED_SECONDS = 5.0  # a look that comes so much too late: the whole process was stopped, not stuck
 
 
-class WatchForHangs(Hook):
-    """Ends a run that is stuck, after writing RUN/hangs/step-N; also puts `slowest_rank_share` with several ranks.
+class Watchdog(Hook):
+    """Ends a run that is stuck, after writing RUN/watchdog/step-N; also puts `slowest_rank_share` with several ranks.
 
     Stuck is a phase that takes `factor` times its median and at least `min_seconds`; see `limit_seconds` for phases
     without a median worth the name. A rank that is stopped as a whole (SIGSTOP, a suspended job) is missed by the
     others only, and one that stands in a debugger is never stuck.
     """
 
-    def __init__(self, section: HangsSection) -> None:
+    def __init__(self, section: WatchdogSection) -> None:
         self._section = section
         self._watcher: _Watcher | None = None
         self._phases: Phases | None = None
@@ -295,14 +295,14 @@ class WatchForHangs(Hook):
             own = (os.urandom(8).hex(), identify_process(os.getpid()))
             topics, processes = zip(*ranks.gather(own), strict=True)
             # A topic of its own, for the store outlives this run where a process trains several.
-            notes = Notes(f"hangs/{topics[0]}", answer_seconds=ANSWER_SECONDS) if ranks.size > 1 else None
+            notes = Notes(f"watchdog/{topics[0]}", answer_seconds=ANSWER_SECONDS) if ranks.size > 1 else None
             self._watcher = _Watcher(
                 trainer.phases,
                 ranks,
                 self._section,
                 notes=notes,
                 processes=processes,
-                folder=trainer.folder / HANGS_FOLDER,
+                folder=trainer.folder / WATCHDOG_FOLDER,
                 training_thread=threading.get_ident(),
                 describe_places=self._describe_places,
             )
@@ -334,7 +334,7 @@ class _Verdict:
     is_hang: bool
     line: str = ""
     folder: str = ""
-    speaker: int = 0
+    reporter: int = 0
     """The rank that tells the user: the first, unless it is silent."""
     table: list[str] = field(default_factory=list)
     """One line a rank, for report.txt."""
@@ -355,7 +355,7 @@ class _Watcher(threading.Thread):
         self,
         phases: Phases,
         ranks: Ranks,
-        section: HangsSection,
+        section: WatchdogSection,
         *,
         notes: Notes | None,
         processes: Sequence[str],
@@ -363,7 +363,7 @@ class _Watcher(threading.Thread):
         training_thread: int,
         describe_places: Callable[[], str],
     ) -> None:
-        super().__init__(name="trainwright-hangs", daemon=True)
+        super().__init__(name="trainwright-watchdog", daemon=True)
         self._phases = phases
         self._rank, self._size = ranks.rank, ranks.size
         self._section = section
@@ -394,7 +394,7 @@ class _Watcher(threading.Thread):
                 if self._stands().is_overdue:
                     self._leave_alone(is_cut_off=True)
             except Exception:
-                logger.exception("The watch for hangs failed; the run goes on without it.")
+                logger.exception("The watchdog failed; the run goes on without it.")
                 return
             before = monotonic()  # waiting for answers is not being stopped
 
@@ -463,7 +463,7 @@ class _Watcher(threading.Thread):
             is_hang=True,
             line=describe(standings, missing),
             folder=self._choose_folder(step),
-            speaker=0 if 0 in answered else self._rank,
+            reporter=0 if 0 in answered else self._rank,
             table=[_tell(rank, standing) for rank, standing in standings.items()],
             answered=answered,
             silent=[self._processes[rank] for rank, standing in standings.items() if standing is None],
@@ -510,12 +510,12 @@ class _Watcher(threading.Thread):
         self._exit(alone)
 
     def _leave_together(self, verdict: _Verdict) -> None:
-        """Writes what this rank knows; the speaker waits for the others and speaks; then all leave."""
+        """Writes what this rank knows; the reporter waits for the others and writes the report; then all leave."""
         assert self._notes is not None
         self._is_leaving = True
         _within(ANSWER_SECONDS, lambda: self._write_own(Path(verdict.folder)))
         self._note(f"written/{self._rank}", "yes")
-        if self._rank == verdict.speaker:
+        if self._rank == verdict.reporter:
             others = [f"written/{rank}" for rank in verdict.answered]
             self._notes.wait_for(*others, seconds=self._answer_seconds + ANSWER_SECONDS)
             _within(ANSWER_SECONDS, lambda: self._tell_user(verdict))
@@ -537,8 +537,8 @@ class _Watcher(threading.Thread):
         advice = (
             "Each rank's stacks, place in the data and begun collectives are beside this file. Every rank has left "
             f"with exit code {HANG_EXIT_CODE}; running the same command again goes on from the newest checkpoint.\n"
-            f"If nothing was wrong, raise hangs.min_seconds (now {self._section.min_seconds:g}) or hangs.factor "
-            f"(now {self._section.factor:g}), or set hangs.watch=false.\n"
+            f"If nothing was wrong, raise watchdog.min_seconds (now {self._section.min_seconds:g}) or watchdog.factor "
+            f"(now {self._section.factor:g}), or set watchdog.watch=false.\n"
         )
         text = "\n".join([verdict.line, "", *verdict.table, "", advice])
         (folder / "report.txt").write_text(text, encoding="utf-8")
@@ -592,6 +592,6 @@ def _within(seconds: float, act: Callable[[], Any]) -> None:
         except Exception as error:
             logger.warning("A part of the report on a hang failed: %s: %s", type(error).__name__, error)
 
-    thread = threading.Thread(target=guarded, name="trainwright-hangs-report", daemon=True)
+    thread = threading.Thread(target=guarded, name="trainwright-watchdog-report", daemon=True)
     thread.start()
     thread.join(seconds)

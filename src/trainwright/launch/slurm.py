@@ -131,7 +131,7 @@ exit $code
 
 
 def read_settings(words: Sequence[str]) -> dict[str, str]:
-    """Returns what stands after --slurm as name → value; unknown names and numbers that are none are refused."""
+    """Returns what stands after --slurm as name → value; unknown names and numbers that are none are rejected."""
     settings: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -179,7 +179,7 @@ def submit(path: Path) -> str:
         )
     done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise TrainwrightError(f"--submit: sbatch refused {path}: {done.stderr.strip()}")
+        raise TrainwrightError(f"--submit: sbatch rejected {path}: {done.stderr.strip()}")
     return done.stdout.strip().partition(";")[0]
 
 

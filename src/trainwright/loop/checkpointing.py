@@ -17,7 +17,7 @@ from trainwright.checkpoint import contents
 from trainwright.checkpoint.background import BackgroundSaver
 from trainwright.checkpoint.remote_files import RemotePath
 from trainwright.checkpoint.retention import Retention, best_step, is_better, metrics_by_step
-from trainwright.checkpoint.together import Together, refuse_unshared, share_of
+from trainwright.checkpoint.together import Together, reject_unshared, share_of
 from trainwright.config import KeepBest
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.events.mean import merge
@@ -102,12 +102,12 @@ class Checkpoints:
     def prepare(self) -> None:
         """Makes ready to save together, where the model is split; every rank calls it, before training.
 
-        Refuses a checkpoints folder that not all ranks see. Whoever saves without it does it then.
+        Rejects a checkpoints folder that not all ranks see. Whoever saves without it does it then.
         """
         ranks = self._trainer.ranks
         if not ranks.mesh.is_split or self._together is not None:
             return
-        refuse_unshared(self._trainer.surroundings.store, ranks)
+        reject_unshared(self._trainer.context.store, ranks)
         # A topic of its own: a process may train several times, and notes stay.
         self._notes = Notes(ranks.broadcast(f"checkpoints-{secrets.token_hex(4)}"))
         self._together = Together(ranks.rank, ranks.size, self._notes)
@@ -118,7 +118,7 @@ class Checkpoints:
         if (self._together is None) if ranks.mesh.is_split else not ranks.is_first:
             return None
         return BackgroundSaver(
-            self._trainer.surroundings.store,
+            self._trainer.context.store,
             retention=Retention.of(self._section),
             asynchronous=self._section.asynchronous,
             max_failures=self._section.max_failures,
@@ -164,7 +164,7 @@ class Checkpoints:
         """Calls `after_save` if the save under way is the one that is said to be committed."""
         if self._under_way is not None and num_committed == self._num_saves:
             step, self._under_way = self._under_way, None
-            self._trainer.moments.call("after_save", self._trainer.surroundings.store.path(step))
+            self._trainer.moments.call("after_save", self._trainer.context.store.path(step))
 
     def save(self, *, metrics: Mapping[str, float]) -> Path | RemotePath:
         """Copies the state of all ranks and writes it, beside training where the config says so."""
@@ -191,7 +191,7 @@ class Checkpoints:
             self.close()  # nobody else would end its thread
         elif not self._section.asynchronous:
             self.settle()
-        return trainer.surroundings.store.path(trainer.step)
+        return trainer.context.store.path(trainer.step)
 
     def settle(self, *, must_succeed: bool = False) -> None:
         """Waits for the save under way and tells every rank of its fate; raises on all if saving failed for good.
@@ -212,7 +212,7 @@ class Checkpoints:
         if failure is not None:
             raise failure
 
-    def refuse_failure(self) -> None:
+    def reject_failure(self) -> None:
         """Raises why saving has failed for good, on every rank."""
         raise self.failure or CheckpointError("The first rank can save no checkpoint any more; its error says why.")
 
@@ -246,7 +246,7 @@ def collect_parts(trainer: Trainer) -> dict[str, Any]:
         events=trainer.storage.state_dict(window),
         data=data,
         loss_scale=trainer.loss_scale,
-        incidents=trainer.incident_response,
+        anomalies=trainer.anomaly_response,
         generators=generators,
         step=trainer.step,
         has_unfinished_step=trainer.has_unfinished_step,
@@ -260,7 +260,7 @@ def restore_checkpoint(trainer: Trainer, step: int, *, keep_settings: bool = Fal
 
     With `keep_settings` the optimizers keep the settings (weight decay, betas) that they were built with.
     """
-    store = trainer.surroundings.store
+    store = trainer.context.store
     trainer.checkpoints.keeps_settings = keep_settings
     restore_state(trainer, partial(store.read_split, step), place=str(store.path(step)))
     metrics = trainer.ranks.broadcast(metrics_by_step(store) if trainer.ranks.is_first else {})
@@ -270,7 +270,7 @@ def restore_checkpoint(trainer: Trainer, step: int, *, keep_settings: bool = Fal
 
 def restore_weights(trainer: Trainer, step: int) -> None:
     """Gives a trainer that only evaluates the weights of a checkpoint, and its hooks their state."""
-    store = trainer.surroundings.store
+    store = trainer.context.store
     elsewhere = _names_of_all_stages(trainer)
     weights = store.read_split(step, "model")
     contents.load_model_state(weights, trainer.model, place=str(store.path(step)), elsewhere=elsewhere)
@@ -296,8 +296,8 @@ def restore_state(trainer: Trainer, read: Callable[[str], Any], *, place: str) -
     trainer.train_data.load_state_dict(training["data"], accept_changes=keep_settings)
     trainer.storage.load_state_dict(training["events"], with_window=trainer.ranks.is_first)
     _restore_loss_scale(trainer.loss_scale, training["loss_scale"])
-    if "incidents" in training:  # one of an earlier version has none
-        trainer.incident_response.load_state_dict(training["incidents"])
+    if "anomalies" in training:  # one of an earlier version has none
+        trainer.anomaly_response.load_state_dict(training["anomalies"])
     trainer.step_end.forget()
     hooks = trainer.moments.keyed()
     trainer.unclaimed_hook_state = contents.restore_hooks(training["hooks"], hooks, model=trainer.model)

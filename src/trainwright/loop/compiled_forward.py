@@ -40,11 +40,11 @@ logger = logging.getLogger(__name__)
 Region = Callable[..., tuple[Any, dict[str, Any], Mapping[str, Any] | None]]
 """Maps a trainer and a micro-batch to the loss, the metrics and the outputs."""
 _BACKEND = "inductor"
-_WITHOUT_EFFECT = ("compile_backend", "compile_memory_budget", "expect_graph_breaks")
+_WITHOUT_EFFECT = ("compile_backend", "compile_memory_budget", "max_graph_breaks")
 
 
-def refuse_modes(config: RunConfig, axes: Mapping[str, int]) -> None:
-    """Refuses a mode with settings that it cannot be joined with, and settings of other modes; imports nothing."""
+def reject_modes(config: RunConfig, axes: Mapping[str, int]) -> None:
+    """Rejects a mode with settings that it cannot be joined with, and settings of other modes; imports nothing."""
     runtime = config.runtime
     if runtime.mode == "eager":
         for name in _WITHOUT_EFFECT:
@@ -56,7 +56,7 @@ def refuse_modes(config: RunConfig, axes: Mapping[str, int]) -> None:
     elif axes.get("pipeline", 1) > 1:
         raise ConfigError(
             f"runtime.mode: {runtime.mode} compiles or records a forward, which in a pipeline is run by its schedule. "
-            "Use mode: eager, and model.scan to compile the blocks.",
+            "Use mode: eager, and model.compile_repeated_blocks to compile the blocks.",
             where=config.origin("runtime.mode"),
         )
 
@@ -93,12 +93,12 @@ class CompiledForward:
         users = users_of(trainer)
         self.compilations = Compilations(users, forward=_place_of_forward(trainer, users))
         self._trainer = trainer
-        self._num_breaks_expected = runtime.expect_graph_breaks
+        self._num_breaks_expected = runtime.max_graph_breaks
         is_gathered = compile_gathered(trainer.model, backend)
-        is_scanned = not is_gathered and keep_apart(trainer.model)
+        is_repeated_block = not is_gathered and keep_apart(trainer.model)
         # Blocks that stay apart are breaks on purpose, and are told from others by who listens.
-        self._refuses_breaks = runtime.expect_graph_breaks == 0 and not is_scanned
-        self._surroundings = self._choose_surroundings()
+        self._rejects_breaks = runtime.max_graph_breaks == 0 and not is_repeated_block
+        self._contexts = self._choose_contexts()
         self._train: Region = _training_region(trainer)
         self._evaluate: Region = _run_forward
         if not is_gathered:
@@ -123,16 +123,16 @@ class CompiledForward:
         # What the graph has put is filed: were the names still there, a second micro-batch would be another graph.
         trainer.storage.file_traced()
         if self._num_breaks_expected is not None and len(self.compilations.breaks) > self._num_breaks_expected:
-            self._refuse_breaks(list(self.compilations.breaks.values()))
+            self._reject_breaks(list(self.compilations.breaks.values()))
         return ForwardResult(loss, trainer.samples_in_hand, metrics, outputs)
 
-    def _choose_surroundings(self) -> list[Callable[[], AbstractContextManager[Any]]]:
+    def _choose_contexts(self) -> list[Callable[[], AbstractContextManager[Any]]]:
         """Returns what a call of a region runs in. Torch's settings are the process's: they hold for the call alone."""
         runtime = self._trainer.config.runtime
         chosen: list[Callable[[], AbstractContextManager[Any]]] = []
-        if self._refuses_breaks:
+        if self._rejects_breaks:
             chosen.append(lambda: torch._dynamo.error_on_graph_break(True))
-        elif runtime.expect_graph_breaks is not None:
+        elif runtime.max_graph_breaks is not None:
             # The hook that tells of breaks may not be there, and the limit holds all the same.
             chosen.append(lambda: listening(self.compilations))
         if has_around(self._trainer.model, Recomputed):
@@ -145,11 +145,11 @@ class CompiledForward:
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:
-        if not self._surroundings:
+        if not self._contexts:
             yield
             return
         with ExitStack() as stack:
-            for each in self._surroundings:
+            for each in self._contexts:
                 stack.enter_context(each())
             yield
 
@@ -161,8 +161,8 @@ class CompiledForward:
         """
         from torch._dynamo import exc
 
-        if self._refuses_breaks and isinstance(error, exc.Unsupported | exc.UserError):
-            self._refuse_breaks([self.compilations.break_of(error)], cause=error)
+        if self._rejects_breaks and isinstance(error, exc.Unsupported | exc.UserError):
+            self._reject_breaks([self.compilations.break_of(error)], cause=error)
         if isinstance(error, exc.BackendCompilerFailed):
             self._leave_if_told()
             cause = getattr(error, "inner_exception", error)
@@ -177,18 +177,18 @@ class CompiledForward:
         trainer = self._trainer
         if trainer.agreement.is_told_to_leave():
             reason = trainer.agreement.reason or "interrupted"
-            saved = trainer.surroundings.store.steps()
+            saved = trainer.context.store.steps()
             goes_on = f"goes on from step {saved[-1]}" if saved else "begins anew, for nothing was saved yet"
             logger.info("%s ended the compilation in step %d. The same command %s.", reason, trainer.step + 1, goes_on)
             raise SystemExit(exit_code_of(reason))
 
-    def _refuse_breaks(self, breaks: list[GraphBreak], *, cause: Exception | None = None) -> None:
+    def _reject_breaks(self, breaks: list[GraphBreak], *, cause: Exception | None = None) -> None:
         number = self._num_breaks_expected
         listed = "".join(f"\n  {each}" for each in breaks)
         raise TrainwrightError(
-            f"runtime.expect_graph_breaks: {number}, but the compiled forward breaks into pieces:{listed}\n"
+            f"runtime.max_graph_breaks: {number}, but the compiled forward breaks into pieces:{listed}\n"
             "Change these lines, or raise the number (null: any).",
-            where=self._trainer.config.origin("runtime.expect_graph_breaks"),
+            where=self._trainer.config.origin("runtime.max_graph_breaks"),
         ) from cause
 
 
@@ -258,7 +258,7 @@ _TORCHS_OWN = frozenset(vars(nn.Module())) - {"_buffers"}
 def look_before_first_step(trainer: Trainer, batch: Any) -> None:
     """Runs one forward under watch. What breaks a compiled graph is a warning, and what no graph may hold an error.
 
-    An error, which lists all places, where the mode is graph or `runtime.expect_graph_breaks` is 0. A user's own
+    An error, which lists all places, where the mode is graph or `runtime.max_graph_breaks` is 0. A user's own
     `train_step` may call other forwards than this one, so it is left alone.
     """
     from trainwright.loop.trainer import Trainer as Contract
@@ -277,8 +277,8 @@ def look_before_first_step(trainer: Trainer, batch: Any) -> None:
     direct = [each for each in found if each.is_direct]
     runtime = trainer.config.runtime
     breaks = direct if runtime.mode == "graph" else [each for each in direct if each.use.breaks]
-    if breaks and (runtime.mode == "graph" or runtime.expect_graph_breaks == 0):
-        _refuse(trainer, breaks)
+    if breaks and (runtime.mode == "graph" or runtime.max_graph_breaks == 0):
+        _reject(trainer, breaks)
     for each in direct:
         words = "breaks" if each.use.breaks else "makes the host wait"
         logger.warning(
@@ -290,9 +290,9 @@ def look_before_first_step(trainer: Trainer, batch: Any) -> None:
             logger.info("%s: library code called here may break the graph: %s.", each.place, each.use.what)
 
 
-def _refuse(trainer: Trainer, sightings: list[Sighting]) -> None:
+def _reject(trainer: Trainer, sightings: list[Sighting]) -> None:
     mode = trainer.config.runtime.mode
-    name = "mode" if mode == "graph" else "expect_graph_breaks"
+    name = "mode" if mode == "graph" else "max_graph_breaks"
     listed = "".join(f"\n  {each.place}: {each.use.what}. {each.use.fix}" for each in sightings)
     number = f"{len(sightings)} places" if len(sightings) > 1 else "1 place"
     raise TrainwrightError(

@@ -148,7 +148,7 @@ def evaluate_sets(trainer: Trainer, sets: Mapping[str, EvaluationData]) -> dict[
     # All of them even if one raises: the step is saved then, and must not be saved with averaged weights.
     errors = trainer.moments.call_all("after_eval", logs)
     failure = errors[0] if errors else None
-    _refuse_failure(failure, trainer.ranks.gather(_describe(failure)))
+    _reject_failure(failure, trainer.ranks.gather(_describe(failure)))
     return logs
 
 
@@ -175,13 +175,13 @@ def _evaluate_set(trainer: Trainer, data: EvaluationData) -> dict[str, float]:
         # Ranks agree on each batch of a stream: one that leaves early says so there, before all of them meet here.
         iterator.close()
         # Before anything else that ranks do together: if one failed, all must leave here.
-        updates = one_pass.num_updates if trainer.ranks.mesh.speaks else None
+        updates = one_pass.num_updates if trainer.ranks.mesh.is_loss_rank else None
         shares = trainer.ranks.gather((puts.take_window(), updates, _describe(failure)))
-    _refuse_failure(failure, [text for _, _, text in shares])
+    _reject_failure(failure, [text for _, _, text in shares])
     put = summarise(merge([window for window, _, _ in shares]))
     averages = one_pass.averages.over_ranks(trainer.ranks)
     fewest = min(updates for _, updates, _ in shares if updates is not None)
-    computed = _compute(trainer.surroundings.metrics, trainer.ranks, fewest, data)
+    computed = _compute(trainer.context.metrics, trainer.ranks, fewest, data)
     trainer.eval_averages = {**put, **averages, **computed}
     return _together(trainer.ranks, lambda: _numbers(trainer.eval_end(one_pass.state), trainer))
 
@@ -217,7 +217,7 @@ class _Pass:
 
     def begin(self) -> None:
         """Begins the pass: metrics forget, the trainer is told."""
-        for metric in self._trainer.surroundings.metrics:
+        for metric in self._trainer.context.metrics:
             metric.metric.reset()
         self._trainer.eval_begin()
 
@@ -306,8 +306,8 @@ class _Pass:
                 # What a task aggregates itself has no mean that anybody asked for: a class id, a score for a ranking.
                 if not (self._aggregates and _is_per_sample(value, num_samples)):
                     self.averages.add(name, value, num_samples)
-            if self._trainer.ranks.mesh.speaks:
-                for metric in self._trainer.surroundings.metrics:
+            if self._trainer.ranks.mesh.is_loss_rank:
+                for metric in self._trainer.context.metrics:
                     metric.update(getattr(logs, "outputs", None) or logs, batch)
         return values
 
@@ -339,7 +339,7 @@ def _together(ranks: Ranks, act: Callable[[], T]) -> T:
         result = act()
     except Exception as error:
         failure = error
-    _refuse_failure(failure, ranks.gather(_describe(failure)))
+    _reject_failure(failure, ranks.gather(_describe(failure)))
     return result
 
 
@@ -347,7 +347,7 @@ def _describe(failure: Exception | None) -> str | None:
     return None if failure is None or isinstance(failure, _FailedElsewhere) else repr(failure)
 
 
-def _refuse_failure(own: Exception | None, failures: list[str | None]) -> None:
+def _reject_failure(own: Exception | None, failures: list[str | None]) -> None:
     """Raises on every rank if any failed: the failure itself there, and what it was elsewhere.
 
     Ranks that were told to leave do so at a batch of their own; the others join them here.
@@ -367,8 +367,8 @@ def _gather_outputs(
 ) -> dict[str, Any]:
     """Brings one batch's values of all ranks to every host: per-sample ones in sample order, scalars averaged."""
     own = {name: _to_host(value) for name, value in values.items()} if num_samples else {}
-    everybodys = ranks.gather((num_samples * ranks.mesh.speaks, own, _describe(failure)))
-    _refuse_failure(failure, [text for _, _, text in everybodys])
+    everybodys = ranks.gather((num_samples * ranks.mesh.is_loss_rank, own, _describe(failure)))
+    _reject_failure(failure, [text for _, _, text in everybodys])
     shares = [(count, share) for count, share, _ in everybodys if count]
     gathered: dict[str, Any] = {}
     for name in dict.fromkeys(name for _, share in shares for name in share):
@@ -407,7 +407,7 @@ def _compute(
     if not metrics:
         return {}
     # Of ranks that share samples one has counted them.
-    results, means = _together(ranks, lambda: _read_metrics(metrics) if ranks.mesh.speaks else ({}, Averages()))
+    results, means = _together(ranks, lambda: _read_metrics(metrics) if ranks.mesh.is_loss_rank else ({}, Averages()))
     return ranks.gather_samples(results)[0] | means.over_ranks(ranks)
 
 
@@ -463,7 +463,7 @@ def evaluate_as_they_come(
     trainer: Trainer, sets: Mapping[str, EvaluationData], poll_seconds: float, timeout_seconds: float | None
 ) -> dict[str, float]:
     """Evaluates each checkpoint once, in order, until the training has ended; returns the logs of the last one."""
-    store, ranks = trainer.surroundings.store, trainer.ranks
+    store, ranks = trainer.context.store, trainer.ranks
     results = trainer.folder / EVALUATIONS_FILE
     seen: set[Weights] = set()
     last_step = 0
@@ -504,8 +504,8 @@ def evaluate_as_they_come(
 
 def _find_next(trainer: Trainer, seen: set[Weights], *, look: bool) -> Weights | str | None:
     """Returns the next checkpoint to evaluate, or "ended", or None while the training goes on."""
-    steps = trainer.surroundings.store.steps()
-    unseen = (weights for step in steps if (weights := _weights_of(trainer.surroundings.store, step)) not in seen)
+    steps = trainer.context.store.steps()
+    unseen = (weights for step in steps if (weights := _weights_of(trainer.context.store, step)) not in seen)
     if (first := next(unseen, None)) is not None:
         return first
     saved = read_config(trainer.folder)
@@ -516,7 +516,7 @@ def _find_next(trainer: Trainer, seen: set[Weights], *, look: bool) -> Weights |
         return "ended"
     if look:  # one that stopped early says so in its last checkpoint, which it may have written twice
         try:
-            if trainer.surroundings.store.read_split(steps[-1], "training")["ended_under"] >= max_steps:
+            if trainer.context.store.read_split(steps[-1], "training")["ended_under"] >= max_steps:
                 return "ended"
         except CheckpointError as error:
             logger.debug("Not readable yet: %s", error)
@@ -544,7 +544,7 @@ def _restore_unless_gone(trainer: Trainer, step: int) -> bool:
     failure = next((each for each in trainer.ranks.gather(failure) if each is not None), None)
     if failure is None:
         return True
-    if trainer.ranks.broadcast(step in trainer.surroundings.store.steps()):
+    if trainer.ranks.broadcast(step in trainer.context.store.steps()):
         raise failure
     logger.warning("Step %d was deleted before it could be evaluated. Keep more with checkpoint.keep_last.", step)
     return False

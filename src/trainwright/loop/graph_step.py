@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class HostNumber:
-    """An attribute that refuses to be read while a step is recorded; `is_recording` of its owner says when."""
+    """An attribute that rejects to be read while a step is recorded; `is_recording` of its owner says when."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -96,7 +96,7 @@ class Fingerprint:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._updater = trainer.surroundings.updater
+        self._updater = trainer.context.updater
         self._own = _own_names()
         self._take()
 
@@ -326,15 +326,15 @@ class KeptValues:
         }
         self._draws = self._stand()
 
-    def refuse_changes(self) -> list[Change]:
-        """Refuses what the step has replaced or counted: a replay would leave it as it is.
+    def reject_changes(self) -> list[Change]:
+        """Rejects what the step has replaced or counted: a replay would leave it as it is.
 
         Returns what optimizers made of their state: an update that does so is not like those that follow.
         """
         changes = self._fingerprint.changes()
         for change in changes:
             if not change.is_state:
-                refuse_change(change, self._trainer)
+                reject_change(change, self._trainer)
         now = self._stand()
         drawn = next((name for name, state in self._draws.items() if now[name] != state), None)
         if drawn is not None:
@@ -355,8 +355,8 @@ class KeptValues:
         return stand
 
 
-def refuse_change(change: Change, trainer: Trainer) -> NoReturn:
-    """Refuses what a step changes in Python, by its name and, where that is found, its line."""
+def reject_change(change: Change, trainer: Trainer) -> NoReturn:
+    """Rejects what a step changes in Python, by its name and, where that is found, its line."""
     name, before, now, _ = change
     if now is ABSENT:
         act = "takes it away"
@@ -450,7 +450,7 @@ class RecordedStep:
         self._num_short = self._num_unsettled = 0
         self._captured: list[torch.optim.Optimizer] = []
         self._users_act = users_act_between_steps(trainer)
-        updater = trainer.surroundings.updater
+        updater = trainer.context.updater
         self._recorders: list[Any] = [each for each in (trainer, updater, updater.watch) if each is not None]
 
     def run(self, batch: Any) -> StepResult:
@@ -521,7 +521,7 @@ class RecordedStep:
     def _prepare_optimizers(self) -> None:
         """Gives optimizers rates that a recording reads anew; those that cannot be recorded step after each replay."""
         self._is_prepared = True
-        updater = self._trainer.surroundings.updater
+        updater = self._trainer.context.updater
         gates = updater.watch is not None and updater.watch.gates
         for name, entry in updater.optimizers.items():
             # Python that hooks into a step would not run in a replay.
@@ -582,7 +582,7 @@ class RecordedStep:
 
     def _record(self, signature: Any, inputs: list[Tensor], rebuild: Fill) -> StepResult:
         """Makes an update that is recorded; it counts like any other."""
-        trainer, updater = self._trainer, self._trainer.surroundings.updater
+        trainer, updater = self._trainer, self._trainer.context.updater
         outcome = _Outcome()
 
         def run(given: list[Tensor]) -> list[Tensor]:
@@ -611,7 +611,7 @@ class RecordedStep:
         trainer.has_read_step_tensor = False
         with _explaining_reads():
             recording, values = trainer.backend.record(run, inputs, parameters=parameters)
-        state_changes = kept.refuse_changes()
+        state_changes = kept.reject_changes()
         rate_of = next((name for name, rate in updater.rates.items() if rate is outcome.rate), None)
         recorded = _Recorded(
             recording, outcome, rate_of, trainer.has_read_step_tensor, Fingerprint(trainer), compared_at=()
@@ -620,7 +620,7 @@ class RecordedStep:
             # State was made: this update was another than those that follow, and is recorded again.
             self._num_unsettled += 1
             if self._num_unsettled > _MAX_SHORT:
-                refuse_change(state_changes[0], self._trainer)
+                reject_change(state_changes[0], self._trainer)
         else:
             self._recordings[signature] = recorded
         return self._finish(recorded, values, is_first=True)
@@ -637,11 +637,11 @@ class RecordedStep:
             for each in self._recorders:
                 each.is_recording = False
             self._trainer.storage.end_recording()
-            self._trainer.surroundings.updater.take_postponed()
+            self._trainer.context.updater.take_postponed()
 
     def _finish(self, recorded: _Recorded, values: list[Tensor], *, is_first: bool = False) -> StepResult:
         """Notes on the host what a run of the graph gave, as `train_step` would have."""
-        trainer, updater = self._trainer, self._trainer.surroundings.updater
+        trainer, updater = self._trainer, self._trainer.context.updater
         (loss, metrics, grad_norm, rate), weight, postponed, calls, puts = recorded.outcome.read(values)
         trainer.loss_weight = weight
         if updater.watch is not None:
@@ -773,8 +773,8 @@ class Step:
         return self.run(batch)
 
 
-def refuse_unrecorded(config: RunConfig, ranks: Ranks) -> None:
-    """Refuses what cannot run as one graph."""
+def reject_unrecorded(config: RunConfig, ranks: Ranks) -> None:
+    """Rejects what cannot run as one graph."""
     if config.runtime.mode != "graph":
         return
     where = config.origin("runtime.mode")

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import ConfigError
 from trainwright.user_code.locations import place_of
-from trainwright.user_code.methods import refuse_unheard
-from trainwright.user_code.signatures import refuse_wrong_call
+from trainwright.user_code.methods import reject_unheard
+from trainwright.user_code.signatures import reject_wrong_call
 
 if TYPE_CHECKING:
     from trainwright.loop.trainer import Trainer
@@ -27,10 +27,10 @@ MOMENTS = (
     "before_eval",
     "after_eval",
     "after_save",
-    "on_incident",
+    "on_anomaly",
     "close",
 )
-TOLD: Mapping[str, tuple[str, ...]] = {"after_eval": ("logs",), "after_save": ("path",), "on_incident": ("incident",)}
+TOLD: Mapping[str, tuple[str, ...]] = {"after_eval": ("logs",), "after_save": ("path",), "on_anomaly": ("anomaly",)}
 """What some moments are called with; the others with nothing."""
 
 
@@ -76,7 +76,7 @@ class Hook:
     def after_save(self, path: Path) -> None:
         """Called at the first step boundary after a checkpoint was committed."""
 
-    def on_incident(self, incident: Any) -> None:
+    def on_anomaly(self, anomaly: Any) -> None:
         """Called when a step went wrong in a way that the run survives."""
 
     def close(self) -> None:
@@ -112,12 +112,12 @@ class Hooks:
             raise ConfigError(f"build_hooks returned {hooks!r}. Return a list, such as [*build.hooks(), MyHook()].")
         self.all = list(hooks)
         for hook in self.all:
-            _refuse_no_hook(hook)
-            _refuse_misspelt(hook)
+            _reject_no_hook(hook)
+            _reject_misspelt(hook)
             own = [moment for moment in MOMENTS if _overrides(hook, moment)]
-            refuse_unheard(hook, Hook, MOMENTS, overrides=own)
+            reject_unheard(hook, Hook, MOMENTS, overrides=own)
             for moment in (moment for moment in MOMENTS if _overrides(hook, moment)):
-                refuse_wrong_call(getattr(hook, moment), TOLD.get(moment, ()), role=moment)
+                reject_wrong_call(getattr(hook, moment), TOLD.get(moment, ()), role=moment)
         self._calls: dict[str, list[Callable[..., None]]] = {
             moment: [getattr(hook, moment) for hook in self.all if _overrides(hook, moment)] for moment in MOMENTS
         }
@@ -145,8 +145,8 @@ class Hooks:
         return keyed
 
 
-def _refuse_no_hook(hook: Any) -> None:
-    """Refuses a class or a function in a hook's place: its moments could not be called, or would never be."""
+def _reject_no_hook(hook: Any) -> None:
+    """Rejects a class or a function in a hook's place: its moments could not be called, or would never be."""
     name = getattr(hook, "__name__", repr(hook))
     if isinstance(hook, type):
         raise ConfigError(f"{name} is a class, but a hook is an object of one. Give {name}() instead.")
@@ -156,8 +156,8 @@ def _refuse_no_hook(hook: Any) -> None:
         )
 
 
-def _refuse_misspelt(hook: Hook) -> None:
-    """Refuses a method that is almost a moment: it would never be called."""
+def _reject_misspelt(hook: Hook) -> None:
+    """Rejects a method that is almost a moment: it would never be called."""
     for name, value in vars(type(hook)).items():
         if callable(value) and not name.startswith("_") and not hasattr(Hook, name):
             close = difflib.get_close_matches(name, MOMENTS, n=1, cutoff=0.85)

@@ -42,8 +42,8 @@ class Accuracy:
         return Mean(self._right, self._count)
 
 
-def refuse_no_metric(metric: Any, label: str, where: object | None) -> None:
-    """Refuses what an evaluation could not feed and read, before anything is trained."""
+def reject_no_metric(metric: Any, label: str, where: object | None) -> None:
+    """Rejects what an evaluation could not feed and read, before anything is trained."""
     missing = [verb for verb in ("update", "compute", "reset") if not callable(getattr(metric, verb, None))]
     if missing:
         raise ConfigError(
@@ -70,7 +70,7 @@ class ConfiguredMetric:
         self.metric.update(outputs[self._name_in(outputs)], batch[self.labels_name])
 
     def require(self, outputs: Mapping[str, Any] | None, batch: Any) -> None:
-        """Refuses a forward or a batch that gives this metric nothing to measure."""
+        """Rejects a forward or a batch that gives this metric nothing to measure."""
         self.require_outputs(outputs)
         if not isinstance(batch, Mapping) or self.labels_name not in batch:
             have = ", ".join(batch) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
@@ -80,7 +80,7 @@ class ConfiguredMetric:
             )
 
     def require_outputs(self, outputs: Mapping[str, Any] | None) -> None:
-        """Refuses a forward that gives this metric nothing to measure."""
+        """Rejects a forward that gives this metric nothing to measure."""
         if outputs is None or self._name_in(outputs) not in outputs:
             have = ", ".join(outputs) if outputs else "no outputs, only a loss and metrics"
             named = [name for name in outputs or () if name != "loss"]

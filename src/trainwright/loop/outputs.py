@@ -38,16 +38,16 @@ class ForwardResult:
 def explain_failure(error: IndexError | RuntimeError, batch: Any, model: torch.nn.Module) -> None:
     """Says what some errors of torch in a forward mean: labels, ids, precisions, split parameters; others are left."""
     if isinstance(error, IndexError):
-        _refuse_ids(error, batch, model)
+        _reject_ids(error, batch, model)
     elif "DTensor" in str(error):
-        from trainwright.parallel.fully_shard import refuse_ungathered  # imports much of torch
+        from trainwright.parallel.fully_shard import reject_ungathered  # imports much of torch
 
-        refuse_ungathered(error, model)
+        reject_ungathered(error, model)
     elif "same dtype" in str(error) or "should be the same" in str(error):
         _explain_dtypes(error, batch, model)
 
 
-def _refuse_ids(error: IndexError, batch: Any, model: torch.nn.Module) -> None:
+def _reject_ids(error: IndexError, batch: Any, model: torch.nn.Module) -> None:
     """Says what torch's "Target 10 is out of bounds." and "index out of range" mean; other errors are left alone."""
     if str(error).startswith("index out of range") and isinstance(batch, Mapping):
         rows = {
@@ -92,7 +92,7 @@ def read_forward(returned: Any, batch: Any, model: torch.nn.Module, num_samples:
         return ForwardResult(returned, num_samples)
     if isinstance(returned, torch.Tensor):
         if returned.ndim == 0 or getattr(model, "criterion", None) is None:
-            _refuse_scores(returned, batch, model)
+            _reject_scores(returned, batch, model)
             return ForwardResult(_one_number(returned), num_samples)
         return _with_criterion({"output": returned}, batch, model, num_samples)
     if isinstance(returned, tuple) and not hasattr(returned, "loss"):
@@ -157,8 +157,8 @@ def _with_criterion(outputs: Mapping[str, Any], batch: Any, model: torch.nn.Modu
     return ForwardResult(_one_number(loss), num_samples, outputs=outputs)
 
 
-def _refuse_scores(returned: torch.Tensor, batch: Any, model: torch.nn.Module) -> None:
-    """Refuses scores for which nobody has a criterion: one mean over them would train without a word."""
+def _reject_scores(returned: torch.Tensor, batch: Any, model: torch.nn.Module) -> None:
+    """Rejects scores for which nobody has a criterion: one mean over them would train without a word."""
     if returned.numel() > 1 and isinstance(batch, Mapping) and "labels" in batch:
         raise TrainwrightError(
             f"forward returned {_describe(returned)}, and {type(model).__name__} has no criterion. If these are "

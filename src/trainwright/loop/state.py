@@ -26,7 +26,7 @@ def cut(batch: Any, num_samples: int, num_pieces: int, collator: Callable[..., A
         yield from zip(pieces, (stop - start for start, stop in pairwise(bounds)), strict=True)
         return
     length = max(num_samples, 1)  # a batch that only stands in holds one sample
-    _refuse_uncut(batch, length, num_pieces)
+    _reject_uncut(batch, length, num_pieces)
     for start, stop in pairwise(bounds):
         # A piece without samples repeats the first one, with weight 0.
         rows = slice(start, stop) if stop > start else slice(0, 1)
@@ -65,7 +65,7 @@ def _has_rows(value: Any, length: int) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == length
 
 
-def _refuse_uncut(batch: Any, length: int, num_pieces: int) -> None:
+def _reject_uncut(batch: Any, length: int, num_pieces: int) -> None:
     if _is_plain(batch) and any(_has_rows(value, length) for value in batch.values()):
         return
     shapes: list[tuple[int, ...]] = []
@@ -74,5 +74,5 @@ def _refuse_uncut(batch: Any, length: int, num_pieces: int) -> None:
         raise DataError(
             f"A batch of {length} samples cannot be cut into {num_pieces} micro-batches: no tensor has {length} rows "
             f"(shapes: {', '.join(map(str, shapes)) or 'no tensors'}). Give the collator a `split(batch, n)`, "
-            "or set trainer.micro_batch_size so that accumulation is 1."
+            "or set trainer.micro_batch_size so that gradient_accumulation_steps is 1."
         )

@@ -12,7 +12,7 @@ import torch
 
 from trainwright.backends.private_torch import constant_in_compiled_code
 from trainwright.errors import DataError
-from trainwright.user_code.signatures import refuse_mismatch, takes
+from trainwright.user_code.signatures import reject_mismatch, takes
 
 
 class Task:
@@ -43,8 +43,8 @@ class Task:
         forward = type(model).forward
         if "labels" in batch and not _takes_labels(forward):
             batch = {name: value for name, value in batch.items() if name != "labels"}
-        if not torch.compiler.is_compiling():  # which asks again without its graph where Python refuses the call
-            refuse_mismatch(forward, tuple(batch))
+        if not torch.compiler.is_compiling():  # which asks again without its graph where Python rejects the call
+            reject_mismatch(forward, tuple(batch))
         return model(**batch)
 
     def build_metrics(self) -> dict[str, Any]:

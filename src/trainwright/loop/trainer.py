@@ -19,7 +19,7 @@ import torch
 
 from trainwright.backends import Backend, reads_at_once
 from trainwright.backends.host_memory import Garbage
-from trainwright.checkpoint.contents import refuse_unsavable, restore_generators
+from trainwright.checkpoint.contents import reject_unsavable, restore_generators
 from trainwright.checkpoint.folder import FolderLock
 from trainwright.checkpoint.remote_files import RemotePath
 from trainwright.checkpoint.remote_store import AnyStore
@@ -37,14 +37,14 @@ from trainwright.loop.heartbeat import Phases
 from trainwright.loop.hook import Hook, Hooks, call_each
 from trainwright.loop.metrics import ConfiguredMetric
 from trainwright.loop.outputs import ForwardResult, explain_failure
-from trainwright.loop.rollback import IncidentResponse
+from trainwright.loop.rollback import AnomalyResponse
 from trainwright.loop.state import cut
 from trainwright.loop.stop_signal import Agreement, Intent
 from trainwright.loop.task import Task, overrides
 from trainwright.loop.update import StepResult, Update, Updater
 from trainwright.memory.out_of_memory import is_out_of_memory, out_of_memory
 from trainwright.parallel.collectives import Ranks
-from trainwright.user_code.signatures import refuse_mismatch
+from trainwright.user_code.signatures import reject_mismatch
 from trainwright.writers.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Builder(Protocol):
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class TrainerContext:
     """What the builder hands a Trainer beside its named arguments. A user's trainer passes it on unread."""
 
     backend: Backend
@@ -105,7 +105,7 @@ _GIVEN = (
     "optimizer",
     "train_dataset",
     "validation_dataset",
-    "surroundings",
+    "context",
     "checkpoint_exporter",
 )
 """What `build_trainer` hands a constructor, by keyword; the last two reach Trainer's own through `**rest`."""
@@ -113,8 +113,8 @@ _GIVEN = (
 _CALL = "super().__init__(config, task, model, optimizer, train_dataset, validation_dataset, **rest)"
 
 
-def refuse_wrong_constructor(trainer_class: type) -> None:
-    """Refuses a trainer whose own constructor does not take what it is about to be handed."""
+def reject_wrong_constructor(trainer_class: type) -> None:
+    """Rejects a trainer whose own constructor does not take what it is about to be handed."""
     name, owner, where = _constructor_of(trainer_class)
     if where is None:
         return
@@ -129,13 +129,13 @@ def refuse_wrong_constructor(trainer_class: type) -> None:
         ) from error
 
 
-def take_surroundings(trainer: object, rest: dict[str, Any]) -> Surroundings:
+def take_context(trainer: object, rest: dict[str, Any]) -> TrainerContext:
     """Takes what `build_trainer` hands a trainer out of `rest`, or says that the constructor has not passed it on."""
-    surroundings: Surroundings | None = rest.pop("surroundings", None)
-    if surroundings is None:
+    context: TrainerContext | None = rest.pop("context", None)
+    if context is None:
         name, _, where = _constructor_of(type(trainer))
         raise TrainwrightError(
-            f"{name} was made without its surroundings. Make it with build_trainer(config, {name}), and pass **rest on "
+            f"{name} was made without its context. Make it with build_trainer(config, {name}), and pass **rest on "
             "to super().__init__.",
             where=where,
         )
@@ -146,14 +146,14 @@ def take_surroundings(trainer: object, rest: dict[str, Any]) -> Surroundings:
             "the metric in the config, checkpoint: {keep_best: {metric: valid/loss, mode: min}}, and pass None on.",
             where=where,
         )
-    return surroundings
+    return context
 
 
-def refuse_half_made(trainer: object, attribute: str) -> None:
+def reject_half_made(trainer: object, attribute: str) -> None:
     """Raises if a trainer's own constructor has not called that of Trainer by the time an attribute is read."""
     if torch.compiler.is_compiling():  # what Python would say is no part of a graph
         raise AttributeError(f"{type(trainer).__name__!r} object has no attribute {attribute!r}")
-    if "surroundings" in vars(trainer) or attribute.startswith("__"):
+    if "context" in vars(trainer) or attribute.startswith("__"):
         return  # complete; Python itself may ask for a dunder of an object that is being copied
     name, owner, where = _constructor_of(type(trainer))
     if where is not None:
@@ -190,7 +190,7 @@ def explain_memory(trainer: Trainer, error: Exception) -> OutOfMemory:
 
 def run_pipeline(trainer: Trainer, update: Update, batch: Any) -> None:
     """Runs all micro-batches of a batch, forward and backward, over the stages."""
-    pipeline = trainer.surroundings.updater.pipeline
+    pipeline = trainer.context.updater.pipeline
     assert pipeline is not None
     pieces: list[Mapping[str, Any]] = []
     samples: list[int] = []
@@ -212,7 +212,7 @@ def run_pipeline(trainer: Trainer, update: Update, batch: Any) -> None:
 
 def evaluate_pipeline(trainer: Trainer, batch: Any) -> ForwardResult | None:
     """Returns a batch's result on the last stage; None on the others."""
-    pipeline = trainer.surroundings.updater.pipeline
+    pipeline = trainer.context.updater.pipeline
     assert pipeline is not None
     with _autocast(trainer):
         outputs = pipeline.evaluate(_mapping(batch))
@@ -220,7 +220,7 @@ def evaluate_pipeline(trainer: Trainer, batch: Any) -> ForwardResult | None:
 
 
 def _autocast(trainer: Trainer) -> AbstractContextManager[Any]:
-    keeps_casts = trainer.surroundings.updater.sync is None
+    keeps_casts = trainer.context.updater.sync is None
     return trainer.backend.autocast(trainer.config.runtime.precision, keeps_casts=keeps_casts)
 
 
@@ -331,7 +331,7 @@ class StepEnd:
         checkpoints.announce(num_committed)
         self.wants_save |= checkpoints.grants(is_time)
         if trainer.agreement.decided == Intent.FAIL:
-            checkpoints.refuse_failure()
+            checkpoints.reject_failure()
 
     def run(self) -> bool:
         """Ends the step under way; returns False if the run went back to an earlier one instead."""
@@ -343,7 +343,7 @@ class StepEnd:
         trainer.is_mid_step = True
         # Before the host waits: the device still has work, which hides it.
         self.garbage.tidy(is_due=self._is_write_due)
-        if self._must_look() and trainer.incident_response.went_back():
+        if self._must_look() and trainer.anomaly_response.went_back():
             return False
         try:
             self._evaluate_if_due()
@@ -364,35 +364,35 @@ class StepEnd:
         trainer.has_unfinished_step, trainer.ended_under = False, trainer.max_steps if trainer.is_last_step else 0
         trainer.is_mid_step = False
         self._save_if_due()
-        if trainer.incident_response.is_snapshot_due:
-            trainer.incident_response.take_snapshot()
+        if trainer.anomaly_response.is_snapshot_due:
+            trainer.anomaly_response.take_snapshot()
         return True
 
     def _is_nothing_due(self) -> bool:
         """Is this a step like most: nothing to look at, evaluate, write or save? Asked in every step, so cheap."""
         trainer = self._trainer
         step = trainer.step
-        watch = trainer.surroundings.updater.watch
+        watch = trainer.context.updater.watch
         if step < self._nothing_before and step < trainer.max_steps and not trainer.agreement.decided:
             return not (self.wants_save or trainer.best.step == step or (watch is not None and watch.has_found))
         config = trainer.config
         periods = [config.log.every_steps, config.evaluation.every_steps, config.checkpoint.every_steps]
-        if trainer.incident_response.may_go_back:
-            periods.append(config.incidents.snapshot_every_steps)
+        if trainer.anomaly_response.may_go_back:
+            periods.append(config.anomalies.snapshot_every_steps)
         self._nothing_before = min(step - step % every + every for every in periods if every)
         if config.checkpoint.every_samples:
             self._nothing_before = 0
         return False
 
     def _must_look(self) -> bool:
-        """Must incidents be known now? Where the device runs ahead, only before something leaves the step."""
+        """Must anomalies be known now? Where the device runs ahead, only before something leaves the step."""
         trainer = self._trainer
         return (
             reads_at_once(trainer.device)
             or self._is_evaluation_due
             or self._is_write_due
             or self._is_save_due
-            or trainer.incident_response.is_snapshot_due
+            or trainer.anomaly_response.is_snapshot_due
         )
 
     @property
@@ -429,7 +429,7 @@ class StepEnd:
                 trainer.best.note(trainer.step, logs)
                 # Evaluating has brought the ranks together, so a hook's wish to stop can be agreed on at once.
                 trainer.agreement.settle()
-        test = trainer.surroundings.test_data
+        test = trainer.context.test_data
         if trainer.is_last_step and test is not None and not any(name.startswith("test/") for name in self.eval_logs):
             self.eval_logs = {**self.eval_logs, **self._evaluate({test.name: test})}
 
@@ -457,11 +457,11 @@ class StepEnd:
             trainer.storage.publish(logs, evaluated=evaluated)
             if trainer.step > self.written_step or trainer.is_last_step:
                 self.written_step = trainer.step
-                for writer in trainer.surroundings.writers:
+                for writer in trainer.context.writers:
                     writer.write(trainer.storage)
 
     def _warn_of_nan(self, logs: Mapping[str, Any]) -> None:
-        """Warns once of a loss in the log that is not finite; updates that an incident held back are such a case."""
+        """Warns once of a loss in the log that is not finite; updates that an anomaly held back are such a case."""
         loss, trainer = logs.get("loss"), self._trainer
         if isinstance(loss, float) and not math.isfinite(loss) and not self._has_warned and trainer.ranks.is_first:
             self._has_warned = True
@@ -513,7 +513,7 @@ class Trainer:
         checkpoint_exporter: None = None,
         **rest: Any,
     ) -> None:
-        surroundings = take_surroundings(self, {**rest, "checkpoint_exporter": checkpoint_exporter})
+        context = take_context(self, {**rest, "checkpoint_exporter": checkpoint_exporter})
         self.config = config
         self.task = task
         self.model = model
@@ -522,18 +522,18 @@ class Trainer:
         )
         self.train_data = train_dataset
         self.eval_data: dict[str, EvaluationData] = dict(validation_dataset or {})
-        self.surroundings = surroundings
-        self.loss_scale = surroundings.updater.loss_scale
-        self.backend, self.ranks = surroundings.backend, surroundings.ranks
-        self.storage = surroundings.storage
+        self.context = context
+        self.loss_scale = context.updater.loss_scale
+        self.backend, self.ranks = context.backend, context.ranks
+        self.storage = context.storage
         self.device = self.backend.device
-        self.max_steps = surroundings.max_steps
-        self.moments = Hooks(surroundings.hooks)
-        self._updater, self._writers = surroundings.updater, surroundings.writers
+        self.max_steps = context.max_steps
+        self.moments = Hooks(context.hooks)
+        self._updater, self._writers = context.updater, context.writers
         self._step_tensor = torch.zeros((), dtype=torch.int64, device=self.device)
         # Checked against the first training forward, so that a wrong name does not wait for the first evaluation.
-        self._unchecked_metrics = [] if overrides(self, "eval_step", Trainer) else list(surroundings.metrics)
-        for hook in surroundings.hooks:
+        self._unchecked_metrics = [] if overrides(self, "eval_step", Trainer) else list(context.metrics)
+        for hook in context.hooks:
             hook.trainer = self
         self._seed_chain, self._draws = chain_seed(config.seed, _STEP_STREAM), self.ranks.mesh.draws
         self._begin_at_zero()
@@ -558,7 +558,7 @@ class Trainer:
         self.saved_generators: Mapping[str, Any] | None = None
         self._update: Update | None = None
         self.agreement = Agreement(self.ranks)
-        self.incident_response = IncidentResponse(self)
+        self.anomaly_response = AnomalyResponse(self)
         self.checkpoints = Checkpoints(self)
         self.step_end = StepEnd(self)
         self.phases = Phases()
@@ -568,7 +568,7 @@ class Trainer:
     if not TYPE_CHECKING:  # for mypy a class with this method has every attribute
 
         def __getattr__(self, name: str) -> Any:
-            refuse_half_made(self, name)
+            reject_half_made(self, name)
             return object.__getattribute__(self, name)  # raises what Python would say
 
     # construction: `build` offers the defaults; return something else to change them
@@ -667,7 +667,7 @@ class Trainer:
     @property
     def folder(self) -> Path:
         """The run folder."""
-        return self.surroundings.folder
+        return self.context.folder
 
     # inputs
 
@@ -703,13 +703,13 @@ class Trainer:
         """Begins an update with cleared gradients; end it with `apply()`."""
         own = [name for name in ("train_step", "micro_batches", "begin_update") if overrides(self, name, Trainer)]
         is_known = self._updater.pipeline is None and not own
-        num_backwards = self.surroundings.batch.accumulation if is_known else None
+        num_backwards = self.context.batch.gradient_accumulation_steps if is_known else None
         self._update = self._updater.begin(lambda: self.samples_in_hand, num_backwards=num_backwards)
         return self._update
 
     def micro_batches(self, batch: Any) -> Iterator[Any]:
         """Yields the micro-batches of this rank's batch, as many on every rank."""
-        num_pieces = self.surroundings.batch.accumulation
+        num_pieces = self.context.batch.gradient_accumulation_steps
         if num_pieces == 1:
             yield batch
             return
@@ -737,7 +737,7 @@ class Trainer:
         """Calls `forward` with a micro-batch: what `run_forward` runs compiled, or as it is."""
         if isinstance(batch, Mapping):
             if not torch.compiler.is_compiling():
-                refuse_mismatch(type(self).forward, tuple(batch))
+                reject_mismatch(type(self).forward, tuple(batch))
             return self.forward(**batch)
         if overrides(self, "forward", Trainer):
             raise DataError(f"forward(**batch) needs a mapping, but the batch is a {type(batch).__name__}.")
@@ -782,7 +782,10 @@ class Trainer:
             return self.eval_logs
         with self._running(), Feed(self.train_data, self.backend) as feed:
             step = Step(self)
-            speaks, share = self.ranks.mesh.speaks, 1.0 / self.ranks.size  # of ranks that share samples one counts
+            is_loss_rank, share = (
+                self.ranks.mesh.is_loss_rank,
+                1.0 / self.ranks.size,
+            )  # of ranks that share samples one counts
             self.train_loop_begin()
             if self.has_unfinished_step or self.agreement.decided == Intent.STOP:
                 self.step_end.run()
@@ -799,14 +802,14 @@ class Trainer:
                 try:
                     batch = self.next_train_inputs(feed)
                 except StopIteration:
-                    if self.incident_response.went_back():  # an incident that nobody had looked at yet
+                    if self.anomaly_response.went_back():  # an anomaly that nobody had looked at yet
                         self._go_on_from_earlier(feed, step)
                         continue
                     self._run_out_of_data()
                     break
                 self.phases.enter("step", self.step + 1)
                 self.samples_in_hand = self.train_data.samples_in_hand
-                self.incident_response.note_places(places, self.train_data.places)
+                self.anomaly_response.note_places(places, self.train_data.places)
                 self.checkpoints.places_before = places
                 result = step.run(batch)
                 self._updater.share_buffers()
@@ -815,7 +818,7 @@ class Trainer:
                 self.storage.put_result(
                     result,
                     weight=self.loss_weight,
-                    num_samples=self.samples_in_hand * speaks,
+                    num_samples=self.samples_in_hand * is_loss_rank,
                     share=share,
                 )
                 self.phases.enter("hooks", self.step)
@@ -839,7 +842,7 @@ class Trainer:
         """
         if self.is_mid_step:
             self.step_end.ask_for_save()
-            return self.surroundings.store.path(self.step)
+            return self.context.store.path(self.step)
         self.phases.enter("save", self.step)
         self.step_end.wants_save = self.step_end.asks_for_save = False
         path = self.checkpoints.save(metrics=self.step_end.fresh_eval_logs)
@@ -876,11 +879,11 @@ class Trainer:
         with FolderLock(self.folder, enabled=self.ranks.is_first), self.storage, self.step_end.garbage:
             try:
                 self.moments.call("before_train")
-                refuse_unsavable(self.moments.keyed())
+                reject_unsavable(self.moments.keyed())
                 if self.saved_generators is not None:  # only now, for a hook may have drawn in before_train
                     restore_generators(self.saved_generators)
-                if self.incident_response.may_go_back:
-                    self.incident_response.take_snapshot()  # there may be no checkpoint yet
+                if self.anomaly_response.may_go_back:
+                    self.anomaly_response.take_snapshot()  # there may be no checkpoint yet
                 self.agreement.begin()
                 self.checkpoints.prepare()
                 self.checkpoints.is_training = True

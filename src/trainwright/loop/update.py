@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.optim import optimizer as _torch_optimizer
 
-from trainwright.anomaly.detection import IncidentWatch
+from trainwright.anomaly.detection import AnomalyWatch
 from trainwright.backends import reads_at_once, waits_for_memory
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.events import Mean
@@ -250,7 +250,7 @@ class Updater:
         max_grad_norm: float | None = None,
         max_grad_value: float | None = None,
         loss_scale: LossScale | None = None,
-        watch: IncidentWatch | None = None,
+        watch: AnomalyWatch | None = None,
         buffers: Sequence[BufferPlace] = (),
         sync: GradientSync | None = None,
         pipeline: Pipeline | None = None,
@@ -291,7 +291,7 @@ class Updater:
             device = device_of(entry.optimizer) or torch.device("cpu")
             if not reads_at_once(device) and not knows_found_inf(entry.optimizer):
                 logger.info(
-                    "incidents: the optimizer %s (%s) cannot hold an update back on the device, so the host waits for "
+                    "anomalies: the optimizer %s (%s) cannot hold an update back on the device, so the host waits for "
                     "it in every step. Fused optimizers can, and need no waiting.",
                     name,
                     type(entry.optimizer).__name__,
@@ -540,7 +540,7 @@ class Update:
         mesh, sync = self._updater.ranks.mesh, self._updater.sync
         if self._updater.watch is not None and self._updater.ranks.size > 1:
             self._own_is_finite = totals[0] - totals[0] == 0
-        if not mesh.speaks:
+        if not mesh.is_loss_rank:
             totals.zero_()  # other ranks have seen the same samples
         if sync is not None:
             sync.finish()
@@ -592,7 +592,7 @@ class Update:
         return None
 
     def _judge(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor | bool | None:
-        """Returns whether an incident holds this update back; None where none ever does."""
+        """Returns whether an anomaly holds this update back; None where none ever does."""
         updater = self._updater
         if updater.watch is None:
             return None

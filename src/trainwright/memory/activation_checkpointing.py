@@ -49,7 +49,7 @@ _CHANCES = ("dropout_p", "p")
 
 
 def read_operations(label: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the operations with their namespaces; refuses unknown ones and those that cannot be kept."""
+    """Returns the operations with their namespaces; rejects unknown ones and those that cannot be kept."""
     if not names:
         return ()
     found: list[str] = []
@@ -120,14 +120,14 @@ def _overloads(name: str) -> list[Any]:
     return [getattr(packet, each) for each in packet.overloads()] if hasattr(packet, "overloads") else []
 
 
-LABEL = "remat"
+LABEL = "activation_checkpointing"
 WORDS = ("layers", "save", "budget", "every")
 AUTO = "auto"
 """The budget that is found before a run; who meets it unfound has all layers recomputed, which needs the least."""
 
 
 @dataclass(frozen=True)
-class Remat:
+class LayerCheckpointing:
     """What of a model, or of a part of it, is recomputed."""
 
     layers: tuple[str, ...]
@@ -156,8 +156,9 @@ def recomputed_within(model: nn.Module, given: Any) -> Iterator[None]:
         yield
 
 
-def _put_on(chosen: Mapping[str, tuple[nn.Module, Remat]]) -> None:
-    # One object for all layers that keep the same: compiled blocks (scan.py) share a graph only if they share it.
+def _put_on(chosen: Mapping[str, tuple[nn.Module, LayerCheckpointing]]) -> None:
+    # One object for all layers that keep the same: compiled blocks (repeated_blocks.py) share a graph only if they
+    # share it.
     contexts = {
         setting.save: partial(create_selective_checkpoint_contexts, Policy(setting.save))
         for _, setting in chosen.values()
@@ -169,24 +170,24 @@ def _put_on(chosen: Mapping[str, tuple[nn.Module, Remat]]) -> None:
 
 def choose_layers(
     model: nn.Module, given: Any, *, is_whole: bool = True, says: bool = True
-) -> dict[str, tuple[nn.Module, Remat]]:
-    """Returns which layers are recomputed and how, by name, changing nothing; refuses what names nothing."""
-    chosen: dict[str, tuple[nn.Module, Remat]] = {}
+) -> dict[str, tuple[nn.Module, LayerCheckpointing]]:
+    """Returns which layers are recomputed and how, by name, changing nothing; rejects what names nothing."""
+    chosen: dict[str, tuple[nn.Module, LayerCheckpointing]] = {}
     for path, own in by_path(LABEL, given, WORDS).items():
         label = f'{LABEL}."{path}"' if path else LABEL
-        setting = read_remat(label, own)
+        setting = read_activation_checkpointing(label, own)
         for part in parts_of(label, model, path, is_whole=is_whole):
             named = layers_of(label, model, part, setting.layers, is_whole=is_whole)
             picked = _pick(named, setting)
             if says:
                 _tell(label, named, picked)
             for name in picked:
-                _refuse_overlap(label, name, chosen)
+                _reject_overlap(label, name, chosen)
                 chosen[name] = (named[name], setting)
     return chosen
 
 
-def read_remat(label: str, given: Any) -> Remat:
+def read_activation_checkpointing(label: str, given: Any) -> LayerCheckpointing:
     """Reads the setting of one place: a name, a list of names, or a mapping with `layers`."""
     settings = given if isinstance(given, Mapping) else {"layers": given}
     unknown = [key for key in settings if key not in WORDS]
@@ -204,7 +205,7 @@ def read_remat(label: str, given: Any) -> Remat:
         raise ConfigError(f"{label}.every: must be a whole number from 1 on; got {describe(every)}.")
     layers = _words(f"{label}.layers" if isinstance(given, Mapping) else label, settings["layers"])
     operations = _words(f"{label}.save", settings["save"]) if "save" in settings else ()
-    return Remat(layers, read_operations(f"{label}.save", operations), float(budget), every)
+    return LayerCheckpointing(layers, read_operations(f"{label}.save", operations), float(budget), every)
 
 
 class Recomputed(Around):
@@ -230,7 +231,7 @@ class Recomputed(Around):
         return self.inner(*values[:num_positional], **dict(zip(names, values[num_positional:], strict=True)))
 
 
-def _pick(named: Mapping[str, nn.Module], setting: Remat) -> list[str]:
+def _pick(named: Mapping[str, nn.Module], setting: LayerCheckpointing) -> list[str]:
     """Returns the names of the layers to be recomputed.
 
     With a budget each kind of layer (of one class, with equal weights) keeps its share of whole layers, as equal
@@ -264,7 +265,7 @@ def _tell(label: str, named: Mapping[str, nn.Module], picked: Iterable[str]) -> 
         logger.info("model.%s: %d of %d %s are recomputed in the backward pass.", label, recomputed[kind], count, kind)
 
 
-def _refuse_overlap(label: str, name: str, chosen: Iterable[str]) -> None:
+def _reject_overlap(label: str, name: str, chosen: Iterable[str]) -> None:
     for other in chosen:
         if name == other or f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}."):
             raise ConfigError(
@@ -283,7 +284,7 @@ _GRAIN = 10_000  # shares are written to a run's settings, with four digits
 
 
 def has_auto(given: Any) -> bool:
-    """Does a setting of `model.remat`, or of a part of the model in it, leave its budget to be found?"""
+    """Does a setting of `model.activation_checkpointing`, or of a part of it, leave its budget to be found?"""
     if not isinstance(given, Mapping):
         return False
     budget = given.get("budget")
@@ -382,12 +383,12 @@ def _held_bytes(run: Callable[[], Any], known: frozenset[StorageWeakRef]) -> int
             seen.add(storage)
             total += local(tensor).untyped_storage().nbytes()
 
-    with saved_tensors_hooks(count, _refuse):
+    with saved_tensors_hooks(count, _reject):
         run()
     return total
 
 
-def _refuse(packed: Any) -> Tensor:
+def _reject(packed: Any) -> Tensor:
     raise AssertionError("what was counted is not there any more, and nobody asks for it")
 
 

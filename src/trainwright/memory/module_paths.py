@@ -54,7 +54,7 @@ def layers_of(
 
     A class also stands for those derived from it, and a list of modules, which is never called, for its members.
     Where one that is named is inside of another, the outer one is meant. A module that stands at two places is
-    returned once. A class or glob that matches nothing is refused, unless the model is not whole: a pipeline's stage.
+    returned once. A class or glob that matches nothing is rejected, unless the model is not whole: a pipeline's stage.
     """
     prefix = f"{part}." if part else ""
     places = {name: module for name, module in model.named_modules() if name == part or name.startswith(prefix)}

@@ -66,7 +66,7 @@ class HostCopy:
     def data(self) -> Tensor:
         """Returns the bytes on the device; who holds them decides how long they stay there."""
         if self._stream is None:
-            refuse_changed(self._shared, self._version)
+            reject_changed(self._shared, self._version)
             return self._host
         arrived = None if self._arrived is None else self._arrived()
         if arrived is None:
@@ -112,8 +112,8 @@ class Piece:
         return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def refuse_changed(tensor: Tensor, version: int) -> None:
-    """Refuses a saved tensor that was written to since: with hooks on saved tensors, torch leaves this to the hooks."""
+def reject_changed(tensor: Tensor, version: int) -> None:
+    """Rejects a saved tensor that was written to since: with hooks on saved tensors, torch leaves this to the hooks."""
     if version_of(tensor) != version:
         raise TrainwrightError(
             f"A tensor of shape {tuple(tensor.shape)} was changed in place between forward and backward, which needs "
@@ -128,7 +128,7 @@ def offload_tensors(model: nn.Module, given: Any, *, is_whole: bool = True, wher
     """Has the tensors that a setting names wait on the host, in place; returns the names of the parts concerned."""
     chosen = choose_parts(model, given, is_whole=is_whole)
     for part, names in chosen.values():
-        put_around(part, partial(Offloaded, names=names, refuses=is_whole, where=where))
+        put_around(part, partial(Offloaded, names=names, rejects=is_whole, where=where))
     return list(chosen)
 
 
@@ -170,10 +170,10 @@ def offloading(names: Iterable[str]) -> Iterator[Watch]:
 class Offloaded(Around):
     """A forward whose named tensors wait on the host. Its first pass tells whether the names are right."""
 
-    def __init__(self, forward: Forward, names: frozenset[str], *, refuses: bool, where: object | None) -> None:
+    def __init__(self, forward: Forward, names: frozenset[str], *, rejects: bool, where: object | None) -> None:
         super().__init__(forward)
         self._names = names
-        self._refuses = refuses
+        self._rejects = rejects
         self._where = where
         self._has_run = False
 
@@ -190,7 +190,7 @@ class Offloaded(Around):
 
     def _judge(self, watch: Watch) -> None:
         for name in sorted(self._names):
-            if name not in watch.heard and self._refuses:
+            if name not in watch.heard and self._rejects:
                 known = suggest(name, sorted(watch.heard)) if watch.heard else "It names none; see name_tensor."
                 raise ConfigError(f'model.{LABEL}: the model names no tensor "{name}". {known}', where=self._where)
             if name not in watch.moved:
@@ -277,7 +277,7 @@ def unpack(saved: _Saved) -> Tensor:
     content = saved.content
     if isinstance(content, Piece):
         return content.tensor()
-    refuse_changed(content, saved.version)
+    reject_changed(content, saved.version)
     return content
 
 

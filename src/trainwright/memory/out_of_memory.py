@@ -210,9 +210,10 @@ def _advice(config: RunConfig, held: Mapping[str, int], *, in_evaluation: bool =
         )
     if config.runtime.precision == "fp32":
         yield "runtime.precision=bf16: most activations take half; parameters stay in fp32."
-    if config.model is not None and "remat" not in config.model.reserved and not in_evaluation:
+    if config.model is not None and "activation_checkpointing" not in config.model.reserved and not in_evaluation:
         yield (
-            "model.remat, with the class of the model's blocks: their activations are computed again instead of held, "
+            "model.activation_checkpointing, with the class of the model's blocks: their activations are computed "
+            "again instead of held, "
             "for about a quarter more time; losses stay as they are, to the bit."
         )
     for label, optimizer in _optimizers(config):
@@ -223,8 +224,8 @@ def _advice(config: RunConfig, held: Mapping[str, int], *, in_evaluation: bool =
             f"model.freeze, or model.lora: {_saving(held, GRADIENT, 1.0)}what is not trained needs no gradient and "
             "no optimizer state."
         )
-    if any(hook.type == "average_weights" for hook in config.hooks):
-        yield f"hooks: average_weights keeps a copy of the weights{_of(held, PARAMETER)}, and in evaluations a second."
+    if any(hook.type == "ema" for hook in config.hooks):
+        yield f"hooks: ema keeps a copy of the weights{_of(held, PARAMETER)}, and in evaluations a second."
 
 
 def _optimizers(config: RunConfig) -> Iterator[tuple[str, Component]]:

@@ -23,15 +23,15 @@ from trainwright.parallel.mesh import is_split
 
 logger = logging.getLogger(__name__)
 
-LABEL = "scan"
+LABEL = "compile_repeated_blocks"
 WORDS = ("path", "backend")
-APART = "a block of model.scan is compiled by itself"
+APART = "a block of model.compile_repeated_blocks is compiled by itself"
 """What torch gives as the reason of a graph that ends where such a block begins."""
 _PLAIN = (Tensor, bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
-class Scan:
+class BlockStack:
     """One stack of blocks, or several that a glob names."""
 
     path: str
@@ -49,12 +49,13 @@ def compile_stacks(model: nn.Module, given: Any, *, is_whole: bool = True, where
             # Torch's partitioner would save the mesh for the backward pass as if it were a tensor, and fail.
             raise ConfigError(
                 f"{LABEL}: the blocks of {name} are recomputed and split along tensor, which torch.compile cannot do "
-                "at once. Remove model.scan or model.remat, or use another axis of runtime.mesh."
+                "at once. Remove model.compile_repeated_blocks or model.activation_checkpointing, or use another axis "
+                "of runtime.mesh."
             )
         graph = _Graph(name, setting.backend, is_recomputed=is_recomputed)
         for block in blocks:
             put_around(block, partial(Compiled, graph=graph, where=where))
-        logger.info("model.scan: the %d blocks of %s are compiled as one.", len(blocks), name)
+        logger.info("model.compile_repeated_blocks: the %d blocks of %s are compiled as one.", len(blocks), name)
     return list(stacks)
 
 
@@ -76,7 +77,7 @@ def compile_gathered(model: nn.Module, backend: str) -> bool:
     """Compiles each block whose parameters are gathered for its use, inside of the hooks that gather them.
 
     Returns whether there are any: the code around them then runs as it is, for those hooks are in no graph. Equal
-    blocks share one. Blocks of `model.scan` have theirs already.
+    blocks share one. Blocks of `model.compile_repeated_blocks` have theirs already.
     """
     if "torch.distributed.fsdp" not in sys.modules:  # it imports much of torch, and without it there are none
         return False
@@ -98,35 +99,37 @@ def compile_gathered(model: nn.Module, backend: str) -> bool:
     return True
 
 
-def choose_stacks(model: nn.Module, given: Any, *, is_whole: bool = True) -> dict[str, tuple[list[nn.Module], Scan]]:
-    """Returns the blocks of each stack, by its name, changing nothing; refuses what is no stack of equal blocks."""
-    stacks: dict[str, tuple[list[nn.Module], Scan]] = {}
-    for setting in read_scan(given):
+def choose_stacks(
+    model: nn.Module, given: Any, *, is_whole: bool = True
+) -> dict[str, tuple[list[nn.Module], BlockStack]]:
+    """Returns the blocks of each stack, by its name, changing nothing; rejects what is no stack of equal blocks."""
+    stacks: dict[str, tuple[list[nn.Module], BlockStack]] = {}
+    for setting in read_repeated_blocks(given):
         for name, stack in parts_of(LABEL, model, setting.path, is_whole=is_whole).items():
             if not isinstance(stack, nn.ModuleList | nn.Sequential) or not len(stack):
                 raise ConfigError(f"{LABEL}: {name} is a {type(stack).__name__}, not a list of blocks. Name the list.")
             blocks = dict(stack.named_children())
             if not is_whole:  # in a pipeline, identities stand for the blocks of other stages
                 blocks = {number: block for number, block in blocks.items() if type(block) is not nn.Identity}
-            _refuse_unequal(name, blocks)
+            _reject_unequal(name, blocks)
             if name in stacks:
                 raise ConfigError(f"{LABEL}: {name} is named twice. Keep one of the two.")
             stacks[name] = (list(blocks.values()), setting)
     return stacks
 
 
-def read_scan(given: Any) -> list[Scan]:
+def read_repeated_blocks(given: Any) -> list[BlockStack]:
     """Reads a path, a list of paths, {path: …, backend: …}, or a mapping from paths to backends or {backend: …}."""
     if isinstance(given, str | list | tuple):
         paths = (given,) if isinstance(given, str) else given
-        return [Scan(_text(LABEL, path)) for path in paths] or _refuse(given)
+        return [BlockStack(_text(LABEL, path)) for path in paths] or _reject(given)
     if not isinstance(given, Mapping) or not given:
-        return _refuse(given)
+        return _reject(given)
     settings = by_path(LABEL, given, WORDS)
     if "" in settings:
         if "path" not in given:
-            return _refuse(given)
-        return [Scan(_text(f"{LABEL}.path", given["path"]), _backend(f"{LABEL}.backend", given.get("backend")))]
+            return _reject(given)
+        return [BlockStack(_text(f"{LABEL}.path", given["path"]), _backend(f"{LABEL}.backend", given.get("backend")))]
     read = []
     for path, setting in settings.items():
         label = f'{LABEL}."{path}"'
@@ -135,7 +138,7 @@ def read_scan(given: Any) -> list[Scan]:
             if unknown is not None:
                 raise ConfigError(f"{label}: {unknown} is unknown. Known: backend.")
             setting = setting.get("backend")
-        read.append(Scan(path, _backend(label, setting)))
+        read.append(BlockStack(path, _backend(label, setting)))
     return read
 
 
@@ -208,8 +211,8 @@ def _run_block(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return forward(*args, **kwargs)
 
 
-def _refuse_unequal(stack: str, blocks: Mapping[str, nn.Module]) -> None:
-    """Refuses a stack whose blocks differ, with the first difference."""
+def _reject_unequal(stack: str, blocks: Mapping[str, nn.Module]) -> None:
+    """Rejects a stack whose blocks differ, with the first difference."""
     numbers = list(blocks)
     if not numbers:
         return
@@ -234,7 +237,7 @@ def _structure(block: nn.Module) -> dict[str, str]:
 
 
 def known_backend(label: str, given: Any, *, where: object | None = None) -> str | None:
-    """Returns a setting that names a backend of torch.compile; refuses one that torch does not have."""
+    """Returns a setting that names a backend of torch.compile; rejects one that torch does not have."""
     try:
         return _backend(label, given)
     except ConfigError as error:
@@ -263,7 +266,7 @@ def _text(label: str, given: Any) -> str:
     return given
 
 
-def _refuse(given: Any) -> list[Scan]:
+def _reject(given: Any) -> list[BlockStack]:
     raise ConfigError(
         f"{LABEL}: give the path of a list of blocks, such as model.layers, or {{path: …, backend: …}}; "
         f"got {describe(given)}."

@@ -1,6 +1,7 @@
-"""Rewrites a model by the memory settings of its own section: `offload`, `remat`, `scan`, in this order.
+"""Rewrites a model by the memory settings of its own section.
 
-Each is a file of its own. Names of modules and parameters stay as they are, so that checkpoints fit with and without.
+The order is `offload`, `activation_checkpointing`, `compile_repeated_blocks`. Each is a file of its own.
+Names of modules and parameters stay as they are, so that checkpoints fit with and without.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from trainwright.memory.offload import choose_parts, offload_tensors
 from trainwright.memory.repeated_blocks import choose_stacks, compile_stacks
 
 Origin = Callable[[str], object | None]
-"""Where a setting such as `model.remat` was written, or None."""
+"""Where a setting such as `model.activation_checkpointing` was written, or None."""
 
 
 def apply_memory_settings(
@@ -25,24 +26,28 @@ def apply_memory_settings(
 ) -> None:
     """Applies what the model section says, in place: after a model is split by rules, before FSDP splits it.
 
-    A class, glob or path that names nothing is refused, unless the model is not whole, as a pipeline's stage: then
+    A class, glob or path that names nothing is rejected, unless the model is not whole, as a pipeline's stage: then
     have `check_memory_settings` look at the whole model before.
     """
     if "offload" in reserved:
         with _located("offload", origin) as where:
             offload_tensors(model, reserved["offload"], is_whole=is_whole, where=where)
     # Inside of a compiled block, so that the graph knows what is recomputed.
-    if "remat" in reserved:
-        with _located("remat", origin):
-            recompute_layers(model, reserved["remat"], is_whole=is_whole)
-    if "scan" in reserved:
-        with _located("scan", origin) as where:
-            compile_stacks(model, reserved["scan"], is_whole=is_whole, where=where)
+    if "activation_checkpointing" in reserved:
+        with _located("activation_checkpointing", origin):
+            recompute_layers(model, reserved["activation_checkpointing"], is_whole=is_whole)
+    if "compile_repeated_blocks" in reserved:
+        with _located("compile_repeated_blocks", origin) as where:
+            compile_stacks(model, reserved["compile_repeated_blocks"], is_whole=is_whole, where=where)
 
 
 def check_memory_settings(model: nn.Module, reserved: Mapping[str, Any], *, origin: Origin) -> None:
-    """Refuses what `apply_memory_settings` would refuse of a whole model, and changes nothing."""
-    for key, choose in (("offload", choose_parts), ("remat", choose_layers), ("scan", choose_stacks)):
+    """Rejects what `apply_memory_settings` would reject of a whole model, and changes nothing."""
+    for key, choose in (
+        ("offload", choose_parts),
+        ("activation_checkpointing", choose_layers),
+        ("compile_repeated_blocks", choose_stacks),
+    ):
         if key in reserved:
             with _located(key, origin):
                 choose(model, reserved[key])

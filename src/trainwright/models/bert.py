@@ -34,7 +34,7 @@ from trainwright.models.layers.settings import (
     check_length,
     embed,
     keywords_of,
-    refuse_other_values,
+    reject_other_values,
 )
 from trainwright.models.model import KeyRule, Model
 
@@ -436,7 +436,7 @@ class TokenHead(nn.Module):
 
 
 def check_padding(pad_token_id: int | None, vocab_size: int) -> None:
-    """Refuses a token of padding that the table of embeddings does not have."""
+    """Rejects a token of padding that the table of embeddings does not have."""
     if pad_token_id is not None and pad_token_id >= vocab_size:
         raise ConfigError(
             f"pad_token_id is {pad_token_id}, but vocab_size {vocab_size} has ids up to {vocab_size - 1}. "
@@ -460,7 +460,7 @@ def draw_weights(model: nn.Module, initializer_range: float) -> None:
 
 def body_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keywords that both models take, from a config.json."""
-    refuse_other_values(config, SUPPORTED, model="Bert")
+    reject_other_values(config, SUPPORTED, model="Bert")
     return {
         "vocab_size": config.get("vocab_size", 30522),
         "hidden_size": config.get("hidden_size", 768),

@@ -46,7 +46,7 @@ from trainwright.user_code.locations import parameters_of
 def freeze(model: nn.Module, globs: Any) -> list[str]:
     """Freezes every parameter whose name one of the globs matches; returns the names.
 
-    A glob that matches no parameter is refused. A tied parameter is frozen by either of its names, at both places.
+    A glob that matches no parameter is rejected. A tied parameter is frozen by either of its names, at both places.
     """
     names = matched_parameters("freeze", globs, model)
     own = dict(model.named_parameters(remove_duplicate=False))
@@ -63,7 +63,7 @@ def replace_modules(model: nn.Module, rules: Mapping[str, Any], make: Make) -> l
     """Replaces each sub-module that a rule's glob matches by `make(component, old)`; returns their names.
 
     Where a glob matches a module and another inside of it, the outer one is meant. Two rules that claim one place,
-    or one inside the other, are refused, as is a rule that matches nothing; then nothing has been changed. The order
+    or one inside the other, are rejected, as is a rule that matches nothing; then nothing has been changed. The order
     of the rules has no effect: modules are made in the model's order. A module that stands at two places is replaced
     by one. The new modules are in training or evaluation mode as the old ones were; nothing else is taken over, so a
     weight that was tied to the old one is no longer tied.
@@ -383,22 +383,22 @@ def _read_pretrained(given: Any, project_dir: Path, origin: registry.OriginOf) -
         )
     settings = {key: value for key, value in settings.items() if value is not None}
 
-    def refuse(key: str, problem: str) -> NoReturn:
+    def reject(key: str, problem: str) -> NoReturn:
         raise ConfigError(f"model.pretrained.{key}: {problem}", where=origin(f"model.pretrained.{key}"))
 
     for key, value in settings.items():
         if key not in PRETRAINED_KEYS:
-            refuse(key, f"is unknown. Known: {', '.join(PRETRAINED_KEYS)}.")
+            reject(key, f"is unknown. Known: {', '.join(PRETRAINED_KEYS)}.")
         if key in ("strict", "allow_pickle") and not isinstance(value, bool):
-            refuse(key, f"must be true or false, got {value!r}.")
+            reject(key, f"must be true or false, got {value!r}.")
         if key == "home_path" and not isinstance(value, (str, Path)):
-            refuse(key, f"must be a folder, got {value!r}.")
+            reject(key, f"must be a folder, got {value!r}.")
     dtype = None
     if "dtype" in settings:
         try:
             dtype = as_dtype(settings["dtype"])
         except ConfigError as error:
-            refuse("dtype", error.problem)
+            reject("dtype", error.problem)
     folder = project_dir / Path(settings["folder"]).expanduser()
     return _Pretrained(
         folder=folder if folder.is_dir() else settings["folder"],

@@ -94,9 +94,9 @@ def generate(
     of `stop_ids` yields it again from then on. The model is in evaluation mode meanwhile.
 
     A model whose `forward` takes a `cache` gets one; others see all tokens every time. More tokens than the model has
-    positions for are refused before the first.
+    positions for are rejected before the first.
     """
-    refuse_non_decoder(model)
+    reject_non_decoder(model)
     _check_sampling(temperature=temperature, top_k=top_k, top_p=top_p, max_new_tokens=max_new_tokens)
     check_ids(input_ids)
     if not input_ids.shape[-1]:
@@ -177,8 +177,8 @@ def _max_positions(model: nn.Module) -> int | None:
     return int(found) if found else None
 
 
-def refuse_non_decoder(model: nn.Module) -> None:
-    """Refuses a model that does not predict the next token, such as one with an encoder or one for images."""
+def reject_non_decoder(model: nn.Module) -> None:
+    """Rejects a model that does not predict the next token, such as one with an encoder or one for images."""
     kind, parameters = type(model), inspect.signature(model.forward).parameters
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     is_shipped = any(one.__module__.startswith("trainwright.") and "forward" in vars(one) for one in kind.__mro__)

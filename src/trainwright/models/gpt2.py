@@ -28,7 +28,7 @@ from trainwright.models.layers.settings import (
     check_length,
     embed,
     keywords_of,
-    refuse_other_values,
+    reject_other_values,
 )
 from trainwright.models.model import KeyRule, Model
 
@@ -206,7 +206,7 @@ class GPT2(Model):
     @classmethod
     def settings_from_hugging_face(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the keywords for a config.json of GPT-2; keys that it lacks have transformers' defaults."""
-        refuse_other_values(config, SUPPORTED, model="GPT2")
+        reject_other_values(config, SUPPORTED, model="GPT2")
         return {
             "vocab_size": config.get("vocab_size", 50257),
             "hidden_size": config.get("n_embd", 768),

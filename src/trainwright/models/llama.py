@@ -28,7 +28,7 @@ from trainwright.models.layers.settings import (
     check_length,
     embed,
     keywords_of,
-    refuse_other_values,
+    reject_other_values,
 )
 from trainwright.models.model import Model
 
@@ -201,11 +201,11 @@ class Llama(Model):
     def settings_from_hugging_face(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the keywords for a config.json of Llama, Qwen 2 or Mistral; what it lacks has the usual defaults."""
         kind = config.get("model_type", "llama")
-        refuse_other_values(config, SUPPORTED, model="Llama")
-        _refuse_sliding_window(config)
+        reject_other_values(config, SUPPORTED, model="Llama")
+        _reject_sliding_window(config)
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
-        refuse_other_values(rope, {"partial_rotary_factor": 1.0}, model="Llama")
+        reject_other_values(rope, {"partial_rotary_factor": 1.0}, model="Llama")
         num_heads = config.get("num_attention_heads", 32)
         biases = "qkv" if kind == "qwen2" else "all" if config.get("attention_bias") else "none"
         return {
@@ -392,8 +392,8 @@ def default_intermediate_size(hidden_size: int) -> int:
     return -(-8 * hidden_size // (3 * 64)) * 64
 
 
-def _refuse_sliding_window(config: Mapping[str, Any]) -> None:
-    """Refuses what sees only the last tokens: every layer here sees all tokens before."""
+def _reject_sliding_window(config: Mapping[str, Any]) -> None:
+    """Rejects what sees only the last tokens: every layer here sees all tokens before."""
     kind = config.get("model_type")
     window = config.get("sliding_window", 4096) if kind == "mistral" else None
     if kind == "qwen2" and config.get("use_sliding_window"):
@@ -407,7 +407,7 @@ def _refuse_sliding_window(config: Mapping[str, Any]) -> None:
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
-    """Refuses sizes that cannot make a model, before any weight is made."""
+    """Rejects sizes that cannot make a model, before any weight is made."""
     hidden_size, num_heads, num_kv_heads = settings["hidden_size"], settings["num_heads"], settings["num_kv_heads"]
     if settings["head_size"] is None and hidden_size % (2 * num_heads):
         raise ConfigError(

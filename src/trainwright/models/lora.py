@@ -71,7 +71,7 @@ def add_lora(
     """Puts an adapter beside every linear layer that a glob of `match` names, and freezes everything else.
 
     Parameters that a glob of `train` names, such as a new head's (`classifier.*`), are trained too. Returns the names
-    of the layers, in the model's order. A glob that matches no linear layer is refused, as are layers whose weight
+    of the layers, in the model's order. A glob that matches no linear layer is rejected, as are layers whose weight
     is read past their forward, where an adapter would have no effect.
     """
     layers = _matched_layers(model, as_globs("lora.match", match))
@@ -139,15 +139,15 @@ def load_lora_state(model: nn.Module, state: dict[str, Tensor]) -> None:
     """Loads what `lora_state` returned into a model that has adapters at the same places."""
     own = dict(model.named_parameters(remove_duplicate=False))
     adapters = {f"{name}.lora_{letter}" for name, _ in lora_layers(model) for letter in "ab"}
-    refuse_misfit(state, {name: tuple(one.shape) for name, one in own.items()}, needed=adapters)
+    reject_misfit(state, {name: tuple(one.shape) for name, one in own.items()}, needed=adapters)
     for name, value in state.items():
         own[name].copy_(value)
 
 
-def refuse_misfit(
+def reject_misfit(
     state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], *, needed: Collection[str]
 ) -> None:
-    """Refuses a state that lacks adapters which are needed, or has others than there are, or of other shapes."""
+    """Rejects a state that lacks adapters which are needed, or has others than there are, or of other shapes."""
     problems = [f"{name}: not in the model" for name in state if name not in shapes]
     problems += [f"{name}: not in the adapters given" for name in sorted(set(needed) - state.keys())]
     problems += [
@@ -179,7 +179,7 @@ def _add_adapter(layer: nn.Module, *, rank: int, alpha: float, dropout: float) -
 
 
 def _matched_layers(model: nn.Module, globs: Sequence[str]) -> list[str]:
-    """Returns the layers that the globs name, also those that `adapt` refuses: left out, they would seem trained."""
+    """Returns the layers that the globs name, also those that `adapt` rejects: left out, they would seem trained."""
     if not globs:
         raise ConfigError("lora.match: names no layer. Give a glob such as *.q_proj.")
     modules = dict(model.named_modules())
@@ -225,7 +225,7 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def check_lora_settings(*, rank: Any, alpha: Any, dropout: Any) -> None:
-    """Refuses values that no adapter can have."""
+    """Rejects values that no adapter can have."""
 
     def is_number(value: Any) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -278,7 +278,7 @@ def save_lora(model: nn.Module, folder: str | Path, *, base: str | None = None) 
     """Writes the adapters, and every other parameter that is trainable, to a folder; returns it.
 
     `base` is the name or folder of the weights beside which they were trained, for the reader. The folder's other
-    files are kept; one that holds neither adapters nor a model is refused.
+    files are kept; one that holds neither adapters nor a model is rejected.
 
     >>> from trainwright.models.llama import Llama
     >>> from trainwright.models.lora import add_lora, merge_lora
@@ -329,8 +329,8 @@ def save_lora(model: nn.Module, folder: str | Path, *, base: str | None = None) 
 def load_lora(model: nn.Module, folder: str | Path) -> list[str]:
     """Adds the adapters that a folder holds to a model without any, and loads them; returns the layers' names.
 
-    Also reads what PEFT wrote. Adapters of a kind that lora.py does not have are refused by name. A model for which
-    anything is refused stays as it was.
+    Also reads what PEFT wrote. Adapters of a kind that lora.py does not have are rejected by name. A model for which
+    anything is rejected stays as it was.
     """
     folder = Path(folder)
     config, state = _read(folder)
@@ -353,7 +353,7 @@ def load_lora(model: nn.Module, folder: str | Path) -> list[str]:
     shapes = {name: tuple(one.shape) for name, one in model.named_parameters(remove_duplicate=False)}
     adapters = {f"{name}.lora_a": (rank, known[name].in_features) for name in layers}
     adapters |= {f"{name}.lora_b": (known[name].out_features, rank) for name in layers}
-    refuse_misfit(state, {**shapes, **adapters}, needed=adapters)
+    reject_misfit(state, {**shapes, **adapters}, needed=adapters)
     adapt(
         model,
         layers,

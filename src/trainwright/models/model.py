@@ -77,7 +77,7 @@ class Model(nn.Module):
 
     @classmethod
     def settings_from_hugging_face(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the constructor's keywords for a config.json; what the class cannot do is refused by name."""
+        """Returns the constructor's keywords for a config.json; what the class cannot do is rejected by name."""
         raise NotImplementedError(f"{cls.__name__} reads no Hugging Face folders: it lacks settings_from_hugging_face.")
 
     def to_hugging_face(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class Model(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # whatever torch takes
         """Returns the weights as torch does, a tied one under all of its names.
 
-        Only transformers' Trainer gets a tied one once: it hands what it gets to safetensors, which refuses memory
+        Only transformers' Trainer gets a tied one once: it hands what it gets to safetensors, which rejects memory
         that two names share, and asks a model that is not of transformers nothing else before.
         """
         state: dict[str, Any] = super().state_dict(*args, **kwargs)
@@ -180,7 +180,7 @@ class Model(nn.Module):
         A name that is no folder is looked for in `home_path` (default: the user's caches) and then on the hub. The
         weights keep the files' dtype unless `dtype` is given. With `strict=False` weights that the files lack are
         drawn anew and those that do not belong are left out; both are logged (load_pretrained returns them).
-        `overrides` change settings of the constructor. Files with pickles are refused unless `allow_pickle`.
+        `overrides` change settings of the constructor. Files with pickles are rejected unless `allow_pickle`.
         `from_pretrained(args, name, url=None, home_path=None)`, with a Namespace first, is the same for `name`.
         """
         model, _ = cls.load_pretrained(
@@ -238,8 +238,8 @@ class Model(nn.Module):
         """Writes config.json and the weights as transformers reads them, and returns the folder.
 
         The folder is whole or no model's. Of a model's folder that exists these files are replaced and all others (a
-        tokenizer, a README) are left as they are; any other folder with files is refused. The `model_type` is the one
-        that was read. A model that computes something else than its type says is refused: see as_shipped.py.
+        tokenizer, a README) are left as they are; any other folder with files is rejected. The `model_type` is the one
+        that was read. A model that computes something else than its type says is rejected: see as_shipped.py.
         """
         kept = {key: value for key, value in self.hugging_face_config.items() if key not in _NOT_KEPT}
         config = kept | self.to_hugging_face()
@@ -335,7 +335,7 @@ def readers_of(model_type: Any) -> dict[str, type[Model]]:
 
 
 def check_type(model_class: type[Model], config: Mapping[str, Any]) -> None:
-    """Refuses a config.json whose model_type is not one that the class reads."""
+    """Rejects a config.json whose model_type is not one that the class reads."""
     model_type = config.get("model_type")
     if model_type not in model_class.hugging_face_types:
         names = " or ".join(readers_of(model_type))

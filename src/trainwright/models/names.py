@@ -33,7 +33,7 @@ def names_module(glob: str, name: str) -> bool:
 
 
 def matched_parameters(label: str, globs: Any, model: nn.Module) -> list[str]:
-    """Returns the names of the parameters that the globs match; a glob that matches none is refused."""
+    """Returns the names of the parameters that the globs match; a glob that matches none is rejected."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     wanted = as_globs(label, globs)
     for glob in wanted:

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_pickled(path: Path) -> dict[str, Tensor]:
-    """Returns the tensors of a `pytorch_model.bin`; anything in it that is no tensor makes it refused.
+    """Returns the tensors of a `pytorch_model.bin`; anything in it that is no tensor makes it rejected.
 
     `weights_only` builds nothing but tensors and plain containers, so that a prepared file cannot run a program.
     Files from before torch 1.6 are no zip archives and cannot be mapped: they are read whole.
@@ -277,7 +277,7 @@ def load_weights(
 
 
 def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
-    """Returns the files that hold a folder's weights; a folder without any, or with pickles only, is refused."""
+    """Returns the files that hold a folder's weights; a folder without any, or with pickles only, is rejected."""
     if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]
     if (folder / INDEX_FILE).is_file():
@@ -365,7 +365,7 @@ def whole_number_keys(folder: Path) -> dict[str, Path]:
     return found
 
 
-def refuse_whole_numbers(path: Path, key: str) -> NoReturn:
+def reject_whole_numbers(path: Path, key: str) -> NoReturn:
     """Raises the error for a weight that the files hold in whole numbers."""
     raise CheckpointError(
         f"{path}: {key} holds whole numbers, but it is a weight. Perhaps it was quantized, which is not read here: "
@@ -453,9 +453,9 @@ def _draw_missing(
 
 
 def _check_tensor(model: nn.Module, name: str, source: Source, tensor: Tensor, path: Path) -> None:
-    """Refuses a tensor that cannot be this weight: one of another shape, or of whole numbers."""
+    """Rejects a tensor that cannot be this weight: one of another shape, or of whole numbers."""
     if _weight(model, name).is_floating_point() and not tensor.is_floating_point():
-        refuse_whole_numbers(path, source.key)
+        reject_whole_numbers(path, source.key)
     wanted = tuple(_weight(model, name).shape)
     shape = tuple(tensor.shape)
     got = shape[::-1] if source.transpose else shape

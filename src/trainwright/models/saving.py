@@ -211,7 +211,7 @@ def write_folder(
 ) -> Path:
     """Writes a model's config.json, with its dtype, and its weights; returns the folder.
 
-    In a model's folder that exists these files are replaced. A folder that is neither empty nor a model's is refused.
+    In a model's folder that exists these files are replaced. A folder that is neither empty nor a model's is rejected.
     `leave_out` names sub-modules whose weights are not written.
     """
     check_target(folder)
@@ -277,7 +277,7 @@ def has_files_of_others(folder: Path) -> bool:
 
 
 def check_target(folder: Path) -> None:
-    """Refuses a place that cannot be a folder."""
+    """Rejects a place that cannot be a folder."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; a model is written as a folder. Choose another place.")
 

@@ -425,7 +425,7 @@ def _activation_of(feed_forward: str) -> str:
 
 
 def check_buckets(num_buckets: int, max_distance: int) -> None:
-    """Refuses a table of distances without a bucket for each kind, or whose far buckets begin past the end."""
+    """Rejects a table of distances without a bucket for each kind, or whose far buckets begin past the end."""
     if num_buckets < 4 or max_distance <= num_buckets // 2:
         raise ConfigError(
             f"num_buckets is {num_buckets} and max_distance {max_distance}. Use at least 4 buckets, and a max_distance "

@@ -33,7 +33,7 @@ from trainwright.models.pretrained import (
     listed,
     on_meta,
     read_config_file,
-    refuse_whole_numbers,
+    reject_whole_numbers,
     weight_files,
     whole_number_keys,
 )
@@ -60,7 +60,7 @@ class _Watch:
     def __call__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if not self._asked and _has_borders(kwargs):
             self._asked = True  # first, for the question is a call as well
-            _refuse_crossing(model, kwargs)
+            _reject_crossing(model, kwargs)
         # Keys and values of a training batch serve nobody, and with a cache transformers reads no borders from the
         # positions. By keyword: the config is written as it was read.
         given = any(kwargs.get(name) is not None for name in ("labels", "position_ids", "document_ids"))
@@ -77,8 +77,8 @@ def _is_square(mask: Any) -> bool:
     return isinstance(mask, Tensor) and mask.dim() == 4
 
 
-def _refuse_crossing(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Refuses a model in which a packed document sees another one, where the batch asks it not to."""
+def _reject_crossing(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Rejects a model in which a packed document sees another one, where the batch asks it not to."""
     tokens = kwargs.get("input_ids")
     if not isinstance(tokens, Tensor):
         return
@@ -198,9 +198,9 @@ def build_transformers(
     `arguments` are the keywords of its config (an Auto class needs `model_type` among them, or a folder), changes
     to the folder's config where one is given, and `attn_implementation` and `dtype`. Weights are float32 unless
     `dtype` says otherwise, whatever the files hold: precision is the training's, and 16-bit weights lose small
-    updates. Unless `strict` is false, weights of other shapes are refused, and missing and unexpected keys. Where
+    updates. Unless `strict` is false, weights of other shapes are rejected, and missing and unexpected keys. Where
     nobody says (None) keys may differ if the class is not the one that was saved: a head then goes and another comes.
-    Other shapes in the body are refused always. The report names what was drawn at random. `told` is the content of a
+    Other shapes in the body are rejected always. The report names what was drawn at random. `told` is the content of a
     config.json whose folder may be gone: it gives the sizes.
     """
     arguments = dict(arguments)
@@ -262,7 +262,7 @@ def _load(
             keys_of(path)  # a damaged file is named, which transformers does not do
         whole_numbers = whole_number_keys(folder)
     else:
-        _refuse_pickles(folder)
+        _reject_pickles(folder)
         whole_numbers = {}
     with _quiet():
         model, info = target.from_pretrained(
@@ -277,7 +277,7 @@ def _load(
         )
     for name, parameter in model.named_parameters():
         if name in whole_numbers and parameter.is_floating_point():
-            refuse_whole_numbers(whole_numbers[name], name)
+            reject_whole_numbers(whole_numbers[name], name)
     model.config._name_or_path = ""  # a place on this machine, which would go into every export
     others = {key: (tuple(theirs), tuple(ours)) for key, theirs, ours in info.get("mismatched_keys") or ()}
     # The body is what was learned: one that is drawn anew would only look like a pretrained model.
@@ -358,7 +358,7 @@ def _move_weights(source: Any, target: Any, *, leave: Collection[str]) -> None:
         filled.add(id(weight))
 
 
-def _refuse_pickles(folder: Path) -> None:
+def _reject_pickles(folder: Path) -> None:
     for path in (folder / PICKLED_FILE, folder / PICKLED_INDEX_FILE):
         if path.is_file():
             raise CheckpointError(
@@ -397,7 +397,7 @@ def _keyword_config(target: type[Any], arguments: dict[str, Any]) -> Any:
             hint = f'Did you mean "{guess}"?' if guess else "Give one, such as gpt2, llama or bert."
             raise ConfigError(f"{target.__name__} {problem}. {hint} Or give a folder: pretrained.")
         config_class = CONFIG_MAPPING[model_type]
-    _refuse_unknown(target, config_class, arguments)
+    _reject_unknown(target, config_class, arguments)
     return _make_config(config_class, {**_without_foreign_tokens(config_class(), arguments), **arguments})
 
 
@@ -417,7 +417,7 @@ def _told_config(target: type[Any], arguments: dict[str, Any], told: Mapping[str
             + (f"not {wanted!r}." if wanted != model_type else "which transformers does not have.")
             + " Choose the class, or the folder, accordingly."
         )
-    _refuse_unknown(target, config_class, arguments)
+    _reject_unknown(target, config_class, arguments)
     if arguments.get("num_labels", len(told.get("id2label") or ())) != len(told.get("id2label") or ()):
         # Names of other labels, of which transformers would warn.
         told = {key: value for key, value in told.items() if key not in ("id2label", "label2id")}
@@ -439,10 +439,10 @@ def _make_config(config_class: type[Any], keywords: dict[str, Any], source: obje
         return config_class.from_dict(keywords)
     except Exception as error:  # each config checks its values in its own way
         place = "" if source is None else f"{source}: "
-        raise ConfigError(f"{place}{config_class.__name__} refuses its settings: {error}") from error
+        raise ConfigError(f"{place}{config_class.__name__} rejects its settings: {error}") from error
 
 
-def _refuse_unknown(target: type[Any], config_class: type[Any], arguments: Mapping[str, Any]) -> None:
+def _reject_unknown(target: type[Any], config_class: type[Any], arguments: Mapping[str, Any]) -> None:
     default = config_class()
     known = {name for name in vars(default) if not name.startswith("_")} | set(default.attribute_map) | {"num_labels"}
     known |= {name for base in config_class.__mro__ for name in vars(base).get("__dataclass_fields__", ())}

@@ -320,17 +320,17 @@ def _check_master_weights(entries: list[Any], *, fused: bool | None, amsgrad: bo
     if amsgrad:
         raise ConfigError("master_weights and amsgrad are both set. Keep one of them.")
     if fused is not True:
-        raise ConfigError("master_weights needs torch's fused AdamW, which this device lacks or fused=False refuses.")
+        raise ConfigError("master_weights needs torch's fused AdamW, which this device lacks or fused=False rejects.")
 
 
 def _check_state_dtype(state_dtype: str, entries: list[Any], *, fused: bool | None, amsgrad: bool) -> None:
-    if state_dtype not in list(STATE_DTYPES):  # a list: what has no hash is refused too
+    if state_dtype not in list(STATE_DTYPES):  # a list: what has no hash is rejected too
         raise ConfigError(f'state_dtype is {state_dtype!r}. Use "fp32" or "bf16", or leave it out.')
     if amsgrad:
         # Rounding by chance would drive the maximum up, step after step.
         raise ConfigError("state_dtype and amsgrad are both set. Keep one of them.")
     if fused is not True:
-        raise ConfigError("state_dtype needs torch's fused AdamW, which this device lacks or fused=False refuses.")
+        raise ConfigError("state_dtype needs torch's fused AdamW, which this device lacks or fused=False rejects.")
     for tensor in tensors_of(entries):
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ConfigError(f"state_dtype is for parameters in fp32, bf16 or fp16, but one is {tensor.dtype}.")

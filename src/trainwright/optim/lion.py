@@ -27,7 +27,7 @@ from trainwright.optim.device_step import (
     updated_parameters,
 )
 from trainwright.optim.master_weights import check_masters, masters_of, settle_masters, widen, write_back
-from trainwright.optim.param_groups import refuse_impossible
+from trainwright.optim.param_groups import reject_impossible
 from trainwright.optim.sharded import has_parts, optimizes_parts, own_gradients, own_parts
 
 
@@ -54,7 +54,7 @@ class Lion(torch.optim.Optimizer):
         master_weights: bool = False,
         report: bool = False,
     ) -> None:
-        refuse_impossible(lr=lr, betas=betas, weight_decay=weight_decay)
+        reject_impossible(lr=lr, betas=betas, weight_decay=weight_decay)
         defaults = {
             "lr": lr,
             "betas": (betas[0], betas[1]),

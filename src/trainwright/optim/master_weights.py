@@ -23,7 +23,7 @@ KEY = "master"
 
 
 def check_masters(tensors: Iterable[Tensor]) -> None:
-    """Refuses masters that would have no effect, or less bits than their weights."""
+    """Rejects masters that would have no effect, or less bits than their weights."""
     dtypes = {tensor.dtype for tensor in tensors}
     if not dtypes & {*NARROW}:
         raise ConfigError(

@@ -35,7 +35,7 @@ from trainwright.optim.device_step import (
     updated_parameters,
 )
 from trainwright.optim.master_weights import check_masters, masters_of, settle_masters, widen, write_back
-from trainwright.optim.param_groups import refuse_impossible, uses_muon
+from trainwright.optim.param_groups import reject_impossible, uses_muon
 from trainwright.optim.sharded import has_parts, optimizes_parts, own_gradients, own_parts, part_of, split_axes
 from trainwright.parallel.mesh import is_split, local
 
@@ -235,15 +235,15 @@ class Muon(torch.optim.Optimizer):
             "master_weights": master_weights,
             "report": report,
         }
-        refuse_impossible(**defaults)
-        refuse_impossible(adamw_lr=adamw_lr, adamw_weight_decay=adamw_weight_decay)
+        reject_impossible(**defaults)
+        reject_impossible(adamw_lr=adamw_lr, adamw_weight_decay=adamw_weight_decay)
         self._rule = _Rule(kinds, as_globs("exclude", exclude), adamw_lr, adamw_weight_decay)
         entries = entries_of(params, owner="Muon")
         if master_weights:
             check_masters(tensors_of(entries))
         super().__init__(entries, defaults)
         self._is_loaded = False
-        self._refuse_unmatched()
+        self._reject_unmatched()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as in torch, split into what is Muon's and what is AdamW's; either may be missing."""
@@ -398,8 +398,8 @@ class Muon(torch.optim.Optimizer):
         own = {"lr": self._rule.adamw_lr, "weight_decay": self._rule.adamw_weight_decay}
         return {key: value for key, value in own.items() if value is not None and key not in group}
 
-    def _refuse_unmatched(self) -> None:
-        """Refuses globs of `exclude` that match no parameter: they would exclude nothing, silently."""
+    def _reject_unmatched(self) -> None:
+        """Rejects globs of `exclude` that match no parameter: they would exclude nothing, silently."""
         names = [name for group in self.param_groups for name in group.get("param_names", ())]
         for glob in self._rule.exclude:
             if not names:

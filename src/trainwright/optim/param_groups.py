@@ -129,8 +129,8 @@ RANGES: Mapping[str, _Range] = {
 _RATES = ("lr", "adamw_lr")
 
 
-def refuse_impossible(**settings: Any) -> None:
-    """Refuses what cannot be, by name, of the settings that RANGES has. A rate of 0 passes, as it does in torch."""
+def reject_impossible(**settings: Any) -> None:
+    """Rejects what cannot be, by name, of the settings that RANGES has. A rate of 0 passes, as it does in torch."""
     for name, value in settings.items():
         problem = None if value is None or name not in RANGES else _problem(value, RANGES[name])
         if problem is not None:
@@ -140,7 +140,7 @@ def refuse_impossible(**settings: Any) -> None:
 def check_settings(
     settings: Mapping[str, Any], defaults: Mapping[str, Any], *, label: str, origin: Origin, has_strict_forms: bool
 ) -> None:
-    """Refuses what cannot be in a run file, by its place there: `label` is what the settings stand below.
+    """Rejects what cannot be in a run file, by its place there: `label` is what the settings stand below.
 
     `defaults` are the optimizer's. Where one is None, None is a value like any other. `has_strict_forms` is for
     optimizers whose values have their defaults' form, as torch's have and a user's need not.
@@ -158,8 +158,8 @@ def check_settings(
             raise ConfigError(f"{label}.{name}: {problem}", where=origin(f"{label}.{name}"))
 
 
-def refuse_provided(settings: Mapping[str, Any], provided: Iterable[str], *, label: str, origin: Origin) -> None:
-    """Refuses what the builder itself gives to an optimizer: in a run file it would take the place of that."""
+def reject_provided(settings: Mapping[str, Any], provided: Iterable[str], *, label: str, origin: Origin) -> None:
+    """Rejects what the builder itself gives to an optimizer: in a run file it would take the place of that."""
     for name in provided:
         if name in settings:
             problem = "is worked out from the model, and cannot be set in a run file. Remove it."
@@ -340,7 +340,7 @@ def make_optimizer(
             raise
         raise type(error)(f"{label}: {error.problem}", where=origin(label)) from error
     _check_rules(rules, optimizer, label=f"{label}.groups", origin=origin)
-    _refuse_fused(optimizer, label=label, origin=origin)
+    _reject_fused(optimizer, label=label, origin=origin)
     for group in optimizer.param_groups:
         _settle(group, optimizer, label=label, where=origin(label))
     return optimizer
@@ -368,7 +368,7 @@ def reasons_of_others(parameters: Mapping[str, Tensor], owned: Mapping[str, Tens
 
 
 def read_rules(groups: Iterable[Mapping[str, Any]], *, label: str, origin: Origin) -> list[Rule]:
-    """Reads the entries of `groups` and refuses those that match or set nothing by their form."""
+    """Reads the entries of `groups` and rejects those that match or set nothing by their form."""
     where = origin(label)
     if isinstance(groups, (Mapping, str)) or not isinstance(groups, Iterable):
         raise ConfigError(f'{label}: must be a list such as [{{match: "*.bias", weight_decay: 0}}].', where=where)
@@ -402,7 +402,7 @@ def make_groups(
     """Returns torch's parameter groups with their names: every parameter is in exactly one.
 
     What no rule matches comes first, because the first group's rate is the one that is logged. A glob that matches
-    nothing, or nothing that an earlier rule has left, is refused; `others` says why a parameter is not here.
+    nothing, or nothing that an earlier rule has left, is rejected; `others` says why a parameter is not here.
     """
     members: dict[_Place, list[str]] = {}
     for name, parameter in named_parameters.items():
@@ -411,8 +411,8 @@ def make_groups(
             rule, _lr_scale(name, parameter, origin(label)), bool(getattr(parameter, "no_weight_decay", False))
         )
         members.setdefault(place, []).append(name)
-    _refuse_unmatched(rules, list(named_parameters), others, label, origin)
-    _refuse_idle(rules, {place.rule for place in members}, label, origin)
+    _reject_unmatched(rules, list(named_parameters), others, label, origin)
+    _reject_idle(rules, {place.rule for place in members}, label, origin)
     made = []
     for place in sorted(members, key=_order):
         names = members[place]
@@ -460,10 +460,10 @@ def _globs(given: Any, label: str, origin: Origin) -> tuple[str, ...]:
         raise ConfigError(error.problem, where=origin(label)) from error
 
 
-def _refuse_unmatched(
+def _reject_unmatched(
     rules: Sequence[Rule], names: list[str], others: Mapping[str, str], label: str, origin: Origin
 ) -> None:
-    """Refuses a glob that matches no parameter of the optimizer, and says so if it matches others."""
+    """Rejects a glob that matches no parameter of the optimizer, and says so if it matches others."""
     for number, rule in enumerate(rules):
         for glob in rule.globs:
             if any(fnmatchcase(name, glob) for name in names):
@@ -480,7 +480,7 @@ def _refuse_unmatched(
             raise ConfigError(f"{place}: {problem}", where=origin(place))
 
 
-def _refuse_idle(rules: Sequence[Rule], used: set[int | None], label: str, origin: Origin) -> None:
+def _reject_idle(rules: Sequence[Rule], used: set[int | None], label: str, origin: Origin) -> None:
     for number, rule in enumerate(rules):
         if number not in used:
             raise ConfigError(
@@ -508,8 +508,8 @@ def _check_rules(rules: Sequence[Rule], optimizer: torch.optim.Optimizer, *, lab
         )
 
 
-def _refuse_fused(optimizer: torch.optim.Optimizer, *, label: str, origin: Origin) -> None:
-    """Refuses torch's fused steps that know no split parameters: they would fail in the first update."""
+def _reject_fused(optimizer: torch.optim.Optimizer, *, label: str, origin: Origin) -> None:
+    """Rejects torch's fused steps that know no split parameters: they would fail in the first update."""
     knows_parts = not isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad))
     if not knows_parts and optimizes_parts(optimizer) and any(group["fused"] for group in optimizer.param_groups):
         raise ConfigError(

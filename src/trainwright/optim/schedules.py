@@ -25,7 +25,7 @@ class Schedule:
     """
 
     def __init__(self, *, warmup_steps: int | None = None, warmup_fraction: float | None = None) -> None:
-        _refuse_both(warmup_steps=warmup_steps, warmup_fraction=warmup_fraction)
+        _reject_both(warmup_steps=warmup_steps, warmup_fraction=warmup_fraction)
         if warmup_steps is not None:
             _check_whole("warmup_steps", warmup_steps, least=0)
         if warmup_fraction is not None:
@@ -139,7 +139,7 @@ class Step(Schedule):
         warmup_fraction: float | None = None,
     ) -> None:
         super().__init__(warmup_steps=warmup_steps, warmup_fraction=warmup_fraction)
-        _refuse_both(every_steps=every_steps, milestones=milestones)
+        _reject_both(every_steps=every_steps, milestones=milestones)
         if every_steps is None and milestones is None:
             raise ConfigError("Step needs every_steps, such as 1000, or milestones, such as [600, 900].")
         if every_steps is not None:
@@ -185,7 +185,7 @@ class WarmupStableDecay(Schedule):
         warmup_fraction: float | None = None,
     ) -> None:
         super().__init__(warmup_steps=warmup_steps, warmup_fraction=warmup_fraction)
-        _refuse_both(decay_steps=decay_steps, decay_fraction=decay_fraction)
+        _reject_both(decay_steps=decay_steps, decay_fraction=decay_fraction)
         if decay_steps is None and decay_fraction is None:
             decay_fraction = 0.1
         if decay_steps is not None:
@@ -241,8 +241,8 @@ def _resolve(steps: int | None, fraction: float | None, max_steps: int) -> int:
     return steps or 0
 
 
-def _refuse_both(**options: Any) -> None:
-    """Refuses two spellings of one setting."""
+def _reject_both(**options: Any) -> None:
+    """Rejects two spellings of one setting."""
     given = [f"{name} ({value})" for name, value in options.items() if value is not None]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} are both set. Keep one of them.", where="schedule")
@@ -260,5 +260,5 @@ def _check_number(name: str, value: object) -> None:
 
 def _check_fraction(name: str, value: float) -> None:
     _check_number(name, value)
-    if not 0.0 <= value <= 1.0:  # also refuses nan
+    if not 0.0 <= value <= 1.0:  # also rejects nan
         raise ConfigError(f"{name} is {value}. Use a fraction from 0 to 1.", where="schedule")

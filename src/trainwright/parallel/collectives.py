@@ -36,7 +36,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Is this the rank that writes files and speaks to the terminal?"""
+        """Is this the rank that writes files and logs to the terminal?"""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
@@ -51,7 +51,7 @@ class Ranks:
         """Returns the values of the ranks whose loss counts, in the order of their samples, on every rank."""
         if not self.mesh.is_split:
             return self.gather(value)
-        return [each for each, speaks in self.gather((value, self.mesh.speaks)) if speaks]
+        return [each for each, is_loss_rank in self.gather((value, self.mesh.is_loss_rank)) if is_loss_rank]
 
     def broadcast(self, value: T) -> T:
         """Returns the first rank's value on every rank."""
@@ -81,7 +81,7 @@ class Ranks:
 
     def sum_sample_counts(self, *counts: int) -> tuple[int, ...]:
         """Returns counts of samples summed over all ranks, those of ranks that share samples once."""
-        return self.sum_counts(*(counts if self.mesh.speaks else (0,) * len(counts)))
+        return self.sum_counts(*(counts if self.mesh.is_loss_rank else (0,) * len(counts)))
 
     def highest_votes(self, *votes: int) -> tuple[int, ...]:
         """Returns the highest of each vote that any rank cast at the call before; this call's votes are under way.

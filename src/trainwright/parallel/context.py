@@ -444,7 +444,7 @@ class SplitSequence:
 def split_sequences(model: nn.Module, mesh: Mesh, *, where: object | None = None) -> None:
     """Splits the model's sequences over the ranks along context, in place; nothing where there is one rank.
 
-    `where` is the place of the setting, for what is refused: a model that does not speak of its sequence, or a loss
+    `where` is the place of the setting, for what is rejected: a model that does not speak of its sequence, or a loss
     that cannot be taken in parts.
     """
     size = mesh.size("context")
@@ -472,7 +472,7 @@ def _has_sequence(module: nn.Module) -> bool:
 
 
 def _check_criterion(module: nn.Module, size: int, where: object | None) -> None:
-    """Refuses a loss whose mean over the whole cannot be told from the means of the parts."""
+    """Rejects a loss whose mean over the whole cannot be told from the means of the parts."""
     criterion = getattr(module, "criterion", None)
     if criterion is None:
         return

@@ -64,7 +64,7 @@ def _has_parameters(module: nn.Module) -> bool:
 class GradientSync:
     """Steers the reductions of one update: `begin_backward` before each backward, `finish` after the last.
 
-    `averaging` is what gradients are divided by on their way: the ranks that share along data, context and replicate.
+    `averaging` is what gradients are divided by on their way: the ranks that share along fsdp, context and replicate.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ def _gradient_or_zeros(parameter: nn.Parameter) -> torch.Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def refuse_ungathered(error: RuntimeError, model: torch.nn.Module) -> None:
+def reject_ungathered(error: RuntimeError, model: torch.nn.Module) -> None:
     """Raises what a user can act on if the error is of a split parameter that was used by itself; else nothing."""
     if "mixed torch.Tensor and DTensor" not in str(error):
         return
@@ -246,7 +246,7 @@ def shard_parameters(
     """Splits the parameters in place, block by block, and moves the model to the device as it goes.
 
     `data_dim` says along which dim a parameter is split, by name; None is dim 0, whose parts may be uneven. Names,
-    and what was set on a parameter as an attribute, stay. Where nobody shares along data and context nothing is
+    and what was set on a parameter as an attribute, stay. Where nobody shares along fsdp and context nothing is
     split. A model may list methods beside forward that use its parameters, as `forward_methods`.
     """
     shard = mesh.along("shard")

@@ -49,7 +49,7 @@ def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
     return chain(parameters, module.named_buffers(remove_duplicate=False))
 
 
-AXES = ("pipeline", "replicate", "data", "context", "tensor")
+AXES = ("pipeline", "replicate", "fsdp", "context", "tensor")
 """The axes of the mesh, the slowest link first."""
 
 ALONE: Mapping[str, int] = MappingProxyType(dict.fromkeys(AXES, 1))
@@ -59,9 +59,9 @@ ALONE: Mapping[str, int] = MappingProxyType(dict.fromkeys(AXES, 1))
 class Mesh:
     """Where a rank stands on each axis, and torch's meshes for the collectives along them.
 
-    `layers` has the axes pipeline, replicate, shard (data × context) and tensor; `sequence` has all five, and is there
+    `layers` has the axes pipeline, replicate, shard (fsdp × context) and tensor; `sequence` has all five, and is there
     only where context is larger than 1. Both are None in one process that was not launched. `stage` is the group of
-    the ranks with the same layers, `speakers` that of the ranks whose loss counts; None where that is all ranks.
+    the ranks with the same layers, `loss_group` that of the ranks whose loss counts; None where that is all ranks.
     """
 
     sizes: Mapping[str, int] = field(default_factory=lambda: ALONE)
@@ -69,7 +69,7 @@ class Mesh:
     layers: DeviceMesh | None = None
     sequence: DeviceMesh | None = None
     stage: Any = None
-    speakers: Any = None
+    loss_group: Any = None
 
     def size(self, *axes: str) -> int:
         """Returns the number of ranks along an axis, or along several together."""
@@ -91,12 +91,12 @@ class Mesh:
     @property
     def num_data_ranks(self) -> int:
         """How many ranks have samples of their own; the others share theirs."""
-        return self.size("replicate", "data")
+        return self.size("replicate", "fsdp")
 
     @property
     def data_rank(self) -> int:
         """The number of this rank among those with samples of their own."""
-        return self.rank("replicate", "data")
+        return self.rank("replicate", "fsdp")
 
     @property
     def draws(self) -> tuple[int, ...]:
@@ -105,7 +105,7 @@ class Mesh:
         return (self.data_rank, stage) if stage else (self.data_rank,)
 
     @property
-    def speaks(self) -> bool:
+    def is_loss_rank(self) -> bool:
         """Does this rank's loss count? Of the ranks that share samples one does: the last layers' first."""
         is_last = self.rank("pipeline") == self.size("pipeline") - 1
         return is_last and self.rank("context") == 0 and self.rank("tensor") == 0
@@ -113,7 +113,7 @@ class Mesh:
     @property
     def first_of_stage(self) -> int:
         """The rank that the others with the same layers get values from."""
-        return self.rank("pipeline") * self.size("replicate", "data", "context", "tensor")
+        return self.rank("pipeline") * self.size("replicate", "fsdp", "context", "tensor")
 
     @property
     def num_gradient_copies(self) -> int:
@@ -123,13 +123,13 @@ class Mesh:
     @property
     def is_split(self) -> bool:
         """Does any rank hold less than the whole model?"""
-        return self.size("pipeline", "data", "context", "tensor") > 1
+        return self.size("pipeline", "fsdp", "context", "tensor") > 1
 
     def along(self, axis: str) -> DeviceMesh | None:
         """Returns torch's mesh of pipeline, replicate, shard, tensor or context; None where it has one rank."""
         if axis == "context":
             return None if self.sequence is None else self.sequence["context"]
-        size = self.size("data", "context") if axis == "shard" else self.size(axis)
+        size = self.size("fsdp", "context") if axis == "shard" else self.size(axis)
         return None if self.layers is None or size == 1 else self.layers[axis]
 
     def group(self, axis: str) -> Any:
@@ -144,7 +144,7 @@ def lay_out(axes: Mapping[str, int], *, device_type: str) -> Mesh:
     if not dist.is_initialized():
         return Mesh(MappingProxyType(sizes))
     _forget_former_meshes()
-    shape = (sizes["pipeline"], sizes["replicate"], sizes["data"] * sizes["context"], sizes["tensor"])
+    shape = (sizes["pipeline"], sizes["replicate"], sizes["fsdp"] * sizes["context"], sizes["tensor"])
     layers = init_device_mesh(device_type, shape, mesh_dim_names=("pipeline", "replicate", "shard", "tensor"))
     sequence = None
     if sizes["context"] > 1:
@@ -155,8 +155,8 @@ def lay_out(axes: Mapping[str, int], *, device_type: str) -> Mesh:
         [each.place for each in everybody if each.rank("pipeline") == stage] for stage in range(sizes["pipeline"])
     ]
     # Every rank makes every group, its own or not, in the same order: torch counts them to name them.
-    groups = [_group_of(places) for places in [*stages, [each.place for each in everybody if each.speaks]]]
-    return replace(mesh, stage=groups[mesh.rank("pipeline")], speakers=groups[-1])
+    groups = [_group_of(places) for places in [*stages, [each.place for each in everybody if each.is_loss_rank]]]
+    return replace(mesh, stage=groups[mesh.rank("pipeline")], loss_group=groups[-1])
 
 
 def _group_of(places: list[int]) -> Any:

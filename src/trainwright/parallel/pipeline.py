@@ -43,8 +43,8 @@ class Stage(NamedTuple):
         return self.number == self.num_stages - 1
 
 
-def refuse_pipeline(model: nn.Module, num_stages: int, *, own_parts: Sequence[str] = (), where: Any = None) -> None:
-    """Refuses a model that cannot be cut into so many stages, or a run whose own code would not be called.
+def reject_pipeline(model: nn.Module, num_stages: int, *, own_parts: Sequence[str] = (), where: Any = None) -> None:
+    """Rejects a model that cannot be cut into so many stages, or a run whose own code would not be called.
 
     `own_parts` names what a user wrote of the step (`MyTrainer.train_step`), which the schedule of the stages replaces.
     """
@@ -60,7 +60,7 @@ def refuse_pipeline(model: nn.Module, num_stages: int, *, own_parts: Sequence[st
     if not isinstance(path, str):
         raise ConfigError(
             f"{asked} {kind.__name__} is not made of blocks that follow each other: it names none in `blocks`. "
-            "Use llama, gpt2, bert or vit, or split it along data or tensor instead.",
+            "Use llama, gpt2, bert or vit, or split it along fsdp or tensor instead.",
             where=where,
         )
     owner = _owner(kind, "forward")
@@ -95,7 +95,7 @@ def split_layers(model: nn.Module, mesh: Mesh) -> None:
     A weight that the first and the last stage share (tied embeddings) stays on both, under the same name.
     """
     num_stages, number = mesh.size("pipeline"), mesh.rank("pipeline")
-    refuse_pipeline(model, num_stages)
+    reject_pipeline(model, num_stages)
     stages = stages_of(model, num_stages)
     at_both_ends = tuple(name for name, having in stages.items() if len(having) > 1)
     share = _deal(len(_blocks_of(model)), num_stages)[number]
@@ -163,7 +163,7 @@ def _home(name: str, model: Any, shares: Sequence[range]) -> int:
 
 
 def _tied_names(model: Any, homes: Mapping[str, int]) -> set[str]:
-    """Returns all names of the weights that both ends need; refuses weights that blocks of several stages share."""
+    """Returns all names of the weights that both ends need; rejects weights that blocks of several stages share."""
     names: dict[int, list[str]] = {}
     for name, tensor in named_tensors(model):
         names.setdefault(id(tensor), []).append(name)
@@ -211,7 +211,7 @@ def _is_within(name: str, path: str) -> bool:
     return name == path or name.startswith(f"{path}.")
 
 
-__all__ = ["Pipeline", "refuse_pipeline", "split_layers"]
+__all__ = ["Pipeline", "reject_pipeline", "split_layers"]
 
 TRAVELLING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """The dtypes that hidden states may have on their way."""
@@ -297,7 +297,7 @@ class Pipeline:
     def _hidden_of(self, piece: Batch) -> Hidden:
         keys = frozenset(piece)
         if keys not in self._known_keys:
-            _refuse_other_keys(self._model, piece)
+            _reject_other_keys(self._model, piece)
             self._known_keys.add(keys)
         kind = self._device.type
         # What decides about the dtype; the same on every rank at the same time.
@@ -375,7 +375,7 @@ class Pipeline:
 class _RaggedStage(PipelineStage):
     """A stage that makes room for each micro-batch when it comes, so that they may differ in shape.
 
-    Were they run by one shape after the other, ranks along data, whose rows differ, would gather and reduce FSDP's
+    Were they run by one shape after the other, ranks along fsdp, whose rows differ, would gather and reduce FSDP's
     parameters in different orders, and wait for each other for ever.
     """
 
@@ -465,8 +465,8 @@ def _given(output: Tensor, target: Tensor) -> Tensor:
     return output
 
 
-def _refuse_other_keys(model: nn.Module, piece: Batch) -> None:
-    """Refuses a batch that the model's own forward would not take, before parts of it are left unread."""
+def _reject_other_keys(model: nn.Module, piece: Batch) -> None:
+    """Rejects a batch that the model's own forward would not take, before parts of it are left unread."""
     try:
         inspect.signature(type(model).forward).bind(model, **piece)
     except TypeError as error:

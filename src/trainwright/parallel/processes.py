@@ -134,7 +134,7 @@ def meet(store: Store, rank: int, size: int, *, arrive_seconds: float = ARRIVE_S
     """
     notes: Any = PrefixStore("trainwright/meeting", store)  # torch's stubs lack `append`
     if not _launcher_numbers_ranks():
-        _refuse_twins(store, rank)
+        _reject_twins(store, rank)
     own = uuid.uuid4().hex
     notes.append(_HERE, f"{rank} {own}\n")
     if rank == 0:
@@ -199,7 +199,7 @@ def _wait(is_done: Callable[[], bool], store: Store, rank: int, seconds: float) 
     return False
 
 
-def _refuse_twins(store: Store, rank: int) -> None:
+def _reject_twins(store: Store, rank: int) -> None:
     """Two processes with one number: two runs share a port."""
     own = own_name()
     first = who_is(store, rank, name=own)
@@ -262,7 +262,7 @@ def _without_clock(name: str) -> str:
     return re.sub(r"\d", "0", name) if len(re.findall(r"\d", name)) >= _DIGITS_OF_A_CLOCK else name
 
 
-def refuse_other_runs(store: Store, rank: int, size: int, facts: RunFacts) -> None:
+def reject_other_runs(store: Store, rank: int, size: int, facts: RunFacts) -> None:
     """Raises the same error on every rank if any has other facts than the first; every rank must call it."""
     store.set_timeout(timedelta(seconds=ANSWER_SECONDS))
     own = {"size": {"WORLD_SIZE": str(size)}, **asdict(facts)}
@@ -399,7 +399,7 @@ class Place(NamedTuple):
 
 
 def place() -> Place:
-    """Returns what the launcher's variables say, (0, 1) without any; what contradicts itself is refused."""
+    """Returns what the launcher's variables say, (0, 1) without any; what contradicts itself is rejected."""
     size = _number("WORLD_SIZE", at_least=1)
     rank = _number("RANK", at_least=0)
     tasks = _number("SLURM_STEP_NUM_TASKS", at_least=1)
@@ -453,7 +453,7 @@ def join(axes: Mapping[str, int], *, collectives: str, device_type: str, facts: 
         # A name that no other join has had: the launcher's store outlives the ranks, and holds what earlier ones left.
         own_store = PrefixStore(f"trainwright/join-{meet(store, rank, size)}", store)
         if facts is not None:
-            refuse_other_runs(own_store, rank, size, facts)
+            reject_other_runs(own_store, rank, size, facts)
         timeout = timedelta(seconds=COLLECTIVE_SECONDS)
         own_store.set_timeout(timeout)
         dist.init_process_group(collectives, store=own_store, rank=rank, world_size=size, timeout=timeout)

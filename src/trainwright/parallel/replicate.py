@@ -165,7 +165,7 @@ class GradientNorm:
 
 def num_copies(parameter: torch.Tensor, mesh: Mesh) -> int:
     """Returns how many ranks hold the same values of a parameter as this one."""
-    copies = mesh.size("replicate", "data", "context", "tensor")
+    copies = mesh.size("replicate", "fsdp", "context", "tensor")
     if is_split(parameter):
         layout = parameter.device_mesh  # type: ignore[attr-defined]  # a DTensor
         for number, placement in enumerate(parameter.placements):  # type: ignore[attr-defined]

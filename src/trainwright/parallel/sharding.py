@@ -17,8 +17,8 @@ from trainwright.config.problems import describe, suggest
 from trainwright.config.yaml_text import Origin
 from trainwright.errors import ConfigError
 
-PARAMETER_AXES = ("data", "tensor")
-OUTPUT_AXES = ("replicate", "data", "context", "tensor")
+PARAMETER_AXES = ("fsdp", "tensor")
+OUTPUT_AXES = ("replicate", "fsdp", "context", "tensor")
 """Along `tensor` rules split activations; along the others the batch and the sequence are split already."""
 
 SECTIONS = ("parameters", "outputs", "inputs", "fused", "on_parts", "strict")
@@ -34,7 +34,7 @@ class ShardingRules:
     `fused` names linear layers whose rows are several projections one below the other, and how many. `on_parts` names
     parameters that are copied, but used on what only a rank has (a norm of its heads): their gradients are summed.
     `flat` has rules that stand under no section: whether one is of parameters or of modules, the model tells.
-    `strict` refuses rules that match nothing and parameters that no rule covers, which else are reported.
+    `strict` rejects rules that match nothing and parameters that no rule covers, which else are reported.
     `is_packaged` rules are written for all variants of a model, so that some may match nothing.
     """
 
@@ -138,7 +138,7 @@ def compiled(glob: str) -> re.Pattern[str]:
 
 
 def check_axes(label: str, axes: Axes, allowed: Sequence[str], where: object) -> None:
-    """Refuses axes that the mesh does not have, or that cannot split this, and an axis on two dims."""
+    """Rejects axes that the mesh does not have, or that cannot split this, and an axis on two dims."""
     used = [axis for dim in axes for axis in dim]
     for axis in used:
         if axis not in allowed:
@@ -170,7 +170,7 @@ def _axes_by_glob(section: str, given: Any, allowed: Sequence[str], where: objec
 
 
 def _axes(glob: str, value: Any, where: object) -> Axes:
-    """Reads `[tensor, null]`, `[[data, tensor], null]`, or null for nothing split."""
+    """Reads `[tensor, null]`, `[[fsdp, tensor], null]`, or null for nothing split."""
     dims = () if value is None else value
     if isinstance(dims, Sequence) and not isinstance(dims, str):
         read = [(dim,) if isinstance(dim, str) else () if dim is None else dim for dim in dims]
@@ -224,7 +224,7 @@ class Layout:
     @property
     def data_dim(self) -> int | None:
         """The dim that FSDP splits; None: no rule says which."""
-        return next((dim for dim, axes in enumerate(self.axes) if "data" in axes), None)
+        return next((dim for dim, axes in enumerate(self.axes) if "fsdp" in axes), None)
 
 
 @dataclass(frozen=True)
@@ -264,13 +264,13 @@ class ShardingPlan:
 
 
 def plan_sharding(model: nn.Module, rules: ShardingRules | None, sizes: Mapping[str, int]) -> ShardingPlan:
-    """Returns what the rules make of a model on a mesh of these sizes; what cannot be is refused by name."""
+    """Returns what the rules make of a model on a mesh of these sizes; what cannot be is rejected by name."""
     num_parts = sizes.get("tensor", 1)
     if rules is None:
         if num_parts > 1:
             raise ConfigError(
                 f"runtime.mesh: tensor is {num_parts}, but {type(model).__name__} has no sharding rules, so that every "
-                "rank would do the same. Give rules in model.sharding, or use the axis data."
+                "rank would do the same. Give rules in model.sharding, or use the axis fsdp."
             )
         rules = ShardingRules()
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -434,11 +434,11 @@ def _check_sizes(
     modules: Mapping[str, nn.Module],
     num_parts: int,
 ) -> None:
-    """Refuses dims and heads that the tensor axis does not divide, and parameters that could be meant in two ways."""
+    """Rejects dims and heads that the tensor axis does not divide, and parameters that could be meant in two ways."""
     if all(layout.tensor_dim is None for layout in plan.layouts.values()):
         raise ConfigError(
             f"runtime.mesh: tensor is {num_parts}, but model.sharding splits no parameter along it, so that every rank "
-            "would do the same. Give rules such as **.up_proj.weight: [tensor, null], or use the axis data."
+            "would do the same. Give rules such as **.up_proj.weight: [tensor, null], or use the axis fsdp."
         )
     for name, layout in plan.layouts.items():
         dim, (path, _, _) = layout.tensor_dim, name.rpartition(".")
@@ -458,7 +458,7 @@ def _check_sizes(
                 f"model.sharding: {layout.rule}: dim {dim} of {name} {list(parameters[name].shape)} does not divide "
                 f"over tensor: {num_parts} ranks. Use another axis size, or another size of the model."
             )
-    _refuse_doubtful(plan, modules)
+    _reject_doubtful(plan, modules)
 
 
 def _setting_of(model: nn.Module, heads: int) -> str:
@@ -468,8 +468,8 @@ def _setting_of(model: nn.Module, heads: int) -> str:
     return f"model.{names[0]}" if names else "the number of heads"
 
 
-def _refuse_doubtful(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> None:
-    """Refuses parameters between split layers of which no rule says whether they meet whole states or a rank's part."""
+def _reject_doubtful(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> None:
+    """Rejects parameters between split layers of which no rule says whether they meet whole states or a rank's part."""
     for path, module in modules.items():
         dims = {child: _split_dim(plan, _join(path, child)) for child, _ in module.named_children()}
         if not {0, 1} <= set(dims.values()):

@@ -26,7 +26,7 @@ from trainwright.parallel.sharding import Axes, ShardingPlan
 def look_up(table: DTensor, ids: Tensor, *, padding_idx: int | None = None) -> DTensor:
     """Returns the rows [..., D] of a table [V, D] that is split by rows, as parts whose sum they are.
 
-    Ids that the table does not have are refused where that costs no wait for the device, as nn.Embedding does.
+    Ids that the table does not have are rejected where that costs no wait for the device, as nn.Embedding does.
     """
     mesh, num_rows = table.device_mesh, table.shape[0]
     _check_range(ids, num_rows)
@@ -302,7 +302,7 @@ def _laid_out(tensor: Tensor, placement: Placement, ranks: DeviceMesh) -> DTenso
 def _in_one_piece(tensor: DTensor) -> DTensor:
     """Returns the same with contiguous memory, forward and backward.
 
-    What is gathered from uneven parts is a view of something larger, which matrix products refuse in torch 2.11.
+    What is gathered from uneven parts is a view of something larger, which matrix products reject in torch 2.11.
     """
     apply: Callable[[DTensor], DTensor] = _InOnePiece.apply  # torch has no types here
     return apply(tensor)

@@ -77,12 +77,12 @@ BUILT_INS: Mapping[str, Mapping[str, str]] = {
     },
     "hook": {
         "time_steps": "trainwright.hooks.throughput:TimeSteps",
-        "average_weights": "trainwright.hooks.ema:AverageWeights",
-        "stop_early": "trainwright.hooks.early_stopping:StopEarly",
+        "ema": "trainwright.hooks.ema:EMA",
+        "early_stopping": "trainwright.hooks.early_stopping:EarlyStopping",
         "every": "trainwright.hooks.callback:every_from_config",
         "callback": "trainwright.hooks.callback:callback_from_config",
         "count_progress": "trainwright.hooks.throughput:CountProgress",
-        "profile_steps": "trainwright.hooks.profiler:ProfileSteps",
+        "profiler": "trainwright.hooks.profiler:Profiler",
     },
     "writer": {
         "console": "trainwright.writers.console:ConsoleWriter",

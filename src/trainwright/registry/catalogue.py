@@ -17,7 +17,7 @@ from trainwright.registry.resolve import PROJECT_PACKAGE
 from trainwright.tracebacks import shown_path
 
 PROVIDED: Mapping[str, tuple[str, ...]] = {
-    "trainer": ("config", "task", "model", "optimizer", "train_dataset", "validation_dataset", "surroundings"),
+    "trainer": ("config", "task", "model", "optimizer", "train_dataset", "validation_dataset", "context"),
     "optimizer": ("params",),
     "writer": ("folder",),
     "dataset": ("run_seed",),

@@ -110,7 +110,7 @@ def check_arguments(
     provided: Iterable[str] = (),
     origin_of: OriginOf | None = None,
 ) -> None:
-    """Refuse arguments that `target` does not take, or that it needs and nobody gives.
+    """Reject arguments that `target` does not take, or that it needs and nobody gives.
 
     `provided` names what the caller adds by itself, such as the parameters of an optimizer. With `origin_of` an error
     about an argument names the line of that argument, and not `where`, that of the component.
@@ -253,7 +253,7 @@ def _load_file(path: Path, folder: Path) -> ModuleType:
     if not path.is_file():
         near = _did_you_mean(path.name, [file.name for file in sorted(path.parent.glob("*.py"))])
         raise ComponentError(f"there is no file {shown_path(path)}.{near} Paths are relative to {folder}.")
-    _refuse_hidden_datasets(folder)
+    _reject_hidden_datasets(folder)
     real = path.resolve()
     name = _project_name(path, folder)
     loaded = _loaded_from(real, likely_name=name)
@@ -297,7 +297,7 @@ def _is_project_name(module_name: str | None) -> bool:
     return f"{module_name}.".startswith(f"{PROJECT_PACKAGE}.")
 
 
-def _refuse_hidden_datasets(folder: Path) -> None:
+def _reject_hidden_datasets(folder: Path) -> None:
     file = folder / "datasets" / "__init__.py"
     if file.exists():
         raise ComponentError(

@@ -49,8 +49,8 @@ _ARGUMENTS: Mapping[str, str] = {
 _RESEMBLES = 0.85
 
 
-def refuse_wrong_methods(trainer_class: type, contract: type) -> None:
-    """Refuses methods of a user's trainer with a misspelt name, another framework's, or that are no class methods.
+def reject_wrong_methods(trainer_class: type, contract: type) -> None:
+    """Rejects methods of a user's trainer with a misspelt name, another framework's, or that are no class methods.
 
     `contract` is Trainer itself. A name of another framework is fine where the trainer overrides ours as well, or
     calls it itself.
@@ -127,8 +127,8 @@ EPOCHS = ("before_epoch", "after_epoch", "before_train_epoch", "after_train_epoc
 _PREFIXES = ("on_", "before_", "after_")
 
 
-def refuse_unheard(hook: object, contract: type, moments: Collection[str], *, overrides: Collection[str]) -> None:
-    """Refuses a method of a hook that has another framework's name, and warns of others that look like moments.
+def reject_unheard(hook: object, contract: type, moments: Collection[str], *, overrides: Collection[str]) -> None:
+    """Rejects a method of a hook that has another framework's name, and warns of others that look like moments.
 
     `contract` is Hook itself, `overrides` names the moments that this hook has. What a hook calls itself is its own.
     """

@@ -19,8 +19,8 @@ def takes(forward: Callable[..., Any], name: str) -> bool:
 
 
 @cache
-def refuse_mismatch(forward: Callable[..., Any], names: tuple[str, ...]) -> None:
-    """Refuses a batch with keys that a method does not take, or without those that it needs, naming both."""
+def reject_mismatch(forward: Callable[..., Any], names: tuple[str, ...]) -> None:
+    """Rejects a batch with keys that a method does not take, or without those that it needs, naming both."""
     parameters = _parameters(forward)
     if parameters is None:
         return
@@ -43,8 +43,8 @@ def refuse_mismatch(forward: Callable[..., Any], names: tuple[str, ...]) -> None
         )
 
 
-def refuse_wrong_call(function: Any, arguments: Sequence[str], *, role: str) -> None:
-    """Refuses what is no function, or one that does not take these arguments, in this order.
+def reject_wrong_call(function: Any, arguments: Sequence[str], *, role: str) -> None:
+    """Rejects what is no function, or one that does not take these arguments, in this order.
 
     `role` says what it was given as, such as `forward_step_function` or `a hook's after_eval`.
     """

@@ -65,7 +65,7 @@ def test_a_name_without_a_list_of_classes_asks_for_it():
         Classification()([{"x": 1.0, "label": "cat"}])
 
 
-def test_samples_and_arguments_that_do_not_fit_are_refused():
+def test_samples_and_arguments_that_do_not_fit_are_rejected():
     with raises(DataError, "label"):
         Classification()([{"x": 1.0}])
     with raises(DataError, "text"):

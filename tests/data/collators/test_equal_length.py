@@ -28,12 +28,12 @@ def test_labels_have_their_own_memory_and_given_ones_are_kept():
     assert EqualLength(make_labels=False)([{"input_ids": [1, 2]}]).keys() == {"input_ids"}
 
 
-def test_another_length_is_refused_with_sample_and_lengths():
+def test_another_length_is_rejected_with_sample_and_lengths():
     with raises(DataError, "2", "input_ids", "0", "3"):
         EqualLength()([{"input_ids": [1, 2, 3]}, {"input_ids": [1, 2, 3]}, {"input_ids": [1, 2]}])
 
 
-def test_a_token_outside_the_vocabulary_is_refused():
+def test_a_token_outside_the_vocabulary_is_rejected():
     collator = EqualLength(vocab_size=10)
     with raises(DataError, "1", "input_ids", "10"):
         collator([{"input_ids": [1, 9]}, {"input_ids": [10, 1]}])

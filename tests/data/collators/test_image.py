@@ -112,17 +112,17 @@ def test_labels_and_other_fields_come_along():
         (PIXELS[:, :, :1], ("1", "4", "6")),
     ],
 )
-def test_what_is_no_picture_is_refused_by_field_and_sample(value, problem):
+def test_what_is_no_picture_is_rejected_by_field_and_sample(value, problem):
     with raises(DataError, *problem, "image", "1", "0"):
         Image()([{"image": PIXELS}, {"image": value}])
 
 
-def test_a_pil_image_of_an_unusual_mode_is_refused():
+def test_a_pil_image_of_an_unusual_mode_is_rejected():
     with raises(DataError, "0", "F"):
         only(Image(channels=1), pil().fromarray(np.ones((2, 2), np.float32)))
 
 
-def test_fields_that_are_missing_or_double_are_refused():
+def test_fields_that_are_missing_or_double_are_rejected():
     with raises(DataError, "pixel_values"):
         Image()([{"x": 1}])
     with raises(DataError, "pixel_values"):
@@ -141,7 +141,7 @@ def test_fields_that_are_missing_or_double_are_refused():
         ({"mean": [1, 2], "channels": 3}, ()),
     ],
 )
-def test_arguments_that_cannot_work_are_refused(arguments, problem):
+def test_arguments_that_cannot_work_are_rejected(arguments, problem):
     with raises(ConfigError, *problem):
         Image(**arguments)
 

@@ -83,12 +83,12 @@ def test_a_sample_may_say_itself_which_of_its_tokens_are_special():
         ({"mask_token_id": 3, "vocab_size": 10}, ()),
     ],
 )
-def test_arguments_that_cannot_work_are_refused(arguments, problem):
+def test_arguments_that_cannot_work_are_rejected(arguments, problem):
     with raises(ConfigError, *problem):
         MaskedLanguageModel(**arguments)
 
 
-def test_samples_that_do_not_fit_are_refused():
+def test_samples_that_do_not_fit_are_rejected():
     with raises(DataError):
         MaskedLanguageModel(**OWN)([{"input_ids": [1], "labels": [1]}])
     with raises(DataError):

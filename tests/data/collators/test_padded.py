@@ -128,7 +128,7 @@ def test_it_pickles_to_a_worker():
         ({"pad_token_id": 0, "side": "top"}, ("top",)),
     ],
 )
-def test_arguments_that_cannot_work_are_refused(arguments, problem):
+def test_arguments_that_cannot_work_are_rejected(arguments, problem):
     with raises(ConfigError, *problem):
         Padded(**arguments)
 
@@ -148,17 +148,17 @@ def test_arguments_that_cannot_work_are_refused(arguments, problem):
         ({"input_ids": list(range(9))}, ("input_ids", "9", "4", "max_length")),
     ],
 )
-def test_what_cannot_be_padded_is_refused_by_field_and_sample(sample, problem):
+def test_what_cannot_be_padded_is_rejected_by_field_and_sample(sample, problem):
     with raises(DataError, *problem, "0"):
         Padded(pad_token_id=0, vocab_size=10, buckets=[2, 4])([sample])
 
 
-def test_vectors_of_unequal_size_are_refused():
+def test_vectors_of_unequal_size_are_rejected():
     samples = [{"input_ids": [1], "v": np.ones((1, n))} for n in (2, 3)]
     with raises(DataError, "1", "v", "3", "0", "2"):
         Padded(pad_token_id=0)(samples)
 
 
-def test_samples_without_tokens_are_refused():
+def test_samples_without_tokens_are_rejected():
     with raises(DataError, "input_ids"):
         Padded(pad_token_id=0)([{"text": "a"}])

@@ -49,7 +49,7 @@ def test_a_multiple_is_the_smallest_that_fits_and_never_above_the_maximum(length
         ({"buckets": (8,), "max_length": 9, "of_labels": True}, ("max_label_length", "9", "label_buckets", "8")),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(settings_, problem):
+def test_settings_that_contradict_each_other_are_rejected(settings_, problem):
     with raises(ConfigError, *problem):
         Width(**settings_)
 

@@ -1,4 +1,4 @@
-"""What may stand in a sample, and how the rest is refused."""
+"""What may stand in a sample, and how the rest is rejected."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def test_fields_are_collected_without_those_to_drop():
         ([{"a": 1}, {"a": 1}, {"a": 1, "b": 2}], ("0", "2")),
     ],
 )
-def test_batches_without_common_fields_are_refused(samples, problem):
+def test_batches_without_common_fields_are_rejected(samples, problem):
     with raises(DataError, *problem):
         columns_of(samples)
 
@@ -46,7 +46,7 @@ def test_batches_without_common_fields_are_refused(samples, problem):
         (5, ("5",)),
     ],
 )
-def test_what_is_no_sequence_of_tokens_is_refused_by_field_and_sample(value, problem):
+def test_what_is_no_sequence_of_tokens_is_rejected_by_field_and_sample(value, problem):
     with raises(DataError, *problem, "input_ids", "1", "0"):
         token_rows([[1, 2], value], "input_ids")
 
@@ -92,7 +92,7 @@ def test_nests_are_kept():
         ([[[1], [2, 3]]], ("0",)),
     ],
 )
-def test_what_cannot_be_stacked_is_refused_by_field_and_sample(values, problem):
+def test_what_cannot_be_stacked_is_rejected_by_field_and_sample(values, problem):
     with raises(DataError, *problem):
         stack_column(values, "url")
 

@@ -41,7 +41,7 @@ def test_each_side_is_cut_by_itself():
     assert batch["labels"].tolist() == [[5, 6, 7]]
 
 
-def test_wrong_samples_and_arguments_are_refused():
+def test_wrong_samples_and_arguments_are_rejected():
     collator = SequenceToSequence(pad_token_id=0, label_buckets=[2], vocab_size=10)
     with raises(DataError, "labels"):
         collator([{"input_ids": [5]}])

@@ -33,14 +33,14 @@ def test_nests_are_stacked_within():
     assert torch.equal(batch["image"]["pixels"], torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
 
 
-def test_unequal_samples_are_refused_by_field_and_shape():
+def test_unequal_samples_are_rejected_by_field_and_shape():
     with raises(DataError, "ids", "3", "5", "data.collator"):
         Stack()([{"ids": torch.zeros(3)}, {"ids": torch.zeros(5)}])
     with raises(DataError, "1", "NoneType"):
         Stack()([(1, None), (2, None)])
 
 
-def test_samples_with_different_fields_are_refused():
+def test_samples_with_different_fields_are_rejected():
     with raises(DataError):
         Stack()([{"x": 1, "y": 2}, {"x": 1}])
     with raises(DataError):

@@ -73,12 +73,12 @@ def test_other_fields_are_stacked():
         ({"text": "\ud800"}, ("text", "1")),
     ],
 )
-def test_what_is_no_text_is_refused_by_field_and_sample(sample, problem):
+def test_what_is_no_text_is_rejected_by_field_and_sample(sample, problem):
     with raises(DataError, *problem):
         Tokenize(tokenizer="bytes")([{"text": "a"}, sample])
 
 
-def test_fields_that_do_not_fit_are_refused(words):
+def test_fields_that_do_not_fit_are_rejected(words):
     with raises(DataError, "text"):
         Tokenize(tokenizer="bytes")([{"body": "a"}])
     with raises(DataError, "input_ids"):

@@ -43,7 +43,7 @@ def test_samples_come_back_by_index_over_many_batches(tmp_path, small_batches):
 
 
 @pytest.mark.parametrize("index", [10, -11])
-def test_an_index_outside_is_refused(tmp_path, index):
+def test_an_index_outside_is_rejected(tmp_path, index):
     rows = write(tmp_path, [{"a": 1}] * 10)
     with pytest.raises(IndexError, match="outside of the 10 samples"):
         rows[index]
@@ -124,7 +124,7 @@ def test_a_column_that_turns_from_whole_numbers_to_floats_is_of_floats_everywher
     assert isinstance(rows[0]["y"], float)
 
 
-def test_values_of_two_kinds_in_one_column_are_refused_with_its_name(tmp_path, small_batches):
+def test_values_of_two_kinds_in_one_column_are_rejected_with_its_name(tmp_path, small_batches):
     with raises(DataError, "x", "0", "2"):
         write(tmp_path, [{"x": 1}, {"x": "a"}, {"x": 2}])
     with raises(DataError, "3", "4"):

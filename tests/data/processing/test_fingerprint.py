@@ -25,7 +25,7 @@ def test_arguments_are_one_text_whatever_their_order():
     assert one != canonical_arguments({"a": 2, "b": [1.5, None, {"c": "x"}]}, "clean")
 
 
-def test_an_argument_without_a_text_is_refused_by_name():
+def test_an_argument_without_a_text_is_rejected_by_name():
     with raises(ConfigError, "0", "version"):
         canonical_arguments({"tokenizer": [object()]}, "clean")
     assert canonical_arguments({"tokenizer": [object()]}, "clean", version=1)

@@ -56,7 +56,7 @@ def test_a_name_on_the_hub_is_read_with_its_config_and_split(path, name, config,
 
 
 @pytest.mark.parametrize("path", ["hf://", "hf://a b", "hf://imdb:", "hf://a/b/c/d/e", "no/such/file.json"])
-def test_a_path_that_names_nothing_is_refused(path):
+def test_a_path_that_names_nothing_is_rejected(path):
     with raises(DataError, "load_hf_dataset", "owner/name"):
         load_hf_dataset(path)
 
@@ -87,7 +87,7 @@ def test_a_folder_of_files_is_read_in_order_of_their_names(rows_file, load):
     assert [sample["text"] for sample in load(rows_file.parent)][:2] == ["z", ""]
 
 
-def test_files_of_two_kinds_or_of_none_are_refused(rows_file, load):
+def test_files_of_two_kinds_or_of_none_are_rejected(rows_file, load):
     (rows_file.parent / "more.csv").write_text("text\nz\n")
     with raises(DataError, "more.csv", "rows.jsonl"):
         load(rows_file.parent)
@@ -175,11 +175,11 @@ def test_offline_opens_no_connection_and_leaves_the_settings_alone(load, monkeyp
     for place in (datasets.config, huggingface_hub.constants):
         monkeypatch.setattr(place, "HF_HUB_OFFLINE", False)
 
-    def refuse(*arguments, **options):
+    def reject(*arguments, **options):
         raise AssertionError("a connection was tried")
 
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", reject)
+    monkeypatch.setattr(socket, "getaddrinfo", reject)
     with raises(DataError, "nobody/nothing") as found:
         load("hf://nobody/nothing", offline=True)
     assert not isinstance(found.value.__cause__, AssertionError)

@@ -216,12 +216,12 @@ def test_rows_that_cannot_be_read_together_are_named_as_such(run):
         (None, ("10",)),
     ],
 )
-def test_what_is_no_sample_is_refused(run, result, message):
+def test_what_is_no_sample_is_rejected(run, result, message):
     with raises(DataError, *message):
         run(lambda sample: result, version=1)  # one of the results is an object, of which the key knows nothing
 
 
-def test_a_stream_and_an_empty_dataset_are_refused(run):
+def test_a_stream_and_an_empty_dataset_are_rejected(run):
     class Stream(IterableDataset):
         def __iter__(self):
             yield {}
@@ -232,7 +232,7 @@ def test_a_stream_and_an_empty_dataset_are_refused(run):
         run(encode, Texts(0))
 
 
-def test_an_argument_that_no_key_can_know_is_refused(run):
+def test_an_argument_that_no_key_can_know_is_rejected(run):
     with raises(ConfigError, "max_length"):
         run(encode, arguments={"max_length": object()})
 

@@ -66,7 +66,7 @@ def test_an_index_beyond_the_end_is_an_index_error():
         Digits()[1438]
 
 
-def test_an_unknown_part_is_refused_with_the_known_ones():
+def test_an_unknown_part_is_rejected_with_the_known_ones():
     with raises(ConfigError, "dev"):
         Digits(part="dev")
 

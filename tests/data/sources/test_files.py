@@ -430,7 +430,7 @@ def test_streams_and_rows_are_told_apart(tmp_path):
         (lambda: csv("x", types={"a": "date"}), ("date", "types.a")),
     ],
 )
-def test_settings_that_cannot_work_are_refused(make, problem):
+def test_settings_that_cannot_work_are_rejected(make, problem):
     with raises(ConfigError, *problem):
         make()
 

@@ -203,12 +203,12 @@ def test_a_broken_row_ends_the_stream_with_an_error_and_not_quietly(project):
 def test_a_missing_library_says_how_to_install_it(monkeypatch):
     real = builtins.__import__
 
-    def refuse(name, *arguments, **options):
+    def reject(name, *arguments, **options):
         if name == "datasets":
             raise ImportError(name)
         return real(name, *arguments, **options)
 
     monkeypatch.delitem(sys.modules, "datasets")
-    monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.setattr(builtins, "__import__", reject)
     with raises(DataError):
         len(huggingface("json", data_files="x.jsonl"))

@@ -176,6 +176,6 @@ def test_rows_are_read_in_a_worker(folder):
     assert [number for batch in loader for number in batch["n"].tolist()] == list(range(23))
 
 
-def test_a_cache_for_a_stream_is_refused(folder):
+def test_a_cache_for_a_stream_is_rejected(folder):
     with raises(ConfigError):
         parquet(folder, streaming=True, cache_dir=folder)

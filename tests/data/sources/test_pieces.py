@@ -25,14 +25,14 @@ def test_the_shares_in_order_are_all_pieces(case):
     assert all(shares)
 
 
-def test_more_shares_than_pieces_are_refused():
+def test_more_shares_than_pieces_are_rejected():
     with raises(ConfigError, "0", "3", "2"):
         share_of(pieces_of("a", "b"), num_shards=3, index=0)
 
 
 @settings(max_examples=60)
 @given(st.sets(st.sampled_from("abcdef"), min_size=1), st.sets(st.sampled_from("abcdef"), min_size=1), st.data())
-def test_a_state_is_taken_where_the_piece_is_the_same_and_refused_elsewhere(before, after, data):
+def test_a_state_is_taken_where_the_piece_is_the_same_and_rejected_elsewhere(before, after, data):
     before, after = pieces_of(*sorted(before)), pieces_of(*sorted(after))
     number = data.draw(st.integers(0, len(before)))
     saved = json.loads(json.dumps(identify_piece(before, number)))

@@ -197,17 +197,17 @@ def test_the_unigram_loss_is_the_cross_entropy_of_smoothed_counts(train, valid):
     assert unigram_loss(train, valid) < math.log(400)
 
 
-def test_a_unigram_loss_over_different_tokenizers_is_refused(train, cache):
+def test_a_unigram_loss_over_different_tokenizers_is_rejected(train, cache):
     with raises(DataError):
         unigram_loss(train, StdlibCode(part="valid", cache_dir=cache, **{**SMALL, "vocab_size": 500}))
 
 
-def test_a_part_without_files_is_refused_with_advice(tmp_path, tiny_library):
+def test_a_part_without_files_is_rejected_with_advice(tmp_path, tiny_library):
     with raises(DataError, "max_megabytes", "8.0"):
         StdlibCode(cache_dir=tmp_path / "cache", valid_fraction=0.0001).prepare()
 
 
-def test_a_part_shorter_than_one_block_is_refused_with_advice(tmp_path, tiny_library):
+def test_a_part_shorter_than_one_block_is_rejected_with_advice(tmp_path, tiny_library):
     dataset = StdlibCode(cache_dir=tmp_path / "cache", vocab_size=300, valid_fraction=0.5, sequence_length=100_000)
     with raises(DataError, "100000", "sequence_length"):
         len(dataset)
@@ -223,6 +223,6 @@ def test_a_part_shorter_than_one_block_is_refused_with_advice(tmp_path, tiny_lib
         ({"max_megabytes": 0}, ("max_megabytes", "0")),
     ],
 )
-def test_impossible_arguments_are_refused_at_construction(changes, message):
+def test_impossible_arguments_are_rejected_at_construction(changes, message):
     with raises(ConfigError, *message):
         StdlibCode(**changes)

@@ -112,7 +112,7 @@ def test_numpy_reads_what_was_written(tmp_path, dtype):
     assert np.fromfile(tmp_path / "x.bin", dtype).tolist() == expected
 
 
-def test_a_token_too_large_for_its_type_is_refused_and_nothing_is_left(tmp_path):
+def test_a_token_too_large_for_its_type_is_rejected_and_nothing_is_left(tmp_path):
     with raises(DataError, "1", "3", "70000", "0", "65535"):
         write_tokens(tmp_path / "x.bin", [[1], [3, 70_000]])
     assert list(tmp_path.iterdir()) == []
@@ -142,6 +142,6 @@ def test_files_that_hold_no_tokens_are_named(tmp_path):
         ({"sequence_length": 4, "end_of_document": 0}, ()),
     ],
 )
-def test_settings_that_cannot_work_are_refused(options, problem):
+def test_settings_that_cannot_work_are_rejected(options, problem):
     with raises(ConfigError, *problem):
         Tokens("x.bin", **options)

@@ -17,6 +17,6 @@ def test_each_is_transformers_function_of_that_name(name):
     torch.testing.assert_close(activation(name)(numbers), theirs(numbers), atol=1e-6, rtol=1e-5)
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones():
+def test_an_unknown_name_is_rejected_with_the_known_ones():
     with raises(ConfigError, "wavy", "gelu_new"):
         activation("wavy")

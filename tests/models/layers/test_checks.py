@@ -1,4 +1,4 @@
-"""Settings that cannot make a model are refused by name, value and remedy."""
+"""Settings that cannot make a model are rejected by name, value and remedy."""
 
 from __future__ import annotations
 
@@ -63,23 +63,23 @@ def test_what_fits_passes():
         ("scaling", "linear", "a mapping"),
     ],
 )
-def test_what_no_model_can_be_made_of_is_refused_by_name_and_value(name, value, wanted):
+def test_what_no_model_can_be_made_of_is_rejected_by_name_and_value(name, value, wanted):
     with pytest.raises(ConfigError) as caught:
         Net(**{name: value})
     assert str(caught.value) == f"{name} is {value!r}. Use {wanted}."
 
 
-def test_a_width_that_does_not_split_is_refused():
+def test_a_width_that_does_not_split_is_rejected():
     with raises(ConfigError, "hidden_size", "10", "4"):
         check_heads(10, 4)
 
 
-def test_too_many_tokens_are_refused_with_both_numbers():
+def test_too_many_tokens_are_rejected_with_both_numbers():
     with raises(DataError, "8", "9"):
         check_length(9, 8)
 
 
-def test_tokens_of_another_form_are_refused_by_name():
+def test_tokens_of_another_form_are_rejected_by_name():
     check_ids(torch.zeros(2, 3, dtype=torch.int32))
     with raises(DataError, "decoder_input_ids", "2", "3", "4"):
         check_ids(torch.zeros(2, 3, 4, dtype=torch.long), name="decoder_input_ids")

@@ -165,7 +165,7 @@ def test_a_sequence_that_is_split_over_ranks_gets_a_mask(monkeypatch):
     assert isinstance(masks.decoder_mask(None, ROWS, is_whole=True), borders_module.DocumentBorders)
 
 
-@pytest.mark.parametrize("way", ["remat", "scan"])
+@pytest.mark.parametrize("way", ["activation_checkpointing", "compile_repeated_blocks"])
 def test_borders_pass_through_recomputed_and_compiled_layers(way, monkeypatch):
     torch.manual_seed(0)
     model = Llama(**SIZES, initializer_range=0.2)
@@ -174,7 +174,7 @@ def test_borders_pass_through_recomputed_and_compiled_layers(way, monkeypatch):
     parameters = list(model.parameters())
     expected = torch.autograd.grad(model(**batch)["loss"], parameters)
     monkeypatch.setattr(masks, "has_blocks", lambda documents: True)
-    if way == "remat":
+    if way == "activation_checkpointing":
         recompute_layers(model, ["DecoderLayer"])
     else:
         compile_stacks(model, "model.layers")

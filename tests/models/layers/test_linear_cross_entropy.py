@@ -94,7 +94,7 @@ def test_autocast_rounds_as_a_linear_layer_would():
     assert [grad.dtype for grad in torch.autograd.grad(loss, (hidden, weight))] == [torch.float32] * 2
 
 
-def test_a_second_derivative_is_refused_instead_of_wrong():
+def test_a_second_derivative_is_rejected_instead_of_wrong():
     hidden, weight, targets = drawn(3)
     loss = linear_cross_entropy(hidden, weight, targets, ignore_index=IGNORED)
     [grad] = torch.autograd.grad(loss, hidden, create_graph=True)

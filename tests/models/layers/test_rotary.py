@@ -73,7 +73,7 @@ def test_no_scaling_has_several_spellings():
         ("linear", ("linear", "rope_scaling")),
     ],
 )
-def test_scaling_that_cannot_be_done_is_refused(scaling, message):
+def test_scaling_that_cannot_be_done_is_rejected(scaling, message):
     with raises(ConfigError, *message):
         checked_scaling(scaling)
 

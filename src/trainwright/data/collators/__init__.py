@@ -6,7 +6,7 @@ may say `draws_nothing = True`, which saves seeding the generators for each batc
 samples.py (what is in a batch's samples) and padding.py (how wide a batch is) serve them all.
 """
 
-from trainwright.data.collators.stack import Stack, refuse_lists
+from trainwright.data.collators.stack import Stack, reject_lists
 from trainwright.events.mean import IGNORED_LABEL
 
-__all__ = ["IGNORED_LABEL", "Stack", "refuse_lists"]
+__all__ = ["IGNORED_LABEL", "Stack", "reject_lists"]

@@ -154,7 +154,7 @@ class Padded:
 
 
 def _belongs_to_tokens(column: Sequence[Any], lengths: Sequence[int], field: str) -> bool:
-    """Has each sample as many values of this field as tokens? For fields that must have, anything else is refused."""
+    """Has each sample as many values of this field as tokens? For fields that must have, anything else is rejected."""
     for number, (value, length) in enumerate(zip(column, lengths, strict=True)):
         found = len(value) if _is_sequence(value) else None
         if found != length:

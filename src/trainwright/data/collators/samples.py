@@ -105,7 +105,7 @@ def _odd_token(value: Sequence[Any]) -> str:
 
 
 def check_tokens(tokens: npt.NDArray[Any], field: str, vocab_size: int | None, *, besides: int | None = None) -> None:
-    """Refuses tokens [samples, width] below 0 or outside the vocabulary; `besides` is one more value that may stand."""
+    """Rejects tokens [samples, width] below 0 or outside the vocabulary; `besides` is one more value that may stand."""
     limit = _MOST if vocab_size is None else vocab_size
     # Seen as unsigned, a negative number is a huge one: one pass finds both.
     if besides is None and int(tokens.view(np.uint64).max()) < limit:
@@ -260,7 +260,7 @@ class Width:
 
 
 def check_side(side: str) -> None:
-    """Refuses a side that rows do not have."""
+    """Rejects a side that rows do not have."""
     if side not in SIDES:
         raise ConfigError(f'side is "{side}". Use one of: {", ".join(SIDES)}.')
 

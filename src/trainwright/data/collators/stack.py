@@ -54,8 +54,8 @@ def _stack(values: list[Any], field: str) -> Any:
         ) from error
 
 
-def refuse_lists(batch: Any) -> None:
-    """Refuses a batch without any tensor: the work of a collator that stacks nothing."""
+def reject_lists(batch: Any) -> None:
+    """Rejects a batch without any tensor: the work of a collator that stacks nothing."""
     # A list of tensors is not looked into: that is the mistake itself.
     leaves = tree_leaves(batch, is_leaf=lambda value: isinstance(value, list))
     if not isinstance(batch, Mapping) or not batch or any(isinstance(leaf, torch.Tensor) for leaf in leaves):

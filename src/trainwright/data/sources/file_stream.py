@@ -47,7 +47,7 @@ def identify_piece(pieces: Sequence[Piece], number: int) -> dict[str, Any]:
 
 
 def check_piece(pieces: Sequence[Piece], saved: Mapping[str, Any]) -> None:
-    """Refuses to go on where another piece is in the place of the one that a state lies in.
+    """Rejects to go on where another piece is in the place of the one that a state lies in.
 
     With a file more or less before it, rows would be read twice or never.
     """

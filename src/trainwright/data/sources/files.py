@@ -111,9 +111,9 @@ def _rows_of(
     cache_dir: str | Path | None,
     project_dir: str | Path | None,
 ) -> FileRows | FileStream:
-    """Returns the rows by index or as a stream, and refuses settings that the choice leaves without effect."""
+    """Returns the rows by index or as a stream, and rejects settings that the choice leaves without effect."""
     if streaming:
-        refuse_cache(cache_dir)
+        reject_cache(cache_dir)
         megabytes = SHARD_MEGABYTES if shard_megabytes is None else shard_megabytes
         return FileStream(path, file_format, shard_megabytes=megabytes, project_dir=project_dir)
     if shard_megabytes is not None:
@@ -121,8 +121,8 @@ def _rows_of(
     return FileRows(path, file_format, cache_dir=cache_dir, project_dir=project_dir)
 
 
-def refuse_cache(cache_dir: str | Path | None) -> None:
-    """Refuses a cache folder for a stream, which keeps no copies."""
+def reject_cache(cache_dir: str | Path | None) -> None:
+    """Rejects a cache folder for a stream, which keeps no copies."""
     if cache_dir is not None:
         raise ConfigError("cache_dir has no effect with streaming: true, which copies nothing. Remove it.")
 

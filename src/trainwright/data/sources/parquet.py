@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from trainwright.data.fetch import positive_indices
 from trainwright.data.sources.file_stream import Piece, check_piece, identify_piece, share_of
-from trainwright.data.sources.files import refuse_cache
+from trainwright.data.sources.files import reject_cache
 from trainwright.data.sources.formats import check_columns
 from trainwright.data.sources.locations import FileLocation, Paths, find_files, fingerprint_files
 from trainwright.errors import DataError
@@ -51,7 +51,7 @@ def parquet(
     reads a row group for nearly every row once the data exceeds the 256 MB that are kept: use streaming for more.
     """
     if streaming:
-        refuse_cache(cache_dir)
+        reject_cache(cache_dir)
         return ParquetStream(path, columns=columns, project_dir=project_dir)
     return ParquetRows(path, columns=columns, cache_dir=cache_dir, project_dir=project_dir)
 

@@ -175,7 +175,7 @@ def unigram_loss(train: StdlibCode, valid: StdlibCode) -> float:
 def _check_arguments(
     part: str, *, sequence_length: int, vocab_size: int, valid_fraction: float, max_megabytes: float | None
 ) -> None:
-    """Refuses what cannot work before any file is read."""
+    """Rejects what cannot work before any file is read."""
     if part not in PARTS:
         raise ConfigError(f'part is "{part}". Use one of: {", ".join(PARTS)}.', where="stdlib_code")
     if sequence_length < 2:

@@ -69,7 +69,7 @@ def causal_mask(attention_mask: Tensor) -> Tensor:
 
 
 def checked_mask(attention_mask: Tensor) -> Tensor:
-    """Returns a mask of four dims, or refuses one that is not bool."""
+    """Returns a mask of four dims, or rejects one that is not bool."""
     if attention_mask.dtype != torch.bool:
         raise DataError(
             f"attention_mask {tuple(attention_mask.shape)} is {attention_mask.dtype}. A mask of four dims says which "

@@ -95,7 +95,8 @@ def attend_within_documents(
     if torch.compiler.is_compiling():
         return flex(queries, keys, values, borders, scale, enable_gqa)
     kernel = _compiled_flex()
-    # Modes that listen to every operation (checks, counters, selective remat) would be compiled into the kernel.
+    # Modes that listen to every operation (checks, counters, selective activation checkpointing) would be compiled into
+    # the kernel.
     if kernel.failed or has_modes():
         return None
     return kernel.attend(queries, keys, values, borders, scale, enable_gqa)

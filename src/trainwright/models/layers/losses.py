@@ -74,7 +74,7 @@ def rows_of_chunk(num_rows: int, num_classes: int) -> int:
 def fuses_loss(wanted: bool | None, head: nn.Module, criterion: nn.Module, hidden: Tensor, *, training: bool) -> bool:
     """Whether a pass takes head and loss in one: in training alone, and by itself (None) on a GPU.
 
-    `wanted: true` where that cannot be is refused.
+    `wanted: true` where that cannot be is rejected.
     """
     asked = waits_for_memory(hidden.device) if wanted is None else wanted
     if not (asked and training and torch.is_grad_enabled()):

@@ -114,7 +114,7 @@ def _turn(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 def checked_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Returns a scaling with its `rope_type` and numbers, None for none; refuses kinds that there are not."""
+    """Returns a scaling with its `rope_type` and numbers, None for none; rejects kinds that there are not."""
     if not scaling:
         return None
     if not isinstance(scaling, Mapping):
@@ -126,7 +126,7 @@ def checked_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
                 f"rope_scaling: {dict(scaling)} scales nothing. Give its rope_type: {', '.join(SCALINGS)}."
             )
         return None
-    if kind not in list(SCALINGS):  # a list: what has no hash is refused too
+    if kind not in list(SCALINGS):  # a list: what has no hash is rejected too
         raise ConfigError(f"rope_scaling: the rope_type {kind!r} is not supported. Known: {', '.join(SCALINGS)}.")
     needed = SCALINGS[kind]
     numbers = [scaling.get(name) for name in needed]

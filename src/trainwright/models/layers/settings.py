@@ -28,8 +28,8 @@ def keywords_of(variables: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in variables.items() if name not in ("self", "__class__")}
 
 
-def refuse_other_values(config: Mapping[str, Any], supported: Mapping[str, Any], *, model: str) -> None:
-    """Refuses a config.json that asks for what the model cannot do: only the supported value, or none, will do."""
+def reject_other_values(config: Mapping[str, Any], supported: Mapping[str, Any], *, model: str) -> None:
+    """Rejects a config.json that asks for what the model cannot do: only the supported value, or none, will do."""
     for name, value in supported.items():
         if config.get(name, value) != value:
             raise ConfigError(
@@ -39,7 +39,7 @@ def refuse_other_values(config: Mapping[str, Any], supported: Mapping[str, Any],
 
 
 def check_keywords(constructor: Callable[..., None], given: Mapping[str, Any]) -> None:
-    """Refuses keywords that no model can be made of, by name: `check_keywords(Llama.__init__, locals())`.
+    """Rejects keywords that no model can be made of, by name: `check_keywords(Llama.__init__, locals())`.
 
     The form is read off the annotation and the range off the name: a whole number counts something, from 1 on, unless
     it is an id, from 0 on; a dropout is a probability; other numbers are positive, or 0 where that does no harm.
@@ -87,7 +87,7 @@ def _is_list_of_counts(value: Any) -> bool:
 
 
 def check_heads(hidden_size: int, num_heads: int) -> None:
-    """Refuses a width that does not split evenly over the heads."""
+    """Rejects a width that does not split evenly over the heads."""
     if hidden_size % num_heads:
         raise ConfigError(
             f"hidden_size {hidden_size} does not split into {num_heads} heads. "
@@ -96,7 +96,7 @@ def check_heads(hidden_size: int, num_heads: int) -> None:
 
 
 def check_ids(input_ids: Tensor, *, name: str = "input_ids") -> None:
-    """Refuses tokens that are no whole numbers in rows: looks at dtype and shape alone, and waits for no device."""
+    """Rejects tokens that are no whole numbers in rows: looks at dtype and shape alone, and waits for no device."""
     if input_ids.dim() != 2:
         hint = " One row is input_ids[None]." if input_ids.dim() == 1 else ""
         raise DataError(
@@ -122,7 +122,7 @@ def embed(embedding: nn.Embedding, ids: Tensor, *, name: str = "input_ids") -> T
 
 
 def check_length(length: int, max_positions: int) -> None:
-    """Refuses rows of more tokens than there are positions."""
+    """Rejects rows of more tokens than there are positions."""
     if length > max_positions:
         raise DataError(
             f"The model has {max_positions} positions (max_positions) but the sequences hold "
@@ -146,7 +146,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation(name: str, *, setting: str = "activation") -> Activation:
-    """Returns the function of this name, or refuses one that there is none for; `setting` is who gave the name."""
+    """Returns the function of this name, or rejects one that there is none for; `setting` is who gave the name."""
     if name not in ACTIVATIONS:
         raise ConfigError(f'{setting} is "{name}". Use one of: {", ".join(ACTIVATIONS)}.')
     return ACTIVATIONS[name]

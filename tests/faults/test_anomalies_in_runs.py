@@ -1,7 +1,7 @@
 """A loss that is nan, infinite or ten thousand times too large, in real runs: what is done about it is exact.
 
 `skip` ends as a run whose update was not applied, `rollback` as one whose data never had that batch, `raise` saves
-nothing bad; what is written about an incident is enough to run that very step again.
+nothing bad; what is written about an anomaly is enough to run that very step again.
 """
 
 import copy
@@ -32,11 +32,11 @@ from trainwright.build.components import Build
 
 COMMON = (
     *("model.type=tests.faults.parts:HurtNet", "data.eval.valid={type: tests.faults.parts:HurtPoints, num_batches: 3}"),
-    *("data.shuffle=false", "hooks=[{type: average_weights, decay: 0.8}]", "trainer.max_steps=9"),
+    *("data.shuffle=false", "hooks=[{type: ema, decay: 0.8}]", "trainer.max_steps=9"),
     *("checkpoint.every_steps=3", "checkpoint.keep_last=null", "log.every_steps=1"),
 )
 # Few losses say little of their spread: only what is far off is to be a spike here.
-SPIKES = ("incidents.spike_window=8", "incidents.spike_threshold=1000")
+SPIKES = ("anomalies.spike_window=8", "anomalies.spike_threshold=1000")
 HARM = {"nan": ".nan", "infinite": ".inf", "10⁴ times too large": "1.0e+4"}
 STREAM, POINTS = "HurtStream", "HurtPoints"
 
@@ -53,20 +53,20 @@ def data(kind=POINTS, **arguments):
 
 def policy(harm, act):
     if harm == "10⁴ times too large":
-        return (f"incidents.spike={act}", *SPIKES)
-    return (f"incidents.non_finite={act}",)
+        return (f"anomalies.spike={act}", *SPIKES)
+    return (f"anomalies.non_finite={act}",)
 
 
 class Told(Hook):
-    """Writes down what `on_incident` is told; with `then_die`, the run is killed when its next step begins."""
+    """Writes down what `on_anomaly` is told; with `then_die`, the run is killed when its next step begins."""
 
     def __init__(self, *, then_die=False):
         self.then_die, self.has_heard = then_die, False
 
-    def on_incident(self, incident):
+    def on_anomaly(self, anomaly):
         self.has_heard = True
         with (self.trainer.folder / "told.txt").open("a", encoding="utf-8") as file:
-            file.write(f"{incident.step} {incident.kind} {incident.policy}\n")
+            file.write(f"{anomaly.step} {anomaly.kind} {anomaly.policy}\n")
 
     def before_step(self):
         if self.has_heard and self.then_die:
@@ -78,7 +78,7 @@ def told(run):
 
 
 def weights_of(run):
-    """What must be equal although one run met an incident and the other did not."""
+    """What must be equal although one run met an anomaly and the other did not."""
     left = what_is_left(run)
     return {
         **{key: left[key] for key in ("step", "model", "optimizers")},
@@ -89,7 +89,7 @@ def weights_of(run):
 
 @pytest.fixture(scope="module")
 def reference_of(tmp_path_factory):
-    """The folder of a run with these settings that met no incident, made once for all cases that must end like it."""
+    """The folder of a run with these settings that met no anomaly, made once for all cases that must end like it."""
     made = {}
 
     def folder(*settings, update_not_applied_at=None):
@@ -135,8 +135,8 @@ def test_a_run_that_raised_goes_on_with_another_policy(tmp_path, tried):
     run, whole = tmp_path / "run", tmp_path / "whole"
     settings = (*COMMON, data(hurt=[5]))
     assert train(run, *settings) == 2
-    assert train(run, *settings, "incidents.non_finite=skip") == 0
-    assert train(whole, *settings, "incidents.non_finite=skip") == 0
+    assert train(run, *settings, "anomalies.non_finite=skip") == 0
+    assert train(whole, *settings, "anomalies.non_finite=skip") == 0
     assert not differences(what_is_left(whole), what_is_left(run))
 
 
@@ -178,7 +178,7 @@ def test_skip_equals_a_run_whose_update_is_not_applied(harm, micro_batch_size, t
     for each in (run, killed):
         assert not differences(weights_of(reference), weights_of(each))
         assert what_is_left(each)["training"]["data"] == what_is_left(reference)["training"]["data"]
-        assert what_is_left(each)["training"]["incidents"]["num_incidents"] == 1
+        assert what_is_left(each)["training"]["anomalies"]["num_anomalies"] == 1
         lines, expected = lines_of(each), lines_of(reference)
         assert lines[:5] + lines[6:] == expected[:5] + expected[6:]
         assert lines[5]["step"] == 6
@@ -202,15 +202,15 @@ def test_skip_at_the_first_and_at_the_last_step(tmp_path, tried):
 # Where a run goes back to depends on these; one that does not go back ends alike with all of them.
 BACK_TO = {
     "a checkpoint": (),
-    "a copy in memory": ("incidents.snapshot_every_steps=2",),
+    "a copy in memory": ("anomalies.snapshot_every_steps=2",),
     "the start": ("checkpoint.every_steps=null",),
 }
 
 
-def assert_ends_without(run, reference, *, num_incidents):
+def assert_ends_without(run, reference, *, num_anomalies):
     assert not differences(weights_of(reference), weights_of(run))
     assert lines_of(run) == lines_of(reference)
-    assert what_is_left(run)["training"]["incidents"]["num_incidents"] == num_incidents
+    assert what_is_left(run)["training"]["anomalies"]["num_anomalies"] == num_anomalies
 
 
 ROLLBACKS = every(
@@ -235,7 +235,7 @@ def test_rollback_equals_a_run_whose_data_lacks_the_batch(harm, back_to, saving,
     settings = (*common, data(hurt=[6], by=HARM[harm]), *policy(harm, "rollback"))
     run = tmp_path / "run"
     assert train(run, *settings, hooks=[Told()]) == 0
-    assert_ends_without(run, reference, num_incidents=1)
+    assert_ends_without(run, reference, num_anomalies=1)
     assert len(told(run)) == 1
     step = {"a checkpoint": 3, "a copy in memory": 4, "the start": 0}[back_to]
     assert mentions(log_of(run), "40", "48", step)
@@ -246,7 +246,7 @@ def test_rollback_equals_a_run_whose_data_lacks_the_batch(harm, back_to, saving,
     assert train(killed, *settings, hooks=[Told(then_die=True)]) == -signal.SIGKILL  # what was left out is not saved
     assert train(killed, *settings, hooks=[kill_at(8)]) == -signal.SIGKILL  # it is in the checkpoint of step 6
     assert train(killed, *settings) == 0
-    assert_ends_without(killed, reference, num_incidents=1)
+    assert_ends_without(killed, reference, num_anomalies=1)
 
 
 # Worker processes take long to begin; what is left out does not depend on where the run goes back to.
@@ -254,36 +254,36 @@ WITH_WORKERS = [(back_to, kind, 2) for back_to in ("a copy in memory", "the star
 
 
 @pytest.mark.parametrize(("back_to", "kind", "workers"), every(BACK_TO, [POINTS, STREAM], [0, 2], but=WITH_WORKERS))
-def test_several_incidents_are_all_left_out(back_to, kind, workers, tmp_path, reference_of, tried):
-    tried("several incidents in one run, two of them neighbours: `rollback`")
+def test_several_anomalies_are_all_left_out(back_to, kind, workers, tmp_path, reference_of, tried):
+    tried("several anomalies in one run, two of them neighbours: `rollback`")
     hurt = [3, 6, 7]
-    common = (*COMMON, f"data.workers={workers}")
+    common = (*COMMON, f"data.num_workers={workers}")
     reference, run = reference_of(*common, data(kind, without=hurt)), tmp_path / "run"
     assert (
         train(run, *common, *BACK_TO[back_to], data(kind, hurt=hurt), *policy("nan", "rollback"), hooks=[Told()]) == 0
     )
-    assert_ends_without(run, reference, num_incidents=3)
+    assert_ends_without(run, reference, num_anomalies=3)
     assert [line.split()[0] for line in told(run)] == ["3", "5", "5"]
-    bundles = sorted(path.name for path in (run / "incidents").iterdir())
+    bundles = sorted(path.name for path in (run / "anomalies").iterdir())
     assert bundles == ["step-00000003", "step-00000005", "step-00000005-2"]
 
 
 def test_skip_batches_leaves_out_the_batches_behind_it_too(tmp_path, tried):
-    tried("a nan with `incidents.skip_batches`")
+    tried("a nan with `anomalies.skip_batches`")
     reference, run = tmp_path / "reference", tmp_path / "run"
     assert train(reference, *COMMON, data(without=[5, 6, 7])) == 0
-    settings = (*COMMON, data(hurt=[5]), *policy("nan", "rollback"), "incidents.skip_batches=3")
+    settings = (*COMMON, data(hurt=[5]), *policy("nan", "rollback"), "anomalies.skip_batches=3")
     assert train(run, *settings) == 0
-    assert_ends_without(run, reference, num_incidents=1)
+    assert_ends_without(run, reference, num_anomalies=1)
 
 
 @pytest.mark.parametrize("act", ["skip", "rollback"])
-def test_too_many_incidents_end_the_run(act, tmp_path, tried):
-    tried("more incidents than `incidents.max_incidents`, also over a kill -9", cases=2)
-    settings = (*COMMON, data(hurt=[2, 5, 8]), *policy("nan", act), "incidents.max_incidents=2")
+def test_too_many_anomalies_end_the_run(act, tmp_path, tried):
+    tried("more anomalies than `anomalies.max_anomalies`, also over a kill -9", cases=2)
+    settings = (*COMMON, data(hurt=[2, 5, 8]), *policy("nan", act), "anomalies.max_anomalies=2")
     run, killed = tmp_path / "run", tmp_path / "killed"
     assert train(run, *settings) == 2
-    said = "It is incident 3 of this run, and incidents.max_incidents is 2."
+    said = "It is anomaly 3 of this run, and anomalies.max_anomalies is 2."
     assert said in stderr_of(run)
     assert train(killed, *settings, hooks=[kill_at(5)]) == -signal.SIGKILL
     assert train(killed, *settings) == 2
@@ -294,7 +294,7 @@ def test_too_many_incidents_end_the_run(act, tmp_path, tried):
 
 
 def test_a_damaged_checkpoint_is_not_gone_back_to(tmp_path, tried):
-    tried("an incident while the newest checkpoint is damaged")
+    tried("an anomaly while the newest checkpoint is damaged")
     reference, run = tmp_path / "reference", tmp_path / "run"
 
     class Damage(Hook):
@@ -309,7 +309,7 @@ def test_a_damaged_checkpoint_is_not_gone_back_to(tmp_path, tried):
     assert train(run, *settings, data(hurt=[6]), *policy("nan", "rollback"), hooks=[Damage()]) == 0
     assert "Not used to go back to:" in log_of(run)
     assert "Went back to step 2;" in log_of(run)
-    assert_ends_without(run, reference, num_incidents=1)
+    assert_ends_without(run, reference, num_anomalies=1)
 
 
 # the bundle
@@ -318,12 +318,12 @@ def test_a_damaged_checkpoint_is_not_gone_back_to(tmp_path, tried):
 @pytest.mark.parametrize("act", ["raise", "skip", "rollback"])
 @pytest.mark.parametrize("harm", ["nan", "10⁴ times too large"])
 def test_a_bundle_is_enough_to_run_the_very_step_again(harm, act, tmp_path, tried):
-    tried("an incident's step is run again from its bundle")
+    tried("an anomaly's step is run again from its bundle")
     run, again = tmp_path / "run", tmp_path / "again"
     settings = (*COMMON, data(hurt=[6], by=HARM[harm]), *policy(harm, act))
     assert train(run, *settings) == (2 if act == "raise" else 0)
-    bundle = run / "incidents" / "step-00000006"
-    facts = json.loads((bundle / "incident.json").read_text("utf-8"))
+    bundle = run / "anomalies" / "step-00000006"
+    facts = json.loads((bundle / "anomaly.json").read_text("utf-8"))
     assert facts["positions"] == {"start": 40, "stop": 48, "samples": list(range(40, 48))}
     assert facts["newest_checkpoint"] == "step-00000003"
     assert [step for step, _ in facts["loss_history"]] == [1, 2, 3, 4, 5, 6]
@@ -333,10 +333,10 @@ def test_a_bundle_is_enough_to_run_the_very_step_again(harm, act, tmp_path, trie
     (again / "checkpoints").mkdir(parents=True)
     checkpoint.rename(again / "checkpoints" / checkpoint.name)
     config = RunConfig.load(bundle / "config.yaml")
-    setting = "incidents.spike" if facts["kind"] == "spike" else "incidents.non_finite"
+    setting = "anomalies.spike" if facts["kind"] == "spike" else "anomalies.non_finite"
     config = config.derive({"output_dir": str(tmp_path), "name": "again", setting: "raise"})
     assert in_child(lambda: run_experiment(config), again) == 2
     assert facts["message"] in stderr_of(again)
-    repeated = json.loads((again / "incidents" / "step-00000006" / "incident.json").read_text("utf-8"))
+    repeated = json.loads((again / "anomalies" / "step-00000006" / "anomaly.json").read_text("utf-8"))
     for name in ("loss", "grad_norm", "last_good", "places", "positions", "median", "deviation", "loss_history"):
         assert not differences(facts[name], repeated[name], name)

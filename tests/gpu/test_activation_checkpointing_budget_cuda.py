@@ -1,4 +1,4 @@
-"""`model.remat.budget: auto` on a GPU, whose memory is limited by torch: real steps find what fits."""
+"""`model.activation_checkpointing.budget: auto` on a GPU with limited memory: real steps find what fits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainwright import RunConfig
-from trainwright.autotune.activation_checkpointing import settle_remat
+from trainwright.autotune.activation_checkpointing import settle_activation_checkpointing
 from trainwright.backends import pick_backend
 from trainwright.build.run import assemble
 from trainwright.parallel.collectives import Ranks
@@ -54,7 +54,7 @@ def settle(tmp_path):
     (tmp_path / "parts.py").write_text(FILE)
     (tmp_path / "run.yaml").write_text(
         f"name: small\noutput_dir: {tmp_path}\n"
-        "model: {type: parts.py:Stack, remat: {layers: [Wide], budget: auto}}\n"
+        "model: {type: parts.py:Stack, activation_checkpointing: {layers: [Wide], budget: auto}}\n"
         "data: {train: {type: parts.py:Rows}}\n"
         "trainer: {max_steps: 2, global_batch_size: 2, micro_batch_size: 2, optimizer: {type: adamw, lr: 1e-3}}\n"
         "runtime: {device: cuda}\n"
@@ -64,16 +64,16 @@ def settle(tmp_path):
     def alone(trial, folder):
         return assemble(trial, None, backend, Ranks(), folder, evaluates=False)[0]
 
-    return settle_remat(config, alone, backend=backend, ranks=Ranks(), folder=None)
+    return settle_activation_checkpointing(config, alone, backend=backend, ranks=Ranks(), folder=None)
 
 
 def test_a_gpu_with_room_recomputes_nothing_and_a_small_one_some(tmp_path):
-    assert settle(tmp_path).model.reserved["remat"]["budget"] == 1.0
+    assert settle(tmp_path).model.reserved["activation_checkpointing"]["budget"] == 1.0
     before = torch.cuda.get_per_process_memory_fraction(0)
     total = torch.cuda.get_device_properties(0).total_memory
     try:
         torch.cuda.set_per_process_memory_fraction(5 * 2**30 / total, 0)
-        share = settle(tmp_path).model.reserved["remat"]["budget"]
+        share = settle(tmp_path).model.reserved["activation_checkpointing"]["budget"]
     finally:
         torch.cuda.set_per_process_memory_fraction(before, 0)
     assert 0.0 < share < 1.0

@@ -11,7 +11,7 @@ from trainwright.errors import HANG_EXIT_CODE
 from trainwright.parallel.replicate import GradientSum
 
 # The watch is impatient only with phases that it has seen five times.
-OVERRIDES = ("trainer.max_steps=9", "checkpoint.every_steps=3", "evaluation.every_steps=5", "hangs.min_seconds=1.0")
+OVERRIDES = ("trainer.max_steps=9", "checkpoint.every_steps=3", "evaluation.every_steps=5", "watchdog.min_seconds=1.0")
 STEP = 8
 
 _undisturbed = {}
@@ -32,7 +32,7 @@ def undisturbed(tmp_path_factory):
 
 
 def report_of(folder, step=STEP):
-    return (folder / "hangs" / f"step-{step:08d}" / "report.txt").read_text("utf-8")
+    return (folder / "watchdog" / f"step-{step:08d}" / "report.txt").read_text("utf-8")
 
 
 def assert_goes_on(folder, undisturbed, num_ranks):
@@ -55,7 +55,7 @@ def test_a_rank_that_sleeps_is_named_with_its_phase(rank, phase, name, tmp_path,
     assert report_of(tmp_path / "run").startswith(line)
     assert mentions(report_of(tmp_path / "run"), 1 - rank)
     assert line in log_of(tmp_path / "run")
-    stacks = (tmp_path / "run" / "hangs" / f"step-{STEP:08d}" / f"rank-{rank}.txt").read_text("utf-8")
+    stacks = (tmp_path / "run" / "watchdog" / f"step-{STEP:08d}" / f"rank-{rank}.txt").read_text("utf-8")
     assert "sleep_for_ever" in stacks
     assert_goes_on(tmp_path / "run", undisturbed, 2)
 
@@ -97,6 +97,6 @@ def test_a_slow_first_step_and_an_evaluation_of_another_length_are_no_hangs(tmp_
     first = Fault("forward", slow, ranks=(0,), step=1)
     later = Fault("evaluation", slow, ranks=(1,), step=9)
     assert train_two(tmp_path / "run", *OVERRIDES, faults=[first, later]) == [0, 0]
-    assert not (tmp_path / "run" / "hangs").exists()
+    assert not (tmp_path / "run" / "watchdog").exists()
     assert what_is_left(tmp_path / "run")["step"] == 9
     assert_same_end(undisturbed(2), tmp_path / "run")

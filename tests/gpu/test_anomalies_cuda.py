@@ -1,4 +1,4 @@
-"""Incidents on a GPU: judged as on the host, held back without the host waiting."""
+"""Anomalies on a GPU: judged as on the host, held back without the host waiting."""
 
 import math
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.anomaly.detection import IncidentWatch
-from trainwright.config import IncidentsSection
+from trainwright.anomaly.detection import AnomalyWatch
+from trainwright.config import AnomaliesSection
 from trainwright.loop.update import ScheduledOptimizer, Updater, persistent_buffers
 from trainwright.optim.adamw import AdamW
 from trainwright.optim.lion import Lion
@@ -25,8 +25,8 @@ def without_waits():
 
 
 def make(device, **settings):
-    section = IncidentsSection(**{"non_finite": "skip", "spike": "skip", "spike_window": 40, **settings})
-    return IncidentWatch(section, device=torch.device(device), rank=0)
+    section = AnomaliesSection(**{"non_finite": "skip", "spike": "skip", "spike_window": 40, **settings})
+    return AnomalyWatch(section, device=torch.device(device), rank=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -76,6 +76,6 @@ def test_a_held_update_moves_nothing_and_nobody_waits(make_optimizer, without_wa
 
     batches = torch.randn(10, 8, 8, device="cuda").unbind()
     expected, _ = run([*batches[:7], *batches[8:]])
-    held, (incident,) = run([*batches[:7], batches[7] * math.nan, *batches[8:]])
-    assert (incident.step, incident.kind) == (8, "non_finite")
+    held, (anomaly,) = run([*batches[:7], batches[7] * math.nan, *batches[8:]])
+    assert (anomaly.step, anomaly.kind) == (8, "non_finite")
     assert all(torch.equal(held[name], expected[name]) for name in expected)

@@ -1,12 +1,12 @@
-"""One rank of two, whose loss goes wrong; for test_incidents_two_processes.py."""
+"""One rank of two, whose loss goes wrong; for test_anomalies_two_processes.py."""
 
 import json
 
 import torch
 import torch.distributed as dist
 
-from trainwright.anomaly.detection import IncidentWatch, join_ranks
-from trainwright.config import IncidentsSection
+from trainwright.anomaly.detection import AnomalyWatch, join_ranks
+from trainwright.config import AnomaliesSection
 from trainwright.loop.outputs import ForwardResult
 from trainwright.loop.update import ScheduledOptimizer, Updater
 from trainwright.parallel import processes
@@ -36,8 +36,8 @@ def main(folder):
     rank = processes.place().rank
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
     ranks = Ranks(rank, 2, control=dist.new_group(backend="gloo"))
-    section = IncidentsSection(non_finite="skip", spike="rollback", spike_window=8)
-    watch = IncidentWatch(section, device=torch.device("cpu"), rank=rank)
+    section = AnomaliesSection(non_finite="skip", spike="rollback", spike_window=8)
+    watch = AnomalyWatch(section, device=torch.device("cpu"), rank=rank)
     bad = {6: float("nan"), 8: 1e3} if rank == 1 else {}
     factors = [bad.get(step, 1.0 + rank) for step in range(10)]
     held = run(factors, ranks, watch=watch)
