@@ -46,8 +46,8 @@ model takes them, but for `preset`. All about them, with examples: [pretrained w
 | `freeze` | text or list of text | Globs of parameters that are not trained. |
 | `dtype` | `fp32`, `bf16`, `fp16` | What the weights are kept in; left out, as the model makes them: fp32. |
 | `sharding` | text or a section | How parameters are split over ranks: a packaged name, a file, or rules. |
-| `activation_checkpointing` | text, list or a section | Layers to recompute: `layers`, `save`, `budget`, `every`. |
-| `compile_repeated_blocks` | text, list or a section | Stacks of equal blocks, compiled as one: `path`, `backend`. |
+| `activation_checkpointing` | text, list or a section | Recomputed: `layers`, `save`, `budget`, `every`; or by path. |
+| `compile_repeated_blocks` | text, list or a section | Equal blocks compiled as one: a path, or `path`, `backend`. |
 | `offload` | list of text or a section | Named tensors that wait for backward in host memory; or by path. |
 """
 
