@@ -49,9 +49,6 @@ from trainwright.data.loader import EvalData, TrainData
 from trainwright.data.stream_loader import EvalStream, StreamData
 from trainwright.errors import ConfigError, DataError, TrainwrightError
 from trainwright.events.mean import IGNORED_LABEL
-from trainwright.loop.checkpointing import restore_checkpoint
-from trainwright.loop.evaluation import evaluate_sets
-from trainwright.loop.hook import Hooks
 from trainwright.loop.outputs import CriterionError
 from trainwright.loop.task import Task, overrides
 from trainwright.loop.trainer import Trainer
@@ -923,7 +920,6 @@ class Trial:
         """Evaluates what the loop did not reach, set by set and without hooks, so that one failure hides no other."""
         trainer, sets = self.trainer, sets_of(self.trainer)
         done = {name.partition("/")[0] for name in trainer.eval_logs}
-        callbacks, trainer.callbacks = trainer.callbacks, Hooks([])
         logs: dict[str, float] = {}
         for name, data in sets.items():
             if name in done | without:
@@ -931,14 +927,13 @@ class Trial:
             self.doing = "evaluation"
             try:
                 with trainer.storage:
-                    logs.update(evaluate_sets(trainer, {name: data}))
+                    logs.update(trainer.evaluate({name: data}, with_hooks=False))
                 done.add(name)
             except (Exception, SystemExit) as error:
                 self._note(error, label=f"data.eval.{name}")
-        trainer.callbacks = callbacks
         if logs and set(trainer.eval_data) <= done and not trainer.eval_logs:
             try:
-                trainer.best.note(trainer.step, logs)
+                trainer.best.update(trainer.step, logs)
             except Exception as error:
                 self._note(error)
         if done:
@@ -951,8 +946,7 @@ class Trial:
             return  # it failed, and is noted
         try:
             if not trainer.context.store.steps():
-                trainer.checkpoints.save(metrics={})
-                trainer.checkpoints.settle(must_succeed=True)
+                type(trainer).save(trainer)  # not as the loop calls it: this save is the check's own
         except (Exception, SystemExit) as error:
             self.case.note(error, label="checkpoint")
             return
@@ -1026,7 +1020,7 @@ def _differences(trainer: Trainer) -> list[str]:
     """Reads the newest checkpoint into the emptied trainer; returns what differs from before."""
     before = _snapshot(trainer)
     _forget(trainer)
-    restore_checkpoint(trainer, trainer.context.store.steps()[-1])
+    trainer.restore_checkpoint(trainer.context.store.steps()[-1])
     after = _snapshot(trainer)
     return [name for name in {**before, **after} if not _same(before.get(name), after.get(name))]
 

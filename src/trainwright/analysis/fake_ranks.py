@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,7 +34,7 @@ from trainwright.config import BatchPlan, RunConfig, resolve_batch, resolve_mesh
 from trainwright.data.collators.stack import Stack
 from trainwright.data.randomness import preserve_generators
 from trainwright.errors import ConfigError, DataError
-from trainwright.loop.trainer import Feed, Trainer
+from trainwright.loop.trainer import Trainer, TrainIterator
 from trainwright.memory import offload
 from trainwright.models.pretrained import CONFIG_FILE, LoadReport, find_folder, read_config_file
 from trainwright.models.pretrained_facts import PretrainedFacts, without_paths
@@ -76,11 +76,11 @@ class ImaginaryRun:
     @property
     def num_micro_batches(self) -> int:
         """How many micro-batches a step takes here: all that differ, the others of the real run are alike."""
-        return self.trainer.context.batch.gradient_accumulation_steps
+        return self.trainer.num_micro_batches
 
     def batch_shapes(self) -> dict[str, list[int]]:
         """Returns the shapes of a micro-batch's tensors, by name where it has names."""
-        self.trainer.samples_in_hand = self.plan.micro_batch_size * self.num_micro_batches
+        self.trainer.set_batch(self.batch, self.plan.micro_batch_size * self.num_micro_batches)
         with self.mode:
             micro_batch = next(iter(self.trainer.micro_batches(self.batch)))
         named = tree_leaves_with_path(micro_batch)
@@ -96,18 +96,17 @@ class ImaginaryRun:
         gradient_accumulation_steps, micro = self.num_micro_batches, self.plan.micro_batch_size
         wanted = num_micro_batches or gradient_accumulation_steps
         assert wanted in (1, gradient_accumulation_steps)
-        context = trainer.context
         with self.mode, _read_ones(), trainer.storage, _forms(on_gpu=self.on_gpu), _nothing_waits_on_the_host():
-            trainer.samples_in_hand = micro * gradient_accumulation_steps
+            trainer.set_batch(batch, micro * gradient_accumulation_steps)
             if wanted < gradient_accumulation_steps:
                 batch = next(iter(trainer.micro_batches(batch)))
-                trainer.context = replace(context, batch=BatchPlan(micro, micro, wanted))
-            trainer.samples_in_hand = micro * wanted
-            context.updater.set_rates(trainer.step)
+                trainer.set_batch(batch, micro)
+                trainer.set_num_micro_batches(1)
+            trainer.context.updater.begin_step(trainer.step)
             try:
                 trainer.train_step(batch)
             finally:
-                trainer.context = context
+                trainer.set_num_micro_batches(gradient_accumulation_steps)
 
 
 @contextmanager
@@ -252,7 +251,7 @@ def _imagining(
 def _first_batch(trainer: Trainer, mode: FakeTensorMode) -> Any:
     """Reads the first batch of this rank for real, and returns its shapes."""
     assert trainer.train_data is not None
-    with Feed(trainer.train_data, trainer.backend) as feed:
+    with TrainIterator(trainer.train_data, trainer.backend) as feed:
         batch = trainer.next_train_inputs(feed)
     return tree_map_only(torch.Tensor, mode.from_tensor, batch)
 

@@ -1,6 +1,7 @@
 """Finds updates whose loss or gradient is not finite, and losses far above those of the previous steps.
 
-Decides on the device where the device decides; the trainer acts on what was found.
+Where the host runs ahead of the device, the decision is made on the device. What the run does about an anomaly is in
+response.py.
 """
 
 from __future__ import annotations
@@ -15,32 +16,32 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from trainwright.backends import reads_at_once
+from trainwright.backends import Capture, reads_at_once
 from trainwright.config import AnomaliesSection
 
 _MAD_TO_DEVIATION = 1.4826  # of a normal distribution
-_LEAST_RELATIVE, _LEAST = 1e-3, 1e-6  # of the distance: where the loss stands still, no wiggle is a spike
+_LEAST_RELATIVE, _LEAST = 1e-3, 1e-6  # of the distance: while the loss is constant, noise is not a spike
 
 
 def least_needed(size: int) -> int:
-    """How many losses a window of this size needs before anything is a spike: a quarter, and at least five."""
+    """Returns how many losses a window of this size needs before one can be a spike: a quarter, and at least five."""
     return max(-(-size // 4), 5)
 
 
 class Measure(NamedTuple):
-    """What a window says of the losses in it."""
+    """The statistics of the losses in a window."""
 
     median: float
     deviation: float
     """A robust standard deviation."""
 
     def limit(self, threshold: float) -> float:
-        """The highest loss that is no spike."""
+        """Returns the highest loss that is not a spike."""
         return self.median + threshold * self.deviation
 
 
 class LossWindow:
-    """The window on the host: sorted at all times, so that one more loss and its measure cost 4 µs."""
+    """The window on the host, kept sorted: adding a loss and measuring costs 4 µs."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -49,25 +50,25 @@ class LossWindow:
         self._ordered: list[float] = []
 
     def add(self, loss: float) -> None:
-        """Takes the finite loss of a good step; the oldest one leaves a full window."""
+        """Adds the finite loss of a good step; drops the oldest one if the window is full."""
         if len(self.losses) == self.size:
             del self._ordered[bisect_left(self._ordered, self.losses.popleft())]
         self.losses.append(loss)
         insort(self._ordered, loss)
 
     def fill(self, losses: Sequence[float]) -> None:
-        """Holds the last of these losses, and nothing else."""
+        """Replaces the contents by the last of these losses."""
         self.losses = deque(losses[-self.size :])
         self._ordered = sorted(self.losses)
 
     def measure(self) -> Measure | None:
-        """Measures the losses; None while they are too few."""
+        """Returns the statistics; None while there are too few losses."""
         ordered = self._ordered
         if len(ordered) < least_needed(self.size):
             return None
-        middle = (len(ordered) - 1) // 2  # of an even number the lower one, as on the device
+        middle = (len(ordered) - 1) // 2  # the lower one of an even number, as on the device
         median, count = ordered[middle], middle + 1
-        # The `count` losses nearest to the median stand side by side: find where they begin.
+        # The `count` losses nearest to the median are adjacent: find where they begin.
         low, high = 0, len(ordered) - count
         while low < high:
             probe = (low + high) // 2
@@ -80,37 +81,36 @@ class LossWindow:
 
 
 class DeviceLossWindow:
-    """The window on a device that nobody wants to wait for: about twenty small kernels a step.
+    """The window on the device, which never waits: about twenty small kernels per step.
 
-    How many losses there are, too, only the device knows. Its state is one number of 0 … 2·size − 1: below `size` it
-    is the number of losses, from there on the slot that is overwritten next, plus `size`; a table has all that follows
-    from it.
+    Only the device knows how many losses there are. The state is one number in 0 … 2·size − 1: below `size` it is the
+    number of losses, from there on the slot that is overwritten next, plus `size`. A table maps it to what follows.
     """
 
     def __init__(self, size: int, *, threshold: float, device: torch.device) -> None:
         self._size, self._threshold = size, threshold
-        # Infinite where there is none yet. One slot more: there the losses go that do not count.
+        # Infinite where there is none yet. The additional slot receives the losses that do not count.
         self._losses = torch.full((size + 1,), torch.inf, dtype=torch.float64, device=device)
         self._state = torch.zeros(1, dtype=torch.int64, device=device)
         self._table = torch.tensor([self._row(state) for state in range(2 * size)], device=device)
 
     def _row(self, state: int) -> tuple[int, int, int]:
-        """Returns the state after one more loss, the slot of that, and the median's place in the sorted window."""
+        """Returns the state after one more loss, the slot of that loss, and the index of the median when sorted."""
         after = state + 1 if state + 1 < 2 * self._size else self._size
         num_losses = min(state, self._size)
-        # While they are too few: an infinite one, of which nothing comes that any loss were above.
+        # While there are too few: an infinite one, which no loss exceeds.
         middle = (num_losses - 1) // 2 if num_losses >= least_needed(self._size) else self._size - 1
         return after, state % self._size, middle
 
     def judge(self, loss: torch.Tensor, is_bad: torch.Tensor) -> torch.Tensor:
-        """Returns whether a step is bad, by itself or as a spike; takes up its loss if not. All of shape (1,)."""
+        """Returns whether a step is bad, by itself or as a spike; adds its loss if not. All have shape (1,)."""
         loss = loss.to(torch.float64)
         after, slot, middle = self._table.index_select(0, self._state).unbind(1)
         ordered = torch.sort(self._losses[: self._size]).values
         median = ordered.gather(0, middle)
         distance = torch.sort((ordered - median).abs_()).values.gather(0, middle)
         least = median.abs().mul_(_LEAST_RELATIVE).clamp_(min=_LEAST)
-        # Each product by itself: in one kernel with the sum it would be rounded otherwise than on the host.
+        # Separate kernels: fused with the sum, the product would be rounded differently from the host.
         deviation = torch.maximum(distance, least).mul_(_MAD_TO_DEVIATION)
         is_bad = is_bad | (loss > deviation.mul_(self._threshold).add_(median))
         self._losses.scatter_(0, torch.where(is_bad, self._size, slot), loss)
@@ -118,19 +118,19 @@ class DeviceLossWindow:
         return is_bad
 
     def fill(self, losses: Sequence[float]) -> None:
-        """Holds these losses, at most `size`, and nothing else."""
+        """Replaces the contents by these losses, at most `size`."""
         held = torch.full((self._size + 1,), torch.inf, dtype=torch.float64)
         held[: len(losses)] = torch.tensor(losses, dtype=torch.float64)
         self._losses.copy_(held)
         self._state.fill_(len(losses))
 
 
-_MOST_WAITING = 1000  # steps that are remembered on the device if nobody looks; then it is waited for once
+_MAX_PENDING = 1000  # steps whose values stay on the device before the host waits for them once
 
 
 @dataclass(frozen=True)
 class Anomaly:
-    """An update that went wrong: what a hook's `on_anomaly` gets."""
+    """An update with an anomaly: the argument of a hook's `on_anomaly`."""
 
     step: int
     kind: Literal["non_finite", "spike"]
@@ -139,18 +139,18 @@ class Anomaly:
     """The loss over all ranks."""
     grad_norm: float
     ranks: tuple[int, ...]
-    """The ranks whose own loss was not finite; all where it was finite on each."""
+    """The ranks whose own loss was not finite; all ranks if it was finite on each."""
     median: float | None = None
-    """The median of the losses that a spike was measured against."""
+    """The median of the losses that the spike was compared with."""
     deviation: float | None = None
     """Their robust standard deviation."""
     last_good: tuple[int, float] | None = None
-    """The last good step before, and its loss."""
-    places: tuple[int, int] | None = None
-    """Which places of the training data the step was made from: the first, and the one behind the last."""
+    """The last good step before it, and its loss."""
+    positions: tuple[int, int] | None = None
+    """The range of positions in the order of the training data that the step used."""
 
     def describe(self) -> str:
-        """Says what happened, in a sentence."""
+        """Returns a sentence that says what happened."""
         if self.median is not None and self.deviation is not None:
             return (
                 f"The loss is {self.loss:.6g} at step {self.step}, {(self.loss - self.median) / self.deviation:.3g} "
@@ -164,7 +164,7 @@ class Anomaly:
 
 
 def join_ranks(found: Sequence[Sequence[Anomaly]]) -> list[Anomaly]:
-    """Makes one list of what `look` returned on each rank: the same anomalies, each rank knowing of itself."""
+    """Joins what `look` returned on each rank: the same anomalies, each with what that rank knows."""
     joined = []
     for same in zip(*found, strict=True):
         ranks = tuple(sorted({rank for anomaly in same for rank in anomaly.ranks}))
@@ -179,46 +179,46 @@ class _Step(NamedTuple):
     loss: torch.Tensor
     grad_norm: torch.Tensor
     own_is_finite: torch.Tensor | bool
-    hold: torch.Tensor | bool
-    """What the device said; False where it was not asked."""
+    skip: torch.Tensor | bool
+    """The decision of the device; False if it made none."""
     judges_norm: bool
     is_first: bool
-    places: tuple[int, int] | None
+    positions: tuple[int, int] | None
 
 
-class AnomalyWatch:
-    """Judges every update on the device; nothing waits for it until `look`.
+class AnomalyDetector:
+    """Judges every update without waiting for the device until `look`.
 
-    Where reading waits for nothing, on a CPU, the host judges at once, in 2 µs (with spikes 6). Else, where nothing is
-    held back (`raise`, `ignore`), the device has nothing to do: values are kept and judged when somebody looks.
+    On a CPU, where reading a value does not wait, the host judges at once (2 µs, with spikes 6). On other devices the
+    device decides if a policy skips updates; otherwise values are kept and judged by `look`.
     """
 
     def __init__(
-        self, section: AnomaliesSection, *, device: torch.device, rank: int, is_recorded: bool = False
+        self, section: AnomaliesSection, *, device: torch.device, rank: int, capture: Capture | None = None
     ) -> None:
+        """`capture` is given in graph mode, where the host cannot judge during a step."""
         self._section = section
         self._rank = rank
-        self._holds_spikes = section.spike in ("skip", "rollback")
+        self._skips_spikes = section.spike in ("skip", "rollback")
         self._sees_spikes = section.spike != "ignore"
-        self.gates = section.non_finite != "raise" or self._holds_spikes
-        """Does any policy need updates to be held back?"""
-        self.places: tuple[int, int] | None = None
-        """The places of the data in hand; the loop says so before each update, and anomalies tell it."""
-        # A recorded step cannot stop for the host; what the device has judged is looked at after each replay.
+        self.skips_updates = section.non_finite != "raise" or self._skips_spikes
+        """True if a policy skips updates."""
+        self.positions: tuple[int, int] | None = None
+        """The positions of the current batch in the data; the loop sets it before each update."""
+        self._capture = capture or Capture()
         self._reads_at_once = reads_at_once(device)
-        self._host_judges = self._reads_at_once and not is_recorded
+        self._host_judges = self._reads_at_once and capture is None
         self._window = LossWindow(section.spike_window)
         self._device_window: DeviceLossWindow | None = None
-        if self._holds_spikes and not self._host_judges:
+        if self._skips_spikes and not self._host_judges:
             self._device_window = DeviceLossWindow(
                 section.spike_window, threshold=section.spike_threshold, device=device
             )
-        self._waiting: list[_Step] = []
-        self.is_recording = False
-        self._recorded: list[_Step] = []
+        self._pending: list[_Step] = []
+        self._captured: list[_Step] = []
         self._found: list[Anomaly] = []
         self._last_good: tuple[int, float] | None = None
-        self._hold: torch.Tensor | bool = False
+        self._skip: torch.Tensor | bool = False
 
     def judge(
         self,
@@ -230,66 +230,66 @@ class AnomalyWatch:
         judges_norm: bool = True,
         is_first: bool = True,
     ) -> torch.Tensor | bool | None:
-        """Returns whether to hold this update back, None where nothing ever is; a tensor where only the device knows.
+        """Returns whether to skip this update: None if updates are never skipped, a tensor if only the device knows.
 
-        `own_is_finite` is about this rank's own part of the loss. With a loss scale an infinite norm is no anomaly:
-        `judges_norm` is then False. A step with several updates asks for each: its first loss is the one that is
-        measured, the others need only be finite, and are held back if the first was.
+        `own_is_finite` refers to this rank's loss. With a loss scale an infinite norm is not an anomaly: `judges_norm`
+        is then False. In a step with several updates the first loss is compared with previous steps; the others need
+        only be finite, and are skipped if the first was.
         """
-        if self._host_judges or not self.gates:
-            call = _Step(step, loss, grad_norm, own_is_finite, False, judges_norm, is_first, self.places)
+        if self._host_judges or not self.skips_updates:
+            call = _Step(step, loss, grad_norm, own_is_finite, False, judges_norm, is_first, self.positions)
             if not self._host_judges:
                 self._keep(call)
                 return None
-            is_held = self._take(call, float(loss), float(grad_norm), bool(own_is_finite), says_hold=None)
-            self._hold = is_held or (not is_first and bool(self._hold))
-            return self._hold if self.gates else None
-        hold = _is_not_finite(loss, grad_norm if judges_norm else None)
+            is_skipped = self._take(call, float(loss), float(grad_norm), bool(own_is_finite), device_skips=None)
+            self._skip = is_skipped or (not is_first and bool(self._skip))
+            return self._skip if self.skips_updates else None
+        skip = _is_not_finite(loss, grad_norm if judges_norm else None)
         if not is_first:
-            hold = hold | self._hold
+            skip = skip | self._skip
         elif self._device_window is not None:
-            hold = self._device_window.judge(loss.reshape(1), hold.reshape(1))
-        self._hold = hold.reshape(())
-        self._keep(_Step(step, loss, grad_norm, own_is_finite, self._hold, judges_norm, is_first, self.places))
-        return self._hold
+            skip = self._device_window.judge(loss.reshape(1), skip.reshape(1))
+        self._skip = skip.reshape(())
+        self._keep(_Step(step, loss, grad_norm, own_is_finite, self._skip, judges_norm, is_first, self.positions))
+        return self._skip
 
     @property
     def has_found(self) -> bool:
-        """Is there something to look at, as far as that is known without waiting?"""
-        return bool(self._found or (self._reads_at_once and self._waiting))
+        """True if `look` would return anomalies, as far as that is known without waiting."""
+        return bool(self._found or (self._reads_at_once and self._pending))
 
     def take_calls(self) -> list[tuple[Any, ...]]:
-        """Returns what `judge` has kept of a step that is recorded, and forgets it: it has no values yet."""
-        calls, self._recorded = self._recorded, []
+        """Returns and clears the calls of `judge` in a step that is captured: they have no values yet."""
+        calls, self._captured = self._captured, []
         return [tuple(call)[1:-1] for call in calls]
 
-    def keep_again(self, call: Sequence[Any], *, step: int) -> None:
-        """Keeps what `take_calls` returned, with the values of a replay."""
-        loss, grad_norm, own_is_finite, hold, judges_norm, is_first = call
-        kept = _Step(step, loss, grad_norm, own_is_finite, hold, judges_norm, is_first, self.places)
+    def repeat(self, call: Sequence[Any], *, step: int) -> None:
+        """Repeats a call that `take_calls` returned, with the values of a replay."""
+        loss, grad_norm, own_is_finite, skip, judges_norm, is_first = call
+        kept = _Step(step, loss, grad_norm, own_is_finite, skip, judges_norm, is_first, self.positions)
         if not self._reads_at_once:
             self._keep(kept)
             return
-        says_hold = bool(hold) if self._device_window is not None else None
-        self._take(kept, float(loss), float(grad_norm), bool(own_is_finite), says_hold=says_hold)
+        device_skips = bool(skip) if self._device_window is not None else None
+        self._take(kept, float(loss), float(grad_norm), bool(own_is_finite), device_skips=device_skips)
 
     def look(self) -> list[Anomaly]:
-        """Returns the anomalies since the last look, one a step; waits for the device.
+        """Returns the anomalies since the last call, one per step; waits for the device.
 
-        Each names this rank if its own loss was not finite, else none: `join_ranks` joins what the ranks know.
+        Each names this rank if its own loss was not finite: `join_ranks` joins what the ranks know.
         """
         self._drain()
         found, self._found = self._found, []
         return list({anomaly.step: anomaly for anomaly in reversed(found)}.values())[::-1]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs to judge alike; waits for the device."""
+        """Returns what a resumed run needs to judge equally; waits for the device."""
         self._drain()
         return {"losses": list(self._window.losses), "last_good": self._last_good}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`, after a rollback too; what nobody has looked at is forgotten."""
-        self._waiting, self._found, self._hold = [], [], False
+        """Restores `state_dict`, also after a rollback; drops what was not looked at."""
+        self._pending, self._found, self._skip = [], [], False
         self._window.fill([float(loss) for loss in state["losses"]])
         if self._device_window is not None:
             self._device_window.fill(list(self._window.losses))
@@ -297,38 +297,40 @@ class AnomalyWatch:
         self._last_good = None if last_good is None else (int(last_good[0]), float(last_good[1]))
 
     def _keep(self, call: _Step) -> None:
-        if self.is_recording:
-            self._recorded.append(call)
+        if self._capture.is_active:
+            self._captured.append(call)
             return
-        self._waiting.append(call)
-        if len(self._waiting) >= _MOST_WAITING:
+        self._pending.append(call)
+        if len(self._pending) >= _MAX_PENDING:
             self._drain()
 
     def _drain(self) -> None:
-        """Brings what waits to the host, in one copy, and judges it there."""
-        waiting, self._waiting = self._waiting, []
-        if not waiting:
+        """Copies pending values to the host, in one copy, and judges them there."""
+        pending, self._pending = self._pending, []
+        if not pending:
             return
-        values = _to_host([value for call in waiting for value in call[1:5]])
-        for number, call in enumerate(waiting):
-            loss, grad_norm, own_is_finite, hold = values[4 * number : 4 * number + 4]
-            says_hold = bool(hold) if self._device_window is not None else None
-            self._take(call, loss, grad_norm, bool(own_is_finite), says_hold=says_hold)
+        values = _to_host([value for call in pending for value in call[1:5]])
+        for number, call in enumerate(pending):
+            loss, grad_norm, own_is_finite, skip = values[4 * number : 4 * number + 4]
+            device_skips = bool(skip) if self._device_window is not None else None
+            self._take(call, loss, grad_norm, bool(own_is_finite), device_skips=device_skips)
 
-    def _take(self, call: _Step, loss: float, grad_norm: float, own_is_finite: bool, *, says_hold: bool | None) -> bool:
-        """Judges one update by its numbers and notes what comes of it; returns whether it is to be held back.
+    def _take(
+        self, call: _Step, loss: float, grad_norm: float, own_is_finite: bool, *, device_skips: bool | None
+    ) -> bool:
+        """Judges one update by its numbers; returns whether it is to be skipped.
 
-        `says_hold` is the device's answer, where it had one: what was done is what counts.
+        `device_skips` is the decision of the device, which counts if it made one.
         """
         is_finite = math.isfinite(loss) and (math.isfinite(grad_norm) or not call.judges_norm)
         is_spike, measure = False, None
         if is_finite and call.is_first and self._sees_spikes:
             measure = self._window.measure()
             is_spike = measure is not None and loss > measure.limit(self._section.spike_threshold)
-            is_spike = is_spike if says_hold is None else says_hold
+            is_spike = is_spike if device_skips is None else device_skips
         if is_spike or not is_finite:
             self._note(call, loss, grad_norm, own_is_finite, measure if is_spike else None)
-            return not is_finite or self._holds_spikes
+            return not is_finite or self._skips_spikes
         if call.is_first:
             self._last_good = (call.step, loss)
             if self._sees_spikes:
@@ -349,19 +351,19 @@ class AnomalyWatch:
                 median=None if measure is None else measure.median,
                 deviation=None if measure is None else measure.deviation,
                 last_good=self._last_good,
-                places=call.places,
+                positions=call.positions,
             )
         )
 
 
 def _is_not_finite(loss: torch.Tensor, grad_norm: torch.Tensor | None) -> torch.Tensor:
-    """A bool on the device, in four kernels: only what is finite is 0 when taken from itself."""
+    """Returns a bool on the device, in four kernels: x - x is 0 only for finite x."""
     zero = loss - loss if grad_norm is None else (loss - loss) + (grad_norm - grad_norm)
     return zero != 0
 
 
 def _to_host(values: Sequence[torch.Tensor | bool]) -> list[float]:
-    """Returns all values as numbers; those on the device come in one copy."""
+    """Returns all values as numbers, with one copy from the device."""
     kinds: dict[torch.dtype, list[torch.Tensor]] = {}
     for value in values:
         if isinstance(value, torch.Tensor):

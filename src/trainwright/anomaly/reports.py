@@ -17,23 +17,23 @@ from trainwright.parallel.collectives import Ranks
 
 logger = logging.getLogger(__name__)
 
-ANOMALIES = "anomalies"
-"""The folder in a run folder."""
+ANOMALIES_FOLDER = "anomalies"
+"""Below the run folder."""
 
 
 @dataclass(frozen=True)
 class Positions:
-    """Which part of the training data a step was made from, over all ranks."""
+    """The training data that a step used, over all ranks."""
 
     start: int
-    """The first place of its batches."""
+    """The first position of its batches in the order of the data."""
     stop: int
-    """The place behind the last."""
+    """The position after the last."""
     samples: Sequence[int] | None = None
-    """The numbers of the samples there, in order; None for a stream, whose rows have none."""
+    """The indices of these samples, in order; None for a stream, whose rows have no index."""
 
 
-def write_bundle(
+def write_report(
     folder: Path,
     anomaly: Anomaly,
     *,
@@ -44,12 +44,11 @@ def write_bundle(
     ranks: Ranks,
     checkpoint_step: int | None,
 ) -> Path:
-    """Writes the bundle of one anomaly below the run folder and returns its folder; one rank calls it.
+    """Writes the report of one anomaly below the run folder and returns its folder; one rank calls it.
 
-    A second anomaly of a step gets a folder of its own. Where the disk rejects, that is a warning: a run does not end
-    for want of its report.
+    A second anomaly of a step gets another folder. A full disk is a warning: it does not end the run.
     """
-    bundle = _free_folder(folder / ANOMALIES, f"step-{anomaly.step:08d}")
+    report = _free_folder(folder / ANOMALIES_FOLDER, f"step-{anomaly.step:08d}")
     facts = {
         **asdict(anomaly),
         "message": anomaly.describe(),
@@ -62,14 +61,14 @@ def write_bundle(
         "loss_history": [list(pair) for pair in loss_history],
     }
     try:
-        bundle.mkdir(parents=True)
-        config.save(bundle / "config.yaml")
-        # A NaN is written as NaN, as in metrics.json: no report hides one.
+        report.mkdir(parents=True)
+        config.save(report / "config.yaml")
+        # NaN stays NaN: the report shows what happened.
         text = json.dumps(facts, indent=2, default=_as_plain)
-        (bundle / "anomaly.json").write_text(text + "\n", encoding="utf-8")
+        (report / "anomaly.json").write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        logger.warning("%s cannot be written (%s). %s", bundle, error.strerror, anomaly.describe())
-    return bundle
+        logger.warning("%s cannot be written (%s). %s", report, error.strerror, anomaly.describe())
+    return report
 
 
 def _free_folder(parent: Path, name: str) -> Path:
@@ -81,5 +80,5 @@ def _free_folder(parent: Path, name: str) -> Path:
 
 
 def _as_plain(value: Any) -> Any:
-    """What a stream's own state may hold beside JSON's kinds."""
+    """Converts what the state of a stream may hold in addition to JSON's types."""
     return value.tolist() if hasattr(value, "tolist") else repr(value)

@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -33,8 +32,7 @@ from trainwright.errors import HANG_EXIT_CODE, ConfigError, exit_code_of, shorte
 from trainwright.hooks.preemption import Listener
 from trainwright.launch.slurm import requeue
 from trainwright.log import rank_log, run_log
-from trainwright.loop.checkpointing import restore_weights
-from trainwright.loop.evaluation import POLL_SECONDS, evaluate_as_they_come, evaluate_sets
+from trainwright.loop.evaluation import POLL_SECONDS, evaluate_checkpoints
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Builder, Trainer
 from trainwright.parallel import processes
@@ -112,7 +110,7 @@ def run_experiment(
             sets = _required_sets(evaluator)
             if mode == "eval":
                 return evaluator.model, evaluate_checkpoint(evaluator, sets, step)
-            return evaluator.model, evaluate_as_they_come(evaluator, sets, poll_seconds, timeout_seconds)
+            return evaluator.model, evaluate_checkpoints(evaluator, sets, poll_seconds, timeout_seconds)
         with run_log() as open_logs:
             options = {"fresh": fresh, "accept_changes": accept_changes, "evaluates": mode != "train"}
             running = built or build_trainer(config, kind, **options)
@@ -208,10 +206,9 @@ def _reject_other_arguments(
 def _evaluate_only_in(mode: str, trainer: Trainer) -> None:
     """Makes a trainer that somebody else has built evaluate as the mode says."""
     if mode == "train":
-        trainer.eval_data = {}
-        trainer.context = replace(trainer.context, test_data=None)
+        trainer.skip_evaluation()
     elif mode == "train_and_post_eval" and trainer.config.evaluation.every_steps is not None:
-        trainer.config = trainer.config.derive({"evaluation.every_steps": None})
+        trainer.evaluate_only_at_end()
 
 
 def _wind_up(trainer: Trainer, logs: dict[str, float], *, was_finished: bool) -> dict[str, float]:
@@ -235,7 +232,7 @@ def _complete(trainer: Trainer, logs: Mapping[str, float]) -> dict[str, float]:
     if not unknown:
         return dict(logs)
     with trainer.storage:
-        return {**logs, **evaluate_sets(trainer, unknown)}
+        return {**logs, **trainer.evaluate(unknown)}
 
 
 @contextmanager
@@ -278,7 +275,7 @@ def evaluate_checkpoint(
     if step is not None:
         _restore(trainer, step)
     with trainer.storage:
-        return evaluate_sets(trainer, sets) if sets else {}
+        return trainer.evaluate(sets) if sets else {}
 
 
 def _restore(trainer: Trainer, step: int | str) -> None:
@@ -286,8 +283,7 @@ def _restore(trainer: Trainer, step: int | str) -> None:
     best = trainer.config.checkpoint.keep_best
     # The first rank looks for all: a checkpoint may come or go meanwhile.
     chosen = trainer.ranks.broadcast(pick_step(store, step, best=best) if trainer.ranks.is_first else 0)
-    restore_weights(trainer, chosen)
-    trainer.step = chosen
+    trainer.load_weights(chosen)
     logger.info("Evaluating %s", store.path(chosen))
 
 

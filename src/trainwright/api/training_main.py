@@ -50,7 +50,7 @@ from trainwright.errors import CheckpointError, ConfigError, DataError, Trainwri
 from trainwright.events import Mean, get_event_storage
 from trainwright.log import show_log
 from trainwright.loop.evaluation import EvalLogs
-from trainwright.loop.state import PLAIN
+from trainwright.loop.state import SCALARS
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Builder, Trainer
 from trainwright.memory.activation_checkpointing import recompute_layers
@@ -293,7 +293,7 @@ class CutBatches:
         """Returns the batch of the samples."""
         batch = self._collate(samples)
         for leaf in tree_leaves(batch):
-            if not isinstance(leaf, (torch.Tensor, *PLAIN)):
+            if not isinstance(leaf, (torch.Tensor, *SCALARS)):
                 raise DataError(
                     f"{name_of(self._collate)} returned a batch with a {type(leaf).__name__}, which cannot be cut into "
                     f"the {self._num_micro_batches} micro-batches of --gradient-accumulation-steps: return tensors, "
@@ -902,20 +902,24 @@ class FunctionTrainer(Trainer):
         """Makes the stopwatches that forward steps are given."""
         self.timers = Timers()
 
-    def outputs_of(self, batch: Any) -> Any:
-        """Returns the loss and metrics that the user's forward step gives for a micro-batch."""
+    def forward(self, **batch: Any) -> Any:
+        """Returns the loss and metrics of the user's forward step."""
+        return self.forward_batch(batch)
+
+    def forward_batch(self, batch: Any) -> Any:
+        """Returns the loss and metrics of the user's forward step, for a batch of any kind."""
         given, is_training = self._given(), self.eval_name is None
         function = given.forward_step if is_training else given.forward_step_eval
         call = (self.model, given.args, self.timers)
-        return run_step(function, batch, *call, num_samples=self.samples_in_hand, is_training=is_training)
+        return run_step(function, batch, *call, num_samples=self.batch.num_samples, is_training=is_training)
 
     def eval_step(self, batch: Any) -> Mapping[str, Any]:
         """Returns a batch's loss and metrics; for handle_metrics_function, one value a sample of each metric."""
         logs = super().eval_step(batch)
         given = self._given()
-        if given.handle_metrics is None or not self.samples_in_hand:
+        if given.handle_metrics is None or not self.batch.num_samples:
             return logs
-        return per_sample(logs, self.samples_in_hand, given.forward_step_eval)
+        return per_sample(logs, self.batch.num_samples, given.forward_step_eval)
 
     def eval_end(self, aggregated: Any) -> dict[str, Any]:
         """Returns the logs of a set without the seconds of stopwatches, which measure no model."""

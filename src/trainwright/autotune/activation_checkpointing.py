@@ -142,7 +142,7 @@ def _budgets(given: Any) -> Iterator[float]:
 
 def _find(trainer: Trainer, given: Any, ranks: Ranks) -> float | None:
     """Returns the largest share that fits on this rank; None if nothing does."""
-    plan = trainer.context.batch
+    plan = trainer.context.batch_plan
     with steps_tried(trainer, plan.micro_batch_size * plan.gradient_accumulation_steps, ranks) as trial:
         shares = shares_of(trainer.model, given)
         if trainer.backend.memory_room() is None:
@@ -151,7 +151,7 @@ def _find(trainer: Trainer, given: Any, ranks: Ranks) -> float | None:
 
 
 def _find_by_steps(trial: StepTrial, trainer: Trainer, given: Any, shares: list[float]) -> float | None:
-    size = trainer.context.batch.micro_batch_size
+    size = trainer.context.batch_plan.micro_batch_size
     answers: dict[float, bool] = {}
 
     def fits(share: float) -> bool:
@@ -174,7 +174,7 @@ def _find_by_steps(trial: StepTrial, trainer: Trainer, given: Any, shares: list[
 
 def _find_by_counting(trial: StepTrial, trainer: Trainer, given: Any, shares: list[float]) -> float | None:
     model, backend = trainer.model, trainer.backend
-    size = trainer.context.batch.micro_batch_size
+    size = trainer.context.batch_plan.micro_batch_size
     taken: list[int] = []
     rooms: list[int] = []
 

@@ -7,8 +7,6 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -18,7 +16,7 @@ import torch
 
 from trainwright.backends import Backend
 from trainwright.checkpoint import folder as run_folders
-from trainwright.config import BatchPlan, RunConfig, resolve_batch
+from trainwright.config import RunConfig, resolve_batch
 from trainwright.data.loader import TrainData
 from trainwright.errors import OutOfMemory, TrainwrightError
 from trainwright.loop.trainer import Trainer
@@ -229,8 +227,6 @@ class StepTrial:
         self._batch = trainer.next_train_inputs(iterator)
         assert trainer.train_data is not None
         self._num_samples = trainer.train_data.samples_in_hand
-        self._micro_batches = trainer.micro_batches
-        trainer.micro_batches = self._first_micro_batches  # type: ignore[method-assign]  # of this object, which is thrown away
 
     def runs(self, size: int) -> bool:
         """Can steps be made of micro-batches of this size at all? Batch normalisation makes none of one sample."""
@@ -255,8 +251,8 @@ class StepTrial:
     def steps(self, size: int, measuring: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
         """Makes a step whatever it takes, the last within `measuring`; returns whether there was memory for it."""
         trainer = self._trainer
-        plan = BatchPlan(self._largest, size, self._largest // size)
-        trainer.context = replace(trainer.context, batch=plan)
+        # Memory can tell apart as many micro-batches; the others would need no more.
+        trainer.set_num_micro_batches(self._largest // size, limit=_MICRO_BATCHES_TRIED)
         try:
             if not self._has_stepped:
                 # Only the second step has the optimizer's state beside the activations.
@@ -276,17 +272,13 @@ class StepTrial:
     def _step(self) -> None:
         trainer = self._trainer
         trainer.storage.step = 1
-        trainer.context.updater.set_rates(0)
+        trainer.context.updater.begin_step(0)
         trainer.seed_step()
-        trainer.samples_in_hand = self._num_samples
+        trainer.set_batch(self._batch, self._num_samples)
         trainer.train_step(self._batch)
-
-    def _first_micro_batches(self, batch: Any) -> Iterator[Any]:
-        """Yields as many micro-batches as memory can tell apart; the others would need no more."""
-        yield from islice(self._micro_batches(batch), _MICRO_BATCHES_TRIED)
         if self._sums_gradients:
             # The sum over ranks packs every gradient once more (parallel/replicate.py).
-            packed = [torch.empty_like(each.grad) for each in self._trainer.model.parameters() if each.grad is not None]
+            packed = [torch.empty_like(each.grad) for each in trainer.model.parameters() if each.grad is not None]
             del packed
 
 

@@ -2,6 +2,7 @@
 
 from trainwright.backends.backend import (
     Backend,
+    Capture,
     checked_device,
     copy_to_host,
     has_capturable_optimizers,
@@ -15,6 +16,7 @@ from trainwright.backends.backend import (
 
 __all__ = [
     "Backend",
+    "Capture",
     "checked_device",
     "copy_to_host",
     "has_capturable_optimizers",

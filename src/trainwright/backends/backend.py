@@ -42,6 +42,13 @@ class Recording(Protocol):
         ...
 
 
+class Capture:
+    """Tells whether a step is being captured: its Python code then runs once, and replays repeat what it launched."""
+
+    def __init__(self) -> None:
+        self.is_active = False
+
+
 class EagerRecording:
     """Repeats a function by calling it."""
 

@@ -90,7 +90,7 @@ LONG_RUN = 100
 """A run of so many steps first looks at all that was left by what came before it, which takes a moment."""
 
 
-class Garbage:
+class GarbageCollection:
     """Holds the collector while it is a run's context; `tidy` then collects where that is due.
 
         with Garbage(num_steps=1000) as garbage:
@@ -110,7 +110,7 @@ class Garbage:
         self._num_collections = 0
         self._steps_since = 0
 
-    def __enter__(self) -> Garbage:
+    def __enter__(self) -> GarbageCollection:
         if gc.isenabled():
             self._is_active, self._sets_aside = True, gc.get_freeze_count() < OF_PYTHON
             self._num_collections = self._steps_since = 0

@@ -25,7 +25,7 @@ from trainwright.hooks.watchdog import Watchdog
 from trainwright.loop.hook import Hook
 from trainwright.loop.metrics import ConfiguredMetric, reject_no_metric
 from trainwright.loop.task import Task, overrides
-from trainwright.loop.trainer import Trainer, reject_wrong_constructor
+from trainwright.loop.trainer import Trainer
 from trainwright.models.from_config import build_model_section, build_without_memory, is_as_shipped
 from trainwright.models.pretrained_facts import PretrainedFacts
 from trainwright.optim.param_groups import (
@@ -43,6 +43,7 @@ from trainwright.optim.param_groups import (
 )
 from trainwright.parallel.collectives import Ranks
 from trainwright.registry import resolve as registry
+from trainwright.user_code.constructors import check_constructor
 from trainwright.user_code.locations import location_of
 from trainwright.user_code.methods import reject_wrong_methods
 from trainwright.writers.writer import Writer
@@ -64,7 +65,7 @@ class Build:
         """`kept` is what the pretrained folder told an earlier start: its weights then come from a checkpoint."""
         self.config = config
         self.project_dir = config.project_dir
-        self._ranks = ranks or Ranks()
+        self.ranks = ranks or Ranks()
         self._folder = folder or run_folder(config)
         self._kept = kept
         self._reader: str | None = None
@@ -103,7 +104,7 @@ class Build:
                 problem += " A Python file says so in `config`, or in a variable `model`."
             raise ConfigError(problem, where=where)
         project_dir, origin = Path(self.project_dir), self.config.origin
-        is_split = self._ranks.size > 1 and self._ranks.mesh.is_split
+        is_split = self.ranks.size > 1 and self.ranks.mesh.is_split
         self.first_has_weights = is_split and self._reader is None and is_as_shipped(section, project_dir=project_dir)
         if self.first_has_weights:
             return self._model_of_first(section)
@@ -190,7 +191,7 @@ class Build:
     def writers(self) -> list[Writer]:
         """The `writers` section, on the first rank."""
         self._used.add("writers")
-        if not self._ranks.is_first:
+        if not self.ranks.is_first:
             return []
         return [
             self._make("writer", f"writers.{number}", each, folder=self._folder)
@@ -212,7 +213,7 @@ class Build:
     def take_trainer(self, trainer_class: type[Trainer]) -> None:
         """Notes the class that asks for the model: a `build_model` of a user's may read the weights that it gets."""
         reject_wrong_methods(trainer_class, Trainer)
-        reject_wrong_constructor(trainer_class)
+        check_constructor(trainer_class)
         owner = next(each for each in trainer_class.__mro__ if "build_model" in vars(each))
         if not owner.__module__.startswith("trainwright."):
             self._reader = f"{owner.__name__}.build_model"
@@ -250,8 +251,8 @@ class Build:
         for each in made:
             if isinstance(each.metric, torch.nn.Module):
                 each.metric.to(device)
-                if self._ranks.mesh.loss_group is not None:  # torchmetrics' talk between ranks themselves
-                    each.metric.process_group = self._ranks.mesh.loss_group
+                if self.ranks.mesh.loss_group is not None:  # torchmetrics' talk between ranks themselves
+                    each.metric.process_group = self.ranks.mesh.loss_group
         return made
 
     def reject_unused(self) -> None:
@@ -288,7 +289,7 @@ class Build:
         model: torch.nn.Module | None = None
         facts: PretrainedFacts | None = None
         failure: Exception | None = None
-        if self._ranks.is_first:
+        if self.ranks.is_first:
             try:
                 model, facts = build_model_section(section, project_dir=project_dir, origin=origin, kept=self._kept)
             except Exception as error:
@@ -296,7 +297,7 @@ class Build:
         problem = failure
         if failure is not None and not isinstance(failure, TrainwrightError):  # perhaps one that cannot be sent
             problem = TrainwrightError(f"Rank 0 could not build the model: {type(failure).__name__}: {failure}")
-        self.pretrained_facts, problem = self._ranks.broadcast((facts, problem))
+        self.pretrained_facts, problem = self.ranks.broadcast((facts, problem))
         if problem is not None:
             raise failure or problem
         if model is None:

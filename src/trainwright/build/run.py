@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from trainwright.anomaly.detection import AnomalyWatch
+from trainwright.anomaly.detection import AnomalyDetector
 from trainwright.autotune.activation_checkpointing import settle_activation_checkpointing, wants_budget
 from trainwright.autotune.micro_batch import settle_micro_batch
-from trainwright.backends import Backend, pick_backend
+from trainwright.backends import Backend, Capture, pick_backend
 from trainwright.build.components import Build, describe_dtypes
 from trainwright.build.data import Loaders, describe_size, limits
 from trainwright.build.parallelize import ParallelizedModel, parallelize_model, reject_own_steps
@@ -25,6 +25,8 @@ from trainwright.checkpoint.listing import checkpoints_location
 from trainwright.checkpoint.remote_files import is_address
 from trainwright.checkpoint.remote_store import open_store
 from trainwright.checkpoint.resume import changed_settings, reject_changes, reject_strangers
+from trainwright.compile.graph import reject_ungraphable
+from trainwright.compile.regions import check_mode
 from trainwright.config import BatchPlan, Component, RunConfig, micro_batch_alone, resolve_batch, resolve_mesh
 from trainwright.config.component import type_of
 from trainwright.data.order import mix_seed
@@ -32,9 +34,7 @@ from trainwright.data.randomness import preserve_generators, seed_generators
 from trainwright.data.stream_loader import EvaluationData
 from trainwright.errors import ConfigError
 from trainwright.events import EventStorage
-from trainwright.loop.checkpointing import restore_checkpoint
-from trainwright.loop.compiled_forward import reject_modes
-from trainwright.loop.graph_step import reject_unrecorded
+from trainwright.loop.heartbeat import Heartbeat
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Builder, Trainer, TrainerContext
 from trainwright.loop.update import LossScale, ScheduledOptimizer, Updater, persistent_buffers
@@ -255,7 +255,7 @@ def build_trainer(
         # No checkpoint is intact: the run begins again, with the weights of the pretrained folder.
         trainer, build = assemble(config, trainer_class, backend, ranks, folder, evaluates=evaluates)
     if step is not None:
-        restore_checkpoint(trainer, step, keep_settings=accept_changes)
+        trainer.restore_checkpoint(step, keep_settings=accept_changes)
         _realign(trainer, config, always=accept_changes)
         _go_on(trainer, saved)
     if ranks.is_first and not trainer.is_finished:
@@ -282,7 +282,7 @@ def _reject_auto(config: RunConfig, ranks: Ranks) -> None:
 def _introduce(trainer: Trainer) -> None:
     """Says in a few lines what will run, and where."""
     assert trainer.train_data is not None
-    batch, num_parameters = trainer.context.batch, sum(each.numel() for each in trainer.model.parameters())
+    batch, num_parameters = trainer.context.batch_plan, sum(each.numel() for each in trainer.model.parameters())
     axes = " × ".join(f"{axis} {size}" for axis, size in trainer.ranks.mesh.sizes.items() if size > 1)
     processes = f"{trainer.ranks.size} processes ({axes}), " if trainer.ranks.size > 1 else ""
     logger.info(
@@ -296,7 +296,7 @@ def _introduce(trainer: Trainer) -> None:
         trainer.config.runtime.precision,
         trainer.config.runtime.mode,
     )
-    sets = {**trainer.eval_data, **({"test": trainer.context.test_data} if trainer.context.test_data else {})}
+    sets = {**trainer.eval_data, **({"test": trainer.test_data} if trainer.test_data else {})}
     if sets:
         logger.info("Evaluates %s", ", ".join(f"{name} ({describe_size(each)})" for name, each in sets.items()))
     logger.info(
@@ -311,7 +311,7 @@ def _introduce(trainer: Trainer) -> None:
 
 def sets_of(trainer: Trainer) -> dict[str, EvaluationData]:
     """Returns the evaluation sets of a run by name, the test set included."""
-    test = trainer.context.test_data
+    test = trainer.test_data
     return dict(trainer.eval_data) if test is None else {**trainer.eval_data, test.name: test}
 
 
@@ -346,10 +346,10 @@ def _join(config: RunConfig) -> tuple[RunConfig, Backend, Ranks]:
         backend.repeat_bits()
     backend.claim()
     axes = resolve_mesh(config, processes.world_size())
-    reject_modes(config, axes)
+    check_mode(config, axes)
     facts = facts_of(config) if processes.world_size() > 1 else None
     ranks = processes.join(axes, collectives=backend.collectives, device_type=backend.device.type, facts=facts)
-    reject_unrecorded(config, ranks)
+    reject_ungraphable(config, ranks)
     name = ranks.broadcast(config.name)
     return config if name == config.name else config.derive({"name": name}), backend, ranks
 
@@ -390,17 +390,21 @@ def assemble(
     if not evaluates:
         eval_data, test = {}, None
     optimizers = _by_name(trainer_class.build_optimizers(build, parallelized.model), ranks.mesh) if for_training else {}
+    heartbeat, capture = Heartbeat(), Capture()
+    updater = _updater(config, parallelized, optimizers, build, batch, max_steps, heartbeat, capture)
     context = TrainerContext(
         backend=backend,
         ranks=ranks,
-        batch=batch,
+        batch_plan=batch,
         max_steps=max_steps,
-        updater=_updater(config, parallelized, optimizers, build, batch, max_steps, backend, ranks),
+        updater=updater,
         storage=EventStorage(max_steps=max_steps or None),
         hooks=trainer_class.build_hooks(build),
         writers=trainer_class.build_writers(build) if for_training else [],
         folder=folder,
         store=open_store(checkpoints_location(folder, config)),
+        heartbeat=heartbeat,
+        capture=capture,
         metrics=build.metrics(task, backend.device),
         test_data=None if test is None else loaders.for_evaluation("test", test),
     )
@@ -413,7 +417,6 @@ def assemble(
         optimizer=optimizers,
         train_dataset=train_data,
         validation_dataset=eval_data,
-        checkpoint_exporter=None,  # what it did is a setting, checkpoint.keep_best
         context=context,
     )
     # From here on ranks draw different numbers.
@@ -496,10 +499,10 @@ def _updater(
     build: Build,
     batch: BatchPlan,
     max_steps: int,
-    backend: Backend,
-    ranks: Ranks,
+    heartbeat: Heartbeat,
+    capture: Capture,
 ) -> Updater:
-    schedules = build.schedules(optimizers)
+    schedules, ranks, device = build.schedules(optimizers), build.ranks, parallelized.device
     return Updater(
         {name: ScheduledOptimizer(optimizer, schedules[name]) for name, optimizer in optimizers.items()},
         global_batch_size=batch.global_batch_size,
@@ -507,13 +510,18 @@ def _updater(
         ranks=ranks,
         max_grad_norm=config.trainer.max_grad_norm,
         max_grad_value=config.trainer.max_grad_value,
-        loss_scale=LossScale(backend.device) if config.runtime.precision == "fp16" else None,
-        watch=AnomalyWatch(
-            config.anomalies, device=backend.device, rank=ranks.rank, is_recorded=config.runtime.mode == "graph"
+        loss_scale=LossScale(device) if config.runtime.precision == "fp16" else None,
+        detector=AnomalyDetector(
+            config.anomalies,
+            device=device,
+            rank=ranks.rank,
+            capture=capture if config.runtime.mode == "graph" else None,
         ),
         buffers=persistent_buffers(parallelized.model),
         sync=parallelized.sync,
         pipeline=parallelized.pipeline(batch.gradient_accumulation_steps),
+        heartbeat=heartbeat,
+        capture=capture,
     )
 
 
@@ -559,8 +567,7 @@ def _realign(trainer: Trainer, config: RunConfig, *, always: bool) -> None:
     assert data is not None
     if always or data.places < trainer.step * data.global_batch_size:
         max_steps, _ = limits(config, data, steps_done=trainer.step)
-        trainer.max_steps = trainer.storage.max_steps = trainer.context.updater.max_steps = max_steps
-        trainer.config = trainer.config.derive({"trainer.max_steps": max_steps})
+        trainer.set_max_steps(max_steps)
 
 
 def _go_on(trainer: Trainer, saved: RunConfig | None) -> None:
@@ -568,10 +575,10 @@ def _go_on(trainer: Trainer, saved: RunConfig | None) -> None:
     step = trainer.step
     renamed = {"name": trainer.config.name, "output_dir": trainer.config.output_dir}
     if saved is None or saved.derive(renamed) != trainer.config:
-        trainer.ended_under = 0  # stopped then, but perhaps not with the settings of now
+        trainer.reopen()  # it was stopped with other settings
     if trainer.ranks.is_first:
         # A step that was saved before it was written is written again, so its lines go too.
-        cut_back(trainer.folder, trainer.step - 1 if trainer.has_unfinished_step else trainer.step)
+        cut_back(trainer.folder, trainer.step - 1 if trainer.state.has_unfinished_step else trainer.step)
     logger.info("Resumed from %s, step %d of %d", trainer.context.store.path(step), step, trainer.max_steps)
     then = saved.trainer.max_steps if saved is not None else None
     if then is not None and then != trainer.max_steps:

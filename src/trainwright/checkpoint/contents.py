@@ -45,7 +45,7 @@ def collect(
     generators: list[dict[str, Any]],
     step: int,
     has_unfinished_step: bool,
-    ended_under: int,
+    max_steps_at_end: int,
     unclaimed_hook_state: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Returns a checkpoint's parts. `generators` has one entry a data rank; `events` counts all ranks."""
@@ -57,7 +57,7 @@ def collect(
         "training": {
             "step": step,
             "has_unfinished_step": has_unfinished_step,
-            "ended_under": ended_under,
+            "max_steps_at_end": max_steps_at_end,
             "data": dict(data),
             "hooks": {**unclaimed_hook_state, **{key: hook.state_dict() for key, hook in hooks.items()}},
             "events": dict(events),

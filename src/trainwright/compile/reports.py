@@ -29,7 +29,7 @@ _REASON = re.compile(r"^Graph Break Reason: (.+)$", re.MULTILINE)
 _EXPLANATION = re.compile(r"^\s*Explanation: (.+)$", re.MULTILINE)
 _HINT = re.compile(r"^\s*Hint: (.+)$", re.MULTILINE)
 _GUARD = re.compile(r"^\s*- \d+/\d+: (.+)$", re.MULTILINE)
-_COMPILED = (PACKAGE + "loop/compiled_forward.py", PACKAGE + "memory/repeated_blocks.py")
+_COMPILED = (PACKAGE + "compile/regions.py", PACKAGE + "memory/repeated_blocks.py")
 # A hint of no use to who trains: they say that torch cannot do it.
 _IDLE_HINTS = ("issue", "fundamental", "fullgraph", "TORCH_LOGS", "torch._dynamo.config", "Avoid calling")
 _PREFACE = "Encountered graph break when attempting to trace"

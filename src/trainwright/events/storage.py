@@ -169,6 +169,19 @@ class EventStorage:
         finally:
             self._scope = outer
 
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
+        """Drops what is put inside the block: a trial forward leaves no values."""
+        kept = dict(vars(self))
+        self._pending, self._traced, self._objects, self._window = [], {}, {}, {}
+        self._histories = {name: values.copy() for name, values in self._histories.items()}
+        _stack.append(self)
+        try:
+            yield
+        finally:
+            _stack.remove(self)
+            vars(self).update(kept)
+
     # a step that is recorded: its code runs once, and what it puts is put again after each replay
 
     def begin_recording(self) -> None:

@@ -7,6 +7,7 @@ import math
 import re
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +18,13 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainwright.backends import reads_at_once
+from trainwright.backends.backend import AUTOCAST_DTYPES
 from trainwright.backends.private_torch import FakeTensorMode, tree_map_only
 from trainwright.checkpoint.contents import generator_state, restore_generators
-from trainwright.events import EventStorage, Mean
+from trainwright.events import Mean
 from trainwright.loop.task import overrides
 from trainwright.loop.trainer import Trainer
+from trainwright.parallel.collectives import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -201,12 +204,32 @@ def can_count_within(trainer: Trainer) -> bool:
     return trainer.config.runtime.mode == "eager" and (model is None or "compile_repeated_blocks" not in model.reserved)
 
 
+def flops_per_token(model: torch.nn.Module, ranks: Ranks) -> float:
+    """Returns the operations of a step per token, by the number of parameters alone: six for a trained one.
+
+    Two each for the forward, the gradient of the activations and, where it is trained, the gradient of the weight.
+    """
+    own = sum((6 if each.requires_grad else 4) * each.numel() for each in model.parameters())
+    # The parameters of a pipeline stage are its own; those of the other layouts have their full shape on every rank.
+    return float(sum(ranks.gather(own)) * ranks.mesh.size("pipeline") / ranks.size)
+
+
+def matmul_dtype(model: torch.nn.Module, precision: str) -> torch.dtype:
+    """Returns the dtype of most matrix products of a forward."""
+    if precision in AUTOCAST_DTYPES:
+        return AUTOCAST_DTYPES[precision]
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            sizes[parameter.dtype] += parameter.numel()
+    return sizes.most_common(1)[0][0] if sizes else torch.float32
+
+
 def estimate_flops(trainer: Trainer, tokens_per_step: float | None) -> int | None:
-    """Returns six operations for each parameter and token, on this rank; None where nobody knows either number."""
+    """Returns the operations of a step on this rank, from the number of parameters; None without tokens."""
     if tokens_per_step is None or trainer.context.updater.pipeline is not None:
         return None
-    num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-    return round(6 * num_parameters * tokens_per_step / trainer.ranks.size)
+    return round(flops_per_token(trainer.model, Ranks()) * tokens_per_step / trainer.ranks.size)
 
 
 def count_aside(trainer: Trainer, batch: Any) -> int | None:
@@ -214,7 +237,7 @@ def count_aside(trainer: Trainer, batch: Any) -> int | None:
 
     `batch` has a TensorLike in each tensor's place. Weights, buffers, generators and storage are left alone.
     """
-    generators = generator_state()
+    generators, current = generator_state(), trainer.batch
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), _on_fakes(trainer), flop_counter() as counter:
             fakes = tree_map_only(TensorLike, lambda like: _fake(like, trainer.device), batch)
@@ -228,6 +251,7 @@ def count_aside(trainer: Trainer, batch: Any) -> int | None:
         logger.info("The operations of a step could not be counted: %s", reason)
         return None
     finally:
+        trainer.set_batch(current.value, current.num_samples)
         restore_generators(generators)
 
 
@@ -266,15 +290,12 @@ def _on_fakes(trainer: Trainer) -> Iterator[None]:
             fake = torch.empty_like(tensor)
             is_parameter = isinstance(tensor, torch.nn.Parameter)
             fakes[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
-    storage, samples = trainer.storage, trainer.samples_in_hand
     try:
         for held, name, tensor in places:
             held[name] = fakes[id(tensor)]
         # Compiled code would run as it was compiled, for real tensors.
-        with EventStorage() as unread, torch.compiler.set_stance("force_eager"):
-            trainer.storage = unread
+        with trainer.storage.isolated(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         for held, name, tensor in places:
             held[name] = tensor
-        trainer.storage, trainer.samples_in_hand = storage, samples

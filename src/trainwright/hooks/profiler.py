@@ -9,16 +9,14 @@ import os
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.profiler import profile, record_function
+from torch.profiler import profile
 
-from trainwright.backends.backend import AUTOCAST_DTYPES
 from trainwright.backends.private_torch import tree_map_only
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.hooks.flops import (
@@ -30,126 +28,29 @@ from trainwright.hooks.flops import (
     estimate_flops,
     flop_counter,
     known_peak,
+    matmul_dtype,
     measure_matrix_rate,
     wait_for,
 )
+from trainwright.loop.heartbeat import PHASES, PhaseTrace
 from trainwright.loop.hook import Hook
 
 if TYPE_CHECKING:
-    from trainwright.loop.trainer import Trainer
+    pass
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "trainwright: "
-
 LEFT_OUT = ("evaluate", "save")
-"""What belongs to no step: a profile does not count it."""
+"""Phases that belong to no step: a profile does not count them."""
 
-_OF_PHASE = {
+_ROWS_OF_PHASES = {
     "data": "data",
     "reduce": "communication",
     "update": "optimizer",
     "evaluate": "evaluate",
     "save": "save",
 }
-"""The name of a phase of the loop (loop/heartbeat.py); of the others it is `host`."""
-
-
-class Ranges:
-    """Names in the trace from `put_in` until `take_out`."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        # A replayed update has no parts that the host could tell apart.
-        self._of_step = "replay" if trainer.config.runtime.mode == "graph" else "host"
-        self._of_vote = "communication" if trainer.ranks.size > 1 else "host"
-        self._open: record_function | None = None
-        self._name = self._outer = "host"
-        self._put: list[tuple[Any, str, Any]] = []
-        self.num_tokens = 0
-        """Those of this rank's batches so far, where batches have `input_ids`."""
-        self.batch: Any = None
-        """The first batch, with a `TensorLike` in each tensor's place."""
-
-    def put_in(self) -> None:
-        """Begins, between two steps."""
-        trainer = self._trainer
-        self._wrap(trainer.phases, "enter", self._enter_phase)
-        self._wrap(trainer, "next_train_inputs", self._next_inputs)
-        self._wrap(trainer, "run_forward", self._named("forward"))
-        self._wrap(trainer.context.updater, "begin", self._begin_update)
-        self._switch("host")
-
-    def take_out(self) -> None:
-        """Ends; the trainer is as it was."""
-        for owner, name, before in reversed(self._put):
-            if before is None:
-                vars(owner).pop(name, None)
-            else:
-                vars(owner)[name] = before
-        self._put = []
-        self._switch(None)
-
-    def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        """Puts `around` before a method of one object, not of its class; it gets the method and its arguments."""
-        act = getattr(owner, name)
-        self._put.append((owner, name, vars(owner).get(name)))
-        vars(owner)[name] = lambda *arguments, **options: around(act, *arguments, **options)
-
-    def _switch(self, name: str | None) -> None:
-        if self._open is not None:
-            self._open.__exit__(None, None, None)
-            self._open = None
-        if name is not None:
-            self._name = name
-            self._open = record_function(PREFIX + name)
-            self._open.__enter__()  # type: ignore[no-untyped-call]
-
-    @contextmanager
-    def _within(self, name: str) -> Iterator[None]:
-        """Names what is inside; afterwards comes the name of the phase that the loop is in by then."""
-        if self._name in LEFT_OUT:  # the forward of an evaluation
-            yield
-            return
-        self._switch(name)
-        try:
-            yield
-        finally:
-            if self._put:
-                self._switch(self._outer)
-
-    def _named(self, name: str) -> Callable[..., Any]:
-        def call(act: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-            with self._within(name):
-                return act(*arguments, **options)
-
-        return call
-
-    def _enter_phase(self, enter: Callable[[str, int], None], phase: str, step: int) -> None:
-        if phase == "step":
-            self._outer = self._of_step
-        elif phase == "vote":
-            self._outer = self._of_vote
-        else:
-            self._outer = _OF_PHASE.get(phase, "host")
-        self._switch(self._outer)
-        enter(phase, step)
-
-    def _next_inputs(self, act: Callable[..., Any], iterator: Iterator[Any]) -> Any:
-        batch = act(iterator)
-        if self.batch is None:
-            self.batch = tree_map_only(torch.Tensor, lambda tensor: TensorLike(tensor.shape, tensor.dtype), batch)
-        if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
-            self.num_tokens += batch["input_ids"].numel()
-        return batch
-
-    def _begin_update(self, begin: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        update = begin(*arguments, **options)
-        # The update lives for one step: nobody need take these out.
-        for name, row in (("backward", "backward"), ("apply", "optimizer")):
-            act, named = getattr(update, name), self._named(row)
-            vars(update)[name] = lambda *given, act=act, named=named, **more: named(act, *given, **more)
-        return update
+"""The row of a phase of the loop (loop/heartbeat.py); that of the others is `host`."""
 
 
 ROWS = ("data", "host", "forward", "backward", "optimizer", "replay", "communication", "idle")
@@ -186,19 +87,22 @@ class _Span(NamedTuple):
     row: str
 
 
-def read_trace(path: Path) -> Shares:
-    """Reads what torch's `export_chrome_trace` wrote, gzipped."""
+def read_trace(path: Path, rows: Mapping[str, str] | None = None) -> Shares:
+    """Reads what torch's `export_chrome_trace` wrote, gzipped; `rows` are further rows of phases."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
-        return share_out(json.load(file)["traceEvents"])
+        return share_out(json.load(file)["traceEvents"], rows)
 
 
-def share_out(events: Iterable[Mapping[str, Any]]) -> Shares:
-    """Gives every moment between the first range's beginning and the last one's end to one row."""
+def share_out(events: Iterable[Mapping[str, Any]], rows: Mapping[str, str] | None = None) -> Shares:
+    """Assigns every instant between the start of the first range and the end of the last one to one row."""
+    row_of = {**dict.fromkeys(PHASES, "host"), **_ROWS_OF_PHASES, **(rows or {})}
+    prefix = PhaseTrace.PREFIX
     whole = [event for event in events if event.get("ph") == "X"]
     ranges = sorted(
-        _Span(float(event["ts"]), float(event["ts"]) + float(event["dur"]), str(event["name"]).removeprefix(PREFIX))
+        _Span(float(event["ts"]), float(event["ts"]) + float(event["dur"]), row_of.get(name, name))
         for event in whole
-        if event.get("cat") == "user_annotation" and str(event["name"]).startswith(PREFIX)
+        if event.get("cat") == "user_annotation" and str(event["name"]).startswith(prefix)
+        for name in [str(event["name"]).removeprefix(prefix)]
     )
     if not ranges:
         raise TrainwrightError("The trace has none of the ranges that a profile of steps puts into it.")
@@ -435,8 +339,11 @@ class Profiler(Hook):
         self._start = 0
         self._counts_first = False
         self._profile: Any = None
-        self._ranges: Ranges | None = None
         self._has_begun = False
+        self._num_tokens = 0
+        """Those of this rank's profiled batches, if batches have `input_ids`."""
+        self._batch: Any = None
+        """The first profiled batch, with a `TensorLike` for each tensor."""
 
     def before_train(self) -> None:
         """Decides which steps are profiled."""
@@ -475,12 +382,19 @@ class Profiler(Hook):
             counter, self._counter = self._counter, None
             counter.__exit__(None, None, None)
             self._counted_flops = int(counter.get_total_flops())
-        if self.trainer.step == self._end and self._ranges is not None:
+        if self._profile is None:
+            return
+        batch = self.trainer.batch.value
+        if self._batch is None:
+            self._batch = tree_map_only(torch.Tensor, lambda tensor: TensorLike(tensor.shape, tensor.dtype), batch)
+        if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
+            self._num_tokens += batch["input_ids"].numel()
+        if self.trainer.step == self._end:
             self._finish()
 
     def after_train(self) -> None:
         """Ends a profile that the run's end has cut short."""
-        if self._ranges is not None:
+        if self._profile is not None:
             self._finish()
 
     def close(self) -> None:
@@ -488,10 +402,10 @@ class Profiler(Hook):
         if self._counter is not None:
             self._counter.__exit__(None, None, None)
             self._counter = None
-        if self._ranges is not None:
-            self._ranges.take_out()
+        if self._profile is not None:
+            self.trainer.heartbeat.end_trace()
             self._profile.stop_trace()
-            self._ranges = self._profile = None
+            self._profile = None
 
     def _start_clock(self) -> None:
         wait_for(self.trainer.device)
@@ -506,7 +420,7 @@ class Profiler(Hook):
         return time.perf_counter() - self._clock - (self._seconds_left_out() - self._left_out)
 
     def _seconds_left_out(self) -> float:
-        return sum(self.trainer.phases.seconds_in(phase) for phase in LEFT_OUT)
+        return sum(self.trainer.heartbeat.seconds_in(phase) for phase in LEFT_OUT)
 
     def _num_samples_since(self) -> int:
         assert self.trainer.train_data is not None
@@ -521,39 +435,43 @@ class Profiler(Hook):
         self._profile.prepare_trace()
         self._start_clock()
         self._profile.start_trace()
-        self._ranges = Ranges(self.trainer)
-        self._ranges.put_in()
+        self.trainer.heartbeat.start_trace()
 
     def _finish(self) -> None:
-        ranges, profiled = self._ranges, self._profile
-        assert ranges is not None
-        ranges.take_out()
+        profiled = self._profile
+        self.trainer.heartbeat.end_trace()
         wait_for(self.trainer.device)
         profiled.stop_trace()
-        self._ranges = self._profile = None
+        self._profile = None
         first, last = self._begin + 1, self.trainer.step
         folder = self.trainer.folder / PROFILE_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"steps-{first}-{last}-rank-{self.trainer.ranks.rank}.json.gz"
         profiled.export_chrome_trace(str(path))
         if self.trainer.ranks.is_first:
-            summary = self._summarise(path, ranges, first, last)
+            summary = self._summarise(path, first, last)
             (folder / "summary.txt").write_text(summary.text() + "\n", encoding="utf-8")
             (folder / "summary.json").write_text(json.dumps(summary.to_dict(), indent=2) + "\n", encoding="utf-8")
             logger.info("%s", summary.text())
 
-    def _summarise(self, trace: Path, ranges: Ranges, first: int, last: int) -> ProfileSummary:
-        trainer, shares, num_steps = self.trainer, read_trace(trace), last - first + 1
+    def _summarise(self, trace: Path, first: int, last: int) -> ProfileSummary:
+        trainer, num_steps = self.trainer, last - first + 1
+        # A replayed update has no parts that the host could tell apart.
+        rows = {
+            "step": "replay" if trainer.config.runtime.mode == "graph" else "host",
+            "vote": "communication" if trainer.ranks.size > 1 else "host",
+        }
+        shares = read_trace(trace, rows)
         num_samples = self._num_samples_since()
         seconds, samples = shares.total / num_steps, num_samples / num_steps
         if self._timed is not None:
             num_timed = self._begin - self._timed_from
             seconds, samples = self._timed[0] / num_timed, self._timed[1] / num_timed
-        tokens = self._tokens_per_step(ranges, num_samples, samples)
+        tokens = self._tokens_per_step(num_samples, samples)
         flops = self._counted_flops
         if flops is None and can_count_aside(trainer):
-            flops = count_aside(trainer, ranges.batch)
-        dtype = _dtype_of_products(trainer.model, trainer.config.runtime.precision)
+            flops = count_aside(trainer, self._batch)
+        dtype = matmul_dtype(trainer.model, trainer.config.runtime.precision)
         return ProfileSummary(
             first_step=first,
             last_step=last,
@@ -569,21 +487,10 @@ class Profiler(Hook):
             trace=trace,
         )
 
-    def _tokens_per_step(self, ranges: Ranges, num_samples: int, samples_per_step: float) -> float | None:
+    def _tokens_per_step(self, num_samples: int, samples_per_step: float) -> float | None:
         """Returns the tokens of a step over all ranks: by the dataset's word, else as the profiled batches had."""
         assert self.trainer.train_data is not None
         per_sample = getattr(self.trainer.train_data.dataset, "tokens_per_sample", None)
-        if per_sample is None and ranges.num_tokens and num_samples:
-            per_sample = ranges.num_tokens * self.trainer.ranks.mesh.num_data_ranks / num_samples
+        if per_sample is None and self._num_tokens and num_samples:
+            per_sample = self._num_tokens * self.trainer.ranks.mesh.num_data_ranks / num_samples
         return None if per_sample is None else float(per_sample) * samples_per_step
-
-
-def _dtype_of_products(model: torch.nn.Module, precision: str) -> torch.dtype:
-    """Returns what most matrix products of a forward are computed in."""
-    if precision in AUTOCAST_DTYPES:
-        return AUTOCAST_DTYPES[precision]
-    sizes: Counter[torch.dtype] = Counter()
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            sizes[parameter.dtype] += parameter.numel()
-    return sizes.most_common(1)[0][0] if sizes else torch.float32

@@ -24,7 +24,7 @@ import torch.distributed
 import trainwright.parallel
 from trainwright.config import WatchdogSection
 from trainwright.errors import HANG_EXIT_CODE
-from trainwright.loop.heartbeat import PHASES, Phases
+from trainwright.loop.heartbeat import PHASES, Heartbeat
 from trainwright.loop.hook import Hook
 from trainwright.parallel.collectives import (
     ANSWER_SECONDS,
@@ -61,7 +61,9 @@ def is_debugged(thread: int) -> bool:
     return False
 
 
-def write_rank_report(folder: Path, rank: int, standing: Standing, phases: Phases, *, thread: int, places: str) -> None:
+def write_rank_report(
+    folder: Path, rank: int, standing: Standing, heartbeat: Heartbeat, *, thread: int, places: str
+) -> None:
     """Writes rank-R.txt, and what torch recorded of the collectives to rank-R-collectives.json."""
     folder.mkdir(parents=True, exist_ok=True)
     usual = "not known yet" if standing.usual is None else f"{standing.usual:.3g} s"
@@ -72,7 +74,7 @@ def write_rank_report(folder: Path, rank: int, standing: Standing, phases: Phase
         f"Inside a collective: {'yes' if standing.is_waiting else 'no'}; begun so far: {standing.num_collectives}.",
         places,
         "Seconds in each phase since the start: "
-        + ", ".join(f"{phase} {phases.seconds_in(phase):.1f}" for phase in PHASES if phases.num_finished(phase)),
+        + ", ".join(f"{phase} {heartbeat.seconds_in(phase):.1f}" for phase in PHASES if heartbeat.num_finished(phase)),
         *(f"Child process {child.name}: {child.pid}" for child in multiprocessing.active_children()),
         "",
         _stacks(thread),
@@ -124,7 +126,7 @@ def end_children() -> None:
 
 
 REGULAR = frozenset({"data", "step", "reduce", "update", "vote"})
-"""Phases that every step has, and that take about as long each time."""
+"""Heartbeat that every step has, and that take about as long each time."""
 ENOUGH_FINISHED = 5
 PATIENCE = 3.0
 
@@ -166,15 +168,15 @@ class Standing:
 LEFT = Standing("leave", 0, 0.0, None, 0.0, None, is_waiting=False, has_left=True)
 
 
-def limit_seconds(phases: Phases, phase: str, *, factor: float, min_seconds: float) -> float:
+def limit_seconds(heartbeat: Heartbeat, phase: str, *, factor: float, min_seconds: float) -> float:
     """Returns after how many seconds a phase is stuck: factor × its median, at least min_seconds.
 
     A phase that was not finished five times yet has three times min_seconds, for the first steps compile and
     warm up. So have, always, those that do different things each time: hooks, evaluations, writing, saving.
     """
-    is_settled = phases.num_finished(phase) >= ENOUGH_FINISHED
+    is_settled = heartbeat.num_finished(phase) >= ENOUGH_FINISHED
     least = min_seconds if is_settled and phase in REGULAR else PATIENCE * min_seconds
-    usual = phases.median_seconds(phase) if is_settled else None
+    usual = heartbeat.median_seconds(phase) if is_settled else None
     return max(least, factor * (usual or 0.0))
 
 
@@ -272,7 +274,7 @@ _STOPPED_SECONDS = 5.0  # a look that comes so much too late: the whole process 
 
 
 class Watchdog(Hook):
-    """Ends a run that is stuck, after writing RUN/watchdog/step-N; also puts `slowest_rank_share` with several ranks.
+    """Ends a run that is stuck, after writing RUN/watchdog/step-N.
 
     Stuck is a phase that takes `factor` times its median and at least `min_seconds`; see `limit_seconds` for phases
     without a median worth the name. A rank that is stopped as a whole (SIGSTOP, a suspended job) is missed by the
@@ -282,22 +284,17 @@ class Watchdog(Hook):
     def __init__(self, section: WatchdogSection) -> None:
         self._section = section
         self._watcher: _Watcher | None = None
-        self._phases: Phases | None = None
-        self._worked = 0.0
 
     def before_train(self) -> None:
         """Starts the thread, on every rank."""
         trainer, ranks = self.trainer, self.trainer.ranks
-        if ranks.size > 1:
-            self._phases = trainer.phases
-            self._worked = trainer.phases.seconds_at_work()
         if self._section.watch:
             own = (os.urandom(8).hex(), identify_process(os.getpid()))
             topics, processes = zip(*ranks.gather(own), strict=True)
             # A topic of its own, for the store outlives this run where a process trains several.
             notes = Notes(f"watchdog/{topics[0]}", answer_seconds=ANSWER_SECONDS) if ranks.size > 1 else None
             self._watcher = _Watcher(
-                trainer.phases,
+                trainer.heartbeat,
                 ranks,
                 self._section,
                 notes=notes,
@@ -307,13 +304,6 @@ class Watchdog(Hook):
                 describe_places=self._describe_places,
             )
             self._watcher.start()
-
-    def after_step(self) -> None:
-        """Notes how long this rank worked at the step while it waited for nobody."""
-        if self._phases is not None:
-            worked = self._phases.seconds_at_work()
-            self.trainer.storage.put_spread("slowest_rank_share", worked - self._worked)
-            self._worked = worked
 
     def close(self) -> None:
         """Ends the thread, unless it is about to end the process."""
@@ -353,7 +343,7 @@ class _Watcher(threading.Thread):
 
     def __init__(
         self,
-        phases: Phases,
+        heartbeat: Heartbeat,
         ranks: Ranks,
         section: WatchdogSection,
         *,
@@ -364,7 +354,7 @@ class _Watcher(threading.Thread):
         describe_places: Callable[[], str],
     ) -> None:
         super().__init__(name="trainwright-watchdog", daemon=True)
-        self._phases = phases
+        self._heartbeat = heartbeat
         self._rank, self._size = ranks.rank, ranks.size
         self._section = section
         self._notes = notes
@@ -419,7 +409,7 @@ class _Watcher(threading.Thread):
             if monotonic() < self._ask_again_at or not self._stands().is_overdue:
                 return
             asker = self._notes.write_first(inquiry, str(self._rank))
-        began = self._phases.current[2]
+        began = self._heartbeat.current[2]
         self._notes.write(f"answer/{self._inquiry}/{self._rank}", self._stands().to_json())
         if asker == str(self._rank):
             verdict = self._judge(began)
@@ -433,13 +423,15 @@ class _Watcher(threading.Thread):
         self._inquiry += 1
 
     def _stands(self) -> Standing:
-        phase, step, since = self._phases.current
-        limit = limit_seconds(self._phases, phase, factor=self._section.factor, min_seconds=self._section.min_seconds)
+        phase, step, since = self._heartbeat.current
+        limit = limit_seconds(
+            self._heartbeat, phase, factor=self._section.factor, min_seconds=self._section.min_seconds
+        )
         return Standing(
             phase=phase,
             step=step,
             seconds=monotonic() - max(since, self._awake_since),
-            usual=self._phases.median_seconds(phase),
+            usual=self._heartbeat.median_seconds(phase),
             limit=float("inf") if is_debugged(self._thread) else limit,
             num_collectives=num_collectives_begun() if self._size > 1 else None,
             is_waiting=is_in_collective(self._thread),
@@ -451,7 +443,7 @@ class _Watcher(threading.Thread):
         """Reads every rank's answer and says whether it is a hang, and whose."""
         standings = self._collect_answers()
         missing = find_missing(standings)
-        if self._phases.current[2] != began or not is_hang(standings, missing):
+        if self._heartbeat.current[2] != began or not is_hang(standings, missing):
             # Somebody is busy within its own limits: no need to ask again before it is overdue.
             left = [each.limit - each.seconds for rank in missing if (each := standings[rank]) is not None]
             self._ask_again_at = monotonic() + min([*left, self._section.min_seconds])
@@ -527,7 +519,7 @@ class _Watcher(threading.Thread):
 
     def _write_own(self, folder: Path) -> None:
         write_rank_report(
-            folder, self._rank, self._stands(), self._phases, thread=self._thread, places=self._describe_places()
+            folder, self._rank, self._stands(), self._heartbeat, thread=self._thread, places=self._describe_places()
         )
 
     def _tell_user(self, verdict: _Verdict) -> None:

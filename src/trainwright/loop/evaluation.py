@@ -1,6 +1,7 @@
 """Evaluates named sets: each sample counts once for any number of ranks.
 
-Sums stay on the device until a pass is over, so memory does not grow with the set.
+Sums stay on the device until a pass is over, so memory does not grow with the set. `evaluate_checkpoints` evaluates
+the checkpoints of a training that runs elsewhere.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from trainwright.backends.host_memory import GarbageCollection
 from trainwright.checkpoint.contents import generator_state, restore_generators
 from trainwright.checkpoint.folder import read_config
 from trainwright.checkpoint.manifest import read_manifest
@@ -27,9 +29,10 @@ from trainwright.data.stream_loader import EvaluationData
 from trainwright.errors import CheckpointError, TrainwrightError
 from trainwright.events import EventStorage, Mean
 from trainwright.events.mean import merge, summarise
-from trainwright.loop.checkpointing import restore_weights
+from trainwright.loop.hook import HookCalls
 from trainwright.loop.metrics import ConfiguredMetric
 from trainwright.loop.outputs import ForwardResult
+from trainwright.loop.stop_signal import StopSignal
 from trainwright.loop.task import Task, overrides
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.replicate import copy_from_first
@@ -42,29 +45,29 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_EVAL_STREAM = 0xE7A1  # keeps an evaluation's randomness apart from that of steps
+_EVAL_STREAM = 0xE7A1  # separates the randomness of evaluations from that of steps
 
-TOGETHER_SECONDS = 10.0
-"""How long a rank that failed in a forward of a split model waits to hear that all others have failed too."""
+AGREEMENT_SECONDS = 10.0
+"""How long a rank that failed in a forward of a sharded model waits to learn that all others have failed too."""
 _POLL_SECONDS = 0.05
 
 
-class EvaluationAbandoned(Exception):  # noqa: N818 # not an error: the run that goes on evaluates anew
-    """The run was told to leave in the midst of an evaluation."""
+class EvaluationAbandoned(Exception):  # noqa: N818 # not an error: the resumed run evaluates again
+    """The run was interrupted during an evaluation."""
 
 
 class _FailedElsewhere(Exception):  # noqa: N818 # another rank has the error
-    """Another rank has failed; which one and why is told where all ranks meet next."""
+    """Another rank has failed; which one and why is raised at the next collective call."""
 
 
 class EvalLogs(dict[str, Any]):
-    """What `eval_step` returns by default: the loss and metrics, with the forward's outputs beside them."""
+    """What `eval_step` returns by default: the loss and metrics, with the outputs of the forward as an attribute."""
 
     outputs: Mapping[str, Any] | None = None
 
 
-def read_eval(result: ForwardResult) -> EvalLogs:
-    """Turns a forward's result into the logs of an evaluation step."""
+def logs_of(result: ForwardResult) -> EvalLogs:
+    """Turns the result of a forward into the logs of an evaluation step."""
     logs = EvalLogs(loss=result.loss, **result.metrics)
     logs.outputs = result.outputs
     return logs
@@ -117,73 +120,98 @@ def _double(value: Any) -> Any:
     return value.detach().double() if isinstance(value, torch.Tensor) else float(value)
 
 
-def evaluate_sets(trainer: Trainer, sets: Mapping[str, EvaluationData]) -> dict[str, float]:
-    """Evaluates several sets and returns their logs, each prefixed with its set's name, the same on every rank.
+class Evaluator:
+    """Evaluates sets with a trainer's `eval_begin`, `next_eval_inputs`, `eval_step` and `eval_end`."""
 
-    Training goes on as if it had not happened: modes of modules and generators are put back.
-    """
-    logs: dict[str, float] = {}
-    training = [module for module in trainer.model.modules() if module.training]
-    generators = generator_state()
-    try:
-        _together(trainer.ranks, lambda: trainer.callbacks.call("before_eval"))
-        copy_from_first(trainer.model.buffers(), trainer.ranks)  # running means are each rank's own until now
-        trainer.model.eval()
-        for name, data in sets.items():
-            trainer.backend.seed(mix_seed(trainer.config.seed, _EVAL_STREAM, *trainer.ranks.mesh.draws))
-            values = _evaluate_set(trainer, data)
-            logs.update({f"{name}/{key}": value for key, value in values.items()})
-        # A user's own metric may differ between ranks; what is decided by it (best, stop) must not.
-        logs = trainer.ranks.broadcast(logs)
-    except Exception:
-        # Hooks undo what they did for the evaluation (averaged weights are swapped back) before anything is saved.
-        trainer.callbacks.call_all("after_eval", {})
-        raise
-    finally:
-        trainer.eval_name = None
-        restore_generators(generators)
-        trainer.seed_step()
-        for module in training:
-            module.training = True
-    # All of them even if one raises: the step is saved then, and must not be saved with averaged weights.
-    errors = trainer.callbacks.call_all("after_eval", logs)
-    failure = errors[0] if errors else None
-    _reject_failure(failure, trainer.ranks.gather(_describe(failure)))
-    return logs
+    def __init__(
+        self,
+        trainer: Trainer,
+        *,
+        metrics: Sequence[ConfiguredMetric],
+        stop_signal: StopSignal,
+        garbage: GarbageCollection,
+    ) -> None:
+        self._trainer = trainer
+        self._ranks = trainer.ranks
+        self._metrics = metrics
+        self._stop_signal = stop_signal
+        self._garbage = garbage
+        self.set_name: str | None = None
+        """The set that is being evaluated."""
+        self.averages: dict[str, float] = {}
+        """The means of the current set over all ranks, for `eval_end`."""
 
+    def evaluate(
+        self, sets: Mapping[str, EvaluationData], hooks: HookCalls, *, can_be_abandoned: bool = False
+    ) -> dict[str, float]:
+        """Evaluates several sets and returns their logs, each prefixed with its set's name, the same on every rank.
 
-@torch.no_grad()
-def _evaluate_set(trainer: Trainer, data: EvaluationData) -> dict[str, float]:
-    """Evaluates one set and returns its logs, unprefixed.
-
-    What a model puts meanwhile goes into a storage of the set's own, and joins its logs: in the run's
-    storage it would mix with the values of training steps.
-    """
-    trainer.eval_name = data.name
-    one_pass = _Pass(trainer)
-    failure: Exception | None = None
-    with EventStorage() as puts, closing(data.batches(trainer.backend.to_device)) as iterator:
-        puts.step = trainer.step
-        _together(trainer.ranks, one_pass.begin)
+        Training is not disturbed: the modes of modules and the generators are restored. With `can_be_abandoned` an
+        interruption raises EvaluationAbandoned at the next batch.
+        """
+        trainer, ranks = self._trainer, self._ranks
+        logs: dict[str, float] = {}
+        training = [module for module in trainer.model.modules() if module.training]
+        generators = generator_state()
         try:
-            one_pass.run(iterator, data)
-        except Exception as error:
-            if one_pass.is_torn and not one_pass.have_all_failed():
-                trainer.ranks.go_alone()  # the others wait in a forward for this rank's part of the model
-                raise
-            failure = error
-        # Ranks agree on each batch of a stream: one that leaves early says so there, before all of them meet here.
-        iterator.close()
-        # Before anything else that ranks do together: if one failed, all must leave here.
-        updates = one_pass.num_updates if trainer.ranks.mesh.is_loss_rank else None
-        shares = trainer.ranks.gather((puts.take_window(), updates, _describe(failure)))
-    _reject_failure(failure, [text for _, _, text in shares])
-    put = summarise(merge([window for window, _, _ in shares]))
-    averages = one_pass.averages.over_ranks(trainer.ranks)
-    fewest = min(updates for _, updates, _ in shares if updates is not None)
-    computed = _compute(trainer.context.metrics, trainer.ranks, fewest, data)
-    trainer.eval_averages = {**put, **averages, **computed}
-    return _together(trainer.ranks, lambda: _numbers(trainer.eval_end(one_pass.state), trainer))
+            _together(ranks, lambda: hooks.call("before_eval"))
+            copy_from_first(trainer.model.buffers(), ranks)  # running means differ between ranks until now
+            trainer.model.eval()
+            for name, data in sets.items():
+                trainer.backend.seed(mix_seed(trainer.config.seed, _EVAL_STREAM, *ranks.mesh.draws))
+                values = self._evaluate_set(data, can_be_abandoned=can_be_abandoned)
+                logs.update({f"{name}/{key}": value for key, value in values.items()})
+            # A user's own metric may differ between ranks; decisions based on it (best, stop) must not.
+            logs = ranks.broadcast(logs)
+        except Exception:
+            # Hooks undo what they did for the evaluation (averaged weights are swapped back) before anything is saved.
+            hooks.call_all("after_eval", {})
+            raise
+        finally:
+            self.set_name = None
+            restore_generators(generators)
+            trainer.seed_step()
+            for module in training:
+                module.training = True
+        # All of them even if one raises: the step is saved then, and not with averaged weights.
+        errors = hooks.call_all("after_eval", logs)
+        failure = errors[0] if errors else None
+        _raise_failure(failure, ranks.gather(_describe(failure)))
+        return logs
+
+    @torch.no_grad()
+    def _evaluate_set(self, data: EvaluationData, *, can_be_abandoned: bool) -> dict[str, float]:
+        """Evaluates one set and returns its logs, unprefixed.
+
+        Values that the model puts go into a storage of the set's own and become part of its logs: in the run's storage
+        they would mix with the values of training steps.
+        """
+        trainer, ranks = self._trainer, self._ranks
+        self.set_name = data.name
+        one_pass = _Pass(self, trainer, can_be_abandoned=can_be_abandoned)
+        failure: Exception | None = None
+        with EventStorage() as puts, closing(data.batches(trainer.backend.to_device)) as iterator:
+            puts.step = trainer.state.step
+            _together(ranks, one_pass.begin)
+            try:
+                one_pass.run(iterator, data)
+            except Exception as error:
+                if one_pass.failed_in_forward and not one_pass.have_all_failed():
+                    ranks.go_alone()  # the others wait in a forward for this rank's shard of the model
+                    raise
+                failure = error
+            # Ranks agree on each batch of a stream: one that leaves early says so there, before the next collective.
+            iterator.close()
+            # Before any other collective: if one rank failed, all must leave here.
+            updates = one_pass.num_updates if ranks.mesh.is_loss_rank else None
+            shares = ranks.gather((puts.take_window(), updates, _describe(failure)))
+        _raise_failure(failure, [text for _, _, text in shares])
+        put = summarise(merge([window for window, _, _ in shares]))
+        averages = one_pass.averages.over_ranks(ranks)
+        fewest = min(updates for _, updates, _ in shares if updates is not None)
+        computed = _compute(self._metrics, ranks, fewest, data)
+        self.averages = {**put, **averages, **computed}
+        return _together(ranks, lambda: _numbers(trainer.eval_end(one_pass.state), trainer))
 
 
 class _Turns(Iterator[Any]):
@@ -201,14 +229,16 @@ class _Turns(Iterator[Any]):
 class _Pass:
     """One rank's pass over a set: the sums, and what the task aggregates."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, evaluator: Evaluator, trainer: Trainer, *, can_be_abandoned: bool) -> None:
         self.averages = Averages()
         self.state: Any = None
         self.num_updates = 0
         """Batches of this rank that held samples."""
-        self.is_torn = False
-        """Has this rank failed in a forward that needs every rank's part of the model?"""
+        self.failed_in_forward = False
+        """True if this rank failed in a forward that needs every rank's shard of the model."""
+        self._evaluator = evaluator
         self._trainer = trainer
+        self._can_be_abandoned = can_be_abandoned
         self._aggregates = overrides(trainer.task, "aggregate_logs", Task)
         self._is_split = trainer.ranks.mesh.is_split
         self._flag = f"torn/{trainer.ranks.broadcast(secrets.token_hex(8))}" if self._is_split else ""
@@ -217,7 +247,7 @@ class _Pass:
 
     def begin(self) -> None:
         """Begins the pass: metrics forget, the trainer is told."""
-        for metric in self._trainer.context.metrics:
+        for metric in self._evaluator._metrics:
             metric.metric.reset()
         self._trainer.eval_begin()
 
@@ -231,7 +261,7 @@ class _Pass:
             try:
                 values = self._run_batch(turns, data)
             except Exception as error:
-                if not self._aggregates or self.is_torn:
+                if not self._aggregates or self.failed_in_forward:
                     raise
                 failure = late or error
             if self._aggregates:
@@ -259,9 +289,9 @@ class _Pass:
         self._meet(failure, has_ended=has_ended)
         if has_ended:
             return None
-        trainer.samples_in_hand = data.samples_in_hand
-        trainer.phases.enter("evaluate", trainer.step)
-        trainer.step_end.garbage.tidy(is_due=False)  # batches of an evaluation may leave cycles as steps do
+        trainer.set_batch(batch, data.samples_in_hand)
+        trainer.heartbeat.enter("evaluate")
+        self._evaluator._garbage.tidy(is_due=False)  # batches of an evaluation may leave cycles as steps do
         return self._step(batch, passthrough, data.samples_in_hand)
 
     def _meet(self, failure: Exception | None, *, has_ended: bool) -> None:
@@ -270,22 +300,23 @@ class _Pass:
         Ranks that share a model run every forward together or not at all, so each hears here what any has to say.
         """
         trainer = self._trainer
-        is_requested = int(not has_ended and trainer.step_end.is_evaluating and trainer.agreement.is_stop_requested())
+        may_leave = not has_ended and self._can_be_abandoned
+        is_told = int(may_leave and self._evaluator._stop_signal.must_leave_now())
         num_failed = int(failure is not None)
         if self._is_split:
-            is_requested, num_failed = trainer.ranks.sum_counts(is_requested, num_failed)
+            is_told, num_failed = trainer.ranks.sum_counts(is_told, num_failed)
         if failure is not None:
             raise failure
         if num_failed:
             raise _FailedElsewhere
-        if is_requested:
+        if is_told:
             raise EvaluationAbandoned
 
     def _step(self, batch: Any, passthrough: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
         try:
             logs = self._trainer.eval_step(batch)
         except Exception:
-            self.is_torn = self._is_split
+            self.failed_in_forward = self._is_split
             raise
         try:
             return self._add(logs, batch, passthrough, num_samples)
@@ -307,7 +338,7 @@ class _Pass:
                 if not (self._aggregates and _is_per_sample(value, num_samples)):
                     self.averages.add(name, value, num_samples)
             if self._trainer.ranks.mesh.is_loss_rank:
-                for metric in self._trainer.context.metrics:
+                for metric in self._evaluator._metrics:
                     metric.update(getattr(logs, "outputs", None) or logs, batch)
         return values
 
@@ -318,7 +349,7 @@ class _Pass:
         """
         ranks = self._trainer.ranks
         is_over, everybody = f"{self._flag}/over", [f"{self._flag}/{rank}" for rank in range(ranks.size)]
-        until = time.monotonic() + TOGETHER_SECONDS
+        until = time.monotonic() + AGREEMENT_SECONDS
         try:
             ranks.raise_flag(f"{self._flag}/{ranks.rank}")
             while not ranks.is_raised(is_over):
@@ -339,7 +370,7 @@ def _together(ranks: Ranks, act: Callable[[], T]) -> T:
         result = act()
     except Exception as error:
         failure = error
-    _reject_failure(failure, ranks.gather(_describe(failure)))
+    _raise_failure(failure, ranks.gather(_describe(failure)))
     return result
 
 
@@ -347,7 +378,7 @@ def _describe(failure: Exception | None) -> str | None:
     return None if failure is None or isinstance(failure, _FailedElsewhere) else repr(failure)
 
 
-def _reject_failure(own: Exception | None, failures: list[str | None]) -> None:
+def _raise_failure(own: Exception | None, failures: list[str | None]) -> None:
     """Raises on every rank if any failed: the failure itself there, and what it was elsewhere.
 
     Ranks that were told to leave do so at a batch of their own; the others join them here.
@@ -368,7 +399,7 @@ def _gather_outputs(
     """Brings one batch's values of all ranks to every host: per-sample ones in sample order, scalars averaged."""
     own = {name: _to_host(value) for name, value in values.items()} if num_samples else {}
     everybodys = ranks.gather((num_samples * ranks.mesh.is_loss_rank, own, _describe(failure)))
-    _reject_failure(failure, [text for _, _, text in everybodys])
+    _raise_failure(failure, [text for _, _, text in everybodys])
     shares = [(count, share) for count, share, _ in everybodys if count]
     gathered: dict[str, Any] = {}
     for name in dict.fromkeys(name for _, share in shares for name in share):
@@ -459,7 +490,7 @@ POLL_SECONDS = 10.0
 _POLLS_PER_LOOK = 6  # whether an idle training was stopped stands in its newest checkpoint, which costs a read
 
 
-def evaluate_as_they_come(
+def evaluate_checkpoints(
     trainer: Trainer, sets: Mapping[str, EvaluationData], poll_seconds: float, timeout_seconds: float | None
 ) -> dict[str, float]:
     """Evaluates each checkpoint once, in order, until the training has ended; returns the logs of the last one."""
@@ -481,10 +512,9 @@ def evaluate_as_they_come(
             seen.add(found)
             last_step, _ = found
             if _restore_unless_gone(trainer, last_step):
-                trainer.step = last_step
                 logger.info("Evaluating %s", store.path(last_step))
                 with trainer.storage:
-                    logs = evaluate_sets(trainer, sets)
+                    logs = trainer.evaluate(sets)
                 if ranks.is_first:
                     _write_down(results, last_step, logs, is_first=len(seen) == 1)
             last_news, num_polls = time.monotonic(), 0
@@ -516,7 +546,7 @@ def _find_next(trainer: Trainer, seen: set[Weights], *, look: bool) -> Weights |
         return "ended"
     if look:  # one that stopped early says so in its last checkpoint, which it may have written twice
         try:
-            if trainer.context.store.read_split(steps[-1], "training")["ended_under"] >= max_steps:
+            if trainer.context.store.read_split(steps[-1], "training")["max_steps_at_end"] >= max_steps:
                 return "ended"
         except CheckpointError as error:
             logger.debug("Not readable yet: %s", error)
@@ -538,7 +568,7 @@ def _restore_unless_gone(trainer: Trainer, step: int) -> bool:
     """Loads a checkpoint's weights; returns False if the training has deleted it meanwhile."""
     failure: Exception | None = None
     try:
-        restore_weights(trainer, step)
+        trainer.load_weights(step)
     except (CheckpointError, OSError) as error:
         failure = error
     failure = next((each for each in trainer.ranks.gather(failure) if each is not None), None)

@@ -1,7 +1,7 @@
-"""The contract of a hook: an optional act at an event of the run.
+"""The contract of a hook: methods that the loop calls at events of the run.
 
-A hook never changes the mathematics (that is Trainer's and Task's) and never logs by itself (it puts
-scalars into `self.trainer.storage`). The events stand in the loop of trainer.py.
+A hook does not change the math (override Trainer or Task for that), and it logs by putting scalars into
+`self.trainer.storage`. The loop in trainer.py calls the events.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ EVENT_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "after_save": ("path",),
     "on_anomaly": ("anomaly",),
 }
-"""What some events are called with; the others with nothing."""
+"""The arguments of events; the others have none."""
 
 
 class Hook:
-    """An act at events of the run; override those you need. No `super().__init__()` is needed.
+    """Methods called at events of the run; override those you need. No `super().__init__()` is needed.
 
         before_train                        once, after state was restored
         for each update:
@@ -108,14 +108,14 @@ def call_each(acts: Iterable[Callable[..., None]], *arguments: Any) -> list[Exce
     return errors
 
 
-class Hooks:
-    """The hooks of a run. Only methods that a hook overrides are called, so an unused event costs nothing."""
+class HookCalls:
+    """Calls the hooks of a run. Only methods that a hook overrides are called, so an unused event costs nothing."""
 
     def __init__(self, hooks: Iterable[Hook]) -> None:
         if not isinstance(hooks, Iterable):
             raise ConfigError(f"build_hooks returned {hooks!r}. Return a list, such as [*build.hooks(), MyHook()].")
-        self.all = list(hooks)
-        for hook in self.all:
+        self.hooks = list(hooks)
+        for hook in self.hooks:
             _reject_no_hook(hook)
             _reject_misspelt(hook)
             own = [event for event in HOOK_EVENTS if _overrides(hook, event)]
@@ -123,7 +123,7 @@ class Hooks:
             for event in (event for event in HOOK_EVENTS if _overrides(hook, event)):
                 reject_wrong_call(getattr(hook, event), EVENT_ARGUMENTS.get(event, ()), role=event)
         self._calls: dict[str, list[Callable[..., None]]] = {
-            event: [getattr(hook, event) for hook in self.all if _overrides(hook, event)] for event in HOOK_EVENTS
+            event: [getattr(hook, event) for hook in self.hooks if _overrides(hook, event)] for event in HOOK_EVENTS
         }
         self.before_step = self._calls["before_step"]
         self.after_step = self._calls["after_step"]
@@ -140,7 +140,7 @@ class Hooks:
     def keyed(self) -> dict[str, Hook]:
         """Returns the hooks by the key of their state: class name, and ordinal where a class repeats."""
         keyed: dict[str, Hook] = {}
-        for hook in self.all:
+        for hook in self.hooks:
             if not hasattr(hook, "state_dict"):
                 continue  # one that does not inherit from Hook and keeps nothing
             name = type(hook).__name__

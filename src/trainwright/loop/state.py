@@ -1,53 +1,135 @@
-"""Splits a rank's batch into micro-batches."""
+"""Where a run stands (`RunState`), and a batch with its number of samples (`Batch`).
+
+The trainer owns one RunState and is the only one that assigns its fields. Overridable methods of a trainer receive the
+collator's own batch; inside the loop it travels as a `Batch`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from trainwright.backends.private_torch import tree_leaves, tree_map, tree_map_only
 from trainwright.errors import DataError
 
-PLAIN = (str, bytes, bool, int, float, type(None))
+SCALARS = (str, bytes, bool, int, float, type(None))
 
 
-def cut(
-    batch: Any, num_samples: int, num_micro_batches: int, collator: Callable[..., Any]
-) -> Iterator[tuple[Any, int]]:
-    """Yields (micro-batch, how many samples it has).
+@dataclass(slots=True)
+class RunState:
+    """The progress of a run. A checkpoint stores the first four fields."""
 
-    Tensors whose dim 0 is the number of samples are cut, and lists within the batch that have an entry a sample; the
-    rest is passed whole. A collator whose batches have other shapes defines `split(batch, n)`.
+    step: int = 0
+    """The number of completed updates."""
+    epoch: int = 0
+    """The epoch of the first sample of the current step."""
+    has_unfinished_step: bool = False
+    """True from an update until it is evaluated and written. A run resumed in between completes that first."""
+    max_steps_at_end: int = 0
+    """The `max_steps` with which the run ended, by that limit, by `stop` or because the data ended; 0 before."""
+    phase: Literal["between_steps", "in_step", "evaluating"] = "between_steps"
+    """`save()` called inside a step, or inside its evaluation, saves at the end of the step."""
+    stop_reason: str | None = None
+    """Why the run ended before its limit; known when the loop has ended."""
+    interrupted: bool = False
+    """True if the run ended because of a signal; the same command continues it."""
+    eval_logs: dict[str, float] = field(default_factory=dict)
+    """The logs of the last evaluation, including the test set."""
+    evaluated_step: int = -1
+    """The step of `eval_logs`."""
+    reported: set[str] = field(default_factory=set)
+    """The names in `eval_logs` that the writers have received."""
+    written_step: int = 0
+    """The last step that the writers received. After a rollback, steps up to it are not written twice."""
+    saved_step: int = -1
+    save_requested: bool = False
+    """True if all ranks save at the end of this step."""
+    save_requested_here: bool = False
+    """True if this rank has requested a checkpoint that the other ranks do not know of yet."""
+
+    @property
+    def step_eval_logs(self) -> dict[str, float]:
+        """The logs of an evaluation of the current step; empty if it was not evaluated."""
+        return self.eval_logs if self.evaluated_step == self.step else {}
+
+    def restore_evaluation(self, logs: Mapping[str, float]) -> None:
+        """Continues with the evaluation of the restored step, if it had one."""
+        self.eval_logs, self.evaluated_step = dict(logs), self.step if logs else -1
+        self.reported = set() if self.has_unfinished_step else set(logs)
+
+    def discard_step(self) -> None:
+        """Drops what belongs to steps after the restored one."""
+        self.restore_evaluation({})
+        self.save_requested = self.save_requested_here = False
+        self.saved_step = -1
+        self.phase = "between_steps"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch, or a micro-batch, of this rank with its number of samples."""
+
+    value: Any
+    num_samples: int
+    """The weight of a plain loss or metric. 0 on a rank that repeats a sample only to take part in collectives."""
+
+
+def count_samples(value: Any, fetched: Batch) -> int:
+    """Returns the number of samples of a batch that `next_train_inputs` returned.
+
+    `fetched` is the last batch of the iterator. Its count holds for a batch with the same dim 0; for other batches dim
+    0 of the tensors is the number of samples.
     """
+    if value is fetched.value:
+        return fetched.num_samples
+    rows, fetched_rows = _num_rows(value), _num_rows(fetched.value)
+    return fetched.num_samples if rows is None or rows == fetched_rows else rows
+
+
+def _num_rows(value: Any) -> int | None:
+    tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.ndim > 0)
+    first = next(tensors, None)
+    return None if first is None else first.shape[0]
+
+
+def split_batch(batch: Batch, num_micro_batches: int, collator: Callable[..., Any]) -> Iterator[Batch]:
+    """Yields the micro-batches of a batch.
+
+    Splits tensors whose dim 0 is the number of samples, and lists inside the batch with one entry per sample; passes
+    the rest whole. A collator whose batches have other shapes defines `split(batch, n)`.
+    """
+    num_samples = batch.num_samples
     bounds = [num_samples * number // num_micro_batches for number in range(num_micro_batches + 1)]
     if hasattr(collator, "split"):
-        micro_batches = collator.split(batch, num_micro_batches)
-        yield from zip(micro_batches, (stop - start for start, stop in pairwise(bounds)), strict=True)
+        parts = collator.split(batch.value, num_micro_batches)
+        for part, (start, stop) in zip(parts, pairwise(bounds), strict=True):
+            yield Batch(part, stop - start)
         return
-    length = max(num_samples, 1)  # a batch that only stands in holds one sample
-    _reject_uncut(batch, length, num_micro_batches)
+    length = max(num_samples, 1)  # a batch without samples of its own holds one row
+    _reject_unsplittable(batch.value, length, num_micro_batches)
     for start, stop in pairwise(bounds):
-        # A micro-batch without samples repeats the first one, with weight 0.
+        # A micro-batch without samples repeats the first one with weight 0.
         rows = slice(start, stop) if stop > start else slice(0, 1)
-        yield _select(batch, length, rows), stop - start
+        yield Batch(_select(batch.value, length, rows), stop - start)
 
 
 def _select(batch: Any, length: int, rows: slice) -> Any:
-    if _is_plain(batch):
+    if _is_dict_of_tensors(batch):
         return {name: value[rows] if _has_rows(value, length) else value for name, value in batch.items()}
 
     def is_column(node: Any) -> bool:
-        """One entry a sample: plain values, or anything else in a list, such as tensors of different lengths.
+        """True for a list with one entry per sample: scalars, or anything else, such as tensors of several lengths.
 
-        A pair of tensors is no column, also in a batch of two; nor is the batch itself.
+        A pair of tensors is not a column, also in a batch of two; nor is the batch itself.
         """
         is_list = isinstance(node, (list, tuple)) and not hasattr(node, "_fields")
         if not is_list or len(node) != length:
             return False
-        if all(isinstance(each, PLAIN) for each in node):
+        if all(isinstance(each, SCALARS) for each in node):
             return True
         leaves = tree_leaves(node)
         return isinstance(node, list) and node is not batch and not any(_has_rows(each, length) for each in leaves)
@@ -58,8 +140,8 @@ def _select(batch: Any, length: int, rows: slice) -> Any:
     return tree_map(choose, batch, is_leaf=is_column)
 
 
-def _is_plain(batch: Any) -> bool:
-    """Is a batch a dict of tensors, as most are? Then torch's walk over any nest, which takes 100 µs, is spared."""
+def _is_dict_of_tensors(batch: Any) -> bool:
+    """True for most batches, which then need no walk over nested containers (100 µs)."""
     return type(batch) is dict and all(type(value) is torch.Tensor for value in batch.values())
 
 
@@ -67,15 +149,14 @@ def _has_rows(value: Any, length: int) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == length
 
 
-def _reject_uncut(batch: Any, length: int, num_micro_batches: int) -> None:
-    if _is_plain(batch) and any(_has_rows(value, length) for value in batch.values()):
+def _reject_unsplittable(batch: Any, length: int, num_micro_batches: int) -> None:
+    if _is_dict_of_tensors(batch) and any(_has_rows(value, length) for value in batch.values()):
         return
     shapes: list[tuple[int, ...]] = []
     tree_map_only(torch.Tensor, lambda tensor: shapes.append(tuple(tensor.shape)), batch)
     if not any(shape and shape[0] == length for shape in shapes):
         raise DataError(
-            f"A batch of {length} samples cannot be cut into {num_micro_batches} micro-batches: no tensor has {length} "
-            f"rows "
-            f"(shapes: {', '.join(map(str, shapes)) or 'no tensors'}). Give the collator a `split(batch, n)`, "
-            "or set trainer.micro_batch_size so that gradient_accumulation_steps is 1."
+            f"A batch of {length} samples cannot be split into {num_micro_batches} micro-batches: no tensor has "
+            f"{length} rows (shapes: {', '.join(map(str, shapes)) or 'no tensors'}). Define `split(batch, n)` in the "
+            "collator, or set trainer.micro_batch_size so that gradient_accumulation_steps is 1."
         )

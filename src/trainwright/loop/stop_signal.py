@@ -1,7 +1,7 @@
 """How the ranks leave the loop together: any rank may request it, and all follow the strongest request.
 
 Requests may come at any time, from a hook, another thread or a signal handler. The ranks compare them once per step,
-by a message whose answer is one step old, so that no step waits for it.
+with a message whose answer is one step old, so that no step waits for it.
 """
 
 from __future__ import annotations
@@ -12,88 +12,95 @@ from enum import IntEnum
 
 from trainwright.parallel.collectives import Ranks
 
-SECONDS_BETWEEN_QUESTIONS = 0.5
+SECONDS_BETWEEN_CHECKS = 0.5
 
 
-class Intent(IntEnum):
+class StopRequest(IntEnum):
     """What a rank requests, the weaker first."""
 
-    GO_ON = 0
+    NONE = 0
     STOP = 1
     """End after this step as if it were the last: evaluated, written and saved."""
     INTERRUPT = 2
-    """Save after this step and leave; the same command goes on as if nothing had happened."""
+    """Save after this step and leave; the same command continues as if nothing had happened."""
     FAIL = 3
     """Leave with an error: saving has failed for good."""
 
 
-class Agreement:
-    """This rank's request, and what all of them have decided."""
+class StopSignal:
+    """This rank's requests, and what all ranks have decided."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        # A slot for each: a signal's handler may come in between any two acts, and must lose no request.
-        self._reasons: dict[Intent, str] = {}
+        # One slot each: a signal handler may run between any two instructions and must not lose a request.
+        self._reasons: dict[StopRequest, str] = {}
         self._shared_reason: str | None = None
-        self.decided = Intent.GO_ON
+        self.decided = StopRequest.NONE
         self._flag = ""
-        self._has_raised = False
-        self._asked_at = 0.0
+        self._has_raised_flag = False
+        self._checked_at = 0.0
 
-    def request(self, intent: Intent, reason: str) -> None:
-        """Notes a request; the strongest counts, of equal ones the first. Safe in a signal handler and any thread."""
-        self._reasons.setdefault(intent, reason)
+    def request(self, request: StopRequest, reason: str) -> None:
+        """Requests to leave. The strongest request counts, and of equal ones the first.
+
+        Safe in a signal handler and in any thread.
+        """
+        self._reasons.setdefault(request, reason)
+
+    def decide(self, request: StopRequest) -> None:
+        """Decides for all ranks; every rank calls it with the same request."""
+        self.decided = StopRequest(max(self.decided, request))
 
     @property
-    def _request(self) -> Intent:
-        return max(self._reasons, default=Intent.GO_ON)
+    def _strongest(self) -> StopRequest:
+        return max(self._reasons, default=StopRequest.NONE)
 
     @property
     def reason(self) -> str | None:
-        """Why this rank, or after `share_reason` any rank, requests to leave."""
-        return self._shared_reason or self._reasons.get(self._request)
+        """Why this rank, or after `share_reason` any rank, requested to leave."""
+        return self._shared_reason or self._reasons.get(self._strongest)
 
     @property
-    def is_plain(self) -> bool:
-        """Has this rank nobody to ask and nothing to request?"""
+    def has_nothing_to_vote(self) -> bool:
+        """True for a single process with no pending request."""
         return self._ranks.size == 1 and not self._reasons
 
-    def vote(self, num_committed: int, is_time: bool) -> tuple[int, bool]:
-        """Casts this rank's request, and what it knows of checkpoints; decides by the votes of the call before.
+    def vote(self, num_committed: int, save_requested: bool) -> tuple[int, bool]:
+        """Sends this rank's request, and what it knows of checkpoints; decides by the votes of the previous call.
 
-        Returns the highest number of a committed save, and whether any rank's clock says that one is due.
+        Returns the highest number of a committed save, and whether any rank has requested a checkpoint.
         """
-        decided, committed, time = self._ranks.highest_votes(self._request, num_committed, int(is_time))
-        self.decided = Intent(max(self.decided, decided))
-        return committed, bool(time)
+        decided, committed, requested = self._ranks.highest_votes(self._strongest, num_committed, int(save_requested))
+        self.decide(StopRequest(decided))
+        return committed, bool(requested)
 
-    def is_stop_requested(self) -> bool:
-        """Was any rank told to leave? Each asks for itself in the midst of a long act, and none waits for another.
+    def must_leave_now(self) -> bool:
+        """Returns True if any rank was interrupted. For checks inside long work; no rank waits for another.
 
-        Asked every now and then only, for a rank that was not told itself asks by a message.
+        A rank without a request of its own asks by a message, at most twice per second.
         """
-        if self._request >= Intent.INTERRUPT:
-            if not self._has_raised:
-                self._has_raised = True
+        if self._strongest >= StopRequest.INTERRUPT:
+            if not self._has_raised_flag:
+                self._has_raised_flag = True
                 self._ranks.raise_flag(self._flag)
             return True
         now = time.monotonic()
-        if self._ranks.size == 1 or now - self._asked_at < SECONDS_BETWEEN_QUESTIONS:
+        if self._ranks.size == 1 or now - self._checked_at < SECONDS_BETWEEN_CHECKS:
             return False
-        self._asked_at = now
+        self._checked_at = now
         return self._ranks.is_raised(self._flag)
 
     def begin(self) -> None:
-        """Begins a run: the ranks name the flag by which one tells the others, and hear each other's requests."""
-        # A name of its own, for the store outlives this run where a process trains several.
+        """Begins a run: the ranks name the flag of `must_leave_now` and compare their requests."""
+        # A unique name: the store outlives this run if a process trains several times.
         self._flag = f"leave/{self._ranks.broadcast(os.urandom(8).hex())}"
-        self.settle()
+        self.compare_now()
 
-    def settle(self) -> None:
-        """Decides at once, where the ranks meet anyway."""
-        self.decided = Intent(max(self.decided, *self._ranks.gather(self._request)))
+    def compare_now(self) -> None:
+        """Decides at once; collective."""
+        self.decide(StopRequest(max(self._ranks.gather(self._strongest))))
 
     def share_reason(self) -> None:
-        """Tells every rank why: the one that was asked knows."""
+        """Gives every rank the reason, which only the requesting rank knows; collective."""
         self._ranks.settle_votes()
-        self._shared_reason = max(self._ranks.gather((int(self._request), self.reason or "")))[1] or None
+        self._shared_reason = max(self._ranks.gather((int(self._strongest), self.reason or "")))[1] or None

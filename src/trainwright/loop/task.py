@@ -1,6 +1,6 @@
 """What is learned, apart from how: model, data, forward and metrics as one object.
 
-The default task calls the model with the batch. How updates are made is trainer.py's.
+The default task calls the model with the batch. How updates are made is in trainer.py.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 
 from trainwright.backends.private_torch import constant_in_compiled_code
 from trainwright.errors import DataError
-from trainwright.user_code.signatures import reject_mismatch, takes
+from trainwright.user_code.signatures import accepts_argument, reject_mismatch
 
 
 class Task:
-    """What is learned. Override what differs; the defaults leave it to the config's sections.
+    """What is learned. Override what differs; by default the config's sections decide.
 
-    `build_model` and `build_dataset` count only where they are overridden, and then win over the `model`
-    and `data` sections. `aggregate_logs` and `reduce_aggregated_logs` are for metrics that no mean gives.
+    `build_model` and `build_dataset` count only where they are overridden, and then take precedence over the `model`
+    and `data` sections. `aggregate_logs` and `reduce_aggregated_logs` are for metrics that are not means.
     """
 
     def build_model(self) -> torch.nn.Module:
@@ -27,35 +27,38 @@ class Task:
         raise AssertionError("called only where overridden")
 
     def build_dataset(self, split: str) -> Any:
-        """Builds the dataset of a split: "train", or the name of an evaluation set; None where there is none."""
+        """Builds the dataset of a split, "train" or the name of an evaluation set; returns None if there is none."""
         raise AssertionError("called only where overridden")
 
     def forward(self, model: torch.nn.Module, batch: Any) -> Any:
         """Runs the model on a micro-batch; see loop/outputs.py for what may be returned.
 
-        A model whose forward takes no `labels` is called without them: its `criterion` gets them.
+        A model whose forward does not accept `labels` is called without them: its `criterion` receives them.
         """
         if not isinstance(batch, Mapping):
             raise DataError(
                 f"The batch is a {type(batch).__name__}, but model(**batch) needs a mapping. "
-                "Let the collator return a dict, or override Task.forward(model, batch) or Trainer.train_step."
+                "Return a dict from the collator, or override Task.forward(model, batch) or Trainer.train_step."
             )
         forward = type(model).forward
-        if "labels" in batch and not _takes_labels(forward):
+        if "labels" in batch and not _accepts_labels(forward):
             batch = {name: value for name, value in batch.items() if name != "labels"}
-        if not torch.compiler.is_compiling():  # which asks again without its graph where Python rejects the call
+        if torch.compiler.is_compiling():
+            return model(**batch)
+        try:
+            return model(**batch)
+        except TypeError:
             reject_mismatch(forward, tuple(batch))
-        return model(**batch)
+            raise
 
     def build_metrics(self) -> dict[str, Any]:
-        """Builds metrics beside the config's: name → object with update(outputs, labels), compute(), reset()."""
+        """Builds further metrics: name → object with update(outputs, labels), compute(), reset()."""
         return {}
 
     def aggregate_logs(self, state: Any, outputs: Mapping[str, Any]) -> Any:
         """Adds one batch of an evaluation to the state (None at first) and returns it.
 
-        `outputs` holds per-sample tensors of all ranks in sample order on the host, scalars, and
-        passthrough objects.
+        `outputs` holds per-sample tensors of all ranks in sample order on the host, scalars, and passthrough objects.
         """
         raise AssertionError("called only where overridden")
 
@@ -65,10 +68,10 @@ class Task:
 
 
 @constant_in_compiled_code
-def _takes_labels(forward: Callable[..., Any]) -> bool:
-    return takes(forward, "labels")
+def _accepts_labels(forward: Callable[..., Any]) -> bool:
+    return accepts_argument(forward, "labels")
 
 
 def overrides(task: object, method: str, contract: type) -> bool:
-    """Does this object's class replace a method of its contract?"""
+    """Returns True if the class of an object replaces a method of its contract."""
     return getattr(type(task), method, None) is not getattr(contract, method)

@@ -1,57 +1,84 @@
-"""What a Trainer's `build_*` methods are offered: the defaults, made from the config's sections.
+"""The loop: steps, then what follows each of them, in the order in which it runs.
 
-`build.py` fulfils this contract. It is stated here so that the loop knows nothing of how parts are made.
+    train() → next_train_inputs → train_step → run_forward → forward → Task.forward → model
+                                             → Update.backward, Update.apply (update.py)
+            → hooks → _vote → _end_step: anomalies, evaluation, writing, saving
+
+What a forward may return is in outputs.py. `Builder` is the contract of construction; build/ implements it.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from trainwright.backends import Backend, reads_at_once
-from trainwright.backends.host_memory import Garbage
-from trainwright.checkpoint.contents import reject_unsavable, restore_generators
+from trainwright.anomaly.detection import Anomaly
+from trainwright.anomaly.response import AnomalyResponse
+from trainwright.backends import Backend, Capture, reads_at_once, waits_for_memory
+from trainwright.backends.host_memory import GarbageCollection
+from trainwright.checkpoint import contents
 from trainwright.checkpoint.folder import FolderLock
 from trainwright.checkpoint.remote_files import RemotePath
 from trainwright.checkpoint.remote_store import AnyStore
+from trainwright.checkpoint.retention import metrics_by_step
+from trainwright.compile.graph import GraphStep, StepTensor
+from trainwright.compile.guards import GuardedObjects, has_user_code_between_steps
+from trainwright.compile.regions import (
+    CompiledForward,
+    RegionOutputs,
+    check_compile_backend,
+    inspect_forward,
+    user_files_of,
+)
 from trainwright.config import BatchPlan, RunConfig
 from trainwright.data.order import chain_seed
 from trainwright.data.stream_loader import EvaluationData, TrainingData
-from trainwright.errors import ConfigError, DataError, OutOfMemory, TrainwrightError
+from trainwright.errors import (
+    AnomalyError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    HostReadError,
+    OutOfMemory,
+    exit_code_of,
+)
 from trainwright.events import EventStorage
 from trainwright.events.mean import merge, summarise
-from trainwright.loop.checkpointing import BestSoFar, Checkpoints
-from trainwright.loop.compiled_forward import compile_forward, run_as_is
-from trainwright.loop.evaluation import EvalLogs, EvaluationAbandoned, evaluate_sets, read_eval
-from trainwright.loop.graph_step import HostNumber, StepRunner
-from trainwright.loop.heartbeat import Phases
-from trainwright.loop.hook import Hook, Hooks, call_each
+from trainwright.loop.checkpointing import BestCheckpoint, Checkpointing
+from trainwright.loop.evaluation import EvalLogs, EvaluationAbandoned, Evaluator, logs_of
+from trainwright.loop.heartbeat import Heartbeat
+from trainwright.loop.hook import HOOK_EVENTS, Hook, HookCalls, call_each
 from trainwright.loop.metrics import ConfiguredMetric
-from trainwright.loop.outputs import ForwardResult, explain_failure
-from trainwright.loop.rollback import AnomalyResponse
-from trainwright.loop.state import cut
-from trainwright.loop.stop_signal import Agreement, Intent
+from trainwright.loop.outputs import ForwardResult, explain_failure, read_forward
+from trainwright.loop.state import Batch, RunState, count_samples, split_batch
+from trainwright.loop.stop_signal import StopRequest, StopSignal
 from trainwright.loop.task import Task, overrides
 from trainwright.loop.update import StepResult, Update, Updater
 from trainwright.memory.out_of_memory import is_out_of_memory, out_of_memory
 from trainwright.parallel.collectives import Ranks
+from trainwright.parallel.mesh import is_split
+from trainwright.parallel.replicate import copy_from_first
+from trainwright.user_code.constructors import check_constructed, reject_missing_context
 from trainwright.user_code.signatures import reject_mismatch
 from trainwright.writers.writer import Writer
 
 logger = logging.getLogger(__name__)
 
+_STEP_STREAM = 0x57E9  # separates the randomness of steps from that of samples and evaluations
+
 
 class Builder(Protocol):
-    """Offers each part as the config describes it; `config` is the whole of it."""
+    """What a Trainer's `build_*` methods receive: each object as the config describes it."""
 
     config: RunConfig
 
@@ -59,7 +86,7 @@ class Builder(Protocol):
         """The `task` section, or the default task."""
 
     def model(self) -> torch.nn.Module:
-        """The `model` section, or the task's model; on the CPU, in the run's randomness."""
+        """The `model` section, or the task's model; on the CPU, initialized with the run's seed."""
 
     def optimizers(self, model: torch.nn.Module) -> Mapping[str, torch.optim.Optimizer]:
         """The `trainer.optimizer` or `trainer.optimizers` section, each over its own parameters."""
@@ -82,11 +109,11 @@ class Builder(Protocol):
 
 @dataclass(frozen=True)
 class TrainerContext:
-    """What the builder hands a Trainer beside its named arguments. A user's trainer passes it on unread."""
+    """What a Trainer needs besides its named arguments. A user's trainer passes it on unread, in `**rest`."""
 
     backend: Backend
     ranks: Ranks
-    batch: BatchPlan
+    batch_plan: BatchPlan
     max_steps: int
     updater: Updater
     storage: EventStorage
@@ -94,154 +121,14 @@ class TrainerContext:
     writers: list[Writer]
     folder: Path
     store: AnyStore
+    heartbeat: Heartbeat
+    capture: Capture
     metrics: list[ConfiguredMetric] = field(default_factory=list)
     test_data: EvaluationData | None = None
 
 
-_GIVEN = (
-    "config",
-    "task",
-    "model",
-    "optimizer",
-    "train_dataset",
-    "validation_dataset",
-    "context",
-    "checkpoint_exporter",
-)
-"""What `build_trainer` hands a constructor, by keyword; the last two reach Trainer's own through `**rest`."""
-
-_CALL = "super().__init__(config, task, model, optimizer, train_dataset, validation_dataset, **rest)"
-
-
-def reject_wrong_constructor(trainer_class: type) -> None:
-    """Rejects a trainer whose own constructor does not take what it is about to be handed."""
-    name, owner, where = _constructor_of(trainer_class)
-    if where is None:
-        return
-    try:
-        inspect.signature(trainer_class).bind(**dict.fromkeys(_GIVEN))
-    except TypeError as error:
-        raise ConfigError(
-            f"{owner}.__init__ does not take what trainers are built with ({error}), so {name} cannot be made. Write "
-            "def __init__(self, config, task, model, optimizer, train_dataset=None, validation_dataset=None, "
-            f"**rest), and in it {_CALL}.",
-            where=where,
-        ) from error
-
-
-def take_context(trainer: object, rest: dict[str, Any]) -> TrainerContext:
-    """Takes what `build_trainer` hands a trainer out of `rest`, or says that the constructor has not passed it on."""
-    context: TrainerContext | None = rest.pop("context", None)
-    if context is None:
-        name, _, where = _constructor_of(type(trainer))
-        raise TrainwrightError(
-            f"{name} was made without its context. Make it with build_trainer(config, {name}), and pass **rest on "
-            "to super().__init__.",
-            where=where,
-        )
-    if rest.get("checkpoint_exporter") is not None:
-        name, _, where = _constructor_of(type(trainer))
-        raise ConfigError(
-            f"{name}.__init__: checkpoint_exporter has no effect, for the loop itself keeps the best checkpoint. Name "
-            "the metric in the config, checkpoint: {keep_best: {metric: valid/loss, mode: min}}, and pass None on.",
-            where=where,
-        )
-    return context
-
-
-def reject_half_made(trainer: object, attribute: str) -> None:
-    """Raises if a trainer's own constructor has not called that of Trainer by the time an attribute is read."""
-    if torch.compiler.is_compiling():  # what Python would say is no part of a graph
-        raise AttributeError(f"{type(trainer).__name__!r} object has no attribute {attribute!r}")
-    if "context" in vars(trainer) or attribute.startswith("__"):
-        return  # complete; Python itself may ask for a dunder of an object that is being copied
-    name, owner, where = _constructor_of(type(trainer))
-    if where is not None:
-        raise TrainwrightError(
-            f"{owner}.__init__ has not called super().__init__, so {name} has no `{attribute}`. Call {_CALL} first.",
-            where=where,
-        )
-
-
-def _constructor_of(kind: type) -> tuple[str, str, str | None]:
-    """Returns the class's name, that of the class whose `__init__` it has, and where that is; None for our own."""
-    owner = next(each for each in kind.__mro__ if "__init__" in vars(each))
-    code = getattr(owner.__init__, "__code__", None)  # type: ignore[misc]  # a class's own function, not a call
-    is_ours = owner.__module__.startswith("trainwright.")
-    where = None if is_ours or code is None else f"{code.co_filename}:{code.co_firstlineno}"
-    return kind.__name__, owner.__name__, where
-
-
-def explain_memory(trainer: Trainer, error: Exception) -> OutOfMemory:
-    """Writes what holds the memory and what the config could change, and returns an error that says so."""
-    phase, step, _ = trainer.phases.current
-    return out_of_memory(
-        error,
-        step=step,
-        folder=trainer.folder,
-        model=trainer.model,
-        optimizers=trainer.optimizers,
-        config=trainer.config,
-        backend=trainer.backend,
-        rank=trainer.ranks.rank,
-        in_evaluation=phase == "evaluate",
-    )
-
-
-def run_pipeline(trainer: Trainer, update: Update, batch: Any) -> None:
-    """Runs all micro-batches of a batch, forward and backward, over the stages."""
-    pipeline = trainer.context.updater.pipeline
-    assert pipeline is not None
-    micro_batches: list[Mapping[str, Any]] = []
-    samples: list[int] = []
-    for micro_batch in trainer.micro_batches(batch):
-        micro_batches.append(_mapping(micro_batch))
-        samples.append(trainer.samples_in_hand)
-
-    def scale(outputs: Any, number: int) -> torch.Tensor:
-        result = _read(trainer, outputs, micro_batches[number], samples[number])
-        scaled = update.scale(result)
-        assert scaled is not None  # stages meet in every backward
-        return scaled
-
-    update.begin_backward()
-    with _autocast(trainer):
-        pipeline.run(micro_batches, scale)
-    update.note_elsewhere()
-
-
-def evaluate_pipeline(trainer: Trainer, batch: Any) -> ForwardResult | None:
-    """Returns a batch's result on the last stage; None on the others."""
-    pipeline = trainer.context.updater.pipeline
-    assert pipeline is not None
-    with _autocast(trainer):
-        outputs = pipeline.evaluate(_mapping(batch))
-    return None if outputs is None else _read(trainer, outputs, batch, trainer.samples_in_hand)
-
-
-def _autocast(trainer: Trainer) -> AbstractContextManager[Any]:
-    keeps_casts = trainer.context.updater.sync is None
-    return trainer.backend.autocast(trainer.config.runtime.precision, keeps_casts=keeps_casts)
-
-
-def _read(trainer: Trainer, outputs: Any, micro_batch: Mapping[str, Any], num_samples: int) -> ForwardResult:
-    """Lets the trainer's forward see the outputs that the last stage has made."""
-    whole = trainer.samples_in_hand
-    trainer.outputs_in_hand, trainer.samples_in_hand = outputs, num_samples
-    try:
-        return trainer.run_forward(micro_batch)
-    finally:
-        trainer.outputs_in_hand, trainer.samples_in_hand = None, whole
-
-
-def _mapping(batch: Any) -> Mapping[str, Any]:
-    if not isinstance(batch, Mapping):
-        raise DataError(f"runtime.mesh.pipeline needs batches that are mappings, but this is a {type(batch).__name__}.")
-    return batch
-
-
-class Feed(Iterator[Any]):
-    """Iterates over training data on the device; after `start_anew` from the position that the data has then.
+class TrainIterator(Iterator[Any]):
+    """Iterates over training batches on the device, from the position that the data has at the start.
 
     Closing it ends the loader's workers.
     """
@@ -250,236 +137,28 @@ class Feed(Iterator[Any]):
         self._data = data
         self._backend = backend
         self._batches: Generator[Any, None, None] = data.batches(backend.to_device)
+        self.fetched = Batch(None, 0)
+        """The last batch."""
 
     def __next__(self) -> Any:
-        return next(self._batches)
+        value = next(self._batches)
+        self.fetched = Batch(value, self._data.samples_in_hand)
+        return value
 
-    def start_anew(self) -> None:
-        """Forgets what was fetched ahead: the run has gone back to an earlier position."""
+    def restart(self) -> None:
+        """Drops prefetched batches: the data was set to another position."""
         self._batches.close()
         self._batches = self._data.batches(self._backend.to_device)
 
-    def __enter__(self) -> Feed:
+    def __enter__(self) -> TrainIterator:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._batches.close()
 
 
-class StepEnd:
-    """Ends the steps of one run; keeps what has been evaluated, written and saved so far."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self.garbage = Garbage(num_steps=trainer.max_steps)
-        self.eval_logs: dict[str, float] = {}
-        """The logs of the last evaluation, the test set's included; `evaluated_step` says when that was."""
-        self.evaluated_step = -1
-        self.reported: set[str] = set()
-        """The names of those logs that the writers have been shown."""
-        self.window_logs: dict[str, Any] = {}
-        self.wants_save = False
-        """Is a checkpoint of this step asked for, on every rank alike?"""
-        self.asks_for_save = False
-        """Does this rank ask for one? With several it is agreed on by the next votes."""
-        self.is_evaluating = False
-        """Is a step's own evaluation under way? It may be left and done again by a resumed run."""
-        self.saved_step = -1
-        self.written_step = 0
-        """The last step that the writers have seen. After going back, steps up to it are not written twice."""
-        self._has_warned = False
-        self._nothing_before = 0
-        """The next step of which the config's periods ask something."""
-
-    @property
-    def fresh_eval_logs(self) -> dict[str, float]:
-        """What an evaluation of this very step gave."""
-        return self.eval_logs if self.evaluated_step == self._trainer.step else {}
-
-    def recall(self, logs: Mapping[str, float]) -> None:
-        """Takes up the evaluation of the step that was restored, if it had one."""
-        trainer = self._trainer
-        self.eval_logs, self.evaluated_step = dict(logs), trainer.step if logs else -1
-        self.reported = set() if trainer.has_unfinished_step else set(logs)
-
-    def ask_for_save(self) -> None:
-        """Asks for a checkpoint in the midst of a step."""
-        if self._trainer.ranks.size == 1:
-            self.wants_save = True
-        else:
-            self.asks_for_save = True
-
-    def forget(self) -> None:
-        """Forgets what belongs to steps that are undone: the run has gone back."""
-        self.recall({})
-        self.wants_save = self.asks_for_save = False
-        self.saved_step = -1
-        self._nothing_before = 0
-
-    def agree(self) -> None:
-        """Compares the ranks' requests, and takes notice of checkpoints that were written meanwhile."""
-        trainer = self._trainer
-        checkpoints = trainer.checkpoints
-        trainer.phases.enter("vote", trainer.step)
-        if trainer.agreement.is_plain and checkpoints.is_idle and not self.asks_for_save:
-            return
-        checkpoints.look()
-        if checkpoints.failure is not None:
-            trainer.agreement.request(Intent.FAIL, "saving failed")
-        asks = self.asks_for_save or checkpoints.is_time()
-        num_committed, is_time = trainer.agreement.vote(checkpoints.num_committed, asks)
-        checkpoints.announce(num_committed)
-        self.wants_save |= checkpoints.grants(is_time)
-        if trainer.agreement.decided == Intent.FAIL:
-            checkpoints.reject_failure()
-
-    def run(self) -> bool:
-        """Ends the step under way; returns False if the run went back to an earlier one instead."""
-        trainer = self._trainer
-        if self._is_nothing_due():
-            trainer.has_unfinished_step, trainer.ended_under, trainer.is_mid_step = False, 0, False
-            self.garbage.tidy(is_due=False)
-            return True
-        trainer.is_mid_step = True
-        # Before the host waits: the device still has work, which hides it.
-        self.garbage.tidy(is_due=self._is_write_due)
-        if self._must_look() and trainer.anomaly_response.went_back():
-            return False
-        try:
-            self._evaluate_if_due()
-        except EvaluationAbandoned:
-            # The update is done and good; the run that goes on evaluates it anew.
-            trainer.agreement.decided = Intent.INTERRUPT
-            trainer.is_mid_step = False
-            trainer.save()
-            return True
-        except Exception:
-            # The update is done and good: keep it, then say what went wrong. Saving takes all ranks.
-            trainer.is_mid_step = False
-            if not trainer.ranks.is_alone:
-                trainer.save()
-            raise
-        trainer.phases.enter("write", trainer.step)
-        self._write_if_due()
-        trainer.has_unfinished_step, trainer.ended_under = False, trainer.max_steps if trainer.is_last_step else 0
-        trainer.is_mid_step = False
-        self._save_if_due()
-        if trainer.anomaly_response.is_snapshot_due:
-            trainer.anomaly_response.take_snapshot()
-        return True
-
-    def _is_nothing_due(self) -> bool:
-        """Is this a step like most: nothing to look at, evaluate, write or save? Asked in every step, so cheap."""
-        trainer = self._trainer
-        step = trainer.step
-        watch = trainer.context.updater.watch
-        if step < self._nothing_before and step < trainer.max_steps and not trainer.agreement.decided:
-            return not (self.wants_save or trainer.best.step == step or (watch is not None and watch.has_found))
-        config = trainer.config
-        periods = [config.log.every_steps, config.evaluation.every_steps, config.checkpoint.every_steps]
-        if trainer.anomaly_response.may_go_back:
-            periods.append(config.anomalies.snapshot_every_steps)
-        self._nothing_before = min(step - step % every + every for every in periods if every)
-        if config.checkpoint.every_samples:
-            self._nothing_before = 0
-        return False
-
-    def _must_look(self) -> bool:
-        """Must anomalies be known now? Where the device runs ahead, only before something leaves the step."""
-        trainer = self._trainer
-        return (
-            reads_at_once(trainer.device)
-            or self._is_evaluation_due
-            or self._is_write_due
-            or self._is_save_due
-            or trainer.anomaly_response.is_snapshot_due
-        )
-
-    @property
-    def _is_evaluation_due(self) -> bool:
-        every = self._trainer.config.evaluation.every_steps
-        return self._trainer.is_last_step or bool(every and self._trainer.step % every == 0)
-
-    @property
-    def _is_write_due(self) -> bool:
-        return self._trainer.is_last_step or self._trainer.step % self._trainer.config.log.every_steps == 0
-
-    @property
-    def _is_save_due(self) -> bool:
-        trainer = self._trainer
-        return bool(
-            self.wants_save
-            or trainer.is_last_step
-            or trainer.agreement.decided
-            or trainer.checkpoints.is_due()
-            or trainer.best.step == trainer.step
-        )
-
-    def _evaluate_if_due(self) -> None:
-        if not self._is_evaluation_due:
-            return
-        trainer = self._trainer
-        trainer.phases.enter("evaluate", trainer.step)
-        if self.evaluated_step != trainer.step:
-            logs: dict[str, float] = {}
-            if trainer.eval_data:
-                logs = self._evaluate(trainer.eval_data)
-            self.eval_logs, self.evaluated_step, self.reported = logs, trainer.step, set()
-            if logs:
-                trainer.best.note(trainer.step, logs)
-                # Evaluating has brought the ranks together, so a hook's request to stop can be agreed on at once.
-                trainer.agreement.settle()
-        test = trainer.context.test_data
-        if trainer.is_last_step and test is not None and not any(name.startswith("test/") for name in self.eval_logs):
-            self.eval_logs = {**self.eval_logs, **self._evaluate({test.name: test})}
-
-    def _evaluate(self, sets: Mapping[str, EvaluationData]) -> dict[str, float]:
-        self.is_evaluating = True
-        try:
-            return evaluate_sets(self._trainer, sets)
-        finally:
-            self.is_evaluating = False
-
-    def _write_if_due(self) -> None:
-        trainer = self._trainer
-        logs: dict[str, Any] = {}
-        if self._is_write_due:
-            for name, count in (trainer.train_data.counts if trainer.train_data else {}).items():
-                trainer.storage.put_scalar(f"samples/{name}", count, smoothing_hint=False)
-            self.window_logs = summarise(merge(trainer.ranks.gather(trainer.storage.take_window())))
-            logs = trainer.train_loop_end()
-            self._warn_of_nan(logs)
-            if not trainer.is_last_step:
-                trainer.train_loop_begin()
-        evaluated = {name: value for name, value in self.fresh_eval_logs.items() if name not in self.reported}
-        if logs or evaluated:
-            self.reported |= evaluated.keys()
-            trainer.storage.publish(logs, evaluated=evaluated)
-            if trainer.step > self.written_step or trainer.is_last_step:
-                self.written_step = trainer.step
-                for writer in trainer.context.writers:
-                    writer.write(trainer.storage)
-
-    def _warn_of_nan(self, logs: Mapping[str, Any]) -> None:
-        """Warns once of a loss in the log that is not finite; updates that an anomaly held back are such a case."""
-        loss, trainer = logs.get("loss"), self._trainer
-        if isinstance(loss, float) and not math.isfinite(loss) and not self._has_warned and trainer.ranks.is_first:
-            self._has_warned = True
-            logger.warning(
-                "Step %d: the loss is %s. Lower the learning rate, or set trainer.max_grad_norm.", trainer.step, loss
-            )
-
-    def _save_if_due(self) -> None:
-        trainer = self._trainer
-        if self.wants_save or (self._is_save_due and (self.saved_step != trainer.step or trainer.ended_under)):
-            trainer.save()
-
-
-_STEP_STREAM = 0x57E9  # keeps the steps' randomness apart from that of samples and evaluations
-
-
 class Trainer:
-    """Trains a model; `build_trainer(config, MyTrainer)` makes one.
+    """Trains a model; `build_trainer(config, MyTrainer)` constructs one.
 
     before_train
     while step < max_steps:
@@ -494,14 +173,6 @@ class Trainer:
     after_train; close
     """
 
-    step = HostNumber()
-    """The number of updates done."""
-    epoch = HostNumber()
-    """The epoch of the step's first sample."""
-    is_recording = False
-    """Is a step being recorded, in graph mode? Python runs once then."""
-    has_read_step_tensor = False
-
     def __init__(
         self,
         config: RunConfig,
@@ -510,10 +181,13 @@ class Trainer:
         optimizer: Any,
         train_dataset: TrainingData | None = None,
         validation_dataset: Mapping[str, EvaluationData] | None = None,
-        checkpoint_exporter: None = None,
         **rest: Any,
     ) -> None:
-        context = take_context(self, {**rest, "checkpoint_exporter": checkpoint_exporter})
+        set_before = set(vars(self))  # by a user's constructor
+        context: TrainerContext | None = rest.pop("context", None)
+        if context is None:
+            reject_missing_context(type(self))
+            raise AssertionError
         self.config = config
         self.task = task
         self.model = model
@@ -522,56 +196,63 @@ class Trainer:
         )
         self.train_data = train_dataset
         self.eval_data: dict[str, EvaluationData] = dict(validation_dataset or {})
+        self.test_data = context.test_data
         self.context = context
-        self.loss_scale = context.updater.loss_scale
         self.backend, self.ranks = context.backend, context.ranks
-        self.storage = context.storage
         self.device = self.backend.device
+        self.storage = context.storage
+        self.heartbeat = context.heartbeat
         self.max_steps = context.max_steps
-        self.callbacks = Hooks(context.hooks)
+        self.num_micro_batches = context.batch_plan.gradient_accumulation_steps
+        """The micro-batches of a step on this rank."""
+        self._max_micro_batches: int | None = None
+        self.state = RunState()
+        self.batch = Batch(None, 0)
+        """The batch, or the micro-batch, that is being processed."""
+        self.window_logs: dict[str, Any] = {}
+        """The merged values of the window that has just ended, for `train_loop_end`."""
+        self.best = BestCheckpoint(config.checkpoint.keep_best, where=config.origin("checkpoint.keep_best.metric"))
+        """The best value so far of the metric in `checkpoint.keep_best`."""
         self._updater, self._writers = context.updater, context.writers
-        self._step_tensor = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._hook_calls = HookCalls(context.hooks)
+        self._stop_signal = StopSignal(self.ranks)
+        self._checkpointing = Checkpointing(config.checkpoint, context.store, self.ranks)
+        self._anomalies = AnomalyResponse(
+            config, self._updater.detector, ranks=self.ranks, folder=context.folder, store=context.store
+        )
+        self._garbage = GarbageCollection(num_steps=self.max_steps)
+        self._evaluator = Evaluator(self, metrics=context.metrics, stop_signal=self._stop_signal, garbage=self._garbage)
+        self._step_tensor = StepTensor(self.device, context.capture)
+        self._update: Update | None = None
+        self._is_training = False
+        self._has_warned_of_loss = False
+        self._next_due = 0
+        """Steps before this one have nothing due by the config's periods."""
+        self._data_start = 0
+        """The position in the data at which the current step began."""
+        self._keeps_optimizer_settings = False
+        self._saved_generators: Mapping[str, Any] | None = None
+        self._unclaimed_hook_state: dict[str, Any] = {}
+        self._seed_chain, self._draws = chain_seed(config.seed, _STEP_STREAM), self.ranks.mesh.draws
         # Checked against the first training forward, so that a wrong name does not wait for the first evaluation.
         self._unchecked_metrics = [] if overrides(self, "eval_step", Trainer) else list(context.metrics)
+        own_steps = ("train_step", "micro_batches", "begin_update")
+        self._has_own_step = any(overrides(self, name, Trainer) for name in own_steps)
+        self._compiled = self._compile_forward()
+        self._is_inspected = config.runtime.mode == "eager" or overrides(self, "train_step", Trainer)
         for hook in context.hooks:
             hook.trainer = self
-        self._seed_chain, self._draws = chain_seed(config.seed, _STEP_STREAM), self.ranks.mesh.draws
-        self._begin_at_zero()
+        self._own_attributes = frozenset({*vars(self), "_own_attributes"} - set_before)
         self.post_init()
-
-    def _begin_at_zero(self) -> None:
-        """Sets what says where the run stands; a checkpoint restores some of it (loop/checkpointing.py)."""
-        self.step = 0
-        self.epoch = 0
-        self.eval_name: str | None = None
-        self.samples_in_hand = 0
-        """How many samples the batch in hand has on this rank: what a plain loss or metric weighs."""
-        self.interrupted = False
-        self.eval_averages: dict[str, float] = {}
-        self.unclaimed_hook_state: dict[str, Any] = {}
-        self.has_unfinished_step = False
-        """Is an update done but not yet evaluated and written? A run resumed there finishes that first."""
-        self.ended_under = 0
-        """The `max_steps` under which the run ended, by that limit, by `stop` or for lack of data; else 0."""
-        self.is_mid_step = False
-        self.outputs_in_hand: Any = None
-        self.saved_generators: Mapping[str, Any] | None = None
-        self._update: Update | None = None
-        self.agreement = Agreement(self.ranks)
-        self.anomaly_response = AnomalyResponse(self)
-        self.checkpoints = Checkpoints(self)
-        self.step_end = StepEnd(self)
-        self.phases = Phases()
-        self.compiled_forward = compile_forward(self)
-        self._updater.enter_phase = lambda phase: self.phases.enter(phase, self.step + 1)
 
     if not TYPE_CHECKING:  # for mypy a class with this method has every attribute
 
         def __getattr__(self, name: str) -> Any:
-            reject_half_made(self, name)
-            return object.__getattribute__(self, name)  # raises what Python would say
+            if not torch.compiler.is_compiling():  # Python's own error is not part of a graph
+                check_constructed(self, name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    # construction: `build` offers the defaults; return something else to change them
+    # Construction: `build` offers the defaults; return something else to change them.
 
     @classmethod
     def build_task(cls, build: Builder) -> Task:
@@ -616,60 +297,99 @@ class Trainer:
     def post_init(self) -> None:
         """Called at the end of construction, before any state is restored."""
 
-    # what a user's code may read
+    # What user code may read.
+
+    @property
+    def step(self) -> int:
+        """The number of completed updates."""
+        if self.context.capture.is_active:
+            raise HostReadError(
+                "step is read, but Python runs only once in graph mode, so it would be the same in every update. Use "
+                "self.step_tensor, the same number on the device."
+            )
+        return self.state.step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the first sample of the current step."""
+        if self.context.capture.is_active:
+            raise HostReadError(
+                "epoch is read, but Python runs only once in graph mode, so it would be the same in every update."
+            )
+        return self.state.epoch
 
     @property
     def iter(self) -> int:
-        """The number of updates done: an alias of `step`."""
+        """The number of completed updates: an alias of `step`."""
         return self.step
 
     @property
     def global_step(self) -> int:
-        """The number of updates done: an alias of `step`."""
+        """The number of completed updates: an alias of `step`."""
         return self.step
 
     @property
     def step_tensor(self) -> torch.Tensor:
-        """The number of updates done, on the device."""
-        self.has_read_step_tensor = True
-        return self._step_tensor if self.is_recording else self._step_tensor.fill_(self.step)
+        """The number of completed updates, on the device."""
+        return self._step_tensor.read(self.state.step)
 
     @property
     def is_finished(self) -> bool:
-        """Has the run ended, with its last step evaluated and written? A higher limit lets it go on."""
-        return max(self.step, self.ended_under) >= self.max_steps and not self.has_unfinished_step
+        """True if the run has ended and its last step is evaluated and written. A higher limit continues it."""
+        state = self.state
+        return max(state.step, state.max_steps_at_end) >= self.max_steps and not state.has_unfinished_step
 
     @property
     def is_last_step(self) -> bool:
-        """Is this step the last, by its number or because the ranks agreed to stop?"""
-        return self.step >= self.max_steps or self.agreement.decided == Intent.STOP
+        """True if this step is the last, by its number or because the ranks agreed to stop."""
+        return self.state.step >= self.max_steps or self._stop_signal.decided == StopRequest.STOP
 
     @property
     def stop_reason(self) -> str | None:
         """Why the run ends before its limit, if it does."""
-        return self.agreement.reason
+        return self.state.stop_reason or self._stop_signal.reason
 
     @property
-    def best(self) -> BestSoFar:
-        """The best value so far of the metric that `checkpoint.keep_best` names."""
-        return self.checkpoints.best
+    def interrupted(self) -> bool:
+        """True if the run ended because of a signal or `interrupt`."""
+        return self.state.interrupted
 
     @property
     def eval_logs(self) -> dict[str, float]:
-        """The logs of the last evaluation, the test set's included."""
-        return self.step_end.eval_logs
+        """The logs of the last evaluation, including the test set."""
+        return self.state.eval_logs
+
+    @property
+    def eval_name(self) -> str | None:
+        """The evaluation set that is being evaluated; None outside evaluations."""
+        return self._evaluator.set_name
+
+    @property
+    def eval_averages(self) -> dict[str, float]:
+        """The means of the evaluation set, for `eval_end`."""
+        return self._evaluator.averages
 
     @property
     def hooks(self) -> list[Hook]:
         """The hooks, in the order in which they are called."""
-        return self.callbacks.all
+        return self._hook_calls.hooks
 
     @property
     def folder(self) -> Path:
         """The run folder."""
         return self.context.folder
 
-    # inputs
+    @property
+    def is_main_process(self) -> bool:
+        """True on the rank that writes files and logs."""
+        return self.ranks.is_first
+
+    @property
+    def compiled_forward(self) -> CompiledForward | None:
+        """The compiled regions; None in eager mode."""
+        return self._compiled
+
+    # Inputs.
 
     def next_train_inputs(self, iterator: Iterator[Any]) -> Any:
         """Returns the batch of the next update; each `next` is one global batch, already on the device."""
@@ -679,21 +399,34 @@ class Trainer:
         """Returns (batch, passthrough logs); the latter stay on the host and join the step's logs."""
         return next(iterator), {}
 
-    # one update
+    def set_batch(self, value: Any, num_samples: int) -> None:
+        """Makes a batch the current one; the loop, evaluations and trial steps call it before each step."""
+        self.batch = Batch(value, num_samples)
+
+    # One update.
 
     def forward(self, **batch: Any) -> Any:
         """Returns the loss of a micro-batch, or (loss, metrics); see loop/outputs.py for the other forms."""
-        return self.outputs_of(batch)
+        return self.task.forward(self.model, batch)
 
-    def outputs_of(self, batch: Any) -> Any:
-        """Returns what the task gives for a micro-batch; in a pipeline, what its last stage has made already."""
-        return self.task.forward(self.model, batch) if self.outputs_in_hand is None else self.outputs_in_hand
+    def read_outputs(self, outputs: Any, batch: Any) -> Any:
+        """Returns what `forward` returned; overridden by trainers that weight the loss.
+
+        Unlike `forward`, it is also called in a pipeline, with the outputs of the last stage.
+        """
+        return outputs
+
+    def add_metrics(self, result: ForwardResult, batch: Any) -> None:
+        """Adds metrics to the result of a forward; overridden by trainers that measure the outputs."""
 
     def train_step(self, batch: Any) -> StepResult:
         """Makes one update from one batch."""
         update = self.begin_update()
-        if self._updater.pipeline is not None:
-            run_pipeline(self, update, batch)
+        pipeline = self._updater.pipeline
+        if pipeline is not None:
+            micro_batches = [self.batch for _ in self.micro_batches(batch)]
+            with self._autocast():
+                update.backward_pipelined(micro_batches, self._read_stage_outputs, pipeline)
             return update.apply()
         for micro_batch in self.micro_batches(batch):
             update.backward(self.run_forward(micro_batch))
@@ -701,234 +434,734 @@ class Trainer:
 
     def begin_update(self) -> Update:
         """Begins an update with cleared gradients; end it with `apply()`."""
-        own = [name for name in ("train_step", "micro_batches", "begin_update") if overrides(self, name, Trainer)]
-        is_known = self._updater.pipeline is None and not own
-        num_backwards = self.context.batch.gradient_accumulation_steps if is_known else None
-        self._update = self._updater.begin(lambda: self.samples_in_hand, num_backwards=num_backwards)
+        is_known = self._updater.pipeline is None and not self._has_own_step
+        num_backwards = self.num_micro_batches if is_known else None
+        self._update = self._updater.begin(self.batch.num_samples, num_backwards=num_backwards)
         return self._update
 
     def micro_batches(self, batch: Any) -> Iterator[Any]:
-        """Yields the micro-batches of this rank's batch, as many on every rank."""
-        num_micro_batches = self.context.batch.gradient_accumulation_steps
-        if num_micro_batches == 1:
+        """Yields the micro-batches of this rank's batch, equally many on every rank."""
+        if self.num_micro_batches == 1:
             yield batch
             return
         assert self.train_data is not None
-        whole = self.samples_in_hand
-        for micro_batch, num_samples in cut(batch, whole, num_micro_batches, self.train_data.collator):
-            self.samples_in_hand = num_samples
-            yield micro_batch
-        self.samples_in_hand = whole
+        whole = Batch(batch, self.batch.num_samples)
+        micro_batches = split_batch(whole, self.num_micro_batches, self.train_data.collator)
+        for micro_batch in islice(micro_batches, self._max_micro_batches):
+            self._make_current(micro_batch)
+            yield micro_batch.value
+        self._make_current(whole)
+
+    def _make_current(self, batch: Batch) -> None:
+        self.batch = batch
+        if self._update is not None:
+            self._update.num_samples = batch.num_samples
 
     def run_forward(self, batch: Any) -> ForwardResult:
         """Runs `forward` in the run's precision and reads what it returned."""
-        with self.backend.autocast(self.config.runtime.precision, keeps_casts=self._updater.sync is None):
+        trace = self.heartbeat.trace
+        if trace is not None:
+            trace.enter_part("forward")
+        num_samples = self.batch.num_samples
+        with self._autocast():
             try:
-                compiled = self.compiled_forward
-                result = run_as_is(self, batch) if compiled is None else compiled.run(batch)
+                if self._compiled is not None:
+                    result = self._run_compiled(self._compiled, batch, num_samples)
+                else:
+                    returned = self.forward(**batch) if isinstance(batch, Mapping) else self.forward_batch(batch)
+                    result = read_forward(self.read_outputs(returned, batch), batch, self.model, num_samples)
+                    self.add_metrics(result, batch)
+            except TypeError:
+                if isinstance(batch, Mapping):
+                    reject_mismatch(type(self).forward, tuple(batch))
+                raise
             except (IndexError, RuntimeError) as error:
                 explain_failure(error, batch, self.model)
                 raise
         while self._unchecked_metrics:
             self._unchecked_metrics.pop().require(result.outputs, batch)
+        if trace is not None:
+            trace.leave_part()
         return result
 
-    def call_forward(self, batch: Any) -> Any:
-        """Calls `forward` with a micro-batch: what `run_forward` runs compiled, or as it is."""
-        if isinstance(batch, Mapping):
-            if not torch.compiler.is_compiling():
-                reject_mismatch(type(self).forward, tuple(batch))
-            return self.forward(**batch)
+    def _autocast(self) -> Any:
+        # A copy of every weight in low precision must not outlive its gathering for one layer (FSDP).
+        return self.backend.autocast(self.config.runtime.precision, keeps_casts=self._updater.sync is None)
+
+    def forward_batch(self, batch: Any) -> Any:
+        """Called instead of `forward` with a batch that is not a mapping."""
         if overrides(self, "forward", Trainer):
             raise DataError(f"forward(**batch) needs a mapping, but the batch is a {type(batch).__name__}.")
-        return self.outputs_of(batch)
+        return self.task.forward(self.model, batch)
 
-    # evaluation
+    def _read_stage_outputs(self, outputs: Any, micro_batch: Batch) -> ForwardResult:
+        """Reads what the last stage of a pipeline returned."""
+        batch = _require_mapping(micro_batch.value)
+        returned = self.read_outputs(outputs, batch)
+        result = read_forward(returned, batch, self.model, micro_batch.num_samples)
+        self.add_metrics(result, batch)
+        while self._unchecked_metrics:
+            self._unchecked_metrics.pop().require(result.outputs, batch)
+        return result
+
+    # Evaluation.
 
     def eval_begin(self) -> None:
-        """Called before the first batch of each set; `self.eval_name` says which."""
+        """Called before the first batch of each set; `self.eval_name` is its name."""
 
     def eval_step(self, batch: Any) -> Mapping[str, Any]:
-        """Returns a batch's metrics: scalars, Means, or one value a sample. Gradients are off."""
-        result = self.run_forward(batch) if self._updater.pipeline is None else evaluate_pipeline(self, batch)
-        logs: EvalLogs = EvalLogs() if result is None else read_eval(result)
-        return logs
+        """Returns the metrics of a batch: scalars, Means, or one value per sample. Gradients are disabled."""
+        pipeline = self._updater.pipeline
+        if pipeline is None:
+            return logs_of(self.run_forward(batch))
+        with self._autocast():
+            outputs = pipeline.evaluate(_require_mapping(batch))
+        return EvalLogs() if outputs is None else logs_of(self._read_stage_outputs(outputs, self.batch))
 
     def eval_end(self, aggregated: Any) -> dict[str, Any]:
-        """Returns the logs of one set; `aggregated` is what the task's `aggregate_logs` made, or None."""
+        """Returns the logs of one set; `aggregated` is the final state of the task's `aggregate_logs`, or None."""
         logs: dict[str, Any] = dict(self.eval_averages)
         if aggregated is not None:
             logs.update(self.task.reduce_aggregated_logs(aggregated, self.step))
         return logs
 
-    # boundaries
+    # Window boundaries.
 
     def train_loop_begin(self) -> None:
         """Called when a log window begins."""
 
     def train_loop_end(self) -> dict[str, Any]:
-        """Returns the logs of the window that ends: that dict is the line."""
-        return self.step_end.window_logs
+        """Returns the logs of the window that ends: they become its line."""
+        return self.window_logs
 
-    # public acts
+    # Public methods.
 
     def train(self) -> dict[str, float]:
-        """Trains until a limit is reached or somebody stops it; returns the last evaluation's logs."""
-        if self.train_data is None:
+        """Trains until a limit is reached or a stop is requested; returns the logs of the last evaluation."""
+        state, data = self.state, self.train_data
+        if data is None:
             raise ConfigError("data.train: there is no training data. Name a dataset, or call evaluate().")
         if self.is_finished:
-            limit = "max_steps" if self.step >= self.max_steps else "max_epochs or max_steps"
-            logger.info("The run has ended at step %d: nothing is left to do. Raise %s to go on.", self.step, limit)
-            return self.eval_logs
-        with self._running(), Feed(self.train_data, self.backend) as feed:
-            step = StepRunner(self)
-            is_loss_rank, share = (
-                self.ranks.mesh.is_loss_rank,
-                1.0 / self.ranks.size,
-            )  # of ranks that share samples one counts
+            limit = "max_steps" if state.step >= self.max_steps else "max_epochs or max_steps"
+            logger.info("The run has ended at step %d: nothing is left to do. Raise %s to continue.", state.step, limit)
+            return state.eval_logs
+        graph = self._make_graph_step() if self.config.runtime.mode == "graph" else None
+        # Of ranks that share samples one counts them; of the loss of all ranks each stores its share.
+        is_loss_rank, share = self.ranks.mesh.is_loss_rank, 1.0 / self.ranks.size
+        with self._running(), TrainIterator(data, self.backend) as iterator:
             self.train_loop_begin()
-            if self.has_unfinished_step or self.agreement.decided == Intent.STOP:
-                self.step_end.run()
-            while self.step < self.max_steps and not self.agreement.decided:
-                self.epoch = self.train_data.epoch
-                self.storage.step = self.step + 1
-                self._updater.set_rates(self.step)
+            if state.has_unfinished_step or self._stop_signal.decided == StopRequest.STOP:
+                self._end_step()
+            while state.step < self.max_steps and not self._stop_signal.decided:
+                state.epoch = data.epoch
+                self.storage.step = state.step + 1
+                self._updater.begin_step(state.step)
                 self.seed_step()
-                self.is_mid_step = True
-                for act in self.callbacks.before_step:
-                    act()
-                self.phases.enter("data", self.step + 1)
-                places = self.train_data.places
+                state.phase = "in_step"
+                for call in self._hook_calls.before_step:
+                    call()
+                self.heartbeat.enter("data", state.step + 1)
+                self._data_start = data.places
                 try:
-                    batch = self.next_train_inputs(feed)
+                    batch = self.next_train_inputs(iterator)
                 except StopIteration:
-                    if self.anomaly_response.went_back():  # an anomaly that nobody had looked at yet
-                        self._go_on_from_earlier(feed, step)
+                    if self._respond_to_anomalies():  # one that was not checked for yet
+                        self._continue_after_rollback(iterator, graph)
                         continue
-                    self._run_out_of_data()
+                    self._end_with_data()
                     break
-                self.phases.enter("step", self.step + 1)
-                self.samples_in_hand = self.train_data.samples_in_hand
-                self.anomaly_response.note_places(places, self.train_data.places)
-                self.checkpoints.places_before = places
-                result = step.run(batch)
+                self.heartbeat.enter("step")
+                fetched = iterator.fetched
+                self.batch = fetched if batch is fetched.value else Batch(batch, count_samples(batch, fetched))
+                if self._updater.detector is not None:
+                    self._updater.detector.positions = (self._data_start, data.places)
+                num_samples = self.batch.num_samples
+                if not self._is_inspected:
+                    self._inspect_forward(batch)
+                self._update = None
+                if graph is None:
+                    result, weight = self.train_step(batch), self._loss_weight()
+                else:
+                    values, weight = graph.run(batch, num_samples)
+                    result = StepResult(*values)
                 self._updater.share_buffers()
-                self.step += 1
-                self.has_unfinished_step, self.ended_under = True, 0
-                self.storage.put_result(
-                    result,
-                    weight=self.loss_weight,
-                    num_samples=self.samples_in_hand * is_loss_rank,
-                    share=share,
-                )
-                self.phases.enter("hooks", self.step)
-                for act in self.callbacks.after_step:
-                    act()
-                self.step_end.agree()
-                if not self.step_end.run():
-                    self._go_on_from_earlier(feed, step)
-        return self.eval_logs
+                state.step += 1
+                state.has_unfinished_step, state.max_steps_at_end = True, 0
+                self.storage.put_result(result, weight=weight, num_samples=num_samples * is_loss_rank, share=share)
+                self.heartbeat.enter("hooks", state.step)
+                for call in self._hook_calls.after_step:
+                    call()
+                self._vote()
+                if not self._end_step():
+                    self._continue_after_rollback(iterator, graph)
+        return state.eval_logs
 
-    def evaluate(self) -> dict[str, float]:
-        """Evaluates every set and returns the logs, such as {"valid/loss": 0.3}."""
-        return evaluate_sets(self, self.eval_data)
+    def evaluate(
+        self, sets: Mapping[str, EvaluationData] | None = None, *, with_hooks: bool = True
+    ) -> dict[str, float]:
+        """Evaluates every set, or those given, and returns the logs, such as {"valid/loss": 0.3}."""
+        hooks = self._hook_calls if with_hooks else HookCalls([])
+        return self._evaluator.evaluate(self.eval_data if sets is None else sets, hooks)
 
     def save(self) -> Path | RemotePath:
-        """Saves a checkpoint of this step, on every rank alike, and returns its folder.
+        """Saves a checkpoint of this step, on every rank, and returns its folder.
 
-        It is written beside training: `after_save` is called when it is there. In the midst of a step it is saved
-        at the step's end, when every hook has had its turn; with several processes, of which one may ask for all, at
-        the end of the next one. Outside of `train` it is there when this returns.
+        It is written in the background: `after_save` is called when it is committed. During a step it is saved at the
+        end of the step, after every hook; with several processes, of which one may request it for all, at the end of
+        the next one. Outside `train` it is committed when this returns.
         """
-        if self.is_mid_step:
-            self.step_end.ask_for_save()
-            return self.context.store.path(self.step)
-        self.phases.enter("save", self.step)
-        self.step_end.wants_save = self.step_end.asks_for_save = False
-        path = self.checkpoints.save(metrics=self.step_end.fresh_eval_logs)
-        self.step_end.saved_step = -1 if self.has_unfinished_step else self.step
+        state = self.state
+        path = self.context.store.path(state.step)
+        if state.phase != "between_steps":
+            if self.ranks.size == 1:
+                state.save_requested = True
+            else:
+                state.save_requested_here = True
+            return path
+        self.heartbeat.enter("save", state.step)
+        state.save_requested = state.save_requested_here = False
+        self._finish_save()
+        self._checkpointing.prepare()
+        self._checkpointing.start_save(state.step, self._collect_state(), metrics=state.step_eval_logs)
+        if not self._is_training:
+            self._finish_save(must_succeed=True)
+            self._checkpointing.close()  # ends its thread
+        elif not self.config.checkpoint.asynchronous:
+            self._finish_save()
+        state.saved_step = -1 if state.has_unfinished_step else state.step
         return path
 
     def join(self) -> None:
-        """Waits until the checkpoint that is being written is there; every rank calls it."""
-        self.checkpoints.settle(must_succeed=True)
+        """Waits until the checkpoint in progress is committed; every rank calls it."""
+        self._finish_save(must_succeed=True)
+
+    def barrier(self) -> None:
+        """Waits until every rank calls it."""
+        self.ranks.barrier()
 
     def seed_step(self) -> None:
         """Seeds torch's generators for this step.
 
         Randomness is a function of the step, so a resumed or rolled-back run draws the same numbers.
         """
-        self.backend.seed(chain_seed(self.step, *self._draws, state=self._seed_chain) >> 1)
+        self.backend.seed(chain_seed(self.state.step, *self._draws, state=self._seed_chain) >> 1)
 
     def stop(self, reason: str) -> None:
         """Ends the run after this step, as if it were the last: evaluated, written and saved.
 
-        On several ranks any one may ask; after an evaluation all stop at once, else one step later.
+        Any rank may call it; after an evaluation all ranks stop at once, otherwise one step later.
         """
-        self.agreement.request(Intent.STOP, reason)
+        self._stop_signal.request(StopRequest.STOP, reason)
 
     def interrupt(self, reason: str) -> None:
-        """Saves after this step and leaves; running the same command again goes on as if nothing had happened."""
-        self.agreement.request(Intent.INTERRUPT, reason)
+        """Saves after this step and leaves; running the same command again continues as if nothing had happened."""
+        self._stop_signal.request(StopRequest.INTERRUPT, reason)
 
-    # the loop's own steps
+    # What build/ and api/ decide about a trainer.
+
+    def set_max_steps(self, max_steps: int) -> None:
+        """Changes the limit; schedules follow."""
+        self.max_steps = self.storage.max_steps = self._updater.max_steps = max_steps
+        self.config = self.config.derive({"trainer.max_steps": max_steps})
+
+    def set_num_micro_batches(self, number: int, *, limit: int | None = None) -> None:
+        """Splits batches into another number of micro-batches, of which a trial step may run only the first."""
+        self.num_micro_batches, self._max_micro_batches = number, limit
+
+    def reopen(self) -> None:
+        """Lets a run that was stopped continue: its settings have changed."""
+        self.state.max_steps_at_end = 0
+
+    def skip_evaluation(self) -> None:
+        """Evaluates nothing during `train`."""
+        self.eval_data, self.test_data = {}, None
+
+    def evaluate_only_at_end(self) -> None:
+        """Evaluates once, after the last step."""
+        self.config = self.config.derive({"evaluation.every_steps": None})
+
+    def restore_checkpoint(self, step: int, *, keep_settings: bool = False) -> None:
+        """Restores the state of a checkpoint; every rank reads it.
+
+        With `keep_settings` the optimizers keep the settings (weight decay, betas) that they were built with.
+        """
+        store = self.context.store
+        self._keeps_optimizer_settings = keep_settings
+        self._restore_state(partial(store.read_split, step), source=str(store.path(step)))
+        metrics = self.ranks.broadcast(metrics_by_step(store) if self.ranks.is_first else {})
+        self.best.restore(metrics)
+        self.state.restore_evaluation(metrics.get(step, {}))
+
+    def load_weights(self, step: int) -> None:
+        """Loads the weights of a checkpoint, and its hooks' state, for an evaluation."""
+        store = self.context.store
+        other_stages = self._names_of_all_stages()
+        weights = store.read_split(step, "model")
+        contents.load_model_state(weights, self.model, location=str(store.path(step)), elsewhere=other_stages)
+        hooks = store.read_split(step, "training")["hooks"]
+        contents.restore_hooks(hooks, self._hook_calls.keyed(), model=self.model)
+        self.state.step = step
+
+    # Around the loop.
 
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Runs before_train and after_train around the loop, and closes hooks and writers whatever happens."""
-        with FolderLock(self.folder, enabled=self.ranks.is_first), self.storage, self.step_end.garbage:
+        hooks = self._hook_calls
+        with FolderLock(self.folder, enabled=self.ranks.is_first), self.storage, self._garbage:
             try:
-                self.callbacks.call("before_train")
-                reject_unsavable(self.callbacks.keyed())
-                if self.saved_generators is not None:  # only now, for a hook may have drawn in before_train
-                    restore_generators(self.saved_generators)
-                if self.anomaly_response.may_go_back:
-                    self.anomaly_response.take_snapshot()  # there may be no checkpoint yet
-                self.agreement.begin()
-                self.checkpoints.prepare()
-                self.checkpoints.is_training = True
+                hooks.call("before_train")
+                contents.reject_unsavable(hooks.keyed())
+                if self._saved_generators is not None:  # only now: a hook may draw numbers in before_train
+                    contents.restore_generators(self._saved_generators)
+                if self._anomalies.may_roll_back:
+                    self._take_snapshot()  # there may be no checkpoint yet
+                self._stop_signal.begin()
+                self._checkpointing.prepare()
+                self._is_training = True
                 yield
-                self.checkpoints.is_training = False
-                self.agreement.share_reason()
-                self.checkpoints.settle(must_succeed=True)
-                self.interrupted = self.agreement.decided == Intent.INTERRUPT and not self.is_finished
-                if not self.interrupted:
-                    self.callbacks.call("after_train")
+                self._is_training = False
+                self._stop_signal.share_reason()
+                self.state.stop_reason = self._stop_signal.reason
+                self._finish_save(must_succeed=True)
+                self.state.interrupted = self._stop_signal.decided == StopRequest.INTERRUPT and not self.is_finished
+                if not self.state.interrupted:
+                    hooks.call("after_train")
             except Exception as error:
                 if is_out_of_memory(error):
-                    raise explain_memory(self, error) from error
-                if self.compiled_forward is not None:
-                    self.compiled_forward.explain(error)
+                    raise self._explain_memory(error) from error
+                self._explain_compilation(error)
                 raise
             finally:
-                self.phases.enter("leave", self.step)
-                self.checkpoints.is_training = False
-                self.checkpoints.close()
-                # Whatever fails to close must hide neither the run's own error nor the others' closing.
-                for problem in [*self.callbacks.call_all("close"), *call_each([each.close for each in self._writers])]:
+                self.heartbeat.enter("leave", self.state.step)
+                self._is_training = False
+                self._checkpointing.close()
+                # A failure to close must hide neither the run's own error nor prevent the others from closing.
+                for problem in [*hooks.call_all("close"), *call_each([each.close for each in self._writers])]:
                     logger.error("A hook or writer failed to close: %s", problem)
 
-    def _go_on_from_earlier(self, feed: Feed, step: StepRunner) -> None:
-        """Goes on after the run went back to an earlier step; if it was to end meanwhile, that step is its last."""
-        feed.start_anew()
-        step.forget()
-        if self.has_unfinished_step or self.agreement.decided == Intent.STOP:
-            self.step_end.run()
-        elif self.agreement.decided:
+    def _explain_memory(self, error: Exception) -> OutOfMemory:
+        """Writes what holds the memory and which settings could change it; returns an error that says so."""
+        phase, step, _ = self.heartbeat.current
+        return out_of_memory(
+            error,
+            step=step,
+            folder=self.folder,
+            model=self.model,
+            optimizers=self.optimizers,
+            config=self.config,
+            backend=self.backend,
+            rank=self.ranks.rank,
+            in_evaluation=phase == "evaluate",
+        )
+
+    def _end_with_data(self) -> None:
+        """Ends the last step again, now as the last of the run: its evaluation gets a line of its own."""
+        self.stop("the training data ended")
+        self._stop_signal.decide(StopRequest.STOP)
+        self.storage.step = self.state.step
+        self._end_step()
+
+    def _loss_weight(self) -> Any:
+        """The weight of the loss of the last update."""
+        return self.batch.num_samples if self._update is None else self._update.weight
+
+    # The end of a step.
+
+    def _vote(self) -> None:
+        """Compares the requests of all ranks, and notices checkpoints that were committed since."""
+        state, checkpointing = self.state, self._checkpointing
+        self.heartbeat.enter("vote")
+        if self._stop_signal.has_nothing_to_vote and checkpointing.is_idle and not state.save_requested_here:
+            return
+        checkpointing.poll()
+        if checkpointing.failure is not None:
+            self._stop_signal.request(StopRequest.FAIL, "saving failed")
+        requested = state.save_requested_here or checkpointing.is_due_by_time()
+        num_committed, requested = self._stop_signal.vote(checkpointing.num_committed, requested)
+        self._announce(checkpointing.take_committed(num_committed))
+        state.save_requested |= checkpointing.accepts_request(requested)
+        if self._stop_signal.decided == StopRequest.FAIL:
+            checkpointing.raise_failure()
+
+    def _end_step(self) -> bool:
+        """Evaluates, writes and saves what is due; returns False if the run rolled back instead."""
+        state = self.state
+        if self._is_nothing_due():
+            state.has_unfinished_step, state.max_steps_at_end, state.phase = False, 0, "between_steps"
+            self._garbage.tidy(is_due=False)
+            return True
+        state.phase = "in_step"
+        # Before the host waits: the device still has work, which hides the collection.
+        self._garbage.tidy(is_due=self._is_write_due())
+        if self._must_check_anomalies() and self._respond_to_anomalies():
+            return False
+        try:
+            self._evaluate_if_due()
+        except EvaluationAbandoned:
+            # The update is complete; the resumed run evaluates it again.
+            self._stop_signal.decide(StopRequest.INTERRUPT)
+            state.phase = "between_steps"
+            self.save()
+            return True
+        except Exception:
+            # The update is complete: save it, then raise. Saving takes all ranks.
+            state.phase = "between_steps"
+            if not self.ranks.is_alone:
+                self.save()
+            raise
+        self.heartbeat.enter("write")
+        self._write_if_due()
+        state.has_unfinished_step, state.max_steps_at_end = False, self.max_steps if self.is_last_step else 0
+        state.phase = "between_steps"
+        # Save last: the checkpoint then includes every hook's state and the log already has this step.
+        is_new = state.saved_step != state.step or bool(state.max_steps_at_end)
+        if state.save_requested or (is_new and self._is_save_due()):
+            self.save()
+        if self._anomalies.is_snapshot_due(state.step):
+            self._take_snapshot()
+        return True
+
+    def _is_nothing_due(self) -> bool:
+        """Returns True for most steps: nothing to check, evaluate, write or save."""
+        state, step, detector = self.state, self.state.step, self._updater.detector
+        if step < self._next_due and step < self.max_steps and not self._stop_signal.decided:
+            found = detector is not None and detector.has_found
+            return not (state.save_requested or self.best.step == step or found)
+        config = self.config
+        periods = [config.log.every_steps, config.evaluation.every_steps, config.checkpoint.every_steps]
+        if self._anomalies.may_roll_back:
+            periods.append(config.anomalies.snapshot_every_steps)
+        self._next_due = min(step - step % every + every for every in periods if every)
+        if config.checkpoint.every_samples:
+            self._next_due = 0
+        return False
+
+    def _is_evaluation_due(self) -> bool:
+        every = self.config.evaluation.every_steps
+        return self.is_last_step or bool(every and self.state.step % every == 0)
+
+    def _is_write_due(self) -> bool:
+        return self.is_last_step or self.state.step % self.config.log.every_steps == 0
+
+    def _is_save_due(self) -> bool:
+        state = self.state
+        position = 0 if self.train_data is None else self.train_data.places
+        return bool(
+            state.save_requested
+            or self.is_last_step
+            or self._stop_signal.decided
+            or self._checkpointing.is_due(state.step, self._data_start, position)
+            or self.best.step == state.step
+        )
+
+    def _evaluate_if_due(self) -> None:
+        if not self._is_evaluation_due():
+            return
+        state = self.state
+        self.heartbeat.enter("evaluate")
+        if state.evaluated_step != state.step:
+            logs = self._evaluate_step(self.eval_data) if self.eval_data else {}
+            state.eval_logs, state.evaluated_step, state.reported = logs, state.step, set()
+            if logs:
+                self.best.update(state.step, logs)
+                # The evaluation was collective, so a hook's request to stop can be decided at once.
+                self._stop_signal.compare_now()
+        test = self.test_data
+        if self.is_last_step and test is not None and not any(name.startswith("test/") for name in state.eval_logs):
+            state.eval_logs = {**state.eval_logs, **self._evaluate_step({test.name: test})}
+
+    def _evaluate_step(self, sets: Mapping[str, EvaluationData]) -> dict[str, float]:
+        """Evaluates a step; an interruption may leave it, because a resumed run evaluates it again."""
+        self.state.phase = "evaluating"
+        try:
+            return self._evaluator.evaluate(sets, self._hook_calls, can_be_abandoned=True)
+        finally:
+            self.state.phase = "in_step"
+
+    def _write_if_due(self) -> None:
+        state, storage = self.state, self.storage
+        logs: dict[str, Any] = {}
+        if self._is_write_due():
+            for name, count in (self.train_data.counts if self.train_data else {}).items():
+                storage.put_scalar(f"samples/{name}", count, smoothing_hint=False)
+            self.window_logs = summarise(merge(self.ranks.gather(storage.take_window())))
+            logs = self.train_loop_end()
+            self._warn_of_loss(logs.get("loss"))
+            if not self.is_last_step:
+                self.train_loop_begin()
+        evaluated = {name: value for name, value in state.step_eval_logs.items() if name not in state.reported}
+        if logs or evaluated:
+            state.reported |= evaluated.keys()
+            storage.publish(logs, evaluated=evaluated)
+            if state.step > state.written_step or self.is_last_step:
+                state.written_step = state.step
+                for writer in self._writers:
+                    writer.write(storage)
+
+    def _warn_of_loss(self, loss: Any) -> None:
+        """Warns once of a logged loss that is not finite; updates that were skipped are such a case."""
+        if isinstance(loss, float) and not math.isfinite(loss) and not self._has_warned_of_loss:
+            self._has_warned_of_loss = True
+            if self.ranks.is_first:
+                logger.warning(
+                    "Step %d: the loss is %s. Lower the learning rate, or set trainer.max_grad_norm.",
+                    self.state.step,
+                    loss,
+                )
+
+    # Saving and restoring.
+
+    def _collect_state(self) -> dict[str, Any]:
+        """Returns what a checkpoint of this step contains; shares memory with the live state.
+
+        The same on every rank except for what is sharded: each rank has its shard, as a DTensor or by stages.
+        """
+        ranks, data = self.ranks, self.train_data
+        assert data is not None
+        # What is saved is what every rank continues with.
+        copy_from_first([each for each in self.model.buffers() if not is_split(each)], ranks)
+        window = merge(ranks.gather(self.storage.peek_window()))
+        return contents.collect(
+            model=self.model,
+            optimizers=self.optimizers,
+            hooks=self._hook_calls.keyed(),
+            events=self.storage.state_dict(window),
+            # Ranks that share samples share their random numbers too.
+            generators=ranks.gather_samples(contents.generator_state()),
+            data=data.merge_states(ranks.gather_samples(data.state_dict())),
+            loss_scale=self._updater.loss_scale,
+            anomalies=self._anomalies,
+            step=self.state.step,
+            has_unfinished_step=self.state.has_unfinished_step,
+            max_steps_at_end=self.state.max_steps_at_end,
+            unclaimed_hook_state=self._unclaimed_hook_state,
+        )
+
+    def _restore_state(self, read: Callable[[str], Any], *, source: str) -> None:
+        """Restores a state of which `read` gives the parts `model`, `optimizers` and `training`.
+
+        Their tensors may be full or sharded, however those of the trainer are.
+        """
+        state, data, ranks = self.state, self.train_data, self.ranks
+        assert data is not None
+        keep_settings, other_stages = self._keeps_optimizer_settings, self._names_of_all_stages()
+        contents.load_model_state(read("model"), self.model, location=source, elsewhere=other_stages)
+        contents.restore_optimizers(
+            read("optimizers"), self.model, self.optimizers, keep_settings=keep_settings, elsewhere=other_stages
+        )
+        training = read("training")
+        state.step = self.storage.step = int(training["step"])
+        state.has_unfinished_step = bool(training["has_unfinished_step"])
+        state.max_steps_at_end = int(training["max_steps_at_end"])
+        data.load_state_dict(training["data"], accept_changes=keep_settings)
+        self.storage.load_state_dict(training["events"], with_window=ranks.is_first)
+        if self._updater.loss_scale is not None and training["loss_scale"] is not None:
+            self._updater.loss_scale.load_state_dict(training["loss_scale"])
+        self._anomalies.load_state_dict(training["anomalies"])
+        state.discard_step()
+        self._next_due = 0
+        hooks = self._hook_calls.keyed()
+        self._unclaimed_hook_state = contents.restore_hooks(training["hooks"], hooks, model=self.model)
+        if ranks.mesh.data_rank < len(training["generators"]):  # an additional rank starts with its own seed
+            self._saved_generators = training["generators"][ranks.mesh.data_rank]
+
+    def _names_of_all_stages(self) -> list[str]:
+        """Returns the names of all weights of a pipeline, of which each stage has some; empty without a pipeline."""
+        if self.ranks.mesh.size("pipeline") == 1:
+            return []
+        own = [*self.model.state_dict(keep_vars=True), *(name for name, _ in self.model.named_parameters())]
+        return sorted({name for names in self.ranks.gather(own) for name in names})
+
+    def _finish_save(self, *, must_succeed: bool = False) -> None:
+        """Waits for the save in progress and calls `after_save`; raises on all ranks if saving failed for good."""
+        path, failure = self._checkpointing.finish(must_succeed=must_succeed)
+        self._announce(path)
+        if failure is not None:
+            raise failure
+
+    def _announce(self, path: Path | RemotePath | None) -> None:
+        if path is not None:
+            self._hook_calls.call("after_save", path)
+
+    # Anomalies.
+
+    def _must_check_anomalies(self) -> bool:
+        """Returns True if anomalies must be known now: where the device runs ahead, only before results are used."""
+        return (
+            reads_at_once(self.device)
+            or self._is_evaluation_due()
+            or self._is_write_due()
+            or self._is_save_due()
+            or self._anomalies.is_snapshot_due(self.state.step)
+        )
+
+    def _respond_to_anomalies(self) -> bool:
+        """Acts on the anomalies since the last check, which waits for the device; returns True after a rollback."""
+        anomalies = self._anomalies.find()
+        if not anomalies:
+            return False
+        self.heartbeat.enter("save")  # reading a checkpoint may take as long
+        try:
+            self._finish_save()  # a report names the newest checkpoint, and a rollback restores it
+        except CheckpointError as error:  # the same on every rank; the anomaly is what the user needs to know
+            logger.error("Saving failed too: %s", error)
+        for anomaly in anomalies:
+            if self._anomalies.is_new(anomaly):
+                self._report(anomaly)
+            self._hook_calls.call("on_anomaly", anomaly)
+            self._anomalies.raise_if_fatal(anomaly)
+            if anomaly.policy == "rollback":
+                self._roll_back(anomaly)
+                return True
+        return False
+
+    def _report(self, anomaly: Anomaly) -> None:
+        data = self.train_data
+        assert data is not None
+        data_state = data.merge_states(self.ranks.gather(data.state_dict()))
+        if self.ranks.is_first:
+            samples = None if anomaly.positions is None else data.samples_at(*anomaly.positions)
+            history: Sequence[Any] = self.storage.history("loss")
+            self._anomalies.report(anomaly, data_state=data_state, samples=samples, loss_history=history)
+
+    def _take_snapshot(self) -> None:
+        self._anomalies.take_snapshot(self.state.step, self._collect_state(), self.state.step_eval_logs)
+
+    def _roll_back(self, anomaly: Anomaly) -> None:
+        """Restores the newest state before the anomaly, and leaves its batches out."""
+        data, anomalies, ranks = self.train_data, self._anomalies, self.ranks
+        assert data is not None
+        num_anomalies, snapshot = anomalies.num_anomalies, anomalies.snapshot
+        step = ranks.broadcast(anomalies.newest_intact_before(anomaly.step) if ranks.is_first else None)
+        if snapshot is not None and (step is None or snapshot.step >= step):
+            self._restore_state(snapshot.parts.to_state().__getitem__, source="the copy in memory")
+            self.state.restore_evaluation(snapshot.eval_logs)
+        elif step is not None:
+            self.restore_checkpoint(step, keep_settings=self._keeps_optimizer_settings)
+        else:
+            raise AnomalyError(f"{anomaly.describe()} There is no earlier state to roll back to.")
+        if self._saved_generators is not None:
+            contents.restore_generators(self._saved_generators)
+        # Not the count of the restored state: otherwise a run could roll back forever.
+        anomalies.num_anomalies = num_anomalies
+        start, stop = anomalies.positions_to_skip(anomaly, data.global_batch_size)
+        data.leave_out(start, stop)
+        if ranks.is_first:
+            logger.warning(
+                "Rolled back to step %d. Data positions %d to %d are left out.", self.state.step, start, stop
+            )
+        self.train_loop_begin()
+
+    def _continue_after_rollback(self, iterator: TrainIterator, graph: GraphStep | None) -> None:
+        """Continues from the restored step; if the run was to end meanwhile, that step is its last."""
+        iterator.restart()
+        if graph is not None:
+            graph.reset()
+        if self.state.has_unfinished_step or self._stop_signal.decided == StopRequest.STOP:
+            self._end_step()
+        elif self._stop_signal.decided:
             self.save()  # nothing else: that step was evaluated and written when it was made
 
-    def _run_out_of_data(self) -> None:
-        """Ends the last step once more, now as the run's last: its evaluation gets a line of its own."""
-        self.stop("the training data ended")
-        self.storage.step, self.agreement.decided = self.step, Intent.STOP
-        self.step_end.run()
+    # Compile and graph mode.
 
-    @property
-    def loss_weight(self) -> Any:
-        """What the last update's loss weighs."""
-        return self.samples_in_hand if self._update is None else self._update.weight
+    def _compile_forward(self) -> CompiledForward | None:
+        """Returns the compiled regions of the forward; None if it runs eagerly."""
+        mode = self.config.runtime.mode
+        # On a CPU graph mode runs eagerly, under the same guards.
+        if mode != "compile" and not (mode == "graph" and waits_for_memory(self.device)):
+            check_compile_backend(self.config)  # the same file may be run on a GPU next
+            return None
+        owners = (self, self.task, self.model)
+        is_ours = all(_is_ours(type(self), name) for name in ("train_step", "run_forward"))
+        return CompiledForward(
+            self._compute,
+            config=self.config,
+            model=self.model,
+            storage=self.storage,
+            owners=owners,
+            users=user_files_of(self.config.project_dir, owners),
+            # A user's own step may differentiate more than the loss.
+            keeps_training_outputs=not is_ours,
+        )
 
-    @loss_weight.setter
-    def loss_weight(self, weight: Any) -> None:
-        if self._update is not None:
-            self._update.weight = weight
+    def _compute(self, batch: Any) -> RegionOutputs:
+        """The region to compile: the forward, its loss and metrics. A plain loss gets its weight outside."""
+        returned = self.forward(**batch) if isinstance(batch, Mapping) else self.forward_batch(batch)
+        result = read_forward(self.read_outputs(returned, batch), batch, self.model, 0)
+        self.add_metrics(result, batch)
+        return RegionOutputs(result.loss, result.metrics, result.outputs)
+
+    def _run_compiled(self, compiled: CompiledForward, batch: Any, num_samples: int) -> ForwardResult:
+        try:
+            loss, metrics, outputs = compiled.run(batch)
+        except Exception as error:
+            self._explain_compilation(error)
+            raise
+        return ForwardResult(loss, num_samples, metrics, outputs)
+
+    def _explain_compilation(self, error: Exception) -> None:
+        """Raises an error that explains why compiling failed; ignores other errors."""
+        if self._compiled is None:
+            return
+        if self._compiled.is_compiler_failure(error) and self._stop_signal.must_leave_now():
+            # The signal that interrupts a run ends the compiler's processes as well.
+            reason = self._stop_signal.reason or "interrupted"
+            saved = self.context.store.steps()
+            next_start = f"continues from step {saved[-1]}" if saved else "starts over: nothing was saved yet"
+            logger.info(
+                "%s ended the compilation in step %d. The same command %s.", reason, self.state.step + 1, next_start
+            )
+            raise SystemExit(exit_code_of(reason))
+        self._compiled.explain(error)
+
+    def _inspect_forward(self, batch: Any) -> None:
+        """Reports what cannot be compiled before minutes go into compiling."""
+        self._is_inspected = True
+        owners = (self, self.task, *self.model.modules())
+        inspect_forward(
+            lambda: self.run_forward(next(iter(self.micro_batches(batch)))),
+            owners=owners,
+            users=user_files_of(self.config.project_dir, (self, self.task, self.model)),
+            config=self.config,
+            storage=self.storage,
+            backend=self.backend,
+        )
+
+    def _make_graph_step(self) -> GraphStep:
+        state, updater = self.state, self._updater
+        settings = ("max_grad_norm", "max_grad_value", "global_batch_size")
+        return GraphStep(
+            self.train_step,
+            backend=self.backend,
+            capture=self.context.capture,
+            storage=self.storage,
+            updater=updater,
+            guarded=GuardedObjects(
+                trainer=self,
+                own_attributes=self._own_attributes,
+                task=self.task,
+                model=self.model,
+                settings=lambda: {name: getattr(updater, name) for name in settings},
+            ),
+            step_tensor=self._step_tensor,
+            read_weight=self._loss_weight,
+            read_progress=lambda: (state.step, state.evaluated_step, state.written_step, state.saved_step),
+            has_user_code_between_steps=has_user_code_between_steps(
+                type(self), self.hooks, contract=Trainer, hook_events=HOOK_EVENTS
+            ),
+        )
+
+
+def _is_ours(trainer_class: type, name: str) -> bool:
+    """Returns True if no user class overrides a method of the trainer."""
+    owner = next(each for each in trainer_class.__mro__ if name in vars(each))
+    return owner.__module__.startswith("trainwright.")
+
+
+def _require_mapping(batch: Any) -> Mapping[str, Any]:
+    if not isinstance(batch, Mapping):
+        raise DataError(
+            f"runtime.mesh.pipeline needs batches that are mappings, but this one is a {type(batch).__name__}."
+        )
+    return batch

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer as _torch_optimizer
 
 from trainwright.backends import has_capturable_optimizers, reads_at_once
 from trainwright.optim.sharded import own_gradients, split_state, sum_over_ranks
@@ -194,7 +195,7 @@ def can_be_captured(optimizer: torch.optim.Optimizer, device: torch.device) -> b
     return True
 
 
-def set_rate(group: MutableMapping[str, Any], value: float) -> None:
+def set_learning_rate(group: MutableMapping[str, Any], value: float) -> None:
     """Writes the learning rate of the next update into a group, be it a plain number there or a tensor."""
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(value)
@@ -202,7 +203,7 @@ def set_rate(group: MutableMapping[str, Any], value: float) -> None:
         group["lr"] = value
 
 
-def settle_rates(optimizer: torch.optim.Optimizer) -> None:
+def sync_captured_rates(optimizer: torch.optim.Optimizer) -> None:
     """Takes a rate that somebody has put in the place of a group's tensor into that tensor, which a replay reads."""
     told: Any = optimizer
     for group, rate in zip(optimizer.param_groups, told.captured_rates, strict=True):
@@ -213,7 +214,7 @@ def settle_rates(optimizer: torch.optim.Optimizer) -> None:
 
 def _settle(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Puts the tensors in the place of numbers; of loaded ones too, for a recording knows the tensors by place."""
-    settle_rates(optimizer)
+    sync_captured_rates(optimizer)
     knows_capturable = has_capturable_optimizers(device)
     for group in optimizer.param_groups:
         if knows_capturable and "capturable" in group:
@@ -231,3 +232,67 @@ def _save_plain_numbers(optimizer: torch.optim.Optimizer, state_dict: Mapping[st
         group["lr"] = float(group["lr"])
         if was_capturable is not None:
             group["capturable"] = was_capturable
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns True if hooks, or a `step` set on the object, run Python code in the optimizer's step."""
+    return bool(
+        "step" in vars(optimizer)
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _torch_optimizer._global_optimizer_pre_hooks
+        or _torch_optimizer._global_optimizer_post_hooks
+    )
+
+
+def supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns True if the optimizer can skip a step on the device via `found_inf`."""
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns True if the fused kernel can divide gradients by `grad_scale`, which saves a pass over them.
+
+    Only for the classes themselves: a subclass, or a hook, may read the gradients before the step.
+    """
+    own = vars(type(optimizer)).get("divides_gradients", type(optimizer) in (torch.optim.AdamW, torch.optim.Adam))
+    return bool(own) and supports_found_inf(optimizer) and not has_step_hooks(optimizer)
+
+
+def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor | bool, *, grad_scale: Tensor | None = None) -> Any:
+    """Steps the optimizer, or leaves weights and state unchanged where `skip`; returns what its step returned.
+
+    `skip` is a 0-dim bool on the device, or a plain bool if the host knows it. `grad_scale` is what the gradients are
+    still to be divided by (see `divides_gradients`).
+    """
+    amp: Any = optimizer  # torch's protocol: `grad_scale` and `found_inf` are attributes
+    if grad_scale is not None:
+        amp.grad_scale = grad_scale
+    try:
+        if skip is False:
+            return optimizer.step()
+        if supports_found_inf(optimizer) and not _lacks_momentum(optimizer):
+            known = torch.as_tensor(skip, device=device_of(optimizer))
+            amp.found_inf = known.to(torch.float32)
+            try:
+                return optimizer.step()
+            finally:
+                del amp.found_inf
+        # One wait per update, only for optimizers that cannot skip on the device.
+        return None if bool(skip) else optimizer.step()
+    finally:
+        if grad_scale is not None:
+            del amp.grad_scale
+
+
+def _lacks_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns True if a skipped step of torch's fused SGD would leave uninitialized momentum: in its first step."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    for group in optimizer.param_groups:
+        stepped = (parameter for parameter in group["params"] if parameter.grad is not None)
+        first = next(stepped, None) if group["momentum"] else None
+        if first is not None and optimizer.state.get(first, {}).get("momentum_buffer") is None:
+            return True
+    return False

@@ -20,15 +20,13 @@ class ClassificationTrainer(Trainer):
     no accuracy of this kind, and none is added.
     """
 
-    def run_forward(self, batch: Any) -> ForwardResult:
-        """Runs the forward and measures it; nothing leaves the device."""
-        result = super().run_forward(batch)
+    def add_metrics(self, result: ForwardResult, batch: Any) -> None:
+        """Adds the accuracy; nothing leaves the device."""
         logits: Any = (result.outputs or {}).get("logits")
         labels: Any = batch.get("labels") if isinstance(batch, Mapping) else None
         if _are_classes(logits, labels):
             right = (logits.detach().argmax(-1) == labels).sum()
             result.metrics["accuracy"] = Mean(right, (labels != IGNORED_LABEL).sum())
-        return result
 
 
 def _are_classes(logits: Any, labels: Any) -> bool:

@@ -11,6 +11,7 @@ import torch
 from trainwright.errors import TrainwrightError
 from trainwright.events import Mean
 from trainwright.events.mean import IGNORED_LABEL
+from trainwright.loop.task import overrides
 from trainwright.loop.trainer import Trainer
 
 
@@ -21,9 +22,10 @@ class SequenceToSequenceTrainer(Trainer):
     collator) makes the decoder's inputs of them.
     """
 
-    def forward(self, **batch: Any) -> Any:
-        """Returns the task's outputs with the loss as a Mean over label tokens."""
-        outputs = self.outputs_of(batch)
+    def read_outputs(self, outputs: Any, batch: Any) -> Any:
+        """Returns the outputs with the loss as a Mean over label tokens."""
+        if not isinstance(outputs, Mapping) and overrides(self, "forward", Trainer):
+            return outputs  # a user's own forward may return any form, such as Mean or (loss, metrics)
         if "labels" not in batch or not isinstance(outputs, Mapping) or outputs.get("loss") is None:
             given = f"a mapping of {', '.join(outputs)}" if isinstance(outputs, Mapping) else type(outputs).__name__
             raise TrainwrightError(

@@ -12,7 +12,7 @@ from trainwright.user_code.locations import caller, location_of, name_of
 
 
 @cache  # asked in every step; reading a signature costs 50 µs
-def takes(forward: Callable[..., Any], name: str) -> bool:
+def accepts_argument(forward: Callable[..., Any], name: str) -> bool:
     """Does this method take a keyword of that name?"""
     parameters = _parameters(forward)
     return parameters is None or name in parameters or _takes_any(parameters)

@@ -1,0 +1,437 @@
+"""Compile mode: the forward and its loss as one compiled region, inspected before the first step.
+
+The trainer passes the function to compile; this module knows no trainer. What torch.compile does during the run is
+reported by reports.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainwright.backends import Backend, reads_at_once
+from trainwright.backends.private_torch import side_effects_once, version_of
+from trainwright.checkpoint.contents import generator_state, restore_generators
+from trainwright.compile.host_sync import HostSyncMode, Sighting, watching
+from trainwright.compile.reports import Compilations, GraphBreak, listening
+from trainwright.config import RunConfig
+from trainwright.errors import ConfigError, TrainwrightError
+from trainwright.events import EventStorage, Mean
+from trainwright.memory.activation_checkpointing import Recomputed
+from trainwright.memory.module_paths import has_around
+from trainwright.memory.repeated_blocks import compile_gathered, keep_apart, known_backend
+from trainwright.tracebacks import shown_path
+from trainwright.user_code.locations import UserFiles
+
+logger = logging.getLogger(__name__)
+
+
+class RegionOutputs(NamedTuple):
+    """What a compiled region returns."""
+
+    loss: Any
+    metrics: dict[str, Any]
+    outputs: Mapping[str, Any] | None
+
+
+Compute = Callable[[Any], RegionOutputs]
+"""Runs the forward on a micro-batch."""
+_BACKEND = "inductor"
+_WITHOUT_EFFECT = ("compile_backend", "compile_memory_budget", "max_graph_breaks")
+
+
+def check_mode(config: RunConfig, axes: Mapping[str, int]) -> None:
+    """Raises for a mode that the other settings do not allow, and for settings of other modes; imports nothing."""
+    runtime = config.runtime
+    if runtime.mode == "eager":
+        for name in _WITHOUT_EFFECT:
+            if getattr(runtime, name) is not None:
+                raise ConfigError(
+                    f"runtime.{name} has no effect with runtime.mode eager. Set mode: compile, or remove it.",
+                    where=config.origin(f"runtime.{name}"),
+                )
+    elif axes.get("pipeline", 1) > 1:
+        raise ConfigError(
+            f"runtime.mode {runtime.mode} does not support runtime.mesh.pipeline, whose schedule calls the layers "
+            "itself. Use mode: eager, and model.compile_repeated_blocks to compile the blocks.",
+            where=config.origin("runtime.mode"),
+        )
+
+
+def check_compile_backend(config: RunConfig) -> str | None:
+    """Returns `runtime.compile_backend`; raises if torch does not know it."""
+    where = config.origin("runtime.compile_backend")
+    return known_backend("runtime.compile_backend", config.runtime.compile_backend, where=where)
+
+
+class CompiledForward:
+    """Runs the forward of a run and its loss, compiled where possible.
+
+    Training and evaluation are two regions: other shapes in one do not recompile the other.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        *,
+        config: RunConfig,
+        model: nn.Module,
+        storage: EventStorage,
+        owners: Iterable[Any],
+        users: UserFiles,
+        keeps_training_outputs: bool = True,
+    ) -> None:
+        """`owners` are searched for the forward that the user wrote: trainer, task, model.
+
+        Without `keeps_training_outputs` only the names of the outputs leave the training region: logits that leave a
+        graph are kept in memory.
+        """
+        runtime = config.runtime
+        backend = check_compile_backend(config) or _BACKEND
+        self.compilations = Compilations(users, forward=_location_of_forward(owners, users))
+        self._compute = compute
+        self._config = config
+        self._storage = storage
+        self._max_breaks = runtime.max_graph_breaks
+        is_gathered = compile_gathered(model, backend)
+        has_separate_blocks = not is_gathered and keep_apart(model)
+        # Separately compiled blocks are intended breaks; the listener ignores those.
+        self._rejects_breaks = runtime.max_graph_breaks == 0 and not has_separate_blocks
+        self._contexts = self._choose_contexts(model)
+        self._train: Callable[..., RegionOutputs] = _run_forward if keeps_training_outputs else _run_to_loss
+        self._evaluate: Callable[..., RegionOutputs] = _run_forward
+        if not is_gathered:
+            self._train = _compile(self._train, "forward_to_train", backend)
+            self._evaluate = _compile(self._evaluate, "forward_to_evaluate", backend)
+
+    def run(self, batch: Any) -> RegionOutputs:
+        """Runs the forward on a micro-batch."""
+        region = self._train if torch.is_grad_enabled() else self._evaluate
+        try:
+            with self._compiling():
+                outputs = region(self._compute, batch)
+        except TypeError:
+            # Which keys of a batch a forward does not accept is checked only outside a graph.
+            with torch.compiler.set_stance("force_eager"):
+                self._compute(batch)
+            raise
+        # Files what the graph has put: with these names still pending, the next micro-batch would be another graph.
+        self._storage.file_traced()
+        if self._max_breaks is not None and len(self.compilations.breaks) > self._max_breaks:
+            self._reject_breaks(list(self.compilations.breaks.values()))
+        return outputs
+
+    def _choose_contexts(self, model: nn.Module) -> list[Callable[[], AbstractContextManager[Any]]]:
+        """Returns the contexts of a call. torch's settings are global, so they are set for the call alone."""
+        runtime = self._config.runtime
+        chosen: list[Callable[[], AbstractContextManager[Any]]] = []
+        if self._rejects_breaks:
+            chosen.append(lambda: torch._dynamo.error_on_graph_break(True))
+        elif runtime.max_graph_breaks is not None:
+            # The limit also holds without the hook that reports breaks.
+            chosen.append(lambda: listening(self.compilations))
+        if has_around(model, Recomputed):
+            # What a block puts into the event storage is put in its first pass only.
+            chosen.append(side_effects_once)
+        if runtime.compile_memory_budget is not None:
+            budget = {"activation_memory_budget": runtime.compile_memory_budget}
+            chosen.append(lambda: torch._functorch.config.patch(budget))
+        return chosen
+
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
+        if not self._contexts:
+            yield
+            return
+        with ExitStack() as stack:
+            for each in self._contexts:
+                stack.enter_context(each())
+            yield
+
+    @staticmethod
+    def is_compiler_failure(error: Exception) -> bool:
+        """Returns True for an error of the compiler itself; a signal also ends the compiler's processes."""
+        from torch._dynamo.exc import BackendCompilerFailed
+
+        return isinstance(error, BackendCompilerFailed)
+
+    def explain(self, error: Exception) -> None:
+        """Raises an error that names the line that broke the graph, or the compiler that failed; ignores other errors.
+
+        A backward is compiled when it first runs, so the errors of a whole step are passed here.
+        """
+        from torch._dynamo import exc
+
+        if self._rejects_breaks and isinstance(error, exc.Unsupported | exc.UserError):
+            self._reject_breaks([self.compilations.break_of(error)], cause=error)
+        if self.is_compiler_failure(error):
+            cause = getattr(error, "inner_exception", error)
+            reason = next((line.strip().rstrip(".") for line in str(cause).splitlines() if line.strip()), "no reason")
+            raise TrainwrightError(
+                f"runtime.mode: torch.compile failed: {type(cause).__name__}: {reason}. Use "
+                "runtime.compile_backend: aot_eager, which needs no compiler, or mode: eager.",
+                where=self._config.origin("runtime.mode"),
+            ) from error
+
+    def _reject_breaks(self, breaks: list[GraphBreak], *, cause: Exception | None = None) -> None:
+        listed = "".join(f"\n  {each}" for each in breaks)
+        raise TrainwrightError(
+            f"runtime.max_graph_breaks is {self._max_breaks}, but the compiled forward has graph breaks:{listed}\n"
+            "Change these lines, or raise the number (null: any).",
+            where=self._config.origin("runtime.max_graph_breaks"),
+        ) from cause
+
+
+def user_files_of(project_dir: Any, owners: Iterable[Any]) -> UserFiles:
+    """Returns which files belong to the user; those of `owners` (trainer, task, model) count wherever they are."""
+    users = UserFiles(project_dir)
+    for each in owners:
+        users.include(type(each))
+    return users
+
+
+def _location_of_forward(owners: Iterable[Any], users: UserFiles) -> str:
+    """Returns where the user's forward is written."""
+    name = ""
+    for owner in owners:
+        code = getattr(inspect.unwrap(type(owner).forward), "__code__", None)
+        if code is not None and code.co_filename in users:
+            return f"{shown_path(code.co_filename)}:{code.co_firstlineno}"
+        name = f"{type(owner).__name__}.forward"
+    return name
+
+
+def _compile(region: Any, name: str, backend: str) -> Callable[..., RegionOutputs]:
+    # torch counts graphs by code object, and gives up after eight: each region of each trainer has its own.
+    code = region.__code__.replace(co_name=name)
+    return torch.compile(FunctionType(code, globals()), backend=backend)
+
+
+def _run_forward(compute: Compute, batch: Any) -> RegionOutputs:
+    """The region. The weight of a plain loss is applied outside: a number that changes would be another graph."""
+    return compute(batch)
+
+
+def _run_to_loss(compute: Compute, batch: Any) -> RegionOutputs:
+    """The same with metrics without gradients, and of the outputs only their names."""
+    loss, metrics, outputs = compute(batch)
+    metrics = {name: _detach(value) for name, value in metrics.items()}
+    return RegionOutputs(loss, metrics, None if outputs is None else dict.fromkeys(outputs))
+
+
+def _detach(value: Any) -> Any:
+    if isinstance(value, Mean):
+        return Mean(_detach(value.total), _detach(value.count))
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def inspect_forward(
+    run: Callable[[], object],
+    *,
+    owners: Iterable[Any],
+    users: UserFiles,
+    config: RunConfig,
+    storage: EventStorage,
+    backend: Backend,
+) -> None:
+    """Runs one forward and reports what cannot be compiled, before minutes go into compiling.
+
+    Uses of the host that break a compiled graph are warnings; they are errors, listed together, in mode graph and with
+    `runtime.max_graph_breaks: 0`. Restores everything that the forward changed.
+    """
+    owners = list(owners)
+    sightings = HostSyncMode(users)
+    try:
+        _watch_forward(run, sightings, owners, users, storage, backend, with_gradients=False)
+    except RuntimeError as error:
+        if "require grad" not in str(error):
+            raise
+        # The forward itself computes gradients; it needs as much memory as a step.
+        _watch_forward(run, sightings, owners, users, storage, backend, with_gradients=True)
+    found = sorted(sightings.sightings.values(), key=lambda each: (each.location.file, each.location.line))
+    direct = [each for each in found if each.is_direct]
+    runtime = config.runtime
+    breaks = direct if runtime.mode == "graph" else [each for each in direct if each.use.breaks]
+    if breaks and (runtime.mode == "graph" or runtime.max_graph_breaks == 0):
+        _reject_host_uses(breaks, config)
+    for each in direct:
+        effect = "breaks the graph" if each.use.breaks else "makes the host wait"
+        logger.warning(
+            "%s: in runtime.mode %s this %s: %s. %s", each.location, runtime.mode, effect, each.use.what, each.use.fix
+        )
+    for each in found:
+        if not each.is_direct:
+            # Library code may behave differently when it is compiled.
+            logger.info("%s: library code called here may break the graph: %s.", each.location, each.use.what)
+
+
+def _reject_host_uses(sightings: list[Sighting], config: RunConfig) -> None:
+    mode = config.runtime.mode
+    name = "mode" if mode == "graph" else "max_graph_breaks"
+    listed = "".join(f"\n  {each.location}: {each.use.what}. {each.use.fix}" for each in sightings)
+    number = f"{len(sightings)} lines" if len(sightings) > 1 else "1 line"
+    raise TrainwrightError(
+        f"runtime.{name}: the forward cannot be one graph because of {number}:{listed}\n"
+        f"Change {'it' if len(sightings) == 1 else 'them'}, or use runtime.mode: "
+        f"{'compile' if mode == 'graph' else 'eager'}.",
+        where=config.origin(f"runtime.{name}"),
+    )
+
+
+def _watch_forward(
+    run: Callable[[], object],
+    sightings: HostSyncMode,
+    owners: list[Any],
+    users: UserFiles,
+    storage: EventStorage,
+    backend: Backend,
+    *,
+    with_gradients: bool,
+) -> None:
+    """Runs the forward under the mode, and restores objects, generators and the event storage."""
+    before = ObjectSnapshot(owners, users)
+    generators, device = generator_state(), backend.device
+    # fork_rng always keeps the CPU's generator, and only knows device types that have another one.
+    has_generator = not reads_at_once(device)
+    devices, device_type = ([device.index or 0], device.type) if has_generator else ([], "cuda")
+    with torch.random.fork_rng(devices, device_type=device_type), storage.isolated():
+        try:
+            with torch.set_grad_enabled(with_gradients), watching(sightings):
+                run()
+        finally:
+            before.restore()
+            restore_generators(generators)
+    backend.release_memory()
+
+
+_IMMUTABLE = (bool, int, float, str, bytes, type(None))
+# Parameters of a sharded model are replaced during a forward, where they are gathered.
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"_buffers"}
+
+
+class ObjectSnapshot:
+    """The state of some objects, to be restored later.
+
+    Keeps which attributes there are and what each refers to; the contents of lists, dicts, sets and deques; the values
+    of tensors that are not parameters; the states of generators; and the same for every container, module and object of
+    a user class that these refer to. Other objects are left alone: some belong to other threads.
+    """
+
+    def __init__(self, owners: Iterable[Any], users: UserFiles) -> None:
+        self._users = users
+        self._seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
+        self._actions: list[Callable[[], object]] = []
+        self._pending: list[Any] = []
+        for owner in owners:
+            self._keep_attributes(owner)
+        while self._pending:
+            self._keep(self._pending.pop())
+
+    def restore(self) -> None:
+        """Restores everything, in the same objects."""
+        with torch.no_grad():
+            for action in self._actions:
+                action()
+
+    def _keep(self, value: Any) -> None:
+        if isinstance(value, _IMMUTABLE) or id(value) in self._seen:
+            return
+        if isinstance(value, torch.Tensor):
+            self._seen[id(value)] = value
+            self._keep_tensor(value)
+        elif isinstance(value, list | deque | dict | set):
+            self._seen[id(value)] = value
+            self._keep_contents(value)
+        elif (restore := _generator_restorer(value)) is not None:
+            self._seen[id(value)] = value
+            self._actions.append(restore)
+        elif isinstance(value, nn.Module) or self._is_user_object(value):
+            self._keep_attributes(value)
+
+    def _is_user_object(self, value: Any) -> bool:
+        if isinstance(value, type | torch.utils.data.Dataset):  # the next batch is being fetched from it
+            return False
+        file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
+        return file is not None and file in self._users
+
+    def _keep_attributes(self, owner: Any) -> None:
+        if id(owner) in self._seen or not hasattr(owner, "__dict__"):
+            return
+        self._seen[id(owner)] = owner
+        left_out = _MODULE_ATTRIBUTES if isinstance(owner, nn.Module) else frozenset()
+        attributes = {name: value for name, value in vars(owner).items() if name not in left_out}
+        self._pending += attributes.values()
+        if isinstance(owner, nn.Module):
+            self._pending += owner.children()
+
+        def restore() -> None:
+            now = vars(owner)
+            for name in [name for name in now if name not in attributes and name not in left_out]:
+                del now[name]
+            now.update(attributes)
+
+        self._actions.append(restore)
+
+    def _keep_contents(self, container: Any) -> None:
+        if isinstance(container, dict):
+            items = dict(container)
+            self._pending += items.values()
+
+            def restore() -> None:
+                if not _are_same([*container, *container.values()], [*items, *items.values()]):
+                    container.clear()
+                    container.update(items)
+
+        else:
+            members = list(container)
+            self._pending += members
+
+            def restore() -> None:
+                if not _are_same(list(container), members):
+                    container.clear()
+                    (container.update if isinstance(container, set) else container.extend)(members)
+
+        self._actions.append(restore)
+
+    def _keep_tensor(self, tensor: torch.Tensor) -> None:
+        if isinstance(tensor, nn.Parameter) or tensor.is_inference() or tensor.is_meta:
+            return
+        version, copy = version_of(tensor), tensor.detach().clone()
+
+        def restore() -> None:
+            if version_of(tensor) != version or not torch.equal(tensor, copy):  # .data is written without a version
+                tensor.copy_(copy)
+
+        self._actions.append(restore)
+
+
+def _are_same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _generator_restorer(value: Any) -> Callable[[], object] | None:
+    """Returns a function that restores the current state of a generator; None for other objects."""
+    if isinstance(value, torch.Generator):
+        state = value.get_state()
+        return lambda: value.set_state(state)
+    if isinstance(value, np.random.Generator):
+        bits = value.bit_generator.state
+        return lambda: setattr(value.bit_generator, "state", bits)
+    if isinstance(value, np.random.RandomState):
+        legacy = value.get_state()
+        return lambda: value.set_state(legacy)
+    if isinstance(value, random.Random):
+        internal = value.getstate()
+        return lambda: value.setstate(internal)
+    return None
