@@ -83,7 +83,8 @@ class EventStorage:
 
     @step.setter
     def step(self, step: int) -> None:
-        self.file_traced()
+        if self._traced:
+            self.file_traced()
         self._step = step
 
     # putting: called in every step, so nothing here may wait, copy to the host or communicate
@@ -140,7 +141,7 @@ class EventStorage:
             ) from None
         self.put_metric("loss", loss, weight if share == 1.0 else weight * share)
         self.put_metric("grad_norm", grad_norm, share)
-        self.put_last("lr", lr)
+        self._pending.append(("lr", self._step, lr, 1.0, "last"))
         for name, value in metrics.items():
             _reject_reserved(name)
             if name.startswith("lr/"):

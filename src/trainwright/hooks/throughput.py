@@ -48,7 +48,9 @@ class TimeSteps(Hook):
         storage.put_timing("seconds_per_step", seconds, 1.0)
         # Totals: the rate of a window is all its samples over all its seconds, not a mean of rates.
         storage.put_timing("samples_per_second", samples, seconds)
-        tokens = self._count_tokens(samples)
+        batch = self.trainer.batch.value
+        has_tokens = self._tokens_per_sample is not None or (isinstance(batch, Mapping) and "input_ids" in batch)
+        tokens = self._count_tokens(samples) if has_tokens else None
         if tokens is not None:
             storage.put_timing("tokens_per_second", tokens, seconds)
             if self._peak is not None:
@@ -63,8 +65,6 @@ class TimeSteps(Hook):
         if self._tokens_per_sample is not None:
             return samples * int(self._tokens_per_sample)
         batch = self.trainer.batch
-        if not isinstance(batch.value, Mapping):
-            return None
         tokens, mask = batch.value.get("input_ids"), batch.value.get("attention_mask")
         if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
             return None

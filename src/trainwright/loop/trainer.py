@@ -425,7 +425,7 @@ class Trainer:
         pipeline = self._updater.pipeline
         if pipeline is not None:
             micro_batches = [self.batch for _ in self.micro_batches(batch)]
-            with self._autocast():
+            with self.backend.autocast(self.config.runtime.precision, keeps_casts=self._updater.sync is None):
                 update.backward_pipelined(micro_batches, self._read_stage_outputs, pipeline)
             return update.apply()
         for micro_batch in self.micro_batches(batch):
@@ -463,7 +463,8 @@ class Trainer:
         if trace is not None:
             trace.enter_part("forward")
         num_samples = self.batch.num_samples
-        with self._autocast():
+        # A copy of every weight in low precision must not outlive its gathering for one layer (FSDP).
+        with self.backend.autocast(self.config.runtime.precision, keeps_casts=self._updater.sync is None):
             try:
                 if self._compiled is not None:
                     result = self._run_compiled(self._compiled, batch, num_samples)
@@ -483,10 +484,6 @@ class Trainer:
         if trace is not None:
             trace.leave_part()
         return result
-
-    def _autocast(self) -> Any:
-        # A copy of every weight in low precision must not outlive its gathering for one layer (FSDP).
-        return self.backend.autocast(self.config.runtime.precision, keeps_casts=self._updater.sync is None)
 
     def forward_batch(self, batch: Any) -> Any:
         """Called instead of `forward` with a batch that is not a mapping."""
@@ -514,7 +511,7 @@ class Trainer:
         pipeline = self._updater.pipeline
         if pipeline is None:
             return logs_of(self.run_forward(batch))
-        with self._autocast():
+        with self.backend.autocast(self.config.runtime.precision, keeps_casts=self._updater.sync is None):
             outputs = pipeline.evaluate(_require_mapping(batch))
         return EvalLogs() if outputs is None else logs_of(self._read_stage_outputs(outputs, self.batch))
 
@@ -584,7 +581,8 @@ class Trainer:
                 else:
                     values, weight = graph.run(batch, num_samples)
                     result = StepResult(*values)
-                self._updater.share_buffers()
+                if self.ranks.size > 1:
+                    self._updater.share_buffers()
                 state.step += 1
                 state.has_unfinished_step, state.max_steps_at_end = True, 0
                 self.storage.put_result(result, weight=weight, num_samples=num_samples * is_loss_rank, share=share)

@@ -224,11 +224,12 @@ class Updater:
         if self.buffer_snapshot is not None:
             self.buffer_snapshot.take()
         self.step, self.is_judged = step + 1, False
-        self.rates = {name: entry.set_rate(step, self.max_steps) for name, entry in self.optimizers.items()}
+        for name, entry in self.optimizers.items():
+            self.rates[name] = entry.set_rate(step, self.max_steps)
 
     def share_buffers(self) -> None:
         """Gives every rank the first rank's buffers, so that a run resumed from a checkpoint has the same."""
-        if self.ranks.size > 1 and self._buffers:
+        if self._buffers:
             copy_from_first([read_buffer(each) for each in self._buffers], self.ranks)
 
     def begin(self, num_samples: int, *, num_backwards: int | None = None) -> Update:
@@ -317,10 +318,20 @@ class _OwnedParameters:
         self.norm = GradientNorm(self.parameters, ranks.mesh, num_stages=num_stages) if is_sharded else None
 
     def gradients(self) -> list[torch.Tensor]:
-        """Returns this rank's shards of the gradients."""
-        if self.norm is None:
-            return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        return self.norm.gradients()
+        """Returns this rank's shards of the gradients; raises for sparse ones."""
+        if self.norm is not None:
+            return self.norm.gradients()
+        gradients = []
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.is_sparse:
+                raise TrainwrightError(
+                    "A parameter has a sparse gradient, which is not supported. Use Embedding(sparse=False)."
+                )
+            gradients.append(gradient)
+        return gradients
 
 
 class Update:
@@ -442,7 +453,10 @@ class Update:
         owned = updater.owned_by(names)
         loss, factor = self._reduce(owned)
         gradients = owned.gradients()
-        self._check_gradients(gradients, names)
+        if not gradients:
+            raise TrainwrightError(
+                f"No parameter of the optimizers {', '.join(names)} received a gradient. Does the loss depend on them?"
+            )
         for name in names:
             repair = getattr(updater.optimizers[name].optimizer, "repair_gradients", None)
             # Before the norm, which one NaN would spoil. With a loss scale an overflow must show: it skips the update.
@@ -456,7 +470,9 @@ class Update:
             if skip is not True:
                 skip = overflowed if skip is False else skip | overflowed
         grad_scale = self._scale_gradients(names, gradients, factor)
-        metrics = {name: _merge_metric(values) for name, values in self._metrics.items()}
+        metrics: dict[str, Any] = {}
+        for name, values in self._metrics.items():
+            metrics[name] = _merge_metric(values)
         for name in names:
             metrics.update(updater.step_optimizer(name, skip, grad_scale))
         if overflowed is not None and updater.loss_scale is not None:
@@ -467,17 +483,6 @@ class Update:
         if trace is not None:
             trace.leave_part()
         return StepResult(loss, metrics, grad_norm, updater.rates[names[0]])
-
-    def _check_gradients(self, gradients: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-        if not gradients:
-            raise TrainwrightError(
-                f"No parameter of the optimizers {', '.join(names)} received a gradient. Does the loss depend on them?"
-            )
-        for gradient in gradients:
-            if gradient.is_sparse:
-                raise TrainwrightError(
-                    "A parameter has a sparse gradient, which is not supported. Use Embedding(sparse=False)."
-                )
 
     def _reduce(self, owned: _OwnedParameters) -> tuple[torch.Tensor, torch.Tensor | float]:
         """Sums over micro-batches and ranks; returns the loss and the factor that makes the gradients exactly its."""
