@@ -94,7 +94,7 @@ def snapshot_differences(ranks):
 
 
 def buffers_of_whole():
-    return HostBuffers().stage(parts_of(*trained()))
+    return HostBuffers().copy_to_host(parts_of(*trained()))
 
 
 @pytest.fixture(scope="module")

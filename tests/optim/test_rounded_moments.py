@@ -118,7 +118,7 @@ def test_stretches_of_a_large_parameter_move_as_the_whole(monkeypatch):
     whole, cut = make_weights((40, 3), (5,)), make_weights((40, 3), (5,))
     gradients = make_gradients(whole, 1)
     drive(AdamW(whole, lr=0.1, state_dtype="bf16"), whole, gradients)
-    monkeypatch.setattr(rounded_moments, "PIECE_ELEMENTS", 16)
+    monkeypatch.setattr(rounded_moments, "CHUNK_ELEMENTS", 16)
     drive(AdamW(cut, lr=0.1, state_dtype="bf16"), cut, gradients)
     assert all_equal(whole, cut)
 

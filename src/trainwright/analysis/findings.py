@@ -165,7 +165,7 @@ def _find_word(text: str, words: Iterable[str]) -> tuple[int, int] | None:
     return None
 
 
-_CODES = {"error": "1;31", "remark": "1;33", "ok": "1;32", "place": "1", "mark": "1;36", "faint": "2"}
+_CODES = {"error": "1;31", "remark": "1;33", "ok": "1;32", "location": "1", "mark": "1;36", "faint": "2"}
 _LONGEST_LINE = 140
 
 
@@ -223,7 +223,7 @@ PLAIN, COLOURED = Painter(), _Colours()
 
 
 def _render_finding(finding: Finding, paint: Painter) -> str:
-    where = f"{paint(str(finding.location), 'place')}: " if finding.location is not None else ""
+    where = f"{paint(str(finding.location), 'location')}: " if finding.location is not None else ""
     lines = [f"{where}{paint(finding.severity, finding.severity)}: {finding.problem}"]
     if finding.location is not None and finding.location.text.strip():
         lines += _render_source(finding.location, paint)

@@ -57,7 +57,7 @@ class CallbackHook(Hook):
     >>> hook = CallbackHook(after_step=lambda trainer: print(trainer.step))
     >>> hook = CallbackHook(after_eval=lambda trainer, logs: print(logs["valid/loss"]))
 
-    A event without a function costs nothing.
+    An event without a function costs nothing.
     """
 
     def __init__(

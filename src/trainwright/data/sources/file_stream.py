@@ -104,7 +104,7 @@ class FileStream(IterableDataset[dict[str, Any]]):
         self.format = file_format
         self._shard_bytes = max(1, round(shard_megabytes * 2**20))
         self._project_dir = Path(project_dir or ".").absolute()  # a worker may stand in another folder
-        self._pieces: list[FileRange] | None = None
+        self._file_ranges: list[FileRange] | None = None
         self._start: _FilePosition | None = None
         self._iterator: FileStreamIterator | None = None
 
@@ -116,16 +116,16 @@ class FileStream(IterableDataset[dict[str, Any]]):
     @property
     def file_ranges(self) -> list[FileRange]:
         """What the stream reads, in order; the file systems are asked at first use."""
-        if self._pieces is None:
+        if self._file_ranges is None:
             found = find_files(self.path, suffixes=self.format.suffixes, project_dir=self._project_dir)
-            self._pieces = [file_range for location in found for file_range in self._cut(location)]
-        return self._pieces
+            self._file_ranges = [file_range for location in found for file_range in self._cut(location)]
+        return self._file_ranges
 
     def shard(self, num_shards: int, index: int) -> FileStream:
         """Returns one of `num_shards` disjoint parts, which one after the other are the whole."""
         part = FileStream(self.path, self.format, project_dir=self._project_dir)
         part._shard_bytes = self._shard_bytes
-        part._pieces = share_of(self.file_ranges, num_shards=num_shards, index=index)
+        part._file_ranges = share_of(self.file_ranges, num_shards=num_shards, index=index)
         return part
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class FileStream(IterableDataset[dict[str, Any]]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Lets the next iteration begin there, unless the files before that place are others now."""
-        start = _FilePosition(state["piece"], state["offset"], state["line"])
+        start = _FilePosition(state["file_range"], state["offset"], state["line"])
         if start != _FilePosition():  # before the first row any files will do
             check_range(self.file_ranges, state["in"])
         self._start = start
@@ -161,7 +161,7 @@ class FileStreamIterator:
     """One iteration. After a row that raised, it goes on with the next; after a file that cannot be opened, too."""
 
     def __init__(self, file_ranges: list[FileRange], file_format: FileFormat, place: _FilePosition) -> None:
-        self._pieces = file_ranges
+        self._file_ranges = file_ranges
         self._format = file_format
         self.place = place
         self._opened: _OpenRange | None = None
@@ -170,7 +170,7 @@ class FileStreamIterator:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        while self.place.file_range < len(self._pieces):
+        while self.place.file_range < len(self._file_ranges):
             if self._opened is None:
                 self._open()
             opened = self._opened
@@ -190,7 +190,7 @@ class FileStreamIterator:
         raise StopIteration
 
     def _open(self) -> None:
-        file_range = self._pieces[self.place.file_range]
+        file_range = self._file_ranges[self.place.file_range]
         try:
             self._opened = _OpenRange(file_range, self._format, self.place)
         except Exception as error:  # each file system has errors of its own

@@ -153,7 +153,7 @@ class ParquetStream(IterableDataset[dict[str, Any]]):
         self.path = path
         self.columns = check_columns(columns, "parquet")
         self._project_dir = Path(project_dir or ".").absolute()  # a worker may stand in another folder
-        self._pieces: list[FileRange] | None = None
+        self._file_ranges: list[FileRange] | None = None
         self._start: _Row | None = None
         self._iterator: ParquetIterator | None = None
 
@@ -165,18 +165,18 @@ class ParquetStream(IterableDataset[dict[str, Any]]):
     @property
     def file_ranges(self) -> list[FileRange]:
         """What the stream reads, in order; the file systems are asked at first use."""
-        if self._pieces is None:
+        if self._file_ranges is None:
             found = find_files(self.path, suffixes=SUFFIXES, project_dir=self._project_dir)
             if len(found) > _MOST_FILES_TO_ASK:
-                self._pieces = [FileRange(location) for location in found]
+                self._file_ranges = [FileRange(location) for location in found]
             else:
-                self._pieces = [file_range for location in found for file_range in self._cut(location)]
-        return self._pieces
+                self._file_ranges = [file_range for location in found for file_range in self._cut(location)]
+        return self._file_ranges
 
     def shard(self, num_shards: int, index: int) -> ParquetStream:
         """Returns one of `num_shards` disjoint parts, which one after the other are the whole."""
         part = ParquetStream(self.path, columns=self.columns, project_dir=self._project_dir)
-        part._pieces = share_of(self.file_ranges, num_shards=num_shards, index=index)
+        part._file_ranges = share_of(self.file_ranges, num_shards=num_shards, index=index)
         return part
 
     def state_dict(self) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class ParquetStream(IterableDataset[dict[str, Any]]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Lets the next iteration begin there, unless the files before that place are others now."""
-        start = _Row(state["piece"], state["group"], state["row"])
+        start = _Row(state["file_range"], state["group"], state["row"])
         if start != _Row():  # before the first row any files will do
             check_range(self.file_ranges, state["in"])
         self._start = start
@@ -212,7 +212,7 @@ class ParquetIterator:
     """One iteration. A row group that cannot be read raises once and is then passed over."""
 
     def __init__(self, file_ranges: list[FileRange], columns: Sequence[str] | None, start: _Row) -> None:
-        self._pieces = file_ranges
+        self._file_ranges = file_ranges
         self._columns = columns
         self._piece, self._group, self._row = start.file_range, start.group, start.row
         self._opened: _OpenFile | None = None
@@ -224,7 +224,7 @@ class ParquetIterator:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        while self._piece < len(self._pieces):
+        while self._piece < len(self._file_ranges):
             if self._table is None and not self._read_group():
                 self._leave_range()
                 continue
@@ -244,7 +244,7 @@ class ParquetIterator:
 
     def _read_group(self) -> bool:
         """Reads the row group that is next; False where the piece has no more."""
-        file_range = self._pieces[self._piece]
+        file_range = self._file_ranges[self._piece]
         try:
             if self._opened is None:
                 self._opened = _OpenFile(file_range.location, self._columns)
@@ -266,7 +266,7 @@ class ParquetIterator:
         try:
             self._samples = to_samples(self._table.slice(self._row, _ROWS_AT_A_TIME))
         except Exception as error:  # values that Python cannot hold
-            place = f"{self._pieces[self._piece].location.name} at row {self._row} of a row group"
+            place = f"{self._file_ranges[self._piece].location.name} at row {self._row} of a row group"
             self._leave_group()
             raise DataError(f"{place}: {type(error).__name__}: {error}") from error
         self._first = self._row
