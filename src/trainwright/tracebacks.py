@@ -32,7 +32,7 @@ def fold(error: BaseException) -> str:
     return "".join([*lines, *whole.format_exception_only()])
 
 
-def user_place(error: BaseException) -> str | None:
+def user_location(error: BaseException) -> str | None:
     """Returns `file:line` of the user's innermost frame in an error's traceback, or in that of what led to it."""
     each: BaseException | None = error
     while each is not None:

@@ -8,16 +8,16 @@ import pytest
 
 
 def errors_of(report):
-    return [(str(each.place), each.problem) for each in report.findings if each.severity == "error"]
+    return [(str(each.location), each.problem) for each in report.findings if each.severity == "error"]
 
 
 def remarks_of(report):
-    return [(str(each.place), each.problem) for each in report.findings if each.severity == "remark"]
+    return [(str(each.location), each.problem) for each in report.findings if each.severity == "remark"]
 
 
 def marked(finding):
-    start, stop = finding.place.columns
-    return finding.place.text[start:stop]
+    start, stop = finding.location.columns
+    return finding.location.text[start:stop]
 
 
 def files_in(folder):
@@ -69,7 +69,7 @@ def test_a_large_accumulation_is_cut_short_but_the_steps_are_those_of_the_run(ch
     assert report.facts[-1] == "12 steps of 8 samples (micro-batch 1 × gradient_accumulation_steps 8)"
 
 
-def test_a_micro_batch_that_only_the_run_can_find_is_tried_in_two_pieces(check):
+def test_a_micro_batch_that_only_the_run_can_find_is_tried_in_two_micro_batches(check):
     report = check("trainer.micro_batch_size=auto")
     assert report.is_ok
     assert report.facts[-1] == "12 steps of 8 samples (micro-batch of at most 8, as the memory allows)"
@@ -81,7 +81,7 @@ def test_a_micro_batch_that_only_the_run_can_find_is_tried_in_two_pieces(check):
 def test_every_wrong_setting_is_a_finding_with_its_line(check):
     run = "model: parts.py:Net\ntrainer:\n  max_step: 5\n  optimizer: {type: adamw}\nruntime:\n  mode: fast\n"
     report = check("lgo=1", run=run)
-    assert [place for place, _ in errors_of(report)] == ["override lgo=1", "run.yaml:3", "run.yaml:6"]
+    assert [location for location, _ in errors_of(report)] == ["override lgo=1", "run.yaml:3", "run.yaml:6"]
     findings = list(report.findings)
     assert findings[1].problem == "trainer.max_step: there is no such setting."
     assert findings[1].advice.startswith('Did you mean "max_steps"?')
@@ -302,15 +302,15 @@ def test_a_loss_that_cannot_be_trained_on_is_shown_at_its_return(spoilt, at, lin
 
 def test_an_exception_in_forward_is_shown_once_at_the_user_s_innermost_line(spoilt, at):
     report = spoilt(RETURN, "return helper(logits)", more="\n\ndef helper(logits):\n    return logits @ logits\n")
-    ((place, problem),) = errors_of(report)
-    assert place == at("logits @ logits")
+    ((location, problem),) = errors_of(report)
+    assert location == at("logits @ logits")
     assert problem.startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied")
 
 
 def test_labels_outside_the_classes_are_an_error_with_both_numbers(check, at):
     report = check("data.train.classes=24")
-    ((place, problem),) = errors_of(report)
-    assert place == at("cross_entropy(logits")
+    ((location, problem),) = errors_of(report)
+    assert location == at("cross_entropy(logits")
     assert problem.startswith("the labels of data.train go from ")
     assert problem.endswith(", but the logits have 2 classes (shape (4, 2)): labels must lie in 0 … 1.")
     assert marked(next(iter(report.findings))) == "nn.functional.cross_entropy(logits, labels)"
@@ -331,7 +331,7 @@ def test_token_ids_outside_an_embedding_name_the_embedding(spoilt, at):
     more += "        return self.head(self.words(x.long())).mean()\n"
     report = spoilt(*parts, "model.type=parts.py:Words", more=more)
     problems = errors_of(report)
-    assert {place for place, _ in problems} == {at("self.words(x.long())")}
+    assert {location for location, _ in problems} == {at("self.words(x.long())")}
     assert problems[0][1].startswith("the token ids of data.train go from ")
     assert problems[0][1].endswith("but the embedding words has num_embeddings = 5: ids must lie in 0 … 4.")
 
@@ -422,8 +422,8 @@ class Forgetful(torch.optim.SGD):
 
 def test_an_optimizer_that_comes_back_different_from_a_checkpoint_is_an_error(check):
     report = check("trainer.optimizer={type: parts.py:Forgetful}", more=FORGETFUL % '["momentum_buffer"].zero_()')
-    ((place, problem),) = errors_of(report)
-    assert place == "override trainer.optimizer={type: parts.py:Forgetful}"
+    ((location, problem),) = errors_of(report)
+    assert location == "override trainer.optimizer={type: parts.py:Forgetful}"
     assert problem.startswith("a checkpoint reads back different: optimizer main.state.0.momentum_buffer")
 
 
@@ -452,8 +452,8 @@ def test_a_project_in_another_folder_is_shown_relative_to_the_current_one(check,
     project(more="\nraise RuntimeError('no')\n")
     (in_tmp / "elsewhere").mkdir()
     monkeypatch.chdir(in_tmp / "elsewhere")
-    ((place, _),) = errors_of(check_run(Path("../run.yaml")))
-    assert place.startswith("../parts.py:")
+    ((location, _),) = errors_of(check_run(Path("../run.yaml")))
+    assert location.startswith("../parts.py:")
 
 
 def test_a_criterion_that_cannot_compare_is_shown_where_it_is_made(check, at):
@@ -469,5 +469,5 @@ class Scores(nn.Module):
 """
     report = check("model={type: parts.py:Scores}", "evaluation.metrics={}", more=more)
     [error] = [each for each in report.findings if each.severity == "error"]
-    assert f"{error.place.file}:{error.place.line}" == at("nn.BCEWithLogitsLoss()")
+    assert f"{error.location.file}:{error.location.line}" == at("nn.BCEWithLogitsLoss()")
     assert "BCEWithLogitsLoss, cannot compare outputs [" in error.problem

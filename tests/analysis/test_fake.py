@@ -101,12 +101,12 @@ def test_two_micro_batches_stand_for_many():
     with imagine(config, world_size=4, sequence_length=LENGTH) as run:
         assert run.plan.gradient_accumulation_steps == 16
         assert run.batch["input_ids"].shape == (4, LENGTH)
-        pieces = []
+        micro_batches = []
         inner = run.trainer.run_forward
-        run.trainer.run_forward = lambda batch: (pieces.append(batch["input_ids"].shape), inner(batch))[1]
+        run.trainer.run_forward = lambda batch: (micro_batches.append(batch["input_ids"].shape), inner(batch))[1]
         run.step(1)
         run.step()
-    assert pieces == [(2, LENGTH)] * 3
+    assert micro_batches == [(2, LENGTH)] * 3
 
 
 def test_models_take_the_forms_of_the_run_s_device():

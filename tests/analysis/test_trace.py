@@ -19,13 +19,13 @@ def broken(check, body, *overrides):
 def test_a_break_is_found_at_its_line_whether_or_not_anything_was_computed_before(check, at, before, mode, severity):
     report = broken(check, f"{before}        torch._dynamo.graph_break()\n", f"runtime.mode={mode}")
     (finding,) = report.findings
-    assert (str(finding.place), finding.severity) == (at("graph_break()"), severity)
+    assert (str(finding.location), finding.severity) == (at("graph_break()"), severity)
     assert finding.problem.startswith("a compiled graph breaks here: Call to `torch._dynamo.graph_break()`")
 
 
 def test_a_line_that_the_watch_has_noted_is_not_repeated(check, at):
     report = broken(check, "        x = x * 2\n        if x.sum() > 0:\n            x = x + 1\n")
-    assert [str(each.place) for each in report.findings] == [at("if x.sum()")]
+    assert [str(each.location) for each in report.findings] == [at("if x.sum()")]
 
 
 def test_a_user_s_trainer_forward_is_traced_whole(check, at):
@@ -37,7 +37,7 @@ class Own(Trainer):
         return loss
 """
     report = check("trainer.type=parts.py:Own", more=more)
-    assert [str(each.place) for each in report.findings] == [at("graph_break()")]
+    assert [str(each.location) for each in report.findings] == [at("graph_break()")]
 
 
 def test_a_failure_of_dynamo_itself_is_a_remark(check, monkeypatch):
@@ -49,7 +49,7 @@ def test_a_failure_of_dynamo_itself_is_a_remark(check, monkeypatch):
     (finding,) = report.findings
     assert report.is_ok
     assert finding.problem == "torch.compile cannot trace this forward: no bytecode for this Python."
-    assert str(finding.place) == "run.yaml:1"
+    assert str(finding.location) == "run.yaml:1"
 
 
 def test_reasons_are_told_in_a_sentence_with_a_hint_that_a_user_can_follow():

@@ -9,7 +9,7 @@ TAIL = "\n        return nn.functional.cross_entropy(self.head(h), labels)\n"
 
 
 def sightings(report):
-    return [(str(each.place), each.problem.partition(": ")[2]) for each in report.findings]
+    return [(str(each.location), each.problem.partition(": ")[2]) for each in report.findings]
 
 
 def watch(check, line, *overrides):
@@ -85,7 +85,7 @@ def test_what_stays_on_the_device_is_no_finding(check, line):
 def test_a_use_of_the_host_is_an_error_where_the_mode_is_a_graph(check, at, mode):
     report = watch(check, "float(h.mean()); h.cpu()", f"runtime.mode={mode}")
     assert not report.is_ok
-    assert [(str(each.place), each.severity, each.problem) for each in report.findings] == [
+    assert [(str(each.location), each.severity, each.problem) for each in report.findings] == [
         (at("float("), "error", f"runtime.mode {mode} cannot capture this: float(tensor) waits for the device."),
         (at("float("), "error", f"runtime.mode {mode} cannot capture this: .cpu() copies to the host."),
     ]
@@ -94,8 +94,8 @@ def test_a_use_of_the_host_is_an_error_where_the_mode_is_a_graph(check, at, mode
 def test_all_uses_are_reported_at_once_each_with_its_fix_and_its_expression(check):
     report = watch(check, "a = h.mean().item(); b = float(h.sum())")
     first, second = report.findings
-    assert first.place.text[slice(*first.place.columns)] == "h.mean().item()"
-    assert second.place.text[slice(*second.place.columns)] == "float(h.sum())"
+    assert first.location.text[slice(*first.location.columns)] == "h.mean().item()"
+    assert second.location.text[slice(*second.location.columns)] == "float(h.sum())"
     assert first.advice == "Keep it a tensor: return it as a metric, and the loop reads it once per log line."
 
 
@@ -135,9 +135,9 @@ class Prints(Hook):
 def test_trainer_and_optimizer_are_watched_but_not_hooks_and_not_eval_step(check, at):
     report = check("trainer.type=parts.py:Own", "trainer.optimizer={type: parts.py:Careful}", more=MORE)
     report_with_hook = check("trainer.type=parts.py:Own", "hooks=[parts.py:Prints]", more=MORE)
-    places = [str(each.place) for each in report.findings]
-    assert places == [at("# in forward"), at("# in train_step"), at("# in the optimizer")]
-    assert [str(each.place) for each in report_with_hook.findings] == places[:2]
+    locations = [str(each.location) for each in report.findings]
+    assert locations == [at("# in forward"), at("# in train_step"), at("# in the optimizer")]
+    assert [str(each.location) for each in report_with_hook.findings] == locations[:2]
 
 
 def test_a_branch_that_only_evaluation_takes_is_watched_too(check, at):
@@ -167,7 +167,7 @@ class Clips(torch.optim.SGD):
 """
     report = check("trainer.optimizer={type: parts.py:Clips}", "runtime.mode=graph", more=more)
     (finding,) = report.findings
-    assert (str(finding.place), finding.severity) == (at("clip_grad_norm_"), "remark")
+    assert (str(finding.location), finding.severity) == (at("clip_grad_norm_"), "remark")
     assert finding.problem.startswith("library code called here breaks a compiled graph: a tensor decides")
 
 

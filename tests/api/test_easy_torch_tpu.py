@@ -151,9 +151,9 @@ def test_an_overridden_train_step_returns_four_values_and_all_else_still_works(p
         class Steps(Mine):
             def train_step(self, batch):
                 update = self.begin_update()
-                for piece in self.micro_batches(batch):
-                    assert len(piece["x"]) == 4
-                    update.backward(self.run_forward(piece))
+                for micro_batch in self.micro_batches(batch):
+                    assert len(micro_batch["x"]) == 4
+                    update.backward(self.run_forward(micro_batch))
                 loss, aux, grad_norm, lr = update.apply()
                 return loss, {**aux, "doubled": loss * 2}, grad_norm, lr
         """
@@ -181,7 +181,7 @@ def test_operations_that_break_the_graph_are_named_with_file_and_line_before_the
         """
     write(project, {"trainers/talking.py": talking})
     report = check_run(project / "run.yaml", ["trainer.type=talking.Talking", "trainer.sharpness=1.0"])
-    found = {(re.sub(r".*/", "", str(each.place)), each.problem) for each in report.findings}
+    found = {(re.sub(r".*/", "", str(each.location)), each.problem) for each in report.findings}
     assert {
         ("talking.py:7", "this would break a compiled graph: a tensor is printed or turned into text."),
         ("talking.py:8", "this would break a compiled graph: .item() waits for the device."),

@@ -256,7 +256,7 @@ def test_rules_that_do_not_fit_a_model_s_outputs_are_told_by_name(project):
             settings = ("model.type=blocks.Blocks", f"model.sharding={name}.yaml", "runtime.mesh={tensor: 2}")
             with pytest.raises(TrainwrightError) as rejected:
                 build_trainer(load(folder, *settings, f"name={name}")).train()
-            (folder / f"{name}-{processes.place().rank}").write_text(str(rejected.value))
+            (folder / f"{name}-{processes.rank_and_size().rank}").write_text(str(rejected.value))
             processes.leave()
 
     launch_well(project, 2, act)

@@ -107,7 +107,7 @@ def test_a_trainer_builds_everything_from_its_config_and_every_build_method_may_
     assert equal_weights(whole.model, train(project, "name=plain").model)
 
 
-def test_the_loop_runs_its_moments_in_order_inside_of_an_event_storage(project):
+def test_the_loop_runs_its_events_in_order_inside_of_an_event_storage(project):
     calls = []
 
     class Diary(Hook):
@@ -187,9 +187,9 @@ def test_a_replaced_train_step_may_keep_the_previous_output(project):
         def train_step(self, batch):
             update = self.begin_update()
             outputs = []
-            for piece in self.micro_batches(batch):
-                logits = self.model(**piece)["logits"]
-                loss = self.model.criterion(logits, piece["labels"])
+            for micro_batch in self.micro_batches(batch):
+                logits = self.model(**micro_batch)["logits"]
+                loss = self.model.criterion(logits, micro_batch["labels"])
                 update.backward(loss)
                 outputs.append(logits.detach())
             result = update.apply()

@@ -53,7 +53,7 @@ class Misspelt(Hook):
         """Is never called."""
 
 
-def test_a_moment_of_other_arguments_is_rejected_where_it_is_written():
+def test_an_event_of_other_arguments_is_rejected_where_it_is_written():
     text = rejection(Hooks, [Deaf()])
     assert text.startswith(place(__file__, "def after_eval(self):"))
     assert mentions(text, "Deaf.after_eval")
@@ -71,13 +71,13 @@ def test_the_run_does_not_wait_for_the_first_evaluation_to_find_it():
     assert "Deaf.after_eval" in rejection(train, Classifier(), Points(24), hooks=[Deaf()], **words)
 
 
-def test_a_misspelt_moment_names_its_line():
+def test_a_misspelt_event_names_its_line():
     text = rejection(Hooks, [Misspelt()])
-    assert text.startswith(place(__file__, "def after_stepp") + "Misspelt.after_stepp is no moment of a hook.")
+    assert text.startswith(place(__file__, "def after_stepp") + "Misspelt.after_stepp is no event of a hook.")
     assert "Did you mean after_step?" in text
 
 
-def test_moments_with_stars_or_defaults_and_those_of_plain_objects_are_taken():
+def test_events_with_stars_or_defaults_and_those_of_plain_objects_are_taken():
     class Loose:
         def after_eval(self, *told):
             pass
@@ -88,9 +88,9 @@ def test_moments_with_stars_or_defaults_and_those_of_plain_objects_are_taken():
     assert len(Hooks([Loose()]).all) == 1
 
 
-def test_a_callback_hook_s_misspelt_moment_names_the_line_and_the_nearest():
+def test_a_callback_hook_s_misspelt_event_names_the_line_and_the_nearest():
     text = rejection(lambda: CallbackHook(after_stepp=print))  # misspelt
-    assert text.startswith(place(__file__, "  # misspelt") + "CallbackHook: after_stepp is no moment of a hook.")
+    assert text.startswith(place(__file__, "  # misspelt") + "CallbackHook: after_stepp is no event of a hook.")
     assert 'Did you mean "after_step"?' in text
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.api.folders import on_two_ranks
 from tests.faults.runs import config_of, store_of, train
-from tests.loop.small_runs import CountEvaluations, Heard, make
+from tests.loop.small_runs import AnomalyRecorder, CountEvaluations, make
 from tests.loop.small_runs import run as run_small
 from tests.messages import raises
 
@@ -49,8 +49,8 @@ class Orbit(Trainer):
     def train_step(self, batch):
         self.calls.append("train_step")
         update = self.begin_update()
-        for piece in self.micro_batches(batch):
-            update.backward(self.model(**piece)["loss"])
+        for micro_batch in self.micro_batches(batch):
+            update.backward(self.model(**micro_batch)["loss"])
         result = update.apply()
         result.metrics["largest"] = batch["x"].abs().max()
         return result
@@ -253,10 +253,10 @@ def test_the_best_checkpoint_is_kept_by_a_metric_higher_or_lower(tmp_path, mode,
 
 
 def test_a_run_rolls_back_from_a_nan_loss_up_to_n_times(tmp_path):
-    heard = Heard()
+    recorder = AnomalyRecorder()
     back = ("anomalies={non_finite: rollback, max_anomalies: 2}", "checkpoint.every_steps=2", "data.train.size=400")
-    trainer = run_small(tmp_path / "two", *back, bad=(16, 32), hooks=[heard])
-    assert len(heard.anomalies) == 2
+    trainer = run_small(tmp_path / "two", *back, bad=(16, 32), hooks=[recorder])
+    assert len(recorder.anomalies) == 2
     assert trainer.step == 6
     assert all(bool(each.isfinite().all()) for each in trainer.model.parameters())
     with pytest.raises(AnomalyError):
@@ -264,11 +264,11 @@ def test_a_run_rolls_back_from_a_nan_loss_up_to_n_times(tmp_path):
 
 
 def test_an_exploding_loss_is_rolled_back_too(tmp_path):
-    heard = Heard()
+    recorder = AnomalyRecorder()
     back = "anomalies={spike: rollback, spike_window: 8, spike_threshold: 100}"
     settings = (back, "trainer.max_steps=12", "checkpoint.every_steps=2", "data.train.size=400", "model.dropout=0.0")
-    trainer = run_small(tmp_path / "run", *settings, bad=(72,), times={72: 1e6}, hooks=[heard])
-    assert [kind for _, kind in heard.anomalies] == ["spike"]
+    trainer = run_small(tmp_path / "run", *settings, bad=(72,), times={72: 1e6}, hooks=[recorder])
+    assert [kind for _, kind in recorder.anomalies] == ["spike"]
     assert trainer.step == 12
 
 

@@ -90,15 +90,15 @@ def kept(name):
 # I want to change …
 
 
-def wishes():
-    """Each wish of the page: heading → text."""
+def changes():
+    """Each change on the page: heading → text."""
     parts = re.split(r"^##+ (.+)$", (DOCS / "customisation.md").read_text("utf-8"), flags=re.MULTILINE)
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
     return {heading: text for heading, text in sections.items() if text.strip()}
 
 
 PROJECT = blocks_of((DOCS / "customisation.md").read_text("utf-8").partition("\n## ")[0])
-WISHES = wishes()
+CHANGES = changes()
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ CHECKS = {
     "a function every n steps": lambda shown, plain: (
         [line.get("head_norm", 0) > 0 for line in lines("watched")] == [False, True] * 3
     ),
-    "an act at another moment": lambda shown, plain: f"the lowest loss was {min(plain.valid):.3f}" in shown,
+    "an act at another event": lambda shown, plain: f"the lowest loss was {min(plain.valid):.3f}" in shown,
     "when it stops": lambda shown, plain: lines("early")[-1]["step"] == 8 and "has not improved" in shown,
     "averaged weights": lambda shown, plain: (
         losses("averaged") == plain.losses != valid_losses("averaged") and valid_losses("averaged") != plain.valid
@@ -196,18 +196,18 @@ CHECKS = {
 """What each answer must have done, told by what was shown and by the losses of the run without it."""
 
 
-@pytest.mark.parametrize("heading", WISHES)
-def test_each_wish_is_answered_by_what_its_page_says(heading, reader, plain):
+@pytest.mark.parametrize("heading", CHANGES)
+def test_each_change_is_answered_by_what_its_page_says(heading, reader, plain):
     for _, text in PROJECT:
         reader.write(text)
-    reader.read_well(blocks_of(WISHES[heading]))
+    reader.read_well(blocks_of(CHANGES[heading]))
     assert CHECKS[heading](reader.shown, plain), reader.shown
 
 
-def test_more_than_thirty_wishes_are_each_answered_in_under_ten_lines():
-    assert len(WISHES) > 30  # as the page says
-    assert WISHES.keys() == CHECKS.keys()
-    for heading, text in WISHES.items():
+def test_more_than_thirty_changes_are_each_answered_in_under_ten_lines():
+    assert len(CHANGES) > 30  # as the page says
+    assert CHANGES.keys() == CHECKS.keys()
+    for heading, text in CHANGES.items():
         files = [block.splitlines()[1:] for language, block in blocks_of(text) if language not in ("", "text")]
         commands = [block.splitlines() for language, block in blocks_of(text) if not language]
         assert commands, heading

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from trainwright import RunConfig, Task, Trainer
 from trainwright.backends import pick_backend
 from trainwright.build.components import Build
-from trainwright.build.parallelize import place_model
+from trainwright.build.parallelize import parallelize_model
 from trainwright.build.run import _build_model
 from trainwright.data.randomness import seed_generators
 from trainwright.errors import CheckpointError
@@ -107,8 +107,8 @@ def placed_as_in_a_run(config, ranks):
     seed_generators(7)
     build = Build(config, ranks=ranks)
     build.take_trainer(Trainer)
-    placed = _build_model(Trainer, Task(), build, pick_backend("cpu"), ranks)
-    return build, placed, torch.rand(3).tolist()
+    parallelized = _build_model(Trainer, Task(), build, pick_backend("cpu"), ranks)
+    return build, parallelized, torch.rand(3).tolist()
 
 
 def whole(tensor):
@@ -133,8 +133,8 @@ def test_ranks_begin_with_the_weights_of_one_process_in_every_layout(tmp_path, a
     def act(mesh):
         ranks, found = ranks_of(mesh), {}
         for name, (_, one, numbers) in expected.items():
-            build, placed, own_numbers = placed_as_in_a_run(configs[name], ranks)
-            own, theirs = tensors_of(placed.model), tensors_of(one.model)
+            build, parallelized, own_numbers = placed_as_in_a_run(configs[name], ranks)
+            own, theirs = tensors_of(parallelized.model), tensors_of(one.model)
             same = [key for key, value in own.items() if torch.equal(whole(value), theirs[key])]
             assert same == list(own)
             assert all(own[key].requires_grad == theirs[key].requires_grad for key in own)
@@ -164,12 +164,12 @@ def test_pretrained_weights_are_read_by_the_first_rank_alone(tmp_path):
         mine.mkdir()
         seen = str(folder if ranks.is_first else mine / "nowhere")
         section = {"type": "llama", "pretrained": {"folder": seen, "dtype": "bf16"}, "lora": lora}
-        build, placed, _ = placed_as_in_a_run(load(mine, section, {"fsdp": 2}), ranks)
-        own = tensors_of(placed.model)
+        build, parallelized, _ = placed_as_in_a_run(load(mine, section, {"fsdp": 2}), ranks)
+        own = tensors_of(parallelized.model)
         same = all(torch.equal(whole(own[name]), value) for name, value in tensors_of(model).items())
         adapters = [whole(value) for name, value in own.items() if "lora" in name]
         # Trained in two dtypes in one block: the smaller part stays whole, and its gradient is still reduced.
-        kept_whole = [name for name, value in own.items() if any(value is one for one in placed.sync._whole)]
+        kept_whole = [name for name, value in own.items() if any(value is one for one in parallelized.sync._whole)]
         dtypes = {name: str(value.dtype) for name, value in own.items()}
         return same, adapters, dtypes, kept_whole, build.pretrained_facts, local(own["lm_head.weight"]).numel()
 
@@ -232,8 +232,10 @@ def test_other_ranks_hold_their_parts_and_the_first_lets_go_of_the_whole(tmp_pat
             assert all(parameter.is_meta for parameter in model.parameters()) != ranks.is_first
             sizes = [parameter.nbytes for parameter in model.parameters()]
             arrays = followed(model) if ranks.is_first else []
-            placed = place_model(model, ranks, config, torch.device("cpu"), first_has_weights=build.first_has_weights)
-        parts = sum(local(parameter).nbytes for parameter in placed.model.parameters())
+            parallelized = parallelize_model(
+                model, ranks, config, torch.device("cpu"), first_has_weights=build.first_has_weights
+            )
+        parts = sum(local(parameter).nbytes for parameter in parallelized.model.parameters())
         return peak.num_bytes, parts, sizes, sum(each() is not None for each in arrays)
 
     (most, parts, sizes, num_left), *others = on_ranks(tmp_path, {"fsdp": 2, "tensor": 2}, act)

@@ -152,7 +152,7 @@ def restored(read, mesh=None, names=()):
     """A model of another seed, brought to what `read` gives."""
     model = Net(seed=7) if mesh is None else place(Net(seed=7), mesh)
     optimizer, averages = make_optimizer(model), Averages()
-    contents.load_model_state(read("model"), model, place="here", elsewhere=names)
+    contents.load_model_state(read("model"), model, location="here", elsewhere=names)
     contents.restore_optimizers(read("optimizers"), model, {"main": optimizer}, elsewhere=names)
     training = read("training")
     assert contents.restore_hooks(training["hooks"], {"Averages": averages}, model=model) == {}

@@ -10,7 +10,7 @@ from tests.messages import raises
 
 from trainwright import RunConfig
 from trainwright.checkpoint import folder as run_folders
-from trainwright.checkpoint.listing import CHECKPOINTS, checkpoints_place, list_checkpoints
+from trainwright.checkpoint.listing import CHECKPOINTS, checkpoints_location, list_checkpoints
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.errors import CheckpointError
 
@@ -32,7 +32,7 @@ def test_a_run_s_checkpoints_are_where_its_settings_say(tmp_path):
     source.write_text("name: x\n")
 
     def place(*overrides):
-        return checkpoints_place(tmp_path / "run", RunConfig.load(source, overrides))
+        return checkpoints_location(tmp_path / "run", RunConfig.load(source, overrides))
 
     assert place() == tmp_path / "run" / "checkpoints"
     assert place("checkpoint.folder=s3://bucket/run") == "s3://bucket/run/x"

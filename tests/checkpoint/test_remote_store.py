@@ -137,11 +137,11 @@ def test_what_is_written_is_read_back(store):
 
 def test_a_staged_state_gives_the_same_files(store):
     write(store, 10, 1)
-    store.write_staged(20, HostBuffers().stage(parts_of(1)), metrics={"version": 1})
+    store.write_snapshot(20, HostBuffers().copy_to_host(parts_of(1)), metrics={"version": 1})
     assert version_of(store, 20) == 1
     remote = RemoteFolder(store.folder.address)
-    plain, staged = (remote.manifest(take)["files"] for take in remote.takes())
-    assert plain == staged
+    plain, snapshot = (remote.manifest(take)["files"] for take in remote.takes())
+    assert plain == snapshot
 
 
 def test_a_copy_of_the_folder_is_a_local_checkpoint(store, tmp_path):

@@ -85,4 +85,4 @@ def test_one_process_writes_all():
     assert {part: set(tensors) for part, (_, tensors) in share.parts.items()}["model"] == {
         *(key for key in parts["model"] if key != "last.weight")
     }
-    assert share.places == {}
+    assert share.shard_locations == {}

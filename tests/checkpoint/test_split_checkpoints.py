@@ -86,15 +86,15 @@ def snapshot_differences(ranks):
     """A copy in main memory holds this rank's parts, whatever becomes of the state meanwhile."""
     model, optimizer, averages = trained(ranks.mesh)
     buffers = HostBuffers()
-    staged = buffers.stage(parts_of(model, optimizer, averages))
+    snapshot = buffers.copy_to_host(parts_of(model, optimizer, averages))
     step(model, optimizer)
-    assert staged.num_bytes < buffers_of_whole().num_bytes / 1.5
-    found = restored(staged.to_state().__getitem__, ranks.mesh)
+    assert snapshot.num_bytes < buffers_of_whole().num_bytes / 1.5
+    found = restored(snapshot.to_state().__getitem__, ranks.mesh)
     return [f"snapshot: {name}" for name in differences(everything(*found), everything(*trained()))]
 
 
 def buffers_of_whole():
-    return HostBuffers().stage(parts_of(*trained()))
+    return HostBuffers().copy_to_host(parts_of(*trained()))
 
 
 @pytest.fixture(scope="module")
@@ -169,8 +169,8 @@ def test_torch_reads_a_split_model(folder):
 def test_only_the_region_that_is_asked_for_is_read(folder):
     found = CheckpointStore(folder).read_split(NUMBERS["tensor"], "model")["blocks.0.weight"]
     assert isinstance(found, SplitTensor)
-    assert len(found.pieces) == 4
-    found.pieces = found.pieces[1:2]  # as if the others were not there
+    assert len(found.shards) == 4
+    found.shards = found.shards[1:2]  # as if the others were not there
     row = torch.empty(2, 6)
     found.copy_into(row, (2, 0))
     with raises(CheckpointError):
@@ -219,7 +219,7 @@ def test_another_model_is_rejected_by_name(folder):
     state = CheckpointStore(folder).read_split(NUMBERS["fsdp"], "model")
     state["blocks.0.weight"] = state["blocks.1.bias"]
     with raises(CheckpointError, "blocks.0.weight", "7", "6"):
-        contents.load_model_state(state, Net(), place="here")
+        contents.load_model_state(state, Net(), location="here")
 
 
 def test_followers_share_the_fate_of_the_save(tmp_path):
@@ -297,7 +297,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_pieces_that_do_not_fit_together_are_rejected(folder, name, tmp_path):
+def test_shards_that_do_not_fit_together_are_rejected(folder, name, tmp_path):
     """What describes them is anybody's text: it is checked before a byte is copied."""
     store = CheckpointStore(tmp_path)
     shutil.copytree(CheckpointStore(folder).path(NUMBERS["tensor"]), store.path(1))

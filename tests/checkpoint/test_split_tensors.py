@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainwright.checkpoint.encoding import (
-    Layout,
     SplitTensor,
+    TensorLayout,
     as_split,
     fill,
     laid_out_as,
     layout_of,
     map_tensors,
-    place_of,
+    shard_location_of,
 )
 from trainwright.errors import CheckpointError
 from trainwright.parallel.mesh import local
@@ -44,12 +44,12 @@ def as_rank():
     [(Shard(0), Replicate()), (Shard(0), Shard(0)), (Shard(0), Shard(1)), (Replicate(), Shard(1))],
     ids=str,
 )
-def test_the_pieces_of_all_ranks_are_the_whole(placements, rows, as_rank):
+def test_the_shards_of_all_ranks_are_the_whole(placements, rows, as_rank):
     shape = (rows, 5)
     times = torch.zeros(shape)
     for rank in range(8):
         as_rank(rank, 8)
-        layout = Layout(init_device_mesh("cpu", (4, 2), mesh_dim_names=("shard", "tensor")), placements)
+        layout = TensorLayout(init_device_mesh("cpu", (4, 2), mesh_dim_names=("shard", "tensor")), placements)
         if layout.is_written_here(0):
             offsets, sizes = layout.region(shape)
             times[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))] += 1
@@ -66,7 +66,7 @@ def fsdp_over_tensor(rank, rows):
     weight = DTensor.from_local(mine, mesh["tensor"], [Shard(0)], run_check=False, shape=(rows, 3), stride=(3, 1))
     model.weight = torch.nn.Parameter(weight)
     fully_shard(model, mesh=mesh["shard"])
-    return place_of(model.weight.detach()).offsets, local(model.weight.detach()).tolist()
+    return shard_location_of(model.weight.detach()).offsets, local(model.weight.detach()).tolist()
 
 
 def test_fsdp_over_tensor_has_the_region_that_it_says():
@@ -97,7 +97,7 @@ def pieces_of(whole, cuts):
 
 
 @pytest.mark.parametrize("cuts", [((), ()), ((2, 3), ()), ((), (4,)), ((1, 6), (2, 3))])
-def test_any_region_is_read_from_any_pieces(cuts):
+def test_any_region_is_read_from_any_shards(cuts):
     whole = torch.arange(42.0).reshape(7, 6)
     split = SplitTensor(whole.shape, pieces_of(whole, cuts))
     assert torch.equal(split.whole(), whole)
@@ -107,7 +107,7 @@ def test_any_region_is_read_from_any_pieces(cuts):
         assert torch.equal(region, whole[top : top + height, left : left + width])
 
 
-def test_what_no_piece_holds_is_an_error():
+def test_what_no_shard_holds_is_an_error():
     whole = torch.arange(42.0).reshape(7, 6)
     split = SplitTensor(whole.shape, pieces_of(whole, ((3,), ()))[:1])
     split.copy_into(torch.empty(3, 6))
@@ -146,7 +146,7 @@ def test_a_dtensor_that_is_not_what_it_says_is_rejected(as_rank):
     as_rank(0, 2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     odd = DTensor.from_local(torch.zeros(3), mesh, [Shard(0)], run_check=False, shape=torch.Size([4]), stride=(1,))
-    assert "whose part is (3,) instead of (2,)" in place_of(odd)
+    assert "whose part is (3,) instead of (2,)" in shard_location_of(odd)
     assert isinstance(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]), DTensor)
 
 

@@ -171,8 +171,8 @@ def test_writing_a_step_again_replaces_it(two):
 
 def test_staged_parts_are_written_as_the_state_itself(store):
     by_state = store.write(1, parts_of(7), metrics={"loss": 0.5})
-    by_staged = store.write_staged(2, HostBuffers().stage(parts_of(7)), metrics={"loss": 0.5})
-    manifests = [json.loads((folder / "MANIFEST.json").read_text()) for folder in (by_state, by_staged)]
+    by_snapshot = store.write_snapshot(2, HostBuffers().copy_to_host(parts_of(7)), metrics={"loss": 0.5})
+    manifests = [json.loads((folder / "MANIFEST.json").read_text()) for folder in (by_state, by_snapshot)]
     for key in ("files", "parts", "metrics"):
         assert manifests[0][key] == manifests[1][key]
     store.verify(2)

@@ -15,7 +15,7 @@ from tests.messages import mentions, raises
 from typer.testing import CliRunner
 
 from trainwright import RunConfig
-from trainwright.checkpoint.listing import checkpoints_place
+from trainwright.checkpoint.listing import checkpoints_location
 from trainwright.checkpoint.manifest import read_manifest, render_manifest
 from trainwright.checkpoint.remote_store import open_store
 from trainwright.cli import app
@@ -32,7 +32,7 @@ def make_run(folder, overrides=()):
     source.write_text("checkpoint: {keep_last: 1, keep_best: {metric: valid/loss}}\n")
     config = RunConfig.load(source, list(overrides))
     config.save(folder / "config.yaml")
-    store = open_store(checkpoints_place(folder, config))
+    store = open_store(checkpoints_location(folder, config))
     for step, loss in LOSSES.items():
         store.write(step, {"model": {"w": torch.ones(step)}}, metrics={"valid/loss": loss, "other": 1.0})
     return store

@@ -14,7 +14,7 @@ from trainwright.build.components import Build
 from trainwright.cli import app
 from trainwright.commands.explain import render
 from trainwright.commands.new import Kind, template_folder
-from trainwright.loop.hook import MOMENTS
+from trainwright.loop.hook import HOOK_EVENTS
 from trainwright.models.llama import Llama
 
 PARTS = '''
@@ -157,7 +157,7 @@ def test_the_phases_stand_in_the_order_of_the_loop(project):
     order += ["eval_end", "after_eval", "write", "train_loop_end", "save", "after_save", "after_train", "close"]
     places = [lines.index(phase) for phase in order]
     assert places == sorted(places)
-    assert set(MOMENTS) - {"on_anomaly"} <= set(lines)
+    assert set(HOOK_EVENTS) - {"on_anomaly"} <= set(lines)
 
 
 def test_a_phase_that_nobody_changes_says_so_in_one_line(project):

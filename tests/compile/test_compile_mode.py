@@ -183,8 +183,8 @@ class Penalized(Trainer):
 
     def train_step(self, batch):
         update = self.begin_update()
-        for piece in self.micro_batches(batch):
-            result = self.run_forward(piece)
+        for micro_batch in self.micro_batches(batch):
+            result = self.run_forward(micro_batch)
             result.loss = result.loss + 0.1 * result.outputs["logits"].square().mean()
             update.backward(result)
         return update.apply()

@@ -8,7 +8,7 @@ from tests.messages import raises
 from torch.utils.data import Dataset, Subset
 
 from trainwright.data.collators import Stack
-from trainwright.data.fetch import Failure, OnError
+from trainwright.data.fetch import OnError, RowFailure
 from trainwright.data.loader import EvalData, TrainData
 from trainwright.data.mix import mix
 from trainwright.data.workers import LoaderOptions
@@ -138,7 +138,7 @@ def test_a_row_is_listed_once_over_epochs_and_resumed_runs(tmp_path):
 def test_a_torn_line_of_the_list_is_no_obstacle(tmp_path):
     (tmp_path / "skipped_rows.json").write_text('{"of": "data.train", "source": "Torn", "row": 1, "error": "x"}\n{"so')
     OnError(skips=True, folder=tmp_path).note(
-        [Failure("Torn", 1, "ValueError: row 1 is torn"), Failure("Torn", 2, "x")]
+        [RowFailure("Torn", 1, "ValueError: row 1 is torn"), RowFailure("Torn", 2, "x")]
     )
     assert len((tmp_path / "skipped_rows.json").read_text().splitlines()) == 2
 

@@ -33,7 +33,7 @@ def run(factors, ranks, *, watch=None):
 
 
 def main(folder):
-    rank = processes.place().rank
+    rank = processes.rank_and_size().rank
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
     ranks = Ranks(rank, 2, control=dist.new_group(backend="gloo"))
     section = AnomaliesSection(non_finite="skip", spike="rollback", spike_window=8)

@@ -88,7 +88,7 @@ class Unused(torch.nn.Module):
         self.heads = torch.nn.ModuleList(torch.nn.Linear(4, 2) for _ in range(3))
 
     def forward(self, x, labels):
-        return {"loss": torch.nn.functional.cross_entropy(self.heads[processes.place().rank](x), labels)}
+        return {"loss": torch.nn.functional.cross_entropy(self.heads[processes.rank_and_size().rank](x), labels)}
 
 
 class UnusedTrainer(Trainer):
@@ -127,7 +127,7 @@ class LocalMetric:
         """Takes nothing."""
 
     def compute(self):
-        return float(self.calls if processes.place().rank == 0 else -self.calls)
+        return float(self.calls if processes.rank_and_size().rank == 0 else -self.calls)
 
 
 class LocalMetricTask(Task):
@@ -233,5 +233,5 @@ def main(folder):
         again.train()
         results["interrupted"] = [steps, again.step]
         results.update(second_half(folder, no_metrics))
-    if processes.place().rank == 0:
+    if processes.rank_and_size().rank == 0:
         (Path(folder) / "results.json").write_text(json.dumps(results))

@@ -79,5 +79,5 @@ def main(folder, runs):
         ]
         own = torch.cat([parameter.detach().flatten() for parameter in uneven.model.parameters()])
         results[f"{name} equal"] = all(torch.equal(own, other) for other in uneven.ranks.gather(own))
-    if processes.place().rank == 0:
+    if processes.rank_and_size().rank == 0:
         (Path(folder) / "results.json").write_text(json.dumps(results))

@@ -114,7 +114,7 @@ class LeavesInEvaluation(Double):
 
 
 def is_last_rank():
-    rank, world = processes.place()
+    rank, world = processes.rank_and_size()
     return rank == world - 1
 
 
@@ -424,7 +424,7 @@ def words_of(act):
 
 def main(folder, left_out=frozenset()):
     """Runs all cases of this world size on this rank, but for pairs of a case and a layout that are left out."""
-    rank, world = processes.place()
+    rank, world = processes.rank_and_size()
     for layout, axes in LAYOUTS.items():
         if world != torch.tensor(list(axes.values()) or [1]).prod().item():
             continue

@@ -27,10 +27,10 @@ class OwnStep(Tokens):
 
     def train_step(self, batch):
         update = self.begin_update()
-        for piece in self.micro_batches(batch):
-            update.backward(self.run_forward(piece))
+        for micro_batch in self.micro_batches(batch):
+            update.backward(self.run_forward(micro_batch))
             with torch.no_grad():
-                self.model(piece["x"])
+                self.model(micro_batch["x"])
         return update.apply()
 
 
@@ -51,7 +51,7 @@ class Heads(torch.nn.Module):
         self.heads = torch.nn.ModuleList(torch.nn.Linear(4, 2) for _ in range(3))
 
     def forward(self, x, labels):
-        return {"loss": torch.nn.functional.cross_entropy(self.heads[processes.place().rank](x), labels)}
+        return {"loss": torch.nn.functional.cross_entropy(self.heads[processes.rank_and_size().rank](x), labels)}
 
 
 class HeadsTrainer(Trainer):
@@ -101,5 +101,5 @@ def main(folder):
         heads.train()
         after = [parameter.full_tensor() for parameter in heads.model.parameters()]
         moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
-        if processes.place().rank == 0:
+        if processes.rank_and_size().rank == 0:
             (Path(folder) / "moved.json").write_text(json.dumps(moved))

@@ -171,11 +171,11 @@ def stage_distance(name, mesh):
     split_layers(split, mesh)
     split_tensors(split, plan_sharding(split, packaged_rules(split), mesh.sizes), mesh)
     pipeline = Pipeline(split, mesh, num_micro_batches=2, device=torch.device("cpu"))
-    pieces = [{name: values[rows] for name, values in batch.items()} for rows in (slice(0, 2), slice(2, 4))]
-    pipeline.run(pieces, lambda outputs, number: outputs["loss"])
+    micro_batches = [{name: values[rows] for name, values in batch.items()} for rows in (slice(0, 2), slice(2, 4))]
+    pipeline.run(micro_batches, lambda outputs, number: outputs["loss"])
     pipeline.sum_tied_gradients()
-    for piece in pieces:
-        alone(**piece)["loss"].backward()
+    for micro_batch in micro_batches:
+        alone(**micro_batch)["loss"].backward()
     expected = dict(alone.named_parameters())
     own = {name: one for name, one in split.named_parameters() if one.grad is not None}
     assert own

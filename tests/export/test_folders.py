@@ -11,7 +11,7 @@ import pytest
 from tests.messages import mentions, raises
 
 from trainwright.errors import CheckpointError
-from trainwright.export.load import earlier_files, export_folder, find_source, is_place, without_places
+from trainwright.export.load import earlier_files, export_folder, find_source, is_path, without_paths
 
 
 def write(folder, *names, overwrite=False):
@@ -172,8 +172,8 @@ def test_a_file_is_no_folder(tmp_path):
 
 def test_places_are_cut_to_their_last_part_and_taken_out_of_config_files(tmp_path):
     given = {"type": "/home/me/net.py:Net", "paths": [Path("/a/b.txt"), r"C:\\me\\c.txt"], "name": "org/model", "n": 3}
-    assert without_places(given) == {"type": "net.py:Net", "paths": ["b.txt", "c.txt"], "name": "org/model", "n": 3}
-    assert is_place("~/models")
+    assert without_paths(given) == {"type": "net.py:Net", "paths": ["b.txt", "c.txt"], "name": "org/model", "n": 3}
+    assert is_path("~/models")
     told = {"name_or_path": "/home/me/words", "vocab_file": "org/words", "unk_token": "/", "n": 1}
     with export_folder(tmp_path / "out", run="one", file_format="huggingface") as staging:
         (staging / "tokenizer_config.json").write_text(json.dumps(told))

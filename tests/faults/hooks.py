@@ -1,4 +1,4 @@
-"""Hooks that do harm at a given moment of a run."""
+"""Hooks that do harm at a given event of a run."""
 
 import os
 import signal
@@ -13,21 +13,21 @@ def die():
 class At(Hook):
     """Calls `act(trainer)` once, at the end of a step or before one."""
 
-    def __init__(self, step, act, *, moment="after_step"):
-        self.at, self.act, self.moment = step, act, moment
+    def __init__(self, step, act, *, event="after_step"):
+        self.at, self.act, self.event = step, act, event
 
     def before_step(self):
-        if self.moment == "before_step" and self.trainer.step + 1 == self.at:
+        if self.event == "before_step" and self.trainer.step + 1 == self.at:
             self.act(self.trainer)
 
     def after_step(self):
-        if self.moment == "after_step" and self.trainer.step == self.at:
+        if self.event == "after_step" and self.trainer.step == self.at:
             self.act(self.trainer)
 
 
-def kill_at(step, *, moment="after_step"):
+def kill_at(step, *, event="after_step"):
     """kill -9, before or after the update of a step."""
-    return At(step, lambda trainer: die(), moment=moment)
+    return At(step, lambda trainer: die(), event=event)
 
 
 class AfterSave(Hook):

@@ -34,10 +34,10 @@ def test_a_run_that_is_killed_twice_ends_as_if_nothing_had_happened(data, worker
         # Seeded by the case's name: a failure comes again.
         draw = random.Random(f"{data} {workers} {accumulation} {saving}")
         first, second = sorted(draw.sample(range(2, 10), 2))
-        moments = [draw.choice(("before_step", "after_step")) for _ in range(2)]
+        events = [draw.choice(("before_step", "after_step")) for _ in range(2)]
         run = tmp_path / f"asynchronous-{saving}"
         ways = (*settings, f"checkpoint.asynchronous={saving}")
-        for step, moment in zip((first, second), moments, strict=True):
-            assert train(run, *ways, hooks=[kill_at(step, moment=moment)]) == -signal.SIGKILL, (step, moment)
+        for step, event in zip((first, second), events, strict=True):
+            assert train(run, *ways, hooks=[kill_at(step, event=event)]) == -signal.SIGKILL, (step, event)
         assert train(run, *ways) == 0
         assert_same_end(whole, run)

@@ -18,9 +18,9 @@ from tests.faults.acts import Acts, telling
 from torch.distributed import TCPStore
 
 from trainwright.checkpoint.background import BackgroundSaver
-from trainwright.checkpoint.encoding import Place
+from trainwright.checkpoint.encoding import ShardLocation
 from trainwright.checkpoint.retention import Retention
-from trainwright.checkpoint.snapshot import StagedParts
+from trainwright.checkpoint.snapshot import HostSnapshot
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.checkpoint.together import Together
 from trainwright.parallel.collectives import Notes
@@ -75,7 +75,7 @@ def share_of(rank, version):
     if rank == 0:
         tree = {"w": {"$tensor": "w"}, "b": {"$tensor": "b"}}
         parts = {"model": (tree, {**pieces, "b": torch.tensor([version])}), "training": ({"step": version}, {})}
-    return StagedParts(parts, {"model": {"w": Place((2 * rank,), (4,))}})
+    return HostSnapshot(parts, {"model": {"w": ShardLocation((2 * rank,), (4,))}})
 
 
 def save(rank, store, together, version, *, waits):

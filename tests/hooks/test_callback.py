@@ -1,4 +1,4 @@
-"""Functions at moments of the run."""
+"""Functions at events of the run."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from tests.messages import raises
 from trainwright import RunConfig, Trainer, build_trainer
 from trainwright.errors import ComponentError, ConfigError
 from trainwright.hooks.callback import CallbackHook
-from trainwright.loop.hook import MOMENTS, Hooks
+from trainwright.loop.hook import HOOK_EVENTS, Hooks
 
 PROJECT = Path(__file__).parents[1] / "project"
 
@@ -17,7 +17,7 @@ def load(tmp_path, *overrides):
     return RunConfig.load(PROJECT / "run.yaml", [f"output_dir={tmp_path}", "trainer.max_steps=2", *overrides])
 
 
-def test_each_function_gets_the_trainer_at_its_moment_and_what_the_moment_tells(tmp_path):
+def test_each_function_gets_the_trainer_at_its_event_and_what_the_event_tells(tmp_path):
     calls = []
     hook = CallbackHook(
         before_train=lambda trainer: calls.append(("before_train", trainer.step)),
@@ -43,17 +43,17 @@ def test_each_function_gets_the_trainer_at_its_moment_and_what_the_moment_tells(
     ]
 
 
-def test_a_moment_without_a_function_costs_nothing():
+def test_an_event_without_a_function_costs_nothing():
     hooks = Hooks([CallbackHook(after_train=print)])
     assert hooks.before_step == hooks.after_step == []
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_every_moment_of_a_hook_takes_a_function(moment):
+@pytest.mark.parametrize("event", HOOK_EVENTS)
+def test_every_event_of_a_hook_takes_a_function(event):
     calls = []
-    hook = CallbackHook(**{moment: lambda trainer, *told: calls.append(trainer)})
+    hook = CallbackHook(**{event: lambda trainer, *told: calls.append(trainer)})
     hook.trainer = "the trainer"
-    Hooks([hook]).call(moment)
+    Hooks([hook]).call(event)
     assert calls == ["the trainer"]
 
 
@@ -69,12 +69,12 @@ def test_a_file_names_the_functions(tmp_path):
     assert (tmp_path / "small" / "noted").read_text() == "['valid/accuracy', 'valid/loss']"
 
 
-def test_a_function_that_is_not_there_is_named_with_its_moment(tmp_path):
+def test_a_function_that_is_not_there_is_named_with_its_event(tmp_path):
     with raises(ComponentError, "hooks.callback.after_step"):
         build_trainer(load(tmp_path, "hooks=[{type: callback, after_step: parts.py:missing}]"))
 
 
-def test_a_moment_that_is_none_is_answered_with_the_nearest(tmp_path):
+def test_an_event_that_is_none_is_answered_with_the_nearest(tmp_path):
     with raises(ComponentError, "after_stp", "after_step"):
         build_trainer(load(tmp_path, "hooks=[{type: callback, after_stp: parts.py:Net}]"))
 

@@ -96,10 +96,10 @@ def test_torchs_loggers_and_callbacks_are_left_as_they_were(tmp_path, capfd):
 def test_who_asked_torch_for_its_own_log_still_gets_it(caplog):
     torch._logging.set_logs(graph_breaks=True)
     try:
-        heard = Compilations(UserFiles("/nowhere"))
-        heard.begin()
+        compilations = Compilations(UserFiles("/nowhere"))
+        compilations.begin()
         assert torch._logging._internal.log_state.is_artifact_enabled("recompiles")
-        heard.end()
+        compilations.end()
         assert torch._logging._internal.log_state.is_artifact_enabled("graph_breaks")
         assert not torch._logging._internal.log_state.is_artifact_enabled("recompiles")
     finally:
@@ -111,13 +111,13 @@ def test_a_record_of_each_of_torchs_loggers_is_heard_and_kept_from_who_did_not_a
     source, passed = logging.getLogger(name), []
     handler = logging.Handler()
     handler.emit = passed.append
-    heard = Compilations(UserFiles("/nowhere"))
+    compilations = Compilations(UserFiles("/nowhere"))
     source.addHandler(handler)
     try:
-        with listening(heard), listening(heard):  # the second one changes nothing
+        with listening(compilations), listening(compilations):  # the second one changes nothing
             source.debug("Graph Break Reason: made up")
-            assert heard.has_news
-        assert not heard.is_listening
+            assert compilations.has_news
+        assert not compilations.is_listening
     finally:
         source.removeHandler(handler)
     assert passed == []

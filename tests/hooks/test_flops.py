@@ -50,8 +50,8 @@ def test_a_step_is_counted_beside_the_run_as_it_would_be_in_it(tmp_path, micro_b
     assert trainer.samples_in_hand == 8
     with flop_counter() as counter:
         batch = {"x": torch.zeros(8, 4), "labels": torch.zeros(8, dtype=torch.long)}
-        for piece in trainer.micro_batches(batch):
-            trainer.run_forward(piece).loss.backward()
+        for micro_batch in trainer.micro_batches(batch):
+            trainer.run_forward(micro_batch).loss.backward()
     assert counter.get_total_flops() == EXPECTED
 
 

@@ -74,7 +74,7 @@ def test_the_rebuilt_run_ends_with_identical_weights(tmp_path, number):
         assert torch.equal(ours, theirs)
 
 
-def test_a_signal_that_is_passed_on_at_once_is_the_same_wish(tmp_path):
+def test_a_signal_that_is_passed_on_at_once_is_the_same_request(tmp_path):
     # Ctrl-C reaches torchrun and its workers, and torchrun sends it to the workers once more.
     trainer, _ = build(tmp_path, signal.SIGINT, signal.SIGTERM, signal.SIGINT)
     trainer.train()

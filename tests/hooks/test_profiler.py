@@ -58,8 +58,8 @@ def test_a_step_that_a_user_has_written_is_counted_while_it_runs(tmp_path):
     class Twice(Trainer):
         def train_step(self, batch):
             update = self.begin_update()
-            for piece in (batch, batch):
-                update.backward(self.run_forward(piece))
+            for micro_batch in (batch, batch):
+                update.backward(self.run_forward(micro_batch))
             return update.apply()
 
     run(tmp_path / "run", *QUICK, hooks=[Profiler(first=2, steps=2)], trainer=Twice)

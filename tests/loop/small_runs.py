@@ -117,7 +117,7 @@ class CountEvaluations(Hook):
         self.count = state["count"]
 
 
-class Heard(Hook):
+class AnomalyRecorder(Hook):
     """Notes the anomalies that it is told of."""
 
     def __init__(self):

@@ -41,7 +41,7 @@ def test_a_checkpoint_is_due_at_the_step_that_passes_so_many_samples(trainer, st
 def test_a_save_after_training_is_there_when_it_returns(asynchronous, tmp_path):
     trainer = run(tmp_path / "run", *PLAIN, "checkpoint.every_steps=100", f"checkpoint.asynchronous={asynchronous}")
     heard = []
-    trainer.moments.call = lambda moment, *arguments: heard.append((moment, *arguments))
+    trainer.callbacks.call = lambda event, *arguments: heard.append((event, *arguments))
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     path = trainer.save()
     store = store_of(tmp_path / "run")
@@ -54,15 +54,15 @@ def test_a_checkpoint_whose_save_failed_is_made_when_its_step_is_made_again(tmp_
     monkeypatch.setitem(BackgroundSaver.__init__.__kwdefaults__, "backoff", lambda attempt: 0.0)
     trainer = make(tmp_path / "run", *PLAIN, BACK, ALL, "checkpoint.every_steps=3", "trainer.max_steps=8", bad=[48])
     store, failures = trainer.context.store, []
-    write = store.write_staged
+    write = store.write_snapshot
 
-    def write_staged(step, *arguments, **rest):
+    def write_snapshot(step, *arguments, **rest):
         if step == 6 and len(failures) < 3:
             failures.append(step)
             raise OSError("no space")
         return write(step, *arguments, **rest)
 
-    store.write_staged = write_staged
+    store.write_snapshot = write_snapshot
     trainer.train()  # step 7 goes back to 3, for 6 is not there
     assert len(failures) == 3
     assert store_of(tmp_path / "run").steps() == [3, 6, 8]

@@ -123,7 +123,7 @@ def test_gradients_are_off(tmp_path):
     evaluated(tmp_path, Noting)
 
 
-def test_moments_of_an_evaluation_come_in_order_for_each_set(tmp_path):
+def test_events_of_an_evaluation_come_in_order_for_each_set(tmp_path):
     moments = []
 
     class Telling(Trainer):

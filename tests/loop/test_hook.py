@@ -1,4 +1,4 @@
-"""Hooks: which moments are called, in which order, and how their state is keyed."""
+"""Hooks: which events are called, in which order, and how their state is keyed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from tests.messages import raises
 
 from trainwright.errors import ConfigError
-from trainwright.loop.hook import MOMENTS, Hook, Hooks
+from trainwright.loop.hook import HOOK_EVENTS, Hook, Hooks
 
 
 class Recorder(Hook):
@@ -39,15 +39,15 @@ def test_hooks_are_called_in_the_order_of_registration():
     assert calls == [("b", {"valid/loss": 1.0}), ("a", {"valid/loss": 1.0}), "b", "a"]
 
 
-def test_a_moment_that_nobody_overrides_costs_nothing():
+def test_an_event_that_nobody_overrides_costs_nothing():
     hooks = Hooks([Quiet(), Recorder("a", [])])
     assert hooks.before_step == []
     assert len(hooks.after_step) == 1
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_every_moment_of_a_hook_may_be_left_alone(moment):
-    assert Hooks([Quiet()]).call_all(moment) == []
+@pytest.mark.parametrize("event", HOOK_EVENTS)
+def test_every_event_of_a_hook_may_be_left_alone(event):
+    assert Hooks([Quiet()]).call_all(event) == []
 
 
 def test_closing_goes_on_past_a_hook_that_raises():
@@ -93,7 +93,7 @@ def test_a_hook_need_not_inherit():
     assert calls == ["quack"]
 
 
-def test_a_moment_may_be_given_to_one_object():
+def test_an_event_may_be_given_to_one_object():
     calls = []
     hook = Quiet()
     hook.after_step = lambda: calls.append("here")
@@ -110,7 +110,7 @@ def test_a_hook_that_does_not_inherit_and_keeps_nothing_has_no_state():
     assert Hooks([Duck(), Quiet()]).keyed().keys() == {"Quiet"}
 
 
-def test_a_method_that_is_almost_a_moment_is_rejected():
+def test_a_method_that_is_almost_an_event_is_rejected():
     class Misspelt(Hook):
         def after_stp(self):
             """Would never be called."""

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from tests.faults.runs import assert_same_end
-from tests.loop.small_runs import PLAIN, CountEvaluations, Heard, at, be_lazy, lines_of, make, run, store_of
+from tests.loop.small_runs import PLAIN, AnomalyRecorder, CountEvaluations, at, be_lazy, lines_of, make, run, store_of
 from tests.messages import mentions, raises
 
 from trainwright import Hook, Trainer
@@ -39,10 +39,10 @@ def test_data_that_ends_behind_an_anomaly_that_nobody_has_seen_is_gone_back_in(t
 
 def test_a_skipped_last_update_that_nobody_has_seen_is_told_when_the_data_ends(tmp_path, monkeypatch):
     be_lazy(monkeypatch)
-    heard = Heard()
+    recorder = AnomalyRecorder()
     settings = (*PLAIN[:3], STREAM, "anomalies={non_finite: skip}", "trainer.max_steps=100", RARE)
-    trainer = run(tmp_path / "run", *settings, "log.every_steps=100", bad=[32], hooks=[heard])
-    assert (trainer.step, heard.anomalies) == (5, [(5, "non_finite")])
+    trainer = run(tmp_path / "run", *settings, "log.every_steps=100", bad=[32], hooks=[recorder])
+    assert (trainer.step, recorder.anomalies) == (5, [(5, "non_finite")])
     assert all(bool(torch.isfinite(each).all()) for each in store_of(tmp_path / "run").read(5, "model").values())
 
 
@@ -81,9 +81,9 @@ def test_a_step_that_was_left_before_its_evaluation_is_gone_back_to_and_then_eva
     first = run(tmp_path / "halves", *settings, trainer=Leaves, bad=[40], hooks=[CountEvaluations()])
     assert (first.step, first.interrupted, first.has_unfinished_step) == (4, True, True)
     leaves = False
-    counting, heard = CountEvaluations(), Heard()
-    second = run(tmp_path / "halves", *settings, trainer=Leaves, bad=[40], hooks=[counting, heard])
-    assert (second.step, counting.count, heard.anomalies) == (8, 2, [(6, "non_finite")])
+    counting, recorder = CountEvaluations(), AnomalyRecorder()
+    second = run(tmp_path / "halves", *settings, trainer=Leaves, bad=[40], hooks=[counting, recorder])
+    assert (second.step, counting.count, recorder.anomalies) == (8, 2, [(6, "non_finite")])
     assert_same_end(tmp_path / "whole", tmp_path / "halves")
 
 
@@ -130,13 +130,13 @@ def test_a_checkpoint_that_is_being_written_is_waited_for_and_named(policy, tmp_
     settings = (*PLAIN, f"anomalies={{non_finite: {policy}}}", "checkpoint.every_steps=3")
     trainer = make(tmp_path / "run", *settings, bad=[24])
     store = trainer.context.store
-    write = store.write_staged
+    write = store.write_snapshot
 
     def write_slowly(*arguments, **rest):
         time.sleep(0.1)
         return write(*arguments, **rest)
 
-    store.write_staged = write_slowly
+    store.write_snapshot = write_slowly
     with raises(AnomalyError, "00000003") if policy == "raise" else nullcontext():
         trainer.train()
     bundle = tmp_path / "run" / "anomalies" / "step-00000004" / "anomaly.json"
@@ -149,7 +149,7 @@ def test_an_anomaly_is_heard_of_though_saving_failed_too(tmp_path, monkeypatch, 
 
     settle, is_waited_for = trainer.checkpoints.settle, threading.Event()
 
-    def write_staged(*arguments, **rest):
+    def write_snapshot(*arguments, **rest):
         is_waited_for.wait()
         raise OSError("no space")
 
@@ -158,7 +158,7 @@ def test_an_anomaly_is_heard_of_though_saving_failed_too(tmp_path, monkeypatch, 
             is_waited_for.set()
         settle(**rest)
 
-    trainer.context.store.write_staged = write_staged
+    trainer.context.store.write_snapshot = write_snapshot
     trainer.checkpoints.settle = noting
     with raises(AnomalyError, "4"):
         trainer.train()
@@ -176,11 +176,11 @@ def test_without_an_earlier_state_the_run_ends_with_the_anomaly(tmp_path):
 
 
 def test_a_skipped_update_that_is_met_again_after_going_back_counts_once(tmp_path):
-    heard = Heard()
+    recorder = AnomalyRecorder()
     spikes = "anomalies={non_finite: skip, spike: rollback, spike_window: 8, spike_threshold: 1000, max_anomalies: 2}"
     settings = (*PLAIN, spikes, "trainer.max_steps=14", "checkpoint.every_steps=8")
-    run(tmp_path / "run", *settings, bad=[72, 96], times={96: 1e6}, hooks=[heard])
-    assert heard.anomalies == [(10, "non_finite"), (13, "spike"), (10, "non_finite")]
+    run(tmp_path / "run", *settings, bad=[72, 96], times={96: 1e6}, hooks=[recorder])
+    assert recorder.anomalies == [(10, "non_finite"), (13, "spike"), (10, "non_finite")]
     assert store_of(tmp_path / "run").read(14, "training")["anomalies"]["num_anomalies"] == 2
     assert len(list((tmp_path / "run" / "anomalies").iterdir())) == 2
 

@@ -11,48 +11,51 @@ from trainwright.errors import DataError
 from trainwright.loop.state import cut
 
 
-def pieces_of(batch, num_samples, num_pieces, collator=None):
-    return list(cut(batch, num_samples, num_pieces, collator or Stack()))
+def micro_batches_of(batch, num_samples, num_micro_batches, collator=None):
+    return list(cut(batch, num_samples, num_micro_batches, collator or Stack()))
 
 
-@pytest.mark.parametrize(("num_samples", "num_pieces"), [(8, 2), (7, 3), (5, 5), (4, 1)])
-def test_pieces_in_order_are_the_batch_again(num_samples, num_pieces):
+@pytest.mark.parametrize(("num_samples", "num_micro_batches"), [(8, 2), (7, 3), (5, 5), (4, 1)])
+def test_micro_batches_in_order_are_the_batch_again(num_samples, num_micro_batches):
     x = torch.arange(num_samples * 2).reshape(num_samples, 2)
-    pieces = pieces_of({"x": x}, num_samples, num_pieces)
-    assert len(pieces) == num_pieces
-    assert torch.equal(torch.cat([piece["x"] for piece, _ in pieces]), x)
-    assert [count for _, count in pieces] == [len(piece["x"]) for piece, _ in pieces]
+    micro_batches = micro_batches_of({"x": x}, num_samples, num_micro_batches)
+    assert len(micro_batches) == num_micro_batches
+    assert torch.equal(torch.cat([micro_batch["x"] for micro_batch, _ in micro_batches]), x)
+    assert [count for _, count in micro_batches] == [len(micro_batch["x"]) for micro_batch, _ in micro_batches]
 
 
 def test_nests_are_kept_and_what_has_no_rows_is_passed_whole():
     batch = {"pair": (torch.arange(4), [torch.arange(8).reshape(4, 2)]), "scale": torch.tensor(3.0), "name": "a"}
     batch["table"] = torch.zeros(3, 4)
-    (first, _), (second, _) = pieces_of(batch, 4, 2)
+    (first, _), (second, _) = micro_batches_of(batch, 4, 2)
     assert first["pair"][0].tolist() == [0, 1]
     assert second["pair"][1][0].tolist() == [[4, 5], [6, 7]]
-    for piece in (first, second):
-        assert isinstance(piece["pair"], tuple)
-        assert piece["scale"] is batch["scale"]
-        assert piece["table"] is batch["table"]
-        assert piece["name"] == "a"
+    for micro_batch in (first, second):
+        assert isinstance(micro_batch["pair"], tuple)
+        assert micro_batch["scale"] is batch["scale"]
+        assert micro_batch["table"] is batch["table"]
+        assert micro_batch["name"] == "a"
 
 
-def test_more_pieces_than_samples_repeat_a_sample_that_weighs_nothing():
-    pieces = pieces_of({"x": torch.tensor([[1.0], [2.0]])}, 2, 4)
-    assert [count for _, count in pieces] == [0, 1, 0, 1]
-    assert [piece["x"].tolist() for piece, _ in pieces] == [[[1.0]], [[1.0]], [[1.0]], [[2.0]]]
+def test_more_micro_batches_than_samples_repeat_a_sample_that_weighs_nothing():
+    micro_batches = micro_batches_of({"x": torch.tensor([[1.0], [2.0]])}, 2, 4)
+    assert [count for _, count in micro_batches] == [0, 1, 0, 1]
+    assert [micro_batch["x"].tolist() for micro_batch, _ in micro_batches] == [[[1.0]], [[1.0]], [[1.0]], [[2.0]]]
 
 
-def test_a_batch_that_stands_in_gives_pieces_without_weight():
-    pieces = pieces_of({"x": torch.ones(1, 3)}, 0, 2)
-    assert [(tuple(piece["x"].shape), count) for piece, count in pieces] == [((1, 3), 0), ((1, 3), 0)]
+def test_a_batch_that_stands_in_gives_micro_batches_without_weight():
+    micro_batches = micro_batches_of({"x": torch.ones(1, 3)}, 0, 2)
+    assert [(tuple(micro_batch["x"].shape), count) for micro_batch, count in micro_batches] == [
+        ((1, 3), 0),
+        ((1, 3), 0),
+    ]
 
 
 def test_lists_with_an_entry_a_sample_are_cut_like_rows():
     ragged = [torch.ones(length) for length in (1, 2, 3, 5)]
     boxes = [{"box": torch.ones(each)} for each in (2, 3, 1, 6)]
     batch = {"x": torch.arange(4), "ragged": ragged, "boxes": boxes, "shared": [torch.ones(7), torch.ones(2)]}
-    (first, _), (second, _) = pieces_of(batch, 4, 2)
+    (first, _), (second, _) = micro_batches_of(batch, 4, 2)
     assert [len(each) for each in first["ragged"]] == [1, 2]
     assert [len(each) for each in second["ragged"]] == [3, 5]
     assert [len(each["box"]) for each in second["boxes"]] == [1, 6]
@@ -62,7 +65,7 @@ def test_lists_with_an_entry_a_sample_are_cut_like_rows():
 def test_a_batch_that_is_a_list_of_as_many_tensors_as_samples_is_no_column():
     x, weights = torch.arange(4).reshape(2, 2), torch.ones(5)
     for batch in ([x, weights], [weights, x]):
-        (first, _), (second, _) = pieces_of(batch, 2, 2)
+        (first, _), (second, _) = micro_batches_of(batch, 2, 2)
         assert len(first) == len(second) == 2
     assert first[1].tolist() == [[0, 1]]
 
@@ -72,14 +75,17 @@ def test_a_collator_may_split_by_itself():
         def split(self, batch, n):
             return [{"row": number, "of": n} for number in range(n)]
 
-    assert pieces_of({"x": torch.zeros(1)}, 5, 2, Packed()) == [({"row": 0, "of": 2}, 2), ({"row": 1, "of": 2}, 3)]
+    assert micro_batches_of({"x": torch.zeros(1)}, 5, 2, Packed()) == [
+        ({"row": 0, "of": 2}, 2),
+        ({"row": 1, "of": 2}, 3),
+    ]
 
 
 def test_a_batch_without_rows_is_rejected_with_its_shapes():
     with raises(DataError, "8", "2", "3"):
-        pieces_of({"x": torch.zeros(3, 2)}, 8, 2)
+        micro_batches_of({"x": torch.zeros(3, 2)}, 8, 2)
     with raises(DataError):
-        pieces_of({"text": ["a", "b"]}, 2, 2)
+        micro_batches_of({"text": ["a", "b"]}, 2, 2)
 
 
 def test_texts_and_numbers_of_samples_go_with_their_rows():
@@ -89,10 +95,10 @@ def test_texts_and_numbers_of_samples_go_with_their_rows():
         "pair": (torch.arange(4), torch.arange(4)),
         "names": ["x"],
     }
-    pieces = [piece for piece, _ in cut(batch, 4, 2, None)]
-    assert [piece["ids"] for piece in pieces] == [["a", "b"], ["c", "d"]]
-    assert [piece["pair"][1].tolist() for piece in pieces] == [[0, 1], [2, 3]]
-    assert [piece["names"] for piece in pieces] == [["x"], ["x"]]
+    micro_batches = [micro_batch for micro_batch, _ in cut(batch, 4, 2, None)]
+    assert [micro_batch["ids"] for micro_batch in micro_batches] == [["a", "b"], ["c", "d"]]
+    assert [micro_batch["pair"][1].tolist() for micro_batch in micro_batches] == [[0, 1], [2, 3]]
+    assert [micro_batch["names"] for micro_batch in micro_batches] == [["x"], ["x"]]
 
 
 def test_a_pair_of_tensors_is_no_column_in_a_batch_of_two():

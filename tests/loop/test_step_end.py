@@ -28,7 +28,7 @@ def stop(trainer):
     trainer.stop("enough")
 
 
-# wishes that come in the step in which the run goes back
+# requests that come in the step in which the run goes back
 
 
 @pytest.mark.parametrize("back_to", BACK_TO)

@@ -1,4 +1,4 @@
-"""How ranks agree to leave: the strongest wish counts, whenever it comes, and all obey at the same step."""
+"""How ranks agree to leave: the strongest request counts, whenever it comes, and all obey at the same step."""
 
 import json
 import os
@@ -19,26 +19,26 @@ def alone():
     return agreement
 
 
-def test_nobody_who_wishes_nothing_leaves():
+def test_nobody_who_requests_nothing_leaves():
     agreement = alone()
     assert agreement.vote(3, True) == (3, True)
-    assert (agreement.decided, agreement.reason, agreement.is_told_to_leave()) == (Intent.GO_ON, None, False)
+    assert (agreement.decided, agreement.reason, agreement.is_stop_requested()) == (Intent.GO_ON, None, False)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
-def test_the_strongest_wish_counts_in_whatever_order_they_come(order):
-    wishes = [(Intent.STOP, "enough"), (Intent.INTERRUPT, "SIGTERM"), (Intent.FAIL, "saving failed")]
+def test_the_strongest_request_counts_in_whatever_order_they_come(order):
+    requests = [(Intent.STOP, "enough"), (Intent.INTERRUPT, "SIGTERM"), (Intent.FAIL, "saving failed")]
     agreement = alone()
     for number in order:
-        agreement.wish(*wishes[number])
+        agreement.request(*requests[number])
     agreement.vote(0, False)
     assert (agreement.decided, agreement.reason) == (Intent.FAIL, "saving failed")
 
 
-def test_of_equal_wishes_the_first_is_the_reason():
+def test_of_equal_requests_the_first_is_the_reason():
     agreement = alone()
-    agreement.wish(Intent.INTERRUPT, "SIGUSR1")
-    agreement.wish(Intent.INTERRUPT, "SIGTERM")
+    agreement.request(Intent.INTERRUPT, "SIGUSR1")
+    agreement.request(Intent.INTERRUPT, "SIGTERM")
     agreement.settle()
     assert (agreement.decided, agreement.reason) == (Intent.INTERRUPT, "SIGUSR1")
 
@@ -46,14 +46,14 @@ def test_of_equal_wishes_the_first_is_the_reason():
 def test_what_was_decided_is_not_taken_back():
     agreement = alone()
     agreement.decided = Intent.INTERRUPT
-    agreement.wish(Intent.STOP, "enough")
+    agreement.request(Intent.STOP, "enough")
     agreement.vote(0, False)
     agreement.settle()
     assert agreement.decided == Intent.INTERRUPT
 
 
 class InTheMidst(int):
-    """A wish in the midst of whose noting a signal comes: where it is first compared, or its hash asked for."""
+    """A request in the midst of whose noting a signal comes: where it is first compared, or its hash asked for."""
 
     has_come = False
 
@@ -72,21 +72,21 @@ class InTheMidst(int):
         return is_stronger
 
 
-def test_a_signal_in_the_midst_of_a_wish_loses_neither():
+def test_a_signal_in_the_midst_of_a_request_loses_neither():
     agreement = alone()
-    before = signal.signal(signal.SIGUSR1, lambda *_: agreement.wish(Intent.INTERRUPT, "SIGUSR1"))
+    before = signal.signal(signal.SIGUSR1, lambda *_: agreement.request(Intent.INTERRUPT, "SIGUSR1"))
     try:
-        agreement.wish(InTheMidst(Intent.STOP), "no improvement")
+        agreement.request(InTheMidst(Intent.STOP), "no improvement")
     finally:
         signal.signal(signal.SIGUSR1, before)
     agreement.vote(0, False)
     assert (agreement.decided, agreement.reason) == (Intent.INTERRUPT, "SIGUSR1")
 
 
-def test_a_wish_may_come_from_any_thread():
+def test_a_request_may_come_from_any_thread():
     agreement = alone()
     wishing = [
-        threading.Thread(target=agreement.wish, args=(intent, intent.name)) for intent in Intent for _ in range(8)
+        threading.Thread(target=agreement.request, args=(intent, intent.name)) for intent in Intent for _ in range(8)
     ]
     for each in wishing:
         each.start()
@@ -97,10 +97,10 @@ def test_a_wish_may_come_from_any_thread():
 
 def test_only_who_is_told_to_leave_at_once_leaves_a_long_act():
     agreement = alone()
-    agreement.wish(Intent.STOP, "enough")
-    assert not agreement.is_told_to_leave()
-    agreement.wish(Intent.INTERRUPT, "SIGTERM")
-    assert agreement.is_told_to_leave()
+    agreement.request(Intent.STOP, "enough")
+    assert not agreement.is_stop_requested()
+    agreement.request(Intent.INTERRUPT, "SIGTERM")
+    assert agreement.is_stop_requested()
 
 
 def two_ranks(folder, act):
@@ -123,12 +123,12 @@ def two_ranks(folder, act):
 
 
 @pytest.mark.parametrize("told", [0, 1])
-def test_a_wish_of_one_rank_is_obeyed_by_all_one_vote_later_and_its_reason_is_known_to_all(told, tmp_path):
+def test_a_request_of_one_rank_is_obeyed_by_all_one_vote_later_and_its_reason_is_known_to_all(told, tmp_path):
     def act(agreement, rank):
         decided = []
         for step in range(4):
             if (step, rank) == (1, told):
-                agreement.wish(Intent.INTERRUPT, "SIGTERM")
+                agreement.request(Intent.INTERRUPT, "SIGTERM")
             agreement.vote(0, False)
             decided.append(agreement.decided)
         agreement.share_reason()
@@ -146,19 +146,19 @@ def test_a_vote_brings_the_highest_save_and_any_clock_one_vote_later(tmp_path):
 def test_where_ranks_meet_they_decide_at_once(tmp_path):
     def act(agreement, rank):
         if rank == 1:
-            agreement.wish(Intent.STOP, "no improvement")
+            agreement.request(Intent.STOP, "no improvement")
         agreement.settle()
         return agreement.decided
 
     assert two_ranks(tmp_path, act) == [Intent.STOP] * 2
 
 
-def test_a_rank_that_is_told_to_leave_lets_the_others_know_without_their_meeting(tmp_path):
+def test_a_rank_that_is_told_to_leave_lets_the_others_know_without_their_rendezvous(tmp_path):
     def act(agreement, rank):
         if rank == 1:
-            agreement.wish(Intent.INTERRUPT, "SIGTERM")
-            assert agreement.is_told_to_leave()
+            agreement.request(Intent.INTERRUPT, "SIGTERM")
+            assert agreement.is_stop_requested()
         agreement._ranks.barrier()
-        return agreement.is_told_to_leave()
+        return agreement.is_stop_requested()
 
     assert two_ranks(tmp_path, act) == [True, True]

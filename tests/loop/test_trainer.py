@@ -46,7 +46,7 @@ def test_a_line_closes_each_window_and_the_last_step_is_always_written(tmp_path)
     assert {"loss", "grad_norm", "lr"} <= written[0].keys()
 
 
-def test_the_moments_come_in_the_order_of_the_loop(tmp_path):
+def test_the_events_come_in_the_order_of_the_loop(tmp_path):
     calls = []
 
     class Diary(Hook):
@@ -115,8 +115,8 @@ def test_an_overridden_train_step_may_return_a_plain_tuple(tmp_path):
     class Mine(Trainer):
         def train_step(self, batch):
             update = self.begin_update()
-            for piece in self.micro_batches(batch):
-                update.backward(self.run_forward(piece))
+            for micro_batch in self.micro_batches(batch):
+                update.backward(self.run_forward(micro_batch))
             result = update.apply()
             assert isinstance(result, StepResult)
             result.metrics["mine"] = 5.0
@@ -404,7 +404,7 @@ def test_a_save_in_the_midst_of_a_step_holds_every_hooks_turn(tmp_path):
     trainer = build_trainer(load(tmp_path, "hooks=[{type: ema, decay: 0.5}]"), with_hooks(saver))
     # Registered before the averages: at its turn they have not moved yet, and in after_eval they are still swapped in.
     averages = next(hook for hook in trainer.hooks if isinstance(hook, EMA))
-    trainer.moments = Hooks([saver, averages])
+    trainer.callbacks = Hooks([saver, averages])
     trainer.train()
     store = trainer.context.store
     assert saver.path == store.path(3)
@@ -493,8 +493,8 @@ def test_a_bare_loss_of_a_micro_batch_weighs_that_micro_batch(tmp_path):
     class Bare(Trainer):
         def train_step(self, batch):
             update = self.begin_update()
-            for piece in self.micro_batches(batch):
-                update.backward(self.model(**piece)["loss"])
+            for micro_batch in self.micro_batches(batch):
+                update.backward(self.model(**micro_batch)["loss"])
             return update.apply()
 
     overrides = ("trainer.max_steps=null", "trainer.max_samples=11", "model.dropout=0.0", "log.every_steps=1")

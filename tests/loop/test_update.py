@@ -46,14 +46,14 @@ def weight(*values):
 
 @settings(deadline=None, max_examples=30)
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), data=st.data())
-def test_plain_losses_weigh_their_samples_whatever_the_pieces(sizes, data):
+def test_plain_losses_weigh_their_samples_whatever_the_micro_batches(sizes, data):
     total = sum(sizes)
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     x = torch.randn(total, 3, dtype=torch.float64, generator=generator)
     w = nn.Parameter(torch.ones(3, dtype=torch.float64))
     update = make_updater([w], batch_size=total, lr=0.0).begin(lambda: total)
-    for piece in x.split(sizes):
-        update.backward(ForwardResult(((piece @ w) ** 2).mean(), len(piece)))
+    for micro_batch in x.split(sizes):
+        update.backward(ForwardResult(((micro_batch @ w) ** 2).mean(), len(micro_batch)))
     result = update.apply()
     expected = ((x @ w) ** 2).mean()
     (gradient,) = torch.autograd.grad(expected, w)
@@ -75,7 +75,7 @@ def test_means_of_unequal_counts_give_the_mean_over_everything():
     assert float(update.weight) == 10
 
 
-def test_a_piece_without_samples_changes_nothing():
+def test_a_micro_batch_without_samples_changes_nothing():
     w = weight()
     update = make_updater([w], lr=0.0).begin(lambda: 8)
     update.backward(ForwardResult((w * 2).sum(), 8, {"accuracy": 0.5}))

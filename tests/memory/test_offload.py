@@ -13,7 +13,7 @@ from torch import nn
 
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.memory.activation_checkpointing import recompute_layers
-from trainwright.memory.offload import HostCopies, Piece, choose_parts, offload_tensors, offloading
+from trainwright.memory.offload import HostCopies, OffloadedTensor, choose_parts, offload_tensors, offloading
 from trainwright.models.layers.annotations import name_tensor
 
 
@@ -75,7 +75,7 @@ def test_views_of_a_named_tensor_come_back_as_they_were():
 
 def test_other_names_are_heard_and_left_alone():
     watch = squares(["hidden"], lambda x: name_tensor(x * 2, "other").square())
-    assert (watch.heard, watch.moved) == ({"other"}, set())
+    assert (watch.received, watch.moved) == ({"other"}, set())
 
 
 def test_nothing_of_a_pass_outlives_its_graph():
@@ -119,7 +119,7 @@ def test_a_copy_holds_the_whole_storage_and_gives_each_piece_of_it():
     copies = HostCopies()
     copy_of_it = copies.of(whole)
     for piece in (whole, whole[1:, 1::2], whole.t(), whole.view(torch.int32)):
-        returned = Piece(copy_of_it, piece).tensor()
+        returned = OffloadedTensor(copy_of_it, piece).tensor()
         assert (returned.shape, returned.stride(), returned.dtype) == (piece.shape, piece.stride(), piece.dtype)
         assert torch.equal(returned, piece)
 

@@ -67,7 +67,7 @@ def test_what_cannot_be_is_rejected_where_it_was_written(tmp_path, section, prob
 def test_check_shows_an_unknown_preset(tmp_path):
     (tmp_path / "run.yaml").write_text("seed: 1\nmodel: {type: llama, preset: tinny}\n")
     found = [each for each in check_run(tmp_path / "run.yaml").findings if "tinny" in each.problem]
-    assert [each.place.line for each in found] == [2]
+    assert [each.location.line for each in found] == [2]
 
 
 def test_a_class_that_is_called_like_a_shipped_file_has_no_presets():

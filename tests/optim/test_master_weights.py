@@ -126,7 +126,7 @@ def test_stretches_of_a_large_weight_move_as_the_whole(monkeypatch):
     whole, cut = narrow_weights((40, 3), (5,)), narrow_weights((40, 3), (5,))
     gradients = make_gradients(whole, 2)
     drive(AdamW(whole, lr=0.1, master_weights=True), whole, gradients)
-    monkeypatch.setattr(rounded_moments, "PIECE_ELEMENTS", 16)
+    monkeypatch.setattr(rounded_moments, "CHUNK_ELEMENTS", 16)
     drive(AdamW(cut, lr=0.1, master_weights=True), cut, gradients)
     assert all_equal(whole, cut)
 

@@ -17,7 +17,7 @@ from trainwright.optim.adamw import AdamW
 from trainwright.optim.lion import Lion
 from trainwright.optim.muon import Muon
 from trainwright.optim.param_groups import (
-    Rule,
+    GroupRule,
     disable_untrainable_params,
     make_groups,
     make_optimizer,
@@ -82,7 +82,7 @@ def test_every_parameter_is_in_exactly_one_group_that_of_its_first_match(names, 
         name: next((n for n, globs in enumerate(rules) if any(fnmatchcase(name, glob) for glob in globs)), None)
         for name in names
     }
-    made_of = [Rule(tuple(globs), {"lr": 10.0 + n}) for n, globs in enumerate(rules)]
+    made_of = [GroupRule(tuple(globs), {"lr": 10.0 + n}) for n, globs in enumerate(rules)]
     is_idle = set(range(len(rules))) - set(owner.values())
     has_unmatched = any(not any(fnmatchcase(name, glob) for name in names) for globs in rules for glob in globs)
     if is_idle or has_unmatched:

@@ -118,7 +118,7 @@ def test_stretches_of_a_large_parameter_move_as_the_whole(monkeypatch):
     whole, cut = make_weights((40, 3), (5,)), make_weights((40, 3), (5,))
     gradients = make_gradients(whole, 1)
     drive(AdamW(whole, lr=0.1, state_dtype="bf16"), whole, gradients)
-    monkeypatch.setattr(rounded_moments, "PIECE_ELEMENTS", 16)
+    monkeypatch.setattr(rounded_moments, "CHUNK_ELEMENTS", 16)
     drive(AdamW(cut, lr=0.1, state_dtype="bf16"), cut, gradients)
     assert all_equal(whole, cut)
 
@@ -161,5 +161,5 @@ def test_a_group_cannot_have_a_precision_of_its_own():
 
 def test_pieces_hold_at_most_so_many_elements_and_every_tensor_once():
     tensors = [torch.zeros(n) for n in (3, 4, 10, 1, 1, 8)]
-    pieces = [tensors[piece] for piece in device_step.in_pieces(tensors, 8)]
-    assert [[len(tensor) for tensor in piece] for piece in pieces] == [[3, 4], [10], [1, 1], [8]]
+    chunks = [tensors[chunk] for chunk in device_step.in_chunks(tensors, 8)]
+    assert [[len(tensor) for tensor in chunk] for chunk in chunks] == [[3, 4], [10], [1, 1], [8]]

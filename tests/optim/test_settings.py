@@ -87,7 +87,7 @@ def test_each_setting_of_a_file_is_rejected_in_its_own_line_and_by_check_as_well
     assert str(caught.value).partition(": trainer.")[0].endswith(f"run.yaml:{line}")
     [finding] = check_run(file).findings
     assert finding.problem.startswith("trainer.optimizer.groups.0.betas: must be a list of numbers from 0 to below 1")
-    assert finding.place.line == line
+    assert finding.location.line == line
 
 
 class Theirs(torch.optim.SGD):

@@ -10,7 +10,7 @@ from tests.parallel.test_stages import MODELS
 
 from trainwright import RunConfig
 from trainwright.build.components import Build
-from trainwright.build.parallelize import place_model
+from trainwright.build.parallelize import parallelize_model
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.hooks.ema import EMA
 from trainwright.optim.adamw import AdamW
@@ -137,7 +137,7 @@ def report_norms(mesh):
     for rules in ([], [{"match": "model.layers.0.*", "report": True}]):
         torch.manual_seed(0)
         model = MODELS["tied"][0]()
-        model = place_model(model, ranks, config, CPU).model
+        model = parallelize_model(model, ranks, config, CPU).model
         arguments = {"report": True, "repair_nan": True} if not rules else {"groups": rules}
         optimizer = build_of({"optimizer": {"type": "adamw", "lr": 0.01, **arguments}}).optimizers(model)["main"]
         assert isinstance(optimizer, AdamW)

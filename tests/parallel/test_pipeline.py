@@ -15,7 +15,7 @@ from trainwright.models.llama import Llama
 from trainwright.parallel.context import split_sequences
 from trainwright.parallel.fully_shard import SplitSettings, shard_parameters
 from trainwright.parallel.mesh import ALONE, Mesh, own_gradient
-from trainwright.parallel.pipeline import Hidden, Pipeline, _Part, split_layers
+from trainwright.parallel.pipeline import Hidden, Pipeline, _StageModule, split_layers
 from trainwright.parallel.sharding import packaged_rules, plan_sharding
 from trainwright.parallel.tensor import split_tensors, whole
 
@@ -64,22 +64,22 @@ CASES = {
     "bert": (MODELS["bert"][0], [with_mask(batch) for batch in PLAIN]),
     "classifier": (lambda: BertClassifier(**SMALL), TEXTS),
     "vit": (MODELS["vit"][0], [images(seed) for seed in range(4)]),
-    "ragged": (MODELS["tied"][0], RAGGED),  # shapes that change from piece to piece
-    "one piece": (MODELS["tied"][0], PLAIN[:1]),  # fewer than stages
+    "ragged": (MODELS["tied"][0], RAGGED),  # shapes that change from micro-batch to micro-batch
+    "one micro-batch": (MODELS["tied"][0], PLAIN[:1]),  # fewer than stages
     "fused loss": (lambda: Llama(**SMALL, fused_loss=True), PLAIN),
 }
 
 
 def made(name, seed=0):
-    """The case's model in float64, equal wherever it is made, and its pieces."""
+    """The case's model in float64, equal wherever it is made, and its micro-batches."""
     torch.manual_seed(seed)
-    make, pieces = CASES[name]
-    return make().double(), pieces
+    make, micro_batches = CASES[name]
+    return make().double(), micro_batches
 
 
-def share(pieces, number):
-    """What a piece's loss weighs in the update: its part of all rows."""
-    rows = [len(next(iter(piece.values()))) for piece in pieces]
+def share(micro_batches, number):
+    """What a micro-batch's loss weighs in the update: its part of all rows."""
+    rows = [len(next(iter(micro_batch.values()))) for micro_batch in micro_batches]
     return rows[number] / sum(rows)
 
 
@@ -92,58 +92,58 @@ def step(parameters):
 
 
 def in_one_process(name, num_steps=2):
-    """The losses of all pieces over some updates, the weights after them, and an evaluation."""
-    model, pieces = made(name)
+    """The losses of all micro-batches over some updates, the weights after them, and an evaluation."""
+    model, micro_batches = made(name)
     losses = []
     for _ in range(num_steps):
-        for number, piece in enumerate(pieces):
-            loss = model(**piece)["loss"]
+        for number, micro_batch in enumerate(micro_batches):
+            loss = model(**micro_batch)["loss"]
             losses.append(loss.item())
-            (loss * share(pieces, number)).backward()
+            (loss * share(micro_batches, number)).backward()
         step(model.parameters())
-    logits = model.eval()(**pieces[0])["logits"]
+    logits = model.eval()(**micro_batches[0])["logits"]
     return {"losses": losses, "weights": dict(model.state_dict()), "logits": logits.detach()}
 
 
 def in_a_pipeline(name, mesh, num_steps=2):
     """The same, of what this rank has."""
-    model, pieces = made(name)
+    model, micro_batches = made(name)
     split_layers(model, mesh)
-    pipeline = Pipeline(model, mesh, num_micro_batches=len(pieces), device=CPU)
+    pipeline = Pipeline(model, mesh, num_micro_batches=len(micro_batches), device=CPU)
     losses = []
 
     def scale(outputs, number):
         losses.append(outputs["loss"].item())
-        return outputs["loss"] * share(pieces, number)
+        return outputs["loss"] * share(micro_batches, number)
 
     for _ in range(num_steps):
-        pipeline.run(pieces, scale)
+        pipeline.run(micro_batches, scale)
         pipeline.sum_tied_gradients()
         step(model.parameters())
     model.eval()
-    outputs = pipeline.evaluate(pieces[0])
+    outputs = pipeline.evaluate(micro_batches[0])
     logits = None if outputs is None else outputs["logits"]
     return {"losses": losses, "weights": dict(model.state_dict()), "logits": logits}
 
 
 def frozen_beginning(mesh):
     """Gradients where the first stage has nothing to learn."""
-    model, pieces = made("untied")
+    model, micro_batches = made("untied")
     first = [model.model.embed_tokens, *model.model.layers[:2]]
     for module in first:
         module.requires_grad_(False)
     split_layers(model, mesh)
-    pipeline = Pipeline(model, mesh, num_micro_batches=len(pieces), device=CPU)
-    pipeline.run(pieces, lambda outputs, number: outputs["loss"] * share(pieces, number))
+    pipeline = Pipeline(model, mesh, num_micro_batches=len(micro_batches), device=CPU)
+    pipeline.run(micro_batches, lambda outputs, number: outputs["loss"] * share(micro_batches, number))
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def weighed(mesh):
-    """Gradients where a piece weighs nothing: what it gives to propagate has no gradient."""
-    model, pieces = made("tied")
+    """Gradients where a micro-batch weighs nothing: what it gives to propagate has no gradient."""
+    model, micro_batches = made("tied")
     split_layers(model, mesh)
-    pipeline = Pipeline(model, mesh, num_micro_batches=len(pieces), device=CPU)
-    pipeline.run(pieces, lambda outputs, number: outputs["loss"] if number != 1 else torch.zeros(()))
+    pipeline = Pipeline(model, mesh, num_micro_batches=len(micro_batches), device=CPU)
+    pipeline.run(micro_batches, lambda outputs, number: outputs["loss"] if number != 1 else torch.zeros(()))
     pipeline.sum_tied_gradients()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -183,20 +183,20 @@ class Complaining(nn.Module):
 
 def mistakes(mesh):
     """What is said of batches that do not fit, on each rank, and of an error on the last."""
-    model, pieces = made("tied")
+    model, micro_batches = made("tied")
     model.criterion = Complaining()
     split_layers(model, mesh)
     pipeline = Pipeline(model, mesh, num_micro_batches=1, device=CPU)
     said = []
     with pytest.raises(DataError) as caught:
-        pipeline.evaluate({**pieces[0], "weights": torch.ones(2)})
+        pipeline.evaluate({**micro_batches[0], "weights": torch.ones(2)})
     said.append(str(caught.value))
     if mesh.is_loss_rank:
         with pytest.raises(DataError) as caught:
-            pipeline.evaluate(pieces[0])
+            pipeline.evaluate(micro_batches[0])
         said.append(str(caught.value))
     else:
-        pipeline.evaluate(pieces[0])
+        pipeline.evaluate(micro_batches[0])
     return said
 
 
@@ -236,19 +236,19 @@ def test_both_ends_hold_the_same_tied_weight_bit_for_bit(two_stages):
 
 
 def test_a_first_stage_may_be_frozen(two_stages):
-    model, pieces = made("untied")
-    for number, piece in enumerate(pieces):
-        (model(**piece)["loss"] * share(pieces, number)).backward()
+    model, micro_batches = made("untied")
+    for number, micro_batch in enumerate(micro_batches):
+        (model(**micro_batch)["loss"] * share(micro_batches, number)).backward()
     first, last = (each["frozen_beginning"] for each in two_stages)
     assert first == {}
     for name, gradient in last.items():
         assert_close(gradient, model.get_parameter(name).grad)
 
 
-def test_a_piece_that_weighs_nothing_adds_nothing(two_stages):
-    model, pieces = made("tied")
+def test_a_micro_batch_that_weighs_nothing_adds_nothing(two_stages):
+    model, micro_batches = made("tied")
     for number in (0, 2, 3):
-        model(**pieces[number])["loss"].backward()
+        model(**micro_batches[number])["loss"].backward()
     for rank in two_stages:
         for name, gradient in rank["weighed"].items():
             assert_close(gradient, model.get_parameter(name).grad)
@@ -263,7 +263,7 @@ def test_a_step_under_autocast_is_that_of_one_process(two_stages):
     torch.manual_seed(0)
     model = Llama(**SMALL)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = [model(**piece)["loss"].item() for piece in PLAIN]
+        expected = [model(**micro_batch)["loss"].item() for micro_batch in PLAIN]
     assert two_stages[1]["in_bf16"] == expected
 
 
@@ -284,11 +284,11 @@ class Shrinking(nn.Module):
 
 
 def test_blocks_that_do_not_keep_the_dtype_are_rejected():
-    model, pieces = made("tied")
+    model, micro_batches = made("tied")
     model.model.layers[1] = Shrinking()
     split_layers(model, Mesh({**ALONE, "pipeline": 2}, 0))
-    part = _Part(model, model.stage)
-    part.begin(pieces, None, [Hidden((2, 9, 16), torch.float64)] * len(pieces))
+    part = _StageModule(model, model.stage)
+    part.begin(micro_batches, None, [Hidden((2, 9, 16), torch.float64)] * len(micro_batches))
     with raises(TrainwrightError, "0", "torch.float16"):
         part(number=torch.tensor([0]))
 
@@ -311,16 +311,16 @@ OTHERS = [tokens(2, 7, seed=10), tokens(2, 7, seed=11), tokens(1, 5, seed=12), t
 
 
 def in_split_stages(mesh):
-    """Gradients of stages whose parameters are split along fsdp, each data rank with pieces of its own."""
+    """Gradients of stages whose parameters are split along fsdp, each data rank with micro-batches of its own."""
     results = {}
     for reshards in (True, False):
-        model, pieces = made("tied")
+        model, micro_batches = made("tied")
         split_layers(model, mesh)
         settings = SplitSettings(reshard_after_forward=reshards)
         sync = shard_parameters(model, mesh, settings=settings, device=CPU)
         pipeline = Pipeline(model, mesh, num_micro_batches=4, device=CPU)
         # Data ranks have rows of different lengths: the order of their collectives must not depend on shapes.
-        own = pieces if mesh.data_rank == 0 else OTHERS
+        own = micro_batches if mesh.data_rank == 0 else OTHERS
         for _ in range(2):
             for parameter in model.parameters():
                 parameter.grad = None
@@ -339,42 +339,42 @@ def in_split_stages(mesh):
 
 
 def test_stages_may_split_their_parameters_along_data(tmp_path):
-    model, pieces = made("tied")
-    for piece in (*pieces, *OTHERS):
-        model(**piece)["loss"].backward()
+    model, micro_batches = made("tied")
+    for micro_batch in (*micro_batches, *OTHERS):
+        model(**micro_batch)["loss"].backward()
     ranks = on_ranks(tmp_path, {"pipeline": 2, "fsdp": 2}, in_split_stages)
     for rank in ranks:
         for gradients, _ in rank.values():
             for name, gradient in gradients.items():
                 assert_close(gradient, model.get_parameter(name).grad)
     assert ranks[0][True][1] is None
-    for rank, piece in ((2, pieces[0]), (3, OTHERS[0])):
-        assert ranks[rank][True][1] == pytest.approx(model(**piece)["loss"].item(), abs=1e-10)
+    for rank, micro_batch in ((2, micro_batches[0]), (3, OTHERS[0])):
+        assert ranks[rank][True][1] == pytest.approx(model(**micro_batch)["loss"].item(), abs=1e-10)
 
 
 def in_split_matrices(mesh, names):
     """The same as in_a_pipeline, of stages whose matrices are split along tensor, with gathered weights."""
     results = {}
     for name in names:
-        model, pieces = made(name)
+        model, micro_batches = made(name)
         split_layers(model, mesh)
         split_tensors(model, plan_sharding(model, packaged_rules(model), mesh.sizes), mesh)
-        pipeline = Pipeline(model, mesh, num_micro_batches=len(pieces), device=CPU)
+        pipeline = Pipeline(model, mesh, num_micro_batches=len(micro_batches), device=CPU)
         losses = []
 
-        def scale(outputs, number, pieces=pieces, losses=losses):
+        def scale(outputs, number, micro_batches=micro_batches, losses=losses):
             losses.append(outputs["loss"].item())
-            return outputs["loss"] * share(pieces, number)
+            return outputs["loss"] * share(micro_batches, number)
 
         for _ in range(2):
-            pipeline.run(pieces, scale)
+            pipeline.run(micro_batches, scale)
             pipeline.sum_tied_gradients()
             for parameter in model.parameters():
                 own_gradient(parameter)
             step(model.parameters())
         weights = {key: whole(value) for key, value in model.state_dict().items()}
         model.eval()
-        outputs = pipeline.evaluate(pieces[0])
+        outputs = pipeline.evaluate(micro_batches[0])
         logits = None if outputs is None else outputs["logits"]
         results[name] = {"losses": losses, "weights": weights, "logits": logits}
     return results
@@ -395,36 +395,36 @@ def test_stages_may_split_their_matrices_along_tensor(names, tmp_path):
 
 def in_split_sequences(mesh):
     """Gradients of stages that each have a part of the sequence, summed over the parts."""
-    model, pieces = made("tied")
+    model, micro_batches = made("tied")
     split_layers(model, mesh)
     split_sequences(model, mesh)
-    pipeline = Pipeline(model, mesh, num_micro_batches=len(pieces), device=CPU)
+    pipeline = Pipeline(model, mesh, num_micro_batches=len(micro_batches), device=CPU)
     losses = []
 
     def scale(outputs, number):
         losses.append(outputs["loss"].item())
-        return outputs["loss"] * share(pieces, number)
+        return outputs["loss"] * share(micro_batches, number)
 
-    pipeline.run(pieces, scale)
+    pipeline.run(micro_batches, scale)
     pipeline.sum_tied_gradients()
     gradients = {}
     for name, parameter in model.named_parameters():
         dist.all_reduce(parameter.grad, group=mesh.group("context"))
         gradients[name] = parameter.grad / mesh.num_gradient_copies
     model.eval()
-    outputs = pipeline.evaluate(pieces[0])
+    outputs = pipeline.evaluate(micro_batches[0])
     return losses, gradients, None if outputs is None else outputs["logits"]
 
 
 def test_stages_may_split_their_sequences(tmp_path):
-    model, pieces = made("tied")
-    losses = [model(**piece)["loss"] for piece in pieces]
+    model, micro_batches = made("tied")
+    losses = [model(**micro_batch)["loss"] for micro_batch in micro_batches]
     for number, loss in enumerate(losses):
-        (loss * share(pieces, number)).backward()
+        (loss * share(micro_batches, number)).backward()
     ranks = on_ranks(tmp_path, {"pipeline": 2, "context": 2}, in_split_sequences)
     for number, (seen, gradients, logits) in enumerate(ranks):
         for name, gradient in gradients.items():
             assert_close(gradient, model.get_parameter(name).grad)
         if number >= 2:
             assert seen == pytest.approx([loss.item() for loss in losses], abs=1e-10)
-            assert_close(logits, model(**pieces[0])["logits"].detach())
+            assert_close(logits, model(**micro_batches[0])["logits"].detach())

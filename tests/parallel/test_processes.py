@@ -24,7 +24,7 @@ def _no_launcher(monkeypatch):
 
 
 def test_without_a_launcher_a_process_is_alone():
-    assert processes.place() == (0, 1)
+    assert processes.rank_and_size() == (0, 1)
     assert processes.local_rank() == 0
     assert processes.join({}, collectives="gloo", device_type="cpu").size == 1
 

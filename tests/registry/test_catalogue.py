@@ -59,7 +59,7 @@ def test_a_built_in_s_parameters_are_those_of_its_real_signature(built_ins, kind
 def test_every_built_in_has_a_place_and_a_word_on_what_it_is(built_ins, kind, name):
     entry = built_ins[kind, name]
     target = registry.find(kind, name, project_dir=".")
-    file, _, line = entry.place.rpartition(":")
+    file, _, line = entry.location.rpartition(":")
     assert inspect.getsourcefile(target).endswith(file.replace("../", ""))
     assert int(line) > 1
     assert len(entry.summary) > 20
@@ -98,7 +98,7 @@ def test_a_user_s_parameters_defaults_and_docstring_are_read(tmp_path):
     assert entry.signature.parameters[0].annotation == "float"
     assert entry.summary == "Sign momentum."
     assert entry.doc.endswith("More of it.")
-    assert entry.place.endswith("optimizers/lion.py:5")
+    assert entry.location.endswith("optimizers/lion.py:5")
 
 
 def test_an_inherited_constructor_is_followed_through_the_package(tmp_path):
@@ -202,9 +202,9 @@ def test_a_file_that_does_not_parse_is_named_and_the_rest_is_listed(tmp_path):
     (tmp_path / "hooks" / "nul.py").write_bytes(b"class N: pass\n\0")
     found = read_catalogue(tmp_path, ["hook"])
     assert {"a.A", "c.C"} <= {entry.type for entry in found.entries}
-    places = [one.place for one in found.unreadable]
-    assert places[0].endswith("hooks/broken.py:3")
-    assert "hooks/nul.py:" in places[1]
+    locations = [one.location for one in found.unreadable]
+    assert locations[0].endswith("hooks/broken.py:3")
+    assert "hooks/nul.py:" in locations[1]
     assert "invalid syntax" in found.unreadable[0].problem
 
 

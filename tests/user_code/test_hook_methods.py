@@ -1,11 +1,11 @@
-"""Hooks with the moments of another framework: what would never be called is rejected by name, with ours."""
+"""Hooks with the events of another framework: what would never be called is rejected by name, with ours."""
 
 import pytest
 from tests.messages import mentions
 
 from trainwright import CallbackHook, Every, Hook
 from trainwright.errors import ConfigError
-from trainwright.loop.hook import MOMENTS, Hooks
+from trainwright.loop.hook import HOOK_EVENTS, Hooks
 from trainwright.user_code.methods import HOOK_METHODS_ELSEWHERE
 
 
@@ -16,8 +16,8 @@ def rejection_of(hook):
 
 
 @pytest.mark.parametrize(("theirs", "ours"), HOOK_METHODS_ELSEWHERE.items())
-def test_another_framework_s_moment_is_answered_with_ours(theirs, ours):
-    assert ours in MOMENTS
+def test_another_framework_s_event_is_answered_with_ours(theirs, ours):
+    assert ours in HOOK_EVENTS
     hook = type("Mine", (Hook,), {theirs: lambda self, *given: None})()
     text = rejection_of(hook)
     assert mentions(text, theirs, ours)
@@ -25,7 +25,7 @@ def test_another_framework_s_moment_is_answered_with_ours(theirs, ours):
 
 
 @pytest.mark.parametrize("theirs", ["before_epoch", "after_epoch", "on_epoch_end", "on_train_epoch_start"])
-def test_epochs_are_no_moments(theirs):
+def test_epochs_are_no_events(theirs):
     hook = type("Mine", (Hook,), {theirs: lambda self: None, "after_step": lambda self: None})()
     assert mentions(rejection_of(hook), theirs)
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from trainwright.analysis import findings as places
+from trainwright.analysis import findings as locations
 from trainwright.analysis.findings import (
     AlreadyReported,
     Case,
@@ -42,7 +42,7 @@ from trainwright.backends.private_torch import compile_counters, explain_graph
 from trainwright.build.components import Build
 from trainwright.build.data import describe_size
 from trainwright.build.run import build_trainer, sets_of
-from trainwright.compile.host_sync import Sighting, Watch, watching
+from trainwright.compile.host_sync import HostSyncMode, Sighting, watching
 from trainwright.config import BatchPlan, Component, Origin, RunConfig, known_data_ranks, resolve_batch
 from trainwright.data.fetch import count_samples, fetch, is_stream
 from trainwright.data.loader import EvalData, TrainData
@@ -59,7 +59,7 @@ from trainwright.models.model import Model
 from trainwright.models.transformers_models import is_transformers_class
 from trainwright.registry import resolve as registry
 from trainwright.tracebacks import shown_path
-from trainwright.user_code.locations import Place, UserFiles, parameters_of
+from trainwright.user_code.locations import SourceLocation, UserFiles, parameters_of
 
 _LOCATED = re.compile(r"(?P<file>.+?):(?P<line>\d+): (?P<words>.*)")
 
@@ -81,10 +81,10 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str], findings
     except ConfigError as error:
         first, *others = error.problem.split("\n")
         where = error.where if isinstance(error.where, Origin) else None
-        findings.add(from_words("error", first, places.of_setting(where, culprits(first))))
+        findings.add(from_words("error", first, locations.of_setting(where, culprits(first))))
         for line in others:
             origin, words = _split_origin(line, overrides)
-            findings.add(from_words("error", words, places.of_setting(origin, culprits(words))))
+            findings.add(from_words("error", words, locations.of_setting(origin, culprits(words))))
         return None
 
 
@@ -221,19 +221,19 @@ def check_batch(
         dataset = dataset.dataset
     source = _source_of(dataset)
     reads = "__iter__" if is_stream(source) else "__getitem__"
-    at_sample = places.of_return(getattr(type(source), reads, type(source)), case.users)
+    at_sample = locations.of_return(getattr(type(source), reads, type(source)), case.users)
     try:
         samples = _first_samples(dataset, batch_size, label)
     except Exception as error:
-        case.note(error, label=label, place=at_sample)
+        case.note(error, label=label, location=at_sample)
         return False
     at_sample = at_sample or case.setting(label)
     try:
         batch = collator(samples)
     except Exception as error:
         difference = _first_difference(samples)
-        if difference is None or places.of_traceback(error, case.users) is not None:
-            case.note(error, label="data.collator", place=at_sample)
+        if difference is None or locations.of_traceback(error, case.users) is not None:
+            case.note(error, label="data.collator", location=at_sample)
         if difference is not None:
             advice = "Make them equal, or write a collator that pads them (data.collator)."
             case.add("error", f"{label}: {difference}", advice, at_sample)
@@ -295,17 +295,17 @@ def _check_lists(batch: Any, collator: Callable[[list[Any]], Any], *, is_cut: bo
         for name, value in batch.items()
         if isinstance(value, (list, tuple)) and any(isinstance(each, torch.Tensor) for each in value)
     ]
-    place = _place_of(collator, case)
+    location = _location_of(collator, case)
     if numbers:
         problem = f"the collator returns lists of numbers instead of tensors for {_quoted(numbers)}."
-        case.add("error", problem, f'Return torch.tensor(…): {{"{numbers[0]}": torch.tensor([…]), …}}.', place)
+        case.add("error", problem, f'Return torch.tensor(…): {{"{numbers[0]}": torch.tensor([…]), …}}.', location)
     if tensors:
         problem = (
             f"the collator returns lists of tensors for {_quoted(tensors)}, which are never cut into micro-batches."
         )
         advice = "Return one tensor, torch.stack([…]), or give the collator a `split(batch, n)`."
         is_handled = hasattr(collator, "split") or not is_cut
-        case.add("remark" if is_handled else "error", problem, advice, place)
+        case.add("remark" if is_handled else "error", problem, advice, location)
     return not numbers
 
 
@@ -315,9 +315,9 @@ def _is_of_numbers(values: Any) -> bool:
     return isinstance(values, Number)
 
 
-def _place_of(collator: Callable[[list[Any]], Any], case: Case) -> Place | None:
+def _location_of(collator: Callable[[list[Any]], Any], case: Case) -> SourceLocation | None:
     function: Any = collator if hasattr(collator, "__code__") else type(collator).__call__
-    return places.of_return(function, case.users) or case.setting("data.collator", ["collator"])
+    return locations.of_return(function, case.users) or case.setting("data.collator", ["collator"])
 
 
 def _quoted(names: list[Any]) -> str:
@@ -337,9 +337,9 @@ def loss_function(trainer: Trainer, case: Case) -> Callable[..., Any]:
     return next((each for each in candidates if _is_users(each, case)), candidates[-1])
 
 
-def place_of_loss(trainer: Trainer, case: Case) -> Place | None:
+def location_of_loss(trainer: Trainer, case: Case) -> SourceLocation | None:
     """Returns the line where the loss is returned, or that of the model in the config."""
-    return places.of_return(loss_function(trainer, case), case.users) or case.setting("model.type", ["model"])
+    return locations.of_return(loss_function(trainer, case), case.users) or case.setting("model.type", ["model"])
 
 
 def check_signature(trainer: Trainer, batch: Any, case: Case) -> None:
@@ -379,8 +379,8 @@ def _compare(forward: Callable[..., Any], owner: str, keys: list[str], case: Cas
     else:
         advice = f"Add a parameter {_quoted(extra)} (or **rest) to forward, or leave it out in the dataset or collator."
     both = f"The batch has {', '.join(keys) or 'nothing'}; forward takes {', '.join(names) or 'nothing'}."
-    place = places.of_function(forward, case.users, lacking) or case.setting("model.type", ["model"])
-    case.add("error", f"{', and '.join(parts)}.", f"{both} {advice}", place)
+    location = locations.of_function(forward, case.users, lacking) or case.setting("model.type", ["model"])
+    case.add("error", f"{', and '.join(parts)}.", f"{both} {advice}", location)
     raise AlreadyReported
 
 
@@ -400,19 +400,21 @@ class IdCheck:
         self._trainer = trainer
         self._case = case
 
-    def __call__(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: Place | None) -> None:
+    def __call__(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], location: SourceLocation | None
+    ) -> None:
         """Notes ids out of range and ends the stage; other calls pass."""
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
         if len(tensors) < 2:
             return
-        place = place or self._case.setting("model.type", ["model"])
+        location = location or self._case.setting("model.type", ["model"])
         if name == "embedding":
             # F.embedding takes (ids, weight), torch.embedding (weight, ids).
             ids, weight = sorted(tensors[:2], key=lambda each: each.is_floating_point())
-            self._check_tokens(ids, weight, place)
+            self._check_tokens(ids, weight, location)
         else:
             ignored = kwargs.get("ignore_index", IGNORED_LABEL)
-            self._check_labels(tensors[0], tensors[1], ignored, place)
+            self._check_labels(tensors[0], tensors[1], ignored, location)
 
     @property
     def _set(self) -> str:
@@ -421,7 +423,7 @@ class IdCheck:
             "data.train" if name is None else f"data.eval.{name}" if name in self._trainer.eval_data else f"data.{name}"
         )
 
-    def _check_tokens(self, ids: torch.Tensor, weight: torch.Tensor, place: Place | None) -> None:
+    def _check_tokens(self, ids: torch.Tensor, weight: torch.Tensor, location: SourceLocation | None) -> None:
         low, high = _range(ids)
         rows = weight.shape[0]
         if low >= 0 and high < rows:
@@ -431,10 +433,12 @@ class IdCheck:
         problem = f"the token ids of {self._set} go from {low} to {high}, but {has}"
         advice = f"Use num_embeddings ≥ {high + 1} (the vocabulary's size), or another tokenizer."
         advice = advice if low >= 0 else "Ids must not be negative: -100 marks labels, not inputs."
-        self._case.add("error", f"{problem}: ids must lie in 0 … {rows - 1}.", advice, place)
+        self._case.add("error", f"{problem}: ids must lie in 0 … {rows - 1}.", advice, location)
         raise AlreadyReported
 
-    def _check_labels(self, logits: torch.Tensor, labels: torch.Tensor, ignored: int, place: Place | None) -> None:
+    def _check_labels(
+        self, logits: torch.Tensor, labels: torch.Tensor, ignored: int, location: SourceLocation | None
+    ) -> None:
         if labels.is_floating_point() or logits.ndim == 0:
             return  # probabilities
         classes = logits.shape[1] if logits.ndim > 1 else logits.shape[0]
@@ -444,7 +448,7 @@ class IdCheck:
         shape = f"(shape {tuple(logits.shape)})"
         problem = f"the labels of {self._set} go from {low} to {high}, but the logits have {classes} classes {shape}"
         advice = f"Give the model {high + 1} outputs, or number the labels from 0; {ignored} marks those to ignore."
-        self._case.add("error", f"{problem}: labels must lie in 0 … {classes - 1}.", advice, place)
+        self._case.add("error", f"{problem}: labels must lie in 0 … {classes - 1}.", advice, location)
         raise AlreadyReported
 
 
@@ -452,14 +456,14 @@ def _range(ids: torch.Tensor) -> tuple[int, int]:
     return (int(ids.min()), int(ids.max())) if ids.numel() else (0, -1)
 
 
-def check_loss(loss: Any, place: Place | None, case: Case) -> None:
+def check_loss(loss: Any, location: SourceLocation | None, case: Case) -> None:
     """Notes a first loss that is not finite."""
     value = float(loss)
     if not math.isfinite(value):
         advice = (
             "Look for log(0), a division by zero, sqrt at 0, an empty mean, or values of the data that are not finite."
         )
-        case.add("error", f"the first loss is {value}.", advice, place)
+        case.add("error", f"the first loss is {value}.", advice, location)
 
 
 def check_ownership(trainer: Trainer, case: Case) -> None:
@@ -473,9 +477,9 @@ def check_ownership(trainer: Trainer, case: Case) -> None:
     left = [name for name, one in trainer.model.named_parameters() if one.requires_grad and id(one) not in owned]
     if left:
         users_class: Any = type(trainer).__mro__[1]  # below the trial's own, which only records
-        place = places.of_function(users_class.build_optimizers, case.users) or case.setting("trainer.optimizer")
+        location = locations.of_function(users_class.build_optimizers, case.users) or case.setting("trainer.optimizer")
         advice = "Pass them to an optimizer, or freeze them (model.freeze, requires_grad_(False))."
-        case.add("remark", f"no optimizer owns {_listed(left)}: these parameters are never updated.", advice, place)
+        case.add("remark", f"no optimizer owns {_listed(left)}: these parameters are never updated.", advice, location)
 
 
 def check_gradients(trainer: Trainer, without: list[str], case: Case) -> None:
@@ -483,10 +487,10 @@ def check_gradients(trainer: Trainer, without: list[str], case: Case) -> None:
     if not without:
         return
     root = without[0].partition(".")[0]
-    place = places.of_attribute(type(trainer.model), root, case.users) or case.setting("model.type", ["model"])
+    location = locations.of_attribute(type(trainer.model), root, case.users) or case.setting("model.type", ["model"])
     problem = f"no gradient reached {_listed(without)} in the first step."
     advice = "Use them in forward, or freeze or remove them; parts that only some steps use may stay."
-    case.add("remark", problem, advice, place)
+    case.add("remark", problem, advice, location)
 
 
 def without_gradient(model: torch.nn.Module) -> list[str]:
@@ -518,7 +522,7 @@ def check_trace(
     users: UserFiles,
     severity: Severity,
     noted: Iterable[str],
-    fallback: Place | None,
+    fallback: SourceLocation | None,
     findings: Findings,
 ) -> None:
     """Notes each break of the graph of `forward` on a real batch; `noted` are the lines to leave out."""
@@ -535,11 +539,13 @@ def check_trace(
         with contextlib.suppress(Exception):
             torch.compiler.reset()
     for reason, stack in breaks:
-        place = _innermost(stack, users)
-        if place is not None and str(place) in known:
+        location = _innermost(stack, users)
+        if location is not None and str(location) in known:
             continue
         words = f"a compiled graph breaks here: {_title(reason)}"
-        findings.add(Finding(severity if place is not None else "remark", words, _hint(reason), place or fallback))
+        findings.add(
+            Finding(severity if location is not None else "remark", words, _hint(reason), location or fallback)
+        )
 
 
 def _breaks(
@@ -572,7 +578,7 @@ def _first_break(compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
     return None
 
 
-def _innermost(stack: Iterable[FrameSummary], users: UserFiles) -> Place | None:
+def _innermost(stack: Iterable[FrameSummary], users: UserFiles) -> SourceLocation | None:
     own = [each for each in stack if each.filename in users]
     if not own:
         return None
@@ -580,7 +586,9 @@ def _innermost(stack: Iterable[FrameSummary], users: UserFiles) -> Place | None:
     line, columns = frame.lineno or 0, None
     if frame.colno is not None and frame.end_colno is not None and frame.end_lineno == line:
         columns = (frame.colno, frame.end_colno)
-    return Place(shown_path(frame.filename), line, linecache.getline(frame.filename, line).rstrip("\n"), columns)
+    return SourceLocation(
+        shown_path(frame.filename), line, linecache.getline(frame.filename, line).rstrip("\n"), columns
+    )
 
 
 def _title(reason: str) -> str:
@@ -855,8 +863,8 @@ class Trial:
         self.has_stepped = False
         self.can_save = True
         on_values = IdCheck(trainer, case)
-        self.watch = Watch(case.users, on_values=on_values)
-        self.eval_watch = Watch(case.users, in_forward_only=True, on_values=on_values)
+        self.watch = HostSyncMode(case.users, on_values=on_values)
+        self.eval_watch = HostSyncMode(case.users, in_forward_only=True, on_values=on_values)
         for name in ("next_train_inputs", "run_forward", "train_step", "eval_step", "save"):
             setattr(trainer, name, partial(getattr(self, f"_{name}"), getattr(trainer, name)))
         self._model_hook = trainer.model.register_forward_pre_hook(self._note_model_inputs, with_kwargs=True)
@@ -879,7 +887,7 @@ class Trial:
         self.doing, self.has_stepped = "after the step", True
         self.without_gradient = without_gradient(self.trainer.model)
         self.trainer.stop("the check needs one step")
-        check_loss(result[0], place_of_loss(self.trainer, self.case), self.case)
+        check_loss(result[0], location_of_loss(self.trainer, self.case), self.case)
         return result
 
     def _eval_step(self, inner: Callable[..., Any], batch: Any) -> Any:
@@ -915,7 +923,7 @@ class Trial:
         """Evaluates what the loop did not reach, set by set and without hooks, so that one failure hides no other."""
         trainer, sets = self.trainer, sets_of(self.trainer)
         done = {name.partition("/")[0] for name in trainer.eval_logs}
-        moments, trainer.moments = trainer.moments, Hooks([])
+        callbacks, trainer.callbacks = trainer.callbacks, Hooks([])
         logs: dict[str, float] = {}
         for name, data in sets.items():
             if name in done | without:
@@ -927,7 +935,7 @@ class Trial:
                 done.add(name)
             except (Exception, SystemExit) as error:
                 self._note(error, label=f"data.eval.{name}")
-        trainer.moments = moments
+        trainer.callbacks = callbacks
         if logs and set(trainer.eval_data) <= done and not trainer.eval_logs:
             try:
                 trainer.best.note(trainer.step, logs)
@@ -949,19 +957,19 @@ class Trial:
             self.case.note(error, label="checkpoint")
             return
         advice = "Check state_dict and load_state_dict of the model and the optimizer: a resumed run would diverge."
-        place = self.case.setting("trainer.optimizer")
+        location = self.case.setting("trainer.optimizer")
         try:
             different = _differences(trainer)
         except TrainwrightError as error:
             self.case.note(error, label="trainer.optimizer")
         except Exception as error:
-            found = places.of_traceback(error, self.case.users) or place
+            found = locations.of_traceback(error, self.case.users) or location
             problem = f"a checkpoint cannot be read back: {type(error).__name__}: {error}."
             self.case.add("error", problem, advice, found)
         else:
             if different:
                 problem = f"a checkpoint reads back different: {', '.join(different[:6])}."
-                self.case.add("error", problem, advice, place)
+                self.case.add("error", problem, advice, location)
             else:
                 self.report.checked.append("a checkpoint, read back bit-equal")
 
@@ -970,7 +978,7 @@ class Trial:
         mode = self.case.config.runtime.mode
         severity: Severity = "error" if mode in _GRAPH_MODES else "remark"
         seen = {**self.eval_watch.sightings, **self.watch.sightings}.values()
-        sightings = sorted(seen, key=lambda each: (each.place.file, each.place.line, each.place.columns or ()))
+        sightings = sorted(seen, key=lambda each: (each.location.file, each.location.line, each.location.columns or ()))
         for sighting in sightings:
             self.case.findings.add(_finding_of(sighting, severity, mode))
         if not self.has_stepped or self.model_inputs is None:
@@ -987,7 +995,7 @@ class Trial:
             kwargs,
             users=self.case.users,
             severity=severity,
-            noted=[str(each.place) for each in sightings if each.is_direct],
+            noted=[str(each.location) for each in sightings if each.is_direct],
             fallback=self.case.setting("model.type", ["model"]),
             findings=self.case.findings,
         )
@@ -997,10 +1005,10 @@ class Trial:
         labels = {"data": "data.train", "evaluation": "evaluation", "checkpoint": "checkpoint"}
         label = label or labels.get(self.doing, "trainer.type")
         in_forward = self.doing in ("step", "evaluation") and not isinstance(error, AlreadyReported)
-        place = place_of_loss(self.trainer, self.case) if in_forward else None
+        location = location_of_loss(self.trainer, self.case) if in_forward else None
         if isinstance(error, CriterionError):
-            place = places.of_attribute(type(self.trainer.model), "criterion", self.case.users) or place
-        self.case.note(error, label=label, place=place)
+            location = locations.of_attribute(type(self.trainer.model), "criterion", self.case.users) or location
+        self.case.note(error, label=label, location=location)
 
 
 def _finding_of(sighting: Sighting, severity: Severity, mode: str) -> Finding:
@@ -1008,10 +1016,10 @@ def _finding_of(sighting: Sighting, severity: Severity, mode: str) -> Finding:
     if not sighting.is_direct:
         # Library code may do otherwise when it is compiled: the trace has the last word.
         return Finding(
-            "remark", f"library code called here breaks a compiled graph: {use.what}.", use.fix, sighting.place
+            "remark", f"library code called here breaks a compiled graph: {use.what}.", use.fix, sighting.location
         )
     effect = f"runtime.mode {mode} cannot capture this" if mode in _GRAPH_MODES else "this would break a compiled graph"
-    return Finding(severity, f"{effect}: {use.what}.", use.fix, sighting.place)
+    return Finding(severity, f"{effect}: {use.what}.", use.fix, sighting.location)
 
 
 def _differences(trainer: Trainer) -> list[str]:

@@ -20,7 +20,7 @@ from trainwright.build.components import Build
 from trainwright.build.data import limits
 from trainwright.config import BatchPlan, Component, RunConfig, known_data_ranks, micro_batch_alone, resolve_batch
 from trainwright.data.collators import reject_lists
-from trainwright.data.fetch import Collator, Failure, OnError, View, count_samples, is_stream
+from trainwright.data.fetch import Collator, OnError, RowFailure, View, count_samples, is_stream
 from trainwright.data.loader import EvalData, TrainData
 from trainwright.data.randomness import seed_generators
 from trainwright.data.stream_loader import EvalStream, StreamData
@@ -61,7 +61,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenCounts:
     """The tokens of a set."""
 
     per_epoch: int | None
@@ -176,7 +176,7 @@ class Mixture:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DataUse:
     """How much of the training data the run uses."""
 
     steps: int
@@ -197,8 +197,8 @@ class DataSet:
     split: Split | None = None
     fill: float | None = None
     """The share of real tokens in packed rows."""
-    tokens: Tokens | None = None
-    plan: Plan | None = None
+    tokens: TokenCounts | None = None
+    plan: DataUse | None = None
     samples: tuple[Sample, ...] = ()
     batch: Batch | None = None
     lengths: Lengths | None = None
@@ -631,15 +631,15 @@ class FailureList(OnError):  # noqa: N818  # no exception: what is done about fa
 
     def __init__(self, *, skips: bool) -> None:
         super().__init__(skips=skips)
-        self.failures: list[Failure] = []
+        self.failures: list[RowFailure] = []
 
-    def note(self, failures: Sequence[Failure], *, of: str = "data.train") -> None:
+    def note(self, failures: Sequence[RowFailure], *, of: str = "data.train") -> None:
         """Keeps them, each once."""
         self.failures += [each for each in dict.fromkeys(failures) if each not in self.failures]
 
 
 @dataclass
-class Reading:
+class SetReading:
     """A set that is being read: its loader, and what was met on the way."""
 
     loader: Loader
@@ -700,7 +700,7 @@ def whole_rows(dataset: Any, indices: list[int]) -> list[int]:
     return indices
 
 
-def read_training(config: RunConfig, dataset: Any, collator: Collator, plan: BatchPlan, view: View) -> Reading:
+def read_training(config: RunConfig, dataset: Any, collator: Collator, plan: BatchPlan, view: View) -> SetReading:
     """Prepares to read training data, which may be a dataset, a stream or a loader that a trainer made."""
     section = config.data
     if isinstance(dataset, (TrainData, StreamData)):
@@ -719,14 +719,14 @@ def read_training(config: RunConfig, dataset: Any, collator: Collator, plan: Bat
         options = LoaderOptions(section.num_workers)
         stream = StreamData(dataset, block_size=section.shuffle_buffer, options=options, **common)
         stream.options = LoaderOptions()
-        return Reading(stream, keeper, listed, view, plan.global_batch_size)
+        return SetReading(stream, keeper, listed, view, plan.global_batch_size)
     data = TrainData(dataset, group_by_length=section.group_by_length, **common)
-    return Reading(data, keeper, listed, view, plan.global_batch_size)
+    return SetReading(data, keeper, listed, view, plan.global_batch_size)
 
 
 def read_evaluation(
     config: RunConfig, name: str, dataset: Any, collator: Collator, plan: BatchPlan, view: View
-) -> Reading:
+) -> SetReading:
     """Prepares to read an evaluation set: each sample once, in its order."""
     batch_size = config.evaluation.batch_size or plan.micro_batch_size * view.size
     if isinstance(dataset, (EvalData, EvalStream)):
@@ -742,14 +742,14 @@ def read_evaluation(
         view=view,
         on_error=listed,
     )
-    return Reading(loader, keeper, listed, view, batch_size)
+    return SetReading(loader, keeper, listed, view, batch_size)
 
 
-def _take_over(loader: Loader, config: RunConfig, view: View, batch_size: int) -> Reading:
+def _take_over(loader: Loader, config: RunConfig, view: View, batch_size: int) -> SetReading:
     """Lets a loader that a trainer made keep its samples, without its workers."""
     keeper, listed = Keeper(loader.collator), FailureList(skips=config.data.on_error == "skip")
     loader.collator, loader.options, loader.on_error = keeper, LoaderOptions(), listed
-    return Reading(loader, keeper, listed, loader.view, batch_size)
+    return SetReading(loader, keeper, listed, loader.view, batch_size)
 
 
 def _as_they_are(batches: Iterator[Any]) -> Iterator[Any]:
@@ -994,7 +994,7 @@ def remarks_on_samples(samples: Sequence[Sample]) -> Iterable[str]:
                 yield f"Position {sample.position}: every label is -100, so nothing is learnt from this sample."
 
 
-def remarks_on_failures(failures: Sequence[Failure]) -> Iterable[str]:
+def remarks_on_failures(failures: Sequence[RowFailure]) -> Iterable[str]:
     """Yields the rows that could not be read, as far as a person reads them."""
     for failure in failures[:_MOST_ROWS]:
         yield f"Left out: {failure.describe()}."
@@ -1086,13 +1086,13 @@ class _Full:
             error=None if kept.error is None else f"{type(kept.error).__name__}: {kept.error}",
         )
 
-    def _open(self) -> Reading:
+    def _open(self) -> SetReading:
         one = self._set
         if one.name == TRAIN:
             return read_training(self._config, one.data, self._collator, self._batch_plan, self._view)
         return read_evaluation(self._config, one.name, one.data, self._collator, self._batch_plan, self._view)
 
-    def _plan(self, loader: Loader) -> Plan | None:
+    def _plan(self, loader: Loader) -> DataUse | None:
         if not isinstance(loader, (TrainData, StreamData)):
             return None
         try:
@@ -1104,9 +1104,9 @@ class _Full:
                 loader.num_passes = 1
         samples = steps * loader.global_batch_size
         samples = samples if most is None else min(samples, most)
-        return Plan(steps, samples, samples / len(loader) if isinstance(loader, TrainData) else None)
+        return DataUse(steps, samples, samples / len(loader) if isinstance(loader, TrainData) else None)
 
-    def _read(self, reading: Reading, size: int | None, *, wants_lengths: bool) -> None:
+    def _read(self, reading: SetReading, size: int | None, *, wants_lengths: bool) -> None:
         """Reads as many samples as there is something to learn from: those shown, and those counted."""
         limit = self._most if size is None else min(self._most, size)
         show = self._show if size is None else min(self._show, size)
@@ -1156,7 +1156,7 @@ class _Full:
             return None
         return summarise(self._counted, self._unit, is_whole=len(self._counted) == size)
 
-    def _estimated_tokens(self, size: int | None, lengths: Lengths | None, kept: Kept) -> Tokens | None:
+    def _estimated_tokens(self, size: int | None, lengths: Lengths | None, kept: Kept) -> TokenCounts | None:
         is_whole = False
         if lengths is not None and lengths.unit.startswith("tokens"):
             mean, is_whole = float(np.mean(self._counted)), lengths.is_whole
@@ -1165,9 +1165,9 @@ class _Full:
             if in_batch is None:
                 return None
             mean = in_batch / len(kept.samples)
-        return Tokens(None if size is None else round(mean * size), mean, is_estimate=not is_whole)
+        return TokenCounts(None if size is None else round(mean * size), mean, is_estimate=not is_whole)
 
-    def _remarks(self, reading: Reading, kept: Kept, batch: Batch | None) -> Iterator[str]:
+    def _remarks(self, reading: SetReading, kept: Kept, batch: Batch | None) -> Iterator[str]:
         tokenizer = tokenizer_of(self._set.dataset) or tokenizer_of(self._collator)
         yield from remarks_on_tokens(self._config, self._token_range, tokenizer)
         if batch is not None:
@@ -1197,16 +1197,16 @@ def _fill_of(dataset: Any) -> float | None:
     return float(fill) if isinstance(fill, (int, float)) else None
 
 
-def _declared_tokens(dataset: Any, size: int | None) -> Tokens | None:
+def _declared_tokens(dataset: Any, size: int | None) -> TokenCounts | None:
     """Returns what a dataset says of its tokens itself."""
     per_sample = _equal_length(dataset)
     if per_sample is not None:
-        return Tokens(None if size is None else per_sample * size, float(per_sample), is_estimate=False)
+        return TokenCounts(None if size is None else per_sample * size, float(per_sample), is_estimate=False)
     known = _known_lengths(dataset, size)
     if known is None:
         return None
     total = int(np.sum(known))
-    return Tokens(total, total / len(known), is_estimate=False)
+    return TokenCounts(total, total / len(known), is_estimate=False)
 
 
 def _equal_length(dataset: Any) -> int | None:

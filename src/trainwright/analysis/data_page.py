@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from trainwright.analysis.data import Batch, DataSet, Lengths, Look, Mixture, Plan, Sample, Tokens, Values
+from trainwright.analysis.data import Batch, DataSet, DataUse, Lengths, Look, Mixture, Sample, TokenCounts, Values
 
 NARROWEST = 40
 WIDEST = 120
@@ -182,8 +182,8 @@ class _Page:
     def _add_batch(self, batch: Batch) -> None:
         of_rank = f" of rank {batch.rank} of {batch.num_ranks}" if batch.num_ranks > 1 else ""
         micro = batch.micro_batch_size
-        pieces = f", in micro-batches of {micro}" if micro is not None and micro < batch.samples else ""
-        self._head("first batch", f"{batch.samples:,} samples{of_rank}{pieces}")
+        micro_batches = f", in micro-batches of {micro}" if micro is not None and micro < batch.samples else ""
+        self._head("first batch", f"{batch.samples:,} samples{of_rank}{micro_batches}")
         rows = [
             (
                 field.name,
@@ -295,7 +295,7 @@ def _size(one: DataSet) -> str:
     return f"{number(one.num_samples)} ({percent(one.split.samples / one.split.whole)} of {number(one.split.whole)})"
 
 
-def _tokens(tokens: Tokens) -> str:
+def _tokens(tokens: TokenCounts) -> str:
     sign = "≈ " if tokens.is_estimate else ""
     why = ", estimated from the samples looked at" if tokens.is_estimate else ""
     each = f"{number(round(tokens.per_sample, 1))} a sample"
@@ -304,13 +304,13 @@ def _tokens(tokens: Tokens) -> str:
     return f"{sign}{tokens.per_epoch:,} an epoch, {each}{why}"
 
 
-def _short_tokens(tokens: Tokens) -> str:
+def _short_tokens(tokens: TokenCounts) -> str:
     if tokens.per_epoch is None:
         return "–"
     return f"{'≈ ' if tokens.is_estimate else ''}{tokens.per_epoch:,}"
 
 
-def _plan(plan: Plan, tokens: Tokens | None) -> str:
+def _plan(plan: DataUse, tokens: TokenCounts | None) -> str:
     words = f"{plan.steps:,} steps, {plan.samples:,} samples"
     if plan.epochs is not None:
         words += f", {plan.epochs:.2f} epochs"

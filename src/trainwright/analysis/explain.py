@@ -42,7 +42,7 @@ class Act:
     """Something that is called: its name, where it is written, and its first docstring line."""
 
     name: str
-    place: str
+    location: str
     remark: str
     is_users: bool
 
@@ -226,7 +226,7 @@ MOST_SHOWN = 2
 
 
 @dataclass(frozen=True)
-class Rule:
+class ExplainedRule:
     """A rule of the run file and what it does, or a problem in words."""
 
     text: str
@@ -240,8 +240,8 @@ class Weights:
     def __init__(self, config: RunConfig, target: Any) -> None:
         self.config = config
         self.section = config.model
-        self.of_model: list[Rule] = []
-        self.of_optimizers: dict[str, list[Rule]] = {}
+        self.of_model: list[ExplainedRule] = []
+        self.of_optimizers: dict[str, list[ExplainedRule]] = {}
         self.model: nn.Module | None = None
         if self.section is not None:
             reserved = self.section.reserved
@@ -264,7 +264,7 @@ class Weights:
             elif not words.startswith(label):
                 words = f"{label}: {words}"
             where = error.where if error.where is not None else self.config.origin(label)
-            self.of_model.append(Rule(f"{where}: {words}" if where is not None else words, is_problem=True))
+            self.of_model.append(ExplainedRule(f"{where}: {words}" if where is not None else words, is_problem=True))
             self.model = None
 
     def _build(self, section: ModelSection, target: Any) -> None:
@@ -272,7 +272,7 @@ class Weights:
         arguments = dict(section.arguments)
         preset = arguments.pop("preset", None)
         if preset is not None:
-            self.of_model.append(Rule(f"preset {preset}", f"but {_words(arguments)}" if arguments else ""))
+            self.of_model.append(ExplainedRule(f"preset {preset}", f"but {_words(arguments)}" if arguments else ""))
         given = section.reserved.get("pretrained")
         folder = self._pretrained(given) if given is not None else None
 
@@ -281,7 +281,7 @@ class Weights:
             if preset is not None:
                 settings = preset_settings(target, preset)
                 words = _words(settings) + (f", but {_words(arguments)}" if arguments else "")
-                self.of_model[0] = Rule(f"preset {preset}", words)
+                self.of_model[0] = ExplainedRule(f"preset {preset}", words)
                 settings |= arguments
             elif folder is not None:
                 config = read_config_file(folder)
@@ -301,27 +301,27 @@ class Weights:
         options = _words({key: value for key, value in settings.items() if key != "folder"})
         also = f"; {options}" if options else ""
         homes = home_folders() if settings.get("home_path") is None else [Path(str(settings["home_path"])).expanduser()]
-        places = [Path(self.config.project_dir), *homes]
-        folders = [place / Path(str(name)).expanduser() for place in places]
+        locations = [Path(self.config.project_dir), *homes]
+        folders = [location / Path(str(name)).expanduser() for location in locations]
         folder = next((each for each in folders if (each / CONFIG_FILE).is_file()), None)
         if folder is None:
             found = "is not in these words on this machine; it is looked for when training starts"
-            self.of_model.append(Rule(f"pretrained {name}", f"{found}{also}"))
+            self.of_model.append(ExplainedRule(f"pretrained {name}", f"{found}{also}"))
             return None
         files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
         size = sum(file.stat().st_size for file in files)
         held = f"{len(files)} file{'s' if len(files) != 1 else ''} of weights, {_bytes(size)}"
-        self.of_model.append(Rule(f"pretrained {name}", f"from {shown_path(folder)}: {held}{also}"))
+        self.of_model.append(ExplainedRule(f"pretrained {name}", f"from {shown_path(folder)}: {held}{also}"))
         return folder
 
     def _replace(self, given: Any) -> None:
         rules = {glob: _type_of(rule) for glob, rule in _mapping(given).items()}
-        places = {} if self.model is None else claimed_modules(self.model, rules)
+        locations = {} if self.model is None else claimed_modules(self.model, rules)
         for glob, name in rules.items():
             where = self.config.origin("model.replace")
             registry.find("model", name, project_dir=self.config.project_dir, where=where, label="model.replace")
-            names = [place for place, owner in places.items() if owner == glob]
-            self.of_model.append(Rule(f'replace "{glob}"', f"by {name}{_counted(names, 'module')}"))
+            names = [location for location, owner in locations.items() if owner == glob]
+            self.of_model.append(ExplainedRule(f'replace "{glob}"', f"by {name}{_counted(names, 'module')}"))
         self.model = None  # what the new modules hold is known once they are made
 
     def _lora(self, given: Any) -> None:
@@ -334,13 +334,15 @@ class Weights:
         layers = [] if self.model is None else add_lora(self.model, **settings)
         beside = ", ".join(globs)
         words = f"adapters of {said}" if said else "adapters"
-        self.of_model.append(Rule(f'lora "{beside}"', words + _counted(layers, "layer")))
+        self.of_model.append(ExplainedRule(f'lora "{beside}"', words + _counted(layers, "layer")))
 
     def _freeze(self, given: Any) -> None:
         for glob in as_globs("freeze", given):
             names = [] if self.model is None else matched_parameters("freeze", glob, self.model)
             own = {} if self.model is None else dict(self.model.named_parameters(remove_duplicate=False))
-            self.of_model.append(Rule(f'freeze "{glob}"', _weights(own[name] for name in names) if names else ""))
+            self.of_model.append(
+                ExplainedRule(f'freeze "{glob}"', _weights(own[name] for name in names) if names else "")
+            )
         if self.model is not None:
             freeze(self.model, given)
 
@@ -353,7 +355,7 @@ class Weights:
         share = "all" if trained == total else f"{trained:,} ({100 * trained / max(total, 1):.3g} %)"
         reserved = self.section.reserved if self.section is not None else {}
         also = "; beside adapters also what the files lack" if {"lora", "pretrained"} <= set(reserved) else ""
-        self.of_model.append(Rule(f"{total:,} weights", f"of which {share} are trained{also}"))
+        self.of_model.append(ExplainedRule(f"{total:,} weights", f"of which {share} are trained{also}"))
 
     def _optimizers(self) -> None:
         trainer = self.config.trainer
@@ -365,7 +367,7 @@ class Weights:
             own = {key: each for key, each in trainable.items() if any(fnmatchcase(key, glob) for glob in entry.match)}
             label = f"trainer.optimizers.{name}.optimizer"
             words = "" if self.model is None else _weights(own.values())
-            self.of_optimizers[label] = [Rule(f"{name}: match {', '.join(entry.match)}", words)]
+            self.of_optimizers[label] = [ExplainedRule(f"{name}: match {', '.join(entry.match)}", words)]
             self._groups(label, entry.optimizer, own)
 
     def _groups(self, label: str, component: Component, owned: Mapping[str, Tensor]) -> None:
@@ -377,15 +379,15 @@ class Weights:
                 others = names_of_others(self.model, owned)
                 make_groups(owned, rules, label=f"{label}.groups", origin=self.config.origin, others=others)
         except TrainwrightError as error:
-            out.append(Rule(str(error), is_problem=True))
+            out.append(ExplainedRule(str(error), is_problem=True))
             return
         left = dict(owned)
         for rule in rules:
             names = [name for name in left if any(fnmatchcase(name, glob) for glob in rule.globs)]
             found = "" if self.model is None else f": {_weights(left.pop(name) for name in names)}"
-            out.append(Rule(f'group "{", ".join(rule.globs)}"', f"{_words(rule.settings)}{found}"))
+            out.append(ExplainedRule(f'group "{", ".join(rule.globs)}"', f"{_words(rule.settings)}{found}"))
         if rules and left:
-            out.append(Rule("the rest", f"the optimizer's own settings: {_weights(left.values())}"))
+            out.append(ExplainedRule("the rest", f"the optimizer's own settings: {_weights(left.values())}"))
 
 
 def _mapping(given: Any) -> Mapping[str, Any]:
@@ -439,7 +441,7 @@ class Line:
     kind: Literal["heading", "phase", "act", "problem"]
     text: str
     depth: int = 0
-    place: str = ""
+    location: str = ""
     remark: str = ""
     is_users: bool = False
 
@@ -462,7 +464,7 @@ class _Writer:
         """Adds a phase and who acts in it; where nobody does, one line says so."""
         self.out.append(Line("phase", text, depth, remark=remark if acts else nobody))
         for act in acts:
-            self.out.append(Line("act", act.name, depth + 1, act.place, act.remark, act.is_users))
+            self.out.append(Line("act", act.name, depth + 1, act.location, act.remark, act.is_users))
 
     def problem(self, label: str, *, depth: int = 1) -> None:
         """Adds the problem with a part, if it has one."""
@@ -534,7 +536,7 @@ class _Construction(_Writer):
         for label in labels:
             self.problem(label, depth=2)
 
-    def _rules(self, rules: list[Rule]) -> None:
+    def _rules(self, rules: list[ExplainedRule]) -> None:
         """Adds what the rules of a section do, below it."""
         for rule in rules:
             self.out.append(Line("problem" if rule.is_problem else "phase", rule.text, 2, remark=rule.remark))
@@ -544,7 +546,7 @@ class _Construction(_Writer):
         where = self.config.written_at((*label.split("."), "type")) or "default"
         named = label.split(".")[2:3] if label.startswith(("data.eval.", "evaluation.metrics.", "trainer.opt")) else []
         name = "".join(f"{each}: " for each in named) + component.type
-        return Act(f"{name} ({where})", found.place, f"{prefix}{found.remark}", found.is_users)
+        return Act(f"{name} ({where})", found.location, f"{prefix}{found.remark}", found.is_users)
 
     def _cut(self) -> str:
         split, names = self.config.data.split, self.config.data.cut_off
@@ -571,15 +573,17 @@ class _Construction(_Writer):
         act = self._section_act(label, component, "")
         if component.type == "every":
             remark = f"calls {component.arguments.get('call')} every {component.arguments.get('steps')} steps"
-            return Act(act.name, act.place, remark, act.is_users)
+            return Act(act.name, act.location, remark, act.is_users)
         if not isinstance(self.found.parts[label], type):
-            return Act(act.name, act.place, "makes a hook; when that acts is known only once it is made", act.is_users)
+            return Act(
+                act.name, act.location, "makes a hook; when that acts is known only once it is made", act.is_users
+            )
         return act
 
     def _trainer(self) -> None:
         found = act_of(self.found.trainer)
         where = self.config.written_at(("trainer", "type")) or "default"
-        named = Act(f"{found.name} ({where})", found.place, found.remark, found.is_users)
+        named = Act(f"{found.name} ({where})", found.location, found.remark, found.is_users)
         acts = [named, *self.trainer_acts("__init__"), *self.trainer_acts("post_init")]
         options = ", ".join(f"{name}: {value}" for name, value in self.config.trainer.options.items())
         self.phase("trainer", acts, depth=1, remark=f"with {options}" if options else "")
@@ -594,19 +598,19 @@ class _Loop(_Writer):
         self.out.append(Line("heading", f"The loop: {self._limits()}; {self._batch()}"))
         if overridden(self.found.trainer, "train", Trainer):
             self.phase("train", self.trainer_acts("train"), depth=0, remark="is the loop itself, or goes around it")
-        self._moment("load_state_dict", 0, "where the run goes on from a checkpoint")
-        self._moment("before_train", 0)
+        self._event("load_state_dict", 0, "where the run goes on from a checkpoint")
+        self._event("before_train", 0)
         self.out.append(Line("phase", "while step < max_steps:"))
-        self._moment("before_step", 1)
+        self._event("before_step", 1)
         self.phase("batch = next_train_inputs(iterator)", self.trainer_acts("next_train_inputs"), depth=1)
         self._train_step()
         self.out.append(Line("phase", "step += 1", 1))
-        self._moment("after_step", 1)
+        self._event("after_step", 1)
         self._evaluate()
         self._write()
         self._save()
-        self._moment("after_train", 0, "not after an error or an interruption")
-        self._moment("close", 0, "always, also after an error")
+        self._event("after_train", 0, "not after an error or an interruption")
+        self._event("close", 0, "always, also after an error")
         self._rest()
         return self.out
 
@@ -627,20 +631,20 @@ class _Loop(_Writer):
         cut = f" in {plan.gradient_accumulation_steps} micro-batches" if plan.gradient_accumulation_steps > 1 else ""
         return f"{plan.global_batch_size} samples a step{cut}"
 
-    def _moment(self, moment: str, depth: int, when: str = "") -> None:
-        """Adds a moment with the hooks that act in it, in the order of their calls."""
-        self.phase(moment, self._hook_acts(moment), depth=depth, nobody="no hook", remark=when)
+    def _event(self, event: str, depth: int, when: str = "") -> None:
+        """Adds an event with the hooks that act in it, in the order of their calls."""
+        self.phase(event, self._hook_acts(event), depth=depth, nobody="no hook", remark=when)
 
-    def _hook_acts(self, moment: str) -> list[Act]:
+    def _hook_acts(self, event: str) -> list[Act]:
         acts = []
         for use in [*(HookUse(each) for each in DEFAULT_HOOKS), *self.found.hooks]:
-            if use.function is not None and moment == "after_step":
+            if use.function is not None and event == "after_step":
                 found = act_of(use.function)
-                acts.append(Act(found.name, found.place, f"{use.period}: {found.remark}", found.is_users))
-            elif isinstance(use.target, type) and overridden(use.target, moment, Hook):
-                for found in acts_of(use.target, moment, Hook):
-                    period = f"{use.period}: " if use.period and moment.endswith("_step") else ""
-                    acts.append(Act(found.name, found.place, f"{period}{found.remark}", found.is_users))
+                acts.append(Act(found.name, found.location, f"{use.period}: {found.remark}", found.is_users))
+            elif isinstance(use.target, type) and overridden(use.target, event, Hook):
+                for found in acts_of(use.target, event, Hook):
+                    period = f"{use.period}: " if use.period and event.endswith("_step") else ""
+                    acts.append(Act(found.name, found.location, f"{period}{found.remark}", found.is_users))
         return acts
 
     def _train_step(self) -> None:
@@ -664,11 +668,11 @@ class _Loop(_Writer):
     def _optimizer_acts(self) -> list[Act]:
         acts = self.trainer_acts("build_optimizers")[:1]
         if acts:
-            return [Act(acts[0].name, acts[0].place, "makes the optimizers", acts[0].is_users)]
+            return [Act(acts[0].name, acts[0].location, "makes the optimizers", acts[0].is_users)]
         labels = [label for label, kind, _ in components_of(self.config) if kind == "optimizer"]
         classes = [self.found.parts[label] for label in labels if label in self.found.parts]
         steps = [(each, act_of(each.step)) for each in classes if hasattr(each, "step")]
-        return [Act(f"{each.__name__}.step", act.place, act.remark, act.is_users) for each, act in steps]
+        return [Act(f"{each.__name__}.step", act.location, act.remark, act.is_users) for each, act in steps]
 
     def _evaluate(self) -> None:
         when = self._when(self.config.evaluation.every_steps)
@@ -681,13 +685,13 @@ class _Loop(_Writer):
         has_test = self.config.data.test is not None or "test" in self.config.data.cut_off
         test = "; test once, at the end" if has_test else ""
         self.out.append(Line("phase", "evaluate", 1, remark=f"{names}: {when}{test}" if names else "test, at the end"))
-        self._moment("before_eval", 2)
+        self._event("before_eval", 2)
         for method in ("eval_begin", "next_eval_inputs", "eval_step"):
             self.phase(method, self.trainer_acts(method), depth=2)
         if self.task_acts("aggregate_logs"):
             self.phase("aggregate_logs", self.task_acts("aggregate_logs"), depth=2)
         self.phase("eval_end", [*self.trainer_acts("eval_end"), *self.task_acts("reduce_aggregated_logs")], depth=2)
-        self._moment("after_eval", 2)
+        self._event("after_eval", 2)
 
     def _write(self) -> None:
         labels = [f"writers.{number}" for number in range(len(self.config.writers))]
@@ -704,8 +708,8 @@ class _Loop(_Writer):
         if best is not None:
             when += f"; and when {best.metric} is the {'lowest' if best.mode == 'min' else 'highest'} so far"
         self.out.append(Line("phase", "save", 1, remark=when))
-        self._moment("state_dict", 2)
-        self._moment("after_save", 2)
+        self._event("state_dict", 2)
+        self._event("after_save", 2)
 
     def _when(self, every_steps: int | None) -> str:
         if every_steps is None:

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class WholeModel:
+class UnsplitModel:
     """What the model was before it was split."""
 
     num_parameters: int = 0
@@ -69,7 +69,7 @@ class ImaginaryRun:
     """The batch arithmetic of the real run; the trainer's own takes a few micro-batches at most."""
     batch: Any
     mode: FakeTensorMode
-    whole: WholeModel
+    whole: UnsplitModel
     on_gpu: bool
     """Would the run be on an accelerator? Models then take other forms of some operations."""
 
@@ -82,8 +82,8 @@ class ImaginaryRun:
         """Returns the shapes of a micro-batch's tensors, by name where it has names."""
         self.trainer.samples_in_hand = self.plan.micro_batch_size * self.num_micro_batches
         with self.mode:
-            piece = next(iter(self.trainer.micro_batches(self.batch)))
-        named = tree_leaves_with_path(piece)
+            micro_batch = next(iter(self.trainer.micro_batches(self.batch)))
+        named = tree_leaves_with_path(micro_batch)
         return {
             keystr(path).strip("[]'.") or "batch": list(each.shape)
             for path, each in named
@@ -147,7 +147,7 @@ def _imagined(config: RunConfig, *, world_size: int, rank: int, sequence_length:
     with imaginary_ranks(axes, world_size=world_size, rank=rank) as ranks, tempfile.TemporaryDirectory() as folder:
         plan = resolve_batch(config, ranks.mesh.num_data_ranks)
         trial = _trial_config(config, plan, ranks.mesh, Path(folder), has_data=sequence_length is None)
-        whole = WholeModel()
+        whole = UnsplitModel()
         kind = Build(trial).trainer_class()
         trainer_class = _imagining(kind, mode, whole, ranks.mesh, sequence_length)
         # While a model is built ranks ask each other whether they have the same one; nobody would answer.
@@ -199,7 +199,7 @@ def _trial_config(config: RunConfig, plan: BatchPlan, mesh: Mesh, folder: Path, 
 
 
 def _imagining(
-    kind: type[Trainer], mode: FakeTensorMode, whole: WholeModel, mesh: Mesh, sequence_length: int | None
+    kind: type[Trainer], mode: FakeTensorMode, whole: UnsplitModel, mesh: Mesh, sequence_length: int | None
 ) -> type[Trainer]:
     """Returns the trainer's class with `build_*` methods that make models without memory, and data for real."""
 

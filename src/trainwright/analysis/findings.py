@@ -15,7 +15,7 @@ from typing import Any, Literal
 from trainwright.config import Origin, RunConfig
 from trainwright.errors import ComponentError, TrainwrightError
 from trainwright.tracebacks import shown_path
-from trainwright.user_code.locations import PACKAGE, Place, UserFiles, characters, of_instruction, source_line
+from trainwright.user_code.locations import PACKAGE, SourceLocation, UserFiles, characters, of_instruction, source_line
 
 Severity = Literal["error", "remark"]
 
@@ -31,7 +31,7 @@ class Finding:
     severity: Severity
     problem: str
     advice: str = ""
-    place: Place | None = None
+    location: SourceLocation | None = None
 
 
 class Findings:
@@ -42,7 +42,7 @@ class Findings:
 
     def add(self, finding: Finding) -> None:
         """Adds a finding, unless the same problem was found at the same line; an error replaces a remark."""
-        key = (str(finding.place) if finding.place is not None else None, finding.problem)
+        key = (str(finding.location) if finding.location is not None else None, finding.problem)
         if key not in self._found or (finding.severity, self._found[key].severity) == ("error", "remark"):
             self._found[key] = finding
 
@@ -54,27 +54,27 @@ class Findings:
         return sum(finding.severity == severity for finding in self)
 
 
-def of_setting(origin: Origin | None, words: Iterable[str] = ()) -> Place | None:
+def of_setting(origin: Origin | None, words: Iterable[str] = ()) -> SourceLocation | None:
     """Returns the line of a setting; the first of `words` that stands in it is the culprit."""
     if origin is None:
         return None
     if not origin.line:  # an override: the text is its own source
         text = origin.file.removeprefix("override ")
-        return Place(origin.file, 0, text, _find_word(text, words))
+        return SourceLocation(origin.file, 0, text, _find_word(text, words))
     text = source_line(origin.file, origin.line)
     columns = _find_word(text, words)
     if columns is None and origin.line == 1:
         text = ""  # the file as a whole: a section that it lacks has no line
-    return Place(origin.file, origin.line, text, columns)
+    return SourceLocation(origin.file, origin.line, text, columns)
 
 
-def of_traceback(error: BaseException, users: UserFiles) -> Place | None:
+def of_traceback(error: BaseException, users: UserFiles) -> SourceLocation | None:
     """Returns the innermost line in the user's files that an exception passed; None where it passed none."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         text = error.text or ""
         start = max((error.offset or 1) - 1, 0)
         columns = (start, max(start + 1, (error.end_offset or 0) - 1)) if error.offset else None
-        return Place(shown_path(error.filename), error.lineno, text.rstrip("\n"), columns)
+        return SourceLocation(shown_path(error.filename), error.lineno, text.rstrip("\n"), columns)
     found: TracebackType | None = None
     link = error.__traceback__
     while link is not None:
@@ -86,7 +86,7 @@ def of_traceback(error: BaseException, users: UserFiles) -> Place | None:
     return of_instruction(found.tb_frame.f_code, found.tb_lasti, found.tb_lineno)
 
 
-def of_function(function: Callable[..., Any], users: UserFiles, words: Sequence[str] = ()) -> Place | None:
+def of_function(function: Callable[..., Any], users: UserFiles, words: Sequence[str] = ()) -> SourceLocation | None:
     """Returns the `def` line of a user's function, with one of its parameters or its name as the culprit."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None or code.co_filename not in users:
@@ -95,20 +95,20 @@ def of_function(function: Callable[..., Any], users: UserFiles, words: Sequence[
     try:
         lines, first = inspect.getsourcelines(code)
     except (OSError, TypeError):
-        return Place(shown_path(code.co_filename), code.co_firstlineno)
+        return SourceLocation(shown_path(code.co_filename), code.co_firstlineno)
     start = next((number for number, line in enumerate(lines) if re.match(r"\s*(async\s+)?def\b", line)), 0)
     # A parameter may stand on a line of its own; the signature ends where the body begins.
     for word in names:
         for number in range(start, len(lines)):
             columns = _find_word(lines[number], [word])
             if columns is not None:
-                return Place(shown_path(code.co_filename), first + number, lines[number].rstrip("\n"), columns)
+                return SourceLocation(shown_path(code.co_filename), first + number, lines[number].rstrip("\n"), columns)
             if re.search(r":\s*(#.*)?$", lines[number]):
                 break
-    return Place(shown_path(code.co_filename), first + start, lines[start].rstrip("\n"))
+    return SourceLocation(shown_path(code.co_filename), first + start, lines[start].rstrip("\n"))
 
 
-def of_return(function: Callable[..., Any], users: UserFiles) -> Place | None:
+def of_return(function: Callable[..., Any], users: UserFiles) -> SourceLocation | None:
     """Returns the only `return` of a user's function, or its `def` line where it has none or several."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None or code.co_filename not in users:
@@ -127,7 +127,7 @@ def of_return(function: Callable[..., Any], users: UserFiles) -> Place | None:
     return of_function(function, users)
 
 
-def of_attribute(owner: type, name: str, users: UserFiles) -> Place | None:
+def of_attribute(owner: type, name: str, users: UserFiles) -> SourceLocation | None:
     """Returns the line of a user's class where `self.NAME` is made, or the class's own."""
     for each in owner.__mro__:
         try:
@@ -140,16 +140,20 @@ def of_attribute(owner: type, name: str, users: UserFiles) -> Place | None:
         for number, line in enumerate(lines):
             found = re.search(rf"\bself\.{re.escape(name)}(?=\s*[:=])", line)
             if found:
-                return Place(shown_path(file), first + number, line.rstrip("\n"), found.span())
+                return SourceLocation(shown_path(file), first + number, line.rstrip("\n"), found.span())
         if each is owner:
-            return Place(shown_path(file), first, lines[0].rstrip("\n"), _find_word(lines[0], [owner.__name__]))
+            return SourceLocation(
+                shown_path(file), first, lines[0].rstrip("\n"), _find_word(lines[0], [owner.__name__])
+            )
     return None
 
 
-def _of_expression(file: str, node: ast.expr) -> Place:
+def _of_expression(file: str, node: ast.expr) -> SourceLocation:
     text = source_line(file, node.lineno)
     last = node.end_col_offset if node.end_lineno == node.lineno and node.end_col_offset else len(text.encode())
-    return Place(shown_path(file), node.lineno, text, (characters(text, node.col_offset), characters(text, last)))
+    return SourceLocation(
+        shown_path(file), node.lineno, text, (characters(text, node.col_offset), characters(text, last))
+    )
 
 
 def _find_word(text: str, words: Iterable[str]) -> tuple[int, int] | None:
@@ -161,7 +165,7 @@ def _find_word(text: str, words: Iterable[str]) -> tuple[int, int] | None:
     return None
 
 
-_CODES = {"error": "1;31", "remark": "1;33", "ok": "1;32", "place": "1", "mark": "1;36", "faint": "2"}
+_CODES = {"error": "1;31", "remark": "1;33", "ok": "1;32", "location": "1", "mark": "1;36", "faint": "2"}
 _LONGEST_LINE = 140
 
 
@@ -219,27 +223,27 @@ PLAIN, COLOURED = Painter(), _Colours()
 
 
 def _render_finding(finding: Finding, paint: Painter) -> str:
-    where = f"{paint(str(finding.place), 'place')}: " if finding.place is not None else ""
+    where = f"{paint(str(finding.location), 'location')}: " if finding.location is not None else ""
     lines = [f"{where}{paint(finding.severity, finding.severity)}: {finding.problem}"]
-    if finding.place is not None and finding.place.text.strip():
-        lines += _render_source(finding.place, paint)
+    if finding.location is not None and finding.location.text.strip():
+        lines += _render_source(finding.location, paint)
     if finding.advice:
         lines += [f"  {line}" for line in finding.advice.split("\n")]
     return "\n".join(lines)
 
 
-def _render_source(place: Place, paint: Painter) -> Iterable[str]:
+def _render_source(location: SourceLocation, paint: Painter) -> Iterable[str]:
     """The source line and carets under the culprit; what is far from it in a long line is left out."""
-    text = place.text.rstrip().replace("\t", " ")
+    text = location.text.rstrip().replace("\t", " ")
     indent = len(text) - len(text.lstrip())
-    start, stop = place.columns or (indent, len(text))
+    start, stop = location.columns or (indent, len(text))
     start = min(max(start, indent), len(text))
     stop = max(min(stop, len(text)), start + 1)
     cut = indent if stop <= indent + _LONGEST_LINE else max(indent, start - _LONGEST_LINE // 2)
     shown = ("…" if cut > indent else "") + text[cut : cut + _LONGEST_LINE]
     shown += "…" if len(text) > cut + _LONGEST_LINE else ""
     offset = start - cut + (1 if cut > indent else 0)
-    gutter = str(place.line) if place.line else ""
+    gutter = str(location.line) if location.line else ""
     carets = "^" * min(stop - start, len(shown) - offset)
     return [f"  {gutter} | {shown}", f"  {' ' * len(gutter)} | {' ' * offset}{paint(carets, 'mark')}"]
 
@@ -262,22 +266,22 @@ class Case:
     users: UserFiles
     findings: Findings
 
-    def note(self, error: BaseException, *, label: str, place: Place | None = None) -> None:
+    def note(self, error: BaseException, *, label: str, location: SourceLocation | None = None) -> None:
         """Notes an exception (see `explain`), unless what led to it is noted already."""
         if not isinstance(error, AlreadyReported):
-            self.findings.add(explain(error, self.config, self.users, label=label, place=place))
+            self.findings.add(explain(error, self.config, self.users, label=label, location=location))
 
-    def add(self, severity: Severity, problem: str, advice: str, place: Place | None) -> None:
+    def add(self, severity: Severity, problem: str, advice: str, location: SourceLocation | None) -> None:
         """Notes a finding of its own words."""
-        self.findings.add(Finding(severity, problem, advice, place))
+        self.findings.add(Finding(severity, problem, advice, location))
 
-    def setting(self, label: str, words: Sequence[str] = ()) -> Place | None:
+    def setting(self, label: str, words: Sequence[str] = ()) -> SourceLocation | None:
         """Returns the line of a setting; its last key is the culprit where none of `words` stands there."""
         return of_setting(self.config.origin(label), [*words, *reversed(label.split("."))])
 
 
 def explain(
-    error: BaseException, config: RunConfig, users: UserFiles, *, label: str, place: Place | None = None
+    error: BaseException, config: RunConfig, users: UserFiles, *, label: str, location: SourceLocation | None = None
 ) -> Finding:
     """Returns what an exception says, at the user's line.
 
@@ -291,23 +295,23 @@ def explain(
             named = f"It was reached from {label}{_at(config.origin(label))}."
             return Finding("error", _describe(cause), named, found)
     if isinstance(error, TrainwrightError):
-        return _explain_ours(error, config, users, label=label, place=place)
+        return _explain_ours(error, config, users, label=label, location=location)
     found = of_traceback(error, users)
     if found is not None:
         return Finding("error", _describe(error), "", found)
     frames = traceback.extract_tb(error.__traceback__)
     raised = f"It was raised in {shown_path(frames[-1].filename)}:{frames[-1].lineno}." if frames else ""
     is_ours = bool(frames) and frames[-1].filename.startswith(PACKAGE)
-    if place is not None and not is_ours:  # a mistake of our own says nothing of the user's line
-        return Finding("error", _describe(error), raised, place)
+    if location is not None and not is_ours:  # a mistake of our own says nothing of the user's line
+        return Finding("error", _describe(error), raised, location)
     found = of_setting(config.origin(label), [label.rpartition(".")[2]])
     return Finding("error", f"{label}: {_describe(error)}", raised, found)
 
 
-def from_words(severity: Severity, words: str, place: Place | None) -> Finding:
+def from_words(severity: Severity, words: str, location: SourceLocation | None) -> Finding:
     """Returns a finding of one message: its first sentence is the problem, the rest the advice."""
     problem, *advice = _NEXT_SENTENCE.split(words, maxsplit=1)
-    return Finding(severity, problem, "".join(advice), place)
+    return Finding(severity, problem, "".join(advice), location)
 
 
 def culprits(problem: str) -> list[str]:
@@ -320,13 +324,13 @@ def culprits(problem: str) -> list[str]:
 
 
 def _explain_ours(
-    error: TrainwrightError, config: RunConfig, users: UserFiles, *, label: str, place: Place | None
+    error: TrainwrightError, config: RunConfig, users: UserFiles, *, label: str, location: SourceLocation | None
 ) -> Finding:
     words = culprits(error.problem)
     origin = _origin_of(error.where)
     named = _setting_named(error.problem, config)
     if origin is None and named is None:
-        found = of_traceback(error, users) or place
+        found = of_traceback(error, users) or location
         if found is None:
             found = of_setting(config.origin(label), [*words, *reversed(label.split("."))])
         return from_words("error", error.problem, found)

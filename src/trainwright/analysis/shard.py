@@ -125,7 +125,7 @@ def axes_by_ranks(mesh: Mesh) -> dict[frozenset[int], str]:
     found: dict[frozenset[int], str] = {}
     for number in range(1, len(long) + 1):
         for axes in combinations(long, number):
-            members = [mesh.place - sum(mesh.rank(axis) * strides[axis] for axis in axes)]
+            members = [mesh.global_rank - sum(mesh.rank(axis) * strides[axis] for axis in axes)]
             for axis in axes:
                 members = [each + step * strides[axis] for each in members for step in range(mesh.sizes[axis])]
             found[frozenset(members)] = " × ".join(axes)

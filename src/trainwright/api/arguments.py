@@ -144,7 +144,7 @@ def get_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
             "by parse_known_args of a parser of your own.",
             where=caller(),
         )
-    args.rank, args.world_size = processes.place()
+    args.rank, args.world_size = processes.rank_and_size()
     args.local_rank = processes.local_rank()
     where = Origin.parse(caller(), "--device")
     args.device = str(pick_backend(args.device, local_rank=args.local_rank, where=where).device)

@@ -19,7 +19,7 @@ from trainwright.config.yaml_text import absolute
 from trainwright.errors import ConfigError, shorten_tracebacks
 from trainwright.registry import resolve as registry
 from trainwright.tracebacks import shown_path
-from trainwright.user_code.locations import place_of
+from trainwright.user_code.locations import location_of
 
 Function = TypeVar("Function", bound=Callable[[], Any])
 
@@ -57,7 +57,7 @@ def experiment(name: str) -> Callable[[Function], Function]:
     if not isinstance(name, str) or not name:
         shown = getattr(name, "__name__", "mine")
         raise ConfigError(
-            f'@experiment needs a name, got {describe(name)}. Write @experiment("{shown}").', where=place_of(name)
+            f'@experiment needs a name, got {describe(name)}. Write @experiment("{shown}").', where=location_of(name)
         )
 
     def decorate(function: Function) -> Function:

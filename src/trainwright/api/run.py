@@ -64,7 +64,7 @@ class Interrupted(SystemExit):  # not an error: the run is safe and will go on
         return self.reason
 
 
-class _ToldToLeave(BaseException):
+class _StopRequested(BaseException):
     """Raised from a signal's handler wherever the start-up is. No Exception: somebody's `except` would take it."""
 
 
@@ -96,10 +96,10 @@ def run_experiment(
     to leave raises `Interrupted`.
     """
     shorten_tracebacks()
-    config = _at_place(config, mode, model_dir)
+    config = _in_model_dir(config, mode, model_dir)
     built = trainer if isinstance(trainer, Trainer) else None
     if built is not None:
-        _reject_other_wishes(built, config, task=task, fresh=fresh, accept_changes=accept_changes)
+        _reject_other_arguments(built, config, task=task, fresh=fresh, accept_changes=accept_changes)
     with start_up() as starting:
         kind: type[Trainer] | None = None
         if not isinstance(trainer, Trainer):
@@ -128,7 +128,7 @@ def run_experiment(
         return running.model, logs
 
 
-def _at_place(config: RunConfig, mode: str, model_dir: str | os.PathLike[str] | None) -> RunConfig:
+def _in_model_dir(config: RunConfig, mode: str, model_dir: str | os.PathLike[str] | None) -> RunConfig:
     """Returns the config of a run in `model_dir`; one that is evaluated after training alone has no period."""
     if mode not in MODES:
         raise ConfigError(f"mode: {mode!r} is unknown. Use one of {', '.join(MODES)}.")
@@ -181,7 +181,7 @@ def _say_who_trained(evaluator: Trainer) -> None:
             logger.warning("%s: the run was trained by %s, but is evaluated by %s.", section, then, now)
 
 
-def _reject_other_wishes(
+def _reject_other_arguments(
     trainer: Trainer, config: RunConfig, *, task: Task | None, fresh: bool, accept_changes: bool
 ) -> None:
     """Rejects what was decided when a trainer was built."""
@@ -252,15 +252,15 @@ def start_up() -> Iterator[Listener]:
         finally:
             starting.only_note()  # the run has ended, one way or the other: a signal must not undo that
             processes.leave()
-    except _ToldToLeave as told:
-        raise Interrupted(str(told)) from None
+    except _StopRequested as request:
+        raise Interrupted(str(request)) from None
     finally:
         starting.close()
 
 
 def _leave(signal_name: str) -> None:
     """Ends a run that has not begun to train, or has ended: there is nothing to save."""
-    raise _ToldToLeave(signal_name)
+    raise _StopRequested(signal_name)
 
 
 def _required_sets(trainer: Trainer) -> dict[str, EvaluationData]:

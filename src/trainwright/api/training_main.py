@@ -36,7 +36,7 @@ from trainwright.backends.private_torch import tree_leaves
 from trainwright.build.run import build_evaluator, sets_of
 from trainwright.checkpoint import contents
 from trainwright.checkpoint.folder import CHECKPOINTS, CONFIG_FILE, ENVIRONMENT_FILE, find_run, read_config, run_folder
-from trainwright.checkpoint.listing import checkpoints_place
+from trainwright.checkpoint.listing import checkpoints_location
 from trainwright.checkpoint.manifest import MANIFEST
 from trainwright.checkpoint.remote_store import AnyStore, open_store
 from trainwright.checkpoint.resume import pick_step
@@ -58,7 +58,7 @@ from trainwright.models.model import Model
 from trainwright.models.pretrained import INDEX_FILE, WEIGHTS_FILE, load_weights
 from trainwright.optim.param_groups import disable_untrainable_params
 from trainwright.parallel import processes
-from trainwright.user_code.locations import caller, name_of, parameters_of, place_of
+from trainwright.user_code.locations import caller, location_of, name_of, parameters_of
 from trainwright.user_code.signatures import reject_wrong_call
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ def run_step(
     if not iterator.is_taken:
         raise TrainwrightError(
             f"{name_of(function)} took no batch, which would count as trained on. Call next(data_iterator) once.",
-            where=place_of(function),
+            where=location_of(function),
         )
     if isinstance(returned, Mapping) or (hasattr(returned, "loss") and not isinstance(returned, torch.Tensor)):
         _reject_without_loss(function, returned, batch, model)
@@ -186,7 +186,7 @@ def _no_loss(function: ForwardStep, what: str) -> TrainwrightError:
     return TrainwrightError(
         f"{name_of(function)} returned {what}. Return a loss, which is one number in a tensor, or "
         "(loss, {name: metric}).",
-        where=place_of(function),
+        where=location_of(function),
     )
 
 
@@ -211,7 +211,7 @@ def _wrong_length(function: ForwardStep, name: str, value: Any, num_samples: int
     return TrainwrightError(
         f"{name_of(function)}: the metric {name} is {_describe(value)}, and the batch has {num_samples} samples. "
         "Return one number, or a tensor with one row for each sample.",
-        where=place_of(function),
+        where=location_of(function),
     )
 
 
@@ -263,13 +263,13 @@ def final_metrics(function: Callable[..., Any], final: Any) -> dict[str, Any]:
     """Reads what handle_metrics_function returned: one number a name."""
     if not isinstance(final, Mapping):
         problem = f"{name_of(function)} returned {_describe(final)}. Return the final metrics by name."
-        raise TrainwrightError(problem, where=place_of(function))
+        raise TrainwrightError(problem, where=location_of(function))
     for name, value in final.items():
         is_number = isinstance(value, Real | Mean) or (isinstance(value, torch.Tensor) and value.numel() == 1)
         if not isinstance(name, str) or not is_number:
             raise TrainwrightError(
                 f"{name_of(function)}: the final metric {name!r} is {_describe(value)}. Return one number for each.",
-                where=place_of(function),
+                where=location_of(function),
             )
     return dict(final)
 
@@ -285,9 +285,9 @@ def _describe(value: Any) -> str:
 class CutBatches:
     """Calls a collate_fn and rejects a batch with an object in it that cannot be cut."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any], num_pieces: int) -> None:
+    def __init__(self, collate: Callable[[list[Any]], Any], num_micro_batches: int) -> None:
         self._collate = collate
-        self._num_pieces = num_pieces
+        self._num_micro_batches = num_micro_batches
 
     def __call__(self, samples: list[Any]) -> Any:
         """Returns the batch of the samples."""
@@ -296,16 +296,17 @@ class CutBatches:
             if not isinstance(leaf, (torch.Tensor, *PLAIN)):
                 raise DataError(
                     f"{name_of(self._collate)} returned a batch with a {type(leaf).__name__}, which cannot be cut into "
-                    f"the {self._num_pieces} micro-batches of --gradient-accumulation-steps: return tensors, texts and "
+                    f"the {self._num_micro_batches} micro-batches of --gradient-accumulation-steps: return tensors, "
+                    f"texts and "
                     "numbers in dicts, lists or tuples, or give it a method `split(batch, n)`.",
-                    where=place_of(self._collate),
+                    where=location_of(self._collate),
                 )
         return batch
 
 
-def cut_batches(collate: Callable[[list[Any]], Any], num_pieces: int) -> Callable[[list[Any]], Any]:
+def cut_batches(collate: Callable[[list[Any]], Any], num_micro_batches: int) -> Callable[[list[Any]], Any]:
     """Returns the collate_fn as it is where nothing is cut, or where it says itself how to."""
-    return collate if num_pieces == 1 or hasattr(collate, "split") else CutBatches(collate, num_pieces)
+    return collate if num_micro_batches == 1 or hasattr(collate, "split") else CutBatches(collate, num_micro_batches)
 
 
 _FORWARD_STEP = ("data_iterator", "model", "args", "timers")
@@ -484,7 +485,7 @@ def is_spent(load: Path, config: RunConfig) -> bool:
     """Is what --load names gone, and needed no more, because the run has a checkpoint of its own to go on from?"""
     if load.exists():
         return False
-    return open_store(checkpoints_place(run_folder(config), config)).newest_intact(set_aside=False) is not None
+    return open_store(checkpoints_location(run_folder(config), config)).newest_intact(set_aside=False) is not None
 
 
 @contextmanager
@@ -617,7 +618,7 @@ class FunctionData:
                 if is_stream(whole) or hasattr(type(whole), "make_order"):
                     raise ConfigError(
                         f"--split: {name} is a stream or a mixture, which is not cut. Give --valid-data.",
-                        where=place_of(self._create),
+                        where=location_of(self._create),
                     )
                 sizes = sizes_by_ratio(len(whole), self._ratios)
                 for part, cut in zip(PARTS, split(whole, sizes, seed=self._flags.seed), strict=False):
@@ -637,7 +638,7 @@ class FunctionData:
         raise DataError(
             f"{name_of(self._create)} returned {what}. Return a dataset: an object with `__len__` and `__getitem__`, "
             "such as a torch.utils.data.Dataset, or an iterable one.",
-            where=place_of(self._create),
+            where=location_of(self._create),
         )
 
     def _reject_contradictions(self) -> None:
@@ -712,14 +713,14 @@ def _constructed(model_cls: Any, args: argparse.Namespace) -> torch.nn.Module:
         raise ConfigError(
             f"{name_of(model_cls)} is called with {'args' if given else 'nothing'}, and that does not fit: {error}. "
             "Call its first parameter args, give the others defaults, or pass a model that is made already.",
-            where=place_of(model_cls),
+            where=location_of(model_cls),
         ) from error
     except ValueError:
         """Python knows no signature of it: it will say itself what it lacks."""
     model = model_cls(*given)
     if not isinstance(model, torch.nn.Module):
         problem = f"{name_of(model_cls)} made a {type(model).__name__}, which is no torch.nn.Module."
-        raise ConfigError(problem, where=place_of(model_cls))
+        raise ConfigError(problem, where=location_of(model_cls))
     return model
 
 
@@ -780,7 +781,7 @@ def find_checkpoint(path: Path) -> tuple[AnyStore, int]:
     folder, step = find_run(path, where=Origin.parse(caller(), "--load"))
     config = read_config(folder)
     assert config is not None  # find_run saw it
-    store = open_store(checkpoints_place(folder, config))
+    store = open_store(checkpoints_location(folder, config))
     return store, pick_step(store, "latest" if step is None else step, best=None)
 
 
@@ -859,7 +860,7 @@ def training_main(
 
     if flags.mode == "inference":
         return _infer(GivenFunctions, config, flags.load)
-    copies = flags.mode == "pretrain" and flags.load is not None and processes.place().rank == 0
+    copies = flags.mode == "pretrain" and flags.load is not None and processes.rank_and_size().rank == 0
     with begun_from(Path(flags.load), config) if copies else nullcontext():
         model, _ = run_experiment(
             config, trainer=GivenFunctions, fresh=flags.fresh, accept_changes=flags.accept_changes
@@ -963,7 +964,7 @@ class MeasuredTask(FunctionsTask):
             raise TrainwrightError(
                 f"The metric {name} has rows of shapes {' and '.join(map(str, sorted(shapes)))} in different batches, "
                 "which make no tensor over all samples. Pad them to one shape.",
-                where=place_of(self._functions.forward_step_eval),
+                where=location_of(self._functions.forward_step_eval),
             )
         return torch.cat(parts)
 

@@ -96,7 +96,7 @@ Found = TypeVar("Found")
 
 LOADING_ALONE: Mapping[str, Any] = {"data.num_workers": 0, "data.loader": {}}
 """What a trial says of its data: it reads one batch."""
-_PIECES_TRIED = 2  # from the second micro-batch on there are gradients beside the activations
+_MICRO_BATCHES_TRIED = 2  # from the second micro-batch on there are gradients beside the activations
 
 
 def settle_micro_batch(
@@ -230,7 +230,7 @@ class StepTrial:
         assert trainer.train_data is not None
         self._num_samples = trainer.train_data.samples_in_hand
         self._micro_batches = trainer.micro_batches
-        trainer.micro_batches = self._first_pieces  # type: ignore[method-assign]  # of this object, which is thrown away
+        trainer.micro_batches = self._first_micro_batches  # type: ignore[method-assign]  # of this object, which is thrown away
 
     def runs(self, size: int) -> bool:
         """Can steps be made of micro-batches of this size at all? Batch normalisation makes none of one sample."""
@@ -281,9 +281,9 @@ class StepTrial:
         trainer.samples_in_hand = self._num_samples
         trainer.train_step(self._batch)
 
-    def _first_pieces(self, batch: Any) -> Iterator[Any]:
+    def _first_micro_batches(self, batch: Any) -> Iterator[Any]:
         """Yields as many micro-batches as memory can tell apart; the others would need no more."""
-        yield from islice(self._micro_batches(batch), _PIECES_TRIED)
+        yield from islice(self._micro_batches(batch), _MICRO_BATCHES_TRIED)
         if self._sums_gradients:
             # The sum over ranks packs every gradient once more (parallel/replicate.py).
             packed = [torch.empty_like(each.grad) for each in self._trainer.model.parameters() if each.grad is not None]

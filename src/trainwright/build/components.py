@@ -43,7 +43,7 @@ from trainwright.optim.param_groups import (
 )
 from trainwright.parallel.collectives import Ranks
 from trainwright.registry import resolve as registry
-from trainwright.user_code.locations import place_of
+from trainwright.user_code.locations import location_of
 from trainwright.user_code.methods import reject_wrong_methods
 from trainwright.writers.writer import Writer
 
@@ -243,7 +243,9 @@ class Build:
             reject_no_metric(metric, label, self.config.origin(label))
             made.append(ConfiguredMetric(name, metric, outputs, labels, self.config.origin(label)))
         for name, metric in task.build_metrics().items():
-            reject_no_metric(metric, f"{type(task).__name__}.build_metrics, {name}", place_of(type(task).build_metrics))
+            reject_no_metric(
+                metric, f"{type(task).__name__}.build_metrics, {name}", location_of(type(task).build_metrics)
+            )
             made.append(ConfiguredMetric(name, metric, "logits", "labels"))
         for each in made:
             if isinstance(each.metric, torch.nn.Module):

@@ -31,7 +31,7 @@ MEMORY_KEYS = ("offload", "activation_checkpointing", "compile_repeated_blocks")
 
 
 @dataclass(frozen=True)
-class Placed:
+class ParallelizedModel:
     """A model on its device, and how it was split: by which rules, and who sums its gradients."""
 
     model: torch.nn.Module
@@ -49,14 +49,14 @@ class Placed:
         return Pipeline(self.model, self.mesh, num_micro_batches=num_micro_batches, device=self.device)
 
 
-def place_model(
+def parallelize_model(
     model: torch.nn.Module,
     ranks: Ranks,
     config: RunConfig,
     device: torch.device,
     *,
     first_has_weights: bool = False,
-) -> Placed:
+) -> ParallelizedModel:
     """Splits a model in place as the mesh says and moves what is left of it to the device.
 
     With `first_has_weights` the model of every other rank is on the meta device, and is filled when it is split.
@@ -77,7 +77,7 @@ def place_model(
         from trainwright.parallel.pipeline import mark_shared
 
         mark_shared(model)
-    return Placed(model, ranks.mesh, device, plan, sync)
+    return ParallelizedModel(model, ranks.mesh, device, plan, sync)
 
 
 def _split(

@@ -19,9 +19,9 @@ from trainwright.autotune.micro_batch import settle_micro_batch
 from trainwright.backends import Backend, pick_backend
 from trainwright.build.components import Build, describe_dtypes
 from trainwright.build.data import Loaders, describe_size, limits
-from trainwright.build.parallelize import Placed, place_model, reject_own_steps
+from trainwright.build.parallelize import ParallelizedModel, parallelize_model, reject_own_steps
 from trainwright.checkpoint import folder as run_folders
-from trainwright.checkpoint.listing import checkpoints_place
+from trainwright.checkpoint.listing import checkpoints_location
 from trainwright.checkpoint.remote_files import is_address
 from trainwright.checkpoint.remote_store import open_store
 from trainwright.checkpoint.resume import changed_settings, reject_changes, reject_strangers
@@ -377,7 +377,7 @@ def assemble(
     build.take_trainer(trainer_class)
     task = trainer_class.build_task(build)
     build.take_task(task)
-    placed = _build_model(trainer_class, task, build, backend, ranks)
+    parallelized = _build_model(trainer_class, task, build, backend, ranks)
     batch = _batch_of(config, ranks.mesh.num_data_ranks, for_training=for_training)
     loaders = Loaders(config, batch, trainer_class.build_collator(build), ranks, folder)
     train_data, max_steps = None, 0
@@ -389,18 +389,18 @@ def assemble(
     test = build.test_data()
     if not evaluates:
         eval_data, test = {}, None
-    optimizers = _by_name(trainer_class.build_optimizers(build, placed.model), ranks.mesh) if for_training else {}
+    optimizers = _by_name(trainer_class.build_optimizers(build, parallelized.model), ranks.mesh) if for_training else {}
     context = TrainerContext(
         backend=backend,
         ranks=ranks,
         batch=batch,
         max_steps=max_steps,
-        updater=_updater(config, placed, optimizers, build, batch, max_steps, backend, ranks),
+        updater=_updater(config, parallelized, optimizers, build, batch, max_steps, backend, ranks),
         storage=EventStorage(max_steps=max_steps or None),
         hooks=trainer_class.build_hooks(build),
         writers=trainer_class.build_writers(build) if for_training else [],
         folder=folder,
-        store=open_store(checkpoints_place(folder, config)),
+        store=open_store(checkpoints_location(folder, config)),
         metrics=build.metrics(task, backend.device),
         test_data=None if test is None else loaders.for_evaluation("test", test),
     )
@@ -409,7 +409,7 @@ def assemble(
     trainer = trainer_class(
         config=config,
         task=task,
-        model=placed.model,
+        model=parallelized.model,
         optimizer=optimizers,
         train_dataset=train_data,
         validation_dataset=eval_data,
@@ -421,16 +421,20 @@ def assemble(
     return trainer, build
 
 
-def _build_model(trainer_class: type[Trainer], task: Task, build: Build, backend: Backend, ranks: Ranks) -> Placed:
+def _build_model(
+    trainer_class: type[Trainer], task: Task, build: Build, backend: Backend, ranks: Ranks
+) -> ParallelizedModel:
     """Builds the model, equal on all ranks or on the first for all, and places what each keeps of it on its device."""
     model = trainer_class.build_model(build)
     if ranks.mesh.size("pipeline") > 1:
         reject_own_steps(trainer_class, task, model, build.config, ranks.mesh)
-    placed = place_model(model, ranks, build.config, backend.device, first_has_weights=build.first_has_weights)
+    parallelized = parallelize_model(
+        model, ranks, build.config, backend.device, first_has_weights=build.first_has_weights
+    )
     # A start that loads weights draws fewer numbers than one that builds the model for a checkpoint, and a rank that
     # is sent them draws none; what is built next must not know.
     _seed_everything(backend, mix_seed(build.config.seed, _PARTS_STREAM))
-    return placed
+    return parallelized
 
 
 def _kept_facts(config: RunConfig, folder: Path, ranks: Ranks) -> PretrainedFacts | None:
@@ -444,7 +448,7 @@ def _kept_facts(config: RunConfig, folder: Path, ranks: Ranks) -> PretrainedFact
     failure: Exception | None = None
     if ranks.is_first:
         try:
-            if open_store(checkpoints_place(folder, config)).steps():
+            if open_store(checkpoints_location(folder, config)).steps():
                 found = read_facts(folder)
         except Exception as error:
             failure = error
@@ -487,7 +491,7 @@ def _by_name(optimizers: Any, mesh: Mesh) -> dict[str, torch.optim.Optimizer]:
 
 def _updater(
     config: RunConfig,
-    placed: Placed,
+    parallelized: ParallelizedModel,
     optimizers: Mapping[str, torch.optim.Optimizer],
     build: Build,
     batch: BatchPlan,
@@ -507,9 +511,9 @@ def _updater(
         watch=AnomalyWatch(
             config.anomalies, device=backend.device, rank=ranks.rank, is_recorded=config.runtime.mode == "graph"
         ),
-        buffers=persistent_buffers(placed.model),
-        sync=placed.sync,
-        pipeline=placed.pipeline(batch.gradient_accumulation_steps),
+        buffers=persistent_buffers(parallelized.model),
+        sync=parallelized.sync,
+        pipeline=parallelized.pipeline(batch.gradient_accumulation_steps),
     )
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trainwright.checkpoint.retention import Retention, Store, delete_all, metrics_by_step, prune
-from trainwright.checkpoint.snapshot import HostBuffers, StagedParts, encode_parts
+from trainwright.checkpoint.snapshot import HostBuffers, HostSnapshot, encode_parts
 from trainwright.checkpoint.store import CheckpointStore, OtherWriters, is_disk_full
 from trainwright.checkpoint.together import SharedStore, Together
 from trainwright.errors import CheckpointError
@@ -33,8 +33,8 @@ SECONDS_WORTH_A_WORD = 1.0
 class WritableStore(Store, SharedStore, Protocol):
     """What saving asks of a store, local or remote."""
 
-    def write_staged(
-        self, step: int, staged: StagedParts, /, *, metrics: Mapping[str, float], others: OtherWriters | None = None
+    def write_snapshot(
+        self, step: int, snapshot: HostSnapshot, /, *, metrics: Mapping[str, float], others: OtherWriters | None = None
     ) -> object:
         """Writes and commits a checkpoint, or raises and leaves the earlier ones as they were."""
 
@@ -52,7 +52,7 @@ class _Job:
     """One save under way; `is_taken` once the thread is at it."""
 
     step: int
-    staged: StagedParts
+    snapshot: HostSnapshot
     metrics: dict[str, float]
     is_taken: bool = False
 
@@ -94,7 +94,7 @@ class BackgroundSaver:
         self._last_failure: Exception | None = None
         self._end: CheckpointError | None = None
 
-    def save(self, step: int, parts: Mapping[str, Any] | StagedParts, *, metrics: Mapping[str, float]) -> None:
+    def save(self, step: int, parts: Mapping[str, Any] | HostSnapshot, *, metrics: Mapping[str, float]) -> None:
         """Begins a save, after the one before has ended; the state may change as soon as this returns.
 
         `parts` may be encoded already, and then are what this rank writes. A state that cannot be saved is rejected
@@ -108,13 +108,13 @@ class BackgroundSaver:
             logger.info("Step %d waited %.1f s for the save before; save less often, or faster.", step, waited)
         self.check()
         if not self._asynchronous:
-            self._write(step, parts if isinstance(parts, StagedParts) else encode_parts(parts), dict(metrics))
+            self._write(step, parts if isinstance(parts, HostSnapshot) else encode_parts(parts), dict(metrics))
             return
-        staged = self._buffers.stage(parts)
+        snapshot = self._buffers.copy_to_host(parts)
         self._start_thread()
         # One assignment hands it over: Ctrl-C comes before it or after it, and `wait` wakes the thread again.
         with self._lock:
-            self._job = _Job(step, staged, dict(metrics))
+            self._job = _Job(step, snapshot, dict(metrics))
             self._changed.notify_all()
 
     def take_committed(self) -> list[int]:
@@ -162,7 +162,7 @@ class BackgroundSaver:
     def _run(self) -> None:
         while (job := self._take_job()) is not None:
             try:
-                self._write(job.step, job.staged, job.metrics)
+                self._write(job.step, job.snapshot, job.metrics)
             except BaseException as error:
                 problem = f"Saving step {job.step} ended unexpectedly: {error!r}"
                 end = CheckpointError(f"{problem}. The newest checkpoint is {self._newest()}.")
@@ -183,21 +183,21 @@ class BackgroundSaver:
             job.is_taken = True
             return job
 
-    def _write(self, step: int, staged: StagedParts, metrics: dict[str, float]) -> None:
+    def _write(self, step: int, snapshot: HostSnapshot, metrics: dict[str, float]) -> None:
         """Writes, alone or with the other ranks; a success or a failure is noted, an unexpected error raised."""
         self._last_failure = None
         if self._together is None:
-            self._write_with_retries(step, staged, metrics, None)
+            self._write_with_retries(step, snapshot, metrics, None)
             return
         with self._together.saving():
             if self._together.leads:
-                self._lead(step, staged, metrics, self._together)
+                self._lead(step, snapshot, metrics, self._together)
             else:
-                self._follow(step, staged, self._together)
+                self._follow(step, snapshot, self._together)
 
-    def _lead(self, step: int, staged: StagedParts, metrics: dict[str, float], together: Together) -> None:
+    def _lead(self, step: int, snapshot: HostSnapshot, metrics: dict[str, float], together: Together) -> None:
         try:
-            self._write_with_retries(step, staged, metrics, together)
+            self._write_with_retries(step, snapshot, metrics, together)
         except BaseException as error:
             together.tell_given_up(f"Saving step {step} ended unexpectedly on the first rank: {error!r}")
             raise
@@ -206,21 +206,21 @@ class BackgroundSaver:
         else:
             together.tell_given_up(str(self._last_failure))
 
-    def _follow(self, step: int, staged: StagedParts, together: Together) -> None:
+    def _follow(self, step: int, snapshot: HostSnapshot, together: Together) -> None:
         """Writes this rank's share. Whether saving goes on after a failure the first rank says, to all."""
         try:
-            together.follow(self._store, staged)
+            together.follow(self._store, snapshot)
         except (CheckpointError, OSError) as error:
             self._last_failure = error
             logger.warning("Step %d is not saved, as far as this rank knows: %s", step, error)
 
     def _write_with_retries(
-        self, step: int, staged: StagedParts, metrics: dict[str, float], together: Together | None
+        self, step: int, snapshot: HostSnapshot, metrics: dict[str, float], together: Together | None
     ) -> None:
         others = {} if together is None else {"others": together}
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                self._store.write_staged(step, staged, metrics=metrics, **others)
+                self._store.write_snapshot(step, snapshot, metrics=metrics, **others)
             except (CheckpointError, OSError) as error:
                 # Nobody waits for ranks that are gone, again and again, when the run has ended.
                 if attempt == ATTEMPTS or (together is not None and together.is_leaving):

@@ -2,7 +2,7 @@
 
 Parts: `model` (its state dict, usable on its own), `optimizers` (state by parameter name), `training`
 (step, data position, hooks, events, loss scale, generators). Files and commits are store.py's. What a rank holds a
-part of is a DTensor on both ways: saved in pieces, and read as the region that this rank holds.
+part of is a DTensor on both ways: saved in shards, and read as the region that this rank holds.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ def restore_generators(state: Mapping[str, Any]) -> None:
 
 def restore_model(store: AnyStore, step: int, model: torch.nn.Module, *, strict: bool = True) -> None:
     """Loads a checkpoint's weights into the model, in place."""
-    load_model_state(store.read_split(step, "model"), model, place=str(store.path(step)), strict=strict)
+    load_model_state(store.read_split(step, "model"), model, location=str(store.path(step)), strict=strict)
 
 
 def load_model_state(
     state: Mapping[str, Any],
     model: torch.nn.Module,
     *,
-    place: str,
+    location: str,
     strict: bool = True,
     elsewhere: Collection[str] = (),
 ) -> None:
@@ -116,7 +116,7 @@ def load_model_state(
         lines = [*sorted(wrong), *(f"{key}: not in the checkpoint" for key in missing)]
         lines += [f"{key}: not in the model" for key in unexpected]
         raise CheckpointError(
-            f"{place} holds another model: " + "; ".join(lines[:8]) + ("; …" if len(lines) > 8 else "")
+            f"{location} holds another model: " + "; ".join(lines[:8]) + ("; …" if len(lines) > 8 else "")
         )
     if missing or unexpected:
         logger.warning("Loaded with differences: missing %s; unexpected %s", missing or "none", unexpected or "none")
@@ -125,7 +125,7 @@ def load_model_state(
 
 
 def _placed(value: Any, own: Any) -> Any:
-    """Returns what load_state_dict is given for a key: of what lies in pieces, on disk or here, the model's own.
+    """Returns what load_state_dict is given for a key: of what lies in shards, on disk or here, the model's own.
 
     That is filled at once, region by region, so that no second copy of a model exists.
     """

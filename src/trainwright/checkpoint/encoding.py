@@ -22,14 +22,14 @@ Numbers = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """How a tensor is laid out over ranks: torch's mesh, and a placement for each of its axes."""
 
     mesh: Any
     placements: tuple[Any, ...]
 
     def is_written_here(self, first_of_stage: int) -> bool:
-        """Says whether this rank is the first of those with the same piece.
+        """Says whether this rank is the first of those with the same shard.
 
         That is: the first along every axis of the mesh with copies; and of equal meshes, in the one with the first
         rank of all that have the same layers.
@@ -41,7 +41,7 @@ class Layout:
         return all(number == 0 for placement, number in pairs if placement.is_replicate())
 
     def region(self, shape: Sequence[int]) -> tuple[Numbers, Numbers]:
-        """Returns where this rank's piece of a tensor of that shape begins in each dim, and its sizes."""
+        """Returns where this rank's shard of a tensor of that shape begins in each dim, and its sizes."""
         coordinate = self.mesh.get_coordinate()
         offsets, sizes = [0] * len(shape), list(shape)
         axes = [
@@ -62,39 +62,43 @@ def _is_strided(placement: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a piece lies in the whole tensor."""
+class ShardLocation:
+    """Where a shard lies in the whole tensor."""
 
     offsets: Numbers
     shape: Numbers
     """Of the whole."""
-    layout: Layout | None = None
+    layout: TensorLayout | None = None
     """How it lay over the ranks of this run; None of a tensor that was whole."""
 
 
-def place_of(tensor: Any) -> Place | str:
-    """Returns where this rank's piece of a DTensor lies, or a sentence that says why it cannot be saved."""
-    layout = Layout(tensor.device_mesh, tuple(tensor.placements))
+def shard_location_of(tensor: Any) -> ShardLocation | str:
+    """Returns where this rank's shard of a DTensor lies, or a sentence that says why it cannot be saved."""
+    layout = TensorLayout(tensor.device_mesh, tuple(tensor.placements))
     if any(placement.is_partial() for placement in layout.placements):
         return f"a DTensor that waits for a sum ({layout.placements}). Save it after redistribute()"
     offsets, sizes = layout.region(tensor.shape)
     if sizes != tuple(local(tensor).shape):
         return f"a DTensor whose part is {tuple(local(tensor).shape)} instead of {sizes}. Save its full_tensor()"
-    return Place(offsets, tuple(tensor.shape), layout)
+    return ShardLocation(offsets, tuple(tensor.shape), layout)
 
 
 class SplitTensor:
-    """A tensor in pieces, none of which is copied until somebody asks for a region.
+    """A tensor in shards, none of which is copied until somebody asks for a region.
 
-    `pieces` are (where it begins, the piece); together they are the whole, or what of it is at hand.
+    `shards` are (where it begins, the shard); together they are the whole, or what of it is at hand.
     """
 
     def __init__(
-        self, shape: Sequence[int], pieces: Sequence[tuple[Numbers, torch.Tensor]], *, layout: Layout | None = None
+        self,
+        shape: Sequence[int],
+        shards: Sequence[tuple[Numbers, torch.Tensor]],
+        *,
+        layout: TensorLayout | None = None,
     ) -> None:
         self.shape = torch.Size(shape)
-        self.pieces = list(pieces)
-        self.dtype = self.pieces[0][1].dtype
+        self.shards = list(shards)
+        self.dtype = self.shards[0][1].dtype
         self.layout = layout
 
     @torch.no_grad()
@@ -102,10 +106,10 @@ class SplitTensor:
         """Fills a plain tensor with the region of its shape that begins at `offsets`; by default at the beginning."""
         starts = tuple(offsets or (0,) * len(self.shape))
         missing = target.numel()
-        for begins, piece in self.pieces:
+        for begins, shard in self.shards:
             bounds = [
                 (max(start, begin), min(start + size, begin + length))
-                for start, size, begin, length in zip(starts, target.shape, begins, piece.shape, strict=True)
+                for start, size, begin, length in zip(starts, target.shape, begins, shard.shape, strict=True)
             ]
             if any(first >= last for first, last in bounds):
                 continue
@@ -115,10 +119,10 @@ class SplitTensor:
             source = tuple(
                 slice(first - begin, last - begin) for (first, last), begin in zip(bounds, begins, strict=True)
             )
-            target[into].copy_(piece[source])
+            target[into].copy_(shard[source])
             missing -= math.prod(last - first for first, last in bounds)
         if missing != 0:
-            problem = f"Of {target.numel()} values {missing} are in no piece, or in several"
+            problem = f"Of {target.numel()} values {missing} are in no shard, or in several"
             raise CheckpointError(f"{problem}. Use another step.")
 
     def whole(self, *, device: str | torch.device = "cpu") -> torch.Tensor:
@@ -127,34 +131,34 @@ class SplitTensor:
         self.copy_into(made)
         return made
 
-    def as_dtensor(self, layout: Layout) -> torch.Tensor:
-        """Returns it laid out over ranks, with this rank's piece on the device of the layout."""
+    def as_dtensor(self, layout: TensorLayout) -> torch.Tensor:
+        """Returns it laid out over ranks, with this rank's shard on the device of the layout."""
         from torch.distributed.tensor import DTensor
 
         offsets, sizes = layout.region(self.shape)
-        piece = torch.empty(sizes, dtype=self.dtype, device=layout.mesh.device_type)
-        self.copy_into(piece, offsets)
+        shard = torch.empty(sizes, dtype=self.dtype, device=layout.mesh.device_type)
+        self.copy_into(shard, offsets)
         strides = torch.empty(self.shape, device="meta").stride()
         return DTensor.from_local(
-            piece, layout.mesh, layout.placements, run_check=False, shape=self.shape, stride=strides
+            shard, layout.mesh, layout.placements, run_check=False, shape=self.shape, stride=strides
         )
 
 
 def as_split(tensor: torch.Tensor | SplitTensor) -> SplitTensor:
-    """Returns a tensor as one in pieces, of which it is the only one."""
+    """Returns a tensor as one in shards, of which it is the only one."""
     if isinstance(tensor, SplitTensor):
         return tensor
     return SplitTensor(tensor.shape, [((0,) * tensor.ndim, tensor)])
 
 
 def fill(target: torch.Tensor, source: torch.Tensor | SplitTensor) -> None:
-    """Copies values into a tensor in place, into a DTensor those of this rank's piece; the shapes are equal."""
+    """Copies values into a tensor in place, into a DTensor those of this rank's shard; the shapes are equal."""
     offsets = None
     if is_split(target):
-        place = place_of(target)
-        if isinstance(place, str):
-            raise CheckpointError(f"Nothing can be read into {place}.")
-        offsets = place.offsets
+        location = shard_location_of(target)
+        if isinstance(location, str):
+            raise CheckpointError(f"Nothing can be read into {location}.")
+        offsets = location.offsets
     as_split(source).copy_into(local(target), offsets)
 
 
@@ -180,12 +184,12 @@ def is_split_already(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and is_split(value)
 
 
-def layout_of(tensor: Any) -> Layout:
+def layout_of(tensor: Any) -> TensorLayout:
     """Returns how a DTensor is laid out."""
-    return Layout(tensor.device_mesh, tuple(tensor.placements))
+    return TensorLayout(tensor.device_mesh, tuple(tensor.placements))
 
 
-def _without(layout: Layout, keeps: Sequence[bool]) -> Layout:
+def _without(layout: TensorLayout, keeps: Sequence[bool]) -> TensorLayout:
     """Returns the layout in which dims that are not kept lie whole on every rank."""
     from torch.distributed.tensor import Replicate
 
@@ -193,11 +197,11 @@ def _without(layout: Layout, keeps: Sequence[bool]) -> Layout:
         placement if placement.is_replicate() or keeps[placement.dim] else Replicate()
         for placement in layout.placements
     )
-    return Layout(layout.mesh, placements)
+    return TensorLayout(layout.mesh, placements)
 
 
 def as_whole(value: torch.Tensor | SplitTensor) -> torch.Tensor:
-    """Returns a tensor in one piece; of one whose other pieces are on other ranks, a DTensor."""
+    """Returns a tensor in one shard; of one whose other shards are on other ranks, a DTensor."""
     if isinstance(value, torch.Tensor):
         return value
     return value.whole() if value.layout is None else value.as_dtensor(value.layout)
@@ -248,20 +252,20 @@ KeyPath = tuple[str, ...]
 
 
 class Encoded(NamedTuple):
-    """A state as JSON and tensors, of which some may be this rank's pieces of larger ones."""
+    """A state as JSON and tensors, of which some may be this rank's shards of larger ones."""
 
     tree: Any
     tensors: dict[str, torch.Tensor]
-    places: dict[str, Place]
-    """Of each piece, by its key, where it lies in the whole."""
+    shard_locations: dict[str, ShardLocation]
+    """Of each shard, by its key, where it lies in the whole."""
     split_paths: list[tuple[str, tuple[int, ...]]]
-    """The path and whole shape of every tensor in pieces: the same on all ranks that hold pieces of it."""
+    """The path and whole shape of every tensor in shards: the same on all ranks that hold shards of it."""
 
 
 def encode_split(state: Any, *, name: str = "state") -> Encoded:
-    """Encodes as `encode` does, and of a DTensor takes this rank's piece; its key is the same on every rank."""
-    encoder = _Encoder(name, takes_pieces=True)
-    return Encoded(encoder.encode(state, ()), encoder.tensors, encoder.places, encoder.split_paths)
+    """Encodes as `encode` does, and of a DTensor takes this rank's shard; its key is the same on every rank."""
+    encoder = _Encoder(name, takes_shards=True)
+    return Encoded(encoder.encode(state, ()), encoder.tensors, encoder.shard_locations, encoder.split_paths)
 
 
 def encode(state: Any, *, name: str = "state") -> tuple[Any, dict[str, torch.Tensor]]:
@@ -278,7 +282,7 @@ def encode(state: Any, *, name: str = "state") -> tuple[Any, dict[str, torch.Ten
 def decode(tree: Any, tensors: Mapping[str, torch.Tensor | SplitTensor]) -> Any:
     """Rebuild the state from what `encode` returned; tensors stay on their device and tied ones are one object.
 
-    Tensors in pieces come out as they were given.
+    Tensors in shards come out as they were given.
 
     The tree may come from anywhere: whatever it says, nothing but plain values, tensors and arrays is made.
     """
@@ -292,12 +296,12 @@ def decode(tree: Any, tensors: Mapping[str, torch.Tensor | SplitTensor]) -> Any:
 class _Encoder:
     """One encoding: the tensors so far, and which storages and views they came from."""
 
-    def __init__(self, name: str, *, takes_pieces: bool = False) -> None:
+    def __init__(self, name: str, *, takes_shards: bool = False) -> None:
         self.name = name
         self.tensors: dict[str, torch.Tensor] = {}
-        self.places: dict[str, Place] = {}
+        self.shard_locations: dict[str, ShardLocation] = {}
         self.split_paths: list[tuple[str, tuple[int, ...]]] = []
-        self._takes_pieces = takes_pieces
+        self._takes_shards = takes_shards
         # Views keep their source tensors alive: a freed storage's address could come back as a false tie.
         self._views: dict[tuple[object, ...], tuple[dict[str, Any], torch.Tensor]] = {}
         self._storages: set[tuple[object, ...]] = set()
@@ -357,8 +361,8 @@ class _Encoder:
         return str(dtype.str)
 
     def _encode_tensor(self, value: torch.Tensor, path: KeyPath) -> dict[str, Any]:
-        if self._takes_pieces and is_split(value):
-            return self._encode_piece(value, path)
+        if self._takes_shards and is_split(value):
+            return self._encode_shard(value, path)
         tensor = value.detach()
         problem = _tensor_problem(tensor)
         if problem is not None:
@@ -380,18 +384,18 @@ class _Encoder:
         self._views[view] = (node, value)
         return node
 
-    def _encode_piece(self, value: torch.Tensor, path: KeyPath) -> dict[str, Any]:
+    def _encode_shard(self, value: torch.Tensor, path: KeyPath) -> dict[str, Any]:
         """Encodes this rank's part of a DTensor; of the same one met twice (tied weights), once."""
-        place = place_of(value)
-        problem = place if isinstance(place, str) else _tensor_problem(local(value))
+        location = shard_location_of(value)
+        problem = location if isinstance(location, str) else _tensor_problem(local(value))
         if problem is None and value.dtype not in NATIVE_DTYPES:
             problem = f"a DTensor of dtype {value.dtype}. Save a view of it in another"
         if problem is not None:
             raise self._rejection(path, f"cannot be saved: {problem}", value)
-        assert isinstance(place, Place)
-        self.split_paths.append((".".join(path), place.shape))
+        assert isinstance(location, ShardLocation)
+        self.split_paths.append((".".join(path), location.shape))
         node = self._encode_tensor(local(value), path)
-        self.places[node["$tensor"]] = place
+        self.shard_locations[node["$tensor"]] = location
         return node
 
     def _store_tensor(self, tensor: torch.Tensor, path: KeyPath) -> dict[str, Any]:
@@ -413,9 +417,9 @@ class _Encoder:
 
     def _rejection(self, path: KeyPath, problem: str, value: Any) -> CheckpointError:
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-        # A list that holds itself has a path of 100 equal pieces; eight of them show where to look.
-        place = ".".join((self.name, *path[:8])) + (".…" if len(path) > 8 else "")
-        return CheckpointError(f"{problem} (got {kind}). A checkpoint holds {ALLOWED}.", where=place)
+        # A list that holds itself has a path of 100 equal keys; eight of them show where to look.
+        location = ".".join((self.name, *path[:8])) + (".…" if len(path) > 8 else "")
+        return CheckpointError(f"{problem} (got {kind}). A checkpoint holds {ALLOWED}.", where=location)
 
 
 def _tensor_problem(tensor: torch.Tensor) -> str | None:

@@ -15,7 +15,7 @@ from typing import IO
 import numpy as np
 import torch
 
-from trainwright.checkpoint.listing import checkpoints_place, list_checkpoints
+from trainwright.checkpoint.listing import checkpoints_location, list_checkpoints
 from trainwright.checkpoint.manifest import STEP_NAME
 from trainwright.config import RunConfig
 from trainwright.config.yaml_text import absolute
@@ -100,7 +100,7 @@ def claim_checkpoints(config: RunConfig, *, fresh: bool) -> None:
     """Prepares a folder of its own that `checkpoint.folder` asks for; with `fresh` an earlier one is set aside."""
     if config.checkpoint.folder is None:
         return
-    place, where = checkpoints_place(run_folder(config), config), config.origin("checkpoint.folder")
+    place, where = checkpoints_location(run_folder(config), config), config.origin("checkpoint.folder")
     if isinstance(place, Path):
         if fresh:
             set_aside(place)

@@ -21,7 +21,7 @@ CHECKPOINTS = "checkpoints"
 """As folder.py names it; that imports torch. A test compares."""
 
 _SET_ASIDE_NAME = re.compile(r"damaged-step-(\d{8,})(?:-\d+)?")
-_Place = TypeVar("_Place")
+_Source = TypeVar("_Source")
 _REPLACED_NAME = re.compile(r"\.aside-step-(\d{8,})-[0-9a-f]+")
 
 
@@ -43,7 +43,7 @@ class Listed:
     """Was it found damaged before, and kept under another name? A run takes no notice of it."""
 
 
-def checkpoints_place(run: Path, config: RunConfig) -> str | Path:
+def checkpoints_location(run: Path, config: RunConfig) -> str | Path:
     """Returns where a run's checkpoints go: its own folder for them, or one of its name below `checkpoint.folder`."""
     chosen = config.checkpoint.folder
     if chosen is None:
@@ -94,7 +94,7 @@ def _list_remote(address: str) -> Iterator[Listed]:
 
 
 def _describe(
-    step: int, name: str, sizes: Mapping[str, int | None], read: Callable[[_Place], dict[str, Any]], place: _Place
+    step: int, name: str, sizes: Mapping[str, int | None], read: Callable[[_Source], dict[str, Any]], place: _Source
 ) -> Listed:
     total = _total(sizes)
     if MANIFEST not in sizes:

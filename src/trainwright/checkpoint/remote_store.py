@@ -25,7 +25,7 @@ from trainwright.checkpoint.remote_files import (
     is_address,
     local_path,
 )
-from trainwright.checkpoint.snapshot import StagedParts
+from trainwright.checkpoint.snapshot import HostSnapshot
 from trainwright.checkpoint.store import CheckpointStore, OtherWriters
 from trainwright.checkpoint.tensor_files import file_names, write_share
 from trainwright.errors import CheckpointError
@@ -79,24 +79,24 @@ class RemoteStore:
             metrics=metrics,
         )
 
-    def write_staged(
-        self, step: int, staged: StagedParts, *, metrics: Mapping[str, float], others: OtherWriters | None = None
+    def write_snapshot(
+        self, step: int, snapshot: HostSnapshot, *, metrics: Mapping[str, float], others: OtherWriters | None = None
     ) -> RemotePath:
         """Save what was copied to main memory, with what the other ranks put there of it, as `write` does."""
 
         def write_part(local: CheckpointStore, part: str) -> Path:
-            places = {part: staged.places[part]} if part in staged.places else {}
-            return local.write_staged(step, StagedParts({part: staged.parts[part]}, places), metrics={})
+            shard_locations = {part: snapshot.shard_locations[part]} if part in snapshot.shard_locations else {}
+            return local.write_snapshot(step, HostSnapshot({part: snapshot.parts[part]}, shard_locations), metrics={})
 
-        return self._write(step, list(staged.parts), write_part, metrics=metrics, others=others)
+        return self._write(step, list(snapshot.parts), write_part, metrics=metrics, others=others)
 
-    def write_share(self, place: str, staged: StagedParts, *, rank: int) -> dict[str, FileFact]:
+    def write_share(self, place: str, snapshot: HostSnapshot, *, rank: int) -> dict[str, FileFact]:
         """Put what this rank holds of a checkpoint that the first rank will commit, and return the manifest's facts.
 
         `place` is what the first rank's store told its OtherWriters.
         """
         files: dict[str, FileFact] = {}
-        for encoded in staged:
+        for encoded in snapshot:
             with tempfile.TemporaryDirectory(prefix="trainwright-") as temporary:
                 made = write_share(Path(temporary), encoded, rank=rank)
                 for name in made:
@@ -109,7 +109,7 @@ class RemoteStore:
         return self._read(step, part, lambda local: local.read(step, part, device=device))
 
     def read_split(self, step: int, part: str) -> Any:
-        """Return the state of one part as it lies: a tensor that was written in pieces is a SplitTensor.
+        """Return the state of one part as it lies: a tensor that was written in shards is a SplitTensor.
 
         All files of the part are downloaded, for only a whole file can be compared with its hash.
         """

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trainwright.backends import copy_to_host, host_buffers
-from trainwright.checkpoint.encoding import Place, SplitTensor, decode, encode_split
+from trainwright.checkpoint.encoding import ShardLocation, SplitTensor, decode, encode_split
 
 
 class EncodedPart(NamedTuple):
@@ -18,21 +18,21 @@ class EncodedPart(NamedTuple):
     name: str
     tree: Any
     tensors: Mapping[str, torch.Tensor]
-    places: Mapping[str, Place]
-    """Of each tensor that is a piece, where it lies in the whole."""
+    shard_locations: Mapping[str, ShardLocation]
+    """Of each tensor that is a shard, where it lies in the whole."""
 
 
 @dataclass(frozen=True)
-class StagedParts:
+class HostSnapshot:
     """Encoded parts of a checkpoint, ready to be written."""
 
     parts: Mapping[str, tuple[Any, Mapping[str, torch.Tensor]]]
     """By part: the JSON tree and the tensors that it names."""
-    places: Mapping[str, Mapping[str, Place]] = field(default_factory=dict)
-    """By part and name: of the tensors that are this rank's pieces of larger ones, where they lie in them."""
+    shard_locations: Mapping[str, Mapping[str, ShardLocation]] = field(default_factory=dict)
+    """By part and name: of the tensors that are this rank's shards of larger ones, where they lie in them."""
 
     def __iter__(self) -> Iterator[EncodedPart]:
-        return (EncodedPart(part, *encoded, self.places.get(part, {})) for part, encoded in self.parts.items())
+        return (EncodedPart(part, *encoded, self.shard_locations.get(part, {})) for part, encoded in self.parts.items())
 
     @property
     def num_bytes(self) -> int:
@@ -42,24 +42,26 @@ class StagedParts:
     def to_state(self) -> dict[str, Any]:
         """Returns the parts as they were, in memory of their own: loading may keep them, and training change them.
 
-        What was a DTensor is a SplitTensor, with the piece of this rank.
+        What was a DTensor is a SplitTensor, with the shard of this rank.
         """
-        return {part: decode(tree, _copies(tensors, places)) for part, tree, tensors, places in self}
+        return {part: decode(tree, _copies(tensors, shard_locations)) for part, tree, tensors, shard_locations in self}
 
 
-def _copies(tensors: Mapping[str, torch.Tensor], places: Mapping[str, Place]) -> dict[str, torch.Tensor | SplitTensor]:
+def _copies(
+    tensors: Mapping[str, torch.Tensor], shard_locations: Mapping[str, ShardLocation]
+) -> dict[str, torch.Tensor | SplitTensor]:
     copies: dict[str, torch.Tensor | SplitTensor] = {key: tensor.clone() for key, tensor in tensors.items()}
-    for key, place in places.items():
+    for key, place in shard_locations.items():
         copies[key] = SplitTensor(place.shape, [(place.offsets, tensors[key].clone())], layout=place.layout)
     return copies
 
 
-def encode_parts(parts: Mapping[str, Any]) -> StagedParts:
+def encode_parts(parts: Mapping[str, Any]) -> HostSnapshot:
     """Encodes without copying: the result shares memory with the state and is to be written before the next update."""
     encoded = {part: encode_split(state, name=part) for part, state in parts.items()}
-    return StagedParts(
+    return HostSnapshot(
         {part: (each.tree, each.tensors) for part, each in encoded.items()},
-        {part: each.places for part, each in encoded.items() if each.places},
+        {part: each.shard_locations for part, each in encoded.items() if each.shard_locations},
     )
 
 
@@ -73,10 +75,10 @@ class HostBuffers:
     def __init__(self) -> None:
         self._buffers: dict[tuple[object, ...], torch.Tensor] = {}
 
-    def stage(self, parts: Mapping[str, Any] | StagedParts) -> StagedParts:
+    def copy_to_host(self, parts: Mapping[str, Any] | HostSnapshot) -> HostSnapshot:
         """Copies the state, which may be encoded already; returns when it may change again."""
-        staged = parts if isinstance(parts, StagedParts) else encode_parts(parts)
-        shared = staged.parts
+        snapshot = parts if isinstance(parts, HostSnapshot) else encode_parts(parts)
+        shared = snapshot.parts
         sources = {
             (part, key, tensor.shape, tensor.dtype, tensor.device): tensor
             for part, (_, tensors) in shared.items()
@@ -89,7 +91,7 @@ class HostBuffers:
         self._buffers.update(zip(lacking, made, strict=True))
         copy_to_host(list(sources.values()), [self._buffers[place] for place in sources])
         copies = {place[:2]: self._buffers[place] for place in sources}
-        return StagedParts(
+        return HostSnapshot(
             {part: (tree, {key: copies[part, key] for key in tensors}) for part, (tree, tensors) in shared.items()},
-            staged.places,
+            snapshot.shard_locations,
         )

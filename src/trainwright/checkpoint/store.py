@@ -42,7 +42,7 @@ from trainwright.checkpoint.manifest import (
     read_manifest,
     render_manifest,
 )
-from trainwright.checkpoint.snapshot import EncodedPart, StagedParts
+from trainwright.checkpoint.snapshot import EncodedPart, HostSnapshot
 from trainwright.checkpoint.tensor_files import HASH_BESIDE_BYTES, read_part, share_names, write_part, write_share
 from trainwright.errors import CheckpointError
 
@@ -112,13 +112,13 @@ class CheckpointStore:
         encoded = (EncodedPart(part, *encode(state, name=part), {}) for part, state in parts.items())
         return self._write(step, list(parts), encoded, metrics=metrics)
 
-    def write_staged(
-        self, step: int, staged: StagedParts, *, metrics: Mapping[str, float], others: OtherWriters | None = None
+    def write_snapshot(
+        self, step: int, snapshot: HostSnapshot, *, metrics: Mapping[str, float], others: OtherWriters | None = None
     ) -> Path:
         """Save parts that are encoded already, with what the other ranks write of them; otherwise as `write`."""
-        return self._write(step, list(staged.parts), staged, metrics=metrics, others=others)
+        return self._write(step, list(snapshot.parts), snapshot, metrics=metrics, others=others)
 
-    def write_share(self, place: str, staged: StagedParts, *, rank: int) -> dict[str, FileFact]:
+    def write_share(self, place: str, snapshot: HostSnapshot, *, rank: int) -> dict[str, FileFact]:
         """Write what this rank holds of a checkpoint that the first rank will commit, and return the manifest's facts.
 
         `place` is what the first rank's store told its OtherWriters. When it returns, the files survive a power cut.
@@ -129,7 +129,7 @@ class CheckpointStore:
             raise CheckpointError(f"{place!r} is no staging folder.", where=self.folder)
         files: dict[str, FileFact] = {}
         try:
-            for encoded in staged:
+            for encoded in snapshot:
                 files |= write_share(staging, encoded, rank=rank)
             if files:
                 sync_folder(staging)
@@ -193,7 +193,7 @@ class CheckpointStore:
         return self._read(step, part, device=device, whole=True)
 
     def read_split(self, step: int, part: str) -> Any:
-        """Return the state of one part as it lies: a tensor that was written in pieces is a SplitTensor.
+        """Return the state of one part as it lies: a tensor that was written in shards is a SplitTensor.
 
         Nothing is copied: whoever wants a region of a tensor reads that region from the disk.
         """
@@ -388,7 +388,7 @@ class CheckpointStore:
 
 
 def joined(state: Any, *, device: str = "cpu") -> Any:
-    """Return a state in which no tensor is in pieces; the others are the same objects."""
+    """Return a state in which no tensor is in shards; the others are the same objects."""
     return map_tensors(
         state, lambda tensor, _: tensor.whole(device=device) if isinstance(tensor, SplitTensor) else tensor
     )

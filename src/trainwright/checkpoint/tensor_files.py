@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 
 from trainwright.checkpoint.disk import FileFact, created, write_all, write_file
-from trainwright.checkpoint.encoding import Numbers, Place, SplitTensor, decode
+from trainwright.checkpoint.encoding import Numbers, ShardLocation, SplitTensor, decode
 from trainwright.checkpoint.snapshot import EncodedPart
 from trainwright.errors import CheckpointError
 
@@ -90,8 +90,8 @@ def _header(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[s
 def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
     """Yield a tensor's bytes, little-endian, as views of its own memory where that is the host's."""
     width = tensor.element_size()
-    for piece in torch.split(tensor.reshape(-1), CHUNK_BYTES // width):
-        content = piece.cpu().view(torch.uint8).numpy()
+    for shard in torch.split(tensor.reshape(-1), CHUNK_BYTES // width):
+        content = shard.cpu().view(torch.uint8).numpy()
         if sys.byteorder == "big":
             content = content.view(np.dtype(f"u{width}")).byteswap().view(np.uint8)
         if len(content):
@@ -145,13 +145,13 @@ METADATA: Mapping[str, str] = {"format": "pt"}
 def write_part(folder: Path, encoded: EncodedPart) -> dict[str, FileFact]:
     """Write the first rank's files of a part, each synced, and return what the manifest says of them."""
     files: dict[str, FileFact] = {}
-    part, tree, tensors, places = encoded
-    whole = {key: tensor for key, tensor in tensors.items() if key not in places}
+    part, tree, tensors, shard_locations = encoded
+    whole = {key: tensor for key, tensor in tensors.items() if key not in shard_locations}
     if whole:
         files[f"{part}.safetensors"] = write_tensors(folder / f"{part}.safetensors", whole, metadata=METADATA)
-    if places:
-        pieces = {key: tensors[key] for key in places}
-        files |= write_share(folder, encoded._replace(tensors=pieces), rank=0)
+    if shard_locations:
+        shards = {key: tensors[key] for key in shard_locations}
+        files |= write_share(folder, encoded._replace(tensors=shards), rank=0)
     if not _is_flat(tree):
         text = json.dumps(tree, allow_nan=False, separators=(",", ":"))
         files[f"{part}.json"] = write_file(folder / f"{part}.json", text.encode())
@@ -160,12 +160,12 @@ def write_part(folder: Path, encoded: EncodedPart) -> dict[str, FileFact]:
 
 def write_share(folder: Path, encoded: EncodedPart, *, rank: int) -> dict[str, FileFact]:
     """Write what one rank holds of a part into a file of its own, synced; none where it holds nothing."""
-    part, _, tensors, places = encoded
+    part, _, tensors, shard_locations = encoded
     if not tensors:
         return {}
     info = {}
     for key, tensor in tensors.items():
-        place = places.get(key) or Place((0,) * tensor.ndim, tuple(tensor.shape))
+        place = shard_locations.get(key) or ShardLocation((0,) * tensor.ndim, tuple(tensor.shape))
         info[key] = {OFFSETS: place.offsets, WHOLE_SHAPE: place.shape}
     metadata = {**METADATA, SHARDING_INFO: json.dumps(info, separators=(",", ":"))}
     name = f"{part}.rank-{rank:05d}.safetensors"
@@ -179,12 +179,12 @@ def file_names(part: str, files: Collection[str]) -> list[str]:
 
 
 def share_names(part: str, files: Collection[str]) -> list[str]:
-    """Return those of a part's files that hold pieces; none where one process wrote it."""
+    """Return those of a part's files that hold shards; none where one process wrote it."""
     return [name for name in file_names(part, files) if name.startswith(f"{part}.rank-")]
 
 
 def read_part(folder: Path, part: str, files: Collection[str], *, device: str = "cpu") -> Any:
-    """Return the state of a part; tensors in pieces are SplitTensors, mapped from their files."""
+    """Return the state of a part; tensors in shards are SplitTensors, mapped from their files."""
     names, shares = file_names(part, files), share_names(part, files)
     tensors: dict[str, torch.Tensor | SplitTensor] = {}
     if f"{part}.safetensors" in names:
@@ -200,19 +200,19 @@ def read_part(folder: Path, part: str, files: Collection[str], *, device: str = 
 
 def _read_shares(paths: list[Path], *, device: str) -> dict[str, torch.Tensor | SplitTensor]:
     shapes: dict[str, Numbers] = {}
-    pieces: dict[str, list[tuple[Numbers, torch.Tensor]]] = {}
+    shards: dict[str, list[tuple[Numbers, torch.Tensor]]] = {}
     for path in paths:
         with safe_open(path, framework="pt", device="cpu") as file:
             try:
                 info = json.loads((file.metadata() or {})[SHARDING_INFO])
                 for key in sorted(file.keys()):
-                    piece = file.get_tensor(key)
+                    shard = file.get_tensor(key)
                     offsets, shape = _numbers(info[key][OFFSETS]), _numbers(info[key][WHOLE_SHAPE])
-                    _check_piece(piece, offsets, shape, shapes.setdefault(key, shape))
-                    pieces.setdefault(key, []).append((offsets, piece))
+                    _check_shard(shard, offsets, shape, shapes.setdefault(key, shape))
+                    shards.setdefault(key, []).append((offsets, shard))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise CheckpointError(f"It does not say where its pieces belong: {error!r}.", where=path) from error
-    return {key: _joined(key, shapes[key], found, device=device) for key, found in pieces.items()}
+                raise CheckpointError(f"It does not say where its shards belong: {error!r}.", where=path) from error
+    return {key: _joined(key, shapes[key], found, device=device) for key, found in shards.items()}
 
 
 def _numbers(value: Any) -> Numbers:
@@ -221,24 +221,24 @@ def _numbers(value: Any) -> Numbers:
     return tuple(value)
 
 
-def _check_piece(piece: torch.Tensor, offsets: Numbers, shape: Numbers, first_shape: Numbers) -> None:
-    if not len(offsets) == len(shape) == piece.ndim or shape != first_shape:
-        raise ValueError(f"a piece of {tuple(piece.shape)} at {offsets} of {shape}, of which others say {first_shape}")
-    if any(start + size > whole for start, size, whole in zip(offsets, piece.shape, shape, strict=True)):
-        raise ValueError(f"a piece of {tuple(piece.shape)} at {offsets} is beyond {shape}")
+def _check_shard(shard: torch.Tensor, offsets: Numbers, shape: Numbers, first_shape: Numbers) -> None:
+    if not len(offsets) == len(shape) == shard.ndim or shape != first_shape:
+        raise ValueError(f"a shard of {tuple(shard.shape)} at {offsets} of {shape}, of which others say {first_shape}")
+    if any(start + size > whole for start, size, whole in zip(offsets, shard.shape, shape, strict=True)):
+        raise ValueError(f"a shard of {tuple(shard.shape)} at {offsets} is beyond {shape}")
 
 
 def _joined(
-    key: str, shape: Numbers, pieces: list[tuple[Numbers, torch.Tensor]], *, device: str
+    key: str, shape: Numbers, shards: list[tuple[Numbers, torch.Tensor]], *, device: str
 ) -> torch.Tensor | SplitTensor:
-    if len({piece.dtype for _, piece in pieces}) != 1:
-        raise CheckpointError(f"The pieces of {key!r} are of several dtypes. Use another step.")
-    if (found := sum(piece.numel() for _, piece in pieces)) != math.prod(shape):
-        problem = f"The pieces of {key!r} hold {found} values instead of {math.prod(shape)}"
+    if len({shard.dtype for _, shard in shards}) != 1:
+        raise CheckpointError(f"The shards of {key!r} are of several dtypes. Use another step.")
+    if (found := sum(shard.numel() for _, shard in shards)) != math.prod(shape):
+        problem = f"The shards of {key!r} hold {found} values instead of {math.prod(shape)}"
         raise CheckpointError(f"{problem}. Use another step.")
-    if len(pieces) == 1:
-        return pieces[0][1].to(device)
-    return SplitTensor(shape, pieces)
+    if len(shards) == 1:
+        return shards[0][1].to(device)
+    return SplitTensor(shape, shards)
 
 
 def _is_flat(tree: Any) -> bool:

@@ -18,7 +18,7 @@ from trainwright.checkpoint.disk import FileFact
 from trainwright.checkpoint.encoding import Encoded, encode_split
 from trainwright.checkpoint.remote_files import RemoteFolder, RemotePath
 from trainwright.checkpoint.remote_store import AnyStore
-from trainwright.checkpoint.snapshot import StagedParts
+from trainwright.checkpoint.snapshot import HostSnapshot
 from trainwright.checkpoint.store import is_disk_full
 from trainwright.errors import CheckpointError
 from trainwright.parallel.collectives import Notes, NotesUnreachable, Ranks
@@ -95,13 +95,13 @@ class _Report:
     first_of_stage: int
     failure: CheckpointError | None = None
     digest: str = ""
-    """Of the names and shapes of all that lies in pieces: equal on the ranks of a stage, or pieces would be missing."""
+    """Of the names and shapes of all that lies in shards: equal on the ranks of a stage, or shards would be missing."""
     trees: Mapping[str, Any] | None = None
     keys: Mapping[str, frozenset[str]] | None = None
     """With a pipeline, of the first rank of each stage: its parts' trees, and the keys of their tensors."""
 
 
-def share_of(parts: Mapping[str, Any], ranks: Ranks) -> StagedParts:
+def share_of(parts: Mapping[str, Any], ranks: Ranks) -> HostSnapshot:
     """Returns what this rank writes of a checkpoint, sharing memory with the state; the first rank's has the trees.
 
     Every rank calls it. What any rank cannot save is rejected on all of them.
@@ -128,12 +128,12 @@ def share_of(parts: Mapping[str, Any], ranks: Ranks) -> StagedParts:
         all_trees = {part: trees.get(part, each.tree) for part, each in encoded.items()}
     else:
         all_trees = dict.fromkeys(encoded)
-    return StagedParts(
+    return HostSnapshot(
         {part: (all_trees[part], {key: encoded[part].tensors[key] for key in mine[part]}) for part in encoded},
         {
-            part: {key: each.places[key] for key in mine[part] if key in each.places}
+            part: {key: each.shard_locations[key] for key in mine[part] if key in each.shard_locations}
             for part, each in encoded.items()
-            if any(key in each.places for key in mine[part])
+            if any(key in each.shard_locations for key in mine[part])
         },
     )
 
@@ -151,7 +151,7 @@ def _reject_differences(reports: Sequence[_Report]) -> None:
         first = report.first_of_stage
         if report.digest != reports[first].digest:
             raise CheckpointError(
-                f"Ranks {first} and {rank} hold pieces of different tensors, so that no whole can be saved. Do the "
+                f"Ranks {first} and {rank} hold shards of different tensors, so that no whole can be saved. Do the "
                 "optimizers and hooks of all ranks have state for the same parameters?"
             )
 
@@ -169,12 +169,12 @@ def _mine(encoded: Encoded, taken: set[str], ranks: Ranks) -> list[str]:
     first = ranks.mesh.first_of_stage
     mine = []
     for key, tensor in encoded.tensors.items():
-        place = encoded.places.get(key)
+        place = encoded.shard_locations.get(key)
         layout = None if place is None else place.layout
         if layout is None:
             writes = ranks.rank == first
         else:
-            # A tensor without a value has no piece; that it was there, the first rank's file says.
+            # A tensor without a value has no shard; that it was there, the first rank's file says.
             is_somewhere = tensor.numel() > 0 or (ranks.rank == first and 0 in (place.shape if place else ()))
             writes = layout.is_written_here(first) and is_somewhere
         if writes and key not in taken:
@@ -244,7 +244,7 @@ CALL, COMMITTED, GIVEN_UP = "call", "committed", "given up"
 class SharedStore(Protocol):
     """What those that follow ask of a store."""
 
-    def write_share(self, place: str, staged: StagedParts, /, *, rank: int) -> dict[str, FileFact]:
+    def write_share(self, place: str, snapshot: HostSnapshot, /, *, rank: int) -> dict[str, FileFact]:
         """Writes what a rank holds, and returns the manifest's facts."""
 
 
@@ -339,7 +339,7 @@ class Together:
 
     # what the others do
 
-    def follow(self, store: SharedStore, staged: StagedParts) -> None:
+    def follow(self, store: SharedStore, snapshot: HostSnapshot) -> None:
         """Writes whenever the first rank calls, until it says what became of the save; raises if that failed."""
         while True:
             said = self._wait(0, "first", lambda said: said["says"] != CALL or said["attempt"] > self._attempt)
@@ -349,7 +349,7 @@ class Together:
                 raise CheckpointError(said["reason"])
             self._attempt = said["attempt"]
             try:
-                files = store.write_share(said["place"], staged, rank=self.rank)
+                files = store.write_share(said["place"], snapshot, rank=self.rank)
             except BaseException as error:
                 problem = str(error) if isinstance(error, CheckpointError | OSError) else f"unexpectedly {error!r}"
                 problems = {"error": problem, "is_disk_full": is_disk_full(error)}

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from trainwright.checkpoint.listing import CHECKPOINTS, Listed, checkpoints_place, list_checkpoints
+from trainwright.checkpoint.listing import CHECKPOINTS, Listed, checkpoints_location, list_checkpoints
 from trainwright.checkpoint.manifest import STEP_NAME
 from trainwright.checkpoint.remote_files import is_address, local_path, without_secrets
 from trainwright.checkpoint.retention import Retention, delete_all
@@ -30,7 +30,7 @@ _NONE = "–"
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckpointFolder:
     """Where checkpoints lie, and the run that they are of, where one is known."""
 
     checkpoints: str | Path
@@ -53,7 +53,7 @@ def checkpoints(
     ] = False,
 ) -> None:
     """List the checkpoints of a run: step, age, size, metric, and whether each is intact."""
-    place = find_place(run, needs_config=prune)
+    place = find_checkpoint_folder(run, needs_config=prune)
     found = list_checkpoints(place.checkpoints)
     if not found:
         print(f"There is no checkpoint in {place}.")
@@ -69,21 +69,21 @@ def checkpoints(
         print(_prune(place))
 
 
-def find_place(run: str, *, needs_config: bool) -> Place:
+def find_checkpoint_folder(run: str, *, needs_config: bool) -> CheckpointFolder:
     """Returns where the checkpoints are that `run` names: a run folder, its checkpoints folder, or an address."""
     if is_address(run):
-        place = Place(run)
+        place = CheckpointFolder(run)
     else:
         path = local_path(run)
         own, parent = path / CONFIG_FILE, path.absolute().parent / CONFIG_FILE
         if own.exists():
             config = _read_config(own, is_needed=needs_config)
-            checkpoints = path / CHECKPOINTS if config is None else checkpoints_place(path, config)
-            place = Place(checkpoints, path, config)
+            checkpoints = path / CHECKPOINTS if config is None else checkpoints_location(path, config)
+            place = CheckpointFolder(checkpoints, path, config)
         elif path.is_dir() and path.name == CHECKPOINTS and parent.exists():
-            place = Place(path, parent.parent, _read_config(parent, is_needed=needs_config))
+            place = CheckpointFolder(path, parent.parent, _read_config(parent, is_needed=needs_config))
         elif path.is_dir() and any(STEP_NAME.fullmatch(inner.name) for inner in path.iterdir()):
-            place = Place(path)
+            place = CheckpointFolder(path)
         else:
             what = "there is no such folder" if not path.exists() else f"it has neither {CONFIG_FILE} nor checkpoints"
             raise CheckpointError(
@@ -105,7 +105,7 @@ def _read_config(path: Path, *, is_needed: bool) -> RunConfig | None:
     return None
 
 
-def _verify(place: Place, found: Sequence[Listed]) -> list[Listed]:
+def _verify(place: CheckpointFolder, found: Sequence[Listed]) -> list[Listed]:
     """Returns the checkpoints with what reading them showed; those already known as damaged are not read."""
     from trainwright.checkpoint.remote_files import UnreachableError
     from trainwright.checkpoint.remote_store import open_store
@@ -128,7 +128,7 @@ def _verify(place: Place, found: Sequence[Listed]) -> list[Listed]:
     return [replace(one, problem=problems[one.step]) if one in read and one.step in problems else one for one in found]
 
 
-def _prune(place: Place) -> str:
+def _prune(place: CheckpointFolder) -> str:
     """Deletes by policy and returns what went, in a sentence. Checkpoints that are not whole neither count nor go."""
     from trainwright.checkpoint.folder import FolderLock
     from trainwright.checkpoint.remote_store import open_store
@@ -151,7 +151,7 @@ def _counts(one: Listed) -> bool:
     return not one.is_set_aside and not one.is_unfinished
 
 
-def _show(found: Sequence[Listed], place: Place, *, verified: bool) -> None:
+def _show(found: Sequence[Listed], place: CheckpointFolder, *, verified: bool) -> None:
     policy = None if place.config is None else Retention.of(place.config.checkpoint)
     metrics = {one.step: one.metrics for one in found if _counts(one) and one.problem is None}
     metric = _metric_shown(metrics, policy)

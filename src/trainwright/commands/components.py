@@ -108,8 +108,8 @@ def _show_list(catalogue: Catalogue) -> None:
 
 
 def _warn(catalogue: Catalogue) -> None:
-    for place, problem in catalogue.unreadable:
-        print(f"warning: {place}: {problem}. Its components are not listed; correct the file.", file=sys.stderr)
+    for location, problem in catalogue.unreadable:
+        print(f"warning: {location}: {problem}. Its components are not listed; correct the file.", file=sys.stderr)
 
 
 def _find(catalogue: Catalogue, name: str, *, what: str) -> Entry:
@@ -142,8 +142,8 @@ def _kinds() -> str:
 
 
 def _hidden(catalogue: Catalogue) -> str:
-    places = ", ".join(one.place for one in catalogue.unreadable)
-    return f" It may be in a file that cannot be read: {places}." if places else ""
+    locations = ", ".join(one.location for one in catalogue.unreadable)
+    return f" It may be in a file that cannot be read: {locations}." if locations else ""
 
 
 def _all_parameters(entry: Entry) -> tuple[Parameter, ...]:
@@ -159,7 +159,7 @@ def _parameters(entry: Entry) -> str:
 
 
 def _show_one(entry: Entry) -> None:
-    print(f"{entry.kind} {entry.type}   {entry.place}")
+    print(f"{entry.kind} {entry.type}   {entry.location}")
     print()
     print(entry.doc or "It has no docstring.")
     parameters = _all_parameters(entry)
@@ -173,7 +173,7 @@ def _show_one(entry: Entry) -> None:
         print("\nIts settings are those of the trainer section: see trainwright config --schema.")
     _show_presets(entry)
     for short in entry.registered:
-        print(f'\nIt is "{short}" too, once `imports` names its file: {entry.place.rpartition(":")[0]}.')
+        print(f'\nIt is "{short}" too, once `imports` names its file: {entry.location.rpartition(":")[0]}.')
     print("\nIn a run file:\n")
     text = snippet(entry)
     if sys.stdout.isatty():

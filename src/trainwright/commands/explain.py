@@ -50,13 +50,13 @@ def render(lines: list[Line], *, in_colour: bool = False, columns: int | None = 
     left = [f"{'  ' * line.depth}{_mark(line)}{line.text}" for line in lines]
     with_columns = [number for number, line in enumerate(lines) if line.kind in ("act", "phase") and _has_more(line)]
     text_width = max((len(left[number]) for number in with_columns if len(left[number]) <= WIDEST), default=0)
-    place_width = max((len(line.place) for line in lines if len(line.place) <= WIDEST), default=0)
+    location_width = max((len(line.location) for line in lines if len(line.location) <= WIDEST), default=0)
     texts = []
     for words, line in zip(left, lines, strict=True):
         if line.kind == "heading":
             texts.append("")
-        place = f"  {line.place:<{place_width}}" if line.kind == "act" else ""
-        text = f"{words:<{text_width}}{place}" if _has_more(line) else words
+        location = f"  {line.location:<{location_width}}" if line.kind == "act" else ""
+        text = f"{words:<{text_width}}{location}" if _has_more(line) else words
         remark = line.remark
         if columns is not None and line.kind == "act" and len(text) + 2 + len(remark) > columns:
             remark = f"{remark[: max(columns - len(text) - 3, 0)]}…" if columns - len(text) > SHORTEST else ""
@@ -66,7 +66,7 @@ def render(lines: list[Line], *, in_colour: bool = False, columns: int | None = 
 
 
 def _has_more(line: Line) -> bool:
-    return bool(line.place or line.remark)
+    return bool(line.location or line.remark)
 
 
 def _mark(line: Line) -> str:

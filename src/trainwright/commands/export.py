@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 
-class Format(StrEnum):
+class ExportFormat(StrEnum):
     """The layouts of files that a model can be written in."""
 
     huggingface = "huggingface"
@@ -29,8 +29,8 @@ def export(
     to: Annotated[Path, typer.Option(help="The folder to write.", show_default=False)],
     step: Annotated[str, typer.Option(help="Which checkpoint: latest, best, or a number.")] = "latest",
     file_format: Annotated[
-        Format, typer.Option("--format", help="huggingface: for transformers; safetensors: plain weights.")
-    ] = Format.huggingface,
+        ExportFormat, typer.Option("--format", help="huggingface: for transformers; safetensors: plain weights.")
+    ] = ExportFormat.huggingface,
     dtype: Annotated[
         Precision | None, typer.Option(help="Round the weights to this.", show_default="as they are")
     ] = None,

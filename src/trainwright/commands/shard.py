@@ -61,8 +61,10 @@ def describe_ranks(world_size: int, axes: dict[str, int]) -> str:
 def describe_batch(shapes: dict[str, list[int]], micro_batch_size: int, gradient_accumulation_steps: int) -> str:
     """Returns what one step of a rank takes in."""
     tensors = ", ".join(f"{name} {' × '.join(map(str, shape))}" for name, shape in shapes.items())
-    pieces = f"{gradient_accumulation_steps} micro-batches" if gradient_accumulation_steps > 1 else "one micro-batch"
-    return f"{pieces} of {micro_batch_size} ({tensors})"
+    micro_batches = (
+        f"{gradient_accumulation_steps} micro-batches" if gradient_accumulation_steps > 1 else "one micro-batch"
+    )
+    return f"{micro_batches} of {micro_batch_size} ({tensors})"
 
 
 def _show(found: Sharding, *, shows_all: bool) -> None:

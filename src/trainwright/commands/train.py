@@ -240,12 +240,12 @@ def _with_profile(config: RunConfig, mode: str, *, fast_dev_run: bool) -> RunCon
 
 def _say_if_nothing_is_there(config: RunConfig, model_dir: Path | None) -> None:
     from trainwright.checkpoint.folder import run_folder
-    from trainwright.checkpoint.listing import checkpoints_place, list_checkpoints
+    from trainwright.checkpoint.listing import checkpoints_location, list_checkpoints
 
     if model_dir is not None:
         config = config.derive({"name": model_dir.absolute().name})
     folder = run_folder(config) if model_dir is None else model_dir
-    if not list_checkpoints(checkpoints_place(folder, config)):
+    if not list_checkpoints(checkpoints_location(folder, config)):
         logger.warning("--resume: %s holds no checkpoint, so the run starts at step 0.", folder)
 
 

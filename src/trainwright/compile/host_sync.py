@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from trainwright.user_code.locations import PACKAGE, TORCH, Place, UserFiles, of_frame
+from trainwright.user_code.locations import PACKAGE, TORCH, SourceLocation, UserFiles, of_frame
 
 # The Python side of methods such as Tensor.__repr__: whoever called them is the one who asked.
 _WRAPPERS = tuple(TORCH + name for name in ("_tensor.py", "_tensor_str.py", "overrides.py", "functional.py"))
@@ -87,11 +87,11 @@ class Sighting:
     """One use at one place; `is_direct` unless the user's line called library code that did it."""
 
     use: HostUse
-    place: Place
+    location: SourceLocation
     is_direct: bool
 
 
-class Watch(TorchFunctionMode):
+class HostSyncMode(TorchFunctionMode):
     """Notes host uses by the user's code, and lets `on_values` look at each call before it runs.
 
     With `in_forward_only` a use counts only below a function named `forward`: what a user's eval_step does
@@ -103,7 +103,7 @@ class Watch(TorchFunctionMode):
         users: UserFiles,
         *,
         in_forward_only: bool = False,
-        on_values: Callable[[str, tuple[Any, ...], Mapping[str, Any], Place | None], None] | None = None,
+        on_values: Callable[[str, tuple[Any, ...], Mapping[str, Any], SourceLocation | None], None] | None = None,
     ) -> None:
         super().__init__()
         self.sightings: dict[tuple[str, str], Sighting] = {}
@@ -129,10 +129,10 @@ class Watch(TorchFunctionMode):
         frame, is_direct = self._users_frame()
         if frame is None or (self._in_forward_only and not _is_below_forward(frame)):
             return
-        place = of_frame(frame)
-        if use is _TO_HOST and not _is_written_out(place):
+        location = of_frame(frame)
+        if use is _TO_HOST and not _is_written_out(location):
             return
-        self.sightings.setdefault((str(place), use.what), Sighting(use, place, is_direct))
+        self.sightings.setdefault((str(location), use.what), Sighting(use, location, is_direct))
 
     def _users_frame(self) -> tuple[FrameType | None, bool]:
         """Returns the user's frame that asked for the operation, or None where trainwright or an optimizer did."""
@@ -150,7 +150,7 @@ class Watch(TorchFunctionMode):
 
 
 @contextmanager
-def watching(watch: Watch) -> Iterator[None]:
+def watching(watch: HostSyncMode) -> Iterator[None]:
     """Runs a pass under a watch, eagerly: what the user compiles himself runs as plain Python here."""
     with warnings.catch_warnings():
         # numpy's word on a `copy` argument that torch drops while a mode is active; the user can do nothing about it.
@@ -187,9 +187,9 @@ def _names_the_host(value: Any) -> bool:
     return isinstance(value, str) and value.partition(":")[0] == "cpu"
 
 
-def _is_written_out(place: Place) -> bool:
+def _is_written_out(location: SourceLocation) -> bool:
     """Is "cpu" what the line says, rather than what a choice between devices gave on this machine?"""
-    return "cpu" in place.text and " if " not in place.text and "is_available" not in place.text
+    return "cpu" in location.text and " if " not in location.text and "is_available" not in location.text
 
 
 def _index_parts(index: Any) -> tuple[Any, ...]:

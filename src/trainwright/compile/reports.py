@@ -42,24 +42,24 @@ _CACHE_COUNTERS = (("aot_autograd", "autograd_cache_hit"), ("inductor", "fxgraph
 class GraphBreak:
     """A place where a compiled forward falls into pieces."""
 
-    place: str
+    location: str
     """`file:line`: the user's where there is one."""
     reason: str
     advice: str
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.reason} {self.advice}"
+        return f"{self.location}: {self.reason} {self.advice}"
 
 
 @dataclass(frozen=True)
 class Recompilation:
     """A guard of a compiled graph that did not hold, and the line whose value it looks at."""
 
-    place: str
+    location: str
     guard: str
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.guard}"
+        return f"{self.location}: {self.guard}"
 
 
 @dataclass
@@ -131,7 +131,7 @@ class Compilations:
         """Returns the break that an exception of Dynamo's tells of."""
         text = str(error)
         stack = [(each.filename, each.lineno or 0) for each in getattr(error, "real_stack", None) or ()]
-        return GraphBreak(self._place_of(stack) or self._forward, *_words(text.strip()))
+        return GraphBreak(self._location_of(stack) or self._forward, *_words(text.strip()))
 
     def _begin_compilation(self, *_: Any) -> None:
         self._started, self._counted = time.perf_counter(), _count()
@@ -151,14 +151,14 @@ class Compilations:
         reason = text[found.start(1) :] if found else text
         if APART in reason:
             return  # a block that model.compile_repeated_blocks keeps apart
-        location = _LOCATION.search(text)
+        match = _LOCATION.search(text)
         stack = [(file, int(line)) for file, line in _FRAME.findall(text)]
-        place = self._place_of(stack) or (f"{shown_path(location[1])}:{location[2]}" if location else self._forward)
-        heard = GraphBreak(place, *_words(reason))
+        location = self._location_of(stack) or (f"{shown_path(match[1])}:{match[2]}" if match else self._forward)
+        graph_break = GraphBreak(location, *_words(reason))
         # A broken function is traced again piece by piece, and tells of the same break each time.
-        if (place, heard.reason) not in self.breaks:
-            self.breaks[place, heard.reason] = heard
-            self._news.breaks.append(heard)
+        if (location, graph_break.reason) not in self.breaks:
+            self.breaks[location, graph_break.reason] = graph_break
+            self._news.breaks.append(graph_break)
         self.has_news = True
 
     def _hear_recompilation(self, text: str) -> None:
@@ -167,10 +167,10 @@ class Compilations:
         if guard == _BY_DESIGN:
             return
         stack = [(file, int(line)) for file, line in _FRAME.findall(text)]
-        self._news.recompilations.append(Recompilation(self._place_of(stack) or self._forward, guard))
+        self._news.recompilations.append(Recompilation(self._location_of(stack) or self._forward, guard))
         self.has_news = True
 
-    def _place_of(self, stack: Iterable[tuple[str, int]]) -> str | None:
+    def _location_of(self, stack: Iterable[tuple[str, int]]) -> str | None:
         """Returns the user's innermost line inside of what is compiled."""
         found = None
         for file, line in stack:

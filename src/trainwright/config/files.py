@@ -27,19 +27,19 @@ _FILE_REFERENCE = re.compile(r"(?P<file>[^:]+\.py):(?P<name>[A-Za-z_][\w.]*)")
 
 
 @dataclass(frozen=True)
-class Document:
+class ConfigDocument:
     """The settings of a file and of all that it extends, and the folder that relative paths start from."""
 
     settings: Node
     project_dir: Path
 
 
-def read_document(path: str | os.PathLike[str]) -> Document:
+def read_document(path: str | os.PathLike[str]) -> ConfigDocument:
     """Return the file at `path`, laid over the files that it extends."""
     return _read(Path(path), (), shown=shown_path(path))
 
 
-def resolve_document(settings: Node, folder: Path, chain: tuple[Path, ...] = ()) -> Document:
+def resolve_document(settings: Node, folder: Path, chain: tuple[Path, ...] = ()) -> ConfigDocument:
     """Return `settings`, which were written in `folder`, laid over all that they extend.
 
     A saved run's `project_dir` takes the place of `folder`. `chain` holds the files being read, outermost first.
@@ -52,15 +52,15 @@ def resolve_document(settings: Node, folder: Path, chain: tuple[Path, ...] = ())
     for entry in _extended(settings):
         base = _read(_find_extended(entry, folder), chain, extended_at=entry.origin)
         merged = merge(merged, _relative_to(project_dir, base))
-    return Document(merge(merged, settings.without("extends", "project_dir")), project_dir)
+    return ConfigDocument(merge(merged, settings.without("extends", "project_dir")), project_dir)
 
 
-def lay_over(document: Document, paths: Iterable[str | os.PathLike[str]]) -> Document:
+def lay_over(document: ConfigDocument, paths: Iterable[str | os.PathLike[str]]) -> ConfigDocument:
     """Return `document` with the files laid over it, each over the ones before; the folder stays its own."""
     settings = document.settings
     for path in paths:
         settings = merge(settings, _relative_to(document.project_dir, read_document(path)))
-    return Document(settings, document.project_dir)
+    return ConfigDocument(settings, document.project_dir)
 
 
 def save_document(path: str | os.PathLike[str], settings: dict[str, Any]) -> None:
@@ -84,7 +84,7 @@ def save_document(path: str | os.PathLike[str], settings: dict[str, Any]) -> Non
 
 def _read(
     path: Path, chain: tuple[Path, ...], *, shown: str | None = None, extended_at: Origin | None = None
-) -> Document:
+) -> ConfigDocument:
     file = absolute(path)
     shown = shown or shown_path(file)
     if file in chain:
@@ -154,7 +154,7 @@ def _packaged_files() -> dict[str, Path]:
     return {path: folder / path for path in paths if not path.startswith("sharding/")}
 
 
-def _relative_to(project_dir: Path, base: Document) -> Node:
+def _relative_to(project_dir: Path, base: ConfigDocument) -> Node:
     """Return the settings of an extended file with its `file.py:Name` made relative to the given file's folder."""
     if base.project_dir == project_dir:
         return base.settings

@@ -45,7 +45,7 @@ def run_schema(type_names: Mapping[str, Sequence[str]]) -> Json:
     for name, kinds in _KINDS.items():
         for key, kind in kinds.items():
             properties = sections[name]["properties"]
-            properties[key] = _place_components(properties[key], kind)
+            properties[key] = _insert_components(properties[key], kind)
     _widen(sections, type_names)
     run = sections.pop("RunConfig")
     run["properties"] = {**_file_keys(), **run["properties"]}
@@ -72,16 +72,16 @@ def _clean(schema: Any) -> Any:
     return cleaned
 
 
-def _place_components(schema: Any, kind: str) -> Any:
+def _insert_components(schema: Any, kind: str) -> Any:
     """Put a reference to the component's kind where Component left its mark."""
     if isinstance(schema, list):
-        return [_place_components(item, kind) for item in schema]
+        return [_insert_components(item, kind) for item in schema]
     if not isinstance(schema, dict):
         return schema
     if "component" in schema:
         kept = {key: value for key, value in schema.items() if key != "component"}
         return {"$ref": f"#/$defs/{kind}", **kept}
-    return {key: _place_components(value, kind) for key, value in schema.items()}
+    return {key: _insert_components(value, kind) for key, value in schema.items()}
 
 
 def _component(kind: str, type_names: Sequence[str]) -> Json:

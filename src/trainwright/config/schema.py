@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 from trainwright.config import yaml_text
 from trainwright.config.checks import check_across, check_trainer_keys
 from trainwright.config.component import Component, ModelSection
-from trainwright.config.files import Document, lay_over, read_document, resolve_document, save_document
+from trainwright.config.files import ConfigDocument, lay_over, read_document, resolve_document, save_document
 from trainwright.config.frozen import Frozen, plain_scalar, same, thaw
 from trainwright.config.overrides import apply_overrides, replace_at
 from trainwright.config.problems import Problem, describe, explain, raise_all, reject
@@ -96,7 +96,7 @@ class RunConfig(Section):
         """Read a YAML file, all that it extends and the overrides (`a.b=value`), and check everything."""
         document = read_document(path)
         named = merge(plant({"name": Path(path).stem}, {}), document.settings)
-        return cls._assemble(Document(named, document.project_dir), overrides)
+        return cls._assemble(ConfigDocument(named, document.project_dir), overrides)
 
     @classmethod
     def from_dict(
@@ -122,7 +122,7 @@ class RunConfig(Section):
         for dotted, value in values.items():
             path = tuple(dotted.split("."))
             tree = replace_at(tree, path, plant(_plain(value, path), self._origins, path))
-        return self._assemble(Document(tree, self.project_dir), ())
+        return self._assemble(ConfigDocument(tree, self.project_dir), ())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write every setting and the project's folder as YAML; `load` reads an equal config back."""
@@ -159,7 +159,7 @@ class RunConfig(Section):
     __hash__ = None  # type: ignore[assignment]  # settings hold mappings, which have no hash
 
     @classmethod
-    def _assemble(cls, document: Document, overrides: Iterable[str]) -> RunConfig:
+    def _assemble(cls, document: ConfigDocument, overrides: Iterable[str]) -> RunConfig:
         """Check a whole tree and return its config; all problems are raised in one error."""
         tree = apply_overrides(merge(plant(_DEFAULT_COMPONENTS, {}), document.settings), overrides)
         origins = dict(tree.origins())
@@ -263,7 +263,7 @@ def layered_config(
     document, single = lay_over(resolve_document(settings, folder), files), []
     for text in overrides:
         if text.lstrip().startswith("{"):
-            document = Document(merge(document.settings, _mapping(text)), document.project_dir)
+            document = ConfigDocument(merge(document.settings, _mapping(text)), document.project_dir)
         else:
             single.append(text)
     return RunConfig._assemble(document, single)

@@ -22,14 +22,14 @@ from trainwright.data.cache import hold_for_reading
 from trainwright.data.fetch import positive_indices
 from trainwright.errors import DataError
 
-Place = tuple[str | int, ...]
+FieldPath = tuple[str | int, ...]
 """The keys and indices that lead to a value in a sample."""
 
 
 class Empty(NamedTuple):
     """An array without elements."""
 
-    place: Place
+    field_path: FieldPath
     dtype: str
     shape: tuple[int, ...]
 
@@ -37,13 +37,18 @@ class Empty(NamedTuple):
 def forms_of(samples: Sequence[Mapping[str, Any]], empties: Sequence[Sequence[Empty]]) -> list[str | None]:
     """Returns the form of each sample of a batch, or None where the columns say all."""
     dicts = [list(_dicts_in(sample)) for sample in samples]
-    keys: dict[Place, dict[str, None]] = {}
+    keys: dict[FieldPath, dict[str, None]] = {}
     for found in dicts:
-        for place, value in found:
-            keys.setdefault(_column_of(place), {}).update(dict.fromkeys(value))
+        for field_path, value in found:
+            keys.setdefault(_column_of(field_path), {}).update(dict.fromkeys(value))
     forms: list[str | None] = []
     for found, empty in zip(dicts, empties, strict=True):
-        lacking = [[*place, key] for place, value in found for key in keys[_column_of(place)] if key not in value]
+        lacking = [
+            [*field_path, key]
+            for field_path, value in found
+            for key in keys[_column_of(field_path)]
+            if key not in value
+        ]
         forms.append(json.dumps({"lacking": lacking, "empty": empty}) if lacking or empty else None)
     return forms
 
@@ -51,37 +56,37 @@ def forms_of(samples: Sequence[Mapping[str, Any]], empties: Sequence[Sequence[Em
 def restore(sample: dict[str, Any], form: str) -> None:
     """Makes a sample that was read from the columns what it was."""
     facts = json.loads(form)
-    for place, dtype, shape in facts["empty"]:
-        _parent_of(sample, place)[place[-1]] = torch.empty(shape, dtype=getattr(torch, dtype))
-    for place in facts["lacking"]:
+    for field_path, dtype, shape in facts["empty"]:
+        _parent_of(sample, field_path)[field_path[-1]] = torch.empty(shape, dtype=getattr(torch, dtype))
+    for field_path in facts["lacking"]:
         # Where the whole batch lacks the key, there is no column to take it from.
-        _parent_of(sample, place).pop(place[-1], None)
+        _parent_of(sample, field_path).pop(field_path[-1], None)
 
 
-def _parent_of(sample: Any, place: Sequence[str | int]) -> Any:
+def _parent_of(sample: Any, field_path: Sequence[str | int]) -> Any:
     """Returns the dict or list that holds a place; a tensor on the way there was a list of unequal empty arrays."""
-    for step in place[:-1]:
+    for step in field_path[:-1]:
         if isinstance(sample[step], torch.Tensor):
             sample[step] = list(sample[step].unbind())
         sample = sample[step]
     return sample
 
 
-def _dicts_in(value: Any, place: Place = ()) -> Iterator[tuple[Place, dict[str, Any]]]:
+def _dicts_in(value: Any, field_path: FieldPath = ()) -> Iterator[tuple[FieldPath, dict[str, Any]]]:
     if isinstance(value, dict):
-        yield place, value
+        yield field_path, value
         for key, item in value.items():
             if isinstance(item, (dict, list)):
-                yield from _dicts_in(item, (*place, key))
+                yield from _dicts_in(item, (*field_path, key))
     elif isinstance(value, list):
         for index, item in enumerate(value):
             if isinstance(item, (dict, list)):
-                yield from _dicts_in(item, (*place, index))
+                yield from _dicts_in(item, (*field_path, index))
 
 
-def _column_of(place: Place) -> Place:
+def _column_of(field_path: FieldPath) -> FieldPath:
     """Returns the place without its indices: all elements of a list are in one column."""
-    return tuple(0 if isinstance(step, int) else step for step in place)
+    return tuple(0 if isinstance(step, int) else step for step in field_path)
 
 
 Reader = Callable[[int], Any]
@@ -110,7 +115,7 @@ def import_arrow() -> Any:
     return pyarrow
 
 
-def to_storable(value: Any, name: str, empties: list[Empty] | None = None, *, place: Place = ()) -> Any:
+def to_storable(value: Any, name: str, empties: list[Empty] | None = None, *, field_path: FieldPath = ()) -> Any:
     """Returns a value that Arrow can store: tensors and lists of numbers as arrays, the rest as plain Python.
 
     `name` is where the value stands in the sample, for the error, and `place` the same as keys and indices. The empty
@@ -122,28 +127,28 @@ def to_storable(value: Any, name: str, empties: list[Empty] | None = None, *, pl
         value = _to_numpy(value)
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "biuf":
-            return to_storable(value.tolist(), name, empties, place=place)
+            return to_storable(value.tolist(), name, empties, field_path=field_path)
         if value.ndim == 0:
             return value.item()
         if not value.size and empties is not None:
-            empties.append(Empty(place, _RETURNED[value.dtype.kind, value.dtype.itemsize == 1], value.shape))
+            empties.append(Empty(field_path, _RETURNED[value.dtype.kind, value.dtype.itemsize == 1], value.shape))
         return _nested_rows(_narrow(value, name))
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
         return {
-            str(key): to_storable(item, f"{name}.{key}", empties, place=(*place, str(key)))
+            str(key): to_storable(item, f"{name}.{key}", empties, field_path=(*field_path, str(key)))
             for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return _list_to_storable(value, name, empties, place=place)
+        return _list_to_storable(value, name, empties, field_path=field_path)
     raise TypeError(
         f"{name} is a {type(value).__name__}, which cannot be cached. "
         "Use numbers, texts, bytes, tensors, arrays, and lists and dicts of them"
     )
 
 
-def _list_to_storable(value: Any, name: str, empties: list[Empty] | None, *, place: Place) -> Any:
+def _list_to_storable(value: Any, name: str, empties: list[Empty] | None, *, field_path: FieldPath) -> Any:
     kinds = set(map(type, value))
     if kinds == {int}:
         return _int_array(value, name)
@@ -151,8 +156,11 @@ def _list_to_storable(value: Any, name: str, empties: list[Empty] | None, *, pla
         return _narrow(np.array(value, dtype=np.float64), name)
     if kinds and kinds <= {np.ndarray, torch.Tensor} and len({(item.dtype, item.shape) for item in value}) == 1:
         # Equal arrays come back as one, so it is that one which may be empty.
-        return to_storable(np.stack([_to_numpy(item) for item in value]), name, empties, place=place)
-    return [to_storable(item, f"{name}[{index}]", empties, place=(*place, index)) for index, item in enumerate(value)]
+        return to_storable(np.stack([_to_numpy(item) for item in value]), name, empties, field_path=field_path)
+    return [
+        to_storable(item, f"{name}[{index}]", empties, field_path=(*field_path, index))
+        for index, item in enumerate(value)
+    ]
 
 
 def _to_numpy(value: Any) -> npt.NDArray[Any]:
@@ -355,7 +363,9 @@ class StoredSample(NamedTuple):
     def of(cls, sample: Mapping[str, Any]) -> StoredSample:
         """Converts a sample; what Arrow has no type for raises TypeError, naming the key."""
         empties: list[Empty] = []
-        values = {str(key): to_storable(value, str(key), empties, place=(str(key),)) for key, value in sample.items()}
+        values = {
+            str(key): to_storable(value, str(key), empties, field_path=(str(key),)) for key, value in sample.items()
+        }
         if _FORM in values:
             raise TypeError(f'"{_FORM}" is a key of the cache itself; call it otherwise')
         return cls(values, empties)
@@ -554,10 +564,10 @@ class _OpenFiles:
         return found
 
     def _make_readers(self, batch: int) -> _Readers:
-        number, place = self._places[batch]
+        number, field_path = self._places[batch]
         if number not in self._files:
             self._files[number] = self._arrow.ipc.open_file(self._arrow.memory_map(str(self._paths[number])))
-        columns = self._files[number].get_batch(place)
+        columns = self._files[number].get_batch(field_path)
         names = columns.schema.names
         readers = [
             (field.name, make_reader(columns.column(field.name), field.type))

@@ -85,9 +85,9 @@ class OnError:
         self.skips = skips
         self._at_most = at_most
         self._file = None if folder is None else folder / SKIPPED_ROWS
-        self._known: set[Failure] | None = None
+        self._known: set[RowFailure] | None = None
 
-    def note(self, failures: Sequence[Failure], *, of: str = "data.train") -> None:
+    def note(self, failures: Sequence[RowFailure], *, of: str = "data.train") -> None:
         """Lists rows of a set that were left out; raises where they are too many."""
         if not failures:
             return
@@ -105,19 +105,19 @@ class OnError:
                 )
             logger.warning("Left out: %s.", failure.describe())
 
-    def _list(self, failure: Failure) -> None:
+    def _list(self, failure: RowFailure) -> None:
         if self._file is not None:
             # One write of one short line, appended: ranks may list rows at the same time.
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(failure.to_dict()) + "\n")
 
-    def _read(self) -> set[Failure]:
+    def _read(self) -> set[RowFailure]:
         if self._file is None or not self._file.exists():
             return set()
         known = set()
         for line in self._file.read_text(encoding="utf-8").splitlines():
             try:
-                known.add(Failure(**json.loads(line)))
+                known.add(RowFailure(**json.loads(line)))
             except (ValueError, TypeError):
                 continue  # the last line of a run that was killed
         return known
@@ -129,7 +129,7 @@ _SAMPLE_STREAM, _BATCH_STREAM = 0xDA7A, 0xBA7C  # keep samples', batches' and st
 
 
 @dataclass(frozen=True)
-class Failure:
+class RowFailure:
     """A row that cannot be read. Two are the same if the row is: messages may hold addresses."""
 
     source: str
@@ -141,7 +141,7 @@ class Failure:
     """The set that the row belongs to."""
 
     @classmethod
-    def from_error(cls, error: Exception, *, source: str, row: int, lane: int | None = None) -> Failure:
+    def from_error(cls, error: Exception, *, source: str, row: int, lane: int | None = None) -> RowFailure:
         """Describes an exception."""
         return cls(source, row, f"{type(error).__name__}: {error}", lane)
 
@@ -186,7 +186,7 @@ class Fetched(NamedTuple):
     batch: Any
     num_samples: int
     """How many samples count; 0 for a stand-in, which only takes part."""
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[RowFailure, ...] = ()
     """Rows that were left out because they cannot be read."""
     cursors: tuple[tuple[int, Any], ...] = ()
     """Where a stream can be entered again: (lane, cursor)."""
@@ -300,7 +300,7 @@ class SampleFetcher(Dataset[Any]):
         found: list[int] = self.order.indices(span.start, span.stop).tolist()
         return found
 
-    def _collate(self, span: Span, samples: list[Any], failures: list[Failure]) -> Fetched:
+    def _collate(self, span: Span, samples: list[Any], failures: list[RowFailure]) -> Fetched:
         num_samples = 0 if span.is_stand_in else len(samples)
         return Fetched(self.collator(samples or self._find_stand_in(span)), num_samples, tuple(failures))
 
@@ -315,7 +315,7 @@ class SampleFetcher(Dataset[Any]):
                         return samples
         raise DataError(f"data.on_error: skip, but no sample of {type(self.dataset).__name__} can be read.")
 
-    def _read(self, span: Span) -> tuple[list[Any], list[Failure]]:
+    def _read(self, span: Span) -> tuple[list[Any], list[RowFailure]]:
         indices = self._indices(span)
         if not self._drawn_by_samples:
             try:
@@ -325,7 +325,7 @@ class SampleFetcher(Dataset[Any]):
                     raise
         return self._read_one_by_one(span, indices)
 
-    def _read_one_by_one(self, span: Span, indices: list[int]) -> tuple[list[Any], list[Failure]]:
+    def _read_one_by_one(self, span: Span, indices: list[int]) -> tuple[list[Any], list[RowFailure]]:
         """Reads each sample with generators of its own, and leaves out what cannot be read where that is wished."""
         samples, failures = [], []
         dataset, indices = _locate(self.dataset, indices)
@@ -388,10 +388,10 @@ def _name_the_row(error: Exception, dataset: Any, indices: list[int]) -> None:
             return
 
 
-def _failure(error: Exception, dataset: Any, index: int) -> Failure:
+def _failure(error: Exception, dataset: Any, index: int) -> RowFailure:
     """Describes a row by its source: one in a mixture of several is counted in that."""
     name, row = dataset.locate(index) if hasattr(type(dataset), "locate") else (type(dataset).__name__, index)
-    return Failure.from_error(error, source=name, row=row)
+    return RowFailure.from_error(error, source=name, row=row)
 
 
 def draws_nothing(dataset: Any) -> bool:

@@ -35,7 +35,7 @@ _PLAN_STREAM = 0x9ACC  # keeps the plan's permutation apart from the epochs' one
 
 
 @dataclass(frozen=True)
-class Plan:
+class PackingPlan:
     """The pieces of all rows, row after row: piece p is `sizes[p]` tokens of `documents[p]` from `offsets[p]` on."""
 
     length: int
@@ -65,7 +65,7 @@ class Plan:
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def make_plan(lengths: Indices, *, length: int, seed: int) -> Plan:
+def make_plan(lengths: Indices, *, length: int, seed: int) -> PackingPlan:
     """Packs documents of these lengths into rows of `length` tokens.
 
     A document longer than a row is cut: whole rows of it come first, and its rest is packed like a document. The
@@ -85,7 +85,7 @@ def make_plan(lengths: Indices, *, length: int, seed: int) -> Plan:
     by_row = np.argsort(rows, kind="stable")
     pieces = pieces[by_row]
     per_row = np.concatenate([np.ones(num_whole, dtype=np.int64), np.bincount(rows)])
-    return Plan(
+    return PackingPlan(
         length=length,
         lengths=lengths,
         documents=np.concatenate([whole_documents, pieces]),
@@ -575,7 +575,7 @@ class PackedDocuments(Dataset[dict[str, Tensor]]):
         return PackedDocuments(source, row_format=self.row_format, reader=self.reader, run_seed=self.run_seed)
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> PackingPlan:
         """Which piece of which document stands where in which row."""
         plan = make_plan(self._count_tokens(), length=self.row_format.length, seed=self.run_seed)
         logger.info(

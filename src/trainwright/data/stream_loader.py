@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from trainwright.data.collators import reject_lists
 from trainwright.data.fetch import Collator, Fetched, OnError, View
 from trainwright.data.loader import EvalData, LeftOut, TrainData
-from trainwright.data.streams import Cursor, LaneFetcher, Layout, Reading, Request, choose_layout
+from trainwright.data.streams import Cursor, LaneFetcher, LaneLayout, Request, StreamReading, choose_layout
 from trainwright.data.workers import LoaderOptions, ToDevice, deliver
 from trainwright.errors import DataError
 
@@ -37,7 +37,7 @@ def _alone(*counts: int) -> tuple[int, ...]:
 class _Progress:
     """How far a pass over a stream has come: what has been returned of each lane."""
 
-    def __init__(self, layout: Layout, *, block_size: int) -> None:
+    def __init__(self, layout: LaneLayout, *, block_size: int) -> None:
         self.layout = layout
         self.block_size = block_size
         self.batch = 0
@@ -107,7 +107,7 @@ class _Progress:
     def from_state(cls, state: Mapping[str, Any]) -> _Progress:
         """Takes up a saved progress, with the lanes and blocks that it had."""
         used = [int(number) for number in state["used"]]
-        layout = Layout(state["columns"], len(used) // state["columns"])
+        layout = LaneLayout(state["columns"], len(used) // state["columns"])
         progress = cls(layout, block_size=int(state["block_size"]))
         progress.batch, progress.places, progress.used = int(state["batch"]), int(state["places"]), used
         for lane, cursor in state["cursors"].items():
@@ -174,7 +174,7 @@ class StreamData:
     def _one_pass(self, to_device: ToDevice) -> Generator[Any, None, bool]:
         """Yields the rest of a pass; returns whether it has ended, rather than met the limit."""
         progress, layout = self._progress, self._progress.layout
-        reading = Reading(
+        reading = StreamReading(
             seed=self._seed,
             epoch=self.epoch,
             block_size=progress.block_size,
@@ -305,8 +305,8 @@ class EvalStream:
     def batches(self, to_device: ToDevice) -> Generator[Any, None, None]:
         """Returns this rank's batches; every rank gets as many, a stand-in where it has no sample."""
         # One lane, read by every rank: samples keep the stream's order, in which ranks' results are joined.
-        progress = _Progress(Layout(), block_size=UNSHUFFLED_BLOCK_SIZE)
-        reading = Reading(
+        progress = _Progress(LaneLayout(), block_size=UNSHUFFLED_BLOCK_SIZE)
+        reading = StreamReading(
             seed=self._seed,
             epoch=0,
             block_size=progress.block_size,

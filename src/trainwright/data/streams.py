@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import Dataset
 
-from trainwright.data.fetch import Collator, Failure, Fetched, StreamBrokenError, draws_nothing, make_in_project
+from trainwright.data.fetch import Collator, Fetched, RowFailure, StreamBrokenError, draws_nothing, make_in_project
 from trainwright.data.order import chain_seed, mix_seed, permute
 from trainwright.data.randomness import preserve_generators, seed_generators
 from trainwright.data.workers import without_worker_info
@@ -138,7 +138,7 @@ class Cursor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class StreamReading:
     """How every lane of a stream is read."""
 
     seed: int
@@ -155,7 +155,7 @@ class Run:
     """What lanes have at runs of places; it grows as they are read."""
 
     samples: list[Any] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[RowFailure] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     """The source of each sample, where the stream is a mixture."""
 
@@ -168,7 +168,7 @@ class Run:
         for number, row in enumerate(rows):
             if isinstance(row, Exception):
                 raise row
-            if isinstance(row, Failure):
+            if isinstance(row, RowFailure):
                 self.failures.append(row)
             else:
                 self.samples.append(row)
@@ -178,7 +178,7 @@ class Run:
 class Lane:
     """One lane, read by this process."""
 
-    def __init__(self, stream: Any, *, number: int, cursor: Cursor, reading: Reading) -> None:
+    def __init__(self, stream: Any, *, number: int, cursor: Cursor, reading: StreamReading) -> None:
         entered = cursor if cursor.state is not None else Cursor()
         self.cursors: list[tuple[int, Cursor]] = [(number, entered)]
         """Block starts that were passed since somebody last took this list, with the lane's number."""
@@ -258,10 +258,10 @@ class Lane:
             self._rows = [self._rows[number] for number in order]
             self._sources = [self._sources[number] for number in order] if self._sources else []
 
-    def _take(self, error: Exception) -> Failure | Exception:
+    def _take(self, error: Exception) -> RowFailure | Exception:
         """Returns what stands in the row's place: the error itself, to be raised when its turn comes, or a Failure."""
         lane = self._number if self._reading.num_lanes > 1 else None
-        failure = Failure.from_error(error, source=self._source, row=self._row + len(self._rows), lane=lane)
+        failure = RowFailure.from_error(error, source=self._source, row=self._row + len(self._rows), lane=lane)
         if self._reading.skips_errors and not isinstance(error, StreamBrokenError):
             return failure
         failure.annotate(error)
@@ -278,7 +278,7 @@ class Lane:
 _COLLATOR_STREAM = 0xC011  # keeps the collator's seeds apart from those of rows
 
 
-class Layout(NamedTuple):
+class LaneLayout(NamedTuple):
     """How many lanes there are: columns across a batch, groups that take turns from batch to batch."""
 
     columns: int = 1
@@ -304,7 +304,7 @@ class Request(NamedTuple):
     """(lane, first place in it, number of places)."""
 
 
-def choose_layout(stream: Any, num_ranks: int, num_workers: int) -> Layout:
+def choose_layout(stream: Any, num_ranks: int, num_workers: int) -> LaneLayout:
     """Returns as many lanes as there are readers, where the stream's shards can be dealt to them about evenly."""
     shards = int(getattr(stream, "num_shards", 1)) if hasattr(stream, "shard") else 1
 
@@ -320,14 +320,20 @@ def choose_layout(stream: Any, num_ranks: int, num_workers: int) -> Layout:
         logger.info(
             "%s has %s: its %d readers read rows that others use, and drop them.", type(stream).__name__, why, readers
         )
-    return Layout(columns, groups)
+    return LaneLayout(columns, groups)
 
 
 class LaneFetcher(Dataset[Any]):
     """Fetches and collates places of lanes; runs in workers too, each with lanes opened as they are needed."""
 
     def __init__(
-        self, stream: Any, *, layout: Layout, reading: Reading, cursors: Mapping[int, Cursor], collator: Collator
+        self,
+        stream: Any,
+        *,
+        layout: LaneLayout,
+        reading: StreamReading,
+        cursors: Mapping[int, Cursor],
+        collator: Collator,
     ) -> None:
         self._stream = stream
         self._layout = layout

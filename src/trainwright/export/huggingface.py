@@ -19,7 +19,7 @@ from trainwright.config import RunConfig
 from trainwright.config.yaml_text import absolute
 from trainwright.data.tokenizer import TextTokenizer, tokenizer_of
 from trainwright.errors import CheckpointError, ConfigError, TrainwrightError
-from trainwright.export.load import FORMATS, export_folder, find_source, load_checkpoint, without_places, write_settings
+from trainwright.export.load import FORMATS, export_folder, find_source, load_checkpoint, without_paths, write_settings
 from trainwright.models.key_map import KeyMap
 from trainwright.models.lora import merge_lora
 from trainwright.models.model import Model
@@ -192,7 +192,7 @@ def _model_settings(model: nn.Module, config: RunConfig) -> dict[str, Any]:
     settings = {"type": config.model.type, **(model.settings if isinstance(model, Model) else arguments)}
     if "replace" in config.model.reserved:
         settings["replace"] = config.model.reserved["replace"]
-    return {"model": without_places(settings)}
+    return {"model": without_paths(settings)}
 
 
 def _add_tokenizer(config: RunConfig, folder: Path) -> None:

@@ -17,7 +17,7 @@ from trainwright.build.run import build_model
 from trainwright.checkpoint import contents
 from trainwright.checkpoint.encoding import SplitTensor
 from trainwright.checkpoint.folder import find_run, read_config
-from trainwright.checkpoint.listing import checkpoints_place
+from trainwright.checkpoint.listing import checkpoints_location
 from trainwright.checkpoint.remote_store import AnyStore, open_store
 from trainwright.checkpoint.resume import pick_step
 from trainwright.config import RunConfig
@@ -83,7 +83,7 @@ def export_folder(folder: Path, *, run: str, file_format: str, overwrite: bool =
     with staged(folder, replaces=earlier or (), first=EXPORT_FILE) as staging:
         yield staging
         for path in staging.glob("*config.json"):
-            _forget_places(path)
+            _forget_paths(path)
         written = sorted({*(path.name for path in staging.iterdir()), EXPORT_FILE})
         _reject_other_weights(folder, {*written, *(earlier or ())}, written)
         facts = {"written_by": "trainwright", "run": run, "format": file_format}
@@ -140,23 +140,23 @@ def write_settings(folder: Path, settings: dict[str, Any]) -> None:
         save_document(folder / SECTION_FILE, settings)
 
 
-def without_places(value: Any) -> Any:
+def without_paths(value: Any) -> Any:
     """Returns settings in which a path that begins at a root or a home is its last part: nobody else has it."""
     if isinstance(value, Mapping):
-        return {key: without_places(item) for key, item in value.items()}
+        return {key: without_paths(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [without_places(item) for item in value]
+        return [without_paths(item) for item in value]
     if isinstance(value, Path):
         value = str(value)
-    return re.split(r"[/\\]", value)[-1] if isinstance(value, str) and is_place(value) else value
+    return re.split(r"[/\\]", value)[-1] if isinstance(value, str) and is_path(value) else value
 
 
-def is_place(text: str) -> bool:
+def is_path(text: str) -> bool:
     """Is this a path of one machine alone: one that begins at a root, a drive or a home?"""
     return PurePosixPath(text).is_absolute() or PureWindowsPath(text).is_absolute() or text.startswith("~")
 
 
-def _forget_places(path: Path) -> None:
+def _forget_paths(path: Path) -> None:
     """Takes out of a JSON file what libraries tell in it of where a model or tokenizer was read from."""
     content = json.loads(path.read_text("utf-8"))
     if not isinstance(content, dict):
@@ -164,7 +164,7 @@ def _forget_places(path: Path) -> None:
     kept = {
         key: value
         for key, value in content.items()
-        if not (isinstance(value, str) and re.search("path|file|dir", key) and is_place(value))
+        if not (isinstance(value, str) and re.search("path|file|dir", key) and is_path(value))
     }
     if kept != content:
         path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -184,7 +184,7 @@ def load_checkpoint(
         raise CheckpointError(f"{run_or_folder} is one checkpoint, but step {step} is asked for. Give the run folder.")
     config = read_config(folder)
     assert config is not None  # find_source saw it
-    store = open_store(checkpoints_place(folder, config))
+    store = open_store(checkpoints_location(folder, config))
     chosen = pick_step(store, step if named_step is None else named_step, best=config.checkpoint.keep_best)
     if config.model is None and config.task is None and config.trainer.type == "trainer":
         raise CheckpointError(

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainwright.config.problems import suggest
 from trainwright.errors import ConfigError
-from trainwright.loop.hook import MOMENTS, TOLD, Hook
+from trainwright.loop.hook import EVENT_ARGUMENTS, HOOK_EVENTS, Hook
 from trainwright.registry import resolve as registry
 from trainwright.user_code.locations import caller
 from trainwright.user_code.signatures import reject_wrong_call
@@ -52,12 +52,12 @@ Act = Callable[..., None]
 
 
 class CallbackHook(Hook):
-    """Each function is called with the trainer at the moment that it is given for, and with what that moment tells.
+    """Each function is called with the trainer at the event that it is given for, and with what that event tells.
 
     >>> hook = CallbackHook(after_step=lambda trainer: print(trainer.step))
     >>> hook = CallbackHook(after_eval=lambda trainer, logs: print(logs["valid/loss"]))
 
-    A moment without a function costs nothing.
+    An event without a function costs nothing.
     """
 
     def __init__(
@@ -76,21 +76,21 @@ class CallbackHook(Hook):
     ) -> None:
         given = dict(locals())
         for name in unknown:
-            problem = f"CallbackHook: {name} is no moment of a hook. {suggest(name, MOMENTS)}"
+            problem = f"CallbackHook: {name} is no event of a hook. {suggest(name, HOOK_EVENTS)}"
             raise ConfigError(problem, where=caller())
-        acts: dict[str, Act] = {moment: given[moment] for moment in MOMENTS if given[moment] is not None}
+        acts: dict[str, Act] = {event: given[event] for event in HOOK_EVENTS if given[event] is not None}
         if not acts:
             raise ConfigError(
                 "CallbackHook was given no function. Give one, such as after_step=act, with act(trainer).",
                 where=caller(),
             )
-        for moment, act in acts.items():
-            reject_wrong_call(act, ("trainer", *TOLD.get(moment, ())), role=f"CallbackHook's {moment}")
-            setattr(self, moment, self._with_trainer(act))
+        for event, act in acts.items():
+            reject_wrong_call(act, ("trainer", *EVENT_ARGUMENTS.get(event, ())), role=f"CallbackHook's {event}")
+            setattr(self, event, self._with_trainer(act))
 
     def _with_trainer(self, act: Act) -> Act:
-        def call(*told: Any) -> None:
-            act(self.trainer, *told)
+        def call(*arguments: Any) -> None:
+            act(self.trainer, *arguments)
 
         return call
 
@@ -112,8 +112,8 @@ def callback_from_config(
     given = dict(locals())
     return CallbackHook(
         **{
-            moment: registry.find("hook", given[moment], project_dir=project_dir, label=f"hooks.callback.{moment}")
-            for moment in MOMENTS
-            if given[moment] is not None
+            event: registry.find("hook", given[event], project_dir=project_dir, label=f"hooks.callback.{event}")
+            for event in HOOK_EVENTS
+            if given[event] is not None
         }
     )

@@ -20,20 +20,20 @@ class WatchCompilation(Hook):
     """
 
     def __init__(self) -> None:
-        self._heard: Compilations | None = None
-        self._told: set[str] = set()
+        self._compilations: Compilations | None = None
+        self._notified: set[str] = set()
         self._window, self._sums = -1, dict[str, float]()
 
     def before_train(self) -> None:
         """Begins to listen."""
         compiled = self.trainer.compiled_forward
-        self._heard = None if compiled is None else compiled.compilations
-        if self._heard is not None:
-            self._heard.begin()
+        self._compilations = None if compiled is None else compiled.compilations
+        if self._compilations is not None:
+            self._compilations.begin()
 
     def after_step(self) -> None:
         """Tells what this step compiled."""
-        if self._heard is not None and self._heard.has_news:
+        if self._compilations is not None and self._compilations.has_news:
             self._tell()
 
     def after_eval(self, logs: Mapping[str, Any]) -> None:
@@ -42,17 +42,17 @@ class WatchCompilation(Hook):
 
     def close(self) -> None:
         """Stops listening."""
-        if self._heard is not None:
-            self._heard.end()
+        if self._compilations is not None:
+            self._compilations.end()
 
     def _tell(self) -> None:
-        assert self._heard is not None
-        news = self._heard.take()
+        assert self._compilations is not None
+        news = self._compilations.take()
         for each in news.breaks:
             logger.warning("The compiled forward breaks in two at %s", each)
         for again in news.recompilations:
-            if str(again) not in self._told:
-                self._told.add(str(again))
+            if str(again) not in self._notified:
+                self._notified.add(str(again))
                 logger.warning("The forward is compiled once more, for a guard failed at %s", again)
         counted = {
             "seconds": news.seconds,

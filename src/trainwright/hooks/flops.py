@@ -218,8 +218,8 @@ def count_aside(trainer: Trainer, batch: Any) -> int | None:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), _on_fakes(trainer), flop_counter() as counter:
             fakes = tree_map_only(TensorLike, lambda like: _fake(like, trainer.device), batch)
-            for piece in trainer.micro_batches(fakes):
-                loss = trainer.run_forward(piece).loss
+            for micro_batch in trainer.micro_batches(fakes):
+                loss = trainer.run_forward(micro_batch).loss
                 total = torch.as_tensor(loss.total) if isinstance(loss, Mean) else loss
                 torch.autograd.grad(total, _trained(trainer.model), allow_unused=True)
         return int(counter.get_total_flops())

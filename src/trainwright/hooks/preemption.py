@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-# torchrun and cluster managers pass a signal on that the whole process group has had already: the same wish, twice.
+# torchrun and cluster managers pass a signal on that the whole process group has had already: the same request, twice.
 ECHO_SECONDS = 2.0
 
 
@@ -42,7 +42,7 @@ class Listener:
         self._word = word
         self._deadline_seconds = deadline_seconds
         self._previous: dict[int, Any] = {}
-        self._heard_at: float | None = None
+        self._received_at: float | None = None
         self._has_left = threading.Event()
         self._ear: socket.socket | None = None
         self._previous_ear = -1
@@ -83,10 +83,10 @@ class Listener:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._heard_at is None:
-            self._heard_at = now
+        if self._received_at is None:
+            self._received_at = now
             self._act(signal.Signals(number).name)
-        elif now - self._heard_at > ECHO_SECONDS:
+        elif now - self._received_at > ECHO_SECONDS:
             # A second signal is for the impatient: it ends the run at once.
             self._insist(number)
 
@@ -101,12 +101,12 @@ class Listener:
 
     def _keep_deadline(self, hears: socket.socket) -> None:
         with hears:
-            while heard := hears.recv(64):
-                if self._word is not None and any(number in SIGNALS for number in heard):
-                    logger.info("%s: %s", signal.Signals(heard[0]).name, self._word)
+            while received := hears.recv(64):
+                if self._word is not None and any(number in SIGNALS for number in received):
+                    logger.info("%s: %s", signal.Signals(received[0]).name, self._word)
                     self._word = None
                 # Whoever presses Ctrl-C sits before the terminal and can press it again.
-                urgent = [number for number in heard if number in SIGNALS and number != signal.SIGINT]
+                urgent = [number for number in received if number in SIGNALS and number != signal.SIGINT]
                 if urgent and not self._has_left.wait(self._deadline_seconds):
                     name = signal.Signals(urgent[0]).name
                     logger.error(
@@ -144,7 +144,7 @@ class ObeyPreemption(Hook):
 
     def before_train(self) -> None:
         """Listens."""
-        word = "heard. The step under way is finished and saved first; a second one ends the run at once."
+        word = "received. The step under way is finished and saved first; a second one ends the run at once."
         self._listener = Listener(self.trainer.interrupt, deadline_seconds=self._deadline_seconds, word=word)
         self._listener.listen()
 

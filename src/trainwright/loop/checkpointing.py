@@ -164,7 +164,7 @@ class Checkpoints:
         """Calls `after_save` if the save under way is the one that is said to be committed."""
         if self._under_way is not None and num_committed == self._num_saves:
             step, self._under_way = self._under_way, None
-            self._trainer.moments.call("after_save", self._trainer.context.store.path(step))
+            self._trainer.callbacks.call("after_save", self._trainer.context.store.path(step))
 
     def save(self, *, metrics: Mapping[str, float]) -> Path | RemotePath:
         """Copies the state of all ranks and writes it, beside training where the config says so."""
@@ -242,7 +242,7 @@ def collect_parts(trainer: Trainer) -> dict[str, Any]:
     return contents.collect(
         model=trainer.model,
         optimizers=trainer.optimizers,
-        hooks=trainer.moments.keyed(),
+        hooks=trainer.callbacks.keyed(),
         events=trainer.storage.state_dict(window),
         data=data,
         loss_scale=trainer.loss_scale,
@@ -262,7 +262,7 @@ def restore_checkpoint(trainer: Trainer, step: int, *, keep_settings: bool = Fal
     """
     store = trainer.context.store
     trainer.checkpoints.keeps_settings = keep_settings
-    restore_state(trainer, partial(store.read_split, step), place=str(store.path(step)))
+    restore_state(trainer, partial(store.read_split, step), location=str(store.path(step)))
     metrics = trainer.ranks.broadcast(metrics_by_step(store) if trainer.ranks.is_first else {})
     trainer.best.recall(metrics)
     trainer.step_end.recall(metrics.get(step, {}))
@@ -273,18 +273,18 @@ def restore_weights(trainer: Trainer, step: int) -> None:
     store = trainer.context.store
     elsewhere = _names_of_all_stages(trainer)
     weights = store.read_split(step, "model")
-    contents.load_model_state(weights, trainer.model, place=str(store.path(step)), elsewhere=elsewhere)
+    contents.load_model_state(weights, trainer.model, location=str(store.path(step)), elsewhere=elsewhere)
     hooks = store.read_split(step, "training")["hooks"]
-    contents.restore_hooks(hooks, trainer.moments.keyed(), model=trainer.model)
+    contents.restore_hooks(hooks, trainer.callbacks.keyed(), model=trainer.model)
 
 
-def restore_state(trainer: Trainer, read: Callable[[str], Any], *, place: str) -> None:
+def restore_state(trainer: Trainer, read: Callable[[str], Any], *, location: str) -> None:
     """Brings a trainer to a state whose parts `read` gives: `model`, `optimizers`, `training`.
 
     Their tensors may be whole or in pieces, however the trainer's own are laid out.
     """
     keep_settings, elsewhere = trainer.checkpoints.keeps_settings, _names_of_all_stages(trainer)
-    contents.load_model_state(read("model"), trainer.model, place=place, elsewhere=elsewhere)
+    contents.load_model_state(read("model"), trainer.model, location=location, elsewhere=elsewhere)
     contents.restore_optimizers(
         read("optimizers"), trainer.model, trainer.optimizers, keep_settings=keep_settings, elsewhere=elsewhere
     )
@@ -299,7 +299,7 @@ def restore_state(trainer: Trainer, read: Callable[[str], Any], *, place: str) -
     if "anomalies" in training:  # one of an earlier version has none
         trainer.anomaly_response.load_state_dict(training["anomalies"])
     trainer.step_end.forget()
-    hooks = trainer.moments.keyed()
+    hooks = trainer.callbacks.keyed()
     trainer.unclaimed_hook_state = contents.restore_hooks(training["hooks"], hooks, model=trainer.model)
     data_rank = trainer.ranks.mesh.data_rank
     if data_rank < len(training["generators"]):  # a rank that is new begins with its own seed

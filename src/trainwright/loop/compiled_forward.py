@@ -19,7 +19,7 @@ from torch import nn
 from trainwright.backends import reads_at_once, waits_for_memory
 from trainwright.backends.private_torch import side_effects_once, version_of
 from trainwright.checkpoint.contents import generator_state, restore_generators
-from trainwright.compile.host_sync import Sighting, Watch, watching
+from trainwright.compile.host_sync import HostSyncMode, Sighting, watching
 from trainwright.compile.reports import Compilations, GraphBreak, listening
 from trainwright.config import RunConfig
 from trainwright.errors import ConfigError, TrainwrightError, exit_code_of
@@ -91,7 +91,7 @@ class CompiledForward:
         where = trainer.config.origin("runtime.compile_backend")
         backend = known_backend("runtime.compile_backend", runtime.compile_backend, where=where) or _BACKEND
         users = users_of(trainer)
-        self.compilations = Compilations(users, forward=_place_of_forward(trainer, users))
+        self.compilations = Compilations(users, forward=_location_of_forward(trainer, users))
         self._trainer = trainer
         self._num_breaks_expected = runtime.max_graph_breaks
         is_gathered = compile_gathered(trainer.model, backend)
@@ -164,7 +164,7 @@ class CompiledForward:
         if self._rejects_breaks and isinstance(error, exc.Unsupported | exc.UserError):
             self._reject_breaks([self.compilations.break_of(error)], cause=error)
         if isinstance(error, exc.BackendCompilerFailed):
-            self._leave_if_told()
+            self._leave_if_requested()
             cause = getattr(error, "inner_exception", error)
             reason = next((line.strip().rstrip(".") for line in str(cause).splitlines() if line.strip()), "no reason")
             raise TrainwrightError(
@@ -173,9 +173,9 @@ class CompiledForward:
                 where=self._trainer.config.origin("runtime.mode"),
             ) from error
 
-    def _leave_if_told(self) -> None:
+    def _leave_if_requested(self) -> None:
         trainer = self._trainer
-        if trainer.agreement.is_told_to_leave():
+        if trainer.agreement.is_stop_requested():
             reason = trainer.agreement.reason or "interrupted"
             saved = trainer.context.store.steps()
             goes_on = f"goes on from step {saved[-1]}" if saved else "begins anew, for nothing was saved yet"
@@ -200,7 +200,7 @@ def users_of(trainer: Trainer) -> UserFiles:
     return users
 
 
-def _place_of_forward(trainer: Trainer, users: UserFiles) -> str:
+def _location_of_forward(trainer: Trainer, users: UserFiles) -> str:
     """Returns where the user's forward is written: the trainer's, the task's or the model's."""
     for owner in (trainer, trainer.task, trainer.model):
         code = getattr(inspect.unwrap(type(owner).forward), "__code__", None)
@@ -265,7 +265,7 @@ def look_before_first_step(trainer: Trainer, batch: Any) -> None:
 
     if overrides(trainer, "train_step", Contract):
         return
-    watch = Watch(users_of(trainer))
+    watch = HostSyncMode(users_of(trainer))
     try:
         _watch_forward(trainer, batch, watch, with_gradients=False)
     except RuntimeError as error:
@@ -273,7 +273,7 @@ def look_before_first_step(trainer: Trainer, batch: Any) -> None:
             raise
         # A forward that differentiates by itself; it needs as much memory as a step.
         _watch_forward(trainer, batch, watch, with_gradients=True)
-    found = sorted(watch.sightings.values(), key=lambda each: (each.place.file, each.place.line))
+    found = sorted(watch.sightings.values(), key=lambda each: (each.location.file, each.location.line))
     direct = [each for each in found if each.is_direct]
     runtime = trainer.config.runtime
     breaks = direct if runtime.mode == "graph" else [each for each in direct if each.use.breaks]
@@ -282,18 +282,18 @@ def look_before_first_step(trainer: Trainer, batch: Any) -> None:
     for each in direct:
         words = "breaks" if each.use.breaks else "makes the host wait"
         logger.warning(
-            "%s: runtime.mode %s %s here: %s. %s", each.place, runtime.mode, words, each.use.what, each.use.fix
+            "%s: runtime.mode %s %s here: %s. %s", each.location, runtime.mode, words, each.use.what, each.use.fix
         )
     for each in found:
         if not each.is_direct:
             # Library code may do otherwise when it is compiled.
-            logger.info("%s: library code called here may break the graph: %s.", each.place, each.use.what)
+            logger.info("%s: library code called here may break the graph: %s.", each.location, each.use.what)
 
 
 def _reject(trainer: Trainer, sightings: list[Sighting]) -> None:
     mode = trainer.config.runtime.mode
     name = "mode" if mode == "graph" else "max_graph_breaks"
-    listed = "".join(f"\n  {each.place}: {each.use.what}. {each.use.fix}" for each in sightings)
+    listed = "".join(f"\n  {each.location}: {each.use.what}. {each.use.fix}" for each in sightings)
     number = f"{len(sightings)} places" if len(sightings) > 1 else "1 place"
     raise TrainwrightError(
         f"runtime.{name}: the forward cannot be one graph, because of {number}:{listed}\n"
@@ -303,10 +303,10 @@ def _reject(trainer: Trainer, sightings: list[Sighting]) -> None:
     )
 
 
-def _watch_forward(trainer: Trainer, batch: Any, watch: Watch, *, with_gradients: bool) -> None:
+def _watch_forward(trainer: Trainer, batch: Any, watch: HostSyncMode, *, with_gradients: bool) -> None:
     with _leaving_no_trace(trainer), torch.set_grad_enabled(with_gradients), watching(watch):
-        pieces = iter(trainer.micro_batches(batch))
-        trainer.run_forward(next(pieces))
+        micro_batches = iter(trainer.micro_batches(batch))
+        trainer.run_forward(next(micro_batches))
     trainer.backend.release_memory()
 
 

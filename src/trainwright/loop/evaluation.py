@@ -33,7 +33,7 @@ from trainwright.loop.outputs import ForwardResult
 from trainwright.loop.task import Task, overrides
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.replicate import copy_from_first
-from trainwright.user_code.locations import place_of
+from trainwright.user_code.locations import location_of
 
 if TYPE_CHECKING:
     from trainwright.loop.trainer import Trainer
@@ -126,7 +126,7 @@ def evaluate_sets(trainer: Trainer, sets: Mapping[str, EvaluationData]) -> dict[
     training = [module for module in trainer.model.modules() if module.training]
     generators = generator_state()
     try:
-        _together(trainer.ranks, lambda: trainer.moments.call("before_eval"))
+        _together(trainer.ranks, lambda: trainer.callbacks.call("before_eval"))
         copy_from_first(trainer.model.buffers(), trainer.ranks)  # running means are each rank's own until now
         trainer.model.eval()
         for name, data in sets.items():
@@ -137,7 +137,7 @@ def evaluate_sets(trainer: Trainer, sets: Mapping[str, EvaluationData]) -> dict[
         logs = trainer.ranks.broadcast(logs)
     except Exception:
         # Hooks undo what they did for the evaluation (averaged weights are swapped back) before anything is saved.
-        trainer.moments.call_all("after_eval", {})
+        trainer.callbacks.call_all("after_eval", {})
         raise
     finally:
         trainer.eval_name = None
@@ -146,7 +146,7 @@ def evaluate_sets(trainer: Trainer, sets: Mapping[str, EvaluationData]) -> dict[
         for module in training:
             module.training = True
     # All of them even if one raises: the step is saved then, and must not be saved with averaged weights.
-    errors = trainer.moments.call_all("after_eval", logs)
+    errors = trainer.callbacks.call_all("after_eval", logs)
     failure = errors[0] if errors else None
     _reject_failure(failure, trainer.ranks.gather(_describe(failure)))
     return logs
@@ -270,15 +270,15 @@ class _Pass:
         Ranks that share a model run every forward together or not at all, so each hears here what any has to say.
         """
         trainer = self._trainer
-        is_told = int(not has_ended and trainer.step_end.is_evaluating and trainer.agreement.is_told_to_leave())
+        is_requested = int(not has_ended and trainer.step_end.is_evaluating and trainer.agreement.is_stop_requested())
         num_failed = int(failure is not None)
         if self._is_split:
-            is_told, num_failed = trainer.ranks.sum_counts(is_told, num_failed)
+            is_requested, num_failed = trainer.ranks.sum_counts(is_requested, num_failed)
         if failure is not None:
             raise failure
         if num_failed:
             raise _FailedElsewhere
-        if is_told:
+        if is_requested:
             raise EvaluationAbandoned
 
     def _step(self, batch: Any, passthrough: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
@@ -433,7 +433,7 @@ def _numbers(logs: Any, trainer: Trainer) -> dict[str, float]:
     owner = trainer.eval_end.__qualname__
     if not isinstance(logs, Mapping):
         problem = f"{owner} returned {'None' if logs is None else f'a {type(logs).__name__}'}. Return the logs by name."
-        raise TrainwrightError(problem, where=place_of(trainer.eval_end))
+        raise TrainwrightError(problem, where=location_of(trainer.eval_end))
     numbers = {}
     for name, value in logs.items():
         try:
@@ -443,7 +443,7 @@ def _numbers(logs: Any, trainer: Trainer) -> dict[str, float]:
             raise TrainwrightError(
                 f"{owner}: {name} is a {type(value).__name__}{shape}, not one number: {error}. Return a number for it, "
                 "or leave it out.",
-                where=place_of(trainer.eval_end),
+                where=location_of(trainer.eval_end),
             ) from error
     return numbers
 

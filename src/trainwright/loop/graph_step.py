@@ -26,11 +26,11 @@ from trainwright.config import RunConfig
 from trainwright.errors import ConfigError, HostReadError, TrainwrightError
 from trainwright.events import Mean
 from trainwright.loop.compiled_forward import look_before_first_step
-from trainwright.loop.hook import MOMENTS
+from trainwright.loop.hook import HOOK_EVENTS
 from trainwright.loop.update import StepResult, is_watched, knows_found_inf
 from trainwright.optim.device_step import prepare_for_capture, settle_rates
 from trainwright.parallel.collectives import Ranks
-from trainwright.tracebacks import user_place
+from trainwright.tracebacks import user_location
 from trainwright.user_code.mutations import line_of_change
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ def users_act_between_steps(trainer: Trainer) -> bool:
 def _holds_users_code(hook: Any) -> bool:
     """Was a hook of ours given functions, for a moment or to call at one?"""
     return any(
-        name in MOMENTS or (callable(each) and not isinstance(each, BuiltinFunctionType) and not _is_ours(each))
+        name in HOOK_EVENTS or (callable(each) and not isinstance(each, BuiltinFunctionType) and not _is_ours(each))
         for name, each in vars(hook).items()
     )
 
@@ -443,7 +443,7 @@ class RecordedStep:
         self._recordings: dict[_Signature, _Recorded] = {}
         self._num_runs: dict[_Signature, int] = {}
         self._is_prepared = False
-        self._told: set[str] = set()
+        self._notified: set[str] = set()
         self._num_runs_in_python = 0
         self._num_replays = 0
         """Since recordings were last dropped."""
@@ -576,8 +576,8 @@ class RecordedStep:
 
     def _tell(self, subject: str, warning: str, *values: Any) -> None:
         """Warns once of each subject."""
-        if subject not in self._told:
-            self._told.add(subject)
+        if subject not in self._notified:
+            self._notified.add(subject)
             logger.warning(warning, *values)
 
     def _record(self, signature: Any, inputs: list[Tensor], rebuild: Fill) -> StepResult:
@@ -678,7 +678,7 @@ def _explaining_reads() -> Iterator[None]:
         raise TrainwrightError(
             f"runtime.mode graph: this cannot be recorded. {error.problem} Keep values on the device, move what "
             "the host does into a hook, or use mode compile.",
-            where=user_place(error),
+            where=user_location(error),
         ) from error
 
 
@@ -750,7 +750,7 @@ def _reader(value: Any, tensors: list[Tensor]) -> Fill:
     return lambda given: value
 
 
-class Step:
+class StepRunner:
     """Makes the updates of one run, in its mode."""
 
     def __init__(self, trainer: Trainer) -> None:

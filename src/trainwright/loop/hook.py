@@ -1,7 +1,7 @@
-"""The contract of a hook: an optional act at a moment of the run.
+"""The contract of a hook: an optional act at an event of the run.
 
 A hook never changes the mathematics (that is Trainer's and Task's) and never logs by itself (it puts
-scalars into `self.trainer.storage`). The moments stand in the loop of trainer.py.
+scalars into `self.trainer.storage`). The events stand in the loop of trainer.py.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import ConfigError
-from trainwright.user_code.locations import place_of
-from trainwright.user_code.methods import reject_unheard
+from trainwright.user_code.locations import location_of
+from trainwright.user_code.methods import reject_uncalled
 from trainwright.user_code.signatures import reject_wrong_call
 
 if TYPE_CHECKING:
     from trainwright.loop.trainer import Trainer
 
-MOMENTS = (
+HOOK_EVENTS = (
     "before_train",
     "after_train",
     "before_step",
@@ -30,12 +30,16 @@ MOMENTS = (
     "on_anomaly",
     "close",
 )
-TOLD: Mapping[str, tuple[str, ...]] = {"after_eval": ("logs",), "after_save": ("path",), "on_anomaly": ("anomaly",)}
-"""What some moments are called with; the others with nothing."""
+EVENT_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "after_eval": ("logs",),
+    "after_save": ("path",),
+    "on_anomaly": ("anomaly",),
+}
+"""What some events are called with; the others with nothing."""
 
 
 class Hook:
-    """An act at moments of the run; override those you need. No `super().__init__()` is needed.
+    """An act at events of the run; override those you need. No `super().__init__()` is needed.
 
         before_train                        once, after state was restored
         for each update:
@@ -51,7 +55,7 @@ class Hook:
     """
 
     trainer: Trainer
-    """Set before any moment is called."""
+    """Set before any event is called."""
     copies_of_weights: int = 0
     """How many copies of all weights it keeps on the device; `micro_batch_size: auto` leaves room for them."""
 
@@ -105,7 +109,7 @@ def call_each(acts: Iterable[Callable[..., None]], *arguments: Any) -> list[Exce
 
 
 class Hooks:
-    """The hooks of a run. Only methods that a hook overrides are called, so an unused moment costs nothing."""
+    """The hooks of a run. Only methods that a hook overrides are called, so an unused event costs nothing."""
 
     def __init__(self, hooks: Iterable[Hook]) -> None:
         if not isinstance(hooks, Iterable):
@@ -114,24 +118,24 @@ class Hooks:
         for hook in self.all:
             _reject_no_hook(hook)
             _reject_misspelt(hook)
-            own = [moment for moment in MOMENTS if _overrides(hook, moment)]
-            reject_unheard(hook, Hook, MOMENTS, overrides=own)
-            for moment in (moment for moment in MOMENTS if _overrides(hook, moment)):
-                reject_wrong_call(getattr(hook, moment), TOLD.get(moment, ()), role=moment)
+            own = [event for event in HOOK_EVENTS if _overrides(hook, event)]
+            reject_uncalled(hook, Hook, HOOK_EVENTS, overrides=own)
+            for event in (event for event in HOOK_EVENTS if _overrides(hook, event)):
+                reject_wrong_call(getattr(hook, event), EVENT_ARGUMENTS.get(event, ()), role=event)
         self._calls: dict[str, list[Callable[..., None]]] = {
-            moment: [getattr(hook, moment) for hook in self.all if _overrides(hook, moment)] for moment in MOMENTS
+            event: [getattr(hook, event) for hook in self.all if _overrides(hook, event)] for event in HOOK_EVENTS
         }
         self.before_step = self._calls["before_step"]
         self.after_step = self._calls["after_step"]
 
-    def call(self, moment: str, *arguments: Any) -> None:
-        """Calls one moment of every hook that has it."""
-        for act in self._calls[moment]:
+    def call(self, event: str, *arguments: Any) -> None:
+        """Calls one event of every hook that has it."""
+        for act in self._calls[event]:
             act(*arguments)
 
-    def call_all(self, moment: str, *arguments: Any) -> list[Exception]:
-        """Calls one moment of every hook even if some raise; returns what they raised."""
-        return call_each(self._calls[moment], *arguments)
+    def call_all(self, event: str, *arguments: Any) -> list[Exception]:
+        """Calls one event of every hook even if some raise; returns what they raised."""
+        return call_each(self._calls[event], *arguments)
 
     def keyed(self) -> dict[str, Hook]:
         """Returns the hooks by the key of their state: class name, and ordinal where a class repeats."""
@@ -146,29 +150,29 @@ class Hooks:
 
 
 def _reject_no_hook(hook: Any) -> None:
-    """Rejects a class or a function in a hook's place: its moments could not be called, or would never be."""
+    """Rejects a class or a function in a hook's place: its events could not be called, or would never be."""
     name = getattr(hook, "__name__", repr(hook))
     if isinstance(hook, type):
         raise ConfigError(f"{name} is a class, but a hook is an object of one. Give {name}() instead.")
-    if callable(hook) and not any(hasattr(hook, moment) for moment in MOMENTS):
+    if callable(hook) and not any(hasattr(hook, event) for event in HOOK_EVENTS):
         raise ConfigError(
             f"{name} is a function, not a hook. Give Every(n)({name}), or CallbackHook(after_step={name})."
         )
 
 
 def _reject_misspelt(hook: Hook) -> None:
-    """Rejects a method that is almost a moment: it would never be called."""
+    """Rejects a method that is almost an event: it would never be called."""
     for name, value in vars(type(hook)).items():
         if callable(value) and not name.startswith("_") and not hasattr(Hook, name):
-            close = difflib.get_close_matches(name, MOMENTS, n=1, cutoff=0.85)
+            close = difflib.get_close_matches(name, HOOK_EVENTS, n=1, cutoff=0.85)
             if close:
                 raise ConfigError(
-                    f"{type(hook).__name__}.{name} is no moment of a hook. Did you mean {close[0]}?",
-                    where=place_of(value),
+                    f"{type(hook).__name__}.{name} is no event of a hook. Did you mean {close[0]}?",
+                    where=location_of(value),
                 )
 
 
-def _overrides(hook: Hook, moment: str) -> bool:
-    # A hook need not inherit from Hook, nor define every moment; a moment may be the class's or the object's own.
-    own = getattr(hook, moment, None)
-    return own is not None and getattr(own, "__func__", None) is not getattr(Hook, moment)
+def _overrides(hook: Hook, event: str) -> bool:
+    # A hook need not inherit from Hook, nor define every event; an event may be the class's or the object's own.
+    own = getattr(hook, event, None)
+    return own is not None and getattr(own, "__func__", None) is not getattr(Hook, event)

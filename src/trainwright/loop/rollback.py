@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.anomaly.detection import Anomaly, join_ranks
 from trainwright.anomaly.reports import Positions, write_bundle
 from trainwright.checkpoint.contents import restore_generators
-from trainwright.checkpoint.snapshot import HostBuffers, StagedParts
+from trainwright.checkpoint.snapshot import HostBuffers, HostSnapshot
 from trainwright.errors import AnomalyError, CheckpointError
 from trainwright.loop.checkpointing import collect_parts, restore_checkpoint, restore_state
 
@@ -30,7 +30,7 @@ class AnomalyResponse:
         self._known: set[tuple[tuple[int, int] | None, str]] = set()
         """Those that were told of in this process, by their places of the data."""
         self._buffers = HostBuffers()
-        self._snapshot: tuple[int, StagedParts, dict[str, float]] | None = None
+        self._snapshot: tuple[int, HostSnapshot, dict[str, float]] | None = None
         """A state in main memory: its step, its parts, and what an evaluation of that step gave."""
 
     @property
@@ -47,8 +47,8 @@ class AnomalyResponse:
     def take_snapshot(self) -> None:
         """Copies the state into main memory; a former copy's memory is used again."""
         trainer = self._trainer
-        staged = self._buffers.stage(collect_parts(trainer))
-        self._snapshot = (trainer.step, staged, dict(trainer.step_end.fresh_eval_logs))
+        snapshot = self._buffers.copy_to_host(collect_parts(trainer))
+        self._snapshot = (trainer.step, snapshot, dict(trainer.step_end.fresh_eval_logs))
 
     def note_places(self, start: int, stop: int) -> None:
         """Says from which places of the data the update that comes is made."""
@@ -67,7 +67,7 @@ class AnomalyResponse:
                 self._known.add((anomaly.places, anomaly.kind))
                 self._num_anomalies += 1
                 self._tell(anomaly)
-            self._trainer.moments.call("on_anomaly", anomaly)
+            self._trainer.callbacks.call("on_anomaly", anomaly)
             is_too_many = self._num_anomalies > self._section.max_anomalies
             if anomaly.policy == "raise" or is_too_many:
                 raise AnomalyError(f"{anomaly.describe()}{self._count() if is_too_many else ''} {self._newest()}")
@@ -148,8 +148,8 @@ class AnomalyResponse:
         num_anomalies = self._num_anomalies
         step = trainer.ranks.broadcast(self._newest_intact_before(anomaly.step) if trainer.ranks.is_first else None)
         if self._snapshot is not None and (step is None or self._snapshot[0] >= step):
-            step, staged, logs = self._snapshot
-            restore_state(trainer, staged.to_state().__getitem__, place="the copy in memory")
+            step, snapshot, logs = self._snapshot
+            restore_state(trainer, snapshot.to_state().__getitem__, location="the copy in memory")
             trainer.step_end.recall(logs)
         elif step is not None:
             restore_checkpoint(trainer, step, keep_settings=trainer.checkpoints.keeps_settings)

@@ -14,21 +14,23 @@ from trainwright.errors import DataError
 PLAIN = (str, bytes, bool, int, float, type(None))
 
 
-def cut(batch: Any, num_samples: int, num_pieces: int, collator: Callable[..., Any]) -> Iterator[tuple[Any, int]]:
-    """Yields (piece, how many samples it has).
+def cut(
+    batch: Any, num_samples: int, num_micro_batches: int, collator: Callable[..., Any]
+) -> Iterator[tuple[Any, int]]:
+    """Yields (micro-batch, how many samples it has).
 
     Tensors whose dim 0 is the number of samples are cut, and lists within the batch that have an entry a sample; the
     rest is passed whole. A collator whose batches have other shapes defines `split(batch, n)`.
     """
-    bounds = [num_samples * number // num_pieces for number in range(num_pieces + 1)]
+    bounds = [num_samples * number // num_micro_batches for number in range(num_micro_batches + 1)]
     if hasattr(collator, "split"):
-        pieces = collator.split(batch, num_pieces)
-        yield from zip(pieces, (stop - start for start, stop in pairwise(bounds)), strict=True)
+        micro_batches = collator.split(batch, num_micro_batches)
+        yield from zip(micro_batches, (stop - start for start, stop in pairwise(bounds)), strict=True)
         return
     length = max(num_samples, 1)  # a batch that only stands in holds one sample
-    _reject_uncut(batch, length, num_pieces)
+    _reject_uncut(batch, length, num_micro_batches)
     for start, stop in pairwise(bounds):
-        # A piece without samples repeats the first one, with weight 0.
+        # A micro-batch without samples repeats the first one, with weight 0.
         rows = slice(start, stop) if stop > start else slice(0, 1)
         yield _select(batch, length, rows), stop - start
 
@@ -65,14 +67,15 @@ def _has_rows(value: Any, length: int) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == length
 
 
-def _reject_uncut(batch: Any, length: int, num_pieces: int) -> None:
+def _reject_uncut(batch: Any, length: int, num_micro_batches: int) -> None:
     if _is_plain(batch) and any(_has_rows(value, length) for value in batch.values()):
         return
     shapes: list[tuple[int, ...]] = []
     tree_map_only(torch.Tensor, lambda tensor: shapes.append(tuple(tensor.shape)), batch)
     if not any(shape and shape[0] == length for shape in shapes):
         raise DataError(
-            f"A batch of {length} samples cannot be cut into {num_pieces} micro-batches: no tensor has {length} rows "
+            f"A batch of {length} samples cannot be cut into {num_micro_batches} micro-batches: no tensor has {length} "
+            f"rows "
             f"(shapes: {', '.join(map(str, shapes)) or 'no tensors'}). Give the collator a `split(batch, n)`, "
             "or set trainer.micro_batch_size so that gradient_accumulation_steps is 1."
         )

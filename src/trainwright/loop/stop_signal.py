@@ -16,7 +16,7 @@ SECONDS_BETWEEN_QUESTIONS = 0.5
 
 
 class Intent(IntEnum):
-    """What a rank wishes, the weaker first."""
+    """What a rank requests, the weaker first."""
 
     GO_ON = 0
     STOP = 1
@@ -28,11 +28,11 @@ class Intent(IntEnum):
 
 
 class Agreement:
-    """This rank's wish, and what all of them have decided."""
+    """This rank's request, and what all of them have decided."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        # A slot for each: a signal's handler may come in between any two acts, and must lose no wish.
+        # A slot for each: a signal's handler may come in between any two acts, and must lose no request.
         self._reasons: dict[Intent, str] = {}
         self._shared_reason: str | None = None
         self.decided = Intent.GO_ON
@@ -40,39 +40,39 @@ class Agreement:
         self._has_raised = False
         self._asked_at = 0.0
 
-    def wish(self, intent: Intent, reason: str) -> None:
-        """Notes a wish; the strongest counts, and of equal ones the first. Safe in a signal handler and any thread."""
+    def request(self, intent: Intent, reason: str) -> None:
+        """Notes a request; the strongest counts, of equal ones the first. Safe in a signal handler and any thread."""
         self._reasons.setdefault(intent, reason)
 
     @property
-    def _wish(self) -> Intent:
+    def _request(self) -> Intent:
         return max(self._reasons, default=Intent.GO_ON)
 
     @property
     def reason(self) -> str | None:
-        """Why this rank, or after `share_reason` any rank, wishes to leave."""
-        return self._shared_reason or self._reasons.get(self._wish)
+        """Why this rank, or after `share_reason` any rank, requests to leave."""
+        return self._shared_reason or self._reasons.get(self._request)
 
     @property
     def is_plain(self) -> bool:
-        """Has this rank nobody to ask and nothing to wish?"""
+        """Has this rank nobody to ask and nothing to request?"""
         return self._ranks.size == 1 and not self._reasons
 
     def vote(self, num_committed: int, is_time: bool) -> tuple[int, bool]:
-        """Casts this rank's wish, and what it knows of checkpoints; decides by the votes of the call before.
+        """Casts this rank's request, and what it knows of checkpoints; decides by the votes of the call before.
 
         Returns the highest number of a committed save, and whether any rank's clock says that one is due.
         """
-        decided, committed, time = self._ranks.highest_votes(self._wish, num_committed, int(is_time))
+        decided, committed, time = self._ranks.highest_votes(self._request, num_committed, int(is_time))
         self.decided = Intent(max(self.decided, decided))
         return committed, bool(time)
 
-    def is_told_to_leave(self) -> bool:
+    def is_stop_requested(self) -> bool:
         """Was any rank told to leave? Each asks for itself in the midst of a long act, and none waits for another.
 
         Asked every now and then only, for a rank that was not told itself asks by a message.
         """
-        if self._wish >= Intent.INTERRUPT:
+        if self._request >= Intent.INTERRUPT:
             if not self._has_raised:
                 self._has_raised = True
                 self._ranks.raise_flag(self._flag)
@@ -84,16 +84,16 @@ class Agreement:
         return self._ranks.is_raised(self._flag)
 
     def begin(self) -> None:
-        """Begins a run: the ranks name the flag by which one tells the others, and hear each other's wishes."""
+        """Begins a run: the ranks name the flag by which one tells the others, and hear each other's requests."""
         # A name of its own, for the store outlives this run where a process trains several.
         self._flag = f"leave/{self._ranks.broadcast(os.urandom(8).hex())}"
         self.settle()
 
     def settle(self) -> None:
         """Decides at once, where the ranks meet anyway."""
-        self.decided = Intent(max(self.decided, *self._ranks.gather(self._wish)))
+        self.decided = Intent(max(self.decided, *self._ranks.gather(self._request)))
 
     def share_reason(self) -> None:
         """Tells every rank why: the one that was asked knows."""
         self._ranks.settle_votes()
-        self._shared_reason = max(self._ranks.gather((int(self._wish), self.reason or "")))[1] or None
+        self._shared_reason = max(self._ranks.gather((int(self._request), self.reason or "")))[1] or None

@@ -32,7 +32,7 @@ from trainwright.events.mean import merge, summarise
 from trainwright.loop.checkpointing import BestSoFar, Checkpoints
 from trainwright.loop.compiled_forward import compile_forward, run_as_is
 from trainwright.loop.evaluation import EvalLogs, EvaluationAbandoned, evaluate_sets, read_eval
-from trainwright.loop.graph_step import HostNumber, Step
+from trainwright.loop.graph_step import HostNumber, StepRunner
 from trainwright.loop.heartbeat import Phases
 from trainwright.loop.hook import Hook, Hooks, call_each
 from trainwright.loop.metrics import ConfiguredMetric
@@ -192,21 +192,21 @@ def run_pipeline(trainer: Trainer, update: Update, batch: Any) -> None:
     """Runs all micro-batches of a batch, forward and backward, over the stages."""
     pipeline = trainer.context.updater.pipeline
     assert pipeline is not None
-    pieces: list[Mapping[str, Any]] = []
+    micro_batches: list[Mapping[str, Any]] = []
     samples: list[int] = []
-    for piece in trainer.micro_batches(batch):
-        pieces.append(_mapping(piece))
+    for micro_batch in trainer.micro_batches(batch):
+        micro_batches.append(_mapping(micro_batch))
         samples.append(trainer.samples_in_hand)
 
     def scale(outputs: Any, number: int) -> torch.Tensor:
-        result = _read(trainer, outputs, pieces[number], samples[number])
+        result = _read(trainer, outputs, micro_batches[number], samples[number])
         scaled = update.scale(result)
         assert scaled is not None  # stages meet in every backward
         return scaled
 
     update.begin_backward()
     with _autocast(trainer):
-        pipeline.run(pieces, scale)
+        pipeline.run(micro_batches, scale)
     update.note_elsewhere()
 
 
@@ -224,12 +224,12 @@ def _autocast(trainer: Trainer) -> AbstractContextManager[Any]:
     return trainer.backend.autocast(trainer.config.runtime.precision, keeps_casts=keeps_casts)
 
 
-def _read(trainer: Trainer, outputs: Any, piece: Mapping[str, Any], num_samples: int) -> ForwardResult:
+def _read(trainer: Trainer, outputs: Any, micro_batch: Mapping[str, Any], num_samples: int) -> ForwardResult:
     """Lets the trainer's forward see the outputs that the last stage has made."""
     whole = trainer.samples_in_hand
     trainer.outputs_in_hand, trainer.samples_in_hand = outputs, num_samples
     try:
-        return trainer.run_forward(piece)
+        return trainer.run_forward(micro_batch)
     finally:
         trainer.outputs_in_hand, trainer.samples_in_hand = None, whole
 
@@ -317,7 +317,7 @@ class StepEnd:
         self._nothing_before = 0
 
     def agree(self) -> None:
-        """Compares the ranks' wishes, and takes notice of checkpoints that were written meanwhile."""
+        """Compares the ranks' requests, and takes notice of checkpoints that were written meanwhile."""
         trainer = self._trainer
         checkpoints = trainer.checkpoints
         trainer.phases.enter("vote", trainer.step)
@@ -325,7 +325,7 @@ class StepEnd:
             return
         checkpoints.look()
         if checkpoints.failure is not None:
-            trainer.agreement.wish(Intent.FAIL, "saving failed")
+            trainer.agreement.request(Intent.FAIL, "saving failed")
         asks = self.asks_for_save or checkpoints.is_time()
         num_committed, is_time = trainer.agreement.vote(checkpoints.num_committed, asks)
         checkpoints.announce(num_committed)
@@ -427,7 +427,7 @@ class StepEnd:
             self.eval_logs, self.evaluated_step, self.reported = logs, trainer.step, set()
             if logs:
                 trainer.best.note(trainer.step, logs)
-                # Evaluating has brought the ranks together, so a hook's wish to stop can be agreed on at once.
+                # Evaluating has brought the ranks together, so a hook's request to stop can be agreed on at once.
                 trainer.agreement.settle()
         test = trainer.context.test_data
         if trainer.is_last_step and test is not None and not any(name.startswith("test/") for name in self.eval_logs):
@@ -528,7 +528,7 @@ class Trainer:
         self.storage = context.storage
         self.device = self.backend.device
         self.max_steps = context.max_steps
-        self.moments = Hooks(context.hooks)
+        self.callbacks = Hooks(context.hooks)
         self._updater, self._writers = context.updater, context.writers
         self._step_tensor = torch.zeros((), dtype=torch.int64, device=self.device)
         # Checked against the first training forward, so that a wrong name does not wait for the first evaluation.
@@ -662,7 +662,7 @@ class Trainer:
     @property
     def hooks(self) -> list[Hook]:
         """The hooks, in the order in which they are called."""
-        return self.moments.all
+        return self.callbacks.all
 
     @property
     def folder(self) -> Path:
@@ -695,8 +695,8 @@ class Trainer:
         if self._updater.pipeline is not None:
             run_pipeline(self, update, batch)
             return update.apply()
-        for piece in self.micro_batches(batch):
-            update.backward(self.run_forward(piece))
+        for micro_batch in self.micro_batches(batch):
+            update.backward(self.run_forward(micro_batch))
         return update.apply()
 
     def begin_update(self) -> Update:
@@ -709,15 +709,15 @@ class Trainer:
 
     def micro_batches(self, batch: Any) -> Iterator[Any]:
         """Yields the micro-batches of this rank's batch, as many on every rank."""
-        num_pieces = self.context.batch.gradient_accumulation_steps
-        if num_pieces == 1:
+        num_micro_batches = self.context.batch.gradient_accumulation_steps
+        if num_micro_batches == 1:
             yield batch
             return
         assert self.train_data is not None
         whole = self.samples_in_hand
-        for piece, num_samples in cut(batch, whole, num_pieces, self.train_data.collator):
+        for micro_batch, num_samples in cut(batch, whole, num_micro_batches, self.train_data.collator):
             self.samples_in_hand = num_samples
-            yield piece
+            yield micro_batch
         self.samples_in_hand = whole
 
     def run_forward(self, batch: Any) -> ForwardResult:
@@ -781,7 +781,7 @@ class Trainer:
             logger.info("The run has ended at step %d: nothing is left to do. Raise %s to go on.", self.step, limit)
             return self.eval_logs
         with self._running(), Feed(self.train_data, self.backend) as feed:
-            step = Step(self)
+            step = StepRunner(self)
             is_loss_rank, share = (
                 self.ranks.mesh.is_loss_rank,
                 1.0 / self.ranks.size,
@@ -795,7 +795,7 @@ class Trainer:
                 self._updater.set_rates(self.step)
                 self.seed_step()
                 self.is_mid_step = True
-                for act in self.moments.before_step:
+                for act in self.callbacks.before_step:
                     act()
                 self.phases.enter("data", self.step + 1)
                 places = self.train_data.places
@@ -822,7 +822,7 @@ class Trainer:
                     share=share,
                 )
                 self.phases.enter("hooks", self.step)
-                for act in self.moments.after_step:
+                for act in self.callbacks.after_step:
                     act()
                 self.step_end.agree()
                 if not self.step_end.run():
@@ -865,11 +865,11 @@ class Trainer:
 
         On several ranks any one may ask; after an evaluation all stop at once, else one step later.
         """
-        self.agreement.wish(Intent.STOP, reason)
+        self.agreement.request(Intent.STOP, reason)
 
     def interrupt(self, reason: str) -> None:
         """Saves after this step and leaves; running the same command again goes on as if nothing had happened."""
-        self.agreement.wish(Intent.INTERRUPT, reason)
+        self.agreement.request(Intent.INTERRUPT, reason)
 
     # the loop's own steps
 
@@ -878,8 +878,8 @@ class Trainer:
         """Runs before_train and after_train around the loop, and closes hooks and writers whatever happens."""
         with FolderLock(self.folder, enabled=self.ranks.is_first), self.storage, self.step_end.garbage:
             try:
-                self.moments.call("before_train")
-                reject_unsavable(self.moments.keyed())
+                self.callbacks.call("before_train")
+                reject_unsavable(self.callbacks.keyed())
                 if self.saved_generators is not None:  # only now, for a hook may have drawn in before_train
                     restore_generators(self.saved_generators)
                 if self.anomaly_response.may_go_back:
@@ -893,7 +893,7 @@ class Trainer:
                 self.checkpoints.settle(must_succeed=True)
                 self.interrupted = self.agreement.decided == Intent.INTERRUPT and not self.is_finished
                 if not self.interrupted:
-                    self.moments.call("after_train")
+                    self.callbacks.call("after_train")
             except Exception as error:
                 if is_out_of_memory(error):
                     raise explain_memory(self, error) from error
@@ -905,10 +905,10 @@ class Trainer:
                 self.checkpoints.is_training = False
                 self.checkpoints.close()
                 # Whatever fails to close must hide neither the run's own error nor the others' closing.
-                for problem in [*self.moments.call_all("close"), *call_each([each.close for each in self._writers])]:
+                for problem in [*self.callbacks.call_all("close"), *call_each([each.close for each in self._writers])]:
                     logger.error("A hook or writer failed to close: %s", problem)
 
-    def _go_on_from_earlier(self, feed: Feed, step: Step) -> None:
+    def _go_on_from_earlier(self, feed: Feed, step: StepRunner) -> None:
         """Goes on after the run went back to an earlier step; if it was to end meanwhile, that step is its last."""
         feed.start_anew()
         step.forget()

@@ -60,11 +60,11 @@ class LossScale:
         self._good_updates.copy_(state["good_updates"])
 
 
-BufferPlace = tuple[torch.nn.Module, str]
+BufferSlot = tuple[torch.nn.Module, str]
 """Where a buffer lies: a forward may put another tensor there."""
 
 
-def persistent_buffers(model: torch.nn.Module) -> list[BufferPlace]:
+def persistent_buffers(model: torch.nn.Module) -> list[BufferSlot]:
     """Returns the places of the buffers that belong to the model's state; tables that are computed anew do not."""
     found = {
         id(buffer): (module, name)
@@ -78,14 +78,14 @@ def persistent_buffers(model: torch.nn.Module) -> list[BufferPlace]:
 class HeldBuffers:
     """A copy of buffers at a step's beginning, taken in one kernel for each dtype."""
 
-    def __init__(self, places: Sequence[BufferPlace]) -> None:
-        self._places = list(places)
+    def __init__(self, slots: Sequence[BufferSlot]) -> None:
+        self._slots = list(slots)
         self._copies: list[torch.Tensor] = []
 
     @torch.no_grad()
     def remember(self) -> None:
         """Copies the buffers as they are now."""
-        now = [read_buffer(place) for place in self._places]
+        now = [read_buffer(slot) for slot in self._slots]
         # The same memory in every step, which a recorded step has to find again.
         if [_kind(each) for each in self._copies] != [_kind(each) for each in now]:
             self._copies = [torch.empty_like(each) for each in now]
@@ -102,8 +102,8 @@ class HeldBuffers:
         """Gives the buffers what was remembered where `hold`, which may be known to the device alone."""
         if hold is False:
             return
-        for place, copy in zip(self._places, self._copies, strict=True):
-            buffer = read_buffer(place)
+        for slot, copy in zip(self._slots, self._copies, strict=True):
+            buffer = read_buffer(slot)
             buffer.copy_(torch.where(hold, copy, buffer) if isinstance(hold, torch.Tensor) else copy)
 
 
@@ -111,9 +111,9 @@ def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def read_buffer(place: BufferPlace) -> torch.Tensor:
+def read_buffer(slot: BufferSlot) -> torch.Tensor:
     """Returns the tensor that lies there now, or this rank's part of it."""
-    module, name = place
+    module, name = slot
     buffer = module._buffers[name]
     assert buffer is not None
     return local(buffer)
@@ -251,7 +251,7 @@ class Updater:
         max_grad_value: float | None = None,
         loss_scale: LossScale | None = None,
         watch: AnomalyWatch | None = None,
-        buffers: Sequence[BufferPlace] = (),
+        buffers: Sequence[BufferSlot] = (),
         sync: GradientSync | None = None,
         pipeline: Pipeline | None = None,
     ) -> None:
@@ -307,7 +307,7 @@ class Updater:
     def share_buffers(self) -> None:
         """Gives every rank the first rank's buffers, so that a run that goes on from a checkpoint has the same."""
         if self.ranks.size > 1 and self._buffers:
-            copy_from_first([read_buffer(place) for place in self._buffers], self.ranks)
+            copy_from_first([read_buffer(slot) for slot in self._buffers], self.ranks)
 
     def begin(self, count_samples: Callable[[], int], *, num_backwards: int | None = None) -> Update:
         """Begins an update with cleared gradients; `count_samples` tells what a bare loss weighs when it comes.

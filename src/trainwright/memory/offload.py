@@ -88,7 +88,7 @@ class HostCopy:
                 self._arriving = self._host.to(self._device, non_blocking=True)
 
 
-class Piece:
+class OffloadedTensor:
     """A tensor that lies, whole or in part, in a storage that was copied."""
 
     def __init__(self, copy: HostCopy, tensor: Tensor) -> None:
@@ -159,9 +159,9 @@ def choose_parts(model: nn.Module, given: Any, *, is_whole: bool = True) -> dict
 
 
 @contextmanager
-def offloading(names: Iterable[str]) -> Iterator[Watch]:
+def offloading(names: Iterable[str]) -> Iterator[SavedTensorMode]:
     """Has the tensors of these names that are saved within wait on the host."""
-    watch = Watch(frozenset(names))
+    watch = SavedTensorMode(frozenset(names))
     with saved_tensors_hooks(watch.pack, unpack), watch:
         yield watch
     watch.close()
@@ -188,10 +188,10 @@ class Offloaded(Around):
             self._judge(watch)
         return outputs
 
-    def _judge(self, watch: Watch) -> None:
+    def _judge(self, watch: SavedTensorMode) -> None:
         for name in sorted(self._names):
-            if name not in watch.heard and self._rejects:
-                known = suggest(name, sorted(watch.heard)) if watch.heard else "It names none; see name_tensor."
+            if name not in watch.received and self._rejects:
+                known = suggest(name, sorted(watch.received)) if watch.received else "It names none; see name_tensor."
                 raise ConfigError(f'model.{LABEL}: the model names no tensor "{name}". {known}', where=self._where)
             if name not in watch.moved:
                 logger.warning(
@@ -207,12 +207,12 @@ class _Saved:
 
     __slots__ = ("__weakref__", "content", "version")
 
-    def __init__(self, content: Tensor | Piece) -> None:
+    def __init__(self, content: Tensor | OffloadedTensor) -> None:
         self.content = content
         self.version = version_of(content) if isinstance(content, Tensor) else 0
 
 
-class Watch(TorchFunctionMode):
+class SavedTensorMode(TorchFunctionMode):
     """Listens for names and to what autograd saves, in either order, during one forward pass.
 
     Tensors are known by their storage, which a saved tensor shares with the one that was named: a view of it, or
@@ -221,7 +221,7 @@ class Watch(TorchFunctionMode):
 
     def __init__(self, names: frozenset[str]) -> None:
         super().__init__()
-        self.heard: set[str] = set()
+        self.received: set[str] = set()
         """All names that were told."""
         self.moved: set[str] = set()
         """Those of which something waits on the host."""
@@ -252,7 +252,7 @@ class Watch(TorchFunctionMode):
         return saved
 
     def _hear(self, tensor: Tensor, name: str) -> None:
-        self.heard.add(name)
+        self.received.add(name)
         storage = _storage(tensor)
         if name not in self._names or storage is None or isinstance(tensor, nn.Parameter):
             return
@@ -263,19 +263,19 @@ class Watch(TorchFunctionMode):
             if isinstance(saved.content, Tensor) and saved.version == version:
                 saved.content = self._move(storage, saved.content)
 
-    def _move(self, storage: StorageWeakRef, tensor: Tensor) -> Piece:
+    def _move(self, storage: StorageWeakRef, tensor: Tensor) -> OffloadedTensor:
         name, version, copy = self._named[storage]
         if copy is None:
             copy = self._copies.of(local(tensor))
             self._named[storage] = (name, version, copy)
             self.moved.add(name)
-        return Piece(copy, tensor)
+        return OffloadedTensor(copy, tensor)
 
 
 def unpack(saved: _Saved) -> Tensor:
     """Returns the tensor that autograd saved."""
     content = saved.content
-    if isinstance(content, Piece):
+    if isinstance(content, OffloadedTensor):
         return content.tensor()
     reject_changed(content, saved.version)
     return content

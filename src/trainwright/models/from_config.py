@@ -105,7 +105,7 @@ def _claim(places: Mapping[str, nn.Module], rules: Mapping[str, Any]) -> dict[st
         if not matched:
             raise ConfigError(f"replace: {unmatched(glob, places, 'module')}")
         for name in sorted(matched):
-            if any(outer in matched for outer in _outer_places(name)):
+            if any(outer in matched for outer in _outer_modules(name)):
                 continue
             if name in owners:
                 raise ConfigError(
@@ -113,7 +113,7 @@ def _claim(places: Mapping[str, nn.Module], rules: Mapping[str, Any]) -> dict[st
                 )
             owners[name] = glob
     for name, glob in owners.items():
-        for outer in _outer_places(name):
+        for outer in _outer_modules(name):
             if outer in owners:
                 raise ConfigError(
                     f'replace: "{glob}" claims {name}, which is inside of {outer}, which "{owners[outer]}" claims. '
@@ -122,7 +122,7 @@ def _claim(places: Mapping[str, nn.Module], rules: Mapping[str, Any]) -> dict[st
     return owners
 
 
-def _outer_places(name: str) -> list[str]:
+def _outer_modules(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts))]
 

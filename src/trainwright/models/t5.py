@@ -269,10 +269,10 @@ class Block(nn.Module):
     def __init__(self, settings: Mapping[str, Any], *, is_decoder: bool, has_bias: bool) -> None:
         super().__init__()
         attention = Attention(settings, is_decoder=is_decoder, has_bias=has_bias)
-        parts = [Part(settings, SelfAttention=attention)]
+        parts = [SubLayer(settings, SelfAttention=attention)]
         if is_decoder:
-            parts.append(Part(settings, EncDecAttention=Attention(settings, is_decoder=True, has_bias=False)))
-        parts.append(Part(settings, DenseReluDense=FeedForward(settings)))
+            parts.append(SubLayer(settings, EncDecAttention=Attention(settings, is_decoder=True, has_bias=False)))
+        parts.append(SubLayer(settings, DenseReluDense=FeedForward(settings)))
         self.layer = nn.ModuleList(parts)
 
     def forward(
@@ -295,7 +295,7 @@ class Block(nn.Module):
         return think.add(hidden, think.DenseReluDense(think.layer_norm(hidden))), bias
 
 
-class Part(nn.Module):
+class SubLayer(nn.Module):
     """A norm, a module under the name that files give it, and the dropout of what it adds to the stream."""
 
     def __init__(self, settings: Mapping[str, Any], **module: nn.Module) -> None:

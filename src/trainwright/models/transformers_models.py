@@ -208,7 +208,7 @@ def build_transformers(
     attention = arguments.pop("attn_implementation", None)
     source = "the run's pretrained.json" if pretrained is None else pretrained / CONFIG_FILE
     told = read_config_file(pretrained) if pretrained is not None else told
-    config = _keyword_config(target, arguments) if told is None else _told_config(target, arguments, told, source)
+    config = _keyword_config(target, arguments) if told is None else _given_config(target, arguments, told, source)
     options: dict[str, Any] = {"dtype": dtype} | ({} if attention is None else {"attn_implementation": attention})
     make = target.from_config if _is_auto(target) else target._from_config
     report = LoadReport((), ())
@@ -401,7 +401,7 @@ def _keyword_config(target: type[Any], arguments: dict[str, Any]) -> Any:
     return _make_config(config_class, {**_without_foreign_tokens(config_class(), arguments), **arguments})
 
 
-def _told_config(target: type[Any], arguments: dict[str, Any], told: Mapping[str, Any], source: object) -> Any:
+def _given_config(target: type[Any], arguments: dict[str, Any], told: Mapping[str, Any], source: object) -> Any:
     from transformers import CONFIG_MAPPING
 
     model_type = str(told.get("model_type"))

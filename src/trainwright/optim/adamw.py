@@ -12,11 +12,11 @@ from torch import Tensor
 from trainwright.backends import has_fused_optimizers
 from trainwright.errors import ConfigError
 from trainwright.optim.device_step import (
-    PIECE_ELEMENTS,
+    CHUNK_ELEMENTS,
     copy_reported,
     device_of,
     entries_of,
-    in_pieces,
+    in_chunks,
     repair,
     report_update,
     run_closure,
@@ -31,7 +31,7 @@ from trainwright.parallel.mesh import local, own_gradient
 _SPREAD = 0x9E3779B1 - 2**32  # 2³² over the golden ratio, as the signed 32-bit number that it is
 
 
-class _Part(NamedTuple):
+class _ParameterState(NamedTuple):
     """A parameter or a stretch of a large one, with what belongs to it; all of one shape but the step."""
 
     parameter: Tensor
@@ -71,27 +71,31 @@ def step_group(
         for part in _parts_of(parameter, weight, optimizer.state[parameter])
     ]
     salt = salt_of(steps[0])
-    for piece in in_pieces([part.parameter for part in parts]):
-        _step_piece(parts[piece], group, salt, getattr(optimizer, "grad_scale", None), found_inf)
+    for chunk in in_chunks([part.parameter for part in parts]):
+        _step_chunk(parts[chunk], group, salt, getattr(optimizer, "grad_scale", None), found_inf)
 
 
-def _parts_of(parameter: Any, weight: Any, state: Mapping[str, Tensor]) -> Iterator[_Part]:
+def _parts_of(parameter: Any, weight: Any, state: Mapping[str, Tensor]) -> Iterator[_ParameterState]:
     gradient, step = own_gradient(parameter), state["step"]
     assert gradient is not None  # parameters without are left out
     own = local(parameter)
     stepped = own if weight is parameter else local(weight)
-    whole = _Part(own, stepped, gradient, local(state["exp_avg"]), local(state["exp_avg_sq"]), step)
+    whole = _ParameterState(own, stepped, gradient, local(state["exp_avg"]), local(state["exp_avg_sq"]), step)
     if not all(tensor.is_contiguous() for tensor in whole):
         yield whole
         return
-    for start in range(0, own.numel(), PIECE_ELEMENTS):
-        stretch = slice(start, start + PIECE_ELEMENTS)
+    for start in range(0, own.numel(), CHUNK_ELEMENTS):
+        stretch = slice(start, start + CHUNK_ELEMENTS)
         flat = [tensor.view(-1)[stretch] for tensor in whole[:5]]
-        yield _Part(flat[0], flat[0] if stepped is own else flat[1], flat[2], flat[3], flat[4], step)
+        yield _ParameterState(flat[0], flat[0] if stepped is own else flat[1], flat[2], flat[3], flat[4], step)
 
 
-def _step_piece(
-    parts: Sequence[_Part], group: Mapping[str, Any], salt: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None
+def _step_chunk(
+    parts: Sequence[_ParameterState],
+    group: Mapping[str, Any],
+    salt: Tensor,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
 ) -> None:
     columns = [list(column) for column in zip(*parts, strict=True)]
     parameters, weights, gradients, firsts, seconds, steps = columns

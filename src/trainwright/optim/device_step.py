@@ -12,7 +12,7 @@ from trainwright.backends import has_capturable_optimizers, reads_at_once
 from trainwright.optim.sharded import own_gradients, split_state, sum_over_ranks
 from trainwright.parallel.mesh import local
 
-PIECE_ELEMENTS = 2**25
+CHUNK_ELEMENTS = 2**25
 """How many elements are worked on at once where a step needs room beside the state: 128 MiB in fp32."""
 
 
@@ -81,7 +81,7 @@ def unless(skip: Tensor | None, value: float | Tensor, otherwise: float) -> floa
     return value if skip is None else torch.where(skip, otherwise, value)
 
 
-def in_pieces(tensors: Sequence[Tensor], most: int = PIECE_ELEMENTS) -> Iterator[slice]:
+def in_chunks(tensors: Sequence[Tensor], most: int = CHUNK_ELEMENTS) -> Iterator[slice]:
     """Yields slices of the list that hold at most `most` elements each, or one tensor that is larger."""
     start = held = 0
     for number, tensor in enumerate(tensors):

@@ -17,7 +17,7 @@ from trainwright.optim.device_step import (
     copy_reported,
     device_of,
     entries_of,
-    in_pieces,
+    in_chunks,
     report_update,
     run_closure,
     settle_gradients,
@@ -79,11 +79,11 @@ class Lion(torch.optim.Optimizer):
             self._is_loaded = False
         for group in self.param_groups:
             parameters = updated_parameters(group)
-            for piece in in_pieces(parameters):
-                self._step_piece(parameters[piece], group)
+            for chunk in in_chunks(parameters):
+                self._step_chunk(parameters[chunk], group)
         return report_update(copied, stages=self.stages, device=device_of(self))
 
-    def _step_piece(self, parameters: list[Tensor], group: Mapping[str, Any]) -> None:
+    def _step_chunk(self, parameters: list[Tensor], group: Mapping[str, Any]) -> None:
         weights = masters_of(self, parameters) if group["master_weights"] else parameters
         for parameter, weight in zip(parameters, weights, strict=True):
             if "momentum" not in self.state[parameter]:

@@ -25,7 +25,7 @@ from trainwright.optim.device_step import (
     copy_reported,
     device_of,
     entries_of,
-    in_pieces,
+    in_chunks,
     report_update,
     run_closure,
     settle_gradients,
@@ -117,20 +117,20 @@ class _Exchange:
         received = _exchange(sent, sizes_there, sizes_back, self.group)
         # From each rank came its parts of all my matrices, one after the other.
         stacks = [
-            piece.view(mine, *shape)
-            for piece, shape in zip(received.split(sizes_back), self.shapes, strict=True)  # type: ignore[no-untyped-call]
+            chunk.view(mine, *shape)
+            for chunk, shape in zip(received.split(sizes_back), self.shapes, strict=True)  # type: ignore[no-untyped-call]
         ]
         done = act(list(torch.cat(stacks, dim=self.dim + 1).unbind()) if mine else [])
         if mine:
             lengths = [shape[self.dim] for shape in self.shapes]
-            pieces = torch.stack(done).split(lengths, dim=self.dim + 1)  # type: ignore[no-untyped-call]
-            sent = torch.cat([piece.reshape(-1) for piece in pieces])
+            chunks = torch.stack(done).split(lengths, dim=self.dim + 1)  # type: ignore[no-untyped-call]
+            sent = torch.cat([chunk.reshape(-1) for chunk in chunks])
         else:
             sent = received.new_empty(0)
         received = _exchange(sent, sizes_back, sizes_there, self.group)
         back: list[Tensor] = [received] * len(parts)
-        for number, piece in zip(order, received.view(len(parts), own), strict=True):
-            back[number] = piece.view(self.shapes[self.rank])
+        for number, chunk in zip(order, received.view(len(parts), own), strict=True):
+            back[number] = chunk.view(self.shapes[self.rank])
         return back
 
 
@@ -282,9 +282,9 @@ class Muon(torch.optim.Optimizer):
                 continue
             turn = 0
             for alike in _by_shape(parameters, has_parts=self._has_parts):
-                for piece in in_pieces(alike):
-                    self._step_matrices(alike[piece], group, turn)
-                    turn += len(alike[piece])
+                for chunk in in_chunks(alike):
+                    self._step_matrices(alike[chunk], group, turn)
+                    turn += len(alike[chunk])
         return report_update(copied, stages=self.stages, device=device_of(self))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

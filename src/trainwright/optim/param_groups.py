@@ -302,14 +302,14 @@ MOST_SHOWN = 4
 _MARKS = ("lr_scale", "no_weight_decay")
 
 
-class Rule(NamedTuple):
+class GroupRule(NamedTuple):
     """One entry of `groups`: globs over parameter names, and the settings of what they match."""
 
     globs: tuple[str, ...]
     settings: dict[str, Any]
 
 
-class _Place(NamedTuple):
+class _GroupKey(NamedTuple):
     """Parameters with the same place are one group. `rule` is None for what no rule matches."""
 
     rule: int | None
@@ -367,7 +367,7 @@ def reasons_of_others(parameters: Mapping[str, Tensor], owned: Mapping[str, Tens
     return reasons
 
 
-def read_rules(groups: Iterable[Mapping[str, Any]], *, label: str, origin: Origin) -> list[Rule]:
+def read_rules(groups: Iterable[Mapping[str, Any]], *, label: str, origin: Origin) -> list[GroupRule]:
     """Reads the entries of `groups` and rejects those that match or set nothing by their form."""
     where = origin(label)
     if isinstance(groups, (Mapping, str)) or not isinstance(groups, Iterable):
@@ -387,13 +387,13 @@ def read_rules(groups: Iterable[Mapping[str, Any]], *, label: str, origin: Origi
         for key in ("params", "param_names", *_MARKS):
             if key in settings:
                 raise ConfigError(f"{label}.{number}.{key}: is not a setting of a group. Remove it.", where=where)
-        rules.append(Rule(_globs(entry["match"], f"{label}.{number}.match", origin), settings))
+        rules.append(GroupRule(_globs(entry["match"], f"{label}.{number}.match", origin), settings))
     return rules
 
 
 def make_groups(
     named_parameters: Mapping[str, Tensor],
-    rules: Sequence[Rule] = (),
+    rules: Sequence[GroupRule] = (),
     *,
     label: str = "groups",
     origin: Origin = lambda setting: None,
@@ -404,10 +404,10 @@ def make_groups(
     What no rule matches comes first, because the first group's rate is the one that is logged. A glob that matches
     nothing, or nothing that an earlier rule has left, is rejected; `others` says why a parameter is not here.
     """
-    members: dict[_Place, list[str]] = {}
+    members: dict[_GroupKey, list[str]] = {}
     for name, parameter in named_parameters.items():
         rule = next((n for n, each in enumerate(rules) if _is_matched(name, each)), None)
-        place = _Place(
+        place = _GroupKey(
             rule, _lr_scale(name, parameter, origin(label)), bool(getattr(parameter, "no_weight_decay", False))
         )
         members.setdefault(place, []).append(name)
@@ -438,11 +438,11 @@ def disable_untrainable_params(model: nn.Module, globs: Any = ()) -> list[str]:
     return [name for name, parameter in model.named_parameters() if name in before and not parameter.requires_grad]
 
 
-def _is_matched(name: str, rule: Rule) -> bool:
+def _is_matched(name: str, rule: GroupRule) -> bool:
     return any(fnmatchcase(name, glob) for glob in rule.globs)
 
 
-def _order(place: _Place) -> tuple[int, bool, float]:
+def _order(place: _GroupKey) -> tuple[int, bool, float]:
     return (-1 if place.rule is None else place.rule, place.no_weight_decay, abs(place.lr_scale - 1.0))
 
 
@@ -461,7 +461,7 @@ def _globs(given: Any, label: str, origin: Origin) -> tuple[str, ...]:
 
 
 def _reject_unmatched(
-    rules: Sequence[Rule], names: list[str], others: Mapping[str, str], label: str, origin: Origin
+    rules: Sequence[GroupRule], names: list[str], others: Mapping[str, str], label: str, origin: Origin
 ) -> None:
     """Rejects a glob that matches no parameter of the optimizer, and says so if it matches others."""
     for number, rule in enumerate(rules):
@@ -480,7 +480,7 @@ def _reject_unmatched(
             raise ConfigError(f"{place}: {problem}", where=origin(place))
 
 
-def _reject_idle(rules: Sequence[Rule], used: set[int | None], label: str, origin: Origin) -> None:
+def _reject_idle(rules: Sequence[GroupRule], used: set[int | None], label: str, origin: Origin) -> None:
     for number, rule in enumerate(rules):
         if number not in used:
             raise ConfigError(
@@ -490,7 +490,7 @@ def _reject_idle(rules: Sequence[Rule], used: set[int | None], label: str, origi
             )
 
 
-def _check_rules(rules: Sequence[Rule], optimizer: torch.optim.Optimizer, *, label: str, origin: Origin) -> None:
+def _check_rules(rules: Sequence[GroupRule], optimizer: torch.optim.Optimizer, *, label: str, origin: Origin) -> None:
     for number, rule in enumerate(rules):
         for key in rule.settings:
             if key not in optimizer.defaults:

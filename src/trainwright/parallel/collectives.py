@@ -86,7 +86,7 @@ class Ranks:
     def highest_votes(self, *votes: int) -> tuple[int, ...]:
         """Returns the highest of each vote that any rank cast at the call before; this call's votes are under way.
 
-        Called once per step with this rank's wishes. The answer is a step old, so no step waits for it, and it is
+        Called once per step with this rank's requests. The answer is a step old, so no step waits for it, and it is
         the same on every rank, so all act on it at the same step. One process gets its own votes back.
         """
         if self.size == 1:

@@ -65,7 +65,7 @@ class Mesh:
     """
 
     sizes: Mapping[str, int] = field(default_factory=lambda: ALONE)
-    place: int = 0
+    global_rank: int = 0
     layers: DeviceMesh | None = None
     sequence: DeviceMesh | None = None
     stage: Any = None
@@ -80,7 +80,7 @@ class Mesh:
 
     def rank(self, *axes: str) -> int:
         """Returns this rank's number along an axis, or along several together, the last the fastest."""
-        rest, numbers = self.place, {}
+        rest, numbers = self.global_rank, {}
         for axis in reversed(AXES):
             rest, numbers[axis] = divmod(rest, self.sizes[axis])
         number = 0
@@ -150,18 +150,20 @@ def lay_out(axes: Mapping[str, int], *, device_type: str) -> Mesh:
     if sizes["context"] > 1:
         sequence = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
     mesh = Mesh(MappingProxyType(sizes), dist.get_rank(), layers, sequence)
-    everybody = [replace(mesh, place=place) for place in range(dist.get_world_size())]
+    everybody = [replace(mesh, global_rank=global_rank) for global_rank in range(dist.get_world_size())]
     stages = [
-        [each.place for each in everybody if each.rank("pipeline") == stage] for stage in range(sizes["pipeline"])
+        [each.global_rank for each in everybody if each.rank("pipeline") == stage] for stage in range(sizes["pipeline"])
     ]
     # Every rank makes every group, its own or not, in the same order: torch counts them to name them.
-    groups = [_group_of(places) for places in [*stages, [each.place for each in everybody if each.is_loss_rank]]]
+    groups = [
+        _group_of(members) for members in [*stages, [each.global_rank for each in everybody if each.is_loss_rank]]
+    ]
     return replace(mesh, stage=groups[mesh.rank("pipeline")], loss_group=groups[-1])
 
 
-def _group_of(places: list[int]) -> Any:
+def _group_of(members: list[int]) -> Any:
     """Returns the group of these ranks, None where they are all."""
-    return None if len(places) == dist.get_world_size() else dist.new_group(places)
+    return None if len(members) == dist.get_world_size() else dist.new_group(members)
 
 
 def _forget_former_meshes() -> None:

@@ -241,7 +241,7 @@ class Pipeline:
         self._group = mesh.group("pipeline")
         stage: Any = model.stage
         self._stage: Stage = stage
-        self._part = _Part(model, self._stage)
+        self._part = _StageModule(model, self._stage)
         self._dtypes: dict[torch.dtype | None, torch.dtype] = {}
         self._schedules: dict[tuple[int, bool], tuple[PipelineScheduleSingle, _RaggedStage]] = {}
         self._known_keys: set[frozenset[str]] = set()
@@ -254,14 +254,14 @@ class Pipeline:
             round(100 * idle),
         )
 
-    def run(self, pieces: Sequence[Batch], scale: Scale) -> None:
+    def run(self, micro_batches: Sequence[Batch], scale: Scale) -> None:
         """Runs forward and backward of all micro-batches; gradients add up in `.grad`.
 
-        On the last stage `scale(outputs, number)` is called once for each piece, in order, with what the model
+        On the last stage `scale(outputs, number)` is called once for each micro-batch, in order, with what the model
         returned for it; it returns the number to propagate. The outputs are not kept: all logits of an update would
-        not fit. Pieces may differ in shape; what a rank does when depends on their number alone.
+        not fit. Micro-batches may differ in shape; what a rank does when depends on their number alone.
         """
-        self._step(pieces, scale, has_backward=True)
+        self._step(micro_batches, scale, has_backward=True)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Any:
@@ -294,27 +294,27 @@ class Pipeline:
         tied = {id(own[name]): own[name] for name in self._stage.tied}
         return [(parameter, self._group) for parameter in tied.values() if parameter.requires_grad]
 
-    def _hidden_of(self, piece: Batch) -> Hidden:
-        keys = frozenset(piece)
+    def _hidden_of(self, micro_batch: Batch) -> Hidden:
+        keys = frozenset(micro_batch)
         if keys not in self._known_keys:
-            _reject_other_keys(self._model, piece)
+            _reject_other_keys(self._model, micro_batch)
             self._known_keys.add(keys)
         kind = self._device.type
         # What decides about the dtype; the same on every rank at the same time.
         circumstances = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         if circumstances not in self._dtypes:
-            self._dtypes[circumstances] = self._learn_dtype(piece)
-        return Hidden(tuple(self._model.hidden_shape(**piece)), self._dtypes[circumstances])
+            self._dtypes[circumstances] = self._learn_dtype(micro_batch)
+        return Hidden(tuple(self._model.hidden_shape(**micro_batch)), self._dtypes[circumstances])
 
-    def _learn_dtype(self, piece: Batch) -> torch.dtype:
+    def _learn_dtype(self, micro_batch: Batch) -> torch.dtype:
         """Returns the dtype of hidden states, which only the first stage sees, by running its beginning once.
 
         All ranks of the run do this at the same time, at the first batch: on a split model it is collective.
         """
         number = torch.zeros(1, dtype=torch.int64, device=self._device)
         if self._stage.is_first:
-            hidden = self._begin(piece)
-            expected = self._model.hidden_shape(**piece)
+            hidden = self._begin(micro_batch)
+            expected = self._model.hidden_shape(**micro_batch)
             if tuple(hidden.shape) != tuple(expected) or hidden.dtype not in TRAVELLING:
                 raise TrainwrightError(
                     f"{type(self._model).__name__}.begin returned {hidden.dtype} {list(hidden.shape)}, but its "
@@ -325,22 +325,22 @@ class Pipeline:
         return TRAVELLING[int(number)]
 
     @torch.no_grad()
-    def _begin(self, piece: Batch) -> Tensor:
+    def _begin(self, micro_batch: Batch) -> Tensor:
         """Returns the hidden states that the first block gets; leaves random generators alone."""
         training = [module for module in self._model.modules() if module.training]
         self._model.eval()  # dropout would draw
         try:
-            return cast(Tensor, self._model(None, piece, only_begins=True))
+            return cast(Tensor, self._model(None, micro_batch, only_begins=True))
         finally:
             for module in training:
                 module.training = True
 
-    def _step(self, pieces: Sequence[Batch], scale: Scale | None, *, has_backward: bool) -> None:
-        """Lets torch's schedule run the pieces."""
-        schedule, stage = self._schedule(len(pieces), has_backward=has_backward)
-        stage.expected = [self._hidden_of(piece) for piece in pieces]
-        self._part.begin(pieces, scale, stage.expected)
-        numbers = torch.arange(len(pieces))  # the schedule cuts this into one number a micro-batch
+    def _step(self, micro_batches: Sequence[Batch], scale: Scale | None, *, has_backward: bool) -> None:
+        """Lets torch's schedule run the micro-batches."""
+        schedule, stage = self._schedule(len(micro_batches), has_backward=has_backward)
+        stage.expected = [self._hidden_of(micro_batch) for micro_batch in micro_batches]
+        self._part.begin(micro_batches, scale, stage.expected)
+        numbers = torch.arange(len(micro_batches))  # the schedule cuts this into one number a micro-batch
         try:
             schedule.step(number=numbers, target=numbers if has_backward else None)
         except RuntimeError as error:
@@ -352,9 +352,9 @@ class Pipeline:
             self._part.end()
             stage.clear_runtime_states()
 
-    def _schedule(self, num_pieces: int, *, has_backward: bool) -> tuple[PipelineScheduleSingle, _RaggedStage]:
+    def _schedule(self, num_micro_batches: int, *, has_backward: bool) -> tuple[PipelineScheduleSingle, _RaggedStage]:
         """Returns the schedule of so many micro-batches, with this rank's stage of it."""
-        key = num_pieces, has_backward
+        key = num_micro_batches, has_backward
         if key not in self._schedules:
             travelling = torch.empty(0, device="meta", requires_grad=has_backward)  # stands for any shape
             stage = _RaggedStage(
@@ -366,9 +366,9 @@ class Pipeline:
                 output_args=(torch.empty(1, device="meta") if self._stage.is_last else travelling,),
                 group=self._group,
             )
-            kind = Schedule1F1B if has_backward and num_pieces >= self._stage.num_stages else ScheduleGPipe
+            kind = Schedule1F1B if has_backward and num_micro_batches >= self._stage.num_stages else ScheduleGPipe
             loss = _given if has_backward else None
-            self._schedules[key] = kind(stage, num_pieces, loss_fn=loss, scale_grads=False), stage
+            self._schedules[key] = kind(stage, num_micro_batches, loss_fn=loss, scale_grads=False), stage
         return self._schedules[key]
 
 
@@ -406,7 +406,7 @@ class _RaggedStage(PipelineStage):
         """Compares no shapes, as torch from 2.13 on would under TORCH_DISTRIBUTED_DEBUG=DETAIL; `_Part` does."""
 
 
-class _Part(nn.Module):
+class _StageModule(nn.Module):
     """What torch's schedule calls as this rank's module, once for each micro-batch.
 
     It hides the model: torch would otherwise reduce FSDP's gradients itself, and only after the last micro-batch.
@@ -416,18 +416,18 @@ class _Part(nn.Module):
         super().__init__()
         self._hidden_model = (model,)
         self._stage = stage
-        self._pieces: list[Batch] = []
+        self._micro_batches: list[Batch] = []
         self._scale: Scale | None = None
         self._expected: Sequence[Hidden] = ()
         self._outputs: Any = None
 
-    def begin(self, pieces: Sequence[Batch], scale: Scale | None, expected: Sequence[Hidden]) -> None:
+    def begin(self, micro_batches: Sequence[Batch], scale: Scale | None, expected: Sequence[Hidden]) -> None:
         """Takes the micro-batches that come next; without `scale` their outputs are kept instead."""
-        self._pieces, self._scale, self._expected = list(pieces), scale, expected
+        self._micro_batches, self._scale, self._expected = list(micro_batches), scale, expected
 
     def end(self) -> None:
         """Lets go of the micro-batches."""
-        self._pieces, self._scale = [], None
+        self._micro_batches, self._scale = [], None
 
     def take_outputs(self) -> Any:
         """Returns the outputs that the last stage has kept, once."""
@@ -439,7 +439,7 @@ class _Part(nn.Module):
         index = int(number)  # in main memory: nobody waits
         hidden = received[0] if received else None
         [model] = self._hidden_model
-        result = model(hidden, self._pieces[index])
+        result = model(hidden, self._micro_batches[index])
         if self._stage.is_last:
             return self._to_propagate(result, cast(Tensor, hidden), index)
         if Hidden(tuple(result.shape), result.dtype) != self._expected[index]:
@@ -454,7 +454,9 @@ class _Part(nn.Module):
             self._outputs = outputs
             return torch.zeros(1, device=hidden.device)
         value = self._scale(outputs, index)
-        if not value.requires_grad:  # a piece that weighs nothing; the stages before wait for a gradient all the same
+        if (
+            not value.requires_grad
+        ):  # a micro-batch that weighs nothing; earlier stages wait for a gradient all the same
             value = hidden.sum() * 0.0
         # Its value is of no account: only the gradient goes on from here, which is 1 in any dtype.
         return value.reshape(1).float()
@@ -465,12 +467,13 @@ def _given(output: Tensor, target: Tensor) -> Tensor:
     return output
 
 
-def _reject_other_keys(model: nn.Module, piece: Batch) -> None:
+def _reject_other_keys(model: nn.Module, micro_batch: Batch) -> None:
     """Rejects a batch that the model's own forward would not take, before parts of it are left unread."""
     try:
-        inspect.signature(type(model).forward).bind(model, **piece)
+        inspect.signature(type(model).forward).bind(model, **micro_batch)
     except TypeError as error:
         raise DataError(
-            f"{type(model).forward.__qualname__} does not take a batch with the keys {', '.join(piece)}: {error}. "
+            f"{type(model).forward.__qualname__} does not take a batch with the keys {', '.join(micro_batch)}: "
+            f"{error}. "
             "Let the collator give it what it takes."
         ) from error

@@ -50,7 +50,7 @@ class RaisedByAll(ConfigError):  # noqa: N818  # an error by what it inherits
     """An error that every rank raises in the same words: the first rank is the one that says it."""
 
 
-class Failure(NamedTuple):
+class RankFailure(NamedTuple):
     """The error that a run ends with: which rank had it first, and what it was."""
 
     rank: int
@@ -94,12 +94,12 @@ def describe_lost_connection(error: BaseException) -> str | None:
     return None if found is None else found[0]
 
 
-def noted_failure(store: Store) -> Failure | None:
+def noted_failure(store: Store) -> RankFailure | None:
     """Returns the first failure that a rank has noted, or None; does not wait for one."""
     if not store.check([_key()]):
         return None
     note: Any = json.loads(store.get(_key()))
-    return Failure(*note)
+    return RankFailure(*note)
 
 
 def own_name() -> str:
@@ -128,35 +128,35 @@ _POLL_SECONDS = (0.02, 0.5)  # the first and the longest pause; thousands of ran
 
 
 def meet(store: Store, rank: int, size: int, *, arrive_seconds: float = ARRIVE_SECONDS) -> str:
-    """Waits until all ranks are here, and returns the name of the meeting, which no other meeting in the store has.
+    """Waits until all ranks are here, and returns the name of the rendezvous, which no other one in the store has.
 
     A rank that does not come, or that fails meanwhile, is an error that names it, on every rank.
     """
-    notes: Any = PrefixStore("trainwright/meeting", store)  # torch's stubs lack `append`
+    notes: Any = PrefixStore("trainwright/rendezvous", store)  # torch's stubs lack `append`
     if not _launcher_numbers_ranks():
         _reject_twins(store, rank)
     own = uuid.uuid4().hex
     notes.append(_HERE, f"{rank} {own}\n")
     if rank == 0:
         return _host(notes, store, own, size, arrive_seconds)
-    meeting = ""
+    rendezvous = ""
 
     def is_open() -> bool:
-        nonlocal meeting
-        if not meeting and notes.check([f"{_INVITATION}/{own}"]):
-            meeting = text_of(notes.get(f"{_INVITATION}/{own}"))
-            notes.add(f"{_ANSWERS}/{meeting}", 1)
-        return bool(meeting) and notes.check([f"{_OPEN}/{meeting}"])
+        nonlocal rendezvous
+        if not rendezvous and notes.check([f"{_INVITATION}/{own}"]):
+            rendezvous = text_of(notes.get(f"{_INVITATION}/{own}"))
+            notes.add(f"{_ANSWERS}/{rendezvous}", 1)
+        return bool(rendezvous) and notes.check([f"{_OPEN}/{rendezvous}"])
 
     # Rank 0 gives up first, and knows who is missing.
     if not _wait(is_open, store, rank, arrive_seconds + 10):
         raise TrainwrightError(f"Rank {rank} waited for rank 0 for {arrive_seconds + 10:.0f} s. Is it started?")
-    return meeting
+    return rendezvous
 
 
 def _host(notes: Store, store: Store, own: str, size: int, arrive_seconds: float) -> str:
     """Invites until all have answered."""
-    meeting = uuid.uuid4().hex
+    rendezvous = uuid.uuid4().hex
     invited: set[str] = set()
     missing: list[int] = []
 
@@ -164,9 +164,9 @@ def _host(notes: Store, store: Store, own: str, size: int, arrive_seconds: float
         names = dict(line.split() for line in text_of(notes.get(_HERE)).splitlines())  # the last name of a rank counts
         missing[:] = [rank for rank in range(size) if str(rank) not in names]
         for name in set(names.values()) - invited - {own}:
-            notes.set(f"{_INVITATION}/{name}", meeting)
+            notes.set(f"{_INVITATION}/{name}", rendezvous)
             invited.add(name)
-        return not missing and notes.add(f"{_ANSWERS}/{meeting}", 0) >= size - 1
+        return not missing and notes.add(f"{_ANSWERS}/{rendezvous}", 0) >= size - 1
 
     if not _wait(has_all, store, 0, arrive_seconds):
         shown = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
@@ -175,8 +175,8 @@ def _host(notes: Store, store: Store, own: str, size: int, arrive_seconds: float
             f"Not all {size} ranks have come within {arrive_seconds:.0f} s: {who}. Start them all, with the same "
             "MASTER_ADDR, MASTER_PORT and WORLD_SIZE; what a rank that failed has said is in its own output."
         )
-    notes.set(f"{_OPEN}/{meeting}", "1")
-    return meeting
+    notes.set(f"{_OPEN}/{rendezvous}", "1")
+    return rendezvous
 
 
 def _wait(is_done: Callable[[], bool], store: Store, rank: int, seconds: float) -> bool:
@@ -275,9 +275,9 @@ def reject_other_runs(store: Store, rank: int, size: int, facts: RunFacts) -> No
         store.set(f"verdict/{rank}", _difference(first, own, rank))
     verdict = _wait_for(store, "verdict", "Rank 0")
     if verdict:
-        store.set(f"heard/{rank}", "1")
+        store.set(f"received/{rank}", "1")
         if rank == 0:  # it may keep the store, and must not leave before the others have read it
-            _collect(store, [f"heard/{other}" for other in range(1, size)])
+            _collect(store, [f"received/{other}" for other in range(1, size)])
         raise RaisedByAll(verdict)
 
 
@@ -391,14 +391,14 @@ _WHO_SETS_THEM = (
 )
 
 
-class Place(NamedTuple):
+class RankAndSize(NamedTuple):
     """This process's number among the processes of the run, and how many there are."""
 
     rank: int
     size: int
 
 
-def place() -> Place:
+def rank_and_size() -> RankAndSize:
     """Returns what the launcher's variables say, (0, 1) without any; what contradicts itself is rejected."""
     size = _number("WORLD_SIZE", at_least=1)
     rank = _number("RANK", at_least=0)
@@ -411,19 +411,19 @@ def place() -> Place:
     if size is None and rank:
         raise ConfigError(f"RANK is {rank}, but WORLD_SIZE is not set. {_WHO_SETS_THEM} For one process unset RANK.")
     if size is None or (size == 1 and rank is None):
-        return Place(0, 1)
+        return RankAndSize(0, 1)
     if rank is None:
         raise ConfigError(
             f"WORLD_SIZE is {size}, but RANK is not set. {_WHO_SETS_THEM} For one process unset WORLD_SIZE."
         )
     if rank >= size:
         raise ConfigError(f"RANK is {rank}, but WORLD_SIZE is {size}: ranks are numbered from 0 to {size - 1}.")
-    return Place(rank, size)
+    return RankAndSize(rank, size)
 
 
 def world_size() -> int:
     """Returns the number of processes that the launcher started, 1 without one."""
-    return place().size
+    return rank_and_size().size
 
 
 def local_rank() -> int:
@@ -445,7 +445,7 @@ def join(axes: Mapping[str, int], *, collectives: str, device_type: str, facts: 
     `facts` (same_run.facts_of) must be equal on all ranks, or every rank raises the same error; None: nothing is
     compared.
     """
-    rank, size = place()
+    rank, size = rank_and_size()
     if size == 1:
         return Ranks()
     if not dist.is_initialized():
@@ -482,7 +482,7 @@ def _find_store(rank: int) -> TCPStore:
             port,
             is_master=keeps_it,
             timeout=timedelta(seconds=ARRIVE_SECONDS),
-            wait_for_workers=False,  # meeting.py waits, and hears of ranks that fail meanwhile
+            wait_for_workers=False,  # rendezvous waits, and hears of ranks that fail meanwhile
             multi_tenant=True,  # a process that joins again finds its own
         )
     except RuntimeError as error:  # what torch raises for the network

@@ -204,13 +204,13 @@ def _globs(given: Any, where: object) -> tuple[str, ...]:
     return tuple(globs)
 
 
-__all__ = ["Layout", "ShardingPlan", "ShardingRules", "packaged_rules", "plan_sharding", "read_rules"]
+__all__ = ["AxisLayout", "ShardingPlan", "ShardingRules", "packaged_rules", "plan_sharding", "read_rules"]
 
 MOST_SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Layout:
+class AxisLayout:
     """The axes of each dim of one parameter, and the rule that says so; None: no rule does."""
 
     axes: Axes
@@ -236,7 +236,7 @@ class ShardingPlan:
     `unmatched` are rules that speak of nothing in the model.
     """
 
-    layouts: dict[str, Layout]
+    layouts: dict[str, AxisLayout]
     outputs: dict[str, dict[int | None, Axes]] = field(default_factory=dict)
     inputs: dict[str, Axes] = field(default_factory=dict)
     fused: dict[str, int] = field(default_factory=dict)
@@ -344,7 +344,7 @@ def _outputs(rules: ShardingRules, modules: Mapping[str, Any]) -> dict[str, dict
 
 def _layouts(
     rules: ShardingRules, parameters: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module]
-) -> dict[str, Layout]:
+) -> dict[str, AxisLayout]:
     """Returns the layout of each parameter; one that has several names is laid out as its first name with a rule."""
     named = {}
     for name, glob, axes in _matches(rules.parameters, parameters):
@@ -355,8 +355,8 @@ def _layouts(
                 f"model.sharding: {glob}: has {len(axes)} dims, but {name} has the shape {shape}. Give null or an axis "
                 "for each dim."
             )
-        named[name] = Layout(axes or ((),) * dims, glob)
-    by_identity: dict[int, Layout] = {}
+        named[name] = AxisLayout(axes or ((),) * dims, glob)
+    by_identity: dict[int, AxisLayout] = {}
     for name, layout in named.items():
         earlier = by_identity.setdefault(id(parameters[name]), layout)
         if earlier.axes != layout.axes:
@@ -367,11 +367,11 @@ def _layouts(
     layouts = {}
     for name, parameter in parameters.items():
         found = by_identity.get(id(parameter)) or _adapter_layout(name, named, modules)
-        layouts[name] = found or Layout(((),) * parameter.dim())
+        layouts[name] = found or AxisLayout(((),) * parameter.dim())
     return layouts
 
 
-def _adapter_layout(name: str, named: Mapping[str, Layout], modules: Mapping[str, nn.Module]) -> Layout | None:
+def _adapter_layout(name: str, named: Mapping[str, AxisLayout], modules: Mapping[str, nn.Module]) -> AxisLayout | None:
     """Returns how an adapter beside a split weight is split: B by rows as the weight is, A by columns as it is."""
     path, _, last = name.rpartition(".")
     weight = named.get(f"{path}.weight")
@@ -379,7 +379,7 @@ def _adapter_layout(name: str, named: Mapping[str, Layout], modules: Mapping[str
         return None
     dim = 0 if last == "lora_b" else 1
     is_split = weight.tensor_dim == dim
-    return Layout(tuple(("tensor",) if is_split and each == dim else () for each in range(2)), weight.rule)
+    return AxisLayout(tuple(("tensor",) if is_split and each == dim else () for each in range(2)), weight.rule)
 
 
 def _uneven(

@@ -201,7 +201,7 @@ Swapped = list[tuple[nn.Module, str, nn.Parameter]]
 """Parameters that other tensors stand in for: their module, their name there, and they themselves."""
 
 
-class Place(NamedTuple):
+class ParameterSlot(NamedTuple):
     """A parameter of a module, or of a child of it, and what stands there while the module runs."""
 
     child: str
@@ -373,10 +373,10 @@ def _hook_fused(module: nn.Module, count: int, ranks: DeviceMesh) -> None:
         shape = (count, ranks.size(), -1, *gathered.shape[1:])
         return gathered.view(shape)[:, ranks.get_local_rank()].flatten(0, 1)
 
-    places = [Place("", name, own_rows) for name in module._parameters]
+    slots = [ParameterSlot("", name, own_rows) for name in module._parameters]
 
     def bring(layer: Any, args: Any, kwargs: Any) -> Any:
-        layer.swapped.append(_swap(layer, places, ranks))
+        layer.swapped.append(_swap(layer, slots, ranks))
         return _change_first(
             args, kwargs, lambda each: _laid_out(each, Replicate(), ranks).to_local(grad_placements=[Partial()])
         )
@@ -401,14 +401,14 @@ def _hook_plain(path: str, module: nn.Module, plan: ShardingPlan, ranks: DeviceM
     def used_on_parts(parameter: DTensor) -> Tensor:
         return parameter.to_local(grad_placements=[Partial()])
 
-    places = [
-        Place("", name, used_on_parts if _join(path, name) in plan.on_parts else plain)
+    slots = [
+        ParameterSlot("", name, used_on_parts if _join(path, name) in plan.on_parts else plain)
         for name in _own_parameters(module)
     ]
     tables = [name for name, child in module.named_children() if isinstance(child, nn.Embedding)]
     copied = [name for name in tables if split_dim(module.get_submodule(name).weight) is None]
-    places += [Place(name, "weight", plain) for name in copied]
-    if not places:
+    slots += [ParameterSlot(name, "weight", plain) for name in copied]
+    if not slots:
         return
 
     def meets_split(args: Any, kwargs: Any) -> bool:
@@ -416,7 +416,7 @@ def _hook_plain(path: str, module: nn.Module, plan: ShardingPlan, ranks: DeviceM
 
     def bring(layer: Any, args: Any, kwargs: Any) -> None:
         if not meets_split(args, kwargs):
-            layer.swapped.append(_swap(layer, places, ranks))
+            layer.swapped.append(_swap(layer, slots, ranks))
 
     def restore(layer: Any, args: Any, kwargs: Any, output: Any) -> None:
         if not meets_split(args, kwargs):
@@ -427,13 +427,13 @@ def _hook_plain(path: str, module: nn.Module, plan: ShardingPlan, ranks: DeviceM
     module.register_forward_hook(restore, with_kwargs=True, always_call=True)
     for method in PARTS_OF_FORWARD:
         if hasattr(module, method):
-            _wrap(module, method, lambda layer: _swapped(layer, places, ranks))
+            _wrap(module, method, lambda layer: _swapped(layer, slots, ranks))
 
 
-def _swap(layer: nn.Module, places: Sequence[Place], ranks: DeviceMesh) -> Swapped:
+def _swap(layer: nn.Module, slots: Sequence[ParameterSlot], ranks: DeviceMesh) -> Swapped:
     """Puts other tensors in the places of parameters and returns what was there, for `_swap_back`."""
     kept: Swapped = []
-    for child, name, change in places:
+    for child, name, change in slots:
         owner = layer.get_submodule(child)
         parameter = owner._parameters[name]
         # What FSDP has split and not gathered is on a mesh of more axes: whoever gathers it calls the layer itself.
@@ -449,8 +449,8 @@ def _swap_back(kept: Swapped) -> None:
 
 
 @contextmanager
-def _swapped(layer: nn.Module, places: Sequence[Place], ranks: DeviceMesh) -> Iterator[None]:
-    kept = _swap(layer, places, ranks)
+def _swapped(layer: nn.Module, slots: Sequence[ParameterSlot], ranks: DeviceMesh) -> Iterator[None]:
+    kept = _swap(layer, slots, ranks)
     try:
         yield
     finally:

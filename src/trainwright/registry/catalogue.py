@@ -54,7 +54,7 @@ class Entry:
 
     kind: str
     type: str
-    place: str
+    location: str
     """The file and line of its definition, as `file:line`."""
     doc: str
     """The whole docstring, or ""."""
@@ -71,7 +71,7 @@ class Entry:
 class Unreadable(NamedTuple):
     """A file that is no Python, and so hides its components."""
 
-    place: str
+    location: str
     problem: str
 
 
@@ -112,14 +112,14 @@ def _built_in(library: _Library, kind: str, type_name: str, reference: str) -> E
     if not module.name.startswith("trainwright."):
         # Another library's docstring is written for its own pages, formulas included.
         doc = f"{doc.partition(chr(10))[0]}\n\nSee {module_name}.{name}."
-    return Entry(kind, type_name, module.place(definition), doc, library.signature(kind, module, definition))
+    return Entry(kind, type_name, module.location(definition), doc, library.signature(kind, module, definition))
 
 
 def _users(library: _Library, kind: str, module: _Module, definition: _Definition) -> Entry:
     return Entry(
         kind,
         f"{module.path.stem}.{definition.name}",
-        module.place(definition),
+        module.location(definition),
         module.doc_of(definition),
         library.signature(kind, module, definition),
         tuple(name for registered_kind, name in _registrations(definition) if registered_kind == kind),
@@ -201,7 +201,7 @@ class _Module:
             return ast.unparse(named) if _is_literal(named) else expression.id
         return ast.unparse(expression)
 
-    def place(self, definition: _Definition) -> str:
+    def location(self, definition: _Definition) -> str:
         return f"{shown_path(self.path)}:{definition.lineno}"
 
     def doc_of(self, definition: _Definition) -> str:
@@ -234,8 +234,8 @@ class _Library:
             try:
                 tree = ast.parse(path.read_bytes(), filename=str(path))
             except SyntaxError as error:
-                place = f"{shown_path(path)}:{error.lineno or 1}"
-                raise _UnreadableError(Unreadable(place, f"not valid Python: {error.msg}")) from error
+                location = f"{shown_path(path)}:{error.lineno or 1}"
+                raise _UnreadableError(Unreadable(location, f"not valid Python: {error.msg}")) from error
             except (OSError, ValueError, RecursionError) as error:
                 raise _UnreadableError(Unreadable(f"{shown_path(path)}:1", f"cannot be read: {error}")) from error
             self._modules[path] = _Module(name, path, tree)

@@ -51,10 +51,11 @@ def register(kind: str, name: str) -> Callable[[Target], Target]:
 
     def decorate(target: Target) -> Target:
         taken: Any = _registered[kind].get(name) or BUILT_INS[kind].get(name)
-        place = taken if isinstance(taken, str) or taken is None else _place_of(taken)
-        if taken is not None and taken is not target and place not in (_reference(target), _place_of(target)):
+        location = taken if isinstance(taken, str) or taken is None else _location_of(taken)
+        if taken is not None and taken is not target and location not in (_reference(target), _location_of(target)):
             raise ComponentError(
-                f'The {kind} "{name}" is registered already, by {place}; {_place_of(target)} cannot take the name too. '
+                f'The {kind} "{name}" is registered already, by {location}; '
+                f"{_location_of(target)} cannot take the name too. "
                 "Choose another name."
             )
         _registered[kind][name] = target
@@ -167,8 +168,8 @@ def instantiate(
         folder = absolute(project_dir)
         problem = f"{component.type} could not be built: {_explain(error, folder)}"
         # Which argument it is about is not known; one that an override has changed is likelier than those of the file.
-        places = [origin_of(f"{label}.{name}") for name in arguments] if origin_of is not None else []
-        overridden = next((place for place in places if place is not None and place.is_override), None)
+        locations = [origin_of(f"{label}.{name}") for name in arguments] if origin_of is not None else []
+        overridden = next((location for location in locations if location is not None and location.is_override), None)
         raise _labelled(problem, label, overridden or where) from error
 
 
@@ -376,8 +377,8 @@ def _explain(error: BaseException, folder: Path) -> str:
         return f"SyntaxError: {error.msg} ({shown_path(error.filename or '?')}:{error.lineno})."
     frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != __file__]
     users = [one for one in frames if not _is_library(one.filename, folder)]
-    place = next(reversed(users or frames), None)
-    return f"{text} ({shown_path(place.filename)}:{place.lineno})." if place else f"{text}."
+    location = next(reversed(users or frames), None)
+    return f"{text} ({shown_path(location.filename)}:{location.lineno})." if location else f"{text}."
 
 
 def _is_library(file: str, folder: Path) -> bool:
@@ -397,7 +398,7 @@ def _relative_hint(error: BaseException, folder: Path) -> str:
     return f' Files of a project import each other relatively: "from .{first} import …" or "from ..{first} import …".'
 
 
-def _place_of(target: Any) -> str:
+def _location_of(target: Any) -> str:
     code = inspect.unwrap(target)
     try:
         return f"{_reference(target)} ({shown_path(inspect.getfile(code))}:{inspect.getsourcelines(code)[1]})"

@@ -31,7 +31,7 @@ TORCH = f"{Path(_TORCH_FILE).parent}{os.sep}" if _TORCH_FILE else "<no torch>"
 _NOT_USERS = (PACKAGE, argparse.__file__, contextlib.__file__, functools.__file__)
 
 
-def place_of(target: Any) -> str | None:
+def location_of(target: Any) -> str | None:
     """Returns `file:line` where a function or class is written; None where Python does not know."""
     while isinstance(target, functools.partial):
         target = target.func
@@ -73,7 +73,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 @dataclass(frozen=True)
-class Place:
+class SourceLocation:
     """A line of the user's: `file:line`, its text, and which characters of it are the culprit."""
 
     file: str
@@ -120,12 +120,12 @@ class UserFiles:
         return path.is_relative_to(self._project) or not path.is_relative_to(self._library)
 
 
-def of_frame(frame: FrameType) -> Place:
+def of_frame(frame: FrameType) -> SourceLocation:
     """Returns the line that a frame is at, with the expression that it is evaluating."""
     return of_instruction(frame.f_code, frame.f_lasti, frame.f_lineno)
 
 
-def of_instruction(code: CodeType, instruction: int, line: int) -> Place:
+def of_instruction(code: CodeType, instruction: int, line: int) -> SourceLocation:
     """Returns the line of one instruction of a function, with the expression that it belongs to."""
     file = code.co_filename
     start, end, left, right = next(islice(code.co_positions(), instruction // 2, None), (None, None, None, None))
@@ -135,7 +135,7 @@ def of_instruction(code: CodeType, instruction: int, line: int) -> Place:
         text = source_line(file, line)
         last = right if end == start else len(text.encode())
         columns = (characters(text, left), characters(text.rstrip(), last))
-    return Place(shown_path(file), line, source_line(file, line), columns)
+    return SourceLocation(shown_path(file), line, source_line(file, line), columns)
 
 
 def source_line(file: str, line: int) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from trainwright.errors import ConfigError
-from trainwright.user_code.locations import place_of
+from trainwright.user_code.locations import location_of
 
 logger = logging.getLogger(__name__)
 
@@ -119,39 +119,39 @@ HOOK_METHODS_ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("on_save", "on_save_checkpoint", "after_save_checkpoint"), "after_save"),
     **dict.fromkeys(("on_exception", "on_error"), "close"),
 }
-"""What other frameworks call a moment, and our name of it."""
+"""What other frameworks call an event, and our name of it."""
 
 EPOCHS = ("before_epoch", "after_epoch", "before_train_epoch", "after_train_epoch")
-"""Moments that nothing has here, beside those that are called on_…epoch…: a batch may hold samples of two epochs."""
+"""Events that nothing has here, beside those that are called on_…epoch…: a batch may hold samples of two epochs."""
 
 _PREFIXES = ("on_", "before_", "after_")
 
 
-def reject_unheard(hook: object, contract: type, moments: Collection[str], *, overrides: Collection[str]) -> None:
-    """Rejects a method of a hook that has another framework's name, and warns of others that look like moments.
+def reject_uncalled(hook: object, contract: type, events: Collection[str], *, overrides: Collection[str]) -> None:
+    """Rejects a method of a hook that has another framework's name, and warns of others that look like events.
 
-    `contract` is Hook itself, `overrides` names the moments that this hook has. What a hook calls itself is its own.
+    `contract` is Hook itself, `overrides` names the events that this hook has. What a hook calls itself is its own.
     """
     for name, method in _own_hook_methods(hook, contract):
-        if name in moments or not name.startswith(_PREFIXES) or _calls_method(hook, contract, name):
+        if name in events or not name.startswith(_PREFIXES) or _calls_method(hook, contract, name):
             continue
         owner, ours = type(hook).__name__, HOOK_METHODS_ELSEWHERE.get(name)
         if name in EPOCHS or "epoch" in name:
             raise ConfigError(
-                f"{owner}.{name} is never called: epochs are no moments here, for a batch may hold samples of two. Use "
+                f"{owner}.{name} is never called: epochs are no events here, for a batch may hold samples of two. Use "
                 "after_step, where self.trainer.epoch says which one it is.",
-                where=place_of(method),
+                where=location_of(method),
             )
         if ours is not None and ours not in overrides:
-            raise ConfigError(f"{owner}.{name} is never called here. Call it {ours}.", where=place_of(method))
-        known = ", ".join(moments)
+            raise ConfigError(f"{owner}.{name} is never called here. Call it {ours}.", where=location_of(method))
+        known = ", ".join(events)
         if not overrides:
             raise ConfigError(
-                f"{owner}.{name} is never called, nor is anything else of {owner}: the moments of a hook are {known}.",
-                where=place_of(method),
+                f"{owner}.{name} is never called, nor is anything else of {owner}: the events of a hook are {known}.",
+                where=location_of(method),
             )
         logger.warning(
-            "%s: %s.%s is no moment of a hook, and is not called by the loop.", place_of(method), owner, name
+            "%s: %s.%s is no event of a hook, and is not called by the loop.", location_of(method), owner, name
         )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from trainwright.tracebacks import shown_path
-from trainwright.user_code.locations import Place, source_line
+from trainwright.user_code.locations import SourceLocation, source_line
 
 _CHANGING = frozenset(
     [
@@ -32,7 +32,7 @@ _CHANGING = frozenset(
 )
 
 
-def line_of_change(name: str, kinds: Iterable[type]) -> Place | None:
+def line_of_change(name: str, kinds: Iterable[type]) -> SourceLocation | None:
     """Returns where a function in the files of these classes changes what is called `name`; None: it is not found.
 
     `name` is a fingerprint's, such as Net.count, Net.seen[3] or mine.calls.
@@ -43,7 +43,7 @@ def line_of_change(name: str, kinds: Iterable[type]) -> Place | None:
         for file in files:
             line = min(_changes(_parsed(file), word), default=None)
             if line is not None:
-                return Place(shown_path(file), line, source_line(file, line))
+                return SourceLocation(shown_path(file), line, source_line(file, line))
     return None
 
 

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from trainwright.errors import ConfigError, DataError
-from trainwright.user_code.locations import caller, name_of, place_of
+from trainwright.user_code.locations import caller, location_of, name_of
 
 
 @cache  # asked in every step; reading a signature costs 50 µs
@@ -39,7 +39,7 @@ def reject_mismatch(forward: Callable[..., Any], names: tuple[str, ...]) -> None
         raise DataError(
             f"{forward.__qualname__} {' and '.join(problems)}: the batch has {', '.join(names) or 'only labels'}, "
             f"and it takes {', '.join(parameters) or 'nothing'}. Rename one side, or let the collator choose the keys.",
-            where=place_of(forward),
+            where=location_of(forward),
         )
 
 
@@ -64,7 +64,7 @@ def reject_wrong_call(function: Any, arguments: Sequence[str], *, role: str) -> 
         raise ConfigError(
             f"{_spoken(function)}{shown} is called as {role}{wanted}, and that does not fit: {error}. Let it take "
             f"{advice}.",
-            where=place_of(function),
+            where=location_of(function),
         ) from error
 
 

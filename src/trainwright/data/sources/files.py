@@ -20,7 +20,7 @@ from trainwright.data.sources.file_stream import SHARD_MEGABYTES, FileStream
 from trainwright.data.sources.formats import (
     BYTE_ORDER_MARK,
     CsvFormat,
-    Format,
+    FileFormat,
     JsonLinesFormat,
     Offsets,
     RowError,
@@ -103,7 +103,7 @@ def csv(
 
 
 def _rows_of(
-    file_format: Format,
+    file_format: FileFormat,
     path: Paths,
     *,
     streaming: bool,
@@ -139,7 +139,7 @@ class FileRows(Dataset[dict[str, Any]]):
     def __init__(
         self,
         path: Paths,
-        file_format: Format,
+        file_format: FileFormat,
         *,
         cache_dir: str | Path | None = None,
         project_dir: str | Path | None = None,
@@ -230,7 +230,7 @@ class _IndexedFile:
     def num_rows(self) -> int:
         return len(self.starts)
 
-    def scan(self, file_format: Format) -> None:
+    def scan(self, file_format: FileFormat) -> None:
         """Finds the rows, and the header that comes before them."""
         if file_format.records is None:
             self.size = self.local.stat().st_size

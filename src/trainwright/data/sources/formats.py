@@ -227,7 +227,7 @@ class RowError(Exception):
     """What is wrong with one row."""
 
 
-class Format(Protocol):
+class FileFormat(Protocol):
     """How the rows of one kind of file are found and read."""
 
     records: Records | None

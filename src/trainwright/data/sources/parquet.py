@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from trainwright.data.fetch import positive_indices
-from trainwright.data.sources.file_stream import Piece, check_piece, identify_piece, share_of
+from trainwright.data.sources.file_stream import FileRange, check_range, identify_range, share_of
 from trainwright.data.sources.files import reject_cache
 from trainwright.data.sources.formats import check_columns
 from trainwright.data.sources.locations import FileLocation, Paths, find_files, fingerprint_files
@@ -137,7 +137,7 @@ class ParquetRows(Dataset[dict[str, Any]]):
 class _Row:
     """Where an iteration stands: the next row is this one of this row group, counted from the piece's first."""
 
-    piece: int = 0
+    file_range: int = 0
     group: int = 0
     row: int = 0
 
@@ -153,66 +153,68 @@ class ParquetStream(IterableDataset[dict[str, Any]]):
         self.path = path
         self.columns = check_columns(columns, "parquet")
         self._project_dir = Path(project_dir or ".").absolute()  # a worker may stand in another folder
-        self._pieces: list[Piece] | None = None
+        self._file_ranges: list[FileRange] | None = None
         self._start: _Row | None = None
         self._iterator: ParquetIterator | None = None
 
     @property
     def num_shards(self) -> int:
         """How many shards there can be at most: one for each row group, or for each file where there are many."""
-        return len(self.pieces)
+        return len(self.file_ranges)
 
     @property
-    def pieces(self) -> list[Piece]:
+    def file_ranges(self) -> list[FileRange]:
         """What the stream reads, in order; the file systems are asked at first use."""
-        if self._pieces is None:
+        if self._file_ranges is None:
             found = find_files(self.path, suffixes=SUFFIXES, project_dir=self._project_dir)
             if len(found) > _MOST_FILES_TO_ASK:
-                self._pieces = [Piece(location) for location in found]
+                self._file_ranges = [FileRange(location) for location in found]
             else:
-                self._pieces = [piece for location in found for piece in self._cut(location)]
-        return self._pieces
+                self._file_ranges = [file_range for location in found for file_range in self._cut(location)]
+        return self._file_ranges
 
     def shard(self, num_shards: int, index: int) -> ParquetStream:
         """Returns one of `num_shards` disjoint parts, which one after the other are the whole."""
         part = ParquetStream(self.path, columns=self.columns, project_dir=self._project_dir)
-        part._pieces = share_of(self.pieces, num_shards=num_shards, index=index)
+        part._file_ranges = share_of(self.file_ranges, num_shards=num_shards, index=index)
         return part
 
     def state_dict(self) -> dict[str, Any]:
         """Returns where the iteration begun last stands."""
         place = (self._start or _Row()) if self._iterator is None else self._iterator.place
-        return {**vars(place), "in": identify_piece(self.pieces, place.piece)}
+        return {**vars(place), "in": identify_range(self.file_ranges, place.file_range)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Lets the next iteration begin there, unless the files before that place are others now."""
-        start = _Row(state["piece"], state["group"], state["row"])
+        start = _Row(state["file_range"], state["group"], state["row"])
         if start != _Row():  # before the first row any files will do
-            check_piece(self.pieces, state["in"])
+            check_range(self.file_ranges, state["in"])
         self._start = start
         self._iterator = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         start, self._start = self._start or _Row(), None
-        self._iterator = ParquetIterator(self.pieces, self.columns, start)
+        self._iterator = ParquetIterator(self.file_ranges, self.columns, start)
         return self._iterator
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_iterator": None}  # an open file cannot be pickled
 
-    def _cut(self, location: FileLocation) -> list[Piece]:
+    def _cut(self, location: FileLocation) -> list[FileRange]:
         with _OpenFile(location, self.columns) as opened:
             # A file without rows is a piece too, so that there is at least one.
-            return [Piece(location, group, group + 1) for group in range(opened.num_groups)] or [Piece(location)]
+            return [FileRange(location, group, group + 1) for group in range(opened.num_groups)] or [
+                FileRange(location)
+            ]
 
 
 class ParquetIterator:
     """One iteration. A row group that cannot be read raises once and is then passed over."""
 
-    def __init__(self, pieces: list[Piece], columns: Sequence[str] | None, start: _Row) -> None:
-        self._pieces = pieces
+    def __init__(self, file_ranges: list[FileRange], columns: Sequence[str] | None, start: _Row) -> None:
+        self._file_ranges = file_ranges
         self._columns = columns
-        self._piece, self._group, self._row = start.piece, start.group, start.row
+        self._piece, self._group, self._row = start.file_range, start.group, start.row
         self._opened: _OpenFile | None = None
         self._table: Any = None
         self._samples: list[dict[str, Any]] = []
@@ -222,9 +224,9 @@ class ParquetIterator:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        while self._piece < len(self._pieces):
+        while self._piece < len(self._file_ranges):
             if self._table is None and not self._read_group():
-                self._leave_piece()
+                self._leave_range()
                 continue
             if self._row >= self._table.num_rows:
                 self._leave_group()
@@ -242,15 +244,15 @@ class ParquetIterator:
 
     def _read_group(self) -> bool:
         """Reads the row group that is next; False where the piece has no more."""
-        piece = self._pieces[self._piece]
+        file_range = self._file_ranges[self._piece]
         try:
             if self._opened is None:
-                self._opened = _OpenFile(piece.location, self._columns)
+                self._opened = _OpenFile(file_range.location, self._columns)
         except DataError:
-            self._leave_piece()
+            self._leave_range()
             raise
-        number = piece.begin + self._group
-        if number >= (self._opened.num_groups if piece.end is None else piece.end):
+        number = file_range.begin + self._group
+        if number >= (self._opened.num_groups if file_range.end is None else file_range.end):
             return False
         try:
             self._table = self._opened.read_group(number)
@@ -264,7 +266,7 @@ class ParquetIterator:
         try:
             self._samples = to_samples(self._table.slice(self._row, _ROWS_AT_A_TIME))
         except Exception as error:  # values that Python cannot hold
-            place = f"{self._pieces[self._piece].location.name} at row {self._row} of a row group"
+            place = f"{self._file_ranges[self._piece].location.name} at row {self._row} of a row group"
             self._leave_group()
             raise DataError(f"{place}: {type(error).__name__}: {error}") from error
         self._first = self._row
@@ -273,7 +275,7 @@ class ParquetIterator:
         self._table, self._samples = None, []
         self._group, self._row = self._group + 1, 0
 
-    def _leave_piece(self) -> None:
+    def _leave_range(self) -> None:
         if self._opened is not None:
             self._opened.close()
             self._opened = None

@@ -1,4 +1,4 @@
-"""DrawRegions: a picture of what was learned, in letters. A hook acts at moments of a run and changes no result."""
+"""DrawRegions: a picture of what was learned, in letters. A hook acts at events of a run and changes no result."""
 
 import torch
 
@@ -12,7 +12,7 @@ class DrawRegions(Hook):
         self.columns = columns
 
     def after_train(self):
-        # Other moments: before_train, before_step, after_step, before_eval, after_eval(logs), after_save(path), close.
+        # Other events: before_train, before_step, after_step, before_eval, after_eval(logs), after_save(path), close.
         if not self.trainer.ranks.is_first:  # with several processes, one draws
             return
         x = torch.linspace(-1, 1, self.columns)

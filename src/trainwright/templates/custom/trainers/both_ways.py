@@ -18,9 +18,9 @@ class BothWays(Trainer):
     def train_step(self, batch):
         """Makes one update. Without the second `backward` this is trainwright's own step."""
         update = self.begin_update()
-        for piece in self.micro_batches(batch):
-            update.backward(self.run_forward(piece))
-            turned = {name: wave.flip(-1) for name, wave in piece.items()}
+        for micro_batch in self.micro_batches(batch):
+            update.backward(self.run_forward(micro_batch))
+            turned = {name: wave.flip(-1) for name, wave in micro_batch.items()}
             update.backward(self.run_forward(turned))
         result = update.apply()  # reduces over processes, clips, steps; the loss is the mean over all of it
         result.metrics["step_loss_root"] = result.loss.sqrt()  # metrics are a dict of yours to change

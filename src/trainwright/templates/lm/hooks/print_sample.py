@@ -1,4 +1,4 @@
-"""PrintSample: what the model writes by now. A hook acts at moments of a run and changes no result."""
+"""PrintSample: what the model writes by now. A hook acts at events of a run and changes no result."""
 
 import torch
 
@@ -12,7 +12,7 @@ class PrintSample(Hook):
         self.num_tokens = num_tokens
 
     def after_eval(self, logs):
-        # Other moments: before_train, after_train, before_step, after_step, before_eval, after_save(path), close.
+        # Other events: before_train, after_train, before_step, after_step, before_eval, after_save(path), close.
         if logs and self.trainer.ranks.is_first:  # logs are empty after a failed evaluation; one process prints
             print(f"--- step {self.trainer.step}\n{self.sample()}\n---")
 

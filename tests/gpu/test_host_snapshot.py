@@ -27,14 +27,14 @@ def state(value):
 def test_a_copy_is_in_pinned_memory_and_in_the_same_one_next_time():
     buffers = HostBuffers()
     first, second = [
-        {key: tensor.data_ptr() for key, tensor in buffers.stage(state(value)).parts["optimizers"][1].items()}
+        {key: tensor.data_ptr() for key, tensor in buffers.copy_to_host(state(value)).parts["optimizers"][1].items()}
         for value in (1, 2)
     ]
     assert first == second
-    staged = buffers.stage(state(3))
-    assert staged.parts["model"][1]["weight"].is_pinned()
-    assert not staged.parts["optimizers"][1]["state.step"].is_pinned()  # it is on the host already
-    assert torch.equal(staged.to_state()["model"]["weight"], torch.full((300, 200), 3.0))
+    snapshot = buffers.copy_to_host(state(3))
+    assert snapshot.parts["model"][1]["weight"].is_pinned()
+    assert not snapshot.parts["optimizers"][1]["state.step"].is_pinned()  # it is on the host already
+    assert torch.equal(snapshot.to_state()["model"]["weight"], torch.full((300, 200), 3.0))
 
 
 def test_the_copy_is_of_the_moment_though_the_device_is_busy():
@@ -44,10 +44,10 @@ def test_the_copy_is_of_the_moment_though_the_device_is_busy():
         factor = torch.tanh(factor @ factor)
     weight.add_(factor)
     expected = factor.cpu()
-    staged = buffers.stage({"model": {"weight": weight}})
+    snapshot = buffers.copy_to_host({"model": {"weight": weight}})
     weight.zero_()
     torch.cuda.synchronize()
-    assert torch.equal(staged.parts["model"][1]["weight"], expected)
+    assert torch.equal(snapshot.parts["model"][1]["weight"], expected)
 
 
 def test_large_and_small_buffers_share_blocks_without_overlapping():

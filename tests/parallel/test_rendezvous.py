@@ -35,7 +35,7 @@ def meet_all(client, ranks, size, **options):
         return [task.result() for task in [threads.submit(meet, client(), rank, size, **options) for rank in ranks]]
 
 
-def test_all_ranks_get_the_same_name_and_the_next_meeting_another(client, launched):
+def test_all_ranks_get_the_same_name_and_the_next_rendezvous_another(client, launched):
     first, second = (meet_all(client, range(4), 4) for _ in range(2))
     assert len(set(first)) == len(set(second)) == 1
     assert first[0] != second[0]

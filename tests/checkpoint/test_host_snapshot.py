@@ -30,9 +30,11 @@ def every_tensor(value):
     return [tensor for each in inner for tensor in every_tensor(each)]
 
 
-def addresses(staged):
+def addresses(snapshot):
     return {
-        (part, key): tensor.data_ptr() for part, (_, tensors) in staged.parts.items() for key, tensor in tensors.items()
+        (part, key): tensor.data_ptr()
+        for part, (_, tensors) in snapshot.parts.items()
+        for key, tensor in tensors.items()
     }
 
 
@@ -51,53 +53,53 @@ def assert_is_state(found, value):
 
 def test_changing_the_state_afterwards_changes_nothing_staged():
     before = state(5)
-    staged = HostBuffers().stage(before)
+    snapshot = HostBuffers().copy_to_host(before)
     for tensor in every_tensor(before):
         tensor.fill_(77)
     before["training"]["step"] = 77
-    assert_is_state(staged.to_state(), 5)
+    assert_is_state(snapshot.to_state(), 5)
 
 
 def test_going_back_twice_gives_the_same_state_whatever_was_done_to_the_first():
-    staged = HostBuffers().stage(state(5))
-    for tensor in every_tensor(staged.to_state()):
+    snapshot = HostBuffers().copy_to_host(state(5))
+    for tensor in every_tensor(snapshot.to_state()):
         tensor.fill_(77)
-    assert_is_state(staged.to_state(), 5)
+    assert_is_state(snapshot.to_state(), 5)
 
 
 def test_the_memory_is_used_again_where_shape_and_dtype_are_the_same():
     buffers = HostBuffers()
-    first = addresses(buffers.stage(state(1)))
-    staged = buffers.stage(state(2))
-    assert addresses(staged) == first
-    assert_is_state(staged.to_state(), 2)
+    first = addresses(buffers.copy_to_host(state(1)))
+    snapshot = buffers.copy_to_host(state(2))
+    assert addresses(snapshot) == first
+    assert_is_state(snapshot.to_state(), 2)
 
 
 def test_another_shape_gets_other_memory_and_the_rest_keeps_its_own():
     buffers = HostBuffers()
-    first = buffers.stage(state(1))
-    staged = buffers.stage(state(2, width=6))
-    assert staged.parts["model"][1]["weight"].shape == (6, 3)
+    first = buffers.copy_to_host(state(1))
+    snapshot = buffers.copy_to_host(state(2, width=6))
+    assert snapshot.parts["model"][1]["weight"].shape == (6, 3)
     assert first.parts["model"][1]["weight"].shape == (4, 3)
-    assert staged.parts["model"][1]["half"].data_ptr() == first.parts["model"][1]["half"].data_ptr()
+    assert snapshot.parts["model"][1]["half"].data_ptr() == first.parts["model"][1]["half"].data_ptr()
 
 
 def test_what_is_no_longer_saved_is_given_back():
     buffers = HostBuffers()
-    buffers.stage(state(1))
-    staged = buffers.stage({"model": {"half": torch.ones(2)}})
+    buffers.copy_to_host(state(1))
+    snapshot = buffers.copy_to_host({"model": {"half": torch.ones(2)}})
     assert len(buffers._buffers) == 1
-    assert staged.num_bytes == 8
+    assert snapshot.num_bytes == 8
 
 
 def test_parts_without_tensors_and_no_parts_at_all_are_staged():
-    assert HostBuffers().stage({}).to_state() == {}
-    assert HostBuffers().stage({"training": {"step": 1}}).to_state() == {"training": {"step": 1}}
+    assert HostBuffers().copy_to_host({}).to_state() == {}
+    assert HostBuffers().copy_to_host({"training": {"step": 1}}).to_state() == {"training": {"step": 1}}
 
 
 def test_what_cannot_be_saved_is_rejected_with_its_place():
     with raises(CheckpointError, "training.seen"):
-        HostBuffers().stage({"training": {"seen": {1}}})
+        HostBuffers().copy_to_host({"training": {"seen": {1}}})
 
 
 def test_encoding_alone_copies_nothing():
@@ -119,10 +121,10 @@ def test_an_optimizer_goes_back_in_memory_and_makes_the_same_updates_again():
     update(0.5)
     names = contents._names_by_parameter(model)
     parts = {"model": model.state_dict(), "optimizers": {"main": contents._state_by_name(optimizer, names)}}
-    staged = HostBuffers().stage(parts)
+    snapshot = HostBuffers().copy_to_host(parts)
     results = []
     for _ in range(3):
-        found = staged.to_state()
+        found = snapshot.to_state()
         model.load_state_dict(found["model"])
         contents.restore_optimizers(found["optimizers"], model, {"main": optimizer})
         results.append([update(0.1), update(-0.3)][-1])
