@@ -42,8 +42,8 @@ def test_a_step_without_memory_counts_as_a_real_one(real_run):
         watch.name(trainer.model.parameters(), kinds.PARAMETERS)
         for _ in range(2):
             watch.begin_peak()
-            trainer.samples_in_hand = 2
-            trainer.context.updater.set_rates(0)
+            trainer.set_batch(None, 2)
+            trainer.context.updater.begin_step(0)
             trainer.train_step(batch)
     assert predicted.peak_bytes == pytest.approx(sum(watch.peak.values()), rel=0.02)
     assert predicted.peak_bytes > 4 * 4 * predicted.num_parameters

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainwright.anomaly import detection as anomalies
-from trainwright.anomaly.detection import Anomaly, AnomalyWatch, DeviceLossWindow, LossWindow, join_ranks
+from trainwright.anomaly.detection import Anomaly, AnomalyDetector, DeviceLossWindow, LossWindow, join_ranks
 from trainwright.config import AnomaliesSection
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def far_away(monkeypatch):
 
 
 def make(*, device=CPU, rank=0, **settings):
-    return AnomalyWatch(AnomaliesSection(**settings), device=device, rank=rank)
+    return AnomalyDetector(AnomaliesSection(**settings), device=device, rank=rank)
 
 
 def judge_all(watch, values, *, first_step=1, norm=1.0, **arguments):
@@ -49,7 +49,7 @@ def same(first, second):
 @pytest.mark.usefixtures("far_away")
 def test_without_anything_to_hold_back_the_device_is_not_asked(monkeypatch):
     watch = make(spike="raise", spike_window=8)
-    assert not watch.gates
+    assert not watch.skips_updates
     values = [torch.tensor(value) for value in (2.0, 2.1, NAN, 1.9, 2.0, 2.0, 50.0)]
     norm = torch.tensor(1.0)
     for name in ("__sub__", "item", "tolist", "__float__", "__bool__"):

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from trainwright.anomaly.detection import Anomaly
-from trainwright.anomaly.reports import Positions, write_bundle
+from trainwright.anomaly.reports import Positions, write_report
 from trainwright.config import RunConfig
 from trainwright.parallel.collectives import Ranks
 
@@ -27,7 +27,7 @@ def write(folder, anomaly=SPIKE, **changes):
         "ranks": Ranks(),
         "checkpoint_step": 1200,
     }
-    return write_bundle(folder, anomaly, **{**arguments, **changes})
+    return write_report(folder, anomaly, **{**arguments, **changes})
 
 
 def read(bundle):

@@ -315,7 +315,7 @@ class Noting(Trainer):
         self.seen = []
 
     def train_step(self, batch):
-        self.seen.append(batch["x"][: self.samples_in_hand, 0].tolist())
+        self.seen.append(batch["x"][: self.batch.num_samples, 0].tolist())
         return super().train_step(batch)
 
 

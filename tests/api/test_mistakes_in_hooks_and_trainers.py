@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from trainwright import Hook, RunConfig, Task, Trainer, build_trainer, train
 from trainwright.hooks.callback import CallbackHook
-from trainwright.loop.hook import Hooks
+from trainwright.loop.hook import HookCalls
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def test_events_with_stars_or_defaults_and_those_of_plain_objects_are_taken():
         def after_step(self, now=True):
             pass
 
-    assert len(Hooks([Loose()]).all) == 1
+    assert len(HookCalls([Loose()]).all) == 1
 
 
 def test_a_callback_hook_s_misspelt_event_names_the_line_and_the_nearest():

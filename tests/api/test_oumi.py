@@ -283,7 +283,7 @@ def test_a_resumed_run_keeps_schedule_scaler_and_randomness(project):
     assert store_of(project).steps()[-1] == 3
     resumed = train(project, "runtime.precision=fp16", trainer_class=Stops)
     assert equal_weights(whole.model, resumed.model)
-    assert whole.loss_scale.state_dict() == resumed.loss_scale.state_dict()
+    assert whole.loss_scale.state_dict() == resumed.context.updater.loss_scale.state_dict()
     assert [(line["lr"], line["loss"]) for line in lines(project)] == [
         (line["lr"], line["loss"]) for line in lines(project, "whole")
     ]
@@ -304,12 +304,12 @@ class Noting(Trainer):
         self.seen, self.num_evaluated = [], 0
 
     def train_step(self, batch):
-        if self.samples_in_hand:
-            self.seen += batch["inputs"][: self.samples_in_hand, 0].tolist()
+        if self.batch.num_samples:
+            self.seen += batch["inputs"][: self.batch.num_samples, 0].tolist()
         return super().train_step(batch)
 
     def eval_step(self, batch):
-        self.num_evaluated += self.samples_in_hand
+        self.num_evaluated += self.batch.num_samples
         return super().eval_step(batch)
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.loop.small_runs import PLAIN, make
 
 from trainwright import Trainer
-from trainwright.backends.host_memory import FIRST_STEPS, FULL_EVERY, MOST_STEPS, Garbage
+from trainwright.backends.host_memory import FIRST_STEPS, FULL_EVERY, MOST_STEPS, GarbageCollection
 
 
 class Cycle:
@@ -36,7 +36,7 @@ def make_cycles(number):
 
 
 def test_nothing_is_collected_within_a_step_and_everything_where_it_is_due():
-    with Garbage() as garbage:
+    with GarbageCollection() as garbage:
         cycles = make_cycles(3 * gc.get_threshold()[0])
         garbage.tidy(is_due=False)
         assert num_alive(cycles) == len(cycles)
@@ -46,7 +46,7 @@ def test_nothing_is_collected_within_a_step_and_everything_where_it_is_due():
 
 def test_memory_does_not_grow_where_nothing_is_ever_due():
     alive = []
-    with Garbage() as garbage:
+    with GarbageCollection() as garbage:
         cycles = []
         for _ in range(FIRST_STEPS + 5 * MOST_STEPS):
             cycles += make_cycles(1)
@@ -57,7 +57,7 @@ def test_memory_does_not_grow_where_nothing_is_ever_due():
 
 
 def test_what_lived_for_some_time_is_freed_too():
-    with Garbage() as garbage:
+    with GarbageCollection() as garbage:
         garbage.tidy(is_due=True)
         kept = Cycle()
         garbage.tidy(is_due=True)
@@ -71,7 +71,7 @@ def test_what_lived_for_some_time_is_freed_too():
 
 
 def test_what_was_there_is_set_aside_and_put_back():
-    with Garbage() as garbage:
+    with GarbageCollection() as garbage:
         assert not gc.isenabled()
         assert gc.get_freeze_count() > 0
         garbage.tidy(is_due=True)
@@ -83,12 +83,12 @@ def test_what_was_there_is_set_aside_and_put_back():
 def test_what_python_itself_has_set_aside_does_not_count(monkeypatch):
     monkeypatch.setattr(gc, "get_freeze_count", lambda: 375)  # as Python 3.12 begins
     before = [[]]
-    with Garbage():
+    with GarbageCollection():
         assert not any(each is before for each in gc.get_objects())
 
 
 def test_what_the_first_collection_leaves_is_set_aside_too():
-    with Garbage() as garbage:
+    with GarbageCollection() as garbage:
         compiled = [[] for _ in range(1000)]
         garbage.tidy(is_due=True)
         assert not any(each is compiled for each in gc.get_objects())
@@ -102,15 +102,15 @@ def test_a_long_run_first_frees_what_was_left_before_it():
     gc.collect(1)  # it is among the oldest objects now
     old = [weakref.ref(kept)]
     del kept
-    with Garbage(num_steps=10):
+    with GarbageCollection(num_steps=10):
         assert num_alive(old) == 1
-    with Garbage(num_steps=1000):
+    with GarbageCollection(num_steps=1000):
         assert num_alive(old) == 0
 
 
 def test_whoever_has_switched_the_collector_off_keeps_charge():
     gc.disable()
-    with Garbage() as garbage:
+    with GarbageCollection() as garbage:
         cycles = make_cycles(1)
         garbage.tidy(is_due=True)
         assert num_alive(cycles) == 1
@@ -121,13 +121,13 @@ def test_whoever_has_switched_the_collector_off_keeps_charge():
 def test_whoever_has_set_objects_aside_keeps_them():
     gc.freeze()
     before = gc.get_freeze_count()
-    with Garbage() as garbage:
+    with GarbageCollection() as garbage:
         garbage.tidy(is_due=True)
     assert gc.get_freeze_count() == pytest.approx(before, abs=50)
 
 
 def test_an_error_in_a_run_puts_everything_back():
-    with pytest.raises(OSError, match="lost"), Garbage():
+    with pytest.raises(OSError, match="lost"), GarbageCollection():
         raise OSError("lost")
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0

@@ -127,7 +127,7 @@ def parts_of(model, optimizer, averages):
         generators=[],
         step=2,
         has_unfinished_step=False,
-        ended_under=0,
+        max_steps_at_end=0,
         unclaimed_hook_state={},
     )
 

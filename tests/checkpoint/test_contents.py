@@ -14,7 +14,7 @@ from torch import nn
 from trainwright.checkpoint import contents
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.errors import CheckpointError
-from trainwright.loop.hook import Hook, Hooks
+from trainwright.loop.hook import Hook, HookCalls
 
 
 class State:
@@ -81,7 +81,7 @@ def write(store, model, optimizers, *, step=5, hooks=(), unclaimed=None, generat
     parts = contents.collect(
         model=model,
         optimizers=optimizers,
-        hooks=Hooks(hooks).keyed(),
+        hooks=HookCalls(hooks).keyed(),
         events={"window": {}, "histories": {}},
         data={"position": 40},
         anomalies=Nothing(),
@@ -89,7 +89,7 @@ def write(store, model, optimizers, *, step=5, hooks=(), unclaimed=None, generat
         generators=generators or [contents.generator_state()],
         step=step,
         has_unfinished_step=False,
-        ended_under=0,
+        max_steps_at_end=0,
         unclaimed_hook_state=unclaimed or {},
     )
     store.write(step, parts, metrics={})
@@ -195,7 +195,7 @@ def test_hook_states_are_keyed_by_class_and_ordinal(store):
     training = write(store, net(), {}, hooks=[InfoHook(1), InfoHook(2)])
     assert training["hooks"] == {"InfoHook": {"seen": 1}, "InfoHook#2": {"seen": 2}}
     first, second = InfoHook(), InfoHook()
-    assert contents.restore_hooks(training["hooks"], Hooks([first, second]).keyed()) == {}
+    assert contents.restore_hooks(training["hooks"], HookCalls([first, second]).keyed()) == {}
     assert (first.seen, second.seen) == (1, 2)
 
 
@@ -211,7 +211,7 @@ def test_unclaimed_hook_state_is_kept_and_warned_of(store, caplog):
     training = write(store, net(), {}, hooks=[InfoHook(1), InfoHook(2)])
     only = InfoHook()
     with caplog.at_level(logging.WARNING, logger="trainwright"):
-        unclaimed = contents.restore_hooks(training["hooks"], Hooks([only]).keyed())
+        unclaimed = contents.restore_hooks(training["hooks"], HookCalls([only]).keyed())
     assert unclaimed == {"InfoHook#2": {"seen": 2}}
     assert "InfoHook#2" in caplog.text
     again = write(store, net(), {}, step=6, hooks=[only], unclaimed=unclaimed)

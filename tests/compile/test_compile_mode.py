@@ -13,7 +13,7 @@ from torch import nn
 
 from trainwright import Mean, Trainer, build_trainer, get_event_storage
 from trainwright.errors import ConfigError, DataError, TrainwrightError
-from trainwright.loop.compiled_forward import reject_modes
+from trainwright.compile.regions import check_mode
 from trainwright.trainers.classification import ClassificationTrainer
 
 COMPILED = ("runtime.mode=compile", "runtime.compile_backend=aot_eager")
@@ -287,7 +287,7 @@ def failing_backward():
 
 def failed_backward(trainer):
     """Runs a forward and its backward; returns the error."""
-    trainer.samples_in_hand = 8
+    trainer.set_batch(None, 8)
     with trainer.storage, pytest.raises(RuntimeError) as caught:
         trainer.run_forward({"x": torch.ones(8, 4), "labels": torch.zeros(8, dtype=torch.int64)}).loss.backward()
     return caught.value
@@ -364,7 +364,7 @@ def test_settings_that_cannot_hold_are_rejected_with_their_place(tmp_path, setti
 
 def test_a_pipeline_is_rejected(tmp_path):
     with raises(ConfigError, "runtime.mode", "compile", "pipeline"):
-        reject_modes(config_of(tmp_path / "run", "runtime.mode=compile"), {"fsdp": 1, "pipeline": 2})
+        check_mode(config_of(tmp_path / "run", "runtime.mode=compile"), {"fsdp": 1, "pipeline": 2})
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from trainwright.hooks.callback import CallbackHook
 from trainwright.loop.graph_step import (
     MAX_SHAPES,
     Fingerprint,
-    RecordedStep,
+    GraphStep,
     _reader,
     _take_apart,
     users_act_between_steps,
@@ -143,8 +143,8 @@ def test_a_number_of_the_models_that_changes_in_every_step_is_named_and_runs_eag
 
 def test_a_run_whose_hooks_change_nothing_is_recorded_once(tmp_path, monkeypatch):
     recordings = []
-    record = RecordedStep._record
-    monkeypatch.setattr(RecordedStep, "_record", lambda *given: (recordings.append(1), record(*given))[1])
+    record = GraphStep._record
+    monkeypatch.setattr(GraphStep, "_record", lambda *given: (recordings.append(1), record(*given))[1])
     train(tmp_path, "graph", _with(lambda hook, trainer: None), trainer=LONG)
     assert len(recordings) == 1
 
@@ -360,7 +360,7 @@ def test_numbers_of_another_type_and_other_strides_are_another_kind_of_batch():
 
 def test_batches_that_never_repeat_are_counted_to_a_limit_and_named(tmp_path, caplog):
     trainer = build_trainer(config_of(tmp_path, "graph", trainer={"micro_batch_size": 16}), Base)
-    step = RecordedStep(trainer)
+    step = GraphStep(trainer)
     for number in range(MAX_SHAPES + 10):
         batch = {"x": torch.ones(1), "text": str(number)}
         step._may_record(_take_apart(batch, 1)[1], batch)

@@ -14,7 +14,7 @@ from torch import nn
 
 from trainwright import Hook, Mean, RunConfig, StepResult, Trainer, build_trainer, get_event_storage
 from trainwright.errors import AnomalyError, ConfigError, TrainwrightError
-from trainwright.loop.graph_step import MAX_RECORDINGS, RecordedStep
+from trainwright.compile.graph import MAX_GRAPHS, GraphStep
 
 TIMED = ("per_second", "seconds_per_step")
 
@@ -120,13 +120,13 @@ def assert_equal_runs(folder, kind=Base, **sections):
 def replays(monkeypatch):
     """Counts the updates that were replayed, rather than run."""
     count = []
-    finish = RecordedStep._finish
+    finish = GraphStep._finish
 
     def counted(self, *arguments, **rest):
         count.append(1)
         return finish(self, *arguments, **rest)
 
-    monkeypatch.setattr(RecordedStep, "_finish", counted)
+    monkeypatch.setattr(GraphStep, "_finish", counted)
     return count
 
 
@@ -277,7 +277,7 @@ class ManyShapes(Base):
 
     def next_train_inputs(self, iterator):
         batch = next(iterator)
-        width = 1 + self.step % (MAX_RECORDINGS + 2)
+        width = 1 + self.step % (MAX_GRAPHS + 2)
         return {**batch, "x": batch["x"].repeat(1, width)}
 
     def forward(self, **batch):

@@ -14,7 +14,7 @@ from torch import nn
 
 from trainwright import Trainer, get_event_storage
 from trainwright.errors import TrainwrightError
-from trainwright.loop.compiled_forward import look_before_first_step
+from trainwright.compile.regions import inspect_forward
 
 HERE = "tests.compile.test_graph_safety"
 
@@ -118,7 +118,7 @@ def traces_of(trainer):
         gradients,
         draws,
         own,
-        trainer.samples_in_hand,
+        trainer.batch.num_samples,
         trainer.storage.latest(),
         len(trainer._unchecked_metrics),
     )
@@ -128,7 +128,7 @@ def traces_of(trainer):
 def test_the_look_leaves_no_trace(tmp_path, mode):
     settings = (f"model={{type: {HERE}:Leaving}}", f"runtime.mode={mode}")
     trainer = make(tmp_path / "run", *settings, trainer=Counting)
-    trainer.samples_in_hand = 8
+    trainer.set_batch(None, 8)
     buffer, storage, seen = trainer.model.seen, trainer.storage, []
     trainer.model.register_forward_hook(lambda *_: seen.append(trainer.model.count))
     before = traces_of(trainer)
@@ -188,7 +188,7 @@ def hidden_traces_of(model):
 def test_nested_containers_own_objects_generators_tensors_and_made_attributes_are_put_back(tmp_path):
     settings = (f"model={{type: {HERE}:Hiding}}", "runtime.mode=graph")
     trainer = make(tmp_path / "run", *settings)
-    trainer.samples_in_hand = 8
+    trainer.set_batch(None, 8)
     before, called = hidden_traces_of(trainer.model), []
     trainer.model.register_forward_hook(lambda *_: called.append(trainer.model.helper.calls))
     with trainer.storage:

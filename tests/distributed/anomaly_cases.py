@@ -5,7 +5,7 @@ import json
 import torch
 import torch.distributed as dist
 
-from trainwright.anomaly.detection import AnomalyWatch, join_ranks
+from trainwright.anomaly.detection import AnomalyDetector, join_ranks
 from trainwright.config import AnomaliesSection
 from trainwright.loop.outputs import ForwardResult
 from trainwright.loop.update import ScheduledOptimizer, Updater
@@ -13,7 +13,7 @@ from trainwright.parallel import processes
 from trainwright.parallel.collectives import Ranks
 
 
-def run(factors, ranks, *, watch=None):
+def run(factors, ranks, *, detector=None):
     """The weights after steps with these factors of this rank's loss."""
     weight = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
@@ -22,10 +22,10 @@ def run(factors, ranks, *, watch=None):
         global_batch_size=4,
         max_steps=10,
         ranks=ranks,
-        watch=watch,
+        detector=watch,
     )
     for step, factor in enumerate(factors):
-        updater.set_rates(step)
+        updater.begin_step(step)
         update = updater.begin(lambda: 2)
         update.backward(ForwardResult((weight * factor).square().sum(), 2))
         update.apply()
@@ -37,10 +37,10 @@ def main(folder):
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
     ranks = Ranks(rank, 2, control=dist.new_group(backend="gloo"))
     section = AnomaliesSection(non_finite="skip", spike="rollback", spike_window=8)
-    watch = AnomalyWatch(section, device=torch.device("cpu"), rank=rank)
+    watch = AnomalyDetector(section, device=torch.device("cpu"), rank=rank)
     bad = {6: float("nan"), 8: 1e3} if rank == 1 else {}
     factors = [bad.get(step, 1.0 + rank) for step in range(10)]
-    held = run(factors, ranks, watch=watch)
+    held = run(factors, ranks, detector=watch)
     found = join_ranks(ranks.gather(watch.look()))
     plain = run([1.0 + rank] * 8, ranks)
     facts = {"held": held, "plain": plain, "found": [(each.step, each.kind, each.ranks) for each in found]}

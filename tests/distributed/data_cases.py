@@ -45,7 +45,7 @@ class Watched(Trainer):
         return Noting()
 
     def train_step(self, batch):
-        self.given = [*getattr(self, "given", []), *batch["x"][: self.samples_in_hand, 0].tolist()]
+        self.given = [*getattr(self, "given", []), *batch["x"][: self.batch.num_samples, 0].tolist()]
         return super().train_step(batch)
 
 

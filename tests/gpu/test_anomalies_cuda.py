@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.anomaly.detection import AnomalyWatch
+from trainwright.anomaly.detection import AnomalyDetector
 from trainwright.config import AnomaliesSection
 from trainwright.loop.update import ScheduledOptimizer, Updater, persistent_buffers
 from trainwright.optim.adamw import AdamW
@@ -26,7 +26,7 @@ def without_waits():
 
 def make(device, **settings):
     section = AnomaliesSection(**{"non_finite": "skip", "spike": "skip", "spike_window": 40, **settings})
-    return AnomalyWatch(section, device=torch.device(device), rank=0)
+    return AnomalyDetector(section, device=torch.device(device), rank=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -62,17 +62,17 @@ def test_a_held_update_moves_nothing_and_nobody_waits(make_optimizer, without_wa
             max_steps=10,
             ranks=Ranks(),
             max_grad_norm=1.0,
-            watch=make("cuda"),
+            detector=make("cuda"),
             buffers=persistent_buffers(model),
         )
         for step, batch in enumerate(inputs):
             without_waits(step > 3)
-            updater.set_rates(step)
+            updater.begin_step(step)
             update = updater.begin(lambda: 8)
             update.backward(model(batch).square().mean())
             update.apply()
         without_waits(False)
-        return model.state_dict(), updater.watch.look()
+        return model.state_dict(), updater.detector.look()
 
     batches = torch.randn(10, 8, 8, device="cuda").unbind()
     expected, _ = run([*batches[:7], *batches[8:]])

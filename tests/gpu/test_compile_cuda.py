@@ -8,7 +8,7 @@ from tests.faults.runs import config_of
 from tests.loop.small_runs import at
 
 from trainwright import build_trainer
-from trainwright.loop.compiled_forward import look_before_first_step
+from trainwright.compile.regions import inspect_forward
 from trainwright.trainers.language_model import LanguageModelTrainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -108,7 +108,7 @@ def test_a_resumed_run_with_dropout_has_the_same_bits(tmp_path, more):
 def test_the_look_before_the_first_step_leaves_the_devices_generator(tmp_path, mode):
     trainer = make(tmp_path / "run", f"runtime.mode={mode}", more="dropout: 0.2")
     ids = torch.arange(64, device="cuda").repeat(8, 1)
-    trainer.samples_in_hand = 8
+    trainer.set_batch(None, 8)
     before = torch.cuda.get_rng_state()
     with trainer.storage:
         look_before_first_step(trainer, {"input_ids": ids, "labels": ids})

@@ -8,7 +8,7 @@ from tests.messages import raises
 from trainwright import RunConfig, Trainer, build_trainer
 from trainwright.errors import ComponentError, ConfigError
 from trainwright.hooks.callback import CallbackHook
-from trainwright.loop.hook import HOOK_EVENTS, Hooks
+from trainwright.loop.hook import HOOK_EVENTS, HookCalls
 
 PROJECT = Path(__file__).parents[1] / "project"
 
@@ -44,7 +44,7 @@ def test_each_function_gets_the_trainer_at_its_event_and_what_the_event_tells(tm
 
 
 def test_an_event_without_a_function_costs_nothing():
-    hooks = Hooks([CallbackHook(after_train=print)])
+    hooks = HookCalls([CallbackHook(after_train=print)])
     assert hooks.before_step == hooks.after_step == []
 
 
@@ -53,7 +53,7 @@ def test_every_event_of_a_hook_takes_a_function(event):
     calls = []
     hook = CallbackHook(**{event: lambda trainer, *told: calls.append(trainer)})
     hook.trainer = "the trainer"
-    Hooks([hook]).call(event)
+    HookCalls([hook]).call(event)
     assert calls == ["the trainer"]
 
 

@@ -45,9 +45,9 @@ def assert_equal(before, after):
 @pytest.mark.parametrize("micro_batch_size", [8, 4])
 def test_a_step_is_counted_beside_the_run_as_it_would_be_in_it(tmp_path, micro_batch_size):
     trainer = build(tmp_path, f"trainer.micro_batch_size={micro_batch_size}")
-    trainer.samples_in_hand = 8
+    trainer.set_batch(None, 8)
     assert count_aside(trainer, BATCH) == EXPECTED
-    assert trainer.samples_in_hand == 8
+    assert trainer.batch.num_samples == 8
     with flop_counter() as counter:
         batch = {"x": torch.zeros(8, 4), "labels": torch.zeros(8, dtype=torch.long)}
         for micro_batch in trainer.micro_batches(batch):
@@ -64,7 +64,7 @@ def test_counting_leaves_no_trace(tmp_path):
             return super().forward(x, labels)
 
     trainer = build(tmp_path, net=Busy)
-    trainer.samples_in_hand = 8
+    trainer.set_batch(None, 8)
     before = everything(trainer)
     with trainer.storage:
         assert count_aside(trainer, BATCH) == EXPECTED
@@ -79,7 +79,7 @@ def test_a_forward_that_reads_values_is_not_counted_and_says_so(tmp_path, caplog
             return super().forward(x if x.sum().item() > 0 else -x, labels)
 
     trainer = build(tmp_path, net=Reading)
-    trainer.samples_in_hand = 8
+    trainer.set_batch(None, 8)
     before = everything(trainer)
     with caplog.at_level("INFO"):
         assert count_aside(trainer, BATCH) is None
@@ -98,7 +98,7 @@ def test_tied_weights_stay_tied(tmp_path):
             return super().forward(x + self.again(x)[:, :4], labels)
 
     trainer = build(tmp_path, net=Tied)
-    trainer.samples_in_hand = 8
+    trainer.set_batch(None, 8)
     assert count_aside(trainer, BATCH) > EXPECTED
     assert trainer.model.again.weight is trainer.model.layers[0].weight
 

@@ -85,7 +85,7 @@ def test_a_profiled_run_has_the_bits_of_another(tmp_path):
 
 def test_the_trainer_is_as_it_was_afterwards(tmp_path):
     trainer = make(tmp_path / "run", *QUICK, hooks=[Profiler(first=2, steps=2)])
-    owners = (trainer, trainer.phases, trainer.context.updater)
+    owners = (trainer, trainer.heartbeat, trainer.context.updater)
     before = [set(vars(owner)) for owner in owners]
     trainer.train()
     after = [set(vars(owner)) for owner in owners]

@@ -27,7 +27,7 @@ from trainwright.events.mean import merge, summarise
 from trainwright.hooks import watchdog
 from trainwright.hooks.watchdog import Watchdog
 from trainwright.log import show_log
-from trainwright.loop.heartbeat import Phases
+from trainwright.loop.heartbeat import Heartbeat
 from trainwright.parallel import processes
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.replicate import GradientSum
@@ -42,14 +42,14 @@ class StandIn:
 
     def __init__(self, folder, ranks, act):
         self.folder, self.ranks, self.act = folder, ranks, act
-        self.phases, self.storage = Phases(), EventStorage()
+        self.heartbeat, self.storage = Heartbeat(), EventStorage()
         self.train_data = SimpleNamespace(position=0, places=0)
         self.hook = Watchdog(SECTION)
         self.hook.trainer = self
         self.step = 0
 
     def enter(self, phase):
-        self.phases.enter(phase, self.step + 1)
+        self.heartbeat.enter(phase, self.step + 1)
         self.act(phase, self.step + 1)
 
     def train(self):
@@ -336,7 +336,7 @@ def test_the_share_that_ranks_wait_for_the_slowest_is_in_the_line(children, tmp_
 
 
 def test_nobody_looks_where_the_section_says_so(tmp_path):
-    hook = Watchdog(WatchdogSection(watch=False))
+    hook = Watchdog(WatchdogSection(detector=False))
     hook.trainer = StandIn(tmp_path, Ranks(), nothing)
     before = threading.active_count()
     hook.before_train()

@@ -20,7 +20,7 @@ from trainwright.hooks.watchdog import (
     is_in_collective,
     write_rank_report,
 )
-from trainwright.loop.heartbeat import Phases
+from trainwright.loop.heartbeat import Heartbeat
 
 STANDING = Standing("data", 7, 612.0, 0.2, 600.0, None, is_waiting=False)
 
@@ -60,7 +60,7 @@ def test_the_report_holds_the_stacks_of_all_threads_but_the_one_that_writes(tmp_
     stuck.start()
     begun.wait()
     try:
-        write_rank_report(tmp_path / "watchdog", 3, STANDING, Phases(), thread=stuck.ident, places="At sample 12.")
+        write_rank_report(tmp_path / "watchdog", 3, STANDING, Heartbeat(), thread=stuck.ident, places="At sample 12.")
         assert not is_in_collective(stuck.ident)
         assert not is_debugged(stuck.ident)
     finally:

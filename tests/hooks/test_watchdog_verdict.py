@@ -14,7 +14,7 @@ from trainwright.hooks.watchdog import (
     is_hang,
     limit_seconds,
 )
-from trainwright.loop.heartbeat import PHASES, Phases
+from trainwright.loop.heartbeat import PHASES, Heartbeat
 
 
 def at(phase="reduce", step=1204, *, seconds=612.0, usual=0.2, limit=600.0, begun=None, waits=False):
@@ -128,7 +128,7 @@ def test_a_standing_survives_as_a_note(standing):
 def finished(phase, seconds, times, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("trainwright.loop.heartbeat.monotonic", lambda: now[0])
-    phases = Phases()
+    phases = Heartbeat()
     for _ in range(times):
         phases.enter(phase, 1)
         now[0] += seconds

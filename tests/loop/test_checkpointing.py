@@ -15,7 +15,7 @@ from trainwright import Hook, Trainer
 from trainwright.checkpoint.background import BackgroundSaver
 from trainwright.config import KeepBest
 from trainwright.errors import ConfigError
-from trainwright.loop.checkpointing import BestSoFar
+from trainwright.loop.checkpointing import BestCheckpoint
 
 BACK = "anomalies={non_finite: rollback}"
 ALL = "checkpoint.keep_last=null"
@@ -180,7 +180,7 @@ def test_a_buffer_that_is_replaced_is_saved_as_it_is(tmp_path):
 
 
 def best(mode="min"):
-    return BestSoFar(KeepBest(metric="valid/loss", mode=mode))
+    return BestCheckpoint(KeepBest(metric="valid/loss", mode=mode))
 
 
 @pytest.mark.parametrize(("mode", "step"), [("min", 3), ("max", 2)])
@@ -206,7 +206,7 @@ def test_a_metric_that_no_evaluation_gives_is_rejected_by_name():
 
 
 def test_without_a_policy_nothing_is_the_best():
-    so_far = BestSoFar(None)
+    so_far = BestCheckpoint(None)
     so_far.note(1, {})
     so_far.recall({1: {}})
     assert (so_far.step, so_far.metric) == (None, None)

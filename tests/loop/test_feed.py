@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.loop.small_runs import PLAIN, make
 
-from trainwright.loop.trainer import Feed
+from trainwright.loop.trainer import TrainIterator
 
 STREAM = "data.train={type: tests.project.parts:PointStream, size: 40}"
 KINDS = {"with an index": "data.train.size=400", "a stream": STREAM}
@@ -25,7 +25,7 @@ def equal(ours, theirs):
 
 def test_batches_come_in_the_datas_order_and_are_counted(trainer):
     data = trainer.train_data
-    with Feed(data, trainer.backend) as feed:
+    with TrainIterator(data, trainer.backend) as feed:
         assert iter(feed) is feed
         first = take(feed, 3)
         assert data.places == 24
@@ -34,25 +34,25 @@ def test_batches_come_in_the_datas_order_and_are_counted(trainer):
 
 def test_after_going_back_the_same_batches_come_again(trainer):
     data = trainer.train_data
-    with Feed(data, trainer.backend) as feed:
+    with TrainIterator(data, trainer.backend) as feed:
         take(feed, 1)
         state = data.state_dict()
         first = take(feed, 3)
         data.load_state_dict(state)
-        feed.start_anew()
+        feed.restart()
         assert data.places == 8
         assert equal(take(feed, 3), first)
 
 
 def test_after_going_back_what_is_left_out_does_not_come(trainer):
     data = trainer.train_data
-    with Feed(data, trainer.backend) as feed:
+    with TrainIterator(data, trainer.backend) as feed:
         take(feed, 1)
         state = data.state_dict()
         first = take(feed, 3)
         data.load_state_dict(state)
         data.leave_out(16, 24)
-        feed.start_anew()
+        feed.restart()
         assert equal(take(feed, 2), [first[0], first[2]])
         assert data.places == 32
 
@@ -60,19 +60,19 @@ def test_after_going_back_what_is_left_out_does_not_come(trainer):
 def test_a_feed_that_has_ended_begins_anew_where_the_data_stands(tmp_path):
     trainer = make(tmp_path / "run", *PLAIN[:3], STREAM)
     data = trainer.train_data
-    with Feed(data, trainer.backend) as feed:
+    with TrainIterator(data, trainer.backend) as feed:
         take(feed, 3)
         state = data.state_dict()
         last = take(feed, 2)
         with pytest.raises(StopIteration):
             next(feed)
         data.load_state_dict(state)
-        feed.start_anew()
+        feed.restart()
         assert equal(take(feed, 2), last)
 
 
 def test_a_feed_that_was_left_gives_nothing_more(trainer):
-    with Feed(trainer.train_data, trainer.backend) as feed:
+    with TrainIterator(trainer.train_data, trainer.backend) as feed:
         take(feed, 1)
     with pytest.raises(StopIteration):
         next(feed)
@@ -80,7 +80,7 @@ def test_a_feed_that_was_left_gives_nothing_more(trainer):
 
 
 def test_a_feed_is_closed_when_training_fails(trainer):
-    feed = Feed(trainer.train_data, trainer.backend)
+    feed = TrainIterator(trainer.train_data, trainer.backend)
 
     def fail():
         with feed:

@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from trainwright.loop.heartbeat import NUM_REMEMBERED, PHASES, WORK, Phases
+from trainwright.loop.heartbeat import NUM_REMEMBERED, PHASES, WORK, Heartbeat
 
 
 def test_a_run_begins_by_starting_up():
-    phase, step, since = Phases().current
+    phase, step, since = Heartbeat().current
     assert (phase, step) == ("start-up", 0)
     assert 0 <= time.monotonic() - since < 60
 
@@ -17,7 +17,7 @@ def test_a_run_begins_by_starting_up():
 def test_the_seconds_of_a_phase_are_those_of_the_clock(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("trainwright.loop.heartbeat.monotonic", lambda: now[0])
-    phases = Phases()
+    phases = Heartbeat()
     for phase, seconds in [("data", 1.0), ("step", 4.0), ("reduce", 8.0), ("data", 2.0), ("data", 6.0), ("leave", 0.0)]:
         phases.enter(phase, 3)
         now[0] += seconds
@@ -33,7 +33,7 @@ def test_the_seconds_of_a_phase_are_those_of_the_clock(monkeypatch):
 def test_only_the_last_ones_make_the_median(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("trainwright.loop.heartbeat.monotonic", lambda: now[0])
-    phases = Phases()
+    phases = Heartbeat()
     for seconds in [100.0] * 60 + [1.0] * NUM_REMEMBERED:
         phases.enter("step", 1)
         now[0] += seconds
@@ -47,14 +47,14 @@ def test_work_is_made_of_phases():
 
 
 def test_an_unknown_phase_is_rejected_by_name():
-    phases = Phases()
+    phases = Heartbeat()
     phases.enter("sleep", 1)
     with pytest.raises(KeyError, match="sleep"):
         phases.enter("data", 1)
 
 
 def test_another_thread_may_read_at_any_time():
-    phases, errors, done = Phases(), [], threading.Event()
+    phases, errors, done = Heartbeat(), [], threading.Event()
 
     def read():
         try:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.loop.update import HeldBuffers, persistent_buffers
+from trainwright.loop.update import BufferSnapshot, persistent_buffers
 
 
 def make():
@@ -27,10 +27,10 @@ def test_buffers_are_put_back_where_the_update_is_held(hold):
     model = make()
     model(torch.randn(5, 3))
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    held = HeldBuffers(persistent_buffers(model))
-    held.remember()
+    held = BufferSnapshot(persistent_buffers(model))
+    held.take()
     model(torch.full((5, 3), float("nan")))
-    held.put_back(hold)
+    held.restore(hold)
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, before[name]) == (bool(hold) or name == "table"), name
     assert model.shared is model[1].running_mean
@@ -39,9 +39,9 @@ def test_buffers_are_put_back_where_the_update_is_held(hold):
 @pytest.mark.parametrize("hold", [True, torch.tensor(True)])
 def test_a_tensor_that_took_the_place_of_a_buffer_is_put_back_too(hold):
     model = make()
-    held = HeldBuffers(persistent_buffers(model))
-    held.remember()
+    held = BufferSnapshot(persistent_buffers(model))
+    held.take()
     before = model[1].running_mean.clone()
     model[1].running_mean = model[1].running_mean * float("nan")
-    held.put_back(hold)
+    held.restore(hold)
     assert torch.equal(model[1].running_mean, before)

@@ -6,7 +6,7 @@ import pytest
 from tests.messages import raises
 
 from trainwright.errors import ConfigError
-from trainwright.loop.hook import HOOK_EVENTS, Hook, Hooks
+from trainwright.loop.hook import HOOK_EVENTS, Hook, HookCalls
 
 
 class Recorder(Hook):
@@ -32,7 +32,7 @@ class Failing(Hook):
 
 def test_hooks_are_called_in_the_order_of_registration():
     calls = []
-    hooks = Hooks([Recorder("b", calls), Quiet(), Recorder("a", calls)])
+    hooks = HookCalls([Recorder("b", calls), Quiet(), Recorder("a", calls)])
     hooks.call("after_eval", {"valid/loss": 1.0})
     for act in hooks.after_step:
         act()
@@ -40,14 +40,14 @@ def test_hooks_are_called_in_the_order_of_registration():
 
 
 def test_an_event_that_nobody_overrides_costs_nothing():
-    hooks = Hooks([Quiet(), Recorder("a", [])])
+    hooks = HookCalls([Quiet(), Recorder("a", [])])
     assert hooks.before_step == []
     assert len(hooks.after_step) == 1
 
 
 @pytest.mark.parametrize("event", HOOK_EVENTS)
 def test_every_event_of_a_hook_may_be_left_alone(event):
-    assert Hooks([Quiet()]).call_all(event) == []
+    assert HookCalls([Quiet()]).call_all(event) == []
 
 
 def test_closing_goes_on_past_a_hook_that_raises():
@@ -57,14 +57,14 @@ def test_closing_goes_on_past_a_hook_that_raises():
         def close(self):
             closed.append(True)
 
-    errors = Hooks([Failing(), Closes(), Failing()]).call_all("close")
+    errors = HookCalls([Failing(), Closes(), Failing()]).call_all("close")
     assert [str(error) for error in errors] == ["no space", "no space"]
     assert closed == [True]
 
 
 def test_call_lets_an_error_through():
     with pytest.raises(OSError, match="no space"):
-        Hooks([Failing()]).call("close")
+        HookCalls([Failing()]).call("close")
 
 
 def test_states_are_keyed_by_class_name_and_ordinal():
@@ -72,7 +72,7 @@ def test_states_are_keyed_by_class_name_and_ordinal():
         pass
 
     first, quiet, second, third = InfoHook(), Quiet(), InfoHook(), InfoHook()
-    keyed = Hooks([first, quiet, second, third]).keyed()
+    keyed = HookCalls([first, quiet, second, third]).keyed()
     assert keyed == {"InfoHook": first, "Quiet": quiet, "InfoHook#2": second, "InfoHook#3": third}
 
 
@@ -87,7 +87,7 @@ def test_a_hook_need_not_inherit():
             calls.append("quack")
 
     calls = []
-    hooks = Hooks([Duck()])
+    hooks = HookCalls([Duck()])
     hooks.after_step[0]()
     hooks.call("before_train")
     assert calls == ["quack"]
@@ -97,7 +97,7 @@ def test_an_event_may_be_given_to_one_object():
     calls = []
     hook = Quiet()
     hook.after_step = lambda: calls.append("here")
-    hooks = Hooks([Quiet(), hook])
+    hooks = HookCalls([Quiet(), hook])
     assert len(hooks.after_step) == 1
     hooks.after_step[0]()
     assert calls == ["here"]
@@ -107,7 +107,7 @@ def test_a_hook_that_does_not_inherit_and_keeps_nothing_has_no_state():
     class Duck:
         pass
 
-    assert Hooks([Duck(), Quiet()]).keyed().keys() == {"Quiet"}
+    assert HookCalls([Duck(), Quiet()]).keyed().keys() == {"Quiet"}
 
 
 def test_a_method_that_is_almost_an_event_is_rejected():
@@ -116,12 +116,12 @@ def test_a_method_that_is_almost_an_event_is_rejected():
             """Would never be called."""
 
     with raises(ConfigError, "Misspelt.after_stp", "after_step"):
-        Hooks([Misspelt()])
+        HookCalls([Misspelt()])
 
 
 def test_a_class_in_a_hooks_place_is_rejected():
     with raises(ConfigError):
-        Hooks([Quiet])
+        HookCalls([Quiet])
 
 
 def test_a_function_in_a_hooks_place_is_answered_with_what_makes_it_one():
@@ -129,10 +129,10 @@ def test_a_function_in_a_hooks_place_is_answered_with_what_makes_it_one():
         """Would never be called."""
 
     with raises(ConfigError, "CallbackHook", "after_step"):
-        Hooks([act])
+        HookCalls([act])
 
 
 @pytest.mark.parametrize("returned", [None, Quiet()])
 def test_hooks_that_are_no_list_are_rejected(returned):
     with raises(ConfigError, "build_hooks"):
-        Hooks(returned)
+        HookCalls(returned)

@@ -117,7 +117,7 @@ def test_going_back_is_no_phase_of_a_step_that_hangs(tmp_path):
     verify = store.verify
 
     def noting(step):
-        phases.append((step, trainer.phases.current[0]))
+        phases.append((step, trainer.heartbeat.current[0]))
         return verify(step)
 
     store.verify = noting

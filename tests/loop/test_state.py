@@ -8,7 +8,7 @@ from tests.messages import raises
 
 from trainwright.data.collators import Stack
 from trainwright.errors import DataError
-from trainwright.loop.state import cut
+from trainwright.loop.state import Batch, split_batch
 
 
 def micro_batches_of(batch, num_samples, num_micro_batches, collator=None):

@@ -119,7 +119,7 @@ def test_an_evaluation_that_a_hook_makes_is_not_left_in_its_midst(tmp_path):
 
     hook = EvaluateInAStep()
     trainer = run(tmp_path / "run", "checkpoint.every_steps=100", trainer=Told, hooks=[hook])
-    assert (trainer.step, trainer.interrupted, trainer.has_unfinished_step) == (3, True, False)
+    assert (trainer.step, trainer.interrupted, trainer.state.has_unfinished_step) == (3, True, False)
     assert hook.logs.keys() == {"valid/loss", "valid/accuracy"}
     assert store_of(tmp_path / "run").steps() == [3]
 
@@ -129,7 +129,7 @@ def test_an_evaluation_that_a_hook_makes_is_not_left_in_its_midst(tmp_path):
 
 def looks_of(trainer):
     """The steps at whose end the trainer looks for anomalies, as a list that grows."""
-    watch, steps = trainer.context.updater.watch, []
+    watch, steps = trainer.context.updater.detector, []
     look = watch.look
 
     def noting():

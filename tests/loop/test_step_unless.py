@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.loop.update import divides_gradients, knows_found_inf, step_unless
+from trainwright.optim.device_step import divides_gradients, step_unless, supports_found_inf
 from trainwright.optim.adamw import AdamW
 from trainwright.optim.lion import Lion
 from trainwright.optim.muon import Muon
@@ -85,7 +85,7 @@ def test_those_that_know_the_word_are_not_waited_for(monkeypatch):
     for kind, make in OPTIMIZERS.items():
         weights = parameters()
         optimizer = make(weights)
-        is_known = knows_found_inf(optimizer)
+        is_known = supports_found_inf(optimizer)
         if kind != "torch's fused adagrad":  # which torch 2.11 does not let skip on the device, and 2.13 does
             assert is_known == (kind not in ("adamw unfused", "torch's sgd", "torch's rmsprop"))
         for number in range(2 if is_known else 0):

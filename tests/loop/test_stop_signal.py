@@ -9,47 +9,47 @@ import pytest
 import torch.distributed as dist
 from tests.faults.runs import fork
 
-from trainwright.loop.stop_signal import Agreement, Intent
+from trainwright.loop.stop_signal import StopRequest, StopSignal
 from trainwright.parallel.collectives import Ranks
 
 
 def alone():
-    agreement = Agreement(Ranks())
-    agreement.begin()
-    return agreement
+    stop_signal = StopSignal(Ranks())
+    stop_signal.begin()
+    return stop_signal
 
 
 def test_nobody_who_requests_nothing_leaves():
-    agreement = alone()
-    assert agreement.vote(3, True) == (3, True)
-    assert (agreement.decided, agreement.reason, agreement.is_stop_requested()) == (Intent.GO_ON, None, False)
+    stop_signal = alone()
+    assert stop_signal.vote(3, True) == (3, True)
+    assert (stop_signal.decided, stop_signal.reason, stop_signal.is_stop_requested()) == (StopRequest.NONE, None, False)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_the_strongest_request_counts_in_whatever_order_they_come(order):
-    requests = [(Intent.STOP, "enough"), (Intent.INTERRUPT, "SIGTERM"), (Intent.FAIL, "saving failed")]
-    agreement = alone()
+    requests = [(StopRequest.STOP, "enough"), (StopRequest.INTERRUPT, "SIGTERM"), (StopRequest.FAIL, "saving failed")]
+    stop_signal = alone()
     for number in order:
-        agreement.request(*requests[number])
-    agreement.vote(0, False)
-    assert (agreement.decided, agreement.reason) == (Intent.FAIL, "saving failed")
+        stop_signal.request(*requests[number])
+    stop_signal.vote(0, False)
+    assert (stop_signal.decided, stop_signal.reason) == (StopRequest.FAIL, "saving failed")
 
 
 def test_of_equal_requests_the_first_is_the_reason():
-    agreement = alone()
-    agreement.request(Intent.INTERRUPT, "SIGUSR1")
-    agreement.request(Intent.INTERRUPT, "SIGTERM")
-    agreement.settle()
-    assert (agreement.decided, agreement.reason) == (Intent.INTERRUPT, "SIGUSR1")
+    stop_signal = alone()
+    stop_signal.request(StopRequest.INTERRUPT, "SIGUSR1")
+    stop_signal.request(StopRequest.INTERRUPT, "SIGTERM")
+    stop_signal.settle()
+    assert (stop_signal.decided, stop_signal.reason) == (StopRequest.INTERRUPT, "SIGUSR1")
 
 
 def test_what_was_decided_is_not_taken_back():
-    agreement = alone()
-    agreement.decided = Intent.INTERRUPT
-    agreement.request(Intent.STOP, "enough")
-    agreement.vote(0, False)
-    agreement.settle()
-    assert agreement.decided == Intent.INTERRUPT
+    stop_signal = alone()
+    stop_signal.decided = StopRequest.INTERRUPT
+    stop_signal.request(StopRequest.STOP, "enough")
+    stop_signal.vote(0, False)
+    stop_signal.settle()
+    assert stop_signal.decided == StopRequest.INTERRUPT
 
 
 class InTheMidst(int):
@@ -73,45 +73,45 @@ class InTheMidst(int):
 
 
 def test_a_signal_in_the_midst_of_a_request_loses_neither():
-    agreement = alone()
-    before = signal.signal(signal.SIGUSR1, lambda *_: agreement.request(Intent.INTERRUPT, "SIGUSR1"))
+    stop_signal = alone()
+    before = signal.signal(signal.SIGUSR1, lambda *_: stop_signal.request(StopRequest.INTERRUPT, "SIGUSR1"))
     try:
-        agreement.request(InTheMidst(Intent.STOP), "no improvement")
+        stop_signal.request(InTheMidst(StopRequest.STOP), "no improvement")
     finally:
         signal.signal(signal.SIGUSR1, before)
-    agreement.vote(0, False)
-    assert (agreement.decided, agreement.reason) == (Intent.INTERRUPT, "SIGUSR1")
+    stop_signal.vote(0, False)
+    assert (stop_signal.decided, stop_signal.reason) == (StopRequest.INTERRUPT, "SIGUSR1")
 
 
 def test_a_request_may_come_from_any_thread():
-    agreement = alone()
+    stop_signal = alone()
     wishing = [
-        threading.Thread(target=agreement.request, args=(intent, intent.name)) for intent in Intent for _ in range(8)
+        threading.Thread(target=stop_signal.request, args=(intent, intent.name)) for intent in StopRequest for _ in range(8)
     ]
     for each in wishing:
         each.start()
     for each in wishing:
         each.join()
-    assert agreement.reason == "FAIL"
+    assert stop_signal.reason == "FAIL"
 
 
 def test_only_who_is_told_to_leave_at_once_leaves_a_long_act():
-    agreement = alone()
-    agreement.request(Intent.STOP, "enough")
-    assert not agreement.is_stop_requested()
-    agreement.request(Intent.INTERRUPT, "SIGTERM")
-    assert agreement.is_stop_requested()
+    stop_signal = alone()
+    stop_signal.request(StopRequest.STOP, "enough")
+    assert not stop_signal.is_stop_requested()
+    stop_signal.request(StopRequest.INTERRUPT, "SIGTERM")
+    assert stop_signal.is_stop_requested()
 
 
 def two_ranks(folder, act):
-    """Calls `act(agreement, rank)` in two children that are ranks of one run; returns what it returned on each."""
+    """Calls `act(stop_signal, rank)` in two children that are ranks of one run; returns what it returned on each."""
 
     def life(rank):
         dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
         ranks = Ranks(rank, 2, control=dist.new_group(backend="gloo"))
-        agreement = Agreement(ranks)
-        agreement.begin()
-        (folder / f"{rank}.json").write_text(json.dumps(act(agreement, rank)))
+        stop_signal = StopSignal(ranks)
+        stop_signal.begin()
+        (folder / f"{rank}.json").write_text(json.dumps(act(stop_signal, rank)))
         ranks.part()
         dist.destroy_process_group()
 
@@ -124,41 +124,41 @@ def two_ranks(folder, act):
 
 @pytest.mark.parametrize("told", [0, 1])
 def test_a_request_of_one_rank_is_obeyed_by_all_one_vote_later_and_its_reason_is_known_to_all(told, tmp_path):
-    def act(agreement, rank):
+    def act(stop_signal, rank):
         decided = []
         for step in range(4):
             if (step, rank) == (1, told):
-                agreement.request(Intent.INTERRUPT, "SIGTERM")
-            agreement.vote(0, False)
-            decided.append(agreement.decided)
-        agreement.share_reason()
-        return [decided, agreement.reason]
+                stop_signal.request(StopRequest.INTERRUPT, "SIGTERM")
+            stop_signal.vote(0, False)
+            decided.append(stop_signal.decided)
+        stop_signal.share_reason()
+        return [decided, stop_signal.reason]
 
-    go_on, leave = Intent.GO_ON, Intent.INTERRUPT
+    go_on, leave = StopRequest.NONE, StopRequest.INTERRUPT
     assert two_ranks(tmp_path, act) == [[[go_on, go_on, leave, leave], "SIGTERM"]] * 2
 
 
 def test_a_vote_brings_the_highest_save_and_any_clock_one_vote_later(tmp_path):
-    answers = two_ranks(tmp_path, lambda agreement, rank: [agreement.vote(5 * rank, rank == 0) for _ in range(2)])
+    answers = two_ranks(tmp_path, lambda stop_signal, rank: [stop_signal.vote(5 * rank, rank == 0) for _ in range(2)])
     assert answers == [[[0, False], [5, True]]] * 2
 
 
 def test_where_ranks_meet_they_decide_at_once(tmp_path):
-    def act(agreement, rank):
+    def act(stop_signal, rank):
         if rank == 1:
-            agreement.request(Intent.STOP, "no improvement")
-        agreement.settle()
-        return agreement.decided
+            stop_signal.request(StopRequest.STOP, "no improvement")
+        stop_signal.settle()
+        return stop_signal.decided
 
-    assert two_ranks(tmp_path, act) == [Intent.STOP] * 2
+    assert two_ranks(tmp_path, act) == [StopRequest.STOP] * 2
 
 
 def test_a_rank_that_is_told_to_leave_lets_the_others_know_without_their_rendezvous(tmp_path):
-    def act(agreement, rank):
+    def act(stop_signal, rank):
         if rank == 1:
-            agreement.request(Intent.INTERRUPT, "SIGTERM")
-            assert agreement.is_stop_requested()
-        agreement._ranks.barrier()
-        return agreement.is_stop_requested()
+            stop_signal.request(StopRequest.INTERRUPT, "SIGTERM")
+            assert stop_signal.is_stop_requested()
+        stop_signal._ranks.barrier()
+        return stop_signal.is_stop_requested()
 
     assert two_ranks(tmp_path, act) == [True, True]

@@ -16,7 +16,7 @@ from trainwright.checkpoint.store import CheckpointStore
 from trainwright.errors import CheckpointError, DataError, OutOfMemory, TrainwrightError
 from trainwright.hooks.ema import EMA
 from trainwright.loop import trainer as step_end
-from trainwright.loop.hook import Hooks
+from trainwright.loop.hook import HookCalls
 
 PROJECT = Path(__file__).parents[1] / "project"
 
@@ -404,7 +404,7 @@ def test_a_save_in_the_midst_of_a_step_holds_every_hooks_turn(tmp_path):
     trainer = build_trainer(load(tmp_path, "hooks=[{type: ema, decay: 0.5}]"), with_hooks(saver))
     # Registered before the averages: at its turn they have not moved yet, and in after_eval they are still swapped in.
     averages = next(hook for hook in trainer.hooks if isinstance(hook, EMA))
-    trainer.callbacks = Hooks([saver, averages])
+    trainer.callbacks = HookCalls([saver, averages])
     trainer.train()
     store = trainer.context.store
     assert saver.path == store.path(3)

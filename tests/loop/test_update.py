@@ -10,7 +10,7 @@ from tests.messages import raises
 from torch import nn
 
 from trainwright.anomaly import detection as anomalies
-from trainwright.anomaly.detection import AnomalyWatch
+from trainwright.anomaly.detection import AnomalyDetector
 from trainwright.config import AnomaliesSection
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.events import Mean
@@ -36,7 +36,7 @@ def make_updater(parameters, *, batch_size=8, optimizer=None, lr=0.1, **options)
         ranks=Ranks(),
         **options,
     )
-    updater.set_rates(0)
+    updater.begin_step(0)
     return updater
 
 
@@ -159,7 +159,7 @@ def test_metrics_of_several_optimizers_carry_their_names():
         max_steps=10,
         ranks=Ranks(),
     )
-    updater.set_rates(0)
+    updater.begin_step(0)
     update = updater.begin(lambda: 1)
     update.backward((first + second).sum())
     metrics = update.apply().metrics
@@ -198,7 +198,7 @@ def test_optimizers_may_step_apart_with_their_own_rates():
         max_steps=10,
         ranks=Ranks(),
     )
-    updater.set_rates(0)
+    updater.begin_step(0)
     update = updater.begin(lambda: 1)
     update.backward((first + second).sum())
     result = update.apply(optimizers=("second",))
@@ -325,11 +325,11 @@ class TestAnomalies:
             if far:
                 patch.setattr(anomalies, "reads_at_once", lambda device: False)
             section = AnomaliesSection(**{"spike_window": 8, **options.pop("section", {})})
-            watch = AnomalyWatch(section, device=torch.device("cpu"), rank=0)
-        updater = make_updater([w], optimizer=optimizer, watch=watch, **options)
+            watch = AnomalyDetector(section, device=torch.device("cpu"), rank=0)
+        updater = make_updater([w], optimizer=optimizer, detector=watch, **options)
         results = []
         for step, factor in enumerate(losses):
-            updater.set_rates(step)
+            updater.begin_step(step)
             for _ in range(applies):
                 update = updater.begin(lambda: 8)
                 update.backward((w * factor).square().sum())
@@ -388,10 +388,10 @@ class TestAnomalies:
     def test_a_repaired_gradient_is_no_anomaly_and_the_next_one_is_repaired_too(self):
         w = weight()
         w.register_hook(lambda grad: grad * torch.tensor([1.0, float("nan"), 1.0]))
-        watch = AnomalyWatch(AnomaliesSection(non_finite="skip"), device=torch.device("cpu"), rank=0)
-        updater = make_updater([w], optimizer=AdamW([w], lr=0.1, repair_nan=True), watch=watch)
+        watch = AnomalyDetector(AnomaliesSection(non_finite="skip"), device=torch.device("cpu"), rank=0)
+        updater = make_updater([w], optimizer=AdamW([w], lr=0.1, repair_nan=True), detector=watch)
         for step, loss in enumerate([1.0, float("nan"), 1.0]):
-            updater.set_rates(step)
+            updater.begin_step(step)
             update = updater.begin(lambda: 8)
             update.backward(w.sum() * loss)
             result = update.apply()
@@ -406,12 +406,12 @@ class TestAnomalies:
         for inputs in ([1.0, 2.0, float("nan"), 3.0], [1.0, 2.0, 3.0]):
             torch.manual_seed(0)
             norm = norms[len(inputs)] = nn.BatchNorm1d(3)
-            watch = AnomalyWatch(AnomaliesSection(non_finite="skip"), device=torch.device("cpu"), rank=0)
+            watch = AnomalyDetector(AnomaliesSection(non_finite="skip"), device=torch.device("cpu"), rank=0)
             optimizer = torch.optim.AdamW(norm.parameters(), lr=0.1, fused=True)
             buffers = persistent_buffers(norm)
-            updater = make_updater(list(norm.parameters()), optimizer=optimizer, watch=watch, buffers=buffers)
+            updater = make_updater(list(norm.parameters()), optimizer=optimizer, detector=watch, buffers=buffers)
             for step, scale in enumerate(inputs):
-                updater.set_rates(step)
+                updater.begin_step(step)
                 update = updater.begin(lambda: 8)
                 update.backward((norm(torch.arange(12.0).view(4, 3) * scale) ** 3).mean())
                 update.apply()

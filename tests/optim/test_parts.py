@@ -22,7 +22,7 @@ from tests.parallel.split_training import (
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from trainwright.errors import ConfigError
-from trainwright.loop.update import step_unless
+from trainwright.optim.device_step import step_unless
 from trainwright.optim.adamw import AdamW
 from trainwright.optim.lion import Lion
 from trainwright.optim.muon import Muon

@@ -5,13 +5,13 @@ from tests.messages import mentions
 
 from trainwright import CallbackHook, Every, Hook
 from trainwright.errors import ConfigError
-from trainwright.loop.hook import HOOK_EVENTS, Hooks
+from trainwright.loop.hook import HOOK_EVENTS, HookCalls
 from trainwright.user_code.methods import HOOK_METHODS_ELSEWHERE
 
 
 def rejection_of(hook):
     with pytest.raises(ConfigError) as rejected:
-        Hooks([hook])
+        HookCalls([hook])
     return str(rejected.value)
 
 
@@ -58,6 +58,6 @@ def test_what_a_hook_calls_itself_is_its_own_and_the_rest_is_said(caplog):
         def on_new_best(self):
             """For others to call."""
 
-    Hooks([Mine(), Both(), Every(1)(print), CallbackHook(after_step=print)])
+    HookCalls([Mine(), Both(), Every(1)(print), CallbackHook(after_step=print)])
     (record,) = caplog.records
     assert mentions(record.getMessage(), "Both.on_new_best")
