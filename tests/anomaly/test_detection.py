@@ -87,7 +87,7 @@ def test_with_a_loss_scale_only_the_loss_counts_on_a_device():
 
 def test_an_anomaly_tells_what_is_known():
     watch = make(spike="skip", spike_window=8, rank=3)
-    watch.places = (64, 96)
+    watch.positions = (64, 96)
     judge_all(watch, [2.0, 2.0, 2.5, 2.5, 1.5])
     assert judge_all(watch, [90.0], first_step=6) == [True]
     assert judge_all(watch, [NAN], first_step=7, own_is_finite=False) == [True]
@@ -216,10 +216,10 @@ def test_a_step_that_goes_wrong_twice_is_one_anomaly():
 
 @pytest.mark.usefixtures("far_away")
 def test_what_waits_to_be_looked_at_is_bounded(monkeypatch):
-    monkeypatch.setattr(anomalies, "_MOST_WAITING", 5)
+    monkeypatch.setattr(anomalies, "_MAX_PENDING", 5)
     watch = make()
     judge_all(watch, [1.0, NAN, *[1.0] * 20])
-    assert len(watch._waiting) < 5
+    assert len(watch._pending) < 5
     assert [each.step for each in watch.look()] == [2]
 
 

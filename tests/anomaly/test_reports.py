@@ -47,7 +47,6 @@ def test_the_bundle_holds_all_that_the_step_depends_on(tmp_path):
         "median": 2.0,
         "deviation": 0.5,
         "last_good": [1203, 2.1],
-        "places": [64, 96],
         "message": SPIKE.describe(),
         "seed": 7,
         "num_ranks": 1,

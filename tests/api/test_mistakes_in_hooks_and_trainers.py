@@ -54,11 +54,11 @@ class Misspelt(Hook):
 
 
 def test_an_event_of_other_arguments_is_rejected_where_it_is_written():
-    text = rejection(Hooks, [Deaf()])
+    text = rejection(HookCalls, [Deaf()])
     assert text.startswith(place(__file__, "def after_eval(self):"))
     assert mentions(text, "Deaf.after_eval")
     assert text.endswith("Let it take (self, logs).")
-    text = rejection(Hooks, [Curious()])
+    text = rejection(HookCalls, [Curious()])
     assert text.startswith(place(__file__, "def after_step(self, logs):"))
     assert mentions(text, "logs")
 
@@ -72,7 +72,7 @@ def test_the_run_does_not_wait_for_the_first_evaluation_to_find_it():
 
 
 def test_a_misspelt_event_names_its_line():
-    text = rejection(Hooks, [Misspelt()])
+    text = rejection(HookCalls, [Misspelt()])
     assert text.startswith(place(__file__, "def after_stepp") + "Misspelt.after_stepp is no event of a hook.")
     assert "Did you mean after_step?" in text
 

@@ -12,8 +12,8 @@ from tests.project.parts import Net
 from torch import nn
 
 from trainwright import Mean, Trainer, build_trainer, get_event_storage
-from trainwright.errors import ConfigError, DataError, TrainwrightError
 from trainwright.compile.regions import check_mode
+from trainwright.errors import ConfigError, DataError, TrainwrightError
 from trainwright.trainers.classification import ClassificationTrainer
 
 COMPILED = ("runtime.mode=compile", "runtime.compile_backend=aot_eager")
@@ -307,9 +307,9 @@ def test_a_compilation_that_a_signal_has_ended_is_the_stop_that_it_is(tmp_path, 
     error = failed_backward(trainer)
     trainer.interrupt("SIGTERM")
     with caplog.at_level("INFO", "trainwright"), pytest.raises(SystemExit) as caught:
-        trainer.compiled_forward.explain(error)
+        trainer._explain_compilation(error)
     assert caught.value.code == 143
-    assert "SIGTERM ended the compilation in step 1. The same command begins anew" in caplog.text
+    assert "SIGTERM ended the compilation in step 1. The same command starts over" in caplog.text
 
 
 def test_expected_breaks_are_counted_and_change_nothing(tmp_path):

@@ -19,16 +19,10 @@ from tests.messages import mentions, raises
 from torch import nn
 
 from trainwright import Hook, build_trainer, get_event_storage
+from trainwright.compile.graph import MAX_SHAPES, GraphStep, _reader, _take_apart
+from trainwright.compile.guards import Fingerprint
 from trainwright.errors import TrainwrightError
 from trainwright.hooks.callback import CallbackHook
-from trainwright.loop.graph_step import (
-    MAX_SHAPES,
-    Fingerprint,
-    GraphStep,
-    _reader,
-    _take_apart,
-    users_act_between_steps,
-)
 from trainwright.loop.update import StepResult
 
 replays = counted_replays
@@ -143,8 +137,8 @@ def test_a_number_of_the_models_that_changes_in_every_step_is_named_and_runs_eag
 
 def test_a_run_whose_hooks_change_nothing_is_recorded_once(tmp_path, monkeypatch):
     recordings = []
-    record = GraphStep._record
-    monkeypatch.setattr(GraphStep, "_record", lambda *given: (recordings.append(1), record(*given))[1])
+    capture = GraphStep._capture_step
+    monkeypatch.setattr(GraphStep, "_capture_step", lambda *given: (recordings.append(1), capture(*given))[1])
     train(tmp_path, "graph", _with(lambda hook, trainer: None), trainer=LONG)
     assert len(recordings) == 1
 
@@ -157,14 +151,14 @@ def test_hooks_that_call_the_users_functions_count_as_the_users(tmp_path):
         def build_hooks(cls, build):
             return [*build.hooks(), CallbackHook(before_step=lambda trainer: None)]
 
-    assert not users_act_between_steps(plain)
-    assert users_act_between_steps(build_trainer(config_of(tmp_path / "b", "graph"), Calling))
+    assert not plain._make_graph_step()._compares_always
+    assert build_trainer(config_of(tmp_path / "b", "graph"), Calling)._make_graph_step()._compares_always
 
 
 def test_a_second_model_of_the_trainers_belongs_to_the_fingerprint(tmp_path):
     trainer = build_trainer(config_of(tmp_path, "graph"), Base)
     trainer.teacher = Net()
-    fingerprint = Fingerprint(trainer)
+    fingerprint = Fingerprint(trainer._make_graph_step()._guarded)
     trainer.teacher.layers[3].p = 0.5
     assert [each.name for each in fingerprint.changes()] == ["trainer.teacher.layers.3.p"]
 
@@ -172,7 +166,7 @@ def test_a_second_model_of_the_trainers_belongs_to_the_fingerprint(tmp_path):
 def test_a_fingerprint_names_what_changed_and_takes_equal_values_for_the_same(tmp_path):
     trainer = build_trainer(config_of(tmp_path, "graph"), Base)
     trainer.train()
-    fingerprint = Fingerprint(trainer)
+    fingerprint = Fingerprint(trainer._make_graph_step()._guarded)
     group = _groups(trainer)[0]
     group["betas"] = (group["betas"][0], group["betas"][1])
     assert fingerprint.changes() == []
@@ -360,12 +354,12 @@ def test_numbers_of_another_type_and_other_strides_are_another_kind_of_batch():
 
 def test_batches_that_never_repeat_are_counted_to_a_limit_and_named(tmp_path, caplog):
     trainer = build_trainer(config_of(tmp_path, "graph", trainer={"micro_batch_size": 16}), Base)
-    step = GraphStep(trainer)
+    step = trainer._make_graph_step()
     for number in range(MAX_SHAPES + 10):
         batch = {"x": torch.ones(1), "text": str(number)}
-        step._may_record(_take_apart(batch, 1)[1], batch)
+        step._may_capture(_take_apart(batch, 1)[1], batch)
     assert len(step._num_runs) == MAX_SHAPES
-    assert caplog.text.count("hardly two batches are alike") == 1
+    assert caplog.text.count("almost every batch differs") == 1
     assert mentions(caplog.text, "text")
 
 
@@ -376,7 +370,7 @@ def test_numbers_put_into_the_storage_are_warned_of(tmp_path, caplog):
             return self.model(**batch)
 
     train(tmp_path, "graph", Putting)
-    assert "the metrics plain are no tensors" in caplog.text
+    assert "the metrics plain are not tensors" in caplog.text
 
 
 def test_what_a_step_returned_keeps_its_types():

@@ -13,8 +13,8 @@ from tests.messages import raises
 from torch import nn
 
 from trainwright import Hook, Mean, RunConfig, StepResult, Trainer, build_trainer, get_event_storage
-from trainwright.errors import AnomalyError, ConfigError, TrainwrightError
 from trainwright.compile.graph import MAX_GRAPHS, GraphStep
+from trainwright.errors import AnomalyError, ConfigError, TrainwrightError
 
 TIMED = ("per_second", "seconds_per_step")
 
@@ -386,7 +386,7 @@ def test_metrics_that_are_no_tensors_are_warned_of(tmp_path, caplog):
             return self.model(**batch)["loss"], {"host": 1.5}
 
     train(tmp_path, "graph", Plain)
-    assert "the metrics host are no tensors" in caplog.text
+    assert "the metrics host are not tensors" in caplog.text
 
 
 def test_fp16_is_rejected(tmp_path):

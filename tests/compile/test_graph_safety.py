@@ -14,7 +14,6 @@ from torch import nn
 
 from trainwright import Trainer, get_event_storage
 from trainwright.errors import TrainwrightError
-from trainwright.compile.regions import inspect_forward
 
 HERE = "tests.compile.test_graph_safety"
 
@@ -39,9 +38,9 @@ def look(folder, *overrides, model="Reading", trainer=Trainer, batch=None):
     """Builds a run and looks at its first batch; returns the trainer."""
     settings = (f"model={{type: {HERE}:{model}}}", "data.eval={}", "evaluation={}", *overrides)
     built = make(folder, *settings, trainer=trainer)
-    built.samples_in_hand = 8
+    built.set_batch(None, 8)
     with built.storage:
-        look_before_first_step(built, BATCH if batch is None else batch)
+        built._inspect_forward(BATCH if batch is None else batch)
     return built
 
 
@@ -56,7 +55,7 @@ def test_compile_mode_warns_of_each_place_with_what_to_write(tmp_path, caplog):
     for message, place in zip(told, places(), strict=True):
         file_and_line, _, what = place.partition(": ")
         assert file_and_line in message
-        assert f"runtime.mode compile breaks here: {what}" in message
+        assert f"in runtime.mode compile this breaks the graph: {what}" in message
     assert "return it as a metric" in told[0]
     assert "torch.where" in told[1]
 
@@ -133,7 +132,7 @@ def test_the_look_leaves_no_trace(tmp_path, mode):
     trainer.model.register_forward_hook(lambda *_: seen.append(trainer.model.count))
     before = traces_of(trainer)
     with trainer.storage:
-        look_before_first_step(trainer, BATCH)
+        trainer._inspect_forward(BATCH)
     assert seen == [1]  # it was called, once, on the first micro-batch
     assert traces_of(trainer) == before
     assert trainer.model.seen is buffer
@@ -192,7 +191,7 @@ def test_nested_containers_own_objects_generators_tensors_and_made_attributes_ar
     before, called = hidden_traces_of(trainer.model), []
     trainer.model.register_forward_hook(lambda *_: called.append(trainer.model.helper.calls))
     with trainer.storage:
-        look_before_first_step(trainer, BATCH)
+        trainer._inspect_forward(BATCH)
     assert called == [1]
     assert hidden_traces_of(trainer.model) == before
     trainer.model(**BATCH)

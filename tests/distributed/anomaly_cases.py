@@ -22,7 +22,7 @@ def run(factors, ranks, *, detector=None):
         global_batch_size=4,
         max_steps=10,
         ranks=ranks,
-        detector=watch,
+        detector=detector,
     )
     for step, factor in enumerate(factors):
         updater.begin_step(step)

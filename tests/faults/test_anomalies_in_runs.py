@@ -300,7 +300,7 @@ def test_a_damaged_checkpoint_is_not_gone_back_to(tmp_path, tried):
     class Damage(Hook):
         def after_step(self):
             if self.trainer.step == 5:
-                self.trainer.checkpoints.settle()
+                self.trainer._finish_save()
                 path = store_of(run).path(4) / "model.safetensors"
                 path.write_bytes(path.read_bytes()[:-1])
 

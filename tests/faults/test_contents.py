@@ -18,7 +18,6 @@ from tests.faults.runs import config_of, copy_run, differences, store_of, train,
 from trainwright import Hook, build_trainer
 from trainwright.build.components import Build
 from trainwright.checkpoint.store import CheckpointStore
-from trainwright.loop.checkpointing import collect_parts
 
 # In fp16 there is a loss scale, on the CPU too; the nan of batch 2 halves it, and is an anomaly that is skipped.
 SETTINGS = (
@@ -97,7 +96,7 @@ def fresh(tmp_path_factory):
     """The parts of a run that has not begun."""
     generators = random.getstate(), np.random.get_state()
     trainer = build_trainer(config_of(tmp_path_factory.mktemp("fresh") / "run", *SETTINGS))
-    parts = copy.deepcopy(collect_parts(trainer))
+    parts = copy.deepcopy(trainer._collect_state())
     random.setstate(generators[0])
     np.random.set_state(generators[1])
     return parts

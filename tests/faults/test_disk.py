@@ -23,12 +23,12 @@ CLONE_NEWNS, CLONE_NEWUSER, MS_REC, MS_PRIVATE = 0x20000, 0x10000000, 0x4000, 0x
 
 
 def limit_files(trainer):
-    trainer.checkpoints.settle()  # the save before is not meant
+    trainer._finish_save()  # the save before is not meant
     resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, resource.RLIM_INFINITY))
 
 
 def lift_limit(trainer):
-    trainer.checkpoints.settle()  # the save under way is to meet the limit
+    trainer._finish_save()  # the save under way is to meet the limit
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
@@ -97,11 +97,11 @@ def test_a_checkpoints_folder_that_is_removed_is_made_again(saving, whole, tmp_p
     run = tmp_path / "run"
 
     def remove(trainer):
-        trainer.checkpoints.settle()
+        trainer._finish_save()
         shutil.rmtree(trainer.folder / "checkpoints")
 
     settings = (*WIDE, *SAVING[saving])
-    hooks = [At(3, remove), At(5, lambda trainer: trainer.checkpoints.settle()), kill_at(5)]
+    hooks = [At(3, remove), At(5, lambda trainer: trainer._finish_save()), kill_at(5)]
     assert train(run, *settings, hooks=hooks) == -signal.SIGKILL
     assert store_of(run).steps() == [4]
     assert train(run, *settings) == 0
@@ -114,12 +114,12 @@ def test_a_mount_that_is_lost_for_a_while_costs_the_saves_of_that_time(saving, w
     run = tmp_path / "run"
 
     def lose(trainer):
-        trainer.checkpoints.settle()
+        trainer._finish_save()
         (trainer.folder / "checkpoints").rename(trainer.folder / "elsewhere")
         (trainer.folder / "checkpoints").touch()
 
     def find(trainer):
-        trainer.checkpoints.settle()
+        trainer._finish_save()
         (trainer.folder / "checkpoints").unlink()
         (trainer.folder / "elsewhere").rename(trainer.folder / "checkpoints")
 
@@ -136,7 +136,7 @@ def test_a_read_only_folder_costs_the_saves_of_that_time(saving, whole, tmp_path
 
     def change_mode(mode):
         def act(trainer):
-            trainer.checkpoints.settle()
+            trainer._finish_save()
             (trainer.folder / "checkpoints").chmod(mode)
 
         return act
@@ -226,14 +226,14 @@ def test_a_full_disk_costs_the_saves_until_there_is_room(saving, whole, tmp_path
     ballast = run / "checkpoints" / "ballast"
 
     def fill(trainer):
-        trainer.checkpoints.settle()
+        trainer._finish_save()
         with ballast.open("wb", buffering=0) as file, suppress(OSError):
             while True:
                 file.write(bytes(4096))
                 file.flush()
 
     def empty(trainer):
-        trainer.checkpoints.settle()
+        trainer._finish_save()
         ballast.unlink()
 
     hooks = [At(3, fill), At(5, empty), CopyAtTheEnd()]

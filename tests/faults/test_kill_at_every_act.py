@@ -41,7 +41,7 @@ class CountSave(Hook):
 
     def after_step(self):
         if self.trainer.step in (4, 5):
-            self.trainer.checkpoints.settle()  # the save before is not counted, and step 4's is counted to its end
+            self.trainer._finish_save()  # the save before is not counted, and step 4's is counted to its end
             self.acts.is_counting = self.trainer.step == 4
 
     def after_train(self):

@@ -8,7 +8,6 @@ from tests.faults.runs import config_of
 from tests.loop.small_runs import at
 
 from trainwright import build_trainer
-from trainwright.compile.regions import inspect_forward
 from trainwright.trainers.language_model import LanguageModelTrainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -111,6 +110,6 @@ def test_the_look_before_the_first_step_leaves_the_devices_generator(tmp_path, m
     trainer.set_batch(None, 8)
     before = torch.cuda.get_rng_state()
     with trainer.storage:
-        look_before_first_step(trainer, {"input_ids": ids, "labels": ids})
+        trainer._inspect_forward({"input_ids": ids, "labels": ids})
     assert torch.equal(torch.cuda.get_rng_state(), before)
     assert all(parameter.grad is None for parameter in trainer.model.parameters())

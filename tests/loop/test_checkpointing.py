@@ -41,7 +41,7 @@ def test_a_checkpoint_is_due_at_the_step_that_passes_so_many_samples(trainer, st
 def test_a_save_after_training_is_there_when_it_returns(asynchronous, tmp_path):
     trainer = run(tmp_path / "run", *PLAIN, "checkpoint.every_steps=100", f"checkpoint.asynchronous={asynchronous}")
     heard = []
-    trainer.callbacks.call = lambda event, *arguments: heard.append((event, *arguments))
+    trainer._hook_calls.call = lambda event, *arguments: heard.append((event, *arguments))
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     path = trainer.save()
     store = store_of(tmp_path / "run")
@@ -187,26 +187,26 @@ def best(mode="min"):
 def test_the_best_is_the_first_of_the_best_values_and_never_nan(mode, step):
     so_far = best(mode)
     for number, value in enumerate([float("nan"), 2.0, 1.0, 1.0, 2.0, float("nan")], start=1):
-        so_far.note(number, {"valid/loss": value})
+        so_far.update(number, {"valid/loss": value})
     assert so_far.step == step
 
 
 def test_the_best_is_recalled_from_the_checkpoints_that_are_there():
     so_far = best()
-    so_far.note(9, {"valid/loss": 0.1})
-    so_far.recall({2: {"valid/loss": 0.5}, 4: {}, 6: {"valid/loss": 0.3}})
+    so_far.update(9, {"valid/loss": 0.1})
+    so_far.restore({2: {"valid/loss": 0.5}, 4: {}, 6: {"valid/loss": 0.3}})
     assert (so_far.step, so_far.value) == (6, 0.3)
-    so_far.recall({})
+    so_far.restore({})
     assert (so_far.step, so_far.value) == (None, None)
 
 
 def test_a_metric_that_no_evaluation_gives_is_rejected_by_name():
     with raises(ConfigError, "valid/loss", "valid/accuracy"):
-        best().note(1, {"valid/accuracy": 0.5})
+        best().update(1, {"valid/accuracy": 0.5})
 
 
 def test_without_a_policy_nothing_is_the_best():
     so_far = BestCheckpoint(None)
-    so_far.note(1, {})
-    so_far.recall({1: {}})
+    so_far.update(1, {})
+    so_far.restore({1: {}})
     assert (so_far.step, so_far.metric) == (None, None)

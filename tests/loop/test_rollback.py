@@ -79,7 +79,7 @@ def test_a_step_that_was_left_before_its_evaluation_is_gone_back_to_and_then_eva
     run(tmp_path / "whole", *settings, trainer=Leaves, bad=[40], hooks=[CountEvaluations()])
     leaves = True
     first = run(tmp_path / "halves", *settings, trainer=Leaves, bad=[40], hooks=[CountEvaluations()])
-    assert (first.step, first.interrupted, first.has_unfinished_step) == (4, True, True)
+    assert (first.step, first.interrupted, first.state.has_unfinished_step) == (4, True, True)
     leaves = False
     counting, recorder = CountEvaluations(), AnomalyRecorder()
     second = run(tmp_path / "halves", *settings, trainer=Leaves, bad=[40], hooks=[counting, recorder])
@@ -147,7 +147,7 @@ def test_an_anomaly_is_heard_of_though_saving_failed_too(tmp_path, monkeypatch, 
     monkeypatch.setitem(BackgroundSaver.__init__.__kwdefaults__, "backoff", lambda attempt: 0.0)
     trainer = make(tmp_path / "run", *PLAIN, "checkpoint={every_steps: 3, max_failures: 1}", bad=[24])
 
-    settle, is_waited_for = trainer.checkpoints.settle, threading.Event()
+    finish, is_waited_for = trainer._checkpointing.finish, threading.Event()
 
     def write_snapshot(*arguments, **rest):
         is_waited_for.wait()
@@ -156,10 +156,10 @@ def test_an_anomaly_is_heard_of_though_saving_failed_too(tmp_path, monkeypatch, 
     def noting(**rest):
         if trainer.step == 4:
             is_waited_for.set()
-        settle(**rest)
+        return finish(**rest)
 
     trainer.context.store.write_snapshot = write_snapshot
-    trainer.checkpoints.settle = noting
+    trainer._checkpointing.finish = noting
     with raises(AnomalyError, "4"):
         trainer.train()
     assert "Saving failed too: " in caplog.text
@@ -167,7 +167,7 @@ def test_an_anomaly_is_heard_of_though_saving_failed_too(tmp_path, monkeypatch, 
 
 def test_without_an_earlier_state_the_run_ends_with_the_anomaly(tmp_path):
     trainer = make(tmp_path / "run", *PLAIN, BACK, bad=[0])
-    trainer.anomaly_response.take_snapshot = lambda: None
+    trainer._anomalies.take_snapshot = lambda *_: None
     with raises(AnomalyError, "1"):
         trainer.train()
 
@@ -256,4 +256,4 @@ def test_a_store_that_cannot_be_listed_lets_the_run_go_back_to_its_copy(tmp_path
 
     trainer = run(tmp_path / "run", *PLAIN, SNAPSHOTS, bad=[40], hooks=[at(6, away), Returns()])
     assert trainer.step == 6
-    assert "Went back to step 4; places 40 to 48 of the data are left out." in caplog.text
+    assert "Rolled back to step 4. Data positions 40 to 48 are left out." in caplog.text

@@ -1,4 +1,4 @@
-"""Micro-batches of a rank's batch."""
+"""Micro-batches of a rank's batch, and the number of samples of a batch that a trainer returns."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from tests.messages import raises
 
 from trainwright.data.collators import Stack
 from trainwright.errors import DataError
-from trainwright.loop.state import Batch, split_batch
+from trainwright.loop.state import Batch, count_samples, split_batch
 
 
 def micro_batches_of(batch, num_samples, num_micro_batches, collator=None):
-    return list(cut(batch, num_samples, num_micro_batches, collator or Stack()))
+    micro_batches = split_batch(Batch(batch, num_samples), num_micro_batches, collator or Stack())
+    return [(each.value, each.num_samples) for each in micro_batches]
 
 
 @pytest.mark.parametrize(("num_samples", "num_micro_batches"), [(8, 2), (7, 3), (5, 5), (4, 1)])
@@ -95,12 +96,32 @@ def test_texts_and_numbers_of_samples_go_with_their_rows():
         "pair": (torch.arange(4), torch.arange(4)),
         "names": ["x"],
     }
-    micro_batches = [micro_batch for micro_batch, _ in cut(batch, 4, 2, None)]
+    micro_batches = [micro_batch for micro_batch, _ in micro_batches_of(batch, 4, 2)]
     assert [micro_batch["ids"] for micro_batch in micro_batches] == [["a", "b"], ["c", "d"]]
     assert [micro_batch["pair"][1].tolist() for micro_batch in micro_batches] == [[0, 1], [2, 3]]
     assert [micro_batch["names"] for micro_batch in micro_batches] == [["x"], ["x"]]
 
 
 def test_a_pair_of_tensors_is_no_column_in_a_batch_of_two():
-    [(first, _), (second, _)] = cut((torch.arange(2), torch.arange(2)), 2, 2, None)
+    [(first, _), (second, _)] = micro_batches_of((torch.arange(2), torch.arange(2)), 2, 2)
     assert [each.tolist() for each in (*first, *second)] == [[0], [0], [1], [1]]
+
+
+def test_the_loaders_own_batch_has_the_loaders_count():
+    value = {"x": torch.zeros(1, 3)}
+    assert count_samples(value, Batch(value, 0)) == 0
+
+
+def test_a_changed_batch_with_as_many_rows_keeps_the_loaders_count():
+    fetched = Batch({"x": torch.zeros(1, 3)}, 0)
+    assert count_samples({**fetched.value, "noise": torch.zeros(1, 2)}, fetched) == 0
+
+
+def test_a_batch_of_other_rows_has_as_many_samples_as_rows():
+    fetched = Batch({"x": torch.zeros(4, 3)}, 4)
+    assert count_samples({"x": torch.zeros(12, 3)}, fetched) == 12
+    assert count_samples([torch.zeros(2, 3)], fetched) == 2
+
+
+def test_a_batch_without_tensors_has_the_loaders_count():
+    assert count_samples({"text": ["a"]}, Batch({"text": ["b"]}, 5)) == 5

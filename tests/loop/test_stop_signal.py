@@ -22,7 +22,7 @@ def alone():
 def test_nobody_who_requests_nothing_leaves():
     stop_signal = alone()
     assert stop_signal.vote(3, True) == (3, True)
-    assert (stop_signal.decided, stop_signal.reason, stop_signal.is_stop_requested()) == (StopRequest.NONE, None, False)
+    assert (stop_signal.decided, stop_signal.reason, stop_signal.must_leave_now()) == (StopRequest.NONE, None, False)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
@@ -39,16 +39,16 @@ def test_of_equal_requests_the_first_is_the_reason():
     stop_signal = alone()
     stop_signal.request(StopRequest.INTERRUPT, "SIGUSR1")
     stop_signal.request(StopRequest.INTERRUPT, "SIGTERM")
-    stop_signal.settle()
+    stop_signal.compare_now()
     assert (stop_signal.decided, stop_signal.reason) == (StopRequest.INTERRUPT, "SIGUSR1")
 
 
 def test_what_was_decided_is_not_taken_back():
     stop_signal = alone()
-    stop_signal.decided = StopRequest.INTERRUPT
+    stop_signal.decide(StopRequest.INTERRUPT)
     stop_signal.request(StopRequest.STOP, "enough")
     stop_signal.vote(0, False)
-    stop_signal.settle()
+    stop_signal.compare_now()
     assert stop_signal.decided == StopRequest.INTERRUPT
 
 
@@ -85,12 +85,14 @@ def test_a_signal_in_the_midst_of_a_request_loses_neither():
 
 def test_a_request_may_come_from_any_thread():
     stop_signal = alone()
-    wishing = [
-        threading.Thread(target=stop_signal.request, args=(intent, intent.name)) for intent in StopRequest for _ in range(8)
+    requesting = [
+        threading.Thread(target=stop_signal.request, args=(request, request.name))
+        for request in StopRequest
+        for _ in range(8)
     ]
-    for each in wishing:
+    for each in requesting:
         each.start()
-    for each in wishing:
+    for each in requesting:
         each.join()
     assert stop_signal.reason == "FAIL"
 
@@ -98,9 +100,9 @@ def test_a_request_may_come_from_any_thread():
 def test_only_who_is_told_to_leave_at_once_leaves_a_long_act():
     stop_signal = alone()
     stop_signal.request(StopRequest.STOP, "enough")
-    assert not stop_signal.is_stop_requested()
+    assert not stop_signal.must_leave_now()
     stop_signal.request(StopRequest.INTERRUPT, "SIGTERM")
-    assert stop_signal.is_stop_requested()
+    assert stop_signal.must_leave_now()
 
 
 def two_ranks(folder, act):
@@ -147,7 +149,7 @@ def test_where_ranks_meet_they_decide_at_once(tmp_path):
     def act(stop_signal, rank):
         if rank == 1:
             stop_signal.request(StopRequest.STOP, "no improvement")
-        stop_signal.settle()
+        stop_signal.compare_now()
         return stop_signal.decided
 
     assert two_ranks(tmp_path, act) == [StopRequest.STOP] * 2
@@ -157,8 +159,8 @@ def test_a_rank_that_is_told_to_leave_lets_the_others_know_without_their_rendezv
     def act(stop_signal, rank):
         if rank == 1:
             stop_signal.request(StopRequest.INTERRUPT, "SIGTERM")
-            assert stop_signal.is_stop_requested()
+            assert stop_signal.must_leave_now()
         stop_signal._ranks.barrier()
-        return stop_signal.is_stop_requested()
+        return stop_signal.must_leave_now()
 
     assert two_ranks(tmp_path, act) == [True, True]

@@ -404,7 +404,7 @@ def test_a_save_in_the_midst_of_a_step_holds_every_hooks_turn(tmp_path):
     trainer = build_trainer(load(tmp_path, "hooks=[{type: ema, decay: 0.5}]"), with_hooks(saver))
     # Registered before the averages: at its turn they have not moved yet, and in after_eval they are still swapped in.
     averages = next(hook for hook in trainer.hooks if isinstance(hook, EMA))
-    trainer.callbacks = HookCalls([saver, averages])
+    trainer._hook_calls = HookCalls([saver, averages])
     trainer.train()
     store = trainer.context.store
     assert saver.path == store.path(3)
@@ -562,7 +562,7 @@ def test_an_evaluation_that_is_told_to_leave_is_done_by_the_resumed_run(tmp_path
     leaving.append(True)
     first = build_trainer(load(tmp_path, *halves), Slow)
     first.train()
-    assert (first.step, first.interrupted, first.has_unfinished_step) == (4, True, True)
+    assert (first.step, first.interrupted, first.state.has_unfinished_step) == (4, True, True)
     leaving.clear()
     second = build_trainer(load(tmp_path, *halves), Slow)
     assert second.train() == logs

@@ -51,7 +51,7 @@ def test_plain_losses_weigh_their_samples_whatever_the_micro_batches(sizes, data
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     x = torch.randn(total, 3, dtype=torch.float64, generator=generator)
     w = nn.Parameter(torch.ones(3, dtype=torch.float64))
-    update = make_updater([w], batch_size=total, lr=0.0).begin(lambda: total)
+    update = make_updater([w], batch_size=total, lr=0.0).begin(total)
     for micro_batch in x.split(sizes):
         update.backward(ForwardResult(((micro_batch @ w) ** 2).mean(), len(micro_batch)))
     result = update.apply()
@@ -63,7 +63,7 @@ def test_plain_losses_weigh_their_samples_whatever_the_micro_batches(sizes, data
 
 def test_means_of_unequal_counts_give_the_mean_over_everything():
     w = weight()
-    update = make_updater([w], lr=0.0).begin(lambda: 8)
+    update = make_updater([w], lr=0.0).begin(8)
     x, y = torch.randn(3, 3), torch.randn(7, 3)
     update.backward(ForwardResult(Mean((x @ w).square().sum(), 3), 4))
     update.backward(ForwardResult(Mean((y @ w).square().sum(), torch.tensor(7)), 4))
@@ -77,7 +77,7 @@ def test_means_of_unequal_counts_give_the_mean_over_everything():
 
 def test_a_micro_batch_without_samples_changes_nothing():
     w = weight()
-    update = make_updater([w], lr=0.0).begin(lambda: 8)
+    update = make_updater([w], lr=0.0).begin(8)
     update.backward(ForwardResult((w * 2).sum(), 8, {"accuracy": 0.5}))
     update.backward(ForwardResult(Mean((w * 1e6).sum(), 1000), 0, {"accuracy": 99.0}))
     result = update.apply()
@@ -87,7 +87,7 @@ def test_a_micro_batch_without_samples_changes_nothing():
 
 def test_a_batch_in_which_nothing_counts_moves_nothing():
     w = weight()
-    update = make_updater([w]).begin(lambda: 8)
+    update = make_updater([w]).begin(8)
     update.backward(ForwardResult(Mean((w * 0).sum(), 0), 8))
     result = update.apply()
     assert w.tolist() == [1.0, -2.0, 3.0]
@@ -97,7 +97,7 @@ def test_a_batch_in_which_nothing_counts_moves_nothing():
 def test_grad_norm_is_measured_before_clipping_and_also_without():
     for limit in (None, 0.5):
         w = weight()
-        update = make_updater([w], lr=1.0, max_grad_norm=limit).begin(lambda: 8)
+        update = make_updater([w], lr=1.0, max_grad_norm=limit).begin(8)
         update.backward((w * torch.tensor([3.0, 0.0, 4.0])).sum())
         result = update.apply()
         assert float(result.grad_norm) == pytest.approx(5.0)
@@ -110,7 +110,7 @@ def test_clipping_equals_torchs_own():
     ours, theirs = nn.Linear(5, 3), nn.Linear(5, 3)
     theirs.load_state_dict(ours.state_dict())
     x = torch.randn(8, 5) * 10
-    update = make_updater(list(ours.parameters()), lr=0.1, max_grad_norm=1.0).begin(lambda: 8)
+    update = make_updater(list(ours.parameters()), lr=0.1, max_grad_norm=1.0).begin(8)
     update.backward(ours(x).square().mean())
     result = update.apply()
     theirs(x).square().mean().backward()
@@ -122,7 +122,7 @@ def test_clipping_equals_torchs_own():
 
 def test_clipping_by_value_bounds_each_element():
     w = weight()
-    update = make_updater([w], lr=1.0, max_grad_value=0.5).begin(lambda: 8)
+    update = make_updater([w], lr=1.0, max_grad_value=0.5).begin(8)
     update.backward((w * torch.tensor([3.0, -0.1, -4.0])).sum())
     update.apply()
     torch.testing.assert_close(w.grad, torch.tensor([0.5, -0.1, -0.5]))
@@ -135,7 +135,7 @@ def test_metrics_of_the_step_reach_the_result():
             return {"num_updates": 1.0}
 
     w = weight()
-    update = make_updater([w], optimizer=Counting([w], lr=0.1)).begin(lambda: 8)
+    update = make_updater([w], optimizer=Counting([w], lr=0.1)).begin(8)
     update.backward(ForwardResult(w.sum(), 4, {"a": torch.tensor(1.0), "b": Mean(3.0, 1), "c": "first"}))
     update.backward(ForwardResult(w.sum(), 12, {"a": torch.tensor(2.0), "b": Mean(1.0, 1), "c": "last"}))
     metrics = update.apply().metrics
@@ -160,7 +160,7 @@ def test_metrics_of_several_optimizers_carry_their_names():
         ranks=Ranks(),
     )
     updater.begin_step(0)
-    update = updater.begin(lambda: 1)
+    update = updater.begin(1)
     update.backward((first + second).sum())
     metrics = update.apply().metrics
     assert (metrics["moved/first"], metrics["moved/second"]) == (1.0, 0.1)
@@ -179,7 +179,7 @@ def test_each_group_follows_the_schedule_from_its_own_rate():
 def test_gradients_are_repaired_before_they_are_measured_and_clipped(limit):
     w = weight()
     optimizer = AdamW([w], lr=0.1, repair_nan=True)
-    update = make_updater([w], optimizer=optimizer, max_grad_norm=limit).begin(lambda: 8)
+    update = make_updater([w], optimizer=optimizer, max_grad_norm=limit).begin(8)
     update.backward((w * torch.tensor([0.6, float("nan"), 0.8])).sum())
     result = update.apply()
     assert float(result.grad_norm) == pytest.approx(1.0)
@@ -199,14 +199,14 @@ def test_optimizers_may_step_apart_with_their_own_rates():
         ranks=Ranks(),
     )
     updater.begin_step(0)
-    update = updater.begin(lambda: 1)
+    update = updater.begin(1)
     update.backward((first + second).sum())
     result = update.apply(optimizers=("second",))
     assert (first.item(), second.item()) == (1.0, pytest.approx(0.95))
     assert float(result.grad_norm) == 1.0  # of the parameters that were stepped
     assert result.lr == 0.05
     assert result.metrics["lr/first"] == 1.0
-    update = updater.begin(lambda: 1)
+    update = updater.begin(1)
     update.backward((first * 2).sum())
     update.apply(optimizers=("first",))
     assert (first.item(), second.item()) == (-1.0, pytest.approx(0.95))
@@ -216,7 +216,7 @@ def test_optimizers_may_step_apart_with_their_own_rates():
 
 def test_a_loss_without_gradient_is_explained():
     w = weight()
-    update = make_updater([w]).begin(lambda: 8)
+    update = make_updater([w]).begin(8)
     with raises(TrainwrightError):
         update.backward(torch.tensor(1.0))
     with raises(TrainwrightError):
@@ -225,7 +225,7 @@ def test_a_loss_without_gradient_is_explained():
 
 def test_a_loss_that_touches_no_parameter_is_explained():
     w, other = weight(), weight()
-    update = make_updater([w]).begin(lambda: 8)
+    update = make_updater([w]).begin(8)
     update.backward(other.sum())
     with raises(TrainwrightError):
         update.apply()
@@ -233,7 +233,7 @@ def test_a_loss_that_touches_no_parameter_is_explained():
 
 def test_a_stand_in_may_even_be_nan():
     w = weight()
-    update = make_updater([w], lr=0.0).begin(lambda: 8)
+    update = make_updater([w], lr=0.0).begin(8)
     update.backward(ForwardResult((w * 2).sum(), 8))
     update.backward(ForwardResult((w * float("nan")).sum(), 0))
     result = update.apply()
@@ -243,7 +243,7 @@ def test_a_stand_in_may_even_be_nan():
 
 def test_sparse_gradients_are_rejected_by_name():
     embedding = nn.Embedding(4, 2, sparse=True)
-    update = make_updater(list(embedding.parameters())).begin(lambda: 8)
+    update = make_updater(list(embedding.parameters())).begin(8)
     update.backward(embedding(torch.tensor([1])).sum())
     with raises(TrainwrightError):
         update.apply()
@@ -256,7 +256,7 @@ class TestLossScale:
         optimizer = torch.optim.AdamW([w], lr=0.1, fused=fused)
         scale = LossScale(torch.device("cpu"), initial=1024.0)
         updater = make_updater([w], optimizer=optimizer, loss_scale=scale)
-        update = updater.begin(lambda: 8)
+        update = updater.begin(8)
         update.backward((w * float("inf")).sum())
         update.apply()
         assert w.tolist() == [1.0, -2.0, 3.0]
@@ -267,7 +267,7 @@ class TestLossScale:
         w = weight()
         scale = LossScale(torch.device("cpu"), initial=1024.0)
         optimizer = AdamW([w], lr=0.1, repair_nan=True)
-        update = make_updater([w], optimizer=optimizer, loss_scale=scale).begin(lambda: 8)
+        update = make_updater([w], optimizer=optimizer, loss_scale=scale).begin(8)
         update.backward((w * float("inf")).sum())
         update.apply()
         assert w.tolist() == [1.0, -2.0, 3.0]
@@ -278,7 +278,7 @@ class TestLossScale:
         w, bias = nn.Parameter(torch.ones(2, 3)), weight()
         scale = LossScale(torch.device("cpu"), initial=1024.0)
         updater = make_updater([w, bias], optimizer=make([w, bias], lr=0.1), loss_scale=scale)
-        update = updater.begin(lambda: 8)
+        update = updater.begin(8)
         update.backward((w * float("inf")).sum() + bias.sum())
         monkeypatch.setattr(torch.Tensor, "item", None)  # a look would fail
         update.apply()
@@ -288,7 +288,7 @@ class TestLossScale:
         moved = []
         for scale in (None, LossScale(torch.device("cpu"), initial=2.0**12)):
             w = weight()
-            update = make_updater([w], max_grad_norm=1.0, loss_scale=scale).begin(lambda: 8)
+            update = make_updater([w], max_grad_norm=1.0, loss_scale=scale).begin(8)
             update.backward((w.square()).sum())
             result = update.apply()
             moved.append((w.detach().clone(), result.grad_norm, result.loss))
@@ -298,21 +298,21 @@ class TestLossScale:
     def test_the_scale_never_runs_down_to_zero(self):
         scale = LossScale(torch.device("cpu"))
         for _ in range(300):
-            scale.follow(torch.tensor(True))
+            scale.adjust(torch.tensor(True))
         assert float(scale.scale) > 0
 
     def test_the_scale_grows_after_the_interval_and_its_state_is_restored(self):
         scale = LossScale(torch.device("cpu"), initial=2.0, growth_interval=3)
         good, bad = torch.tensor(False), torch.tensor(True)
         for overflowed in (good, good, bad, good, good, good):
-            scale.follow(overflowed)
+            scale.adjust(overflowed)
         assert float(scale.scale) == 2.0  # halved once, doubled once
-        scale.follow(good)
+        scale.adjust(good)
         other = LossScale(torch.device("cpu"), growth_interval=3)
         other.load_state_dict(scale.state_dict())
         for each in (scale, other):
-            each.follow(good)
-            each.follow(good)
+            each.adjust(good)
+            each.adjust(good)
         assert float(other.scale) == float(scale.scale) == 4.0
 
 
@@ -331,7 +331,7 @@ class TestAnomalies:
         for step, factor in enumerate(losses):
             updater.begin_step(step)
             for _ in range(applies):
-                update = updater.begin(lambda: 8)
+                update = updater.begin(8)
                 update.backward((w * factor).square().sum())
                 results.append(update.apply())
         return w, watch, results
@@ -392,7 +392,7 @@ class TestAnomalies:
         updater = make_updater([w], optimizer=AdamW([w], lr=0.1, repair_nan=True), detector=watch)
         for step, loss in enumerate([1.0, float("nan"), 1.0]):
             updater.begin_step(step)
-            update = updater.begin(lambda: 8)
+            update = updater.begin(8)
             update.backward(w.sum() * loss)
             result = update.apply()
         assert float(result.metrics["nan_gradients"]) == 1.0
@@ -412,7 +412,7 @@ class TestAnomalies:
             updater = make_updater(list(norm.parameters()), optimizer=optimizer, detector=watch, buffers=buffers)
             for step, scale in enumerate(inputs):
                 updater.begin_step(step)
-                update = updater.begin(lambda: 8)
+                update = updater.begin(8)
                 update.backward((norm(torch.arange(12.0).view(4, 3) * scale) ** 3).mean())
                 update.apply()
         for held, plain in zip(norms[4].state_dict().values(), norms[3].state_dict().values(), strict=True):
@@ -450,7 +450,7 @@ def moments_after(kind, device, *, limit, by_hand):
             w.grad = w.grad.float().mul(min(1.0, limit / w.grad.float().norm().item())).to(dtype)
             optimizer.step()
         else:
-            update = updater.begin(lambda: 8)
+            update = updater.begin(8)
             update.backward(loss)
             update.apply()
     return optimizer.state[w]["exp_avg"]
@@ -479,7 +479,7 @@ def test_gradients_in_fp64_are_clipped_in_fp64(monkeypatch):
     w = nn.Parameter(torch.ones(4, dtype=torch.float64))
     updater = make_updater([w], optimizer=AdamW([w], lr=0.1), max_grad_norm=0.3)
     monkeypatch.setattr(update_module, "waits_for_memory", lambda device: True)
-    update = updater.begin(lambda: 8)
+    update = updater.begin(8)
     update.backward((w * torch.arange(4.0, dtype=torch.float64)).sum())
     update.apply()
     exact = torch.arange(4.0, dtype=torch.float64) * (0.3 / (14.0**0.5 + 1e-6))

@@ -22,8 +22,8 @@ from tests.parallel.split_training import (
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from trainwright.errors import ConfigError
-from trainwright.optim.device_step import step_unless
 from trainwright.optim.adamw import AdamW
+from trainwright.optim.device_step import step_unless
 from trainwright.optim.lion import Lion
 from trainwright.optim.muon import Muon
 from trainwright.optim.param_groups import classify_parameters, make_optimizer

@@ -239,7 +239,7 @@ class Trainer:
         own_steps = ("train_step", "micro_batches", "begin_update")
         self._has_own_step = any(overrides(self, name, Trainer) for name in own_steps)
         self._compiled = self._compile_forward()
-        self._is_inspected = config.runtime.mode == "eager" or overrides(self, "train_step", Trainer)
+        self._is_inspected = config.runtime.mode == "eager"
         for hook in context.hooks:
             hook.trainer = self
         self._own_attributes = frozenset({*vars(self), "_own_attributes"} - set_before)
@@ -1116,6 +1116,8 @@ class Trainer:
     def _inspect_forward(self, batch: Any) -> None:
         """Reports what cannot be compiled before minutes go into compiling."""
         self._is_inspected = True
+        if overrides(self, "train_step", Trainer):
+            return  # it may call other forwards than this one
         owners = (self, self.task, *self.model.modules())
         inspect_forward(
             lambda: self.run_forward(next(iter(self.micro_batches(batch)))),

@@ -185,6 +185,9 @@ class AdamW(torch.optim.AdamW):
     """The process group of the ranks with other layers, whose metrics are summed with these; None: there are none."""
     _has_parts = False
 
+    divides_gradients = True
+    """The fused kernel divides gradients by `grad_scale`; see device_step.py."""
+
     def __init__(
         self,
         params: Iterable[Any],

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.optim.device_step import divides_gradients, step_unless, supports_found_inf
 from trainwright.optim.adamw import AdamW
+from trainwright.optim.device_step import divides_gradients, step_unless, supports_found_inf
 from trainwright.optim.lion import Lion
 from trainwright.optim.muon import Muon
 
