@@ -53,7 +53,7 @@ TABLE = {
         "torch.utils._pytree.tree_flatten",
         "torch.utils._pytree.tree_flatten_with_path",
         "torch.utils._pytree.tree_unflatten",
-        files=(SHARED, "loop/graph_step.py"),
+        files=(SHARED, "compile/graph.py"),
     ),
     **names(
         "torch has no public functions for nested containers.",
@@ -97,19 +97,19 @@ TABLE = {
     **names(
         "The compiler's errors are not exported.",
         "torch._dynamo.exc.Unsupported",
-        files=(SHARED, "loop/compiled_forward.py"),
+        files=(SHARED, "compile/regions.py"),
     ),
     **names(
         "The compiler's errors are not exported.",
         "torch._dynamo.exc",
         "torch._dynamo.exc.BackendCompilerFailed",
         "torch._dynamo.exc.UserError",
-        files=("loop/compiled_forward.py",),
+        files=("compile/regions.py",),
     ),
     **names(
         "torch.compiler has neither this setting nor one like it.",
         "torch._dynamo.config.patch",
-        files=(SHARED, "loop/compiled_forward.py"),
+        files=(SHARED, "compile/regions.py"),
     ),
     **names("torch.compiler has no such function.", "torch._dynamo", "torch._dynamo.explain"),
     **names(
@@ -121,7 +121,7 @@ TABLE = {
         "torch.compiler has no such settings.",
         "torch._dynamo.error_on_graph_break",
         "torch._functorch.config.patch",
-        files=("loop/compiled_forward.py",),
+        files=("compile/regions.py",),
     ),
     **names(
         "Compilations and graph breaks are reported nowhere else.",
@@ -233,14 +233,13 @@ TABLE = {
         files=("models/model.py",),
     ),
     **names(
-        "Steps without torch's profiling where nobody hooks into the step.",
-        "torch._C._autograd._profiler_enabled",
+        "Whether Python code runs in an optimizer's step, and whether a step can be skipped on the device.",
         "torch.optim.optimizer._global_optimizer_pre_hooks",
         "torch.optim.optimizer._global_optimizer_post_hooks",
         "torch.optim.Optimizer:_optimizer_step_pre_hooks",
         "torch.optim.Optimizer:_optimizer_step_post_hooks",
         "torch.optim.SGD:_step_supports_amp_scaling",
-        files=("loop/update.py",),
+        files=("optim/device_step.py",),
     ),
 }
 """Paths, where `module.Class:name` is an attribute of an object of that class or a method that is overridden.

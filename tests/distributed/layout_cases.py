@@ -215,7 +215,7 @@ class Spoiled(Double):
             self.culprit = place
         if place != self.culprit:
             return outputs
-        return {**outputs, "loss": Mean(outputs["loss"].total * torch.nan, outputs["loss"].count)}
+        return {**outputs, "loss": outputs["loss"] * torch.nan}
 
 
 class NoteAnomalies(Hook):
@@ -410,7 +410,7 @@ def run_failing(folder, name, layout, kind, *overrides):
 
 def fail_alone(folder):
     """Every rank ends with an error, though the others wait in a forward for the one that failed."""
-    evaluation.TOGETHER_SECONDS = 1.0
+    evaluation.AGREEMENT_SECONDS = 1.0
     build_trainer(load(folder, "alone", "fsdp", "trainer.max_steps=2"), FailsAlone).train()
 
 

@@ -37,7 +37,7 @@ class CountSave(Hook):
         self.acts = acts
 
     def before_train(self):
-        self.acts.detector()
+        self.acts.watch()
 
     def after_step(self):
         if self.trainer.step in (4, 5):
@@ -89,7 +89,7 @@ def start_counted(run, number, *settings):
     acts = Acts(number)
 
     def watch():
-        acts.detector()
+        acts.watch()
         acts.is_counting = True
 
     return train(run, *settings, hooks=[EndOfStart(acts)], prepare=watch)

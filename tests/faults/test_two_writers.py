@@ -106,7 +106,7 @@ def fork_rank(rank, folder, meeting, topic, version, *, dies_before=None, is_vic
                 acts.act()
 
             notes.write = write_counted
-            acts.detector()
+            acts.watch()
             acts.is_counting = True
         # Without a victim nobody is to be given up for being slow.
         seconds = {} if dies_before is None else {"lost_seconds": 1.5, "beat_seconds": 0.1}
