@@ -215,7 +215,7 @@ class Spoiled(Double):
             self.culprit = place
         if place != self.culprit:
             return outputs
-        return {**outputs, "loss": outputs["loss"] * torch.nan}
+        return {**outputs, "loss": Mean(outputs["loss"].total * torch.nan, outputs["loss"].count)}
 
 
 class NoteAnomalies(Hook):
@@ -387,7 +387,9 @@ def run_further(folder, layout, left_out):
     if layout in ("fsdp", "tensor", "pipeline") and ("left", layout) not in left_out:
         left = build_and_forget(load(folder, "left", layout, *EVALUATED), LeavesInEvaluation)
         left.train()
-        results["left"] = left.ranks.gather((left.step, left.interrupted, left.stop_reason, left.has_unfinished_step))
+        results["left"] = left.ranks.gather(
+            (left.step, left.interrupted, left.stop_reason, left.state.has_unfinished_step)
+        )
         build_trainer(load(folder, "left", layout, *EVALUATED), Double).train()
     if layout in ("fsdp", "tensor", "pipeline"):
         for name, (kind, overrides) in FAILURES.items():

@@ -163,7 +163,7 @@ class SlowSteps(Trainer):
         return super().forward(**batch)
 
     def save(self):
-        if not self.is_mid_step:
+        if self.state.phase == "between_steps":
             with (self.folder / f"times-{self.ranks.rank}").open("a") as file:
                 print(time.monotonic(), file=file)
         return super().save()

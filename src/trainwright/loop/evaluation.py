@@ -74,7 +74,7 @@ def logs_of(result: ForwardResult) -> EvalLogs:
 
 
 class Averages:
-    """Sums of one set's values over its batches: name → total and count, on the device."""
+    """Sums of the values of one set over its batches: name → total and count, on the device."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Mean] = {}
@@ -188,7 +188,8 @@ class Evaluator:
         """
         trainer, ranks = self._trainer, self._ranks
         self.set_name = data.name
-        one_pass = _Pass(self, trainer, can_be_abandoned=can_be_abandoned)
+        stop_signal = self._stop_signal if can_be_abandoned else None
+        one_pass = _Pass(trainer, self._metrics, stop_signal=stop_signal, garbage=self._garbage)
         failure: Exception | None = None
         with EventStorage() as puts, closing(data.batches(trainer.backend.to_device)) as iterator:
             puts.step = trainer.state.step
@@ -215,7 +216,7 @@ class Evaluator:
 
 
 class _Turns(Iterator[Any]):
-    """Iterates over batches and counts how often one was asked for."""
+    """Iterates over batches and counts the requests."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
@@ -229,30 +230,39 @@ class _Turns(Iterator[Any]):
 class _Pass:
     """One rank's pass over a set: the sums, and what the task aggregates."""
 
-    def __init__(self, evaluator: Evaluator, trainer: Trainer, *, can_be_abandoned: bool) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        metrics: Sequence[ConfiguredMetric],
+        *,
+        stop_signal: StopSignal | None,
+        garbage: GarbageCollection,
+    ) -> None:
+        """`stop_signal` is given if an interruption may abandon the pass."""
         self.averages = Averages()
         self.state: Any = None
         self.num_updates = 0
         """Batches of this rank that held samples."""
         self.failed_in_forward = False
         """True if this rank failed in a forward that needs every rank's shard of the model."""
-        self._evaluator = evaluator
         self._trainer = trainer
-        self._can_be_abandoned = can_be_abandoned
+        self._metrics = metrics
+        self._stop_signal = stop_signal
+        self._garbage = garbage
         self._aggregates = overrides(trainer.task, "aggregate_logs", Task)
         self._is_split = trainer.ranks.mesh.is_split
         self._flag = f"torn/{trainer.ranks.broadcast(secrets.token_hex(8))}" if self._is_split else ""
         self._late: Exception | None = None
-        """What failed after a forward of a split model; the others hear of it before the next one."""
+        """What failed after a forward of a sharded model; the other ranks learn of it before the next one."""
 
     def begin(self) -> None:
-        """Begins the pass: metrics forget, the trainer is told."""
-        for metric in self._evaluator._metrics:
+        """Resets the metrics and calls `eval_begin`."""
+        for metric in self._metrics:
             metric.metric.reset()
         self._trainer.eval_begin()
 
     def run(self, iterator: Iterator[Any], data: EvaluationData) -> None:
-        """Runs every batch. Where a task aggregates, ranks meet at each and once at the end, also one that failed."""
+        """Runs every batch. If the task aggregates, each batch ends with a collective, also on a rank that failed."""
         late: Exception | None = None
         turns = _Turns(iterator)
         values: dict[str, Any] | None = {}
@@ -270,10 +280,10 @@ class _Pass:
                     if values is not None:
                         self.state = self._trainer.task.aggregate_logs(self.state, gathered)
                 except Exception as error:
-                    late = error  # the other ranks hear of it where all meet next
+                    late = error  # raised on all ranks at the next collective
 
     def _run_batch(self, turns: _Turns, data: EvaluationData) -> dict[str, Any] | None:
-        """Returns a batch's values; None where the set has ended."""
+        """Returns the values of a batch; None at the end of the set."""
         trainer = self._trainer
         taken = turns.taken
         has_ended = False
@@ -285,31 +295,31 @@ class _Pass:
         except Exception as error:
             failure = failure or error
             if turns.taken == taken:
-                next(turns, None)  # ranks agree on each batch of a stream: also one that failed before takes part
-        self._meet(failure, has_ended=has_ended)
+                next(turns, None)  # ranks agree on each batch of a stream, so a rank that failed takes part
+        self._agree_to_continue(failure, has_ended=has_ended)
         if has_ended:
             return None
         trainer.set_batch(batch, data.samples_in_hand)
         trainer.heartbeat.enter("evaluate")
-        self._evaluator._garbage.tidy(is_due=False)  # batches of an evaluation may leave cycles as steps do
+        self._garbage.tidy(is_due=False)  # batches of an evaluation may leave cycles as steps do
         return self._step(batch, passthrough, data.samples_in_hand)
 
-    def _meet(self, failure: Exception | None, *, has_ended: bool) -> None:
-        """Raises what stands against another forward: a failure, or the wish to leave.
+    def _agree_to_continue(self, failure: Exception | None, *, has_ended: bool) -> None:
+        """Raises a failure of any rank, or EvaluationAbandoned after a request to leave.
 
-        Ranks that share a model run every forward together or not at all, so each hears here what any has to say.
+        Ranks that share a model run every forward together or not at all.
         """
         trainer = self._trainer
-        may_leave = not has_ended and self._can_be_abandoned
-        is_told = int(may_leave and self._evaluator._stop_signal.must_leave_now())
+        signal = None if has_ended else self._stop_signal
+        leaves = int(signal is not None and signal.must_leave_now())
         num_failed = int(failure is not None)
         if self._is_split:
-            is_told, num_failed = trainer.ranks.sum_counts(is_told, num_failed)
+            leaves, num_failed = trainer.ranks.sum_counts(leaves, num_failed)
         if failure is not None:
             raise failure
         if num_failed:
             raise _FailedElsewhere
-        if is_told:
+        if leaves:
             raise EvaluationAbandoned
 
     def _step(self, batch: Any, passthrough: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
@@ -334,40 +344,40 @@ class _Pass:
         if num_samples:
             self.num_updates += 1
             for name, value in values.items():
-                # What a task aggregates itself has no mean that anybody asked for: a class id, a score for a ranking.
+                # What a task aggregates itself (class ids, scores of a ranking) needs no mean.
                 if not (self._aggregates and _is_per_sample(value, num_samples)):
                     self.averages.add(name, value, num_samples)
             if self._trainer.ranks.mesh.is_loss_rank:
-                for metric in self._evaluator._metrics:
+                for metric in self._metrics:
                     metric.update(getattr(logs, "outputs", None) or logs, batch)
         return values
 
     def have_all_failed(self) -> bool:
-        """Says that this rank has failed in a forward, and answers whether all have: then they can still meet.
+        """Announces that this rank failed in a forward; returns True if all ranks did, so that collectives still work.
 
-        Else the others wait in a collective of that forward, until this rank is gone.
+        Otherwise the others wait in a collective of that forward until this rank is gone.
         """
         ranks = self._trainer.ranks
-        is_over, everybody = f"{self._flag}/over", [f"{self._flag}/{rank}" for rank in range(ranks.size)]
+        is_over, all_flags = f"{self._flag}/over", [f"{self._flag}/{rank}" for rank in range(ranks.size)]
         until = time.monotonic() + AGREEMENT_SECONDS
         try:
             ranks.raise_flag(f"{self._flag}/{ranks.rank}")
             while not ranks.is_raised(is_over):
-                if ranks.is_raised(*everybody):
+                if ranks.is_raised(*all_flags):
                     return True
                 if time.monotonic() > until:
                     ranks.raise_flag(is_over)
                 time.sleep(_POLL_SECONDS)
-        except RuntimeError:  # torch's errors of the network: whoever keeps the store is gone
+        except RuntimeError:  # torch's network errors: the process with the store is gone
             return False
         return False
 
 
-def _together(ranks: Ranks, act: Callable[[], T]) -> T:
-    """Calls what may fail on some rank only; then all of them raise, instead of waiting for each other."""
+def _together(ranks: Ranks, call: Callable[[], T]) -> T:
+    """Calls a function that may fail on some rank; then all ranks raise, instead of waiting for each other."""
     failure: Exception | None = None
     try:
-        result = act()
+        result = call()
     except Exception as error:
         failure = error
     _raise_failure(failure, ranks.gather(_describe(failure)))
@@ -379,9 +389,9 @@ def _describe(failure: Exception | None) -> str | None:
 
 
 def _raise_failure(own: Exception | None, failures: list[str | None]) -> None:
-    """Raises on every rank if any failed: the failure itself there, and what it was elsewhere.
+    """Raises on every rank if any failed: the error itself on that rank, its text on the others.
 
-    Ranks that were told to leave do so at a batch of their own; the others join them here.
+    Interrupted ranks leave at different batches; the others follow here.
     """
     abandoned = repr(EvaluationAbandoned())
     if own is not None and not isinstance(own, EvaluationAbandoned | _FailedElsewhere):
@@ -396,11 +406,11 @@ def _raise_failure(own: Exception | None, failures: list[str | None]) -> None:
 def _gather_outputs(
     values: Mapping[str, Any], num_samples: int, failure: Exception | None, ranks: Ranks
 ) -> dict[str, Any]:
-    """Brings one batch's values of all ranks to every host: per-sample ones in sample order, scalars averaged."""
+    """Gathers the values of a batch on every host: per-sample ones in sample order, scalars averaged."""
     own = {name: _to_host(value) for name, value in values.items()} if num_samples else {}
-    everybodys = ranks.gather((num_samples * ranks.mesh.is_loss_rank, own, _describe(failure)))
-    _raise_failure(failure, [text for _, _, text in everybodys])
-    shares = [(count, share) for count, share, _ in everybodys if count]
+    all_ranks = ranks.gather((num_samples * ranks.mesh.is_loss_rank, own, _describe(failure)))
+    _raise_failure(failure, [text for _, _, text in all_ranks])
+    shares = [(count, share) for count, share, _ in all_ranks if count]
     gathered: dict[str, Any] = {}
     for name in dict.fromkeys(name for _, share in shares for name in share):
         parts = [(count, share[name]) for count, share in shares if name in share]
@@ -480,14 +490,14 @@ def _numbers(logs: Any, trainer: Trainer) -> dict[str, float]:
 
 
 EVALUATIONS_FILE = "evaluations.json"
-"""In the run folder: a line of JSON for each checkpoint. metrics.json is the training's."""
+"""In the run folder: one JSON line per checkpoint; metrics.json belongs to the training."""
 
 Weights = tuple[int, str]
 """A step and the hashes of its weights: a run that was started over has other weights at the same steps."""
 
 POLL_SECONDS = 10.0
-"""How often a new checkpoint is looked for."""
-_POLLS_PER_LOOK = 6  # whether an idle training was stopped stands in its newest checkpoint, which costs a read
+"""How often to look for a new checkpoint."""
+_POLLS_PER_READ = 6  # its newest checkpoint tells whether an idle training was stopped, but takes time to read
 
 
 def evaluate_checkpoints(
@@ -503,8 +513,8 @@ def evaluate_checkpoints(
     logger.info("Waiting for checkpoints in %s", store.folder)
     while True:
         found: Weights | str | None = None
-        if ranks.is_first:  # it looks for all: a checkpoint may come or go meanwhile
-            found = _find_next(trainer, seen, look=num_polls % _POLLS_PER_LOOK == 0)
+        if ranks.is_first:  # for all ranks: a checkpoint may appear or disappear meanwhile
+            found = _find_next(trainer, seen, reads=num_polls % _POLLS_PER_READ == 0)
             if found is None and timeout_seconds is not None and time.monotonic() - last_news >= timeout_seconds:
                 found = "late"
         found = ranks.broadcast(found)
@@ -516,7 +526,7 @@ def evaluate_checkpoints(
                 with trainer.storage:
                     logs = trainer.evaluate(sets)
                 if ranks.is_first:
-                    _write_down(results, last_step, logs, is_first=len(seen) == 1)
+                    _append_result(results, last_step, logs, is_first=len(seen) == 1)
             last_news, num_polls = time.monotonic(), 0
         elif found == "ended":
             logger.info("The training has ended at step %d: every checkpoint is evaluated.", last_step)
@@ -532,8 +542,8 @@ def evaluate_checkpoints(
             time.sleep(poll_seconds)
 
 
-def _find_next(trainer: Trainer, seen: set[Weights], *, look: bool) -> Weights | str | None:
-    """Returns the next checkpoint to evaluate, or "ended", or None while the training goes on."""
+def _find_next(trainer: Trainer, seen: set[Weights], *, reads: bool) -> Weights | str | None:
+    """Returns the next checkpoint to evaluate, or "ended", or None while the training continues."""
     steps = trainer.context.store.steps()
     unseen = (weights for step in steps if (weights := _weights_of(trainer.context.store, step)) not in seen)
     if (first := next(unseen, None)) is not None:
@@ -544,7 +554,7 @@ def _find_next(trainer: Trainer, seen: set[Weights], *, look: bool) -> Weights |
         return None
     if steps[-1] >= max_steps:
         return "ended"
-    if look:  # one that stopped early says so in its last checkpoint, which it may have written twice
+    if reads:  # the last checkpoint of a run that stopped early says so
         try:
             if trainer.context.store.read_split(steps[-1], "training")["max_steps_at_end"] >= max_steps:
                 return "ended"
@@ -554,13 +564,13 @@ def _find_next(trainer: Trainer, seen: set[Weights], *, look: bool) -> Weights |
 
 
 def _weights_of(store: AnyStore, step: int) -> Weights:
-    """Returns what tells a checkpoint's weights from others of its step; one that is saved again has the same."""
+    """Returns what identifies the weights of a checkpoint; saving the same weights again does not change it."""
     if not isinstance(store, CheckpointStore):
-        return step, ""  # a run is not started over behind an address that holds checkpoints
+        return step, ""  # a remote run is not started over
     try:
         files = read_manifest(store.path(step))["files"]
     except CheckpointError:
-        return step, ""  # gone, or being replaced: what restores it says so
+        return step, ""  # gone, or being replaced: restoring it raises
     return step, " ".join(sorted(fact["sha256"] for name, fact in files.items() if name.startswith("model")))
 
 
@@ -580,7 +590,7 @@ def _restore_unless_gone(trainer: Trainer, step: int) -> bool:
     return False
 
 
-def _write_down(path: Path, step: int, logs: Mapping[str, float], *, is_first: bool) -> None:
+def _append_result(path: Path, step: int, logs: Mapping[str, float], *, is_first: bool) -> None:
     """Writes a line of the results; those of an earlier `continuous_eval` are replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w" if is_first else "a", encoding="utf-8") as file:

@@ -1,7 +1,7 @@
-"""What a forward may return, and the one reading of it in training and evaluation.
+"""What a forward may return, and how it is read in training and evaluation.
 
-`loss`, `(loss, metrics)`, a mapping with `loss`, or an object with `.loss`; where the loss is None, the
-model's `criterion` makes it from the outputs and the labels.
+`loss`, `(loss, metrics)`, a mapping with `loss`, or an object with `.loss`. If the loss is None, the model's
+`criterion` computes it from the outputs and the labels.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class CriterionError(TrainwrightError):
 
 @dataclass(slots=True)
 class ForwardResult:
-    """A forward's return, read: its loss and the weight of it, its metrics, and the outputs beside them."""
+    """The result of a forward: the loss and its weight, the metrics and the other outputs."""
 
     loss: Loss
     num_samples: int
-    """What a plain loss or metric weighs; 0 on a rank that only stands in."""
+    """The weight of a plain loss or metric; 0 on a rank without samples of its own."""
     metrics: dict[str, Any] = field(default_factory=dict)
     outputs: Mapping[str, Any] | None = None
 
 
 def explain_failure(error: IndexError | RuntimeError, batch: Any, model: torch.nn.Module) -> None:
-    """Says what some errors of torch in a forward mean: labels, ids, precisions, split parameters; others are left."""
+    """Raises a clear error for some of torch's: labels and ids out of range, dtypes, sharded parameters."""
     if isinstance(error, IndexError):
         _reject_ids(error, batch, model)
     elif "DTensor" in str(error):
@@ -48,7 +48,7 @@ def explain_failure(error: IndexError | RuntimeError, batch: Any, model: torch.n
 
 
 def _reject_ids(error: IndexError, batch: Any, model: torch.nn.Module) -> None:
-    """Says what torch's "Target 10 is out of bounds." and "index out of range" mean; other errors are left alone."""
+    """Explains torch's "Target 10 is out of bounds." and "index out of range"; ignores other errors."""
     if str(error).startswith("index out of range") and isinstance(batch, Mapping):
         rows = {
             name: module.num_embeddings
@@ -61,18 +61,18 @@ def _reject_ids(error: IndexError, batch: Any, model: torch.nn.Module) -> None:
             low, high, smallest = int(value.min()), int(value.max()), min(rows, key=rows.__getitem__)
             if name != "labels" and not 0 <= low <= high < rows[smallest]:
                 raise DataError(
-                    f"{name} holds ids from {low} to {high}, but the embedding {smallest} has {rows[smallest]} rows. "
-                    "Give the model the vocabulary of the tokenizer, or pad with an id of it."
+                    f"{name} has ids from {low} to {high}, but the embedding {smallest} has {rows[smallest]} rows. Set the "
+                    "vocabulary size of the model to that of the tokenizer, or pad with one of its ids."
                 ) from error
     if str(error).startswith("Target "):
         raise TrainwrightError(
-            f"A label is outside of the classes: {error} The outputs have fewer classes than the labels name. "
-            "Labels count from 0, so the model needs one output more than the largest label."
+            f"A label is out of range: {error} The outputs have fewer classes than the labels refer to. "
+            "Labels start at 0, so the model needs one output more than the largest label."
         ) from error
 
 
 def _explain_dtypes(error: RuntimeError, batch: Any, model: torch.nn.Module) -> None:
-    """Raises what an input in another precision than the weights needs; returns where that is not the cause."""
+    """Raises if an input has another precision than the weights."""
     kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     short = next((kind for kind in kinds if kind in (torch.bfloat16, torch.float16)), None)
     items = batch.items() if isinstance(batch, Mapping) else ()
@@ -87,7 +87,7 @@ def _explain_dtypes(error: RuntimeError, batch: Any, model: torch.nn.Module) -> 
 
 
 def read_forward(returned: Any, batch: Any, model: torch.nn.Module, num_samples: int) -> ForwardResult:
-    """Reads what `forward` returned; anything else than the forms above is an error that shows it."""
+    """Reads what `forward` returned; raises for other forms than those above."""
     if isinstance(returned, Mean):
         return ForwardResult(returned, num_samples)
     if isinstance(returned, torch.Tensor):
@@ -136,17 +136,17 @@ def _with_criterion(outputs: Mapping[str, Any], batch: Any, model: torch.nn.Modu
             f"`logits` among the outputs (got {', '.join(outputs) or 'none'})" if scores is None else "",
         ]
         raise TrainwrightError(
-            f"forward gave no loss, and none can be made: there is no {' and no '.join(filter(None, missing))}. "
-            "Return a loss, or give the model a criterion and the batch its labels."
+            f"forward returned no loss, and none can be computed: there is no {' and no '.join(filter(None, missing))}. "
+            "Return a loss, or add a criterion to the model and labels to the batch."
         )
     try:
         loss = criterion(scores, labels)
     except (RuntimeError, ValueError) as error:
         if type(error) not in (RuntimeError, ValueError) or is_out_of_memory(error):
-            raise  # the device's, which has nothing to do with shapes
+            raise  # an error of the device, not of shapes
         pair = f"outputs {_shown(scores)} and labels {_shown(labels)}"
         if type(criterion).__module__.partition(".")[0] != "torch":
-            # A user's own: the traceback shows its line, and this what it got.
+            # A user's criterion: the traceback shows its line, and this its inputs.
             error.add_note(f"The model's criterion got {pair}.")
             raise
         reason = str(error).rstrip(".")
@@ -158,7 +158,7 @@ def _with_criterion(outputs: Mapping[str, Any], batch: Any, model: torch.nn.Modu
 
 
 def _reject_scores(returned: torch.Tensor, batch: Any, model: torch.nn.Module) -> None:
-    """Rejects scores for which nobody has a criterion: one mean over them would train without a word."""
+    """Raises for scores without a criterion: training on their mean would be a silent mistake."""
     if returned.numel() > 1 and isinstance(batch, Mapping) and "labels" in batch:
         raise TrainwrightError(
             f"forward returned {_describe(returned)}, and {type(model).__name__} has no criterion. If these are "

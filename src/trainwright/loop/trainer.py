@@ -410,9 +410,9 @@ class Trainer:
         return self.task.forward(self.model, batch)
 
     def read_outputs(self, outputs: Any, batch: Any) -> Any:
-        """Returns what `forward` returned; overridden by trainers that weight the loss.
+        """Returns what `forward` returns for these outputs of the task.
 
-        Unlike `forward`, it is also called in a pipeline, with the outputs of the last stage.
+        A pipeline calls it instead of `forward`, with the outputs of the last stage.
         """
         return outputs
 
@@ -470,7 +470,7 @@ class Trainer:
                     result = self._run_compiled(self._compiled, batch, num_samples)
                 else:
                     returned = self.forward(**batch) if isinstance(batch, Mapping) else self.forward_batch(batch)
-                    result = read_forward(self.read_outputs(returned, batch), batch, self.model, num_samples)
+                    result = read_forward(returned, batch, self.model, num_samples)
                     self.add_metrics(result, batch)
             except TypeError:
                 if isinstance(batch, Mapping):
@@ -1086,7 +1086,7 @@ class Trainer:
     def _compute(self, batch: Any) -> RegionOutputs:
         """The region to compile: the forward, its loss and metrics. A plain loss gets its weight outside."""
         returned = self.forward(**batch) if isinstance(batch, Mapping) else self.forward_batch(batch)
-        result = read_forward(self.read_outputs(returned, batch), batch, self.model, 0)
+        result = read_forward(returned, batch, self.model, 0)
         self.add_metrics(result, batch)
         return RegionOutputs(result.loss, result.metrics, result.outputs)
 

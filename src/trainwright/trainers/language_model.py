@@ -11,7 +11,6 @@ import torch
 from trainwright.errors import TrainwrightError
 from trainwright.events import Mean
 from trainwright.events.mean import IGNORED_LABEL
-from trainwright.loop.task import overrides
 from trainwright.loop.trainer import Trainer
 
 
@@ -21,10 +20,12 @@ class LanguageModelTrainer(Trainer):
     Expects `labels` as transformers does: the same tokens as `input_ids`, shifted by the model.
     """
 
+    def forward(self, **batch: Any) -> Any:
+        """Returns the task's outputs with the loss as a Mean over predicted tokens."""
+        return self.read_outputs(self.task.forward(self.model, batch), batch)
+
     def read_outputs(self, outputs: Any, batch: Any) -> Any:
-        """Returns the outputs with the loss as a Mean over predicted tokens."""
-        if not isinstance(outputs, Mapping) and overrides(self, "forward", Trainer):
-            return outputs  # a user's own forward may return any form, such as Mean or (loss, metrics)
+        """Weights the loss by its tokens."""
         if "labels" not in batch or not isinstance(outputs, Mapping) or outputs.get("loss") is None:
             given = f"a mapping of {', '.join(outputs)}" if isinstance(outputs, Mapping) else type(outputs).__name__
             raise TrainwrightError(
