@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from trainwright.user_code.locations import PACKAGE, TORCH, SourceLocation, UserFiles, of_frame
 
-# The Python side of methods such as Tensor.__repr__: whoever called them is the one who asked.
+# The Python side of methods such as Tensor.__repr__: their caller is reported.
 _WRAPPERS = tuple(TORCH + name for name in ("_tensor.py", "_tensor_str.py", "overrides.py", "functional.py"))
-# What torch's optimizers do on the host they do differently when captured.
+# torch's optimizers behave differently when they are captured.
 _SELF_AWARE = TORCH + "optim/"
 
 
@@ -32,13 +32,13 @@ class HostUse:
     what: str
     fix: str
     breaks: bool = True
-    """Does it end a compiled graph? Copies to the host are compiled, and wait all the same."""
+    """True if it ends a compiled graph. Copies to the host are compiled, but still wait."""
 
 
 _READ_LATER = "Keep it a tensor: return it as a metric, and the loop reads it once per log line."
 _PRINT_LATER = "Return it as a metric, or print it in a hook: hooks run on the host, around the step."
 _CHOOSE = "Choose on the device with torch.where(condition, a, b), or decide by Python values alone."
-_STAY = "Stay on the device with torch's own operations; what needs the host belongs into a hook or eval_end."
+_STAY = "Stay on the device with torch's own operations; code for the host belongs in a hook or eval_end."
 _STATIC = "Keep the shape fixed: torch.where(mask, x, 0), x * mask or masked_fill, and divide by mask.sum()."
 
 HOST_USES: Mapping[str, HostUse] = {
@@ -59,8 +59,8 @@ HOST_USES: Mapping[str, HostUse] = {
     "__format__": HostUse("a tensor is formatted into text", _PRINT_LATER),
     "cpu": HostUse(".cpu() copies to the host", _STAY, breaks=False),
     "numpy": HostUse(".numpy() copies to the host", _STAY, breaks=False),
-    "__array__": HostUse("numpy gets a tensor, which copies it to the host", _STAY, breaks=False),
-    "__dlpack__": HostUse("another library gets a tensor, which leaves the graph", _STAY),
+    "__array__": HostUse("numpy receives a tensor, which copies it to the host", _STAY, breaks=False),
+    "__dlpack__": HostUse("another library receives a tensor, which leaves the graph", _STAY),
     "nonzero": HostUse("the shape of .nonzero() depends on values", _STATIC),
     "argwhere": HostUse("the shape of argwhere depends on values", _STATIC),
     "masked_select": HostUse("the shape of masked_select depends on values", _STATIC),
@@ -84,7 +84,7 @@ _ONE_HOT = HostUse("one_hot without num_classes looks for the largest value", "G
 
 @dataclass(frozen=True)
 class Sighting:
-    """One use at one place; `is_direct` unless the user's line called library code that did it."""
+    """One use at one location; not `is_direct` if the line called library code that did it."""
 
     use: HostUse
     location: SourceLocation
@@ -92,7 +92,7 @@ class Sighting:
 
 
 class HostSyncMode(TorchFunctionMode):
-    """Notes host uses by the user's code, and lets `on_values` look at each call before it runs.
+    """Records uses of the host by user code; `on_values` sees each call before it runs.
 
     With `in_forward_only` a use counts only below a function named `forward`: what a user's eval_step does
     around it runs on the host in every mode.
@@ -119,13 +119,13 @@ class HostSyncMode(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         use = _host_use(name, args, kwargs)
         if use is not None:
-            self._note(use)
+            self._record(use)
         if self._on_values is not None and name in ("cross_entropy", "nll_loss", "embedding"):
             frame, _ = self._users_frame()
             self._on_values(name, args, kwargs, None if frame is None else of_frame(frame))
         return function(*args, **kwargs)
 
-    def _note(self, use: HostUse) -> None:
+    def _record(self, use: HostUse) -> None:
         frame, is_direct = self._users_frame()
         if frame is None or (self._in_forward_only and not _is_below_forward(frame)):
             return
@@ -135,7 +135,7 @@ class HostSyncMode(TorchFunctionMode):
         self.sightings.setdefault((str(location), use.what), Sighting(use, location, is_direct))
 
     def _users_frame(self) -> tuple[FrameType | None, bool]:
-        """Returns the user's frame that asked for the operation, or None where trainwright or an optimizer did."""
+        """Returns the user's frame that requested the operation; None if trainwright or an optimizer did."""
         frame: FrameType | None = sys._getframe(1)
         is_direct = True
         while frame is not None:
@@ -150,13 +150,13 @@ class HostSyncMode(TorchFunctionMode):
 
 
 @contextmanager
-def watching(watch: HostSyncMode) -> Iterator[None]:
-    """Runs a pass under a watch, eagerly: what the user compiles himself runs as plain Python here."""
+def watching(mode: HostSyncMode) -> Iterator[None]:
+    """Runs code under the mode, eagerly: functions that the user compiles run as plain Python."""
     with warnings.catch_warnings():
-        # numpy's word on a `copy` argument that torch drops while a mode is active; the user can do nothing about it.
+        # numpy's warning about a `copy` argument that torch drops while a mode is active.
         warnings.filterwarnings("ignore", message="__array__ implementation", category=DeprecationWarning)
         warnings.filterwarnings("ignore", message="Converting a tensor with requires_grad")  # noted with its line
-        with torch.compiler.set_stance("force_eager"), watch:
+        with torch.compiler.set_stance("force_eager"), mode:
             yield
 
 
@@ -183,12 +183,12 @@ def _host_use(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ho
 
 
 def _names_the_host(value: Any) -> bool:
-    # Only the word itself: a torch.device may be where the batch is, which here is the CPU in any case.
+    # Only the string: a torch.device may be that of the batch, which is the CPU here in any case.
     return isinstance(value, str) and value.partition(":")[0] == "cpu"
 
 
 def _is_written_out(location: SourceLocation) -> bool:
-    """Is "cpu" what the line says, rather than what a choice between devices gave on this machine?"""
+    """Returns True if the line names "cpu" itself, not a choice between devices."""
     return "cpu" in location.text and " if " not in location.text and "is_available" not in location.text
 
 

@@ -40,10 +40,10 @@ _CACHE_COUNTERS = (("aot_autograd", "autograd_cache_hit"), ("inductor", "fxgraph
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """A place where a compiled forward falls into pieces."""
+    """A line at which a compiled forward is split into several graphs."""
 
     location: str
-    """`file:line`: the user's where there is one."""
+    """`file:line`, in user code if possible."""
     reason: str
     advice: str
 
@@ -53,7 +53,7 @@ class GraphBreak:
 
 @dataclass(frozen=True)
 class Recompilation:
-    """A guard of a compiled graph that did not hold, and the line whose value it looks at."""
+    """A guard of a compiled graph that failed, and the line whose value it checks."""
 
     location: str
     guard: str
@@ -64,7 +64,7 @@ class Recompilation:
 
 @dataclass
 class News:
-    """What was compiled since the last look."""
+    """What was compiled since the last call of `take`."""
 
     seconds: float = 0.0
     num_graphs: int = 0
@@ -74,14 +74,14 @@ class News:
 
 
 class Compilations:
-    """Listens to torch.compile between `begin` and `end`; `has_news` is False in steps without a compilation."""
+    """Follows torch.compile between `begin` and `end`; `has_news` is False in steps without a compilation."""
 
     def __init__(self, users: UserFiles, *, forward: str = "the forward") -> None:
-        """`forward` is the place of the forward, said of what torch knows no line of."""
+        """`forward` is the location of the forward, reported where torch knows no line."""
         self.has_news = False
         self._forward = forward
         self.breaks: dict[tuple[str, str], GraphBreak] = {}
-        """Every break so far, once, by its place and reason."""
+        """Every break so far, once, by its location and reason."""
         self._users = users
         self._news = News()
         self._ears: list[tuple[logging.Logger, _Ear]] = []
@@ -105,7 +105,7 @@ class Compilations:
 
     @property
     def is_listening(self) -> bool:
-        """Has somebody begun?"""
+        """True between `begin` and `end`."""
         return bool(self._ears)
 
     def end(self) -> None:
@@ -128,7 +128,7 @@ class Compilations:
         return news
 
     def break_of(self, error: Exception) -> GraphBreak:
-        """Returns the break that an exception of Dynamo's tells of."""
+        """Returns the break that an exception of Dynamo describes."""
         text = str(error)
         stack = [(each.filename, each.lineno or 0) for each in getattr(error, "real_stack", None) or ()]
         return GraphBreak(self._location_of(stack) or self._forward, *_words(text.strip()))
@@ -171,7 +171,7 @@ class Compilations:
         self.has_news = True
 
     def _location_of(self, stack: Iterable[tuple[str, int]]) -> str | None:
-        """Returns the user's innermost line inside of what is compiled."""
+        """Returns the innermost line of user code inside the compiled region."""
         found = None
         for file, line in stack:
             if file in _COMPILED:
@@ -182,7 +182,7 @@ class Compilations:
 
 
 class _Ear(logging.Filter):
-    """Takes the records of one of torch's loggers; they go on only where somebody had asked for them before."""
+    """Receives the records of one of torch's loggers, and passes them on only if they were enabled before."""
 
     def __init__(self, source: logging.Logger, artifact: str, hear: Any, *, was_wanted: bool) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class _Ear(logging.Filter):
         source.addFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Hears a record."""
+        """Receives a record."""
         self._hear(record.getMessage())
         return self._was_wanted
 
@@ -209,7 +209,7 @@ class _Ear(logging.Filter):
 
 @contextmanager
 def listening(compilations: Compilations) -> Iterator[Compilations]:
-    """Listens inside of the block; who listens already goes on."""
+    """Listens inside the block; does nothing if the object is listening already."""
     if compilations.is_listening:
         yield compilations
         return
@@ -221,19 +221,19 @@ def listening(compilations: Compilations) -> Iterator[Compilations]:
 
 
 def _count() -> tuple[int, int]:
-    """Returns how many graphs were made and how many came out of a cache, in this process so far."""
+    """Returns the numbers of graphs and of cache hits in this process so far."""
     counters = compile_counters()
     hits = sum(counters[group][name] for group, name in _CACHE_COUNTERS if group in counters)
     return counters["stats"]["unique_graphs"], hits
 
 
 def _words(reason: str) -> tuple[str, str]:
-    """Returns what Dynamo says of a break in one sentence, and what to do."""
+    """Returns Dynamo's reason for a break in one sentence, and what to do."""
     lines = [line.strip() for line in reason.splitlines() if line.strip() and not line.startswith(_PREFACE)]
     first = lines[0].rstrip(".") if lines else "no reason given"
     if first.startswith("generic_jump"):
         first = "a tensor decides a Python branch"
     explained = _EXPLANATION.search(reason)
-    told = f"{first}: {explained[1].strip().rstrip('.').replace('`', '')}." if explained else f"{first}."
+    sentence = f"{first}: {explained[1].strip().rstrip('.').replace('`', '')}." if explained else f"{first}."
     hints = [each for each in _HINT.findall(reason) if not any(word in each for word in _IDLE_HINTS)]
-    return told, hints[0] if hints else "Use torch's own operations, or move it into a hook."
+    return sentence, hints[0] if hints else "Use torch's own operations, or move it into a hook."

@@ -61,8 +61,8 @@ def _reject_ids(error: IndexError, batch: Any, model: torch.nn.Module) -> None:
             low, high, smallest = int(value.min()), int(value.max()), min(rows, key=rows.__getitem__)
             if name != "labels" and not 0 <= low <= high < rows[smallest]:
                 raise DataError(
-                    f"{name} has ids from {low} to {high}, but the embedding {smallest} has {rows[smallest]} rows. Set the "
-                    "vocabulary size of the model to that of the tokenizer, or pad with one of its ids."
+                    f"{name} has ids from {low} to {high}, but the embedding {smallest} has {rows[smallest]} rows. Set "
+                    "the vocabulary size of the model to that of the tokenizer, or pad with one of its ids."
                 ) from error
     if str(error).startswith("Target "):
         raise TrainwrightError(
@@ -136,7 +136,8 @@ def _with_criterion(outputs: Mapping[str, Any], batch: Any, model: torch.nn.Modu
             f"`logits` among the outputs (got {', '.join(outputs) or 'none'})" if scores is None else "",
         ]
         raise TrainwrightError(
-            f"forward returned no loss, and none can be computed: there is no {' and no '.join(filter(None, missing))}. "
+            "forward returned no loss, and none can be computed: there is no "
+            f"{' and no '.join(filter(None, missing))}. "
             "Return a loss, or add a criterion to the model and labels to the batch."
         )
     try:
