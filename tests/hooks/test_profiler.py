@@ -11,7 +11,8 @@ from tests.messages import raises
 
 from trainwright import Trainer, load_checkpoint
 from trainwright.errors import ConfigError
-from trainwright.hooks.profiler import PREFIX, Profiler
+from trainwright.hooks.profiler import Profiler
+from trainwright.loop.heartbeat import PhaseTrace
 
 QUICK = (*PLAIN, "trainer.max_steps=8", "checkpoint.every_steps=null")
 
@@ -25,12 +26,16 @@ def _quick_rate(monkeypatch):
 def ranges_of(path):
     with gzip.open(path, "rt") as file:
         events = json.load(file)["traceEvents"]
-    found = [(event["ts"], event["dur"], event["name"].removeprefix(PREFIX)) for event in events if _is_range(event)]
+    found = [
+        (event["ts"], event["dur"], event["name"].removeprefix(PhaseTrace.PREFIX))
+        for event in events
+        if _is_range(event)
+    ]
     return sorted(found)
 
 
 def _is_range(event):
-    return event.get("cat") == "user_annotation" and event["name"].startswith(PREFIX)
+    return event.get("cat") == "user_annotation" and event["name"].startswith(PhaseTrace.PREFIX)
 
 
 def test_a_profile_has_its_steps_a_summary_and_shares_that_add_up(tmp_path, caplog):

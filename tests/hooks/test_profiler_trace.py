@@ -4,11 +4,12 @@ import pytest
 from tests.messages import raises
 
 from trainwright.errors import TrainwrightError
-from trainwright.hooks.profiler import PREFIX, share_out
+from trainwright.hooks.profiler import share_out
+from trainwright.loop.heartbeat import PhaseTrace
 
 
 def named(row, start, end):
-    return {"ph": "X", "cat": "user_annotation", "name": PREFIX + row, "ts": start, "dur": end - start}
+    return {"ph": "X", "cat": "user_annotation", "name": PhaseTrace.PREFIX + row, "ts": start, "dur": end - start}
 
 
 def ran(start, end, *, launched, name="gemm", number=[0]):  # noqa: B006 # counts over all calls

@@ -22,8 +22,6 @@ from tests.messages import mentions
 
 from trainwright.config import WatchdogSection
 from trainwright.errors import HANG_EXIT_CODE
-from trainwright.events import EventStorage
-from trainwright.events.mean import merge, summarise
 from trainwright.hooks import watchdog
 from trainwright.hooks.watchdog import Watchdog
 from trainwright.log import show_log
@@ -42,7 +40,7 @@ class StandIn:
 
     def __init__(self, folder, ranks, act):
         self.folder, self.ranks, self.act = folder, ranks, act
-        self.heartbeat, self.storage = Heartbeat(), EventStorage()
+        self.heartbeat = Heartbeat()
         self.train_data = SimpleNamespace(position=0, places=0)
         self.hook = Watchdog(SECTION)
         self.hook.trainer = self
@@ -58,7 +56,6 @@ class StandIn:
         self.hook.before_train()
         try:
             while self.step < NUM_STEPS:
-                self.storage.step = self.step + 1
                 self.enter("data")
                 self.train_data.position += 8
                 self.enter("step")
@@ -67,11 +64,8 @@ class StandIn:
                 gradients.reduce(torch.zeros(2))
                 self.enter("hooks")
                 self.step += 1
-                self.hook.after_step()
                 self.enter("vote")
                 self.ranks.gather(0)
-            window = merge(self.ranks.gather(self.storage.take_window()))
-            (self.folder / f"line-{self.ranks.rank}.json").write_text(json.dumps(summarise(window)))
         finally:
             self.hook.close()
         self.ranks.part()
@@ -323,25 +317,12 @@ def test_an_undisturbed_run_ends_as_if_nobody_looked(children):
     assert not (children.folder / "watchdog").exists()
 
 
-def test_the_share_that_ranks_wait_for_the_slowest_is_in_the_line(children, tmp_path):
-    def work(rank, phase, step):
-        if phase == "data":
-            time.sleep(0.04 if rank else 0.01)
-
-    children.start(2, work)
-    assert children.wait() == {0: 0, 1: 0}
-    share = json.loads((tmp_path / "line-0.json").read_text())["slowest_rank_share"]
-    assert 0.1 < share < 0.5  # 0.375, but for the machine's own hiccups
-    assert json.loads((tmp_path / "line-1.json").read_text())["slowest_rank_share"] == share
-
-
-def test_nobody_looks_where_the_section_says_so(tmp_path):
-    hook = Watchdog(WatchdogSection(detector=False))
+def test_no_thread_starts_if_the_section_disables_it(tmp_path):
+    hook = Watchdog(WatchdogSection(watch=False))
     hook.trainer = StandIn(tmp_path, Ranks(), nothing)
     before = threading.active_count()
     hook.before_train()
     assert threading.active_count() == before
-    hook.after_step()
     hook.close()
 
 
@@ -350,4 +331,3 @@ def test_the_thread_ends_with_the_training(tmp_path):
     before = threading.active_count()
     stand_in.train()
     assert threading.active_count() == before
-    assert "slowest_rank_share" not in json.loads((tmp_path / "line-0.json").read_text())
