@@ -50,6 +50,12 @@ from trainwright.writers.writer import Writer
 
 logger = logging.getLogger(__name__)
 
+IN_CODE = ("in_code:", "in_code_with_model:")
+"""Prefixes of the recorded type of a class that was given in code and that no later process can build.
+
+The name of the class follows. The second prefix says that the class builds the model.
+"""
+
 
 class Build:
     """Offers each part as the config describes it (see loop/trainer.py), and notes which sections were used."""
@@ -73,7 +79,7 @@ class Build:
         self.first_has_weights = False
         """Has the first rank alone built weights, while the other ranks wait for them on the meta device?"""
         self._task: Task | None = None
-        self._used: set[str] = set()
+        self.used: set[str] = set()
         self._splits: dict[str, Any] | None = None
         self._datasets = DatasetBuilder(
             project_dir=self.project_dir, seed=config.seed, process=config.data.process, origin_of=config.origin
@@ -84,8 +90,21 @@ class Build:
 
     def task(self) -> Task:
         """The `task` section, or the default task."""
-        self._used.add("task")
-        return Task() if self.config.task is None else self._make("task", "task", self.config.task)
+        self.used.add("task")
+        section = self.config.task
+        if section is None:
+            return Task()
+        if section.type.startswith(IN_CODE):
+            name = section.type.partition(":")[2]
+            short = name.rpartition(".")[2]
+            raise ConfigError(
+                f"task: this run was trained with a task given in code ({name}), whose arguments are not in the "
+                f"config. Pass it again, run_experiment(config, task={short}(…)), or name it in the config: "
+                f"task: {{type: file.py:{short}}}.",
+                where=self.config.origin("task"),
+            )
+        task: Task = self._make("task", "task", section)
+        return task
 
     def model(self) -> torch.nn.Module:
         """The task's model where it builds one, else the `model` section.
@@ -95,7 +114,7 @@ class Build:
         """
         if self._task is not None and overrides(self._task, "build_model", Task):
             return self._task.build_model()
-        self._used.add("model")
+        self.used.add("model")
         section = self.config.model
         if section is None:
             where = self.config.origin("model")
@@ -115,7 +134,7 @@ class Build:
 
     def optimizers(self, model: torch.nn.Module) -> dict[str, torch.optim.Optimizer]:
         """The `trainer.optimizer` section over all parameters, or each of `trainer.optimizers` over its own."""
-        self._used |= {"trainer.optimizer", "trainer.optimizers"}
+        self.used |= {"trainer.optimizer", "trainer.optimizers"}
         trainer = self.config.trainer
         trainable = self._trainable(model)
         if not trainer.optimizers:
@@ -135,7 +154,7 @@ class Build:
         """The task's training dataset where it builds one, else `data.train`, cut by `data.split`."""
         if self._task_builds_data():
             return self._task.build_dataset("train")  # type: ignore[union-attr]  # just asked
-        self._used.add("data.train")
+        self.used.add("data.train")
         if self.config.data.cut_off:
             return self._parts()["train"]
         return self._dataset("data.train", self.config.data.train)
@@ -145,7 +164,7 @@ class Build:
         if self._task_builds_data():
             valid = self._task.build_dataset("valid")  # type: ignore[union-attr]  # just asked
             return {} if valid is None else {"valid": valid}
-        self._used.add("data.eval")
+        self.used.add("data.eval")
         section = self.config.data.eval
         if "test" in section and self.config.data.test is not None:
             where = self.config.origin("data.eval.test")
@@ -160,14 +179,14 @@ class Build:
         """The dataset that is evaluated once, at the end, or None."""
         if self._task_builds_data():
             return self._task.build_dataset("test")  # type: ignore[union-attr]  # just asked
-        self._used.add("data.test")
+        self.used.add("data.test")
         if self.config.data.test is not None:
             return self._dataset("data.test", self.config.data.test)
         return self._parts().get("test")
 
     def collator(self) -> Callable[[list[Any]], Any]:
         """The `data.collator` section: an object that the section makes, or a plain function of the samples."""
-        self._used.add("data.collator")
+        self.used.add("data.collator")
         label, section = "data.collator", self.config.data.collator
         where = section.origin
         target = registry.find("collator", section.type, project_dir=self.project_dir, where=where, label=label)
@@ -178,7 +197,7 @@ class Build:
 
     def hooks(self) -> list[Hook]:
         """The default hooks, then those of the `hooks` section."""
-        self._used.add("hooks")
+        self.used.add("hooks")
         own = [self._make("hook", f"hooks.{number}", each) for number, each in enumerate(self.config.hooks)]
         return [
             TimeSteps(),
@@ -190,7 +209,7 @@ class Build:
 
     def writers(self) -> list[Writer]:
         """The `writers` section, on the first rank."""
-        self._used.add("writers")
+        self.used.add("writers")
         if not self.ranks.is_first:
             return []
         return [
@@ -202,12 +221,19 @@ class Build:
 
     def trainer_class(self) -> type[Trainer]:
         """The class that `trainer.type` names."""
-        where = self.config.origin("trainer.type")
-        found = registry.find(
-            "trainer", self.config.trainer.type, project_dir=self.project_dir, where=where, label="trainer"
-        )
+        where, name = self.config.origin("trainer.type"), self.config.trainer.type
+        if name.startswith(IN_CODE):
+            name = name.partition(":")[2]
+            raise ConfigError(
+                f"trainer: this run was trained with a class given in code ({name}), which a later process cannot "
+                "import: it is defined inside a function, in a notebook, or in a program without "
+                f'`if __name__ == "__main__":`. Pass it again, run_experiment(config, '
+                f"trainer={name.rpartition('.')[2]}), or move it to the top level of its own file.",
+                where=where,
+            )
+        found = registry.find("trainer", name, project_dir=self.project_dir, where=where, label="trainer")
         if not (isinstance(found, type) and issubclass(found, Trainer)):
-            raise ConfigError(f"trainer.type: {self.config.trainer.type} is not a subclass of Trainer.", where=where)
+            raise ConfigError(f"trainer.type: {name} is not a subclass of Trainer.", where=where)
         return found
 
     def take_trainer(self, trainer_class: type[Trainer]) -> None:
@@ -273,7 +299,7 @@ class Build:
             "writers": (config.writers != RunConfig().writers, "writers()"),
         }
         for section, (is_given, offer) in given.items():
-            if is_given and section not in self._used:
+            if is_given and section not in self.used:
                 raise ConfigError(
                     f"{section}: has no effect, for the trainer or task builds this itself. Remove the section, or use "
                     f"it there through build.{offer}.",
@@ -367,7 +393,7 @@ class Build:
                 f"{label}: there is no dataset. Name one, such as {{type: datasets/mine.py:Mine}}.",
                 where=self.config.origin(label),
             )
-        self._used.add("data.process")
+        self.used.add("data.process")
         dataset = self._datasets.build(label, component)
         if label != "data.train" and getattr(dataset, "weights", None) and hasattr(type(dataset), "make_order"):
             raise ConfigError(
@@ -384,7 +410,7 @@ class Build:
         if self._splits is None:
             self._splits = {}
             if self.config.data.cut_off:
-                self._used.add("data.split")
+                self.used.add("data.split")
                 self._splits = self._cut(self._dataset("data.train", self.config.data.train))
         return self._splits
 

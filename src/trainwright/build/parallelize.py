@@ -131,13 +131,13 @@ def reject_own_steps(
     from trainwright.parallel.pipeline import reject_pipeline
 
     methods = [(trainer_class, name) for name in ("forward", "run_forward", "train_step", "eval_step")]
-    own = [f"{kind.__name__}.{name}" for kind, name in [*methods, (type(task), "forward")] if _is_users(kind, name)]
+    own = [f"{kind.__name__}.{name}" for kind, name in [*methods, (type(task), "forward")] if is_users(kind, name)]
     where = config.origin("runtime.mesh.pipeline")
     reject_pipeline(model, mesh.size("pipeline"), own_parts=own, where=where)
 
 
-def _is_users(kind: type, name: str) -> bool:
-    """Is this method a user's, not one of ours?"""
+def is_users(kind: type, name: str) -> bool:
+    """Returns True if a user's class defines this method."""
     owner = next(each for each in kind.__mro__ if name in vars(each))
     return not owner.__module__.startswith("trainwright.")
 
