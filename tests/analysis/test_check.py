@@ -374,7 +374,7 @@ def test_metrics_that_no_evaluation_gives_are_errors_at_their_settings(check):
     assert errors_of(report) == [
         (
             "override hooks=[{type: early_stopping, metric: valid/acc}]",
-            "early_stopping.metric: no evaluation gives 'valid/acc'; it gives valid/loss.",
+            "early_stopping.metric: an evaluation has no 'valid/acc'. Its values: valid/loss.",
         ),
         (
             "override checkpoint.keep_best={metric: valid/los}",

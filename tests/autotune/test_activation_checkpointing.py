@@ -60,7 +60,7 @@ def test_as_few_layers_are_recomputed_as_the_device_allows(tmp_path, rejecting_d
 
 
 @pytest.mark.parametrize(("num_layers_of_room", "budget"), [(0, 0.0), (1.5, 0.1667), (3.2, 0.5), (6, 1.0), (100, 1.0)])
-def test_in_main_memory_what_layers_hold_is_counted_and_nothing_too_large_is_tried(
+def test_in_main_memory_the_bytes_of_layers_are_counted_and_nothing_too_large_is_tried(
     tmp_path, monkeypatch, num_layers_of_room, budget
 ):
     # Of each of 4 samples a layer holds 8 numbers behind tanh and dropout's mask of 4.
@@ -72,11 +72,11 @@ def test_in_main_memory_what_layers_hold_is_counted_and_nothing_too_large_is_tri
     assert budget_of(config) == budget
 
 
-def test_main_memory_that_has_room_keeps_every_layer(tmp_path):
+def test_no_layer_is_recomputed_if_main_memory_has_room(tmp_path):
     assert budget_of(settle(load(tmp_path))) == 1.0
 
 
-def test_the_run_is_bit_for_bit_the_run_that_was_told(tmp_path, rejecting_device):
+def test_a_searched_run_is_bit_equal_to_a_run_with_that_share(tmp_path, rejecting_device):
     found = build_trainer(settle(load(tmp_path, limit=3, name="a")))
     generators = torch.get_rng_state()
     told = build_trainer(
@@ -90,20 +90,20 @@ def test_the_run_is_bit_for_bit_the_run_that_was_told(tmp_path, rejecting_device
     assert all(map(torch.equal, found.model.parameters(), told.model.parameters()))
 
 
-def test_a_run_that_goes_on_takes_its_share_again(tmp_path, rejecting_device):
+def test_a_resumed_run_uses_its_share_again(tmp_path, rejecting_device):
     config = load(tmp_path, limit=3)
     build_trainer(settle(config))
     again = settle(config, folder=tmp_path / "small", tries=False)
     assert budget_of(again) == 0.5
 
 
-def test_a_share_of_another_micro_batch_is_not_taken(tmp_path, rejecting_device):
+def test_a_share_of_another_micro_batch_size_is_not_used(tmp_path, rejecting_device):
     build_trainer(settle(load(tmp_path, limit=3)))
     config = load(tmp_path, "trainer.micro_batch_size=2", limit=4)
     assert budget_of(settle(config, folder=tmp_path / "small")) == 0.6667
 
 
-def test_only_what_is_left_open_is_found(tmp_path, rejecting_device):
+def test_only_budgets_that_are_auto_are_searched(tmp_path, rejecting_device):
     activation_checkpointing = {"layers.0": ["Layer"], "layers.5": {"layers": ["Layer"], "budget": "auto"}}
     config = settle(load(tmp_path, limit=4, activation_checkpointing=activation_checkpointing))
     found = config.model.reserved["activation_checkpointing"]
@@ -118,12 +118,12 @@ def test_the_largest_need_of_all_ranks_decides(tmp_path, rejecting_device):
     assert on_ranks(tmp_path, {"replicate": 2}, act) == [0.3334, 0.3334]
 
 
-def test_where_nothing_fits_the_error_says_what_could_change(tmp_path, rejecting_device):
+def test_if_nothing_fits_the_error_says_what_could_change(tmp_path, rejecting_device):
     with raises(OutOfMemory, "runtime.precision"):
         settle(load(tmp_path, limit=-1))
 
 
-def test_micro_batches_that_are_to_be_found_too_are_rejected(tmp_path):
+def test_an_automatic_micro_batch_size_is_rejected(tmp_path):
     with raises(ConfigError, "model.activation_checkpointing.budget", "trainer.micro_batch_size"):
         settle(load(tmp_path, "trainer.micro_batch_size=auto"), tries=False)
 
@@ -131,7 +131,7 @@ def test_micro_batches_that_are_to_be_found_too_are_rejected(tmp_path):
 @pytest.mark.parametrize(
     ("activation_checkpointing", "wants"), [(AUTO, True), (["Layer"], False), ({"layers.0": AUTO}, True), (None, False)]
 )
-def test_who_wants_a_budget_is_known(tmp_path, activation_checkpointing, wants):
+def test_wants_budget_is_true_if_any_budget_is_auto(tmp_path, activation_checkpointing, wants):
     assert wants_budget(load(tmp_path, activation_checkpointing=activation_checkpointing)) is wants
 
 
@@ -144,7 +144,7 @@ def test_the_share_is_logged(tmp_path, rejecting_device, caplog):
     ]
 
 
-def test_a_run_finds_its_budget_and_takes_it_again(tmp_path, rejecting_device, caplog):
+def test_a_run_finds_its_budget_and_uses_it_again(tmp_path, rejecting_device, caplog):
     build_trainer(load(tmp_path, limit=3)).train()
     with caplog.at_level(logging.INFO, logger="trainwright"):
         trainer = build_trainer(load(tmp_path, "trainer.max_steps=5", limit=3))

@@ -3,16 +3,21 @@
 import json
 import logging
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.messages import raises
 from torch import nn
 from torch.utils.data import Dataset
 
 from trainwright import Hook, RunConfig, Trainer, build_trainer
 from trainwright.api.functions import train
+from trainwright.autotune.micro_batch import Growth, largest_that_fits, micro_batch_sizes
+from trainwright.backends import Backend
 from trainwright.data.loader import TrainData
 from trainwright.errors import ConfigError, OutOfMemory
 
@@ -74,7 +79,7 @@ def test_the_largest_divisor_that_fits_is_found_and_the_global_batch_stays(tmp_p
     assert saved_number(tmp_path) == trainer.config.trainer.micro_batch_size == found
 
 
-def test_a_run_that_searched_is_bit_for_bit_the_run_that_was_told(tmp_path):
+def test_a_searched_run_is_bit_equal_to_a_run_with_that_number(tmp_path):
     searched = build_trainer(load(tmp_path, NO_MODEL, name="a"), trainer_with(5))
     generators = torch.get_rng_state(), random.getstate()
     told = build_trainer(load(tmp_path, NO_MODEL, name="b", micro=4), trainer_with(5))
@@ -91,7 +96,7 @@ def test_a_run_that_searched_is_bit_for_bit_the_run_that_was_told(tmp_path):
     assert losses[0] == losses[1]
 
 
-def test_objects_that_a_user_hands_over_are_put_back(tmp_path, monkeypatch):
+def test_objects_of_a_user_are_restored(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     class Normed(nn.Module):
@@ -124,7 +129,7 @@ def test_objects_that_a_user_hands_over_are_put_back(tmp_path, monkeypatch):
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-def test_a_loader_and_an_optimizer_that_a_user_hands_over_are_put_back(tmp_path):
+def test_a_loader_and_an_optimizer_of_a_user_are_restored(tmp_path):
     model = Fits(6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -154,7 +159,7 @@ def test_a_loader_and_an_optimizer_that_a_user_hands_over_are_put_back(tmp_path)
     assert all(map(torch.equal, before, weights(trainer)))
 
 
-def test_a_run_that_goes_on_does_not_search_again(tmp_path):
+def test_a_resumed_run_does_not_search_again(tmp_path):
     asked = []
     small = trainer_with(5, asked)
     build_trainer(load(tmp_path, NO_MODEL), small).train()
@@ -164,7 +169,7 @@ def test_a_run_that_goes_on_does_not_search_again(tmp_path):
     assert (trainer.step, asked, trainer.config.trainer.micro_batch_size) == (3, [], 4)
 
 
-def test_a_number_of_before_that_does_not_divide_or_of_another_device_is_not_taken(tmp_path):
+def test_an_earlier_number_that_does_not_divide_or_of_another_device_is_not_used(tmp_path):
     build_trainer(load(tmp_path, NO_MODEL), trainer_with(5))
     trainer = build_trainer(load(tmp_path, NO_MODEL, "trainer.global_batch_size=15"), trainer_with(5))
     assert trainer.config.trainer.micro_batch_size == 5
@@ -180,13 +185,13 @@ def test_a_fresh_start_searches_again(tmp_path):
     assert (trainer.step, trainer.config.trainer.micro_batch_size) == (0, 12)
 
 
-def test_where_nothing_fits_the_error_says_what_could_change_and_leaves_no_folder(tmp_path):
+def test_if_nothing_fits_the_error_says_what_could_change_and_leaves_no_folder(tmp_path):
     with raises(OutOfMemory, "runtime.precision", "bf16"):
         build_trainer(load(tmp_path, NO_MODEL), trainer_with(0))
     assert not (tmp_path / "small").exists()
 
 
-def test_a_model_that_fits_nowhere_is_no_other_error(tmp_path):
+def test_a_model_that_does_not_fit_raises_the_same_error(tmp_path):
     class TooLarge(Trainer):
         @classmethod
         def build_model(cls, build):
@@ -196,7 +201,7 @@ def test_a_model_that_fits_nowhere_is_no_other_error(tmp_path):
         build_trainer(load(tmp_path, NO_MODEL), TooLarge)
 
 
-def test_memory_that_lacks_only_beside_the_optimizer_s_state_is_seen(tmp_path):
+def test_memory_that_only_the_optimizer_state_exceeds_is_noticed(tmp_path):
     class Stateful(Trainer):
         @classmethod
         def build_model(cls, build):
@@ -210,7 +215,7 @@ def test_memory_that_lacks_only_beside_the_optimizer_s_state_is_seen(tmp_path):
     assert build_trainer(load(tmp_path, NO_MODEL), Stateful).config.trainer.micro_batch_size == 3
 
 
-def test_memory_that_lacks_only_from_the_second_micro_batch_on_is_seen(tmp_path):
+def test_memory_that_only_the_second_micro_batch_exceeds_is_noticed(tmp_path):
     class Accumulating(Trainer):
         @classmethod
         def build_model(cls, build):
@@ -228,10 +233,11 @@ def test_memory_that_lacks_only_from_the_second_micro_batch_on_is_seen(tmp_path)
 def test_no_more_than_two_micro_batches_of_a_step_are_tried(tmp_path):
     asked = []
     build_trainer(load(tmp_path, NO_MODEL), trainer_with(5, asked))
-    assert asked == [1, 1, 1, 1, 3, 3, 12, 4, 4, 6]  # twice at first: the second has the optimizer's state
+    # Size 1 is tried first, to see whether it can be trained; its first step has no optimizer state.
+    assert asked == [1, 1, 1, 1, 1, 1, 3, 3, 12, 4, 4, 6]
 
 
-def test_a_model_that_needs_two_samples_is_not_tried_with_one_only(tmp_path):
+def test_a_model_that_needs_two_samples_is_tried_with_more(tmp_path):
     class Pairs(Trainer):
         @classmethod
         def build_model(cls, build):
@@ -243,7 +249,7 @@ def test_a_model_that_needs_two_samples_is_not_tried_with_one_only(tmp_path):
 
 
 @pytest.mark.parametrize("error", [ValueError("the forward is wrong"), KeyError("labels")])
-def test_another_error_is_raised_as_it_is(tmp_path, error):
+def test_other_errors_are_raised_unchanged(tmp_path, error):
     def run_forward(self, batch):
         raise error
 
@@ -252,7 +258,7 @@ def test_another_error_is_raised_as_it_is(tmp_path, error):
     assert not (tmp_path / "small").exists()
 
 
-def test_a_stream_is_searched_too_and_begins_at_its_beginning(tmp_path):
+def test_a_run_of_a_stream_starts_at_its_beginning_after_the_search(tmp_path):
     stream = "data.train={type: parts.py:ShardedPoints, size: 50, noise: 0.1}"
     found = build_trainer(load(tmp_path, NO_MODEL, stream, name="a"), trainer_with(5))
     told = build_trainer(load(tmp_path, NO_MODEL, stream, name="b", micro=4), trainer_with(5))
@@ -262,7 +268,7 @@ def test_a_stream_is_searched_too_and_begins_at_its_beginning(tmp_path):
     assert all(map(torch.equal, weights(found), weights(told)))
 
 
-def test_the_longest_samples_are_tried_where_lengths_are_known(tmp_path):
+def test_the_longest_samples_are_tried_if_lengths_are_known(tmp_path):
     class Sentences(Dataset):
         lengths = [1] * 30 + [10] * 12 + [1] * 30
 
@@ -318,7 +324,7 @@ def test_hooks_and_writers_of_the_trial_are_never_called(tmp_path):
     assert built.step == 0
 
 
-def test_an_accumulation_leaves_nothing_to_find(tmp_path):
+def test_a_number_of_accumulation_steps_is_rejected(tmp_path):
     with raises(ConfigError, "trainer.gradient_accumulation_steps", "3", "micro_batch_size"):
         build_trainer(load(tmp_path, NO_MODEL, "trainer.gradient_accumulation_steps=3"), trainer_with(5))
 
@@ -329,7 +335,73 @@ def test_the_number_is_logged(tmp_path, caplog):
         build_trainer(load(tmp_path, NO_MODEL), trainer_with(5))
     said = [each for each in caplog.messages if "auto" in each]
     assert said == [
-        "trainer.micro_batch_size: auto: trying which of 12 samples fit into memory at once",
+        "trainer.micro_batch_size: auto: trying how many of 12 samples fit into memory at once",
         "trainer.micro_batch_size: auto: 4 of 12 samples at once",
-        "trainer.micro_batch_size: auto: 4, as the run found before",
+        "trainer.micro_batch_size: auto: 4, as in the earlier start of this run",
     ]
+
+
+@given(st.integers(1, 3000))
+def test_the_sizes_are_the_divisors_in_ascending_order(number):
+    assert micro_batch_sizes(number) == [size for size in range(1, number + 1) if number % size == 0]
+
+
+@given(st.integers(1, 3000), st.integers(0, 3000))
+def test_the_largest_that_fits_is_found_in_few_trials(number, limit):
+    sizes, tried = micro_batch_sizes(number), []
+
+    def fits(size):
+        tried.append(size)
+        return size <= limit
+
+    found = largest_that_fits(sizes, fits)
+    assert found == max((size for size in sizes if size <= limit), default=None)
+    assert len(tried) == len(set(tried)) <= 2 * len(sizes).bit_length()
+
+
+def test_there_is_no_largest_of_no_candidates():
+    assert largest_that_fits([], lambda size: True) is None
+
+
+def test_the_search_begins_with_the_smallest_and_tries_the_largest_of_a_power_of_two_fourth():
+    tried = []
+    assert largest_that_fits(micro_batch_sizes(512), lambda size: not tried.append(size)) == 512
+    assert tried == [1, 4, 64, 512]
+
+
+class SmallMachine(Backend):
+    """A machine with `room` bytes, on which a step needs `takes` bytes."""
+
+    def __init__(self, room, takes):
+        super().__init__(torch.device("cpu"))
+        self.room, self.takes = room, takes
+
+    def memory_room(self):
+        return self.room
+
+    def memory(self):
+        return replace(super().memory(), in_use=1000, peak=1000 + self.takes)
+
+
+def test_a_size_that_would_kill_the_process_is_not_tried():
+    growth = Growth(SmallMachine(room=10_000, takes=1000))
+    assert growth.leaves_room(10**9)  # nothing is known yet
+    with growth.measuring(1):
+        pass
+    assert growth.leaves_room(9)
+    assert not growth.leaves_room(10)  # which would leave nothing free
+
+
+def test_fixed_memory_is_not_counted_per_sample_and_ranks_share_the_room():
+    growth = Growth(SmallMachine(room=10_000, takes=1000), num_fixed_bytes=900, num_sharing=2)
+    with growth.measuring(2):
+        pass
+    assert growth.leaves_room(77)  # 900 + 77 × 50 bytes of 0.95 × 5000
+    assert not growth.leaves_room(78)
+
+
+def test_every_size_is_tried_if_the_room_is_unknown():
+    growth = Growth(SmallMachine(room=None, takes=1000))
+    with growth.measuring(1):
+        pass
+    assert growth.leaves_room(10**12)

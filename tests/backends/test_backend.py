@@ -15,7 +15,7 @@ def backend():
     return pick_backend("cpu")
 
 
-def test_auto_takes_a_gpu_only_where_there_is_one(monkeypatch):
+def test_auto_picks_a_gpu_if_there_is_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_backend("auto").device.type == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -25,7 +25,7 @@ def test_auto_takes_a_gpu_only_where_there_is_one(monkeypatch):
     assert type(pick_backend("cpu")) is Backend
 
 
-def test_devices_that_are_not_there_are_rejected_with_where_they_are_set(monkeypatch):
+def test_missing_devices_are_rejected_with_the_location_of_the_setting(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with raises(ConfigError, "cuda", "runtime.device", at="run.yaml:3"):
         pick_backend("cuda", where="run.yaml:3")
@@ -34,14 +34,14 @@ def test_devices_that_are_not_there_are_rejected_with_where_they_are_set(monkeyp
             pick_backend(device)
 
 
-def test_a_process_without_a_gpu_of_its_own_is_told_how_many_there_are(monkeypatch):
+def test_a_process_without_a_gpu_is_rejected_with_their_number(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with raises(ConfigError, "cuda", "3", "2"):
         pick_backend("cuda", local_rank=3)
 
 
-def test_a_seed_decides_what_is_drawn(backend):
+def test_a_seed_determines_the_random_numbers(backend):
     backend.seed(2**63 - 1)
     first = torch.rand(3)
     backend.seed(1)
@@ -58,7 +58,7 @@ def test_a_forward_runs_in_its_precision_and_leaves_it(backend, precision, dtype
     assert linear(torch.ones(1, 2)).dtype == torch.float32
 
 
-def test_batches_on_a_cpu_are_handed_on_one_by_one(backend):
+def test_batches_on_a_cpu_are_yielded_one_by_one(backend):
     batches = iter([1, 2, 3])
     handed = backend.to_device(batches)
     assert next(handed) == 1
@@ -67,7 +67,7 @@ def test_batches_on_a_cpu_are_handed_on_one_by_one(backend):
     backend.claim()
 
 
-def test_buffers_of_the_host_are_like_their_tensors_and_get_their_values():
+def test_host_buffers_have_the_shapes_of_their_tensors_and_get_their_values():
     tensors = [torch.randn(3, 2), torch.tensor(7), torch.empty(2, 0), torch.ones(5, dtype=torch.bfloat16)]
     tensors.append(torch.arange(5_000_001))  # more than a thread takes at a time
     buffers = host_buffers(tensors)
@@ -80,7 +80,7 @@ def test_buffers_of_the_host_are_like_their_tensors_and_get_their_values():
     copy_to_host([], [])
 
 
-def test_a_device_that_a_call_names_is_looked_for_first(monkeypatch):
+def test_checked_device_rejects_missing_devices(monkeypatch):
     assert checked_device("cpu") == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with raises(ConfigError, "1"):

@@ -148,12 +148,12 @@ VERBS = {
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_verb_keeps_its_contract(backend, verb, tmp_path):
+def test_a_method_fulfils_its_contract(backend, verb, tmp_path):
     VERBS[verb](backend, tmp_path)
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_every_verb_of_a_backend_is_in_the_contract(kind):
+def test_every_method_of_a_backend_is_in_the_contract(kind):
     public = {name for name, _ in inspect.getmembers(CLASSES[kind], inspect.isfunction) if name[0] != "_"}
     assert public == VERBS.keys()
 
@@ -166,26 +166,26 @@ def test_tensors_on_the_device_are_copied_to_the_host(backend):
     assert [buffer.tolist() for buffer in buffers] == [tensor.tolist() for tensor in tensors]
 
 
-def test_the_questions_about_a_device_have_answers(backend):
+def test_the_functions_of_a_device_return_a_bool(backend):
     for question in (backends.reads_at_once, backends.has_fused_optimizers, backends.waits_for_memory):
         assert question(backend.device) in (True, False)
     assert backends.memory_in_use() >= 0
     assert backends.checked_device(backend.device.type).type == backend.device.type
 
 
-def test_the_device_s_collectives_and_the_host_s_are_here(backend):
+def test_the_collectives_of_the_device_and_the_host_are_available(backend):
     kinds = dict(pair.split(":") if ":" in pair else ("cpu", pair) for pair in backend.collectives.split(","))
     assert kinds["cpu"] == "gloo"
     assert all(dist.is_backend_available(name) for name in kinds.values())
 
 
-def test_auto_takes_what_is_here():
+def test_auto_picks_the_available_device():
     expected = next(kind for kind in ("cuda", "tpu", "cpu") if IS_HERE[kind])
     assert pick_backend("auto").device.type == expected
 
 
 @pytest.mark.skipif(IS_HERE["tpu"], reason="here is one")
-def test_a_tpu_that_is_absent_is_rejected_with_what_to_install(monkeypatch):
+def test_a_missing_tpu_is_rejected_with_the_package_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with raises(ConfigError, "tpu", "runtime.device", at="run.yaml:3"):
         pick_backend("tpu", where="run.yaml:3")
@@ -204,12 +204,12 @@ def test_a_tpu_s_batches_are_copied_one_ahead():
     assert [batch["x"].item() for batch in handed] == [1]
 
 
-def test_a_tpu_has_no_fp16():
+def test_a_tpu_rejects_fp16():
     with raises(ConfigError, "runtime.precision", "fp16", "bf16"):
         TpuBackend(torch.device("cpu")).autocast("fp16")
 
 
-def test_nothing_outside_of_its_file_imports_torch_tpu():
+def test_no_other_file_imports_torch_tpu():
     package = Path(backends.__file__).parents[1]
     files = [path.relative_to(package).as_posix() for path in package.rglob("*.py") if "torch_tpu" in path.read_text()]
     assert set(files) <= {"backends/tpu.py", "backends/backend.py"}

@@ -7,7 +7,7 @@ import pytest
 from tests.loop.small_runs import PLAIN, make
 
 from trainwright import Trainer
-from trainwright.backends.host_memory import FIRST_STEPS, FULL_EVERY, MOST_STEPS, GarbageCollection
+from trainwright.backends.host_memory import FIRST_STEPS, FULL_EVERY, MAX_STEPS, GarbageCollection
 
 
 class Cycle:
@@ -35,7 +35,7 @@ def make_cycles(number):
     return [weakref.ref(Cycle()) for _ in range(number)]
 
 
-def test_nothing_is_collected_within_a_step_and_everything_where_it_is_due():
+def test_garbage_is_collected_between_steps_when_due():
     with GarbageCollection() as garbage:
         cycles = make_cycles(3 * gc.get_threshold()[0])
         garbage.tidy(is_due=False)
@@ -44,19 +44,19 @@ def test_nothing_is_collected_within_a_step_and_everything_where_it_is_due():
         assert num_alive(cycles) == 0
 
 
-def test_memory_does_not_grow_where_nothing_is_ever_due():
+def test_memory_does_not_grow_if_nothing_is_ever_due():
     alive = []
     with GarbageCollection() as garbage:
         cycles = []
-        for _ in range(FIRST_STEPS + 5 * MOST_STEPS):
+        for _ in range(FIRST_STEPS + 5 * MAX_STEPS):
             cycles += make_cycles(1)
             garbage.tidy(is_due=False)
             alive.append(num_alive(cycles))
-    assert max(alive) == MOST_STEPS - 1
+    assert max(alive) == MAX_STEPS - 1
     assert alive[FIRST_STEPS - 1] == alive[-1] == 0
 
 
-def test_what_lived_for_some_time_is_freed_too():
+def test_older_cycles_are_freed_too():
     with GarbageCollection() as garbage:
         garbage.tidy(is_due=True)
         kept = Cycle()
@@ -70,7 +70,7 @@ def test_what_lived_for_some_time_is_freed_too():
         assert num_alive(old) == 0
 
 
-def test_what_was_there_is_set_aside_and_put_back():
+def test_existing_objects_are_frozen_and_unfrozen():
     with GarbageCollection() as garbage:
         assert not gc.isenabled()
         assert gc.get_freeze_count() > 0
@@ -80,14 +80,14 @@ def test_what_was_there_is_set_aside_and_put_back():
     assert gc.get_freeze_count() == 0
 
 
-def test_what_python_itself_has_set_aside_does_not_count(monkeypatch):
+def test_objects_frozen_by_python_do_not_count(monkeypatch):
     monkeypatch.setattr(gc, "get_freeze_count", lambda: 375)  # as Python 3.12 begins
     before = [[]]
     with GarbageCollection():
         assert not any(each is before for each in gc.get_objects())
 
 
-def test_what_the_first_collection_leaves_is_set_aside_too():
+def test_objects_after_the_first_collection_are_frozen_too():
     with GarbageCollection() as garbage:
         compiled = [[] for _ in range(1000)]
         garbage.tidy(is_due=True)
@@ -97,7 +97,7 @@ def test_what_the_first_collection_leaves_is_set_aside_too():
         assert any(each is later for each in gc.get_objects())
 
 
-def test_a_long_run_first_frees_what_was_left_before_it():
+def test_a_long_run_starts_with_a_full_collection():
     kept = Cycle()
     gc.collect(1)  # it is among the oldest objects now
     old = [weakref.ref(kept)]
@@ -108,7 +108,7 @@ def test_a_long_run_first_frees_what_was_left_before_it():
         assert num_alive(old) == 0
 
 
-def test_whoever_has_switched_the_collector_off_keeps_charge():
+def test_a_disabled_collector_stays_disabled():
     gc.disable()
     with GarbageCollection() as garbage:
         cycles = make_cycles(1)
@@ -118,7 +118,7 @@ def test_whoever_has_switched_the_collector_off_keeps_charge():
     assert not gc.isenabled()
 
 
-def test_whoever_has_set_objects_aside_keeps_them():
+def test_objects_frozen_by_the_program_stay_frozen():
     gc.freeze()
     before = gc.get_freeze_count()
     with GarbageCollection() as garbage:
@@ -126,14 +126,14 @@ def test_whoever_has_set_objects_aside_keeps_them():
     assert gc.get_freeze_count() == pytest.approx(before, abs=50)
 
 
-def test_an_error_in_a_run_puts_everything_back():
+def test_an_error_in_a_run_restores_the_collector():
     with pytest.raises(OSError, match="lost"), GarbageCollection():
         raise OSError("lost")
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
 
 
-def test_a_training_run_collects_at_its_log_steps_alone(tmp_path):
+def test_a_training_run_collects_only_at_its_log_steps(tmp_path):
     class Leaking(Trainer):
         cycles, seen = [], []
 
@@ -158,7 +158,7 @@ def test_a_run_that_seldom_logs_collects_early_and_then_every_twenty_steps(tmp_p
             return super().train_step(batch)
 
     make(tmp_path / "run", *PLAIN, "trainer.max_steps=50", "log.every_steps=50", trainer=Leaking).train()
-    later = [step % MOST_STEPS for step in range(50 - FIRST_STEPS)]
+    later = [step % MAX_STEPS for step in range(50 - FIRST_STEPS)]
     assert Leaking.alive == [*range(FIRST_STEPS), *later]
 
 
@@ -174,7 +174,7 @@ def test_an_evaluation_collects_every_twenty_batches(tmp_path):
     settings = ("data.eval.valid.size=400", "evaluation.batch_size=8", "trainer.max_steps=1", "log.every_steps=1")
     make(tmp_path / "run", *settings, trainer=Leaking).train()
     assert len(Leaking.alive) == 50
-    assert max(Leaking.alive) == MOST_STEPS - 1
+    assert max(Leaking.alive) == MAX_STEPS - 1
 
 
 def test_workers_collect_their_own_garbage(tmp_path):

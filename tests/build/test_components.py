@@ -251,7 +251,7 @@ def test_a_model_that_is_frozen_whole_names_the_setting(tmp_path):
 def test_other_dtypes_of_weights_are_named_and_training_in_float16_is_warned_of(caplog, dtypes, said, is_warned):
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2, dtype=dtype) for dtype in dtypes))
     assert describe_dtypes(model) == said
-    assert ("float16 are trained" in caplog.text) == is_warned
+    assert ("Trained weights are float16" in caplog.text) == is_warned
     caplog.clear()
     assert describe_dtypes(model.requires_grad_(False)) == said
     assert not caplog.text

@@ -1,4 +1,4 @@
-"""A trainer or a task that is given in code: the run's config.yaml finds it again, or rejects to guess."""
+"""A trainer or a task that is given in code: the run's config.yaml names it, or says what to pass again."""
 
 from pathlib import Path
 
@@ -16,14 +16,14 @@ PROJECT = Path(__file__).parents[1] / "project"
 
 
 class Marked(Trainer):
-    """Evaluates to a value that no other trainer gives."""
+    """Evaluates to a value that no other trainer has."""
 
     def eval_end(self, aggregated):
         return {**super().eval_end(aggregated), "marked": 7.0}
 
 
 class Bare(Task):
-    """A task without a constructor: its class is all of it."""
+    """A task without a constructor."""
 
     def aggregate_logs(self, state, outputs):
         return (state or 0) + 1
@@ -33,7 +33,7 @@ class Bare(Task):
 
 
 class Sized(Bare):
-    """A task that was made with something that no config holds."""
+    """A task with a constructor argument that no config has."""
 
     def __init__(self, size):
         self.size = size
@@ -56,18 +56,18 @@ def saved(tmp_path):
 
 def local_class():
     class Local(Marked):
-        """Nothing finds it again."""
+        """A class that no other process can import."""
 
     return Local
 
 
-def test_a_trainer_that_is_given_in_code_evaluates_its_run_from_the_folder_alone(tmp_path):
+def test_a_trainer_given_in_code_evaluates_its_run_from_the_folder_alone(tmp_path):
     _, logs = run_experiment(load(tmp_path), trainer=Marked)
     assert logs["valid/marked"] == 7.0
     assert run_experiment(saved(tmp_path), mode="eval")[1] == logs
 
 
-def test_a_run_does_not_go_on_with_another_trainer_than_it_was_given(tmp_path):
+def test_a_run_does_not_resume_with_another_trainer(tmp_path):
     run_experiment(load(tmp_path), trainer=Marked)
     with raises(CheckpointError, "trainer.type"):
         run_experiment(load(tmp_path, "trainer.max_steps=3"))
@@ -75,31 +75,31 @@ def test_a_run_does_not_go_on_with_another_trainer_than_it_was_given(tmp_path):
     assert saved(tmp_path).trainer.max_steps == 3
 
 
-def test_a_trainer_that_is_given_to_build_trainer_is_told_of_and_may_change(tmp_path, caplog):
-    """Its config is the caller's own, so that nothing is written into it and nobody is rejected."""
+def test_a_trainer_given_to_build_trainer_is_reported_and_may_change(tmp_path, caplog):
+    """The config is the caller's own: nothing is written into it, and nothing is rejected."""
     assert build_trainer(load(tmp_path), local_class()).config.trainer.type == "trainer"
     build_trainer(load(tmp_path), local_class()).train()
     assert run_experiment(saved(tmp_path), mode="eval")[1].keys() == {"valid/loss", "valid/accuracy"}
     assert mentions(caplog.text, "tests.build.test_given_in_code.local_class.<locals>.Local")
     caplog.clear()
     run_experiment(saved(tmp_path), mode="eval", trainer=local_class())
-    build_trainer(load(tmp_path, "trainer.max_steps=3")).train()  # goes on without it, and is told of no more
+    build_trainer(load(tmp_path, "trainer.max_steps=3")).train()  # continues without it, and it is no longer reported
     run_experiment(saved(tmp_path), mode="eval")
     assert "was trained by" not in caplog.text
 
 
-def test_a_trainer_that_nothing_finds_again_is_rejected_by_name_and_the_model_is_still_loaded(tmp_path):
+def test_a_trainer_that_cannot_be_imported_is_rejected_by_name_but_the_model_can_be_loaded(tmp_path):
     _, logs = run_experiment(load(tmp_path), trainer=local_class())
     with raises(ConfigError, "local_class.<locals>.Local"):
         run_experiment(saved(tmp_path), mode="eval")
-    with raises(CheckpointError, "trainer.in_code"):
+    with raises(CheckpointError, "trainer.type", "local_class.<locals>.Local"):
         run_experiment(load(tmp_path, "trainer.max_steps=3"))
     assert run_experiment(saved(tmp_path), mode="eval", trainer=local_class())[1] == logs
     assert run_experiment(load(tmp_path), trainer=local_class())[1] == logs  # the same run, which has ended
     assert isinstance(load_checkpoint(tmp_path / "small"), torch.nn.Module)
 
 
-def test_a_model_that_only_such_a_trainer_makes_is_rejected_too(tmp_path):
+def test_a_model_that_only_such_a_trainer_builds_cannot_be_loaded(tmp_path):
     class Makes(Trainer):
         @classmethod
         def build_model(cls, build):
@@ -110,7 +110,7 @@ def test_a_model_that_only_such_a_trainer_makes_is_rejected_too(tmp_path):
         load_checkpoint(tmp_path / "small")
 
 
-def test_a_task_whose_class_is_all_of_it_is_found_again(tmp_path):
+def test_a_task_without_a_constructor_is_found_again(tmp_path):
     _, logs = run_experiment(load(tmp_path), task=Bare())
     assert logs["valid/batches"] > 1
     assert run_experiment(saved(tmp_path), mode="eval")[1] == logs
@@ -118,7 +118,7 @@ def test_a_task_whose_class_is_all_of_it_is_found_again(tmp_path):
     assert run_experiment(saved(tmp_path), task=Bare())[1] == logs
 
 
-def test_a_task_that_was_made_with_something_is_rejected_by_name(tmp_path):
+def test_a_task_with_constructor_arguments_is_rejected_by_name(tmp_path):
     config = load(tmp_path, "model=null", "evaluation.metrics={}")
     _, logs = run_experiment(config, task=Sized(3))
     with raises(ConfigError):
@@ -136,7 +136,7 @@ def test_evaluating_by_another_trainer_than_the_run_s_says_so(tmp_path, caplog):
     assert "Marked, but is evaluated by trainer" in caplog.text
 
 
-def test_a_run_that_a_built_trainer_trained_is_evaluated_by_its_class_without_a_word(tmp_path, caplog):
+def test_a_run_of_a_built_trainer_is_evaluated_by_its_class_without_a_warning(tmp_path, caplog):
     config = load(tmp_path)
     run_experiment(config, trainer=build_trainer(config, Marked))
     for build in (build_evaluator, build_trainer):
@@ -146,7 +146,7 @@ def test_a_run_that_a_built_trainer_trained_is_evaluated_by_its_class_without_a_
     assert "Marked, but is evaluated by trainer" in caplog.text
 
 
-def test_what_the_config_names_already_stays_as_it_is_written(tmp_path):
+def test_a_config_that_names_the_class_does_not_change(tmp_path):
     config = load(tmp_path)
     assert recorded(config, Trainer) is config
     assert recorded(config, None, Task()) is config
@@ -155,10 +155,10 @@ def test_what_the_config_names_already_stays_as_it_is_written(tmp_path):
     assert recorded(config, ClassificationTrainer).trainer.type == "classification"
     once = recorded(config, local_class(), Sized(1))
     assert recorded(once, local_class(), Sized(2)) == once
-    assert recorded(once, Marked).trainer.options.get("in_code") is None
+    assert recorded(once, Marked).trainer.type == "tests.build.test_given_in_code:Marked"
 
 
-def test_a_trainer_that_is_built_is_still_its_config_s(tmp_path):
+def test_a_built_trainer_belongs_to_its_config(tmp_path):
     config = load(tmp_path)
     trainer = build_trainer(config, Marked)
     assert run_experiment(config, trainer=trainer)[1]["valid/marked"] == 7.0
@@ -177,7 +177,7 @@ class Mine(Trainer):
 
 
 @pytest.mark.parametrize("guard", ['if __name__ == "__main__":', "if True:"])
-def test_a_program_s_own_trainer_is_found_again_unless_reading_it_would_run_it(tmp_path, guard):
+def test_a_trainer_of_the_main_program_is_found_again_unless_importing_it_would_run_it(tmp_path, guard):
     program = tmp_path / "driver.py"
     program.write_text(PROGRAM.format(guard=guard, file=str(PROJECT / "run.yaml"), folder=tmp_path), "utf-8")
     done = run_script(program)

@@ -39,12 +39,12 @@ class Putting(nn.Module):
         return y.relu()
 
 
-def test_outside_of_a_run_there_is_no_storage():
+def test_there_is_no_storage_outside_a_run():
     with raises(TrainwrightError):
         get_event_storage()
 
 
-def test_the_innermost_storage_answers_and_an_error_leaves_it():
+def test_the_innermost_storage_is_returned_and_an_error_leaves_it():
     with EventStorage() as outer:
         with suppress(ZeroDivisionError), EventStorage() as inner:
             assert get_event_storage() is inner
@@ -99,7 +99,7 @@ def test_scopes_nest_and_end_even_after_an_error(storage):
 
 
 @pytest.mark.parametrize("value", [torch.ones(2), torch.ones(0), "text", None, [1.0]])
-def test_what_is_no_scalar_is_rejected_where_it_is_put(storage, value):
+def test_a_value_that_is_not_a_scalar_is_rejected(storage, value):
     with raises(TrainwrightError, "put_scalar", "tensor"):
         storage.put_scalar("a", value)
 
@@ -108,7 +108,7 @@ def test_what_is_no_scalar_is_rejected_where_it_is_put(storage, value):
     ("value", "number"),
     [(np.float32(0.5), 0.5), (np.int64(3), 3), (True, 1), (torch.tensor([[2.5]]), 2.5), (torch.tensor(7), 7)],
 )
-def test_every_kind_of_number_comes_out_as_a_python_number(storage, value, number):
+def test_every_kind_of_number_becomes_a_python_number(storage, value, number):
     storage.put_scalar("put", value)
     storage.put_scalar("last", value, smoothing_hint=False)
     storage.put_metric("metric", value, 1.0)
@@ -123,7 +123,7 @@ def test_numbers_of_numpy_are_averaged_like_others(storage):
     assert summarise(storage.take_window()) == {"a": 3.0}
 
 
-def test_metrics_are_weighed_means_exact_and_other_objects_kept(storage):
+def test_metrics_are_weighted_means_are_exact_and_other_objects_are_kept(storage):
     for step, (loss, samples) in enumerate([(1.0, 8), (4.0, 2)], start=1):
         storage.step = step
         storage.put_metric("loss", torch.tensor(loss), samples)
@@ -162,7 +162,7 @@ def test_published_and_remembered_values_carry_the_step(storage):
     assert storage.latest() == {"valid/loss": (2.0, 1)}
 
 
-def test_a_saved_storage_goes_on_with_its_open_window_and_history(storage):
+def test_a_restored_storage_continues_with_its_open_window_and_history(storage):
     resumed = EventStorage()
     storage.put_scalar("a", 1.0)
     storage.put_metric("loss", 3.0, 2.0)
@@ -175,10 +175,10 @@ def test_a_saved_storage_goes_on_with_its_open_window_and_history(storage):
     assert summarise(resumed.take_window()) == summarise(storage.take_window()) == {"a": 2.5, "loss": 7.0}
 
 
-def test_objects_of_any_kind_do_not_keep_a_storage_from_being_saved(storage, tmp_path):
+def test_a_storage_with_any_kind_of_objects_can_be_saved(storage, tmp_path):
     values = {"set": {1}, "array": np.arange(2), "nest": {"path": [tmp_path, (1, None)]}, "nan": float("nan")}
     for name, value in values.items():
-        storage.put_last(name, value)
+        storage.put_metric(name, value, 1)
     assert storage.latest()["set"] == ({1}, 1)  # as it is, for the writers
     store = CheckpointStore(tmp_path)
     store.write(1, {"events": storage.state_dict()}, metrics={})
@@ -189,7 +189,7 @@ def test_objects_of_any_kind_do_not_keep_a_storage_from_being_saved(storage, tmp
     assert line == {"set": "{1}", "array": [0, 1], "nest": {"path": [str(tmp_path), [1, None]]}}
 
 
-def test_one_rank_alone_takes_a_saved_window(storage):
+def test_only_one_rank_restores_a_saved_window(storage):
     other = EventStorage()
     storage.put_scalar("a", 1.0)
     other.load_state_dict(storage.state_dict(), with_window=False)
@@ -213,7 +213,7 @@ def test_a_put_in_a_gradient_hook_counts(storage):
     assert storage.latest()["gradient"][0] == pytest.approx(2**0.5)
 
 
-def test_compiled_puts_break_no_graph_and_are_compiled_twice_at_most(storage):
+def test_compiled_puts_break_no_graph_and_compile_at_most_twice(storage):
     def forward(x):
         here = get_event_storage()
         y = x * 2
@@ -229,8 +229,8 @@ def test_compiled_puts_break_no_graph_and_are_compiled_twice_at_most(storage):
     compiled = torch.compile(forward, backend=counter, fullgraph=True)
     for step in range(1, 6):
         storage.step = step
-        for piece in range(3):
-            compiled(torch.full((2,), float(step + piece)))
+        for number in range(3):
+            compiled(torch.full((2,), float(step + number)))
         storage.put_scalar("eager", step)
     assert storage.history("sum") == [(step, 4.0 * (step + 1)) for step in range(1, 6)]
     assert storage.history("inner/first") == [(step, 2.0 * (step + 2)) for step in range(1, 6)]
@@ -240,13 +240,13 @@ def test_compiled_puts_break_no_graph_and_are_compiled_twice_at_most(storage):
     assert counter.frame_count == 2
 
 
-def test_a_spread_is_in_the_window_but_no_value_of_this_rank_alone(storage):
-    storage.put_spread("slowest_rank_share", 0.5)
+def test_an_imbalance_is_in_the_window_but_not_in_the_history_of_a_rank(storage):
+    storage.put_imbalance("slowest_rank_share", 0.5)
     assert "slowest_rank_share" not in storage.latest()
     assert summarise(storage.take_window()) == {"slowest_rank_share": 0.0}
 
 
-def test_nothing_that_was_put_before_a_state_is_loaded_is_shown_after_it(storage):
+def test_loading_a_state_drops_the_values_put_before(storage):
     state = storage.state_dict()
     storage.step = 5
     storage.put_metric("text", "of a step that is undone", 1)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.messages import raises
 
-from trainwright import RunConfig, Trainer, build_trainer
+from trainwright import Every, RunConfig, Trainer, build_trainer
 from trainwright.errors import ComponentError, ConfigError
 from trainwright.hooks.callback import CallbackHook
 from trainwright.loop.hook import HOOK_EVENTS, HookCalls
@@ -17,7 +17,7 @@ def load(tmp_path, *overrides):
     return RunConfig.load(PROJECT / "run.yaml", [f"output_dir={tmp_path}", "trainer.max_steps=2", *overrides])
 
 
-def test_each_function_gets_the_trainer_at_its_event_and_what_the_event_tells(tmp_path):
+def test_each_function_gets_the_trainer_and_the_arguments_of_its_event(tmp_path):
     calls = []
     hook = CallbackHook(
         before_train=lambda trainer: calls.append(("before_train", trainer.step)),
@@ -49,7 +49,7 @@ def test_an_event_without_a_function_costs_nothing():
 
 
 @pytest.mark.parametrize("event", HOOK_EVENTS)
-def test_every_event_of_a_hook_takes_a_function(event):
+def test_every_event_accepts_a_function(event):
     calls = []
     hook = CallbackHook(**{event: lambda trainer, *told: calls.append(trainer)})
     hook.trainer = "the trainer"
@@ -57,7 +57,7 @@ def test_every_event_of_a_hook_takes_a_function(event):
     assert calls == ["the trainer"]
 
 
-def test_a_file_names_the_functions(tmp_path):
+def test_a_config_names_the_functions(tmp_path):
     for name in ("parts.py", "run.yaml"):
         (tmp_path / name).write_text((PROJECT / name).read_text())
     (tmp_path / "hooks").mkdir()
@@ -69,21 +69,67 @@ def test_a_file_names_the_functions(tmp_path):
     assert (tmp_path / "small" / "noted").read_text() == "['valid/accuracy', 'valid/loss']"
 
 
-def test_a_function_that_is_not_there_is_named_with_its_event(tmp_path):
+def test_a_missing_function_is_named_with_its_event(tmp_path):
     with raises(ComponentError, "hooks.callback.after_step"):
         build_trainer(load(tmp_path, "hooks=[{type: callback, after_step: parts.py:missing}]"))
 
 
-def test_an_event_that_is_none_is_answered_with_the_nearest(tmp_path):
-    with raises(ComponentError, "after_stp", "after_step"):
+def test_an_unknown_event_is_rejected_with_the_closest_match(tmp_path):
+    with raises(ConfigError, "after_stp", "after_step"):
         build_trainer(load(tmp_path, "hooks=[{type: callback, after_stp: parts.py:Net}]"))
 
 
-def test_no_function_at_all_is_rejected():
+def test_a_hook_without_functions_is_rejected():
     with raises(ConfigError):
         CallbackHook()
 
 
-def test_what_is_no_function_is_rejected():
+def test_a_value_that_is_not_a_function_is_rejected():
     with raises(ConfigError, "after_step", "3"):
         CallbackHook(after_step=3)
+
+
+def test_every_calls_its_function_after_each_multiple_of_n(tmp_path):
+    steps = []
+
+    class Mine(Trainer):
+        @classmethod
+        def build_hooks(cls, build):
+            return [*build.hooks(), Every(3)(lambda trainer: steps.append(trainer.step))]
+
+    build_trainer(load(tmp_path, "trainer.max_steps=7"), Mine).train()
+    assert steps == [3, 6]
+
+
+def test_every_decorates_a_function():
+    @Every(2)
+    def log(trainer):
+        pass
+
+    assert isinstance(log, CallbackHook)
+
+
+def test_a_config_names_the_function_of_every(tmp_path):
+    (tmp_path / "parts.py").write_text((PROJECT / "parts.py").read_text())
+    (tmp_path / "run.yaml").write_text((PROJECT / "run.yaml").read_text())
+    (tmp_path / "acts.py").write_text(
+        "def note(trainer):\n"
+        "    with open(trainer.folder / 'noted', 'a') as file:\n"
+        "        print(trainer.step, file=file)\n"
+    )
+    hook = "hooks=[{type: every, steps: 2, call: acts.py:note}]"
+    config = RunConfig.load(tmp_path / "run.yaml", [f"output_dir={tmp_path}", "trainer.max_steps=7", hook])
+    build_trainer(config).train()
+    assert (tmp_path / "small" / "noted").read_text().split() == ["2", "4", "6"]
+
+
+def test_a_missing_function_of_every_is_named(tmp_path):
+    config = load(tmp_path, "hooks=[{type: every, steps: 2, call: parts.py:missing}]")
+    with raises(ComponentError):
+        build_trainer(config)
+
+
+@pytest.mark.parametrize("steps", [0, -1, 2.5, "2"])
+def test_every_needs_a_positive_integer(steps):
+    with raises(ConfigError):
+        Every(steps)

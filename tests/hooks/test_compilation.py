@@ -47,7 +47,7 @@ class Shrinking(Trainer):
         return batch if self.step < 2 else {name: value[: 9 - self.step] for name, value in batch.items()}
 
 
-def test_a_recompilation_is_told_with_its_guard_and_the_line_and_counted_in_its_step(tmp_path, caplog):
+def test_a_recompilation_is_reported_with_its_guard_and_line_and_counted_in_its_step(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "trainwright"):
         trainer = run(tmp_path / "run", *SETTINGS, trainer=Shrinking)
     found = compile_lines(trainer)
@@ -57,29 +57,29 @@ def test_a_recompilation_is_told_with_its_guard_and_the_line_and_counted_in_its_
     assert found[3]["recompilations"] == found[3]["graphs"] == 1
     assert 0 < found[3]["seconds"] < 600
     (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith("The forward is compiled once more, for a guard failed at ")
+    assert told.startswith("The forward is compiled again, because a guard failed at ")
     assert "parts.py:" in told  # where the model's forward is
     assert "size mismatch at index 0. expected 8, actual 7" in told
 
 
-def test_each_break_is_told_once_with_its_line(tmp_path, caplog):
+def test_each_graph_break_is_reported_once_with_its_line(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "trainwright"):
         trainer = run(tmp_path / "run", *BREAKING, *COMPILED, "log.every_steps=1")
-    told = [record.getMessage() for record in caplog.records if "breaks in two" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "graph break" in record.getMessage()]
     assert len(told) == 2
     for message, line in zip(told, breaking_lines(), strict=True):
         assert line in message
     assert compile_lines(trainer)[1]["graph_breaks"] == 2
 
 
-def test_a_log_line_holds_the_sums_of_its_window(tmp_path):
+def test_a_log_line_has_the_sums_of_its_window(tmp_path):
     settings = ("log.every_steps=6", *(each for each in SETTINGS if not each.startswith("log.")))
     found = compile_lines(run(tmp_path / "run", *settings, trainer=Shrinking))
     assert list(found) == [6]
     assert (found[6]["graphs"], found[6]["recompilations"]) == (2, 1)
 
 
-def test_torchs_loggers_and_callbacks_are_left_as_they_were(tmp_path, capfd):
+def test_torch_s_loggers_and_callbacks_are_restored(tmp_path, capfd):
     from torch._dynamo.callback import callback_handler
 
     def state():
@@ -93,7 +93,7 @@ def test_torchs_loggers_and_callbacks_are_left_as_they_were(tmp_path, capfd):
     assert "Graph break" not in capfd.readouterr().err  # ours are told in our words alone
 
 
-def test_who_asked_torch_for_its_own_log_still_gets_it(caplog):
+def test_torch_s_own_log_remains_if_it_was_requested(caplog):
     torch._logging.set_logs(graph_breaks=True)
     try:
         compilations = Compilations(UserFiles("/nowhere"))
@@ -107,7 +107,7 @@ def test_who_asked_torch_for_its_own_log_still_gets_it(caplog):
 
 
 @pytest.mark.parametrize("name", LOGGERS)
-def test_a_record_of_each_of_torchs_loggers_is_heard_and_kept_from_who_did_not_ask(name):
+def test_records_of_torch_s_loggers_are_received_but_not_shown_if_not_requested(name):
     source, passed = logging.getLogger(name), []
     handler = logging.Handler()
     handler.emit = passed.append
@@ -123,7 +123,7 @@ def test_a_record_of_each_of_torchs_loggers_is_heard_and_kept_from_who_did_not_a
     assert passed == []
 
 
-def test_it_is_there_by_default_in_compiled_modes_only(tmp_path):
+def test_the_hook_is_a_default_in_compiled_modes_only(tmp_path):
     def has(*settings):
         return any(isinstance(hook, WatchCompilation) for hook in make(tmp_path / "run", *PLAIN, *settings).hooks)
 
@@ -132,7 +132,7 @@ def test_it_is_there_by_default_in_compiled_modes_only(tmp_path):
     assert not has()
 
 
-def test_graph_mode_on_a_cpu_which_compiles_nothing_is_let_be(tmp_path):
+def test_the_hook_does_nothing_in_graph_mode_on_a_cpu(tmp_path):
     hook = WatchCompilation()
     hook.trainer = make(tmp_path / "run", *PLAIN, "runtime.mode=graph")
     hook.before_train()

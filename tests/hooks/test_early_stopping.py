@@ -83,7 +83,7 @@ def test_a_stopped_run_stays_stopped_when_it_is_built_again(tmp_path):
     assert train(tmp_path, values, "patience: 3").step == 6
 
 
-def test_a_resumed_run_goes_on_counting(tmp_path):
+def test_a_resumed_run_continues_counting(tmp_path):
     assert train(tmp_path, [5, 4, 6]).step == 3
     assert train(tmp_path, [5, 4, 6, 6, 6]).step == 4
 
@@ -97,13 +97,13 @@ def test_a_metric_of_no_evaluation_set_is_rejected_before_the_first_step(tmp_pat
 
 
 @pytest.mark.parametrize("metric", ["valid/sore", "valid/score/macro"])
-def test_a_metric_that_no_evaluation_gives_is_rejected_with_those_it_gives(tmp_path, metric):
+def test_a_metric_that_no_evaluation_has_is_rejected_with_the_known_ones(tmp_path, metric):
     hooks = f"hooks=[{{type: early_stopping, metric: {metric}}}]"
     with raises(ConfigError, metric, "valid/score"):
         train(tmp_path, [1, 2], "patience: 2", hooks)
 
 
-def test_the_test_set_neither_counts_nor_offends(tmp_path):
+def test_the_test_set_does_not_count(tmp_path):
     test = "data.test={type: parts.py:Points, size: 5}"
     trainer = train(tmp_path, [3, 2, 1], "patience: 1", test)
     assert trainer.step == 3

@@ -50,7 +50,7 @@ class Watching(Trainer):
 
 
 @pytest.mark.parametrize("every_steps", [1, 2])
-def test_the_average_begins_as_the_weights_and_follows_the_formula(tmp_path, every_steps):
+def test_the_average_starts_as_the_weights_and_follows_the_formula(tmp_path, every_steps):
     trainer = build_trainer(load(tmp_path, arguments=f"decay: 0.8, every_steps: {every_steps}"), Watching)
     trainer.train()
     expected = trainer.trained[0]
@@ -60,7 +60,7 @@ def test_the_average_begins_as_the_weights_and_follows_the_formula(tmp_path, eve
         torch.testing.assert_close(average, expected[name])
 
 
-def test_evaluations_see_the_averages_and_training_its_own_bits(tmp_path):
+def test_evaluations_use_the_averages_and_training_its_own_weights(tmp_path):
     plain = build_trainer(load(tmp_path / "plain", "hooks=[]"), Watching)
     plain.train()
     trainer = build_trainer(load(tmp_path / "averaged"), Watching)
@@ -77,7 +77,7 @@ def test_evaluate_false_keeps_the_averages_out_of_evaluations(tmp_path):
     assert not torch.equal(averaging(trainer).averages["layers.0.weight"], trainer.trained[-1]["layers.0.weight"])
 
 
-def test_swapping_in_and_out_gives_the_exact_bits_back(tmp_path):
+def test_replacing_the_weights_restores_the_exact_bits(tmp_path):
     trainer = build_trainer(load(tmp_path))
     trainer.train()
     hook = averaging(trainer)
@@ -121,14 +121,14 @@ class WithRejecting(Watching):
         return [Rejecting(), *build.hooks()]
 
 
-def test_a_neighbour_that_raises_after_an_evaluation_does_not_get_averages_saved_as_weights(tmp_path):
+def test_averages_are_not_saved_as_weights_if_another_hook_raises_after_an_evaluation(tmp_path):
     trainer = build_trainer(load(tmp_path), WithRejecting)
     with pytest.raises(ValueError, match="not good enough"):
         trainer.train()
     assert_equal(weights(build_trainer(load(tmp_path))), trainer.trained[-1])
 
 
-def test_the_averages_survive_a_checkpoint(tmp_path):
+def test_a_resumed_run_continues_its_averages(tmp_path):
     constant = "trainer.schedule={type: constant}"
     whole = build_trainer(load(tmp_path / "whole", constant, steps=8))
     logs = whole.train()
@@ -146,7 +146,7 @@ def test_averages_of_another_model_are_rejected(tmp_path):
         trainer.train()
 
 
-def test_averages_that_are_loaded_come_to_where_the_weights_are(tmp_path):
+def test_loaded_averages_are_on_the_device_of_the_weights(tmp_path):
     trainer = build_trainer(load(tmp_path))
     hook = averaging(trainer)
     trainer.model.to("meta")  # stands for an accelerator: a run that goes back loads from main memory
@@ -174,7 +174,7 @@ class OneBadBatch(Watching):
 
 
 @pytest.mark.parametrize("snapshots", ["null", "2"])
-def test_a_run_that_goes_back_averages_the_steps_that_stand(tmp_path, snapshots):
+def test_a_rollback_restores_the_averages_of_its_step(tmp_path, snapshots):
     anomalies = f"anomalies={{non_finite: rollback, snapshot_every_steps: {snapshots}}}"
     trainer = build_trainer(load(tmp_path, anomalies, "checkpoint.every_steps=3"), OneBadBatch)
     trainer.train()

@@ -1,4 +1,4 @@
-"""Counting the operations of a step."""
+"""The operations of a step, and the rate of matrix products."""
 
 import random
 
@@ -9,8 +9,16 @@ from tests.project.parts import Net
 from torch import nn
 
 from trainwright import Trainer, get_event_storage
-from trainwright.hooks.flops import can_count_aside, count_aside, estimate_flops, flop_counter
-from trainwright.hooks.profiler import TensorLike
+from trainwright.hooks.flops import (
+    KNOWN_PEAKS,
+    TensorLike,
+    can_count_aside,
+    count_aside,
+    estimate_flops,
+    flop_counter,
+    known_peak,
+    measure_matrix_rate,
+)
 
 BATCH = {"x": TensorLike(torch.Size([8, 4]), torch.float32), "labels": TensorLike(torch.Size([8]), torch.int64)}
 
@@ -43,7 +51,7 @@ def assert_equal(before, after):
 
 
 @pytest.mark.parametrize("micro_batch_size", [8, 4])
-def test_a_step_is_counted_beside_the_run_as_it_would_be_in_it(tmp_path, micro_batch_size):
+def test_a_step_is_counted_outside_the_run_as_inside_it(tmp_path, micro_batch_size):
     trainer = build(tmp_path, f"trainer.micro_batch_size={micro_batch_size}")
     trainer.set_batch(None, 8)
     assert count_aside(trainer, BATCH) == EXPECTED
@@ -55,7 +63,7 @@ def test_a_step_is_counted_beside_the_run_as_it_would_be_in_it(tmp_path, micro_b
     assert counter.get_total_flops() == EXPECTED
 
 
-def test_counting_leaves_no_trace(tmp_path):
+def test_counting_changes_no_state(tmp_path):
     class Busy(Replacing):
         def forward(self, x, labels=None):
             random.random()
@@ -73,7 +81,7 @@ def test_counting_leaves_no_trace(tmp_path):
     assert all(each.grad is None for each in trainer.model.parameters())
 
 
-def test_a_forward_that_reads_values_is_not_counted_and_says_so(tmp_path, caplog):
+def test_a_forward_that_reads_values_cannot_be_counted(tmp_path, caplog):
     class Reading(Net):
         def forward(self, x, labels=None):
             return super().forward(x if x.sum().item() > 0 else -x, labels)
@@ -103,7 +111,7 @@ def test_tied_weights_stay_tied(tmp_path):
     assert trainer.model.again.weight is trainer.model.layers[0].weight
 
 
-def test_a_step_that_a_user_has_written_is_not_counted_aside(tmp_path):
+def test_a_user_s_own_step_is_not_counted_outside_the_run(tmp_path):
     class Own(Trainer):
         def train_step(self, batch):
             return super().train_step(batch)
@@ -123,7 +131,60 @@ def test_attention_counts_by_its_query_heads(num_key_heads):
     assert counter.get_total_flops() == (2 + 5) * product
 
 
-def test_what_cannot_be_counted_is_estimated_where_there_are_tokens(tmp_path):
+def test_operations_are_estimated_from_tokens(tmp_path):
     trainer = make(tmp_path / "run", *PLAIN)
     assert estimate_flops(trainer, 100.0) == 6 * 58 * 100
     assert estimate_flops(trainer, None) is None
+
+
+@pytest.fixture(autouse=True)
+def _restore_precision():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def test_measuring_the_rate_does_not_change_the_generator():
+    state = torch.get_rng_state()
+    rate = measure_matrix_rate(torch.device("cpu"), torch.float32)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert rate.dtype == torch.float32
+    assert rate.size in (256, 512, 1024, 2048, 4096, 8192)
+    assert 1e7 < rate.flops_per_second < 1e14
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H200 NVL", "H200 NVL"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("AMD Instinct MI300X", "MI300X"),
+    ],
+)
+def test_a_device_is_found_by_its_name(name, word):
+    found = known_peak(f"cuda:0 ({name}, 80 GiB)", torch.bfloat16)
+    assert found == (word, KNOWN_PEAKS[word].half * 1e12)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA A10G", "NVIDIA H20", "cpu (8 threads)", "NVIDIA A1000"])
+def test_a_device_with_a_similar_name_is_unknown(name):
+    assert known_peak(name, torch.bfloat16) is None
+
+
+def test_the_peak_of_fp32_follows_the_matmul_precision():
+    assert known_peak("NVIDIA H200", torch.float32)[1] == pytest.approx(66.9e12)
+    torch.set_float32_matmul_precision("high")
+    assert known_peak("NVIDIA H200", torch.float32)[1] == pytest.approx(494.7e12)
+
+
+def test_a_dtype_that_a_device_lacks_is_unknown():
+    assert known_peak("Tesla V100-SXM2-32GB", torch.bfloat16) is None
+    assert known_peak("Tesla V100-SXM2-32GB", torch.float16) == ("V100", 125e12)
+    assert known_peak("NVIDIA H200", torch.float64) is None

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the step is finished and saved, and the run goes on exactly."""
+"""Ctrl-C and SIGTERM: the step is completed and saved, and the run resumes exactly."""
 
 import os
 import signal
@@ -48,7 +48,7 @@ def handlers():
 
 
 @BOTH
-def test_the_step_under_way_is_finished_and_saved(tmp_path, number):
+def test_the_current_step_is_completed_and_saved(tmp_path, number):
     before = handlers()
     trainer, hook = build(tmp_path, number)
     trainer.train()
@@ -74,7 +74,7 @@ def test_the_rebuilt_run_ends_with_identical_weights(tmp_path, number):
         assert torch.equal(ours, theirs)
 
 
-def test_a_signal_that_is_passed_on_at_once_is_the_same_request(tmp_path):
+def test_a_forwarded_signal_is_the_same_request(tmp_path):
     # Ctrl-C reaches torchrun and its workers, and torchrun sends it to the workers once more.
     trainer, _ = build(tmp_path, signal.SIGINT, signal.SIGTERM, signal.SIGINT)
     trainer.train()
@@ -92,7 +92,7 @@ def test_a_later_second_signal_ends_the_run_at_once(tmp_path, monkeypatch):
     assert handlers() == before
 
 
-def test_the_handlers_are_given_back_after_an_error(tmp_path):
+def test_the_handlers_are_restored_after_an_error(tmp_path):
     class Failing(Trainer):
         def train_step(self, batch):
             raise ValueError("no step today")
@@ -104,7 +104,7 @@ def test_the_handlers_are_given_back_after_an_error(tmp_path):
     assert handlers() == before
 
 
-def test_in_another_thread_the_run_goes_without(tmp_path):
+def test_a_run_in_another_thread_has_no_handlers(tmp_path):
     trainer, _ = build(tmp_path)
     before = handlers()
     thread = threading.Thread(target=trainer.train)

@@ -11,7 +11,8 @@ from tests.messages import raises
 
 from trainwright import Trainer, load_checkpoint
 from trainwright.errors import ConfigError
-from trainwright.hooks.profiler import PREFIX, Profiler
+from trainwright.hooks.profiler import Profiler
+from trainwright.loop.heartbeat import PhaseTrace
 
 QUICK = (*PLAIN, "trainer.max_steps=8", "checkpoint.every_steps=null")
 
@@ -25,12 +26,16 @@ def _quick_rate(monkeypatch):
 def ranges_of(path):
     with gzip.open(path, "rt") as file:
         events = json.load(file)["traceEvents"]
-    found = [(event["ts"], event["dur"], event["name"].removeprefix(PREFIX)) for event in events if _is_range(event)]
+    found = [
+        (event["ts"], event["dur"], event["name"].removeprefix(PhaseTrace.PREFIX))
+        for event in events
+        if _is_range(event)
+    ]
     return sorted(found)
 
 
 def _is_range(event):
-    return event.get("cat") == "user_annotation" and event["name"].startswith(PREFIX)
+    return event.get("cat") == "user_annotation" and event["name"].startswith(PhaseTrace.PREFIX)
 
 
 def test_a_profile_has_its_steps_a_summary_and_shares_that_add_up(tmp_path, caplog):
@@ -54,7 +59,7 @@ def test_a_profile_has_its_steps_a_summary_and_shares_that_add_up(tmp_path, capl
     assert 0 < figures["share_of_matrix_rate"] < 1
 
 
-def test_a_step_that_a_user_has_written_is_counted_while_it_runs(tmp_path):
+def test_a_user_s_own_step_is_counted_while_it_runs(tmp_path):
     class Twice(Trainer):
         def train_step(self, batch):
             update = self.begin_update()
@@ -75,7 +80,7 @@ def test_ranges_follow_each_other_and_are_never_nested(tmp_path):
         assert start + length <= following + 0.5  # the trace rounds to parts of a microsecond
 
 
-def test_a_profiled_run_has_the_bits_of_another(tmp_path):
+def test_a_profiled_run_is_bit_equal(tmp_path):
     settings = ("model.dropout=0.3", "data.train.noise=0.1")
     run(tmp_path / "plain", *QUICK, *settings)
     run(tmp_path / "profiled", *QUICK, *settings, hooks=[Profiler(first=3, steps=2)])
@@ -83,7 +88,7 @@ def test_a_profiled_run_has_the_bits_of_another(tmp_path):
     assert all(torch.equal(plain[name], profiled[name]) for name in plain)
 
 
-def test_the_trainer_is_as_it_was_afterwards(tmp_path):
+def test_the_profiler_leaves_no_attributes(tmp_path):
     trainer = make(tmp_path / "run", *QUICK, hooks=[Profiler(first=2, steps=2)])
     owners = (trainer, trainer.heartbeat, trainer.context.updater)
     before = [set(vars(owner)) for owner in owners]
@@ -93,12 +98,12 @@ def test_the_trainer_is_as_it_was_afterwards(tmp_path):
 
 
 @pytest.mark.parametrize(("left", "expected"), [(8, "steps-3-8"), (3, "steps-2-3"), (1, "steps-1-1")])
-def test_a_run_that_is_too_short_is_profiled_as_far_as_it_goes(tmp_path, left, expected):
+def test_a_short_run_is_profiled_until_its_end(tmp_path, left, expected):
     run(tmp_path / "run", *PLAIN, f"trainer.max_steps={left}", hooks=[Profiler(first=2, steps=6)])
     assert [path.name for path in (tmp_path / "run" / "profile").glob("*.gz")] == [f"{expected}-rank-0.json.gz"]
 
 
-def test_a_run_that_is_stopped_says_what_it_has(tmp_path):
+def test_a_stopped_run_has_a_summary(tmp_path):
     stop = at(5, lambda trainer: trainer.stop("enough"))
     run(tmp_path / "run", *QUICK, hooks=[Profiler(first=3, steps=5), stop])
     assert (tmp_path / "run" / "profile" / "summary.txt").read_text("utf-8").startswith("Profile of steps 4 to 5: ")
@@ -110,7 +115,7 @@ def test_a_resumed_run_counts_its_own_steps(tmp_path):
     assert (tmp_path / "run" / "profile" / "steps-6-7-rank-0.json.gz").exists()
 
 
-def test_an_error_in_a_profiled_step_leaves_nothing_behind(tmp_path):
+def test_an_error_in_a_profiled_step_ends_the_profiler(tmp_path):
     class Failing(Trainer):
         def forward(self, **batch):
             if self.step == self.fails_at:

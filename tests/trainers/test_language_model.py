@@ -120,13 +120,13 @@ def test_an_evaluation_is_the_mean_over_tokens_and_perplexity_its_exponential(tm
 @pytest.mark.parametrize(("loss", "perplexity"), [(1e9, math.exp(700)), (math.nan, math.nan)])
 def test_the_perplexity_of_a_hopeless_model_is_still_a_number(tmp_path, loss, perplexity):
     trainer = build(tmp_path, 8)
-    trainer.eval_averages = {"loss": loss}
+    trainer._evaluator.averages = {"loss": loss}
     assert trainer.eval_end(None)["perplexity"] == pytest.approx(perplexity, nan_ok=True)
 
 
 def test_an_evaluation_without_a_loss_has_no_perplexity(tmp_path):
     trainer = build(tmp_path, 8)
-    trainer.eval_averages = {"reward": 1.0}
+    trainer._evaluator.averages = {"reward": 1.0}
     assert trainer.eval_end(None) == {"reward": 1.0}
 
 

@@ -19,8 +19,7 @@ from trainwright.build.run import (
     is_found_again,
     recorded,
     sets_of,
-    task_named_in,
-    trainer_named_in,
+    shown_type,
     unnamed_trainer,
 )
 from trainwright.checkpoint.folder import LOG_FILE, read_config, read_trainer, run_folder
@@ -29,12 +28,12 @@ from trainwright.config import RunConfig
 from trainwright.config.yaml_text import absolute
 from trainwright.data.stream_loader import EvaluationData
 from trainwright.errors import HANG_EXIT_CODE, ConfigError, exit_code_of, shorten_tracebacks
-from trainwright.hooks.preemption import Listener
+from trainwright.hooks.preemption import SignalListener
 from trainwright.launch.slurm import requeue
 from trainwright.log import rank_log, run_log
 from trainwright.loop.evaluation import POLL_SECONDS, evaluate_checkpoints
 from trainwright.loop.task import Task
-from trainwright.loop.trainer import Builder, Trainer
+from trainwright.loop.trainer import Trainer
 from trainwright.parallel import processes
 from trainwright.parallel.processes import note_failure
 
@@ -153,9 +152,9 @@ def _with_task(config: RunConfig, trainer: type[Trainer] | None, task: Task) -> 
     kind = trainer or Build(config).trainer_class()
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
 
-    def build_task(cls: type[Trainer], build: Builder) -> Task:
+    def build_task(cls: type[Trainer], build: Build) -> Task:
         if build.config.task is not None and build.config.task == component_of(task, build.config):
-            build.task()  # the section stands for this very task: it is used
+            build.used.add("task")  # the section names this task
         return task
 
     return type(kind.__name__, (kind,), {**names, "build_task": classmethod(build_task)})
@@ -166,14 +165,14 @@ def _say_who_trained(evaluator: Trainer) -> None:
     saved = read_config(evaluator.folder) if evaluator.ranks.is_first else None
     if saved is None:
         return
-    trained_by = read_trainer(evaluator.folder) or trainer_named_in(saved)
+    trained_by = read_trainer(evaluator.folder) or shown_type(saved.trainer)
     for section, then, now in (
         (
             "trainer",
             trained_by,
-            unnamed_trainer(evaluator.config, type(evaluator)) or trainer_named_in(evaluator.config),
+            unnamed_trainer(evaluator.config, type(evaluator)) or shown_type(evaluator.config.trainer),
         ),
-        ("task", task_named_in(saved), task_named_in(evaluator.config)),
+        ("task", shown_type(saved.task), shown_type(evaluator.config.task)),
     ):
         if then != now:
             logger.warning("%s: the run was trained by %s, but is evaluated by %s.", section, then, now)
@@ -236,9 +235,9 @@ def _complete(trainer: Trainer, logs: Mapping[str, float]) -> dict[str, float]:
 
 
 @contextmanager
-def start_up() -> Iterator[Listener]:
+def start_up() -> Iterator[SignalListener]:
     """Lets a signal end the run at once until it trains, and leaves the other processes whatever happens."""
-    starting = Listener(_leave, deadline_seconds=START_UP_SECONDS)
+    starting = SignalListener(_leave, deadline_seconds=START_UP_SECONDS)
     try:
         starting.listen()
         try:

@@ -1,1 +1,1 @@
-"""Finds settings by trial: the micro-batch size, and how many layers are recomputed."""
+"""Finds settings by trial steps: the micro-batch size and the number of recomputed layers."""

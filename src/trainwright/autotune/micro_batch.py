@@ -1,4 +1,8 @@
-"""`trainer.micro_batch_size: auto`: finds the largest micro-batch whose step fits into memory."""
+"""`trainer.micro_batch_size: auto`: finds the largest micro-batch whose step fits into memory.
+
+Each rank runs trial steps alone, as a run of one process; all ranks use the smallest result. The trial steps and the
+exchange of results are also used by activation_checkpointing.py.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from trainwright.backends import Backend
 from trainwright.checkpoint import folder as run_folders
 from trainwright.config import RunConfig, resolve_batch
 from trainwright.data.loader import TrainData
-from trainwright.errors import OutOfMemory, TrainwrightError
+from trainwright.errors import ConfigError, OutOfMemory, TrainwrightError
 from trainwright.loop.trainer import Trainer
 from trainwright.memory.out_of_memory import advice_for, is_out_of_memory
 from trainwright.parallel.collectives import Ranks
@@ -27,25 +31,31 @@ from trainwright.parallel.processes import local_size
 logger = logging.getLogger(__name__)
 
 HEADROOM = 0.05
-"""The share of the memory that stays free: later batches, collectives and a fragmented allocator need some."""
+"""The share of the memory that stays free, for later batches, collectives and fragmentation."""
+TRIAL_DATA: Mapping[str, Any] = {"data.num_workers": 0, "data.loader": {}}
+"""Settings of a trial, which reads one batch."""
+_LABEL = "trainer.micro_batch_size: auto"
+_NUM_MICRO_BATCHES = 2  # from the second micro-batch on there are gradients in addition to the activations
+
+Found = TypeVar("Found")
 
 
 def micro_batch_sizes(rank_batch_size: int) -> list[int]:
-    """Returns the sizes into which a rank's batch can be cut evenly, ascending: its divisors."""
+    """Returns the sizes into which a rank's batch can be divided evenly: its divisors, ascending."""
     small = [size for size in range(1, int(rank_batch_size**0.5) + 1) if rank_batch_size % size == 0]
     return sorted({*small, *(rank_batch_size // size for size in small)})
 
 
 def largest_that_fits(candidates: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """Returns the largest of the ascending candidates that fits, or None if not even the first does.
+    """Returns the largest of the ascending candidates that fits, or None if the first does not fit.
 
-    Where one fits, all before it must. It goes up in strides that double and then halves what is left, so that a
-    candidate much larger than one that is known to fit is never the next: 2 log₂ n trials at most, most of them small.
+    If one fits, all smaller ones must. Strides double until a candidate does not fit; then the rest is bisected. A
+    candidate much larger than the last that fits is never tried: at most 2 log₂ n trials, most of them small.
     """
     fitting, too_large, stride = -1, len(candidates), 1
     while fitting + 1 < too_large:
-        goes_up = too_large == len(candidates)
-        probe = min(fitting + stride, too_large - 1) if goes_up else (fitting + too_large) // 2
+        is_growing = too_large == len(candidates)
+        probe = min(fitting + stride, too_large - 1) if is_growing else (fitting + too_large) // 2
         if fits(candidates[probe]):
             fitting, stride = probe, stride * 2
         else:
@@ -54,47 +64,37 @@ def largest_that_fits(candidates: Sequence[int], fits: Callable[[int], bool]) ->
 
 
 class Growth:
-    """Guesses what a larger micro-batch takes from what a smaller one took, where trying it could end the process.
+    """Predicts the memory of a larger micro-batch from that of a smaller one.
 
-    A GPU rejects what it does not have. The system's main memory is promised freely, and who then uses too much of it
-    is killed, so there a candidate is tried only if as much again for each sample would leave room.
+    A GPU raises out-of-memory. Linux instead kills a process that uses too much main memory, so a size is tried there
+    only if there is room for it, assuming as many bytes per sample as before.
     """
 
     def __init__(self, backend: Backend, *, num_fixed_bytes: int = 0, num_sharing: int = 1) -> None:
-        """`num_fixed_bytes` are taken by each step whatever its samples are: the gradients.
-
-        `num_sharing` processes, this one included, take from the same memory at the same time.
-        """
+        """`num_fixed_bytes` do not depend on the samples: the gradients. `num_sharing` processes share the memory."""
         self._backend = backend
         self._num_fixed_bytes = num_fixed_bytes
         self._num_sharing = num_sharing
-        self._taken_per_sample: float | None = None
+        self._bytes_per_sample: float | None = None
 
     def leaves_room(self, num_samples: int) -> bool:
-        """Would a micro-batch of so many samples probably fit? Yes where nothing is known."""
+        """Returns True if a micro-batch of this size probably fits, or if nothing is known."""
         room = self._backend.memory_room()
-        if room is None or self._taken_per_sample is None:
+        if room is None or self._bytes_per_sample is None:
             return True
-        taken = self._num_fixed_bytes + self._taken_per_sample * num_samples
-        return taken <= (1.0 - HEADROOM) * room / self._num_sharing
+        needed = self._num_fixed_bytes + self._bytes_per_sample * num_samples
+        return needed <= (1.0 - HEADROOM) * room / self._num_sharing
 
     @contextmanager
     def measuring(self, num_samples: int) -> Iterator[None]:
-        """Notes what is taken within, by a micro-batch of so many samples."""
+        """Measures the memory that a micro-batch of this size needs inside the block."""
         self._backend.begin_peak()
         before = self._backend.memory().in_use
         yield
         peak = self._backend.memory().peak
         if before is not None and peak is not None:
-            # What else does not grow with the samples is counted as if it did: on the safe side, and less and less.
-            self._taken_per_sample = max(peak - before - self._num_fixed_bytes, 0) / num_samples
-
-
-Found = TypeVar("Found")
-
-LOADING_ALONE: Mapping[str, Any] = {"data.num_workers": 0, "data.loader": {}}
-"""What a trial says of its data: it reads one batch."""
-_MICRO_BATCHES_TRIED = 2  # from the second micro-batch on there are gradients beside the activations
+            # Other constant memory is attributed to the samples too: an upper bound, which gets better with the size.
+            self._bytes_per_sample = max(peak - before - self._num_fixed_bytes, 0) / num_samples
 
 
 def settle_micro_batch(
@@ -105,68 +105,88 @@ def settle_micro_batch(
     ranks: Ranks,
     folder: Path | None,
 ) -> RunConfig:
-    """Returns the config with a number in place of `micro_batch_size: auto`, the same on every rank.
+    """Returns the config with a number instead of `micro_batch_size: auto`, the same on every rank.
 
-    `assemble` builds a trainer of one process in a given folder. `folder` is that of a run that goes on: its own number
-    is taken again, as long as it divides the rank's batch and the device is the same one. None: the run begins.
+    `assemble` builds a trainer of one process in a given folder. `folder` is the folder of a run that resumes, or None.
+    Its own number is used again if it divides the rank's batch and the device is the same.
     """
+    where = config.origin("trainer.micro_batch_size")
+    reject_sharded(_LABEL, "Give a number; `trainwright estimate` says what fits.", ranks, where)
     largest = resolve_batch(config, ranks.size).micro_batch_size
-    found = _number_of_before(folder, backend, ranks)
-    if found is not None and largest % found == 0:
-        logger.info("trainer.micro_batch_size: auto: %d, as the run found before", found)
+    saved = config_of_earlier_start(folder, backend, ranks)
+    found = None if saved is None else saved.trainer.micro_batch_size
+    if isinstance(found, int) and largest % found == 0:
+        logger.info("%s: %d, as in the earlier start of this run", _LABEL, found)
         return config.derive({"trainer.micro_batch_size": found})
-    logger.info("trainer.micro_batch_size: auto: trying which of %d samples fit into memory at once", largest)
-    # Each rank tries by itself, as a run of one process with its share of the batch: where only one has too little
-    # memory, nobody waits for it in a collective.
-    trial = config.derive({"trainer.global_batch_size": largest, "trainer.micro_batch_size": largest, **LOADING_ALONE})
-    answers = find_on_ranks(
-        "trainer.micro_batch_size: auto",
-        lambda empty: _find(lambda: assemble(trial, empty), largest, backend, ranks),
-        backend=backend,
-        ranks=ranks,
-    )
-    number = min(answers)
-    if number == 0:
-        advice = "".join(f"\n  - {each}" for each in advice_for(trial.derive({"trainer.micro_batch_size": 1})))
-        raise OutOfMemory(
-            f"trainer.micro_batch_size: auto: not even the smallest micro-batch fits into the memory of "
-            f"{backend.describe()}, of which {HEADROOM:.0%} stay free. What could change:{advice}",
-            where=config.origin("trainer.micro_batch_size"),
-        )
-    logger.info("trainer.micro_batch_size: auto: %d of %d samples at once", number, largest)
+    logger.info("%s: trying how many of %d samples fit into memory at once", _LABEL, largest)
+    trial = config.derive({"trainer.global_batch_size": largest, "trainer.micro_batch_size": largest, **TRIAL_DATA})
+
+    def find(empty: Path) -> int | None:
+        with trial_steps(assemble(trial, empty), largest, ranks) as steps:
+            sizes = micro_batch_sizes(largest)
+            if len(sizes) > 1 and not steps.can_run(sizes[0]):
+                sizes = sizes[1:]
+            return largest_that_fits(sizes, steps.fits)
+
+    smallest = trial.derive({"trainer.micro_batch_size": 1})
+    problem = "the smallest micro-batch does not fit"
+    number = min(find_on_ranks(_LABEL, find, problem, smallest, backend=backend, ranks=ranks, where=where))
+    logger.info("%s: %d of %d samples at once", _LABEL, number, largest)
     return config.derive({"trainer.micro_batch_size": number})
 
 
-def find_on_ranks(label: str, find: Callable[[Path], Found], *, backend: Backend, ranks: Ranks) -> list[Found]:
-    """Has every rank find something by trials of its own, in an empty folder; returns what each found, to all.
+def reject_sharded(label: str, instead: str, ranks: Ranks, where: Any) -> None:
+    """Rejects a search where a rank has only a shard of the model: each rank searches alone."""
+    if ranks.mesh.is_split:
+        axes = ", ".join(f"{axis} {size}" for axis, size in ranks.mesh.sizes.items() if size > 1)
+        raise ConfigError(
+            f"{label} needs the whole model on each rank, but the mesh ({axes}) splits it. {instead}", where=where
+        )
 
-    Where one fails, all do: with its own error there, with its words elsewhere.
+
+def find_on_ranks(
+    label: str,
+    find: Callable[[Path], Found | None],
+    problem: str,
+    smallest: RunConfig,
+    *,
+    backend: Backend,
+    ranks: Ranks,
+    where: Any,
+) -> list[Found]:
+    """Calls `find` on every rank with an empty folder, and returns the results of all ranks.
+
+    If `find` runs out of memory or returns None on a rank, all raise OutOfMemory with `problem` and advice for the
+    config that needs the least memory. Any other failure is raised on all ranks, as text on the others.
     """
     failure: Exception | None = None
-    found: list[Found] = []
+    found: Found | None = None
     try:
-        with TemporaryDirectory(prefix="trainwright-") as empty:
-            found = [find(Path(empty))]
+        with TemporaryDirectory(prefix="trainwright-") as empty, backend.limited_memory(1.0 - HEADROOM):
+            found = find(Path(empty))
     except Exception as error:
-        failure = error
+        if not is_out_of_memory(error):  # otherwise the model, its optimizer or a batch alone is too large
+            failure = error
     backend.release_memory()
     answers = ranks.gather((found, None if failure is None else f"{type(failure).__name__}: {failure}"))
     if failure is not None:
         raise failure
-    for rank, (_, problem) in enumerate(answers):
-        if problem is not None:
-            raise TrainwrightError(f"{label}: the trial failed on rank {rank}. {problem}")
-    return [each for own, _ in answers for each in own]
+    for rank, (_, text) in enumerate(answers):
+        if text is not None:
+            raise TrainwrightError(f"{label}: the trial failed on rank {rank}. {text}")
+    fitting = [each for each, _ in answers if each is not None]
+    if len(fitting) < len(answers):
+        advice = "".join(f"\n  - {each}" for each in advice_for(smallest))
+        raise OutOfMemory(
+            f"{label}: {problem} into the memory of {backend.describe()}, of which {HEADROOM:.0%} stays free. What "
+            f"could change:{advice}",
+            where=where,
+        )
+    return fitting
 
 
-def _number_of_before(folder: Path | None, backend: Backend, ranks: Ranks) -> int | None:
-    saved = config_of_before(folder, backend, ranks)
-    number = None if saved is None else saved.trainer.micro_batch_size
-    return number if isinstance(number, int) else None
-
-
-def config_of_before(folder: Path | None, backend: Backend, ranks: Ranks) -> RunConfig | None:
-    """What the run in this folder had found, on a device like this one; the first rank looks for all."""
+def config_of_earlier_start(folder: Path | None, backend: Backend, ranks: Ranks) -> RunConfig | None:
+    """Returns the config of the run in this folder if it ran on the same kind of device; the first rank reads it."""
     found: RunConfig | None = None
     if folder is not None and ranks.is_first:
         try:
@@ -176,90 +196,69 @@ def config_of_before(folder: Path | None, backend: Backend, ranks: Ranks) -> Run
             if saved is not None and environment.get("device") == backend.describe():
                 found = saved
         except (OSError, ValueError, TrainwrightError) as error:
-            # Whether the run can go on from such a folder is judged later, and for all of it.
-            logger.debug("Nothing is known from before: %s", error)
+            # Whether the run can resume from such a folder is decided later.
+            logger.debug("Nothing is known from an earlier start: %s", error)
     return ranks.broadcast(found)
 
 
-def _find(assemble: Callable[[], Trainer], largest: int, backend: Backend, ranks: Ranks) -> int:
-    """Returns the largest micro-batch that fits on this rank; 0 if none does."""
-    try:
-        with backend.limited_memory(1.0 - HEADROOM):
-            return _find_with(assemble(), largest, ranks)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return 0  # the model alone, its optimizer or a batch is too much
-
-
-def _find_with(trainer: Trainer, largest: int, ranks: Ranks) -> int:
-    with steps_tried(trainer, largest, ranks) as trial:
-        sizes = micro_batch_sizes(largest)
-        if len(sizes) > 1 and not trial.runs(sizes[0]):
-            sizes = sizes[1:]
-        return largest_that_fits(sizes, trial.fits) or 0
-
-
 @contextmanager
-def steps_tried(trainer: Trainer, largest: int, ranks: Ranks) -> Iterator[StepTrial]:
-    """Gives what makes steps of one batch of `largest` samples, the longest there are; leaves all as it was."""
+def trial_steps(trainer: Trainer, largest: int, ranks: Ranks) -> Iterator[TrialSteps]:
+    """Yields an object that runs steps with one batch of the `largest` longest samples; then restores all state."""
     data = trainer.train_data
     assert data is not None
-    with _put_back(trainer), trainer.storage:
-        if isinstance(data, TrainData):
-            _take_longest(data)
+    with _state_restored(trainer), trainer.storage:
+        lengths = getattr(data.dataset, "lengths", None)
+        if isinstance(data, TrainData) and lengths is not None and len(lengths) == len(data):
+            data.order = _LongestFirst(lengths)
         with closing(data.batches(trainer.backend.to_device)) as iterator:
-            yield StepTrial(trainer, iterator, largest, sums_gradients=ranks.size > 1)
+            yield TrialSteps(trainer, iterator, largest, sums_gradients=ranks.size > 1)
 
 
-class StepTrial:
-    """Makes steps of one batch, cut into micro-batches of any size."""
+class TrialSteps:
+    """Runs steps with one batch, divided into micro-batches of any size."""
 
     def __init__(self, trainer: Trainer, iterator: Iterator[Any], largest: int, *, sums_gradients: bool) -> None:
         self._trainer = trainer
         self._largest = largest
         self._sums_gradients = sums_gradients
-        gradients = sum(each.nbytes for each in trainer.model.parameters() if each.requires_grad)
+        parameters = list(trainer.model.parameters())
+        gradients = sum(each.nbytes for each in parameters if each.requires_grad)
         self._growth = Growth(trainer.backend, num_fixed_bytes=gradients, num_sharing=local_size())
         self._has_stepped = False
-        self._answers: dict[int, bool] = {}
-        self._copies = _copies_of_hooks(trainer)
+        # Occupies the memory of hooks that will keep copies of the weights.
+        num_copies = sum(getattr(hook, "copies_of_weights", 0) for hook in trainer.hooks)
+        self._copies = [torch.empty_like(each) for _ in range(num_copies) for each in parameters]
         self._batch = trainer.next_train_inputs(iterator)
         assert trainer.train_data is not None
         self._num_samples = trainer.train_data.samples_in_hand
 
-    def runs(self, size: int) -> bool:
-        """Can steps be made of micro-batches of this size at all? Batch normalisation makes none of one sample."""
+    def can_run(self, size: int) -> bool:
+        """Returns False if steps with micro-batches of this size raise ValueError, as batch normalization of one."""
         try:
             self.fits(size)
         except ValueError as error:
-            logger.debug("No step can be made of micro-batches of %d: %s", size, error)
+            logger.debug("Micro-batches of %d cannot be trained: %s", size, error)
             return False
         return True
 
     def fits(self, size: int) -> bool:
-        """Makes a step with micro-batches of this size; returns whether there was memory for it."""
-        if size not in self._answers:
-            self._answers[size] = self._try(size)
-            logger.debug("Micro-batches of %d %s", size, "fit" if self._answers[size] else "do not fit")
-        return self._answers[size]
-
-    def _try(self, size: int) -> bool:
+        """Runs a step with micro-batches of this size; returns True if there is enough memory for it."""
         self._trainer.backend.release_memory()
-        return self._growth.leaves_room(size) and self.steps(size, lambda: self._growth.measuring(size))
+        does_fit = self._growth.leaves_room(size) and self.run(size, lambda: self._growth.measuring(size))
+        logger.debug("Micro-batches of %d %s", size, "fit" if does_fit else "do not fit")
+        return does_fit
 
-    def steps(self, size: int, measuring: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
-        """Makes a step whatever it takes, the last within `measuring`; returns whether there was memory for it."""
+    def run(self, size: int, measuring: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
+        """Runs a step, inside `measuring`, without an estimate before; returns True if there is enough memory."""
         trainer = self._trainer
-        # Memory can tell apart as many micro-batches; the others would need no more.
-        trainer.set_num_micro_batches(self._largest // size, limit=_MICRO_BATCHES_TRIED)
+        trainer.set_num_micro_batches(self._largest // size, limit=_NUM_MICRO_BATCHES)
         try:
             if not self._has_stepped:
-                # Only the second step has the optimizer's state beside the activations.
-                self._step()
+                # Only the second step has the optimizer's state in addition to the activations.
+                self._run_step()
                 self._has_stepped = True
             with measuring():
-                self._step()
+                self._run_step()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -269,7 +268,7 @@ class StepTrial:
                 optimizer.zero_grad(set_to_none=True)
         return True
 
-    def _step(self) -> None:
+    def _run_step(self) -> None:
         trainer = self._trainer
         trainer.storage.step = 1
         trainer.context.updater.begin_step(0)
@@ -277,38 +276,25 @@ class StepTrial:
         trainer.set_batch(self._batch, self._num_samples)
         trainer.train_step(self._batch)
         if self._sums_gradients:
-            # The sum over ranks packs every gradient once more (parallel/replicate.py).
+            # The sum over ranks copies every gradient into a bucket (parallel/replicate.py).
             packed = [torch.empty_like(each.grad) for each in trainer.model.parameters() if each.grad is not None]
             del packed
 
 
-def _copies_of_hooks(trainer: Trainer) -> list[torch.Tensor]:
-    """Takes as much memory as hooks will take that keep copies of the weights."""
-    num_copies = sum(getattr(hook, "copies_of_weights", 0) for hook in trainer.hooks)
-    return [torch.empty_like(each) for _ in range(num_copies) for each in trainer.model.parameters()]
-
-
-def _take_longest(data: TrainData) -> None:
-    """Lets a throw-away loader begin with the longest samples, where the dataset knows their lengths."""
-    lengths = getattr(data.dataset, "lengths", None)
-    if lengths is not None and len(lengths) == len(data):
-        data.order = _LongestFirst(lengths)
-
-
 class _LongestFirst:
-    """An order of samples by falling length: the first batch is the largest that there can be."""
+    """An order of samples by descending length: the first batch is the largest possible one."""
 
     def __init__(self, lengths: Any) -> None:
         self._indices = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable")
 
     def indices(self, start: int, stop: int) -> Any:
-        """Returns the samples at the places start … stop−1."""
+        """Returns the samples at the positions start … stop−1."""
         return self._indices[np.arange(start, stop) % len(self._indices)]
 
 
 @contextmanager
-def _put_back(trainer: Trainer) -> Iterator[None]:
-    """Leaves model, optimizers and data as they were: a user may hand the same objects to the run itself."""
+def _state_restored(trainer: Trainer) -> Iterator[None]:
+    """Restores model, optimizers and data: a user may pass the same objects to the run itself."""
     model, data = trainer.model, trainer.train_data
     assert data is not None
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
@@ -330,5 +316,5 @@ def _put_back(trainer: Trainer) -> Iterator[None]:
         for name, optimizer in trainer.optimizers.items():
             optimizer.load_state_dict(states[name])
         if order is not None:
-            data.order = order  # type: ignore[union-attr]  # only such data has one
+            data.order = order  # type: ignore[union-attr]  # only TrainData has one
         data.load_state_dict(position)

@@ -1,4 +1,4 @@
-"""The machine: every act that differs between devices is a verb of a Backend. See backend.py."""
+"""Devices: everything that differs between them is a method of a Backend. See backend.py."""
 
 from trainwright.backends.backend import (
     Backend,

@@ -1,4 +1,4 @@
-"""The contract of a device backend, as a CPU fulfils it, and the choice of a backend.
+"""The contract of a device backend, with the implementation for CPUs, and the choice of a backend.
 
 Everything that differs between devices is a method here. Graph mode asks a backend to `record` a function: on a GPU
 the recording is a CUDA graph (cuda.py); a CPU runs the function again under the same guards.
@@ -25,7 +25,7 @@ from trainwright.backends.host_memory import MemoryFacts
 from trainwright.backends.private_torch import TorchDispatchMode
 from trainwright.errors import ConfigError, HostReadError
 
-# Methods that copy values to the host without an operation of their own.
+# Methods that copy values to the host without dispatching an operation.
 _READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 
 Run = Callable[[list[Tensor]], list[Tensor]]
@@ -35,15 +35,14 @@ class Recording(Protocol):
     """A function that ran once and can be repeated."""
 
     def replay(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Repeats it with inputs of the same shapes; returns new tensors, one for each output.
+        """Repeats it with inputs of the same shapes; returns a new tensor for each output.
 
-        The parameters it was given have the gradients of this repetition afterwards.
+        Afterwards the parameters that it was recorded with have the gradients of this repetition.
         """
-        ...
 
 
 class Capture:
-    """Tells whether a step is being captured: its Python code then runs once, and replays repeat what it launched."""
+    """Says whether a step is being captured: its Python code then runs once, and replays repeat its kernels."""
 
     def __init__(self) -> None:
         self.is_active = False
@@ -61,7 +60,7 @@ class EagerRecording:
 
 
 def run_guarded(run: Run, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Runs a function that a CUDA graph could capture; raises HostReadError where it could not."""
+    """Runs a function; raises HostReadError if a CUDA graph could not capture it."""
     with _NoConversions(), _NoDataDependence():
         return run(list(inputs))
 
@@ -78,7 +77,7 @@ class _NoConversions(TorchFunctionMode):
 
 
 class _NoDataDependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no types
-    """Rejects operations whose result on the host, or whose shape, depends on values, and what follows a seeding."""
+    """Rejects operations whose host result or shape depends on values, and operations after a seeding."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -91,8 +90,7 @@ class _NoDataDependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         if torch.Tag.data_dependent_output in func.tags:
             raise HostReadError("The value of a tensor is read by the host.")
         if torch.Tag.dynamic_output_shape in func.tags and not _has_known_shape(func, args):
-            name = func.overloadpacket.__name__
-            raise HostReadError(f"The shape of what {name} returns depends on values.")
+            raise HostReadError(f"The shape of the result of {func.overloadpacket.__name__} depends on values.")
         return func(*args, **(kwargs or {}))
 
 
@@ -108,20 +106,20 @@ _FUSED_OPTIMIZERS = frozenset({"cpu", "cuda"})
 # Where torch accepts `capturable`; tpu is a device that torch_tpu adds to it.
 _CAPTURABLE_OPTIMIZERS = frozenset({"cuda", "xpu", "hpu", "tpu"})
 
-# Memory is the limit of a copy: a few threads reach it. A piece is worth handing to another thread.
-_COPY_THREADS = 8
-_COPY_BYTES = 16 * 2**20
+# Memory bandwidth limits a copy: a few threads reach it. A chunk is large enough for another thread.
+_MAX_COPY_THREADS = 8
+_CHUNK_BYTES = 16 * 2**20
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Backend:
-    """A CPU, and the contract of every device."""
+    """The contract of every device, implemented for a CPU."""
 
     collectives = "gloo"
-    """torch.distributed's backend for tensors on this device."""
+    """The torch.distributed backend for tensors on this device."""
     num_warm_ups = 2
-    """How many updates are made before one is recorded: they make the optimizers' state and load the kernels."""
+    """The number of updates before one is recorded: they create the optimizers' state and load the kernels."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -130,7 +128,7 @@ class Backend:
         """Makes this process use its device. Called once, before anything is built."""
 
     def repeat_bits(self) -> None:
-        """Lets torch use only kernels that give the same bits every time. Called once, before the device is used."""
+        """Restricts torch to deterministic kernels. Called once, before the device is used."""
         torch.use_deterministic_algorithms(True)
 
     def seed(self, value: int) -> None:
@@ -140,82 +138,82 @@ class Backend:
     def autocast(self, precision: str, *, keeps_casts: bool = True) -> AbstractContextManager[Any]:
         """Returns the context in which a forward of this precision runs.
 
-        `keeps_casts` keeps a copy of every weight in that precision until its end, for who uses a weight twice; where
-        weights are gathered for each use, that would be a copy of the whole model.
+        `keeps_casts` caches a copy of every weight in that precision until the end of the context, for weights that are
+        used twice. If weights are gathered for each use, that would be a copy of the whole model.
         """
         if precision == "fp32":
             return nullcontext()
         return torch.autocast(self.device.type, dtype=AUTOCAST_DTYPES[precision], cache_enabled=keeps_casts)
 
     def to_device(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Returns the batches on the device; where copies can overlap with work, one batch ahead."""
+        """Returns the batches on the device; if copies can overlap with computation, one batch ahead."""
         return batches
 
     def warming_up(self) -> AbstractContextManager[Any]:
-        """Returns the context in which work is done that is to be recorded later."""
+        """Returns the context for work that is recorded later."""
         return nullcontext()
 
     def record(
         self, run: Run, inputs: Sequence[torch.Tensor], *, parameters: Sequence[torch.Tensor] = ()
     ) -> tuple[Recording, list[torch.Tensor]]:
-        """Runs `run` once under guards; returns a recording, which repeats it, and what the run returned.
+        """Runs `run` once under guards; returns a recording that repeats it, and the result of the run.
 
-        After each replay the parameters have the gradients of that replay, and none where the run left none.
+        After each replay the parameters have the gradients of that replay, and None if the run left None.
         """
         return EagerRecording(run), run_guarded(run, inputs)
 
     def limited_memory(self, share: float) -> AbstractContextManager[None]:
-        """Returns a context in which this process gets no more than `share` of what the device has for it.
+        """Returns a context that limits this process to a share of the device's free memory; more raises out-of-memory.
 
-        Who asks for more meets out-of-memory. Main memory knows no such limit: there `memory_room` says what is left.
+        Main memory has no such limit; see `memory_room`.
         """
         return nullcontext()
 
     def memory_room(self) -> int | None:
-        """Returns how many bytes can still be taken before the system ends this process without a word.
+        """Returns how many bytes are left before the system kills this process.
 
-        None where nobody knows, and on devices that raise out-of-memory instead.
+        None if unknown, and on devices that raise out-of-memory instead.
         """
         return main_memory.room()
 
     def begin_peak(self) -> None:
-        """Lets `memory().peak` count from here on, where the system can."""
+        """Resets `memory().peak`, if the system supports it."""
         main_memory.begin_peak()
 
     def memory(self) -> MemoryFacts:
-        """Returns what this process holds on the device; waits for nothing."""
+        """Returns the memory of this process on the device, without waiting."""
         return main_memory.facts()
 
     def release_memory(self) -> None:
-        """Gives back what nobody refers to any more; takes some milliseconds."""
+        """Frees unreferenced memory; takes some milliseconds."""
         gc.collect()
 
     def write_memory_snapshot(self, folder: Path) -> Path | None:
-        """Writes what the device's memory holds, for torch's viewer (pytorch.org/memory_viz); None: there is none."""
+        """Writes a snapshot for torch's viewer (pytorch.org/memory_viz); returns None if there is none."""
         return None
 
     def describe(self) -> str:
-        """Names the device for the log."""
+        """Returns the name of the device for the log."""
         return f"cpu ({torch.get_num_threads()} threads)"
 
 
 def has_fused_optimizers(device: torch.device) -> bool:
-    """Has torch one kernel for a whole optimizer step on this device?"""
+    """Returns True if torch has fused optimizer kernels for this device."""
     return device.type in _FUSED_OPTIMIZERS
 
 
 def has_capturable_optimizers(device: torch.device) -> bool:
-    """Do torch's `capturable` optimizers work on this device?"""
+    """Returns True if torch's `capturable` optimizers support this device."""
     return device.type in _CAPTURABLE_OPTIMIZERS
 
 
 def waits_for_memory(device: torch.device) -> bool:
-    """Is arithmetic so fast on this device that passes over memory are what costs? Then fused forms pay."""
+    """Returns True if passes over memory, not arithmetic, limit this device, so that fused kernels are faster."""
     return device.type == "cuda"
 
 
 def host_buffers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns uninitialised memory of the host for a copy of each tensor, such as its device copies to fastest."""
+    """Returns uninitialized host memory for a copy of each tensor, pinned for those on a GPU."""
     buffers: dict[int, torch.Tensor] = {}
     on_gpu = [number for number, tensor in enumerate(tensors) if tensor.device.type == "cuda"]
     if on_gpu:
@@ -233,7 +231,7 @@ def copy_to_host(tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor
     pairs = list(zip(tensors, buffers, strict=True))
     on_devices = [pair for pair in pairs if pair[0].device.type != "cpu"]
     if on_devices:
-        # One call for hundreds of tensors, and none of them is waited for.
+        # One call for hundreds of tensors, without waiting for any of them.
         sources, targets = zip(*on_devices, strict=True)
         torch._foreach_copy_(targets, sources, non_blocking=True)
     _copy_within_host([pair for pair in pairs if pair[0].device.type == "cpu"])
@@ -242,31 +240,31 @@ def copy_to_host(tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor
 
 
 def _copy_within_host(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copies by as many threads as torch uses, which meet once, at the end.
+    """Copies with as many threads as torch uses, joined once at the end.
 
-    torch's own threads meet after every tensor: with other processes on the cores that took 10 to 20 times as long.
+    torch joins its threads after every tensor: with other processes on the cores that took 10 to 20 times as long.
     """
-    pieces = []
+    chunks = []
     for source, target in pairs:
         bytes_from, bytes_to = (each.reshape(-1).view(torch.uint8).numpy() for each in (source, target))
-        for start in range(0, len(bytes_from), _COPY_BYTES):
-            span = slice(start, start + _COPY_BYTES)
-            pieces.append((bytes_to[span], bytes_from[span]))
-    if sum(source.nbytes for source, _ in pairs) < _COPY_BYTES:
-        for target_bytes, source_bytes in pieces:
-            np.copyto(target_bytes, source_bytes)
+        for start in range(0, len(bytes_from), _CHUNK_BYTES):
+            span = slice(start, start + _CHUNK_BYTES)
+            chunks.append((bytes_to[span], bytes_from[span]))
+    if sum(source.nbytes for source, _ in pairs) < _CHUNK_BYTES:
+        for chunk in chunks:
+            np.copyto(*chunk)
         return
-    with ThreadPoolExecutor(min(_COPY_THREADS, torch.get_num_threads()), thread_name_prefix="copy") as threads:
-        deque(threads.map(np.copyto, *zip(*pieces, strict=True)), maxlen=0)  # raises what a thread raised
+    with ThreadPoolExecutor(min(_MAX_COPY_THREADS, torch.get_num_threads()), thread_name_prefix="copy") as threads:
+        deque(threads.map(np.copyto, *zip(*chunks, strict=True)), maxlen=0)  # raises what a thread raised
 
 
 def reads_at_once(device: torch.device) -> bool:
-    """Is a value on this device read without waiting for what was asked of it before? Then the host may judge it."""
+    """Returns True if reading a value does not wait for earlier work on this device."""
     return device.type == "cpu"
 
 
 def memory_in_use() -> int:
-    """Returns the bytes that this process holds: on its GPU where it uses one, else in main memory; 0 if unknown."""
+    """Returns the bytes that this process uses: on its GPU if it has one, else in main memory; 0 if unknown."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.cuda.max_memory_allocated()
     status = Path("/proc/self/statm")
@@ -274,8 +272,8 @@ def memory_in_use() -> int:
 
 
 def checked_device(device: torch.device | str) -> torch.device:
-    """Returns a device that a call names; one that torch does not know, or that is not here, is rejected."""
-    if str(device) == "tpu":  # where torch_tpu is not installed torch does not know the word
+    """Returns a torch.device; rejects one that torch does not know, or that is not available."""
+    if str(device) == "tpu":  # unknown to torch if torch_tpu is not installed
         _reject_absent_tpu("device")
     try:
         found = torch.device(device)
@@ -289,7 +287,9 @@ def checked_device(device: torch.device | str) -> torch.device:
 def pick_backend(setting: str, *, local_rank: int = 0, where: object | None = None) -> Backend:
     """Returns the backend for `runtime.device`: auto, cpu, cuda, cuda:1 or tpu."""
     if setting == "auto":
-        setting = _best_device()
+        from trainwright.backends.tpu import has_tpu
+
+        setting = "cuda" if torch.cuda.is_available() else "tpu" if has_tpu() else "cpu"
     kind, _, index = setting.partition(":")
     if kind == "cpu":
         return Backend(torch.device("cpu"))
@@ -298,31 +298,20 @@ def pick_backend(setting: str, *, local_rank: int = 0, where: object | None = No
         from trainwright.backends.tpu import TpuBackend
 
         return TpuBackend(torch.device("tpu"))
-    if setting == "cuda" or (kind == "cuda" and index.isdecimal()):
-        return _pick_gpu(setting, int(index) if index else local_rank, where=where)
-    raise ConfigError(f"runtime.device: no device {setting!r}. Use auto, cpu, cuda, cuda:N or tpu.", where=where)
-
-
-def _pick_gpu(setting: str, index: int, *, where: object | None) -> Backend:
+    if setting != "cuda" and not (kind == "cuda" and index.isdecimal()):
+        raise ConfigError(f"runtime.device: no device {setting!r}. Use auto, cpu, cuda, cuda:N or tpu.", where=where)
     if not torch.cuda.is_available():
         raise ConfigError(f"runtime.device: {setting!r}, but torch sees no GPU here. Use auto or cpu.", where=where)
-    if index >= torch.cuda.device_count():
+    number, count = int(index) if index else local_rank, torch.cuda.device_count()
+    if number >= count:
         raise ConfigError(
-            f"runtime.device: {setting!r} is cuda:{index} in this process, but torch sees {torch.cuda.device_count()} "
-            "GPU(s) here. Start one process for each GPU (--nproc), and look at CUDA_VISIBLE_DEVICES.",
+            f"runtime.device: {setting!r} is cuda:{number} in this process, but torch finds {count} GPU(s). Start one "
+            "process per GPU (--nproc), and check CUDA_VISIBLE_DEVICES.",
             where=where,
         )
     from trainwright.backends.cuda import CudaBackend
 
-    return CudaBackend(torch.device("cuda", index))
-
-
-def _best_device() -> str:
-    if torch.cuda.is_available():
-        return "cuda"
-    from trainwright.backends.tpu import has_tpu
-
-    return "tpu" if has_tpu() else "cpu"
+    return CudaBackend(torch.device("cuda", number))
 
 
 def _reject_absent_tpu(label: str, *, where: object | None = None) -> None:

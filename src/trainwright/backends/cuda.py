@@ -22,65 +22,45 @@ logger = logging.getLogger(__name__)
 
 
 class CudaGraph:
-    """Work that was captured, with the memory that it reads and writes."""
+    """A captured function, with the memory that it reads and writes."""
 
     def __init__(
         self, run: Run, inputs: Sequence[Tensor], stream: torch.cuda.Stream, *, parameters: Sequence[Tensor] = ()
     ) -> None:
         self._inputs = [torch.empty_like(each) for each in inputs]
         self._graph = torch.cuda.CUDAGraph()
-        # Threads of the data loading may pin memory meanwhile: only this thread's calls are judged.
+        # Data threads may pin memory at the same time: only calls of this thread are checked.
         with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
-            self._results = _Results(run(list(self._inputs)), stream.device)
-        # Each graph writes gradients of its own, and who steps after a replay reads those of the parameters.
+            self._outputs = [each.detach() for each in run(list(self._inputs))]
+        warn_of_constants(self._outputs, stream.device)
+        # Each graph writes its own gradients, and the optimizers after a replay read those of the parameters.
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
 
     def replay(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Copies the inputs to where the graph reads them, launches it, and copies its results out of its memory."""
+        """Copies the inputs into the graph's memory, launches it, and copies its outputs out of that memory."""
         if inputs:
             torch._foreach_copy_(self._inputs, list(inputs))
         self._graph.replay()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        return self._results.copies()
+        copies = [torch.empty_like(each) for each in self._outputs]
+        if copies:
+            torch._foreach_copy_(copies, self._outputs)
+        return copies
 
 
-class _Results:
-    """The outputs of a graph: those of one element lie in one tensor for each dtype, so that one copy takes all."""
-
-    def __init__(self, outputs: Sequence[Tensor], device: torch.device) -> None:
-        self._large: dict[int, Tensor] = {}
-        self._small: list[tuple[list[int], Tensor]] = []
-        self._shapes = [each.shape for each in outputs]
-        kinds: dict[torch.dtype, list[int]] = {}
-        for number, output in enumerate(outputs):
-            if output.device != device:
-                logger.warning(
-                    "runtime.mode graph: a metric or loss of shape %s lies on %s, where a graph of %s computes "
-                    "nothing: it stays what it was when the step was recorded.",
-                    tuple(output.shape),
-                    output.device,
-                    device,
-                )
-                self._large[number] = output
-            elif output.numel() == 1:
-                kinds.setdefault(output.dtype, []).append(number)
-            else:
-                self._large[number] = output
-        for numbers in kinds.values():
-            self._small.append((numbers, torch.stack([outputs[number].detach().reshape(()) for number in numbers])))
-
-    def copies(self) -> list[Tensor]:
-        """Returns the outputs as the last launch gives them; the next one does not change these."""
-        found = {number: output.clone() for number, output in self._large.items()}
-        for numbers, together in self._small:
-            for number, value in zip(numbers, together.clone().unbind(), strict=True):
-                shape = self._shapes[number]
-                found[number] = value.reshape(shape) if shape else value
-        return [found[number] for number in range(len(self._shapes))]
+def warn_of_constants(outputs: Sequence[Tensor], device: torch.device) -> None:
+    """Warns of outputs on another device, which replays do not update."""
+    for output in outputs:
+        if output.device != device:
+            logger.warning(
+                "runtime.mode graph: a metric or loss of shape %s is on %s, which a graph of %s does not update: it "
+                "keeps its value of the captured step.",
+                *(tuple(output.shape), output.device, device),
+            )
 
 
-# torch rounds pinned memory up to a power of two, which for each tensor alone would waste a third.
+# torch rounds pinned memory up to a power of two, which would waste a third if each tensor were pinned alone.
 _PINNED_BLOCK_BYTES = 2**30
 _PINNED_ALIGNMENT = 64
 
@@ -96,21 +76,21 @@ class CudaBackend(Backend):
         self._capture_stream: torch.cuda.Stream | None = None
 
     def claim(self) -> None:
-        """Makes this device the current one, for NCCL and for kernels that ask for it."""
+        """Makes this device the current one, for NCCL and for kernels that use the current device."""
         torch.cuda.set_device(self.device)
 
     def repeat_bits(self) -> None:
-        """Also gives matrix products the workspace that they need to add up in a fixed order."""
+        """Also sets the workspace with which matrix products have a fixed order of summation."""
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         super().repeat_bits()
 
     def seed(self, value: int) -> None:
-        """Seeds the CPU's and this device's generators."""
+        """Seeds the generators of the CPU and of this device."""
         torch.default_generator.manual_seed(value)
         torch.cuda.default_generators[self.device.index].manual_seed(value)
 
     def to_device(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Copies on a stream of its own, one batch ahead, so that the copy of the next overlaps with this one."""
+        """Copies on a separate stream, one batch ahead, so that the copy overlaps with computation."""
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         ahead: tuple[Any, torch.cuda.Event] | None = None
         for batch in batches:
@@ -125,8 +105,8 @@ class CudaBackend(Backend):
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
-        """Works on the stream that captures: what remembers its stream must not wait for another one then."""
-        stream, current = self._stream_of_captures(), torch.cuda.current_stream(self.device)
+        """Runs on the capture stream: objects that remember their stream must not wait for another one later."""
+        stream, current = self._make_capture_stream(), torch.cuda.current_stream(self.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             yield
@@ -135,9 +115,9 @@ class CudaBackend(Backend):
     def record(
         self, run: Run, inputs: Sequence[torch.Tensor], *, parameters: Sequence[torch.Tensor] = ()
     ) -> tuple[Recording, list[torch.Tensor]]:
-        """Captures a CUDA graph, which does nothing yet, and launches it."""
+        """Captures a CUDA graph and launches it: capturing alone computes nothing."""
         try:
-            graph = CudaGraph(run, inputs, self._stream_of_captures(), parameters=parameters)
+            graph = CudaGraph(run, inputs, self._make_capture_stream(), parameters=parameters)
         except RuntimeError as error:
             if "captur" not in str(error):
                 raise
@@ -145,14 +125,14 @@ class CudaBackend(Backend):
             raise HostReadError(f"A line waits for the device ({reason}).") from error
         return graph, graph.replay(inputs)
 
-    def _stream_of_captures(self) -> torch.cuda.Stream:
+    def _make_capture_stream(self) -> torch.cuda.Stream:
         if self._capture_stream is None:
             self._capture_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         return self._capture_stream
 
     @contextmanager
     def limited_memory(self, share: float) -> Iterator[None]:
-        """Limits torch's allocator to a share of what other processes have left free of this device."""
+        """Limits torch's allocator to a share of the memory that other processes leave free."""
         self.release_memory()
         free, total = torch.cuda.mem_get_info(self.device)
         before = torch.cuda.get_per_process_memory_fraction(self.device)
@@ -164,15 +144,15 @@ class CudaBackend(Backend):
             torch.cuda.set_per_process_memory_fraction(before, self.device)
 
     def memory_room(self) -> int | None:
-        """Returns None: who asks for too much is told."""
+        """Returns None: the device raises out-of-memory."""
         return None
 
     def begin_peak(self) -> None:
-        """Lets the allocator's peak count from here on."""
+        """Resets the allocator's peak."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def memory(self) -> MemoryFacts:
-        """Returns what torch's allocator holds."""
+        """Returns the figures of torch's allocator."""
         return MemoryFacts(
             in_use=torch.cuda.memory_allocated(self.device),
             peak=torch.cuda.max_memory_allocated(self.device),
@@ -181,45 +161,45 @@ class CudaBackend(Backend):
         )
 
     def release_memory(self) -> None:
-        """Waits for the device, and gives the allocator's unused blocks back to it."""
+        """Waits for the device and frees the allocator's unused blocks."""
         gc.collect()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
     def write_memory_snapshot(self, folder: Path) -> Path | None:
-        """Writes every block that the allocator holds; with stacks where the user has it record them."""
+        """Writes all blocks of the allocator, with stacks if the user records them."""
         path = folder / "memory_snapshot.pickle"
         # The public memory_snapshot() lacks the settings and traces that the viewer reads.
         torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
         return path
 
     def describe(self) -> str:
-        """Names the device and its memory."""
+        """Returns the name of the device and its memory."""
         properties = torch.cuda.get_device_properties(self.device)
         return f"{self.device} ({properties.name}, {properties.total_memory / 2**30:.0f} GiB)"
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        # Only from pinned memory does a copy not wait; pinning here costs one host copy where a loader did not.
+        # Only copies from pinned memory do not wait; pinning here costs a host copy if the loader did not pin.
         source = tensor if tensor.is_pinned() or tensor.is_cuda else tensor.pin_memory()
         return source.to(self.device, non_blocking=True)
 
     def _hand_over(self, batch: Any, arrived: torch.cuda.Event) -> Any:
         current = torch.cuda.current_stream(self.device)
         current.wait_event(arrived)
-        # Without this the allocator could reuse a batch's memory on the copy stream while it is still computed on.
+        # Otherwise the allocator could reuse a batch's memory on the copy stream while it is still in use.
         _map_tensors(lambda tensor: tensor.record_stream(current), batch)
         return batch
 
 
-def _map_tensors(act: Callable[[torch.Tensor], Any], batch: Any) -> Any:
-    """Replaces the tensors of a batch; of a plain dict, which most are, fifteen times faster than torch's way."""
+def _map_tensors(function: Callable[[torch.Tensor], Any], batch: Any) -> Any:
+    """Maps the tensors of a batch; for a plain dict 15 times faster than torch's tree_map."""
     if type(batch) is dict and all(type(value) is torch.Tensor for value in batch.values()):
-        return {name: act(value) for name, value in batch.items()}
-    return tree_map_only(torch.Tensor, act, batch)
+        return {name: function(value) for name, value in batch.items()}
+    return tree_map_only(torch.Tensor, function, batch)
 
 
 def pinned_buffers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns pinned host memory like each tensor, cut from blocks of up to a GiB; pinning takes seconds for many."""
+    """Returns pinned host memory like each tensor, in blocks of up to 1 GiB: pinning many tensors takes seconds."""
     sizes = [-(-tensor.nbytes // _PINNED_ALIGNMENT) * _PINNED_ALIGNMENT for tensor in tensors]
     block = torch.empty(0, dtype=torch.uint8)
     used, left = 0, sum(sizes)

@@ -1,7 +1,7 @@
-"""A TPU by torch_tpu: what it does otherwise than a CPU. See backend.py for the contract of each verb.
+"""TPUs, with torch_tpu: what differs from a CPU. backend.py has the contract.
 
-torch_tpu makes a TPU an ordinary device of torch, `tpu`, with eager execution, DTensor and FSDP2; a process has one.
-Nothing outside of this file knows of it. docs/launching.md says what of it was exercised.
+torch_tpu makes a TPU an ordinary torch device, `tpu`, with eager execution, DTensor and FSDP2; a process has one. No
+other file depends on it. docs/launching.md says what was tested.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class TpuBackend(Backend):
     collectives = "cpu:gloo,tpu:tpu_dist"
 
     def claim(self) -> None:
-        """Lets float32 mean float32: by default a TPU rounds the factors of a matrix product to bfloat16.
+        """Uses full float32: by default a TPU rounds the factors of a matrix product to bfloat16.
 
-        Which TPU a process has is decided by its launcher's variables, not here.
+        The launcher's environment variables decide which TPU a process has.
         """
         torch.set_float32_matmul_precision("highest")
 
@@ -39,13 +39,15 @@ class TpuBackend(Backend):
         _module().manual_seed(value)
 
     def autocast(self, precision: str, *, keeps_casts: bool = True) -> AbstractContextManager[Any]:
-        """Returns the context of a forward; fp16 is rejected, for a TPU computes in bfloat16."""
+        """Returns the context of a forward; rejects fp16, because a TPU computes in bfloat16."""
         if precision == "fp16":
-            raise ConfigError("runtime.precision: fp16 is not for a TPU, which multiplies in bfloat16. Use bf16.")
+            raise ConfigError(
+                "runtime.precision: a TPU does not support fp16, because it multiplies in bfloat16. Use bf16."
+            )
         return super().autocast(precision, keeps_casts=keeps_casts)
 
     def to_device(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Copies one batch ahead. Copies and steps are queued alike: the copy of the next is asked for first."""
+        """Copies one batch ahead. Copies and steps share a queue: the next copy is queued before the step."""
         ahead: list[Any] = []
         for batch in batches:
             ahead.append(tree_map_only(torch.Tensor, self._copy, batch))
@@ -54,23 +56,23 @@ class TpuBackend(Backend):
         yield from ahead
 
     def memory_room(self) -> int | None:
-        """Returns None: who asks for too much is told."""
+        """Returns None: the device raises out-of-memory."""
         return None
 
     def begin_peak(self) -> None:
         """Does nothing: torch_tpu keeps no peak."""
 
     def memory(self) -> MemoryFacts:
-        """Returns what the device has; how much of it is in use torch_tpu 0.2 does not tell."""
+        """Returns the total memory; torch_tpu 0.2 does not say how much of it is in use."""
         return MemoryFacts(in_use=None, peak=None, total=_total_memory())
 
     def release_memory(self) -> None:
-        """Waits for the device, after which it has what nobody refers to any more."""
+        """Waits for the device, which then has freed unreferenced memory."""
         gc.collect()
         torch.accelerator.synchronize()
 
     def describe(self) -> str:
-        """Names the device and its memory."""
+        """Returns the name of the device and its memory."""
         total = _total_memory()
         size = "" if total is None else f", {total / 2**30:.0f} GiB"
         return f"{self.device} ({_module().get_device_name()}{size})"
@@ -80,13 +82,13 @@ class TpuBackend(Backend):
 
 
 def has_tpu() -> bool:
-    """Does torch see a TPU? Importing torch loads torch_tpu, which makes `tpu` the accelerator where there is one."""
+    """Returns True if torch finds a TPU. Importing torch loads torch_tpu, which makes `tpu` the accelerator."""
     found = torch.accelerator.current_accelerator()
     return found is not None and found.type == "tpu"
 
 
 def reject_absent_tpu(label: str, *, where: object | None = None) -> None:
-    """Raises what is missing, where a TPU is asked for and torch sees none."""
+    """Raises an error that says what is missing if torch finds no TPU."""
     if has_tpu():
         return
     if importlib.util.find_spec("torch_tpu") is None:
@@ -95,16 +97,16 @@ def reject_absent_tpu(label: str, *, where: object | None = None) -> None:
             "Run pip install 'trainwright[tpu]', or use auto or cpu.",
             where=where,
         )
-    raise ConfigError(f"{label}: 'tpu', but torch_tpu sees no TPU here. Use auto or cpu.", where=where)
+    raise ConfigError(f"{label}: 'tpu', but torch_tpu finds no TPU. Use auto or cpu.", where=where)
 
 
 def _module() -> Any:
-    """torch_tpu's own verbs, which torch does not have for every device."""
+    """Returns torch_tpu's own functions, which torch does not have for every device."""
     return torch.get_device_module("tpu")
 
 
 def _total_memory() -> int | None:
     try:
         return int(_module().get_device_properties().total_memory)
-    except RuntimeError:  # a TPU that is newer than torch_tpu
+    except RuntimeError:  # a TPU newer than torch_tpu
         return None

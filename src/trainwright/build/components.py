@@ -1,4 +1,4 @@
-"""Builds each part of a run from its section of the config: what a Trainer's `build_*` methods are offered."""
+"""Builds each object of a run from its section of the config, for the `build_*` methods of a Trainer."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from trainwright.build.data import DatasetBuilder
+from trainwright.build.parallelize import is_users
 from trainwright.checkpoint.folder import run_folder
 from trainwright.config import Component, DataSection, ModelSection, RunConfig
 from trainwright.data.fetch import is_stream
@@ -50,9 +51,15 @@ from trainwright.writers.writer import Writer
 
 logger = logging.getLogger(__name__)
 
+IN_CODE = ("in_code:", "in_code_with_model:")
+"""Prefixes of the recorded type of a class that was given in code and that no later process can build.
+
+The name of the class follows. The second prefix says that the class builds the model.
+"""
+
 
 class Build:
-    """Offers each part as the config describes it (see loop/trainer.py), and notes which sections were used."""
+    """Builds each object as the config describes it (`Builder` in loop/trainer.py); records the used sections."""
 
     def __init__(
         self,
@@ -62,7 +69,7 @@ class Build:
         folder: Path | None = None,
         kept: PretrainedFacts | None = None,
     ) -> None:
-        """`kept` is what the pretrained folder told an earlier start: its weights then come from a checkpoint."""
+        """`kept` are the pretrained facts of an earlier start, if the weights come from its checkpoint."""
         self.config = config
         self.project_dir = config.project_dir
         self.ranks = ranks or Ranks()
@@ -71,37 +78,53 @@ class Build:
         self._reader: str | None = None
         self.pretrained_facts: PretrainedFacts | None = None
         self.first_has_weights = False
-        """Has the first rank alone built weights, while the other ranks wait for them on the meta device?"""
+        """True if only the first rank has weights; the model of the others is on the meta device."""
         self._task: Task | None = None
-        self._used: set[str] = set()
+        self._data_task: Task | None = None
+        """The task if it builds the datasets."""
+        self.used: set[str] = set()
+        """The sections from which an object was built."""
         self._splits: dict[str, Any] | None = None
         self._datasets = DatasetBuilder(
             project_dir=self.project_dir, seed=config.seed, process=config.data.process, origin_of=config.origin
         )
         registry.import_modules(config.imports, project_dir=self.project_dir, where=config.origin("imports"))
 
-    # what a Trainer's build_* methods may ask for
+    # For the build_* methods of a Trainer.
 
     def task(self) -> Task:
         """The `task` section, or the default task."""
-        self._used.add("task")
-        return Task() if self.config.task is None else self._make("task", "task", self.config.task)
+        self.used.add("task")
+        section = self.config.task
+        if section is None:
+            return Task()
+        if section.type.startswith(IN_CODE):
+            name = section.type.partition(":")[2]
+            short = name.rpartition(".")[2]
+            raise ConfigError(
+                f"task: this run was trained with a task given in code ({name}), whose arguments are not in the "
+                f"config. Pass it again, run_experiment(config, task={short}(…)), or name it in the config: "
+                f"task: {{type: file.py:{short}}}.",
+                where=self.config.origin("task"),
+            )
+        task: Task = self._make("task", "task", section)
+        return task
 
     def model(self) -> torch.nn.Module:
-        """The task's model where it builds one, else the `model` section.
+        """The task's model if it builds one, otherwise the `model` section.
 
-        Where ranks keep only parts of it, and nobody else's code sees it whole, the first rank alone makes weights:
-        of a large model a machine holds one copy, but not one for each of its ranks.
+        If the model is sharded and no user code reads its weights, only the first rank creates them: a machine may have
+        memory for one copy of a large model, but not for one per rank.
         """
         if self._task is not None and overrides(self._task, "build_model", Task):
             return self._task.build_model()
-        self._used.add("model")
+        self.used.add("model")
         section = self.config.model
         if section is None:
             where = self.config.origin("model")
-            problem = "model: there is none. Name one, such as {type: llama, …} or {type: models/net.py:Net}."
+            problem = "model is required, for example {type: llama, …} or {type: models/net.py:Net}."
             if where is not None and where.file.endswith(".py"):
-                problem += " A Python file says so in `config`, or in a variable `model`."
+                problem += " A Python file defines it in `config`, or in a variable `model`."
             raise ConfigError(problem, where=where)
         project_dir, origin = Path(self.project_dir), self.config.origin
         is_split = self.ranks.size > 1 and self.ranks.mesh.is_split
@@ -115,13 +138,13 @@ class Build:
 
     def optimizers(self, model: torch.nn.Module) -> dict[str, torch.optim.Optimizer]:
         """The `trainer.optimizer` section over all parameters, or each of `trainer.optimizers` over its own."""
-        self._used |= {"trainer.optimizer", "trainer.optimizers"}
+        self.used |= {"trainer.optimizer", "trainer.optimizers"}
         trainer = self.config.trainer
         trainable = self._trainable(model)
         if not trainer.optimizers:
             if trainer.optimizer is None:
                 raise ConfigError(
-                    "trainer.optimizer: there is none. Name one, such as {type: adamw, lr: 1e-3}.",
+                    "trainer.optimizer is required, for example {type: adamw, lr: 1e-3}.",
                     where=self.config.origin("trainer"),
                 )
             return {"main": self._optimizer("trainer.optimizer", trainer.optimizer, trainable, model)}
@@ -132,53 +155,54 @@ class Build:
         }
 
     def train_data(self) -> Any:
-        """The task's training dataset where it builds one, else `data.train`, cut by `data.split`."""
-        if self._task_builds_data():
-            return self._task.build_dataset("train")  # type: ignore[union-attr]  # just asked
-        self._used.add("data.train")
+        """The task's training dataset if it builds one, otherwise `data.train`, divided by `data.split`."""
+        if self._data_task is not None:
+            return self._data_task.build_dataset("train")
+        self.used.add("data.train")
         if self.config.data.cut_off:
-            return self._parts()["train"]
+            return self._split_train_data()["train"]
         return self._dataset("data.train", self.config.data.train)
 
     def eval_data(self) -> dict[str, Any]:
-        """The evaluation datasets by name: the task's, those of `data.eval`, or the split's second part."""
-        if self._task_builds_data():
-            valid = self._task.build_dataset("valid")  # type: ignore[union-attr]  # just asked
+        """The evaluation datasets by name: the task's, those of `data.eval`, or `valid` of `data.split`."""
+        if self._data_task is not None:
+            valid = self._data_task.build_dataset("valid")
             return {} if valid is None else {"valid": valid}
-        self._used.add("data.eval")
+        self.used.add("data.eval")
         section = self.config.data.eval
         if "test" in section and self.config.data.test is not None:
             where = self.config.origin("data.eval.test")
-            raise ConfigError("data.eval.test and data.test would share the name test. Rename the former.", where=where)
+            raise ConfigError("data.eval.test and data.test would both be named test. Rename the former.", where=where)
         if section:
             if "valid" in self.config.data.cut_off:
-                logger.warning("data.split: nobody uses its part valid, for data.eval wins. Cut off no such part.")
+                logger.warning("data.split: valid is not used, because there is data.eval. Remove one of the two.")
             return {name: self._dataset(f"data.eval.{name}", component) for name, component in section.items()}
-        return {name: part for name, part in self._parts().items() if name == "valid"}
+        return {name: split for name, split in self._split_train_data().items() if name == "valid"}
 
     def test_data(self) -> Any:
         """The dataset that is evaluated once, at the end, or None."""
-        if self._task_builds_data():
-            return self._task.build_dataset("test")  # type: ignore[union-attr]  # just asked
-        self._used.add("data.test")
+        if self._data_task is not None:
+            return self._data_task.build_dataset("test")
+        self.used.add("data.test")
         if self.config.data.test is not None:
             return self._dataset("data.test", self.config.data.test)
-        return self._parts().get("test")
+        return self._split_train_data().get("test")
 
     def collator(self) -> Callable[[list[Any]], Any]:
-        """The `data.collator` section: an object that the section makes, or a plain function of the samples."""
-        self._used.add("data.collator")
+        """The `data.collator` section: an object, or a plain function of the samples."""
+        self.used.add("data.collator")
         label, section = "data.collator", self.config.data.collator
-        where = section.origin
-        target = registry.find("collator", section.type, project_dir=self.project_dir, where=where, label=label)
-        if _takes_samples(target, section.arguments):
+        target = registry.find(
+            "collator", section.type, project_dir=self.project_dir, where=section.origin, label=label
+        )
+        if _is_collate_function(target, section.arguments):
             return partial(target, **section.arguments)
         collator: Callable[[list[Any]], Any] = self._make("collator", label, section)
         return collator
 
     def hooks(self) -> list[Hook]:
         """The default hooks, then those of the `hooks` section."""
-        self._used.add("hooks")
+        self.used.add("hooks")
         own = [self._make("hook", f"hooks.{number}", each) for number, each in enumerate(self.config.hooks)]
         return [
             TimeSteps(),
@@ -190,7 +214,7 @@ class Build:
 
     def writers(self) -> list[Writer]:
         """The `writers` section, on the first rank."""
-        self._used.add("writers")
+        self.used.add("writers")
         if not self.ranks.is_first:
             return []
         return [
@@ -198,29 +222,36 @@ class Build:
             for number, each in enumerate(self.config.writers)
         ]
 
-    # what only build_trainer asks for
+    # For build_trainer alone.
 
     def trainer_class(self) -> type[Trainer]:
         """The class that `trainer.type` names."""
-        where = self.config.origin("trainer.type")
-        found = registry.find(
-            "trainer", self.config.trainer.type, project_dir=self.project_dir, where=where, label="trainer"
-        )
+        where, name = self.config.origin("trainer.type"), self.config.trainer.type
+        if name.startswith(IN_CODE):
+            name = name.partition(":")[2]
+            raise ConfigError(
+                f"trainer: this run was trained with a class given in code ({name}), which a later process cannot "
+                "import: it is defined inside a function, in a notebook, or in a program without "
+                f'`if __name__ == "__main__":`. Pass it again, run_experiment(config, '
+                f"trainer={name.rpartition('.')[2]}), or move it to the top level of its own file.",
+                where=where,
+            )
+        found = registry.find("trainer", name, project_dir=self.project_dir, where=where, label="trainer")
         if not (isinstance(found, type) and issubclass(found, Trainer)):
-            raise ConfigError(f"trainer.type: {self.config.trainer.type} is not a subclass of Trainer.", where=where)
+            raise ConfigError(f"trainer.type: {name} is not a subclass of Trainer.", where=where)
         return found
 
     def take_trainer(self, trainer_class: type[Trainer]) -> None:
-        """Notes the class that asks for the model: a `build_model` of a user's may read the weights that it gets."""
+        """Sets the class that calls `model()`: a user's own `build_model` may read the weights."""
         reject_wrong_methods(trainer_class, Trainer)
         check_constructor(trainer_class)
-        owner = next(each for each in trainer_class.__mro__ if "build_model" in vars(each))
-        if not owner.__module__.startswith("trainwright."):
-            self._reader = f"{owner.__name__}.build_model"
+        if is_users(trainer_class, "build_model"):
+            self._reader = f"{trainer_class.__name__}.build_model"
 
     def take_task(self, task: Task) -> None:
-        """Notes the task whose `build_*` methods win over sections."""
+        """Sets the task whose `build_*` methods replace sections."""
         self._task = task
+        self._data_task = task if overrides(task, "build_dataset", Task) else None
 
     def schedules(self, names: Mapping[str, Any]) -> dict[str, Callable[[int, int], float]]:
         """The schedule of each optimizer: its own, or `trainer.schedule`, or a constant rate."""
@@ -234,7 +265,7 @@ class Build:
         return schedules
 
     def metrics(self, task: Task, device: torch.device) -> list[ConfiguredMetric]:
-        """The `evaluation.metrics` section and the task's own metrics, on the device."""
+        """The `evaluation.metrics` section and the metrics of the task, on the device."""
         made = []
         for name, component in self.config.evaluation.metrics.items():
             arguments = dict(component.arguments)
@@ -251,12 +282,12 @@ class Build:
         for each in made:
             if isinstance(each.metric, torch.nn.Module):
                 each.metric.to(device)
-                if self.ranks.mesh.loss_group is not None:  # torchmetrics' talk between ranks themselves
+                if self.ranks.mesh.loss_group is not None:  # torchmetrics' communicate between ranks
                     each.metric.process_group = self.ranks.mesh.loss_group
         return made
 
     def reject_unused(self) -> None:
-        """Rejects sections that a Trainer's or Task's own build methods left without effect."""
+        """Rejects sections that have no effect because the Trainer or Task builds the object itself."""
         config = self.config
         optimizer = "trainer.optimizers" if config.trainer.optimizers else "trainer.optimizer"
         given: dict[str, tuple[bool, str]] = {
@@ -273,17 +304,17 @@ class Build:
             "writers": (config.writers != RunConfig().writers, "writers()"),
         }
         for section, (is_given, offer) in given.items():
-            if is_given and section not in self._used:
+            if is_given and section not in self.used:
                 raise ConfigError(
-                    f"{section}: has no effect, for the trainer or task builds this itself. Remove the section, or use "
-                    f"it there through build.{offer}.",
+                    f"{section}: has no effect, because the trainer or task builds this itself. Remove the section, or "
+                    f"use it there with build.{offer}.",
                     where=config.origin(section),
                 )
 
     def _model_of_first(self, section: ModelSection) -> torch.nn.Module:
-        """Builds weights on the first rank, and the same model without memory on the others; collective.
+        """Builds the model with weights on the first rank, without memory on the others; collective.
 
-        What the first rank's pretrained folder told, or why there is no model, all ranks get to know.
+        All ranks get the facts of the pretrained folder, or the error of the first rank.
         """
         project_dir, origin = Path(self.project_dir), self.config.origin
         model: torch.nn.Module | None = None
@@ -295,14 +326,13 @@ class Build:
             except Exception as error:
                 failure = error
         problem = failure
-        if failure is not None and not isinstance(failure, TrainwrightError):  # perhaps one that cannot be sent
+        if failure is not None and not isinstance(failure, TrainwrightError):  # possibly one that cannot be pickled
             problem = TrainwrightError(f"Rank 0 could not build the model: {type(failure).__name__}: {failure}")
         self.pretrained_facts, problem = self.ranks.broadcast((facts, problem))
         if problem is not None:
             raise failure or problem
         if model is None:
-            facts = self.pretrained_facts
-            model = build_without_memory(section, project_dir=project_dir, origin=origin, kept=facts)
+            model = build_without_memory(section, project_dir=project_dir, origin=origin, kept=self.pretrained_facts)
         return model
 
     def _make(self, kind: str, label: str, component: Component, **provided: Any) -> Any:
@@ -322,9 +352,9 @@ class Build:
         check_settings(arguments, defaults, label=label, origin=origin, has_strict_forms=is_strict)
 
         def make(params: list[dict[str, Any]]) -> torch.optim.Optimizer:
-            # A user's optimizer may go through its parameters itself: it gets groups only where there are some.
+            # A user's optimizer may iterate over its parameters: it gets groups only if there are several.
             is_plain = len(params) == 1 and not needs_kinds and params[0].keys() <= {"params", "param_names"}
-            # Kinds are given to those that ask: a constructor that takes any keyword would be handed them too.
+            # Kinds are passed only if requested: a constructor with **kwargs would receive them too.
             whole = whole_of(model)
             extra = {"kinds": classify_parameters(model) if whole is None else whole.kinds} if needs_kinds else {}
             given = params[0]["params"] if is_plain else params
@@ -338,21 +368,20 @@ class Build:
         return optimizer
 
     def _trainable(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Returns the parameters that are trained; with a pipeline of all stages. Rejects a stage without any."""
+        """Returns the trainable parameters, those of all stages of a pipeline. Rejects a stage without any."""
         parameters = parameters_of_all_stages(model)
         seen: set[int] = set()
         trainable = {}
-        for name, parameter in parameters.items():  # a tied one under its first name
+        for name, parameter in parameters.items():  # tied parameters under their first name
             if parameter.requires_grad and id(parameter) not in seen:
                 trainable[name] = parameter
             seen.add(id(parameter))
         problem = None
         if not trainable:
-            problem = "the model has no parameter that requires a gradient: there is nothing to train."
+            problem = "the model has no parameter that requires a gradient."
         elif (stage := first_idle_stage(model, trainable)) is not None:
             problem = (
-                f"stage {stage} of the pipeline has no parameter that requires a gradient, but every stage must have "
-                "something to train."
+                f"stage {stage} of the pipeline has no parameter that requires a gradient, but every stage needs one."
             )
         if problem is None:
             return trainable
@@ -364,37 +393,34 @@ class Build:
     def _dataset(self, label: str, component: Component | None) -> Any:
         if component is None:
             raise ConfigError(
-                f"{label}: there is no dataset. Name one, such as {{type: datasets/mine.py:Mine}}.",
+                f"{label} is required, for example {{type: datasets/mine.py:Mine}}.",
                 where=self.config.origin(label),
             )
-        self._used.add("data.process")
+        self.used.add("data.process")
         dataset = self._datasets.build(label, component)
         if label != "data.train" and getattr(dataset, "weights", None) and hasattr(type(dataset), "make_order"):
             raise ConfigError(
-                f"{label}: weights have no effect in an evaluation, which sees each sample once. Leave them out.",
+                f"{label}: weights have no effect in an evaluation, which uses each sample once. Remove them.",
                 where=self.config.origin(label),
             )
         return dataset
 
-    def _task_builds_data(self) -> bool:
-        return self._task is not None and overrides(self._task, "build_dataset", Task)
-
-    def _parts(self) -> dict[str, Any]:
-        """The parts that `data.split` cuts, by name; an evaluation set that gets no sample is left out."""
+    def _split_train_data(self) -> dict[str, Any]:
+        """Returns the splits of `data.split` by name, without evaluation sets that get no sample."""
         if self._splits is None:
             self._splits = {}
             if self.config.data.cut_off:
-                self._used.add("data.split")
-                self._splits = self._cut(self._dataset("data.train", self.config.data.train))
+                self.used.add("data.split")
+                self._splits = self._divide(self._dataset("data.train", self.config.data.train))
         return self._splits
 
-    def _cut(self, whole: Any) -> dict[str, Any]:
+    def _divide(self, whole: Any) -> dict[str, Any]:
         data, where = self.config.data, self.config.origin("data.split")
         if is_stream(whole) or hasattr(type(whole), "make_order"):
             kind = "a stream" if is_stream(whole) else "a mixture"
-            raise ConfigError(f"data.split: data.train is {kind}, which is not cut. Give data.eval.", where=where)
-        if hasattr(type(whole), "repack"):  # its documents are cut apart: pieces of one must not be in two sets
-            return {name: whole.repack(part) for name, part in self._cut(whole.source).items()}
+            raise ConfigError(f"data.split: data.train is {kind}, which cannot be split. Use data.eval.", where=where)
+        if hasattr(type(whole), "repack"):  # splits documents: chunks of one must not be in two sets
+            return {name: whole.repack(split) for name, split in self._divide(whole.source).items()}
         if isinstance(data.split, tuple):
             sizes = sizes_by_ratio(len(whole), data.split)
         else:
@@ -402,19 +428,19 @@ class Build:
             sizes = [len(whole) - sum(rest), *rest]
             if sizes[0] < 1:
                 raise ConfigError(
-                    f"data.split: {' + '.join(map(str, rest))} samples are cut off from {len(whole)}, which leaves "
-                    "none for training.",
+                    f"data.split: {' + '.join(map(str, rest))} of {len(whole)} samples are split off, leaving none "
+                    "for training.",
                     where=where,
                 )
-        parts = dict(zip(("train", *data.cut_off), split(whole, sizes, seed=self.config.seed), strict=True))
-        for name in [name for name, part in parts.items() if not len(part)]:
-            logger.warning("data.split: %d samples are too few for a set %s: there is none.", len(whole), name)
-            del parts[name]
-        return parts
+        splits = dict(zip(("train", *data.cut_off), split(whole, sizes, seed=self.config.seed), strict=True))
+        for name in [name for name, each in splits.items() if not len(each)]:
+            logger.warning("data.split: %d samples are too few for a set %s: it is left out.", len(whole), name)
+            del splits[name]
+        return splits
 
 
-def _takes_samples(target: Callable[..., Any], given: Mapping[str, Any]) -> bool:
-    """Is it a user's function that lacks one argument, which is the list of samples? Then it is the collator itself."""
+def _is_collate_function(target: Callable[..., Any], given: Mapping[str, Any]) -> bool:
+    """Returns True for a user's function with one argument that is not given: the list of samples."""
     if not inspect.isfunction(target) or target.__module__.startswith("trainwright."):
         return False
     named = inspect.signature(target).parameters.values()
@@ -425,7 +451,7 @@ def _takes_samples(target: Callable[..., Any], given: Mapping[str, Any]) -> bool
 def _share_out(
     parameters: Mapping[str, Any], globs: Mapping[str, tuple[str, ...]], config: RunConfig
 ) -> dict[str, dict[str, Any]]:
-    """Gives each parameter to the one optimizer whose `match` names it; none and two are errors."""
+    """Assigns each parameter to the one optimizer whose `match` matches its name."""
     shares: dict[str, dict[str, Any]] = {name: {} for name in globs}
     where = config.origin("trainer.optimizers")
     for name, parameter in parameters.items():
@@ -445,11 +471,11 @@ def _share_out(
 
 
 def describe_dtypes(model: torch.nn.Module) -> str:
-    """Names the dtypes of weights that are not all float32, and warns of what training loses in float16."""
+    """Returns the dtypes of weights that are not all float32, and warns of trained float16 weights."""
     if any(each.dtype == torch.float16 and each.requires_grad for each in model.parameters()):
         logger.warning(
-            "Weights in float16 are trained: small gradients and updates become 0 in it, and a scaled loss does not "
-            "help the weights. Use weights in fp32 (model.dtype), with runtime.precision for speed, or in bf16."
+            "Trained weights are float16: small gradients and updates underflow to 0, and loss scaling does not help "
+            "the weights. Use fp32 weights (model.dtype) with runtime.precision for speed, or bf16 weights."
         )
     names = sorted({str(each.dtype).removeprefix("torch.") for each in model.parameters()})
     return "" if names in ([], ["float32"]) else f" in {' and '.join(names)}"

@@ -39,11 +39,10 @@ class DatasetBuilder:
         self._origin_of = origin_of
 
     def build(self, label: str, component: Component) -> Any:
-        """Returns the dataset that a component names; `label` says where it stands, for errors."""
+        """Returns the dataset of a component; `label` is its setting, for errors."""
         nested = self._build_nested(label, component)
-        if not nested:
-            return self._apply_process(component, self._make(label, component, {}))
-        return self._make(label, component, nested)
+        dataset = self._make(label, component, nested)
+        return dataset if nested else self._apply_process(component, dataset)
 
     def _make(self, label: str, component: Component, nested: Mapping[str, Any]) -> Any:
         arguments = {name: value for name, value in component.arguments.items() if name not in nested}
@@ -55,7 +54,7 @@ class DatasetBuilder:
         if "run_seed" in names:
             provided["run_seed"] = self._seed
         if "args" in names and inspect.isfunction(target):
-            # create_dataset(path, args) reads them as attributes.
+            # create_dataset(path, args) reads attributes.
             arguments.pop("args", None)
             given = component.to_dict().get("args") or {}
             if not isinstance(given, dict):
@@ -67,33 +66,31 @@ class DatasetBuilder:
         )
 
     def _build_nested(self, label: str, component: Component) -> dict[str, Any]:
-        """Returns the datasets that stand in `source` and `sources`, and the sources' weights."""
+        """Returns the datasets in `source` and `sources`, and the weights of the sources."""
+
+        def build(name: str, values: Mapping[str, Any]) -> Any:
+            arguments = {key: value for key, value in values.items() if key != "weight"}
+            return self.build(f"{label}.{name}", Component.from_mapping(arguments).located_at(component.origin))
+
         nested: dict[str, Any] = {}
         inner = component.arguments.get("source")
         if isinstance(inner, Mapping) and _is_component(inner):
-            nested["source"] = self.build(f"{label}.source", self._nested(component, inner))
+            nested["source"] = build("source", inner)
         several = component.arguments.get("sources")
         if isinstance(several, Mapping) and several and all(_is_component(each) for each in several.values()):
             weights = {name: each["weight"] for name, each in several.items() if "weight" in each}
             if weights and "weights" in component.arguments:
                 raise ConfigError(
-                    f"{label}.weights: the sources have a weight each already. Keep one of the two.",
+                    f"{label}.weights: each source has a weight already. Remove one of the two.",
                     where=component.origin,
                 )
             if weights and len(weights) < len(several):
                 missing = ", ".join(name for name in several if name not in weights)
                 raise ConfigError(f"{label}.sources: no weight for {missing}. Give all a weight, or none.")
-            nested["sources"] = {
-                name: self.build(f"{label}.sources.{name}", self._nested(component, each, without=("weight",)))
-                for name, each in several.items()
-            }
+            nested["sources"] = {name: build(f"sources.{name}", each) for name, each in several.items()}
             if weights:
                 nested["weights"] = weights
         return nested
-
-    def _nested(self, outer: Component, values: Mapping[str, Any], without: tuple[str, ...] = ()) -> Component:
-        kept = {name: value for name, value in values.items() if name not in without}
-        return Component.from_mapping(kept).located_at(outer.origin)
 
     def _find_process(self, process: Component) -> Callable[..., Any]:
         try:
@@ -116,8 +113,8 @@ class DatasetBuilder:
         taken = process.reserved.keys() & set(parameters_of(function) or ())
         if taken:
             raise ConfigError(
-                f"data.process.{min(taken)}: is a setting of data.process and a parameter of {process.type}, which "
-                "would not get it. Rename the parameter.",
+                f"data.process.{min(taken)} is a setting of data.process and a parameter of {process.type}, which does "
+                "not receive it. Rename the parameter.",
                 where=process.origin,
             )
         registry.check_arguments(
@@ -125,7 +122,7 @@ class DatasetBuilder:
             arguments,
             label="data.process",
             where=process.origin,
-            provided=_first_parameter(function),
+            provided=tuple(parameters_of(function) or ())[:1],  # the row, whatever its name
             origin_of=self._origin_of,
         )
         from trainwright.data.process import processed  # needs the package datasets
@@ -133,8 +130,8 @@ class DatasetBuilder:
         if is_stream(dataset):
             if options.num_workers:
                 raise ConfigError(
-                    f"data.process.num_workers: {type(dataset).__name__} is a stream, whose rows are processed as they "
-                    "are read, by the loader's workers. Set data.num_workers instead.",
+                    f"data.process.num_workers: {type(dataset).__name__} is a stream, whose rows are processed by the "
+                    "data workers as they are read. Set data.num_workers instead.",
                     where=process.origin,
                 )
             return ProcessedStream(dataset, function, arguments)
@@ -161,20 +158,13 @@ def _is_component(value: Any) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("type"), str)
 
 
-def _first_parameter(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The row's parameter, whatever its name: it is no argument of the run file."""
-    return tuple(parameters_of(function) or ())[:1]
-
-
 class Loaders:
-    """Wraps datasets into what the loop iterates over."""
+    """Wraps datasets into loaders, over which the loop iterates."""
 
     def __init__(self, config: RunConfig, batch: BatchPlan, collator: Any, ranks: Ranks, folder: Path) -> None:
         self._config = config
         self._batch = batch
-        self._agree = ranks.sum_sample_counts
         self._ranks = ranks
-        self._num_ranks = ranks.mesh.num_data_ranks
         data = config.data
         self._common: dict[str, Any] = {
             "collator": collator,
@@ -186,61 +176,62 @@ class Loaders:
 
     def for_training(self, dataset: Any) -> tuple[TrainingData, int]:
         """Returns the training batches and the number of steps that the run's limits allow."""
-        with _locating(self._config):
+        with _add_location(self._config):
             data = self._training_data(dataset)
         max_steps, data.num_samples = limits(self._config, data)
         return data, max_steps
 
     def _training_data(self, dataset: Any) -> TrainingData:
-        section, batch_size = self._config.data, self._batch.global_batch_size
+        section = self._config.data
         reject_loader(dataset, "data.train")
         if isinstance(dataset, (TrainData, StreamData)):
             return dataset
+        options: dict[str, Any] = {
+            "global_batch_size": self._batch.global_batch_size,
+            "shuffle": section.shuffle,
+            **self._common,
+        }
+        if section.group_by_length and (is_stream(dataset) or hasattr(type(dataset), "make_order")):
+            kind = "a stream" if is_stream(dataset) else "a mixture"
+            raise ConfigError(
+                f"data.group_by_length: has no effect, because data.train is {kind}. Remove it.",
+                where=self._config.origin("data.group_by_length"),
+            )
         if is_stream(dataset):
-            self._reject_grouping("is a stream")
             return StreamData(
                 dataset,
-                global_batch_size=batch_size,
-                shuffle=section.shuffle,
                 block_size=section.shuffle_buffer,
-                agree=self._agree,
-                **self._common,
+                agree=self._ranks.sum_sample_counts,
+                **options,
             )
-        if hasattr(type(dataset), "make_order"):
-            self._reject_grouping("is a mixture")
-        options: dict[str, Any] = {"shuffle": section.shuffle, "group_by_length": section.group_by_length}
-        return TrainData(dataset, global_batch_size=batch_size, **options, **self._common)
-
-    def _reject_grouping(self, why: str) -> None:
-        if self._config.data.group_by_length:
-            where = self._config.origin("data.group_by_length")
-            raise ConfigError(f"data.group_by_length: has no effect, for data.train {why}. Remove it.", where=where)
+        return TrainData(dataset, group_by_length=section.group_by_length, **options)
 
     def for_evaluation(self, name: str, dataset: Any) -> EvaluationData:
-        """Returns an evaluation set's batches."""
+        """Returns the batches of an evaluation set."""
         if isinstance(dataset, (EvalData, EvalStream)):
             return dataset
         arguments = {
             "name": name,
-            "global_batch_size": self._config.evaluation.batch_size or self._batch.micro_batch_size * self._num_ranks,
+            "global_batch_size": self._config.evaluation.batch_size
+            or self._batch.micro_batch_size * self._ranks.mesh.num_data_ranks,
             "max_batches": self._config.evaluation.max_batches,
             **self._common,
         }
-        with _locating(self._config):
+        with _add_location(self._config):
             reject_loader(dataset, f"data.eval.{name}")
             if is_stream(dataset):
-                return EvalStream(dataset, agree=self._agree_or_leave, **arguments)
+                return EvalStream(dataset, agree=self._sum_counts, **arguments)
             return EvalData(dataset, **arguments)
 
-    def _agree_or_leave(self, num_samples: int, num_alive: int, num_gone: int) -> tuple[int, ...]:
-        """Sums what ranks say of a batch: samples that several share count once, whoever leaves counts."""
+    def _sum_counts(self, num_samples: int, num_alive: int, num_gone: int) -> tuple[int, ...]:
+        """Sums the counts of a batch over ranks: samples that ranks share count once, every rank that leaves counts."""
         is_loss_rank = self._ranks.mesh.is_loss_rank
         return self._ranks.sum_counts(num_samples * is_loss_rank, num_alive * is_loss_rank, num_gone)
 
 
 @contextmanager
-def _locating(config: RunConfig) -> Iterator[None]:
-    """Lets an error that begins with a setting's name (`data.train: …`) name the line of that setting."""
+def _add_location(config: RunConfig) -> Iterator[None]:
+    """Adds the line of the setting to an error that starts with its name (`data.train: …`)."""
     try:
         yield
     except DataError as error:
@@ -251,21 +242,28 @@ def _locating(config: RunConfig) -> Iterator[None]:
 
 
 def limits(config: RunConfig, data: TrainingData, *, steps_done: int = 0) -> tuple[int, int | None]:
-    """Resolves max_steps, max_epochs, max_samples and max_tokens: the first to be reached ends the run.
+    """Resolves max_steps, max_epochs, max_samples and max_tokens: the first limit that is reached ends the run.
 
-    Returns the number of steps, those done included, and of samples where the last batch may end in the middle.
-    A stream's epochs are no number of samples: they are the passes after which it ends.
+    Returns the number of steps, including `steps_done`, and of samples if the last batch may be short. The epochs of a
+    stream are not a number of samples, but the number of passes over it.
     """
     trainer = config.trainer
     where = config.origin("trainer")
     samples = []
     if isinstance(data, StreamData):
-        data.num_passes = _num_passes(config)
+        epochs = trainer.max_epochs or 1
+        if epochs != int(epochs):
+            raise ConfigError(
+                f"trainer.max_epochs: {epochs:g}, but data.train is a stream, whose length is unknown. Use an integer, "
+                "or max_samples.",
+                where=config.origin("trainer.max_epochs"),
+            )
+        data.num_passes = int(epochs)
     elif trainer.max_epochs is not None:
         samples.append(round(trainer.max_epochs * len(data)))
         if not samples[0]:
             raise ConfigError(
-                f"trainer.max_epochs: {trainer.max_epochs:g} of {len(data)} samples is none. Give more.",
+                f"trainer.max_epochs: {trainer.max_epochs:g} epochs of {len(data)} samples are 0 samples. Use more.",
                 where=config.origin("trainer.max_epochs"),
             )
     if trainer.max_samples is not None:
@@ -274,39 +272,27 @@ def limits(config: RunConfig, data: TrainingData, *, steps_done: int = 0) -> tup
         per_sample = getattr(data.dataset, "tokens_per_sample", None)
         if per_sample is None:
             raise ConfigError(
-                f"trainer.max_tokens: {type(data.dataset).__name__} does not say how many tokens a sample has. "
-                "Give it an attribute `tokens_per_sample`, or use max_steps, max_samples or max_epochs.",
+                f"trainer.max_tokens: {type(data.dataset).__name__} has no attribute `tokens_per_sample`. Add it, or "
+                "use max_steps, max_samples or max_epochs.",
                 where=config.origin("trainer.max_tokens"),
             )
         samples.append(math.ceil(trainer.max_tokens / per_sample))
-    size = data.global_batch_size  # a batch after a ragged end is short too, so that batches begin at its multiples
+    size = data.global_batch_size  # after a short last batch the next one is short too: batches begin at multiples
     left = [math.ceil(number / size) - data.places // size if number > data.places else 0 for number in samples]
     steps = [steps_done + number for number in left]
     if trainer.max_steps is not None:
         steps.append(trainer.max_steps)
     if not steps and isinstance(data, StreamData):
         raise ConfigError(
-            "trainer: data.train is a stream, of which nobody knows the length. Give max_steps or max_samples too: "
+            "trainer: data.train is a stream, whose length is unknown. Give max_steps or max_samples too, because "
             "schedules need an end. The run ends earlier if the stream does.",
             where=where,
         )
     if not steps:
-        raise ConfigError("trainer: no limit. Give max_steps, max_epochs, max_samples or max_tokens.", where=where)
+        raise ConfigError("trainer: max_steps, max_epochs, max_samples or max_tokens is required.", where=where)
     return min(steps), min(samples) if samples else None
 
 
-def _num_passes(config: RunConfig) -> int:
-    """How often a stream is read: once, or max_epochs times."""
-    epochs = config.trainer.max_epochs or 1
-    if epochs != int(epochs):
-        raise ConfigError(
-            f"trainer.max_epochs: {epochs:g}, but data.train is a stream, of which nobody knows the half. "
-            "Use a whole number, or max_samples.",
-            where=config.origin("trainer.max_epochs"),
-        )
-    return int(epochs)
-
-
 def describe_size(data: TrainingData | EvaluationData) -> str:
-    """Says how many samples there are, where that is known."""
+    """Returns the number of samples as text, if it is known."""
     return f"{len(data):,} samples" if isinstance(data, (TrainData, EvalData)) else "a stream"

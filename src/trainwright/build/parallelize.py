@@ -1,4 +1,4 @@
-"""From a built model to what each rank keeps of it, on its device."""
+"""Shards a built model as the mesh says and moves each rank's shards to its device."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MEMORY_KEYS = ("offload", "activation_checkpointing", "compile_repeated_blocks")
-"""Settings of the model that change what memory a step needs, and nothing that it computes."""
+"""Settings of the model that change the memory of a step, but not its results."""
 
 
 @dataclass(frozen=True)
 class ParallelizedModel:
-    """A model on its device, and how it was split: by which rules, and who sums its gradients."""
+    """A model on its device, the sharding rules, and the object that reduces its gradients."""
 
     model: torch.nn.Module
     mesh: Mesh
@@ -41,7 +41,7 @@ class ParallelizedModel:
     sync: GradientSync | None = None
 
     def pipeline(self, num_micro_batches: int) -> Pipeline | None:
-        """Returns what runs the micro-batches over the stages; None where every rank has all layers."""
+        """Returns the schedule of micro-batches over stages; None if every rank has all layers."""
         if self.mesh.size("pipeline") == 1:
             return None
         from trainwright.parallel.pipeline import Pipeline
@@ -57,9 +57,9 @@ def parallelize_model(
     *,
     first_has_weights: bool = False,
 ) -> ParallelizedModel:
-    """Splits a model in place as the mesh says and moves what is left of it to the device.
+    """Shards a model in place as the mesh says and moves its shards to the device.
 
-    With `first_has_weights` the model of every other rank is on the meta device, and is filled when it is split.
+    With `first_has_weights` the model of every other rank is on the meta device; it gets its weights once sharded.
     """
     sent = None
     if first_has_weights:
@@ -83,7 +83,7 @@ def parallelize_model(
 def _split(
     model: torch.nn.Module, ranks: Ranks, config: RunConfig, device: torch.device
 ) -> tuple[ShardingPlan | None, GradientSync | None]:
-    """Splits and rewrites a model in the one order; returns by which rules, and who sums its gradients."""
+    """Shards a model along all axes; returns the rules, and the object that reduces its gradients."""
     mesh = ranks.mesh
     plan = plan_of(model, config, mesh.sizes)
     if plan is not None and ranks.is_first:
@@ -100,11 +100,11 @@ def _split(
             check_memory_settings(model, memory, origin=config.origin)
         whole: Any = describe_whole(model, mesh.size("pipeline"))
         split_layers(model, mesh)
-        model.whole = whole  # rules of optimizers and hooks hold for the whole model
+        model.whole = whole  # rules of optimizers and hooks apply to the whole model
     if mesh.size("tensor") > 1:
         from trainwright.parallel.tensor import split_tensors
 
-        assert plan is not None  # rejected otherwise
+        assert plan is not None
         split_tensors(model, plan, mesh)
     if mesh.size("context") > 1:
         from trainwright.parallel.context import split_sequences
@@ -116,34 +116,33 @@ def _split(
         apply_memory_settings(model, memory, origin=config.origin, is_whole=mesh.size("pipeline") == 1)
     sync = None
     if mesh.size("fsdp", "context") > 1:
-        _reject_unreduced(config, mesh)
         from trainwright.parallel.fully_shard import shard_parameters
 
-        data_dim = plan.data_dim if plan is not None else _first_dim
-        sync = shard_parameters(model, mesh, settings=_settings(config), device=device, data_dim=data_dim)
+        data_dim = plan.data_dim if plan is not None else lambda name: None
+        sync = shard_parameters(model, mesh, settings=_fsdp_settings(config, mesh), device=device, data_dim=data_dim)
     return plan, sync
 
 
 def reject_own_steps(
     trainer_class: type[Trainer], task: Task, model: torch.nn.Module, config: RunConfig, mesh: Mesh
 ) -> None:
-    """Rejects a pipeline whose schedule would not call what a user wrote of the step, or cannot cut the model."""
+    """Rejects a pipeline whose schedule would not call a user's own step, or that cannot divide the model."""
     from trainwright.parallel.pipeline import reject_pipeline
 
     methods = [(trainer_class, name) for name in ("forward", "run_forward", "train_step", "eval_step")]
-    own = [f"{kind.__name__}.{name}" for kind, name in [*methods, (type(task), "forward")] if _is_users(kind, name)]
+    own = [f"{kind.__name__}.{name}" for kind, name in [*methods, (type(task), "forward")] if is_users(kind, name)]
     where = config.origin("runtime.mesh.pipeline")
     reject_pipeline(model, mesh.size("pipeline"), own_parts=own, where=where)
 
 
-def _is_users(kind: type, name: str) -> bool:
-    """Is this method a user's, not one of ours?"""
+def is_users(kind: type, name: str) -> bool:
+    """Returns True if a user's class defines this method."""
     owner = next(each for each in kind.__mro__ if name in vars(each))
     return not owner.__module__.startswith("trainwright.")
 
 
 def plan_of(model: torch.nn.Module, config: RunConfig, sizes: Mapping[str, int]) -> ShardingPlan | None:
-    """Returns which rule says what of which parameter; None where there are no rules and none are needed."""
+    """Returns the sharding rule of each parameter; None if there are no rules and none are needed."""
     setting = _reserved(config).get("sharding")
     if setting is None and sizes["tensor"] == 1:
         return None
@@ -166,28 +165,20 @@ def _reserved(config: RunConfig) -> Mapping[str, Any]:
     return {} if config.model is None else config.model.reserved
 
 
-def _reject_unreduced(config: RunConfig, mesh: Mesh) -> None:
-    """Rejects to reduce once per update where a pipeline's schedule runs all backwards by itself."""
-    if config.runtime.accumulate_unsharded and mesh.size("pipeline") > 1:
-        raise ConfigError(
-            "runtime.accumulate_unsharded: a pipeline reduces gradients with every micro-batch. Leave it out, or the "
-            "pipeline.",
-            where=config.origin("runtime.accumulate_unsharded"),
-        )
-
-
-def _first_dim(name: str) -> None:
-    return None
-
-
-def _settings(config: RunConfig) -> Any:
+def _fsdp_settings(config: RunConfig, mesh: Mesh) -> Any:
     from trainwright.parallel.fully_shard import SplitSettings
 
     runtime = config.runtime
+    if runtime.accumulate_unsharded and mesh.size("pipeline") > 1:
+        raise ConfigError(
+            "runtime.accumulate_unsharded: a pipeline reduces gradients with every micro-batch. Remove the setting, or "
+            "the pipeline.",
+            where=config.origin("runtime.accumulate_unsharded"),
+        )
     if runtime.gather_precision == "bf16" and runtime.precision != "bf16":
         raise ConfigError(
             f"runtime.gather_precision: bf16 gathers parameters as bf16, but runtime.precision is {runtime.precision}: "
-            "layers would meet two types. Set runtime.precision: bf16, or leave gather_precision out.",
+            "layers would get two dtypes. Set runtime.precision: bf16, or remove gather_precision.",
             where=config.origin("runtime.gather_precision"),
         )
     return SplitSettings(

@@ -1,15 +1,15 @@
-"""From a RunConfig to a trainer that is ready to run: every part in order, then resume.
+"""From a RunConfig to a trainer that is ready to run: builds every object in order, then resumes.
 
-components.py builds single parts, data.py loaders, parallelize.py places the model on its ranks.
+components.py builds single objects, data.py loaders; parallelize.py shards the model and moves it to its device.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -17,9 +17,9 @@ from trainwright.anomaly.detection import AnomalyDetector
 from trainwright.autotune.activation_checkpointing import settle_activation_checkpointing, wants_budget
 from trainwright.autotune.micro_batch import settle_micro_batch
 from trainwright.backends import Backend, Capture, pick_backend
-from trainwright.build.components import Build, describe_dtypes
+from trainwright.build.components import IN_CODE, Build, describe_dtypes
 from trainwright.build.data import Loaders, describe_size, limits
-from trainwright.build.parallelize import ParallelizedModel, parallelize_model, reject_own_steps
+from trainwright.build.parallelize import ParallelizedModel, is_users, parallelize_model, reject_own_steps
 from trainwright.checkpoint import folder as run_folders
 from trainwright.checkpoint.listing import checkpoints_location
 from trainwright.checkpoint.remote_files import is_address
@@ -36,7 +36,7 @@ from trainwright.errors import ConfigError
 from trainwright.events import EventStorage
 from trainwright.loop.heartbeat import Heartbeat
 from trainwright.loop.task import Task
-from trainwright.loop.trainer import Builder, Trainer, TrainerContext
+from trainwright.loop.trainer import Trainer, TrainerContext
 from trainwright.loop.update import LossScale, ScheduledOptimizer, Updater, persistent_buffers
 from trainwright.models.pretrained_facts import PretrainedFacts, read_facts, write_facts
 from trainwright.parallel import processes
@@ -49,69 +49,17 @@ from trainwright.writers.json_lines import cut_back
 
 logger = logging.getLogger(__name__)
 
-IN_CODE = "in_code"
-"""The trainer's option that holds the name of a class which nothing finds again."""
+T = TypeVar("T")
+
 _FREE_METHODS = {"build_hooks", "build_writers"}
-"""What may change between two starts of a run: it leaves the mathematics alone. A hook's state is asked for by name."""
-
-
-class GivenTrainer(Trainer):
-    """Stands in a config for a trainer that was given in code. The model is the config's, so that it can be loaded."""
-
-    @classmethod
-    def build_eval_data(cls, build: Builder) -> Mapping[str, Any]:
-        """Rejects: the trainer's own methods would be missing in a training, and in an evaluation."""
-        _reject_trainer(build)
-
-
-class GivenTrainerWithModel(GivenTrainer):
-    """Stands for one that makes the model as well."""
-
-    @classmethod
-    def build_model(cls, build: Builder) -> torch.nn.Module:
-        """Rejects: nobody knows the model."""
-        _reject_trainer(build)
-
-
-class GivenTask(Task):
-    """Stands in a config for a task that was given in code. The model is the config's, so that it can be loaded."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def build_metrics(self) -> dict[str, Any]:
-        """Rejects: the task's own methods would be missing in a training, and in an evaluation."""
-        self._reject()
-
-    def _reject(self) -> NoReturn:
-        short = self._name.rpartition(".")[2]
-        raise ConfigError(
-            f"task: that of this run was given in code ({self._name}), and no config tells how it was made. Give it "
-            f"again: run_experiment(config, task={short}(…)); or name it in the config, with its arguments: "
-            f"task: {{type: file.py:{short}}}."
-        )
-
-
-class GivenTaskWithModel(GivenTask):
-    """Stands for one that makes the model as well."""
-
-    def build_model(self) -> torch.nn.Module:
-        """Rejects: nobody knows the model."""
-        self._reject()
+"""Methods that may differ between two starts of a run: they do not affect the math."""
 
 
 def recorded(config: RunConfig, trainer_class: type[Trainer] | None, task: Task | None = None) -> RunConfig:
-    """Returns the config with the class and the task that are used in place of its own; None: its own is used."""
+    """Returns the config that names the class and the task used instead of its own; None means its own."""
     values: dict[str, Any] = {}
-    if trainer_class is not None and not _is_the_config_s(config, trainer_class):
-        words, name = _words_of(trainer_class, config), None
-        if words is None:
-            makes_model = trainer_class.build_model.__func__ is not Trainer.build_model.__func__  # type: ignore[attr-defined]  # of class methods
-            words = _reference(GivenTrainerWithModel if makes_model else GivenTrainer)
-            name = _reference(trainer_class).replace(":", ".")
-        values["trainer.type"] = words
-        if name is not None or IN_CODE in config.trainer.options:
-            values[f"trainer.{IN_CODE}"] = name
+    if trainer_class is not None and not _names_trainer(config, trainer_class):
+        values["trainer.type"] = _importable_type(trainer_class, config) or _in_code_type(trainer_class)
     component = component_of(task, config)
     if component is not None and config.task is None:
         values["task"] = component
@@ -119,105 +67,83 @@ def recorded(config: RunConfig, trainer_class: type[Trainer] | None, task: Task 
 
 
 def unnamed_trainer(config: RunConfig, trainer_class: type[Trainer]) -> str | None:
-    """Returns what a class is called that trains a run beside its config; None where the config names it."""
-    name = trainer_named_in(recorded(config, trainer_class))
-    return None if name == trainer_named_in(config) else name
+    """Returns the name of a class that trains a run although its config names another; None if it names this one."""
+    name = shown_type(recorded(config, trainer_class).trainer)
+    return None if name == shown_type(config.trainer) else name
 
 
 def component_of(task: Task | None, config: RunConfig) -> Component | None:
-    """Returns the section that stands for a task: its class where that has no constructor; else only its name."""
+    """Returns the section for a task: its class if that has no constructor, otherwise only its name."""
     if task is None or type(task) is Task:
         return None
     kind = type(task)
-    words = _words_of(kind, config) if kind.__init__ is Task.__init__ else None
-    if words is not None:
-        return Component(words)
-    stands_in = GivenTask if kind.build_model is Task.build_model else GivenTaskWithModel
-    return Component(_reference(stands_in), name=_reference(kind).replace(":", "."))
+    words = _importable_type(kind, config) if kind.__init__ is Task.__init__ else None
+    return Component(words or _in_code_type(kind))
 
 
 def is_found_again(config: RunConfig) -> bool:
-    """Does the config find the run's trainer and task?"""
-    return config.trainer.options.get(IN_CODE) is None and (config.task is None or not _stands_in(config.task))
+    """Returns True if a later process can build the run's trainer and task from the config."""
+    return not config.trainer.type.startswith(IN_CODE) and (
+        config.task is None or not config.task.type.startswith(IN_CODE)
+    )
 
 
-def trainer_named_in(config: RunConfig) -> str:
-    """Returns what the config says of its trainer, for messages."""
-    return str(config.trainer.options.get(IN_CODE) or config.trainer.type)
-
-
-def task_named_in(config: RunConfig) -> str:
-    """Returns what the config says of its task, for messages."""
-    if config.task is None:
+def shown_type(section: Any) -> str:
+    """Returns the name of a trainer or task section for messages."""
+    if section is None:
         return "the default"
-    return str(config.task.arguments["name"]) if _stands_in(config.task) else config.task.type
+    return str(section.type.partition(":")[2] if section.type.startswith(IN_CODE) else section.type)
 
 
-def _stands_in(task: Component) -> bool:
-    return task.type in (_reference(GivenTask), _reference(GivenTaskWithModel))
-
-
-def _is_the_config_s(config: RunConfig, trainer_class: type[Trainer]) -> bool:
-    """Does the config name this class already, one that has only other hooks and writers, or the API that made it?"""
+def _names_trainer(config: RunConfig, trainer_class: type[Trainer]) -> bool:
+    """Returns True if the config names this class, one that differs in hooks and writers only, or the API it is of."""
     try:
         found = registry.find("trainer", config.trainer.type, project_dir=config.project_dir)
     except ConfigError:
         return False
-    if not isinstance(found, type):
+    if not isinstance(found, type) or not issubclass(trainer_class, found):
         return False
-    if not issubclass(trainer_class, found):
-        return False
-    if _reference(trainer_class) == _reference(found):  # itself, or with a task that it was given (main.py)
+    if _reference(trainer_class) == _reference(found):  # itself, or its copy with a task given in code
         return True
     between = trainer_class.__mro__[: trainer_class.__mro__.index(found)]
     own = {name for each in between for name in vars(each) if not name.startswith("__")}
     return own <= _FREE_METHODS or found.__module__.startswith("trainwright.api.")
 
 
-def _words_of(kind: type, config: RunConfig) -> str | None:
-    """Returns the words by which a later process finds a class; None where none would."""
+def _importable_type(kind: type, config: RunConfig) -> str | None:
+    """Returns the `type` with which a later process finds a class; None if it cannot be found."""
     reference = _reference(kind)
     for name, built_in in (*BUILT_INS["trainer"].items(), *BUILT_INS["task"].items()):
         if built_in == reference:
             return name
     found: Any = sys.modules.get(kind.__module__)
-    for part in kind.__qualname__.split("."):
-        found = getattr(found, part, None)
+    for attribute in kind.__qualname__.split("."):
+        found = getattr(found, attribute, None)
     if found is not kind:
         return None
     words = type_of(kind)
     file, _, name = words.rpartition(":")
-    if kind.__module__ == "__main__" and not _may_be_imported(file):
-        return None
+    if kind.__module__ == "__main__":
+        try:
+            has_guard = "__main__" in Path(file).read_text(encoding="utf-8")
+        except (OSError, ValueError):  # a notebook, or text from a pipe
+            return None
+        if not has_guard:  # importing the file would run the program again
+            return None
     if file.endswith(".py") and Path(file).is_relative_to(config.project_dir):
         return f"{Path(file).relative_to(config.project_dir).as_posix()}:{name}"  # the folder may be moved
     return words
 
 
-def _may_be_imported(file: str) -> bool:
-    """Can this program's file be read for its classes, without running the program once more?"""
-    try:
-        return "__main__" in Path(file).read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return False  # a notebook, or text that came through a pipe
+def _in_code_type(kind: type) -> str:
+    return IN_CODE[is_users(kind, "build_model")] + _reference(kind).replace(":", ".")
 
 
 def _reference(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def _reject_trainer(build: Builder) -> NoReturn:
-    name = str(build.config.trainer.options.get(IN_CODE))
-    short = name.rpartition(".")[2]
-    raise ConfigError(
-        f"trainer: that of this run was given in code ({name}), where nothing finds it again: inside of a function, in "
-        'a notebook, or in a program without `if __name__ == "__main__":`. Give it again: '
-        f"run_experiment(config, trainer={short}); or move it to the top level of a file of its own.",
-        where=build.config.origin("trainer.type"),
-    )
-
-
-# Keep the randomness of the model, of the other parts and of steps apart.
+# Separate the randomness of the model, of the other objects and of steps.
 _BUILD_STREAM, _PARTS_STREAM, _RANK_STREAM = 0xB17D, 0x9A47, 0x4A4C
 
 
@@ -229,11 +155,11 @@ def build_trainer(
     accept_changes: bool = False,
     evaluates: bool = True,
 ) -> Trainer:
-    """Builds a trainer that is ready to `train()`: at step 0, or where the run folder's newest checkpoint is.
+    """Builds a trainer that is ready to `train()`: at step 0, or at the newest checkpoint of the run folder.
 
-    `fresh` sets an earlier run of that name aside; `accept_changes` goes on although settings that change
-    the mathematics differ; without `evaluates` the evaluation sets are left alone.
-    `trainer_class` is used instead of the config's, and config.yaml stays as it is: environment.json names the class.
+    `fresh` moves an earlier run of that name aside; `accept_changes` continues although settings that affect the math
+    differ; without `evaluates` the evaluation sets are not used. `trainer_class` is used instead of the config's;
+    config.yaml does not change, environment.json names the class.
     """
     config, backend, ranks = _join(config)
     folder = run_folders.run_folder(config)
@@ -242,45 +168,32 @@ def build_trainer(
     def assemble_alone(trial: RunConfig, trial_folder: Path) -> Trainer:
         return assemble(trial, trainer_class, backend, Ranks(), trial_folder, kept=kept, evaluates=False)[0]
 
-    going_on = None if fresh else folder
+    resumed = None if fresh else folder
     if wants_budget(config):
-        config = settle_activation_checkpointing(config, assemble_alone, backend=backend, ranks=ranks, folder=going_on)
+        config = settle_activation_checkpointing(config, assemble_alone, backend=backend, ranks=ranks, folder=resumed)
     if config.trainer.micro_batch_size == "auto":
-        _reject_auto(config, ranks)
-        config = settle_micro_batch(config, assemble_alone, backend=backend, ranks=ranks, folder=going_on)
+        config = settle_micro_batch(config, assemble_alone, backend=backend, ranks=ranks, folder=resumed)
     trainer, build = assemble(config, trainer_class, backend, ranks, folder, kept=kept, evaluates=evaluates)
-    # Only now is the folder touched: a config with a mistake in it sets nothing aside and leaves nothing behind.
+    # The folder is not touched before: a config with an error moves nothing aside and leaves no files.
     step, saved = _find_checkpoint(trainer, fresh=fresh, accept_changes=accept_changes)
     if step is None and kept is not None:
-        # No checkpoint is intact: the run begins again, with the weights of the pretrained folder.
+        # No checkpoint is intact: the run starts over with the weights of the pretrained folder.
         trainer, build = assemble(config, trainer_class, backend, ranks, folder, evaluates=evaluates)
     if step is not None:
         trainer.restore_checkpoint(step, keep_settings=accept_changes)
-        _realign(trainer, config, always=accept_changes)
-        _go_on(trainer, saved)
+        _resume(trainer, config, saved, counts_steps=accept_changes)
     if ranks.is_first and not trainer.is_finished:
         if build.pretrained_facts is not None and build.pretrained_facts != kept:
             write_facts(folder, build.pretrained_facts)
         given = None if trainer_class is None else unnamed_trainer(trainer.config, trainer_class)
         run_folders.save_settings(folder, trainer.config, backend.describe(), trainer=given)
     ranks.barrier()
-    _introduce(trainer)
+    _log_start(trainer)
     return trainer
 
 
-def _reject_auto(config: RunConfig, ranks: Ranks) -> None:
-    """Rejects to look for a micro-batch alone where a rank has only a part of the model."""
-    if ranks.mesh.is_split:
-        axes = ", ".join(f"{axis} {size}" for axis, size in ranks.mesh.sizes.items() if size > 1)
-        raise ConfigError(
-            f"trainer.micro_batch_size: auto is found on one rank alone, but the mesh ({axes}) splits the model. Give "
-            "a number; `trainwright estimate` says what fits.",
-            where=config.origin("trainer.micro_batch_size"),
-        )
-
-
-def _introduce(trainer: Trainer) -> None:
-    """Says in a few lines what will run, and where."""
+def _log_start(trainer: Trainer) -> None:
+    """Logs what runs, and where."""
     assert trainer.train_data is not None
     batch, num_parameters = trainer.context.batch_plan, sum(each.numel() for each in trainer.model.parameters())
     axes = " × ".join(f"{axis} {size}" for axis, size in trainer.ranks.mesh.sizes.items() if size > 1)
@@ -296,7 +209,7 @@ def _introduce(trainer: Trainer) -> None:
         trainer.config.runtime.precision,
         trainer.config.runtime.mode,
     )
-    sets = {**trainer.eval_data, **({"test": trainer.test_data} if trainer.test_data else {})}
+    sets = sets_of(trainer)
     if sets:
         logger.info("Evaluates %s", ", ".join(f"{name} ({describe_size(each)})" for name, each in sets.items()))
     logger.info(
@@ -310,13 +223,13 @@ def _introduce(trainer: Trainer) -> None:
 
 
 def sets_of(trainer: Trainer) -> dict[str, EvaluationData]:
-    """Returns the evaluation sets of a run by name, the test set included."""
+    """Returns the evaluation sets of a run by name, including the test set."""
     test = trainer.test_data
     return dict(trainer.eval_data) if test is None else {**trainer.eval_data, test.name: test}
 
 
 def build_evaluator(config: RunConfig, trainer_class: type[Trainer] | None = None) -> Trainer:
-    """Builds a trainer without training data, which can `evaluate()`; loads no checkpoint and writes no file."""
+    """Builds a trainer without training data, for `evaluate()`; loads no checkpoint and writes no file."""
     config, backend, ranks = _join(config)
     folder = run_folders.run_folder(config)
     kept = _kept_facts(config, folder, ranks)
@@ -324,22 +237,24 @@ def build_evaluator(config: RunConfig, trainer_class: type[Trainer] | None = Non
 
 
 def build_model(config: RunConfig, *, folder: Path | None = None) -> torch.nn.Module:
-    """Builds the model alone, as the run's trainer and task would, in the run's randomness; loads no checkpoint.
+    """Builds the model alone, as the run's trainer and task do, with the run's seed; loads no checkpoint.
 
-    `folder` is the run folder, where it is not where the config says. The caller's generators are left as they were.
+    `folder` is the run folder if it is not where the config says. The caller's generators are not changed. A trainer
+    or task that was given in code is not needed unless it builds the model.
     """
     folder = folder or run_folders.run_folder(config)
     with preserve_generators():
         seed_generators(mix_seed(config.seed, _BUILD_STREAM))
         build = Build(config, folder=folder, kept=_kept_facts(config, folder, Ranks()))
-        trainer_class = build.trainer_class()
+        trainer_class = Trainer if config.trainer.type.startswith(IN_CODE[0]) else build.trainer_class()
         build.take_trainer(trainer_class)
-        build.take_task(trainer_class.build_task(build))
+        is_given = config.task is not None and config.task.type.startswith(IN_CODE[0])
+        build.take_task(Task() if is_given else trainer_class.build_task(build))
         return trainer_class.build_model(build)
 
 
 def _join(config: RunConfig) -> tuple[RunConfig, Backend, Ranks]:
-    """Meets the other ranks, and takes the run's name from the first: each may have made one of its own clock."""
+    """Joins the other ranks and uses the first rank's name of the run: a name may contain the time."""
     where = config.origin("runtime.device")
     backend = pick_backend(config.runtime.device, local_rank=processes.local_rank(), where=where)
     if config.runtime.deterministic:
@@ -370,7 +285,7 @@ def assemble(
     for_training: bool = True,
     evaluates: bool = True,
 ) -> tuple[Trainer, Build]:
-    """Builds every part in order: task, model, data, optimizers, hooks, trainer. The trainer's config is resolved."""
+    """Builds every object in order: task, model, data, optimizers, hooks, trainer. The trainer's config is resolved."""
     _seed_everything(backend, mix_seed(config.seed, _BUILD_STREAM))
     build = Build(config, ranks=ranks, folder=folder, kept=kept)
     trainer_class = trainer_class or build.trainer_class()
@@ -419,7 +334,7 @@ def assemble(
         validation_dataset=eval_data,
         context=context,
     )
-    # From here on ranks draw different numbers.
+    # From now on ranks draw different numbers.
     _seed_everything(backend, mix_seed(config.seed, _RANK_STREAM, ranks.mesh.data_rank))
     return trainer, build
 
@@ -427,47 +342,52 @@ def assemble(
 def _build_model(
     trainer_class: type[Trainer], task: Task, build: Build, backend: Backend, ranks: Ranks
 ) -> ParallelizedModel:
-    """Builds the model, equal on all ranks or on the first for all, and places what each keeps of it on its device."""
+    """Builds the model, on every rank or on the first for all, shards it and moves it to the device."""
     model = trainer_class.build_model(build)
     if ranks.mesh.size("pipeline") > 1:
         reject_own_steps(trainer_class, task, model, build.config, ranks.mesh)
     parallelized = parallelize_model(
         model, ranks, build.config, backend.device, first_has_weights=build.first_has_weights
     )
-    # A start that loads weights draws fewer numbers than one that builds the model for a checkpoint, and a rank that
-    # is sent them draws none; what is built next must not know.
+    # A start that loads weights draws fewer numbers than one that initializes the model, and a rank that receives them
+    # draws none. Objects that are built next must not depend on that.
     _seed_everything(backend, mix_seed(build.config.seed, _PARTS_STREAM))
     return parallelized
 
 
 def _kept_facts(config: RunConfig, folder: Path, ranks: Ranks) -> PretrainedFacts | None:
-    """What the pretrained folder told an earlier start, where a checkpoint has the weights by now; else None.
-
-    The first rank looks, and all ranks get its answer.
-    """
+    """Returns the facts of the pretrained folder from an earlier start if a checkpoint has the weights, else None."""
     if config.model is None or "pretrained" not in config.model.reserved:
         return None
-    found: PretrainedFacts | None = None
+
+    def read() -> PretrainedFacts | None:
+        return read_facts(folder) if open_store(checkpoints_location(folder, config)).steps() else None
+
+    return _on_first_rank(ranks, read)
+
+
+def _on_first_rank(ranks: Ranks, function: Callable[[], T]) -> T:
+    """Calls a function on the first rank; returns its result, or raises its error, on every rank. Collective."""
+    found: T | None = None
     failure: Exception | None = None
     if ranks.is_first:
         try:
-            if open_store(checkpoints_location(folder, config)).steps():
-                found = read_facts(folder)
+            found = function()
         except Exception as error:
             failure = error
     found, failure = ranks.broadcast((found, failure))
     if failure is not None:
         raise failure
-    return found
+    return cast(T, found)
 
 
 def _resolved(config: RunConfig, batch: BatchPlan, max_steps: int) -> RunConfig:
-    """The config with its derived values written in: what the run's config.yaml holds."""
-    place = config.checkpoint.folder
+    """Returns the config with its derived values, as the run's config.yaml has them."""
+    folder = config.checkpoint.folder
     return config.derive(
         {
-            # In full: the run is found from anywhere.
-            "checkpoint.folder": place if place is None or is_address(place) else str(Path(place).absolute()),
+            # Absolute: the run is found from anywhere.
+            "checkpoint.folder": folder if folder is None or is_address(folder) else str(Path(folder).absolute()),
             "trainer.max_steps": max_steps,
             "trainer.global_batch_size": batch.global_batch_size,
             "trainer.micro_batch_size": batch.micro_batch_size,
@@ -476,7 +396,7 @@ def _resolved(config: RunConfig, batch: BatchPlan, max_steps: int) -> RunConfig:
 
 
 def _batch_of(config: RunConfig, num_data_ranks: int, *, for_training: bool) -> BatchPlan:
-    """The batch sizes; an evaluation on another number of ranks than the training needs no arithmetic."""
+    """Returns the batch sizes; an evaluation may use another number of ranks than the training."""
     if for_training:
         return resolve_batch(config, num_data_ranks)
     micro = micro_batch_alone(config)
@@ -484,7 +404,7 @@ def _batch_of(config: RunConfig, num_data_ranks: int, *, for_training: bool) -> 
 
 
 def _by_name(optimizers: Any, mesh: Mesh) -> dict[str, torch.optim.Optimizer]:
-    """The optimizers by name; those that report numbers of all parameters know the ranks with other layers."""
+    """Returns the optimizers by name; those that report values over all parameters get the group of stages."""
     named = dict(optimizers) if isinstance(optimizers, Mapping) else {"main": optimizers}
     for optimizer in named.values():
         if hasattr(optimizer, "stages"):
@@ -526,62 +446,50 @@ def _updater(
 
 
 def _find_checkpoint(trainer: Trainer, *, fresh: bool, accept_changes: bool) -> tuple[int | None, RunConfig | None]:
-    """Prepares the run folder; returns the step to go on from and the config it was trained with.
+    """Prepares the run folder; returns the step to resume from and the config of that run. Rejects changed settings."""
+    config, folder, store = trainer.config, trainer.folder, trainer.context.store
 
-    Rejects changed settings. The first rank looks, and all ranks get its answer.
+    def find() -> tuple[int | None, RunConfig | None]:
+        run_folders.FolderLock(folder).reject_if_held()  # train() acquires it
+        moved = run_folders.set_aside(folder) if fresh else None
+        if moved is not None:
+            logger.info("Moved the earlier run to %s", moved)
+        run_folders.prepare(folder, where=config.origin("output_dir"))
+        run_folders.claim_checkpoints(config, fresh=fresh)
+        store.clean()
+        step, saved = store.newest_intact(), run_folders.read_config(folder)
+        if step is None:
+            cut_back(folder, 0)  # lines of a run that died before its first checkpoint
+        elif saved is not None:
+            if not accept_changes:
+                reject_changes(saved, config, folder)
+            for name, (before, now) in changed_settings(saved, config).items():
+                logger.info("Accepted from step %d: %s: %r → %r", step, name, before, now)
+        elif config.checkpoint.folder and not accept_changes:
+            reject_strangers(store.path(step), folder)
+        return step, saved
+
+    return _on_first_rank(trainer.ranks, find)
+
+
+def _resume(trainer: Trainer, config: RunConfig, saved: RunConfig | None, *, counts_steps: bool) -> None:
+    """Adapts a restored trainer to changed limits, and truncates the log to its step.
+
+    The steps are counted again after a short last batch, or (`counts_steps`) with another batch size.
     """
-    step: int | None = None
-    saved: RunConfig | None = None
-    failure: Exception | None = None
-    if trainer.ranks.is_first:
-        try:
-            run_folders.FolderLock(trainer.folder).reject_if_held()  # train() takes it
-            aside = run_folders.set_aside(trainer.folder) if fresh else None
-            if aside is not None:
-                logger.info("The earlier run was set aside: %s", aside)
-            run_folders.prepare(trainer.folder, where=trainer.config.origin("output_dir"))
-            run_folders.claim_checkpoints(trainer.config, fresh=fresh)
-            trainer.context.store.clean()
-            step = trainer.context.store.newest_intact()
-            saved = run_folders.read_config(trainer.folder)
-            if step is not None and saved is None and trainer.config.checkpoint.folder and not accept_changes:
-                reject_strangers(trainer.context.store.path(step), trainer.folder)
-            if step is not None and saved is not None:
-                if not accept_changes:
-                    reject_changes(saved, trainer.config, trainer.folder)
-                for name, (then, now) in changed_settings(saved, trainer.config).items():
-                    logger.info("Accepted from step %d on: %s: %r → %r", step, name, then, now)
-            if step is None:
-                cut_back(trainer.folder, 0)  # lines of a run that died before its first checkpoint
-        except Exception as error:
-            failure = error
-    step, saved, failure = trainer.ranks.broadcast((step, saved, failure))
-    if failure is not None:
-        raise failure
-    return step, saved
-
-
-def _realign(trainer: Trainer, config: RunConfig, *, always: bool) -> None:
-    """Counts the steps anew for a run that goes on after a ragged end, or (`always`) with another batch size."""
-    data = trainer.train_data
+    data, step = trainer.train_data, trainer.step
     assert data is not None
-    if always or data.places < trainer.step * data.global_batch_size:
-        max_steps, _ = limits(config, data, steps_done=trainer.step)
-        trainer.set_max_steps(max_steps)
-
-
-def _go_on(trainer: Trainer, saved: RunConfig | None) -> None:
-    """Cuts the log back to the restored step, and says from where and with which rates the run goes on."""
-    step = trainer.step
+    if counts_steps or data.places < step * data.global_batch_size:
+        trainer.set_max_steps(limits(config, data, steps_done=step)[0])
     renamed = {"name": trainer.config.name, "output_dir": trainer.config.output_dir}
     if saved is None or saved.derive(renamed) != trainer.config:
-        trainer.reopen()  # it was stopped with other settings
+        trainer.reopen()  # it ended with other settings
     if trainer.ranks.is_first:
-        # A step that was saved before it was written is written again, so its lines go too.
-        cut_back(trainer.folder, trainer.step - 1 if trainer.state.has_unfinished_step else trainer.step)
+        # A step that was saved before it was written is written again, so its lines are dropped too.
+        cut_back(trainer.folder, step - 1 if trainer.state.has_unfinished_step else step)
     logger.info("Resumed from %s, step %d of %d", trainer.context.store.path(step), step, trainer.max_steps)
-    then = saved.trainer.max_steps if saved is not None else None
-    if then is not None and then != trainer.max_steps:
+    limit = saved.trainer.max_steps if saved is not None else None
+    if limit is not None and limit != trainer.max_steps:
         for name, entry in trainer.context.updater.optimizers.items():
-            before, now = (entry.rate(step, limit) for limit in (then, trainer.max_steps))
-            logger.info("max_steps %d → %d: the next rate of %s: %g → %g", then, trainer.max_steps, name, before, now)
+            before, now = entry.rate(step, limit), entry.rate(step, trainer.max_steps)
+            logger.info("max_steps %d → %d: the next rate of %s: %g → %g", limit, trainer.max_steps, name, before, now)

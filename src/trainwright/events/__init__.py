@@ -1,4 +1,4 @@
-"""What happened: values are put here during a step and handed on at the log period. See storage.py."""
+"""The values of a run: a step puts them, writers receive them once per log period. See storage.py."""
 
 from trainwright.events.mean import Mean
 from trainwright.events.storage import EventStorage, get_event_storage

@@ -1,6 +1,6 @@
-"""`Mean`, a mean that knows its weight, and the windows in which means add up over steps, puts and ranks.
+"""`Mean`, a mean with its weight, and windows, in which values add up over puts, steps and ranks.
 
-Means of unequal batches add up exactly. storage.py collects values; writers get a window's summary.
+Means of unequal batches add up exactly. storage.py collects the values; the loop merges and summarises windows.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any, Literal
 import torch
 
 IGNORED_LABEL = -100
-"""Labels of this value do not count: torch's and transformers' convention."""
+"""Targets with this label are ignored: the default `ignore_index` of torch and transformers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mean:
-    """The mean `total / count`, kept apart.
+    """The mean `total / count`, stored as its two parts.
 
-    `total` is a sum (a tensor, with a gradient where it is a loss, or a number) and `count` how many
-    things were summed (tokens, samples): a number, or a tensor where only the device knows it.
+    `total` is a sum: a tensor (with a gradient if it is a loss) or a number. `count` is the number of summed elements
+    (tokens, samples): a number, or a tensor if only the device has it.
 
     >>> Mean(6.0, 3).value
     2.0
@@ -31,9 +31,9 @@ class Mean:
 
     @property
     def value(self) -> torch.Tensor | float:
-        """The mean itself; an empty one is 0, not NaN, so that a rank without samples adds nothing."""
+        """The mean itself. An empty one is 0, not NaN, so that a rank without samples adds nothing."""
         if isinstance(self.count, torch.Tensor):
-            # Not clamped to something tiny: in 16 bits that is 0 again.
+            # Not clamped to a tiny number: in 16 bits that is 0 again.
             return self.total / torch.where(self.count == 0, 1, self.count)
         return self.total / self.count if self.count else self.total * 0.0
 
@@ -42,40 +42,43 @@ class Mean:
 
     def detach(self) -> Mean:
         """Returns a copy that keeps no graph alive and does not change when the originals do."""
-        return Mean(_settle(self.total), _settle(self.count))
+        total, count = (
+            each.detach().clone() if isinstance(each, torch.Tensor) else each for each in (self.total, self.count)
+        )
+        return Mean(total, count)
 
 
-def _settle(value: torch.Tensor | float) -> torch.Tensor | float:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+Kind = Literal["mean", "total", "put", "last", "imbalance"]
+"""How values of a name combine.
 
-
-Kind = Literal["mean", "total", "put", "last", "spread"]
-"""mean: a mean and its weight; total: a sum and its count; put: averaged per step; last: the newest wins;
-spread: seconds of each rank, of which a window shows the share that the ranks on average waited for the slowest."""
+mean: weighted means; total: sums over their counts; put: averaged per step, then over steps; last: the newest value;
+imbalance: seconds of each rank, logged as the share of the slowest rank's time that the average rank waits.
+"""
 
 
 @dataclass(slots=True)
 class Series:
-    """One name's values by step: [total, count] pairs, or the last object."""
+    """The values of one name by step: [total, count]; for `last` the value, for `imbalance` a list over ranks."""
 
     kind: Kind
     steps: dict[int, list[Any]] = field(default_factory=dict)
 
     def value_at(self, step: int) -> Any:
-        """The value of one step; of a spread the seconds of each rank."""
+        """Returns the value of one step; for `imbalance` the seconds of each rank."""
         total, count = self.steps[step]
-        return total if self.kind in ("last", "spread") else _divide(total, count)
+        return total if self.kind in ("last", "imbalance") else _divide(total, count)
 
     def summary(self) -> Any:
-        """The value of the whole window: see `Kind`."""
+        """Returns the value of the whole window: see `Kind`."""
+        # In the order of steps: rounding then does not depend on where a checkpoint divided the window.
+        totals, counts = zip(*(self.steps[step] for step in sorted(self.steps)), strict=True)
         if self.kind == "last":
-            return self.steps[max(self.steps)][0]
-        if self.kind == "spread":
-            return _waiting_share([seconds for _, (seconds, _) in sorted(self.steps.items())])
+            return totals[-1]
+        if self.kind == "imbalance":
+            waited = sum(max(seconds) - sum(seconds) / len(seconds) for seconds in totals)
+            return _divide(waited, sum(map(max, totals)))
         if self.kind == "put":
-            return sum(_divide(total, count) for _, (total, count) in sorted(self.steps.items())) / len(self.steps)
-        # In the order of steps, so that the sum's rounding does not depend on where a checkpoint cut the window.
-        totals, counts = zip(*(pair for _, pair in sorted(self.steps.items())), strict=True)
+            return sum(map(_divide, totals, counts)) / len(totals)
         return _divide(sum(totals), sum(counts))
 
 
@@ -83,29 +86,27 @@ Window = dict[str, Series]
 
 
 def add_record(window: Window, name: str, step: int, value: Any, weight: Any, kind: Kind) -> None:
-    """Adds one put to a window. A name that changes its kind begins anew with the new kind."""
-    family: Kind = "total" if kind == "mean" else kind
+    """Adds one value to a window. A name whose kind changes starts over with the new kind."""
+    total = value * weight if kind == "mean" else value
+    if kind == "mean":
+        kind = "total"
+    if kind == "total" and not weight:
+        total = 0.0  # a rank without samples may have a NaN (the deviation of one sample), and 0 × NaN is NaN
     series = window.get(name)
-    if series is None or series.kind != family:
-        series = window[name] = Series(family)
-    total = value * weight if kind == "mean" else [value] if kind == "spread" else value
-    if family == "total" and not weight:
-        total = 0.0  # a rank that only stands in may have a NaN (the deviation of one sample), and 0 × NaN is NaN
-    place = series.steps.get(step)
-    if place is None or family == "last":
+    if series is None or series.kind != kind:
+        series = window[name] = Series(kind)
+    earlier = series.steps.get(step)
+    if earlier is None or kind == "last":
         series.steps[step] = [total, weight]
-    elif family == "spread":
-        place[0][0] += value
     else:
-        place[0] += total
-        place[1] += weight
+        series.steps[step] = [earlier[0] + total, earlier[1] + weight]  # lists of an imbalance are joined
 
 
 def merge(windows: Iterable[Window]) -> Window:
-    """Adds up the windows of all ranks. Ranks may hold different names, or none.
+    """Merges the windows of all ranks. Ranks may have different names, or none.
 
-    A put is averaged on each rank first, so that a rank which puts twice in a step weighs no more than
-    its neighbour; of a "last" value the lowest rank's is taken; of a "spread" every rank's is kept.
+    A put is averaged on each rank first, so a rank that puts twice in a step has no more weight than the others. The
+    lowest rank's value of a `last` name is used.
     """
     windows = list(windows)
     if len(windows) == 1:
@@ -114,20 +115,15 @@ def merge(windows: Iterable[Window]) -> Window:
     for window in windows:
         for name, series in window.items():
             for step, (total, count) in series.steps.items():
-                if series.kind == "last":
-                    if name not in merged or step not in merged[name].steps:
-                        add_record(merged, name, step, total, count, "last")
-                elif series.kind == "spread":
-                    _keep_apart(merged, name, step, total)
-                elif series.kind == "put":
-                    add_record(merged, name, step, _divide(total, count), 1.0, "put")
-                else:
-                    add_record(merged, name, step, total, count, "total")
+                if series.kind == "put":
+                    total, count = _divide(total, count), 1.0
+                if series.kind != "last" or name not in merged or step not in merged[name].steps:
+                    add_record(merged, name, step, total, count, series.kind)
     return merged
 
 
 def summarise(window: Window) -> dict[str, Any]:
-    """Returns name → value of the whole window; a name without any weight is left out."""
+    """Returns name → value of the whole window, without names that have no weight."""
     return {
         name: series.summary()
         for name, series in window.items()
@@ -144,27 +140,11 @@ def window_to_state(window: Window) -> dict[str, Any]:
 
 
 def window_from_state(state: Mapping[str, Any]) -> Window:
-    """Restores what `window_to_state` returned."""
+    """Restores the result of `window_to_state`."""
     return {
         name: Series(entry["kind"], {int(step): [total, count] for step, total, count in entry["steps"]})
         for name, entry in state.items()
     }
-
-
-def _keep_apart(merged: Window, name: str, step: int, seconds: list[float]) -> None:
-    """Appends one rank's seconds to those of the ranks before it."""
-    series = merged.get(name)
-    if series is None or series.kind != "spread":
-        series = merged[name] = Series("spread")
-    kept = series.steps.get(step)
-    series.steps[step] = [[*(kept[0] if kept else []), *seconds], 1.0]
-
-
-def _waiting_share(steps: list[list[float]]) -> float:
-    """Of the seconds that the slowest rank needed in each step, the share that the average rank waited for it."""
-    slowest = sum(max(seconds) for seconds in steps)
-    waited = sum(max(seconds) - sum(seconds) / len(seconds) for seconds in steps)
-    return _divide(waited, slowest)
 
 
 def _divide(total: float, count: float) -> float:

@@ -1,8 +1,7 @@
-"""Where values wait between the step that makes them and the writer that tells them.
+"""Stores values from the step that puts them until a writer receives them.
 
-Putting never waits for the device: tensors stay where they are until the loop drains them, in one copy
-per log period. Nothing here communicates between ranks; the loop gathers what `take_window` returns and
-`windows.py` merges it.
+Putting never waits for the device: tensors stay on it until the loop drains them, in one copy per log period. Nothing
+here communicates between ranks: the loop gathers the result of `take_window`, and mean.py merges it.
 """
 
 from __future__ import annotations
@@ -20,47 +19,46 @@ from trainwright.errors import HostReadError, TrainwrightError
 from trainwright.events.mean import Kind, Mean, Window, add_record, window_from_state, window_to_state
 
 RESERVED = frozenset({"step", "loss", "grad_norm", "lr"})
-"""The names of the loop's own values in a log line."""
-HISTORY_LENGTH = 500  # values kept per name; also what a checkpoint carries
+"""The loop's own names in a log line."""
+HISTORY_LENGTH = 500  # values kept per name, also in a checkpoint
 
 # A plain list, not a ContextVar: torch.compile traces through it.
 _stack: list[EventStorage] = []
 
 
 def get_event_storage() -> EventStorage:
-    """Returns the storage of the run that is under way; call it from a model, a dataset, anywhere."""
+    """Returns the storage of the current run; callable from a model, a dataset, anywhere."""
     if not _stack:
         raise TrainwrightError(
-            "There is no event storage: get_event_storage() answers only during a run, and not in a loader's worker. "
+            "There is no event storage: get_event_storage() works only during a run, and not in a data worker. "
             "In a test, use `with EventStorage():` around the call."
         )
     return _stack[-1]
 
 
 def forget_storages() -> None:
-    """Makes `get_event_storage` reject in a process that nobody drains, such as a forked loader's worker."""
+    """Makes `get_event_storage` raise in a process whose values nothing drains, such as a forked data worker."""
     _stack.clear()
 
 
 class EventStorage:
     """The values of a run, by name and step.
 
-    A name put several times in a step is averaged; over ranks, over those that put it; over the steps of
-    a log window, over the steps in which it was put. As a context manager it is the one that
-    `get_event_storage()` returns.
+    Values put several times in a step are averaged; over ranks, over those that put it; over a log window, over the
+    steps in which it was put. As a context manager it is the storage that `get_event_storage()` returns.
     """
 
     def __init__(self, *, max_steps: int | None = None) -> None:
         self.max_steps = max_steps
-        """Where the run ends, for writers that show progress; None if nobody said."""
+        """The last step of the run, for writers that show progress; None if unknown."""
         self.line: dict[str, Any] = {}
         """The newest line for the writers: `step`, then name → value."""
         self.evaluated: dict[str, Any] = {}
-        """What of that line an evaluation gave, such as `valid/loss`."""
+        """The values of that line that come from an evaluation, such as `valid/loss`."""
         self._step = 0
         self._pending: list[tuple[str, int, Any, Any, Kind]] = []
         self._traced: dict[str, tuple[torch.Tensor, torch.Tensor, Kind]] = {}
-        # Of texts, lists and whole tensors only the last is ever shown, so only that is held.
+        # Only the last text, list or large tensor of a name is ever shown, so only that one is stored.
         self._objects: dict[str, tuple[int, Any]] = {}
         self._window: Window = {}
         self._histories: dict[str, deque[tuple[int, Any]]] = {}
@@ -76,9 +74,9 @@ class EventStorage:
 
     @property
     def step(self) -> int:
-        """The number of the update under way (the first is 1), and between updates that of the last one."""
+        """The number of the current update (the first is 1); between updates that of the last one."""
         if self._num_before_recording is not None:
-            raise HostReadError("The storage's step is read, which would stay the same in every replay.")
+            raise HostReadError("The storage's step is read, but a replay would not change it.")
         return self._step
 
     @step.setter
@@ -87,51 +85,54 @@ class EventStorage:
             self.file_traced()
         self._step = step
 
-    # putting: called in every step, so nothing here may wait, copy to the host or communicate
+    # Putting. Called in every step: nothing here waits, copies to the host or communicates.
 
     def put_scalar(self, name: str, value: torch.Tensor | float, smoothing_hint: bool = True) -> None:
-        """Notes a one-element tensor or number for this step.
+        """Stores a one-element tensor or number for this step.
 
-        With `smoothing_hint` the log line holds the mean over its window, else the last value. Ignored
-        while a checkpointed block is recomputed: its first forward has put the value already.
+        With `smoothing_hint` the log line has the mean over its window, otherwise the last value. Ignored while a
+        checkpointed block is recomputed: its first forward has put the value already.
         """
         if not _is_scalar(value):
             what = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
             raise TrainwrightError(f"put_scalar({name!r}): the value is {what}. Put a number or a one-element tensor.")
-        _reject_reserved(self._scope + name)
+        name = self._scope + name
+        _reject_reserved(name)
         kind: Kind = "put" if smoothing_hint else "last"
         if torch.compiler.is_compiling():
-            self._put_traced(self._scope + name, value, kind)
+            self._put_traced(name, value, kind)
         elif not _is_recomputing():
-            # Cloned, for the caller may go on changing the tensor before it is drained.
-            settled = value.detach().clone() if isinstance(value, torch.Tensor) else value
-            self._pending.append((self._scope + name, self._step, settled, 1.0, kind))
+            # Cloned: the caller may change the tensor in place before it is drained.
+            copied = value.detach().clone() if isinstance(value, torch.Tensor) else value
+            self._pending.append((name, self._step, copied, 1.0, kind))
 
     def put_scalars(
         self, values: Mapping[str, Any] | None = None, /, *, smoothing_hint: bool = True, **more: Any
     ) -> None:
-        """Notes several scalars, given as a mapping or as keywords."""
+        """Stores several scalars, given as a mapping or as keywords."""
         for name, value in {**(values or {}), **more}.items():
             self.put_scalar(name, value, smoothing_hint=smoothing_hint)
 
     def put_metric(self, name: str, value: Any, weight: Any) -> None:
-        """Notes a metric of this step: a Mean, a value that weighs `weight`, or an object that is kept as it is.
+        """Stores a metric of this step: a Mean, a scalar with a weight, or any object, of which the last is kept.
 
-        Detached but not cloned: what `Update.apply` returns aliases nothing.
+        Tensors are detached but not cloned: the caller must not change them in place.
         """
         if isinstance(value, Mean):
             self._pending.append((name, self._step, value.total, value.count, "total"))
-        elif _is_scalar(value):
-            held = value.detach() if isinstance(value, torch.Tensor) else value
-            self._pending.append((name, self._step, held, weight, "mean"))
+            return
+        if isinstance(value, torch.Tensor):
+            value = value.detach()
+        if _is_scalar(value):
+            self._pending.append((name, self._step, value, weight, "mean"))
         else:
-            self._objects[name] = (self._step, value.detach() if isinstance(value, torch.Tensor) else value)
+            self._objects[name] = (self._step, value)
 
     def put_result(self, result: Any, *, weight: Any, num_samples: int, share: float = 1.0) -> None:
-        """Notes what an update gave: (loss, metrics, grad_norm, lr); `weight` is what the loss weighs.
+        """Stores the result of an update, (loss, metrics, grad_norm, lr), with the weight of its loss.
 
-        Loss and norm are those of all ranks together: each notes its `share` of their weight, so that a window that
-        was begun by more ranks or fewer weighs its steps alike.
+        Loss and norm are those of all ranks. Each rank stores them with its `share` of their weight, so that a window
+        that began with another number of ranks weights its steps equally.
         """
         try:
             loss, metrics, grad_norm, lr = result
@@ -145,21 +146,13 @@ class EventStorage:
         for name, value in metrics.items():
             _reject_reserved(name)
             if name.startswith("lr/"):
-                self.put_last(name, value)
+                self._pending.append((name, self._step, value, 1.0, "last"))
             else:
                 self.put_metric(name, value, num_samples)
 
-    def put_last(self, name: str, value: Any) -> None:
-        """Notes a value of which a log line holds the last one: a learning rate, a text, a list."""
-        self._pending.append((name, self._step, value, 1.0, "last"))
-
-    def put_timing(self, name: str, total: float, count: float) -> None:
-        """Notes plain numbers of the host, which a log line holds as their sum over their counts' sum."""
-        self._pending.append((name, self._step, total, count, "total"))
-
-    def put_spread(self, name: str, seconds: float) -> None:
-        """Notes what this rank alone needed; a log line holds the share that the ranks waited for the slowest."""
-        self._pending.append((name, self._step, seconds, 1.0, "spread"))
+    def put_imbalance(self, name: str, seconds: float) -> None:
+        """Stores the seconds that this rank worked; the log line has the share of time that ranks wait for others."""
+        self._pending.append((name, self._step, [seconds], 1.0, "imbalance"))
 
     @contextmanager
     def name_scope(self, name: str) -> Iterator[None]:
@@ -172,7 +165,7 @@ class EventStorage:
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        """Drops what is put inside the block: a trial forward leaves no values."""
+        """Drops the values that are put inside the block, for a trial forward."""
         kept = dict(vars(self))
         self._pending, self._traced, self._objects, self._window = [], {}, {}, {}
         self._histories = {name: values.copy() for name, values in self._histories.items()}
@@ -183,15 +176,15 @@ class EventStorage:
             _stack.remove(self)
             vars(self).update(kept)
 
-    # a step that is recorded: its code runs once, and what it puts is put again after each replay
+    # A captured step: its code runs once; its values are put again after each replay.
 
     def begin_recording(self) -> None:
-        """Keeps what is put from here on apart."""
+        """Separates the values that are put from now on."""
         self.file_traced()
         self._num_before_recording = len(self._pending)
 
     def end_recording(self) -> list[tuple[str, Any, Any, Kind]]:
-        """Returns what was put since, as (name, value, weight, kind), and forgets it."""
+        """Returns the values put since `begin_recording` as (name, value, weight, kind), and removes them."""
         if self._num_before_recording is None:
             return []
         self.file_traced()
@@ -201,11 +194,11 @@ class EventStorage:
         return puts
 
     def put_again(self, puts: Sequence[Sequence[Any]]) -> None:
-        """Notes for this step what `end_recording` returned, with the values of a replay."""
+        """Stores for this step what `end_recording` returned, with the values of a replay."""
         for name, value, weight, kind in puts:
             self._pending.append((name, self._step, value, weight, kind))
 
-    # reading: waits for the device
+    # Reading. Waits for the device.
 
     def history(self, name: str) -> list[tuple[int, Any]]:
         """Returns the last values of a name on this rank, oldest first, as (step, value)."""
@@ -219,27 +212,26 @@ class EventStorage:
         self.drain()
         return {name: (values[-1][1], values[-1][0]) for name, values in self._histories.items()}
 
-    # the loop's side
+    # The loop's methods.
 
     def drain(self) -> None:
-        """Moves what is pending to the host, in one copy per device and dtype, and files it by name and step."""
+        """Moves pending values to the host, in one copy per device and dtype, and files them by name and step."""
         self.file_traced()
         pending, self._pending = self._pending, []
-        values = _to_host([record[2] for record in pending])
-        weights = _to_host([record[3] for record in pending])
-        touched: dict[tuple[str, int], None] = {}
-        for (name, step, _, _, kind), value, weight in zip(pending, values, weights, strict=True):
-            add_record(self._window, name, step, value, weight, kind)
-            touched[name, step] = None
+        values, weights = _to_host([record[2] for record in pending]), _to_host([record[3] for record in pending])
+        records = [
+            (name, step, value, weight, kind)
+            for (name, step, _, _, kind), value, weight in zip(pending, values, weights, strict=True)
+        ]
         objects, self._objects = self._objects, {}
         for name, (step, value) in objects.items():
-            held = value.cpu().tolist() if isinstance(value, torch.Tensor) else value
-            add_record(self._window, name, step, held, 1.0, "last")
-            touched[name, step] = None
-        for name, step in touched:
+            records.append((name, step, value.tolist() if isinstance(value, torch.Tensor) else value, 1.0, "last"))
+        for record in records:
+            add_record(self._window, *record)
+        for name, step in dict.fromkeys(record[:2] for record in records):
             series = self._window[name]
-            # A name that changed its kind meanwhile began anew; of a spread this rank alone knows nothing.
-            if step in series.steps and series.kind != "spread":
+            # A name whose kind has changed started over; an imbalance needs the values of other ranks.
+            if step in series.steps and series.kind != "imbalance":
                 self._remember(name, step, series.value_at(step))
 
     def take_window(self) -> Window:
@@ -254,21 +246,21 @@ class EventStorage:
         return self._window
 
     def publish(self, training: Mapping[str, Any], *, evaluated: Mapping[str, Any] | None = None) -> None:
-        """Makes the line that the writers are shown next, of a window's logs and of an evaluation's."""
+        """Creates the next line for the writers, from the logs of a window and of an evaluation."""
         self.evaluated = dict(evaluated or {})
         self.line = {"step": self._step, **{name: _plain(value) for name, value in training.items()}, **self.evaluated}
         for name, value in self.evaluated.items():
             self._remember(name, self._step, value)
 
     def state_dict(self, window: Window | None = None) -> dict[str, Any]:
-        """Returns the histories and the open window (`window`, where the loop has merged those of all ranks)."""
+        """Returns the histories and the open window: `window` if the loop has merged those of all ranks."""
         own = self.peek_window()
         histories = {name: [list(entry) for entry in values] for name, values in self._histories.items()}
         state = {"window": window_to_state(own if window is None else window), "histories": histories}
         return {key: _storable(value) for key, value in state.items()}
 
     def load_state_dict(self, state: Mapping[str, Any], *, with_window: bool = True) -> None:
-        """Restores `state_dict`; one rank alone takes the window, which already counts all ranks."""
+        """Restores `state_dict`; only one rank restores the window, which has the values of all ranks."""
         self._pending, self._traced, self._objects = [], {}, {}
         self._window = window_from_state(state["window"]) if with_window else {}
         self._histories = {
@@ -277,10 +269,10 @@ class EventStorage:
         }
 
     def _put_traced(self, name: str, value: torch.Tensor | float, kind: Kind) -> None:
-        """Puts from compiled code: adds up on the device by name, reading neither the step nor any number.
+        """Puts from compiled code: adds up on the device by name, without reading the step or any number.
 
-        What traced code reads it is guarded on. A list that grows, or a step that counts, would have the
-        code compiled anew at every call, up to the limit at which torch gives up; the names settle at once.
+        Compiled code has a guard on all that it reads. A growing list or a counted step would recompile it at every
+        call, up to torch's limit; the set of names does not change after the first step.
         """
         total = torch.as_tensor(value).detach()
         total = total.to(torch.promote_types(total.dtype, torch.float32), copy=True)
@@ -291,7 +283,7 @@ class EventStorage:
         self._traced[name] = (total, count, kind)
 
     def file_traced(self) -> None:
-        """Takes notice of what compiled code has put, so that the next call finds no names and needs no other code."""
+        """Makes the values put by compiled code pending, so that the next call finds no names and no new guard."""
         for name, (total, count, kind) in self._traced.items():
             self._pending.append((name, self._step, total, count, kind))
         self._traced = {}
@@ -299,30 +291,29 @@ class EventStorage:
     def _remember(self, name: str, step: int, value: Any) -> None:
         values = self._histories.setdefault(name, deque(maxlen=HISTORY_LENGTH))
         if values and values[-1][0] == step:
-            values[-1] = (step, value)
-        else:
-            values.append((step, value))
+            values.pop()
+        values.append((step, value))
 
 
 def _reject_reserved(name: str) -> None:
     if name in RESERVED:
-        raise TrainwrightError(f"A metric is named {name!r}, as a value of the loop's own. Give it another name.")
+        raise TrainwrightError(f"The metric name {name!r} is reserved for the loop's own value. Use another name.")
 
 
 def _plain(value: Any) -> Any:
-    """A user's log value as a number, where it is one."""
+    """Returns a user's log value as a number if it is one."""
     if isinstance(value, Mean):
         value = value.value
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def _is_scalar(value: Any) -> bool:
-    # Real, for numpy's numbers are no Python floats.
+    # Real, because numpy's numbers are not Python floats.
     return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, Real)
 
 
 def _storable(value: Any) -> Any:
-    """Replaces what a checkpoint cannot hold (a user's object as a metric) by its text, as in metrics.json."""
+    """Replaces objects that a checkpoint cannot store (a user's metric) by their text, as in metrics.json."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
@@ -333,31 +324,21 @@ def _storable(value: Any) -> Any:
 
 
 def _is_recomputing() -> bool:
-    """Is this forward a recomputation inside backward? Gradient hooks run there too, but without grad mode."""
-    # The only sign of a running backward: the public hooks see tensors and nodes, not a forward inside of one.
+    """Returns True in a forward that backward recomputes. Gradient hooks run inside backward too, without grad mode."""
+    # No public function says whether backward is running: public hooks see tensors and nodes only.
     inside_backward: bool = torch._C._current_graph_task_id() != -1
     return inside_backward and torch.is_grad_enabled()
 
 
-def _flat(value: torch.Tensor) -> torch.Tensor:
-    held = value.detach() if value.requires_grad else value
-    return held.reshape(()) if held.ndim else held
-
-
 def _to_host(values: list[Any]) -> list[Any]:
-    """Replaces tensors and numpy's numbers among the values by Python's, with one copy per device and dtype."""
-    hosted = list(values)
+    """Replaces one-element tensors and numpy's numbers by Python's, with one copy per device and dtype."""
+    hosted = [value.item() if isinstance(value, np.generic) else value for value in values]
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, value in enumerate(values):
         if isinstance(value, torch.Tensor):
-            if value.numel() == 1:
-                groups.setdefault((value.device, value.dtype), []).append(index)
-            else:
-                hosted[index] = value.detach().cpu().tolist()
-        elif isinstance(value, np.generic):
-            hosted[index] = value.item()
+            groups.setdefault((value.device, value.dtype), []).append(index)
     for indices in groups.values():
-        stacked = torch.stack([_flat(values[index]) for index in indices])
-        for index, number in zip(indices, stacked.tolist(), strict=True):
+        numbers = torch.stack([values[index].detach().reshape(()) for index in indices]).tolist()
+        for index, number in zip(indices, numbers, strict=True):
             hosted[index] = number
     return hosted

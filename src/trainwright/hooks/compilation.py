@@ -1,4 +1,4 @@
-"""Tells what torch.compile does while a run goes on: each break and recompilation once, with its line, and its cost."""
+"""Reports what torch.compile does during a run: graph breaks and recompilations with their lines, and the cost."""
 
 from __future__ import annotations
 
@@ -15,45 +15,44 @@ logger = logging.getLogger(__name__)
 class WatchCompilation(Hook):
     """Puts `compile/seconds`, `graphs`, `graph_breaks`, `recompilations` and `cache_hits` in steps that compile.
 
-    A log line holds the sums of its window, but for those that are 0. Nothing in other steps: they pay one look at a
-    flag. Where the forward is not compiled it does nothing.
+    A log line has the sums of its window, without those that are 0. Other steps only read a flag. Does nothing if the
+    forward is not compiled.
     """
 
     def __init__(self) -> None:
         self._compilations: Compilations | None = None
-        self._notified: set[str] = set()
+        self._reported: set[str] = set()
         self._window, self._sums = -1, dict[str, float]()
 
     def before_train(self) -> None:
-        """Begins to listen."""
+        """Registers the callbacks of torch.compile."""
         compiled = self.trainer.compiled_forward
         self._compilations = None if compiled is None else compiled.compilations
         if self._compilations is not None:
             self._compilations.begin()
 
     def after_step(self) -> None:
-        """Tells what this step compiled."""
+        """Reports what this step compiled."""
         if self._compilations is not None and self._compilations.has_news:
-            self._tell()
+            self._report(self._compilations)
 
     def after_eval(self, logs: Mapping[str, Any]) -> None:
-        """Tells what an evaluation compiled."""
+        """Reports what an evaluation compiled."""
         self.after_step()
 
     def close(self) -> None:
-        """Stops listening."""
+        """Removes the callbacks."""
         if self._compilations is not None:
             self._compilations.end()
 
-    def _tell(self) -> None:
-        assert self._compilations is not None
-        news = self._compilations.take()
+    def _report(self, compilations: Compilations) -> None:
+        news = compilations.take()
         for each in news.breaks:
-            logger.warning("The compiled forward breaks in two at %s", each)
+            logger.warning("The compiled forward has a graph break at %s", each)
         for again in news.recompilations:
-            if str(again) not in self._notified:
-                self._notified.add(str(again))
-                logger.warning("The forward is compiled once more, for a guard failed at %s", again)
+            if str(again) not in self._reported:
+                self._reported.add(str(again))
+                logger.warning("The forward is compiled again, because a guard failed at %s", again)
         counted = {
             "seconds": news.seconds,
             "graphs": news.num_graphs,

@@ -13,7 +13,7 @@ from trainwright.loop.hook import Hook
 class EarlyStopping(Hook):
     """Stops after `patience` evaluations in a row without an improvement of more than `min_delta`.
 
-    A NaN is no improvement. A run that was stopped stays stopped when it is started again.
+    A NaN is not an improvement. A run that was stopped stays stopped when it is started again.
     """
 
     def __init__(
@@ -31,37 +31,37 @@ class EarlyStopping(Hook):
         self.num_bad = 0
 
     def before_train(self) -> None:
-        """Stops at once where the run had been stopped before."""
+        """Stops at once if the run was stopped before."""
         sets = self.trainer.eval_data
-        # Without any set the run was told not to evaluate.
+        # Without any set the run does not evaluate.
         if sets and self.metric.partition("/")[0] not in sets:
             raise ConfigError(
                 f"early_stopping.metric: {self.metric!r} names no evaluation set. Give a set and its metric, such as "
                 f"{next(iter(sets))}/loss. Known sets: {', '.join(sets)}."
             )
-        self._stop_if_hopeless()
+        self._stop_if_due()
 
     def after_eval(self, logs: Mapping[str, Any]) -> None:
         """Counts evaluations without improvement."""
         if self.metric not in logs:
             if any(key.partition("/")[0] == self.metric.partition("/")[0] for key in logs):
                 raise ConfigError(
-                    f"early_stopping.metric: no evaluation gives {self.metric!r}; it gives {', '.join(logs)}."
+                    f"early_stopping.metric: an evaluation has no {self.metric!r}. Its values: {', '.join(logs)}."
                 )
-            return  # the test set's, or a failed one
+            return  # an evaluation of the test set, or a failed one
         value = float(logs[self.metric])
         if self._improves(value):
             self.best, self.num_bad = value, 0
         else:
             self.num_bad += 1
-        self._stop_if_hopeless()
+        self._stop_if_due()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the best value and how long ago it was."""
+        """Returns the best value and the number of evaluations since."""
         return {"best": self.best, "num_bad": self.num_bad}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on counting where the run was."""
+        """Restores the best value and the count."""
         self.best, self.num_bad = state["best"], state["num_bad"]
 
     def _improves(self, value: float) -> bool:
@@ -71,6 +71,6 @@ class EarlyStopping(Hook):
             return True
         return value < self.best - self.min_delta if self.mode == "min" else value > self.best + self.min_delta
 
-    def _stop_if_hopeless(self) -> None:
+    def _stop_if_due(self) -> None:
         if self.num_bad >= self.patience:
             self.trainer.stop(f"{self.metric} has not improved on {self.best} for {self.num_bad} evaluations")

@@ -1,7 +1,7 @@
-"""Keeps an exponential average of the weights and evaluates with it.
+"""Keeps an exponential moving average of the weights and evaluates with it.
 
-The weights that training goes on with are untouched: they are swapped out for an evaluation and back
-after it, bit for bit, also when the evaluation fails.
+The trained weights do not change: they are replaced for an evaluation and restored after it, bit for bit, also if the
+evaluation fails.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from trainwright.parallel.mesh import local
 class EMA(Hook):
     """Averages every floating-point parameter: average = decay × average + (1 − decay) × weight.
 
-    The average begins as a copy of the weights, not as zeros, so it needs no correction. It is saved in
-    the checkpoint; `evaluate: false` keeps it without evaluating with it. Of split parameters each rank averages its
-    own part.
+    The average starts as a copy of the weights, so it needs no bias correction. It is saved in the checkpoint;
+    `evaluate: false` keeps it without evaluating with it. Each rank averages its own shards of sharded parameters.
     """
 
     copies_of_weights = 1
 
     def __init__(self, decay: float = 0.999, every_steps: int = 1, evaluate: bool = True) -> None:
         if not 0.0 <= decay < 1.0:
-            raise ConfigError(f"ema.decay: {decay} is not in 0 … 1 (1 excluded). Common: 0.99 to 0.9999.")
+            raise ConfigError(f"ema.decay: {decay} is not in [0, 1). Common values: 0.99 to 0.9999.")
         if every_steps < 1:
             raise ConfigError(f"ema.every_steps: {every_steps} is not a positive number of steps.")
         self.decay = decay
         self.every_steps = every_steps
         self.evaluate = evaluate
         self.averages: dict[str, torch.Tensor] = {}
-        self._held: dict[str, torch.Tensor] = {}
+        self._trained: dict[str, torch.Tensor] = {}
+        """The trained weights during an evaluation."""
 
     def before_train(self) -> None:
-        """Begins with a copy of the weights, unless a checkpoint brought averages."""
+        """Starts with a copy of the weights, unless a checkpoint has averages."""
         own = self._parameters()
         for name, parameter in own.items():
-            # In fp32 at least: a bf16 average would not feel a step of 1 − decay.
+            # At least fp32: bf16 would round a step of 1 − decay to nothing.
             dtype = torch.promote_types(parameter.dtype, torch.float32)
             self.averages.setdefault(name, parameter.detach().to(dtype, copy=True))
         unknown = self.averages.keys() - own.keys()
         if unknown:
-            raise CheckpointError(f"The averaged weights hold {', '.join(sorted(unknown))}, which the model lacks.")
-        self.averages = {name: _laid_out(self.averages[name], parameter) for name, parameter in own.items()}
+            raise CheckpointError(f"The averaged weights have {', '.join(sorted(unknown))}, but the model does not.")
+        self.averages = {name: _sharded_like(parameter, self.averages[name]) for name, parameter in own.items()}
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -62,32 +62,31 @@ class EMA(Hook):
 
     @torch.no_grad()
     def before_eval(self) -> None:
-        """Puts the averages into the model; the weights are held meanwhile, which costs their memory once more."""
+        """Copies the averages into the model; the trained weights are kept, which needs their memory again."""
         if self.evaluate and self.averages:
             own = self._parameters()
-            self._held = {name: local(parameter).detach().clone() for name, parameter in own.items()}
+            self._trained = {name: local(parameter).detach().clone() for name, parameter in own.items()}
             for name, parameter in own.items():
                 local(parameter).copy_(local(self.averages[name]))
 
     @torch.no_grad()
     def after_eval(self, logs: Mapping[str, Any]) -> None:
-        """Puts the weights back."""
+        """Restores the trained weights."""
         for name, parameter in self._parameters().items():
-            if name in self._held:
-                local(parameter).copy_(self._held[name])
-        self._held = {}
+            if name in self._trained:
+                local(parameter).copy_(self._trained[name])
+        self._trained = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the averages."""
         return {"averages": self.averages}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the averages back."""
-        own = self._parameters()  # a run that goes back loads it in its midst
-        saved = state["averages"]
+        """Restores the averages, at the start or in a rollback."""
+        own, saved = self._parameters(), state["averages"]
         whole = whole_of(self.trainer.model)
-        elsewhere = {} if whole is None else whole.parameters  # other stages of a pipeline take theirs
-        self.averages = {name: _laid_out(saved[name], parameter) for name, parameter in own.items() if name in saved}
+        elsewhere = {} if whole is None else whole.parameters  # other stages of a pipeline restore theirs
+        self.averages = {name: _sharded_like(own[name], saved[name]) for name in own if name in saved}
         self.averages |= {name: average for name, average in saved.items() if name not in own and name not in elsewhere}
 
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -95,5 +94,5 @@ class EMA(Hook):
         return {name: parameter for name, parameter in named if parameter.is_floating_point()}
 
 
-def _laid_out(average: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def _sharded_like(parameter: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
     return part_of(average, like=parameter).to(parameter.device)

@@ -1,4 +1,4 @@
-"""The floating-point operations of a step, and how fast the device multiplies matrices: what MFU is computed from."""
+"""The floating-point operations of a step, and the rate of matrix products on the device: the two factors of MFU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from trainwright.parallel.collectives import Ranks
 logger = logging.getLogger(__name__)
 
 _SMALLEST, _LARGEST = 256, 8192
-_ENOUGH_SECONDS = 0.005  # of one product: then the time to launch it is nothing beside it
+_ENOUGH_SECONDS = 0.005  # of one product: much longer than its launch
 _MEASURED_SECONDS = 0.3
 _LEAST_ROUNDS = 3
 
@@ -37,14 +37,14 @@ _TERA = 1e12
 
 
 class Peak(NamedTuple):
-    """TFLOP/s of a device; None where it has no unit for it, or its vendor gives no figure."""
+    """TFLOP/s of a device; None if it does not support the dtype or its vendor publishes no figure."""
 
     half: float | None
-    """bf16 and fp16, summed in fp32."""
+    """bf16 and fp16, accumulated in fp32."""
     tf32: float | None
-    """fp32 numbers, of which the products take 10 bits (torch.set_float32_matmul_precision("high"))."""
+    """fp32 with 10 bits in products (torch.set_float32_matmul_precision("high"))."""
     single: float | None
-    """fp32 in full."""
+    """Full fp32."""
     has_bf16: bool = True
 
 
@@ -77,20 +77,20 @@ KNOWN_PEAKS: Mapping[str, Peak] = {
     "MI325X": Peak(1307.4, 653.7, 163.4),
     "MI300X": Peak(1307.4, 653.7, 163.4),
 }
-"""The vendors' dense figures, without sparsity, by a word of the device's name; the first that fits counts."""
+"""The vendors' figures without sparsity, by a word of the device's name; the first match counts."""
 
 
 class MatrixRate(NamedTuple):
-    """What `measure_matrix_rate` found."""
+    """The result of `measure_matrix_rate`."""
 
     flops_per_second: float
     size: int
-    """The matrices' side."""
+    """The number of rows and columns."""
     dtype: torch.dtype
 
 
 def known_peak(device_name: str, dtype: torch.dtype) -> tuple[str, float] | None:
-    """Returns the device's word in the table and its FLOP/s in a dtype, under torch's setting for fp32; None: unknown.
+    """Returns the device's word in the table and its FLOP/s in a dtype, with torch's setting for fp32; None if unknown.
 
     >>> known_peak("cuda:0 (NVIDIA H200, 139 GiB)", torch.bfloat16)
     ('H200', 989400000000000.0)
@@ -111,55 +111,53 @@ def known_peak(device_name: str, dtype: torch.dtype) -> tuple[str, float] | None
 def measure_matrix_rate(device: torch.device, dtype: torch.dtype) -> MatrixRate:
     """Multiplies square matrices of random numbers for a third of a second; returns the median rate.
 
-    They grow until one product takes 5 ms, or to 8192, or to what the memory allows. The numbers are drawn from a
-    generator of its own, for the run's are not to be disturbed; zeros would need less power and show too high a rate.
+    The size doubles until one product takes 5 ms, or to 8192, or to the limit of the memory. The numbers come from a
+    separate generator, because the run's must not change; zeros would need less power and show too high a rate.
     """
     generator = torch.Generator(device).manual_seed(0)
-    size, best = _SMALLEST, None
-    while True:
-        try:
-            pair = [torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2)]
-            into = torch.empty_like(pair[0])
-            _time_products(pair, into, 1)  # chooses a kernel, and warms up
-            seconds = _time_products(pair, into, 1)
-        except torch.OutOfMemoryError:
-            if best is None:
-                raise
-            size, pair, into, seconds = best
-            break
-        if seconds >= _ENOUGH_SECONDS or size == _LARGEST:
-            break
-        best = (size, pair, into, seconds)
-        size *= 2
+    size = _SMALLEST
+    matrices, seconds = _make_matrices(size, dtype, generator)
+    with suppress(torch.OutOfMemoryError):
+        while seconds < _ENOUGH_SECONDS and size < _LARGEST:
+            matrices, seconds = _make_matrices(2 * size, dtype, generator)
+            size *= 2
     repeats = max(1, round(2 * _ENOUGH_SECONDS / seconds))
     rounds: list[float] = []
     end = time.perf_counter() + _MEASURED_SECONDS
     while len(rounds) < _LEAST_ROUNDS or time.perf_counter() < end:
-        rounds.append(_time_products(pair, into, repeats) / repeats)
+        rounds.append(_time_products(matrices, repeats) / repeats)
     return MatrixRate(2 * size**3 / statistics.median(rounds), size, dtype)
 
 
+def _make_matrices(size: int, dtype: torch.dtype, generator: torch.Generator) -> tuple[list[Tensor], float]:
+    """Returns two factors and a product, and the seconds of one product."""
+    matrices = [torch.randn(size, size, generator=generator, device=generator.device).to(dtype) for _ in range(3)]
+    _time_products(matrices, 1)  # chooses a kernel, and warms up
+    return matrices, _time_products(matrices, 1)
+
+
 def wait_for(device: torch.device) -> None:
-    """Waits until the device has done all that it was asked for."""
+    """Waits until the device has completed all launched work."""
     if not reads_at_once(device):
         torch.accelerator.synchronize(device)
 
 
 @torch.no_grad()
-def _time_products(pair: list[torch.Tensor], into: torch.Tensor, repeats: int) -> float:
-    wait_for(into.device)
+def _time_products(matrices: list[Tensor], repeats: int) -> float:
+    first, second, product = matrices
+    wait_for(product.device)
     start = time.perf_counter()
     for _ in range(repeats):
-        torch.mm(*pair, out=into)
-    wait_for(into.device)
+        torch.mm(first, second, out=product)
+    wait_for(product.device)
     return time.perf_counter() - start
 
 
 def _rounds_float32() -> bool:
-    """Does torch multiply fp32 matrices as tf32?"""
+    """Returns True if torch multiplies fp32 matrices as tf32."""
     try:
         return bool(torch.get_float32_matmul_precision() != "highest")
-    except RuntimeError:  # set by torch's other, newer way, which this one rejects to read
+    except RuntimeError:  # set by torch's newer settings, which this function does not read
         return bool(torch.backends.cuda.matmul.allow_tf32)
 
 
@@ -168,46 +166,36 @@ Shape = Sequence[int]
 
 @dataclass(frozen=True)
 class TensorLike:
-    """What a tensor was like; it holds no memory."""
+    """The shape and dtype of a tensor, without its memory."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 def flop_counter() -> FlopCounterMode:
-    """Returns torch's counter; attention by a rule of our own, for torch's knows no CPU and no shared keys."""
-    aten = torch.ops.aten
-    forward = (
-        aten._scaled_dot_product_flash_attention,
-        aten._scaled_dot_product_efficient_attention,
-        aten._scaled_dot_product_cudnn_attention,
-        aten._scaled_dot_product_flash_attention_for_cpu,
-    )
-    backward = (
-        aten._scaled_dot_product_flash_attention_backward,
-        aten._scaled_dot_product_efficient_attention_backward,
-        aten._scaled_dot_product_cudnn_attention_backward,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    )
-    rules = {**dict.fromkeys(forward, _attention_flops), **dict.fromkeys(backward, _attention_backward_flops)}
+    """Returns torch's counter with our own rules for attention: torch's support neither CPUs nor shared keys."""
+    rules: dict[Any, Any] = {}
+    for kernel in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"):
+        rules[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")] = _attention_flops
+        rules[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward")] = _attention_backward_flops
     return FlopCounterMode(display=False, custom_mapping=rules)
 
 
 def can_count_aside(trainer: Trainer) -> bool:
-    """Can a step be counted beside the run? Not where ranks share a model, nor a step that a user has written."""
+    """Returns True if a step can be counted outside the run: not if the model is sharded or a user wrote the step."""
     return not trainer.ranks.mesh.is_split and not overrides(trainer, "train_step", Trainer)
 
 
 def can_count_within(trainer: Trainer) -> bool:
-    """Can a step be counted while it runs? Only where nothing of it is compiled: that would then run otherwise."""
+    """Returns True if a step can be counted while it runs: only if nothing is compiled, which counting would change."""
     model = trainer.config.model
     return trainer.config.runtime.mode == "eager" and (model is None or "compile_repeated_blocks" not in model.reserved)
 
 
 def flops_per_token(model: torch.nn.Module, ranks: Ranks) -> float:
-    """Returns the operations of a step per token, by the number of parameters alone: six for a trained one.
+    """Returns the operations of a step per token from the number of parameters alone: six for a trained one.
 
-    Two each for the forward, the gradient of the activations and, where it is trained, the gradient of the weight.
+    Two each for the forward, the gradient of the activations and, if it is trained, the gradient of the weight.
     """
     own = sum((6 if each.requires_grad else 4) * each.numel() for each in model.parameters())
     # The parameters of a pipeline stage are its own; those of the other layouts have their full shape on every rank.
@@ -233,20 +221,23 @@ def estimate_flops(trainer: Trainer, tokens_per_step: float | None) -> int | Non
 
 
 def count_aside(trainer: Trainer, batch: Any) -> int | None:
-    """Returns the operations of a step on a batch like this one, on this rank; None where they cannot be counted.
+    """Returns the operations of a step with a batch of these shapes, on this rank; None if they cannot be counted.
 
-    `batch` has a TensorLike in each tensor's place. Weights, buffers, generators and storage are left alone.
+    `batch` has a TensorLike instead of each tensor. Weights, buffers, generators and storage do not change.
     """
     generators, current = generator_state(), trainer.batch
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), _on_fakes(trainer), flop_counter() as counter:
-            fakes = tree_map_only(TensorLike, lambda like: _fake(like, trainer.device), batch)
+            fakes = tree_map_only(
+                TensorLike, lambda like: torch.empty(like.shape, dtype=like.dtype, device=trainer.device), batch
+            )
+            trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
             for micro_batch in trainer.micro_batches(fakes):
                 loss = trainer.run_forward(micro_batch).loss
                 total = torch.as_tensor(loss.total) if isinstance(loss, Mean) else loss
-                torch.autograd.grad(total, _trained(trainer.model), allow_unused=True)
+                torch.autograd.grad(total, trained, allow_unused=True)
         return int(counter.get_total_flops())
-    except Exception as error:  # a user's forward may read values, which are not there
+    except Exception as error:  # a user's forward may read values, which fake tensors do not have
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         logger.info("The operations of a step could not be counted: %s", reason)
         return None
@@ -256,46 +247,36 @@ def count_aside(trainer: Trainer, batch: Any) -> int | None:
 
 
 def _attention_flops(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
-    """Two products for each query head, [B, heads, positions, width], whether or not heads share keys."""
+    """Two products for each query head, [B, heads, length, width], whether or not heads share keys."""
     return 2 * math.prod(query[:3]) * key[2] * (query[3] + value[3])
 
 
 def _attention_backward_flops(_: Shape, query: Shape, key: Shape, value: Shape, *__: Any, **___: Any) -> int:
-    """Five products: the scores once more, then the gradients of scores, values, queries and keys."""
+    """Five products: the scores again, then the gradients of scores, values, queries and keys."""
     return 2 * math.prod(query[:3]) * key[2] * (3 * query[3] + 2 * value[3])
-
-
-def _fake(like: TensorLike, device: torch.device) -> Tensor:
-    """A tensor without values, which takes no memory within a FakeTensorMode."""
-    return torch.empty(like.shape, dtype=like.dtype, device=device)
-
-
-def _trained(model: torch.nn.Module) -> list[Tensor]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 @contextmanager
 def _on_fakes(trainer: Trainer) -> Iterator[None]:
-    """Gives the model tensors without values, and the trainer a storage that nobody reads."""
-    places: list[tuple[dict[str, Any], str, Tensor]] = [
-        (held, name, tensor)
+    """Replaces the model's tensors by fake ones, and isolates the storage."""
+    real: list[tuple[dict[str, Any], str, Tensor]] = [
+        (owner, name, tensor)
         for module in trainer.model.modules()
-        for held in (module._parameters, module._buffers)
-        for name, tensor in held.items()
+        for owner in (module._parameters, module._buffers)
+        for name, tensor in owner.items()
         if tensor is not None
     ]
     fakes: dict[int, Tensor] = {}  # one for each tensor: tied weights stay tied
-    for _, _, tensor in places:
-        if id(tensor) not in fakes:
-            fake = torch.empty_like(tensor)
-            is_parameter = isinstance(tensor, torch.nn.Parameter)
-            fakes[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
     try:
-        for held, name, tensor in places:
-            held[name] = fakes[id(tensor)]
+        for owner, name, tensor in real:
+            if id(tensor) not in fakes:
+                fake = torch.empty_like(tensor)
+                is_parameter = isinstance(tensor, torch.nn.Parameter)
+                fakes[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+            owner[name] = fakes[id(tensor)]
         # Compiled code would run as it was compiled, for real tensors.
         with trainer.storage.isolated(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        for held, name, tensor in places:
-            held[name] = tensor
+        for owner, name, tensor in real:
+            owner[name] = tensor

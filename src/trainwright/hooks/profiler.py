@@ -1,4 +1,4 @@
-"""Profiles some steps: torch's trace with named ranges, and a summary of where the time went."""
+"""Profiles some steps: torch's trace with named ranges, and a summary of how the time is spent."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import os
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import profile
@@ -35,14 +35,26 @@ from trainwright.hooks.flops import (
 from trainwright.loop.heartbeat import PHASES, PhaseTrace
 from trainwright.loop.hook import Hook
 
-if TYPE_CHECKING:
-    pass
-
 logger = logging.getLogger(__name__)
 
-LEFT_OUT = ("evaluate", "save")
-"""Phases that belong to no step: a profile does not count them."""
+PROFILE_FOLDER = "profile"
+NOT_COUNTED = ("evaluate", "save")
+"""Phases that are not part of a step."""
+ROWS = {
+    "data": ("data wait", "no batch was ready in time"),
+    "host": ("host", "hooks, logs and the loop itself"),
+    "forward": ("forward", ""),
+    "backward": ("backward", ""),
+    "optimizer": ("optimizer", "including clipping and anomaly detection"),
+    "replay": ("update", "captured: forward, backward and optimizer in one"),
+    "communication": ("communication", "with other ranks, without computing at the same time"),
+    "idle": ("idle", "the device waited for its next kernel"),
+}
+"""The rows of a summary, with label and remark.
 
+data: the device, or on a CPU everything, waits for a batch; host: it waits for hooks, logs and the loop, or runs their
+kernels; idle: a GPU has no work although the host is inside the update.
+"""
 _ROWS_OF_PHASES = {
     "data": "data",
     "reduce": "communication",
@@ -50,34 +62,27 @@ _ROWS_OF_PHASES = {
     "evaluate": "evaluate",
     "save": "save",
 }
-"""The row of a phase of the loop (loop/heartbeat.py); that of the others is `host`."""
-
-
-ROWS = ("data", "host", "forward", "backward", "optimizer", "replay", "communication", "idle")
-"""What a moment is shared out to.
-
-data: the device, or on a CPU everything, waits for a batch; host: it waits for hooks, logs and the loop, or does what
-they ask of it; replay: a recorded update as a whole; communication: only data of other ranks moves; idle: a GPU has
-nothing to do although the host is within the update.
-"""
+"""The row of a phase of the loop (loop/heartbeat.py); the row of other phases is `host`."""
 
 _COMPUTE = ("forward", "backward", "optimizer", "replay")
 _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _LAUNCHES = frozenset({"cuda_runtime", "cuda_driver"})
 _MICROSECOND = 1e-6
+_BAR = 30
+_UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
 @dataclass(frozen=True)
 class Shares:
-    """The seconds of each row, which add up to the whole; rows without any are missing."""
+    """The seconds of each row, without rows that have none."""
 
     seconds: Mapping[str, float]
     has_device: bool
-    """Did a device of its own work, beside the host?"""
+    """True if a device other than the host ran kernels."""
 
     @property
     def total(self) -> float:
-        """The seconds of all rows: those of the profiled steps."""
+        """The seconds of all rows: the duration of the profiled steps."""
         return sum(self.seconds.values())
 
 
@@ -87,39 +92,33 @@ class _Span(NamedTuple):
     row: str
 
 
-def read_trace(path: Path, rows: Mapping[str, str] | None = None) -> Shares:
-    """Reads what torch's `export_chrome_trace` wrote, gzipped; `rows` are further rows of phases."""
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        return share_out(json.load(file)["traceEvents"], rows)
-
-
 def share_out(events: Iterable[Mapping[str, Any]], rows: Mapping[str, str] | None = None) -> Shares:
-    """Assigns every instant between the start of the first range and the end of the last one to one row."""
+    """Assigns every instant of a torch trace to one row; `rows` are further rows of phases."""
     row_of = {**dict.fromkeys(PHASES, "host"), **_ROWS_OF_PHASES, **(rows or {})}
     prefix = PhaseTrace.PREFIX
-    whole = [event for event in events if event.get("ph") == "X"]
+    complete = [event for event in events if event.get("ph") == "X"]
     ranges = sorted(
         _Span(float(event["ts"]), float(event["ts"]) + float(event["dur"]), row_of.get(name, name))
-        for event in whole
+        for event in complete
         if event.get("cat") == "user_annotation" and str(event["name"]).startswith(prefix)
         for name in [str(event["name"]).removeprefix(prefix)]
     )
     if not ranges:
-        raise TrainwrightError("The trace has none of the ranges that a profile of steps puts into it.")
-    on_device = _device_spans(whole, ranges)
-    seconds = dict.fromkeys(ROWS, 0.0)
+        raise TrainwrightError("The trace has no ranges of the profiler hook.")
+    on_device = _device_spans(complete, ranges)
     has_device = bool(on_device)
     last = max([ranges[-1].end, *(span.end for span in on_device)])
-    # While the device works on what is left to it, the host waits at the end.
+    # While the device completes its work, the host waits at the end.
     ranges.append(_Span(ranges[-1].end, last, "idle" if has_device else "host"))
-    for length, host, active in _moments(ranges, on_device):
-        if host not in LEFT_OUT:
+    seconds = dict.fromkeys(ROWS, 0.0)
+    for length, host, active in _intervals(ranges, on_device):
+        if host not in NOT_COUNTED:
             seconds[_row_of(host, active) if has_device else host] += length * _MICROSECOND
-    return Shares({row: seconds[row] for row in ROWS if seconds[row] > 0}, has_device)
+    return Shares({row: value for row, value in seconds.items() if value > 0}, has_device)
 
 
 def _device_spans(events: list[Mapping[str, Any]], ranges: list[_Span]) -> list[_Span]:
-    """Returns what ran on a device, each with the row of the range that launched it."""
+    """Returns the work of the device, each span with the row of the range that launched it."""
     launched_at = {
         event["args"]["correlation"]: float(event["ts"])
         for event in events
@@ -131,103 +130,90 @@ def _device_spans(events: list[Mapping[str, Any]], ranges: list[_Span]) -> list[
         if event.get("cat") not in _ON_DEVICE:
             continue
         start = float(event["ts"])
-        # One whose launch is not in the trace is taken to belong to what the host does when it begins.
+        # Without its launch in the trace, it belongs to the range in which it starts.
         launched = launched_at.get(event.get("args", {}).get("correlation"), start)
         if launched < starts[0]:
-            continue  # of the step before
+            continue  # of the previous step
         row = ranges[bisect_right(starts, launched) - 1].row
-        if str(event["name"]).startswith(("nccl", "rccl")):
-            row = row if row in LEFT_OUT else "communication"
+        if str(event["name"]).startswith(("nccl", "rccl")) and row not in NOT_COUNTED:
+            row = "communication"
         spans.append(_Span(start, start + float(event["dur"]), row))
     return spans
 
 
-def _moments(ranges: list[_Span], on_device: list[_Span]) -> Iterable[tuple[float, str, Counter[str]]]:
-    """Yields, for each stretch in which nothing begins or ends, its length, the host's row and the device's rows."""
+def _intervals(ranges: list[_Span], on_device: list[_Span]) -> Iterator[tuple[float, str, Counter[str]]]:
+    """Yields length, row of the host and active rows of the device for each interval without a start or an end."""
     marks: list[tuple[float, int, str, int]] = [(span.start, 0, span.row, 0) for span in ranges]
     marks += [(span.start, 1, span.row, 1) for span in on_device]
     marks += [(span.end, 1, span.row, -1) for span in on_device]
-    marks.append((ranges[-1].end, 2, "", 0))
+    marks.append((ranges[-1].end, 1, "", 0))
     marks.sort()
     active: Counter[str] = Counter()
     host, before = ranges[0].row, ranges[0].start
-    for moment, kind, row, change in marks:
-        if moment > before:
-            yield moment - before, host, active
-            before = moment
-        if kind == 0:
-            host = row
-        else:
+    for now, is_device, row, change in marks:
+        if now > before:
+            yield now - before, host, active
+            before = now
+        if is_device:
             active[row] += change
+        else:
+            host = row
 
 
 def _row_of(host: str, active: Counter[str]) -> str:
-    """The row of a moment on a device: what it computes, else what it moves, else whom it waits for."""
+    """Returns the row of an interval on a device: what it computes, else what it copies, else what it waits for."""
     for row in (*_COMPUTE, "communication", "data", "host"):
         if active[row] > 0:
             return row
     return host if host in ("data", "host") else "idle"
 
 
-_LABELS = {
-    "data": ("data wait", "no batch was there in time"),
-    "host": ("host", "hooks, logs and the loop itself"),
-    "forward": ("forward", ""),
-    "backward": ("backward", ""),
-    "optimizer": ("optimizer", "clipping and judging included"),
-    "replay": ("update", "recorded: forward, backward and optimizer in one"),
-    "communication": ("communication", "with other ranks, and nothing computed meanwhile"),
-    "idle": ("idle", "the device waited for its next kernel"),
-}
-_BAR = 30
-_UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
-
-
 @dataclass(frozen=True)
 class ProfileSummary:
-    """The figures of one profile, on the rank that made it."""
+    """The figures of one profile, of the rank that recorded it."""
 
     first_step: int
     last_step: int
     shares: Shares
     seconds_per_step: float
-    """Without the profiler, where some steps before it were timed."""
+    """Without the profiler if `is_timed`, otherwise of the profiled steps, which are slower."""
     is_timed: bool
-    """Were they? Else the seconds are those of the profiled steps, which are slower."""
     samples_per_step: float
-    """Over all ranks, as the tokens are."""
+    """Over all ranks, as `tokens_per_step`."""
     tokens_per_step: float | None
     flops_per_step: int | None
-    """Of this rank; None where nobody knows."""
+    """Of this rank; None if unknown."""
     is_counted: bool
-    """Were they counted? Else they are estimated, by parameters and tokens."""
+    """False if the operations are estimated from parameters and tokens."""
     matrix_rate: MatrixRate
     known_peak: tuple[str, float] | None
-    """The device's name in the table of known peaks, and its FLOP/s; None: it is not in it."""
+    """The device's name in the table of known peaks, and its FLOP/s; None if it is not in the table."""
     trace: Path
 
     @property
-    def num_steps(self) -> int:
-        """How many steps were profiled."""
-        return self.last_step - self.first_step + 1
+    def seconds_per_profiled_step(self) -> float:
+        """The duration of a step with the profiler."""
+        return self.shares.total / (self.last_step - self.first_step + 1)
 
     def percentages(self) -> dict[str, float]:
-        """Returns each row's share in tenths of a percent, rounded so that they add up to 100."""
-        return round_to_hundred({row: self.shares.seconds.get(row, 0.0) for row in ROWS if self._shows(row)})
+        """Returns the share of each row in tenths of a percent; they add up to 100."""
+        seconds = self.shares.seconds
+        hidden = ("forward", "backward", "optimizer") if "replay" in seconds else ("replay",)
+        return round_to_hundred({row: seconds.get(row, 0.0) for row in ROWS if row in seconds or row not in hidden})
 
     def utilization(self, flops_per_second: float) -> float | None:
-        """Returns which share of a rate a step reaches; None where its operations are unknown."""
+        """Returns the share of a rate that a step reaches; None if its operations are unknown."""
         if self.flops_per_step is None:
             return None
         return self.flops_per_step / self.seconds_per_step / flops_per_second
 
     def text(self) -> str:
-        """Returns all of it as lines for a terminal."""
-        profiled = self.shares.total / self.num_steps
+        """Returns the summary as lines for a terminal."""
         without = f"; {_duration(self.seconds_per_step)} without the profiler" if self.is_timed else ""
-        lines = [f"Profile of steps {self.first_step} to {self.last_step}: {_duration(profiled)} a step{without}"]
+        duration = _duration(self.seconds_per_profiled_step)
+        lines = [f"Profile of steps {self.first_step} to {self.last_step}: {duration} a step{without}"]
         for row, percent in self.percentages().items():
-            label, remark = _LABELS[row]
+            label, remark = ROWS[row]
             bar = "█" * round(percent / 100 * _BAR)
             lines.append(f"  {label:<13} {percent:5.1f} %  {bar:<{_BAR}}  {remark}".rstrip())
         if {"replay", "forward"} <= self.shares.seconds.keys():
@@ -236,13 +222,13 @@ class ProfileSummary:
 
     def to_dict(self) -> dict[str, object]:
         """Returns the figures for a JSON file."""
-        peak = self.known_peak
+        peak = None if self.known_peak is None else self.known_peak[1]
         return {
             "first_step": self.first_step,
             "last_step": self.last_step,
             "percent": self.percentages(),
             "seconds_per_step": self.seconds_per_step,
-            "seconds_per_profiled_step": self.shares.total / self.num_steps,
+            "seconds_per_profiled_step": self.seconds_per_profiled_step,
             "samples_per_second": self.samples_per_step / self.seconds_per_step,
             "tokens_per_second": None if self.tokens_per_step is None else self.tokens_per_step / self.seconds_per_step,
             "flops_per_step": self.flops_per_step,
@@ -250,34 +236,28 @@ class ProfileSummary:
             "matrix_flops_per_second": self.matrix_rate.flops_per_second,
             "matrix_dtype": str(self.matrix_rate.dtype).removeprefix("torch."),
             "share_of_matrix_rate": self.utilization(self.matrix_rate.flops_per_second),
-            "known_peak_flops_per_second": None if peak is None else peak[1],
-            "share_of_known_peak": None if peak is None else self.utilization(peak[1]),
+            "known_peak_flops_per_second": peak,
+            "share_of_known_peak": None if peak is None else self.utilization(peak),
         }
-
-    def _shows(self, row: str) -> bool:
-        if row in ("forward", "backward", "optimizer"):
-            return "replay" not in self.shares.seconds or row in self.shares.seconds
-        return row != "replay" or row in self.shares.seconds
 
     def _speed_lines(self) -> list[str]:
         speeds = [f"{self.samples_per_step / self.seconds_per_step:,.1f} samples/s"]
         if self.tokens_per_step is not None:
             speeds.append(f"{self.tokens_per_step / self.seconds_per_step:,.0f} tokens/s")
-        measured, dtype = self.matrix_rate, str(self.matrix_rate.dtype).removeprefix("torch.")
         if self.flops_per_step is None:
-            speeds.append("FLOP/s unknown: a step's operations could not be counted")
-            return [f"  {', '.join(speeds)}"]
-        reached = self.flops_per_step / self.seconds_per_step
-        how = "" if self.is_counted else ", estimated: 6 × parameters × tokens"
-        speeds.append(f"{_amount(reached)}FLOP/s ({_amount(self.flops_per_step)}FLOP a step and rank{how})")
-        share = self.utilization(measured.flops_per_second)
+            return [f"  {', '.join(speeds)}, FLOP/s unknown: the operations of a step could not be counted"]
+        estimated = "" if self.is_counted else ", estimated: 6 × parameters × tokens"
+        reached = _amount(self.flops_per_step / self.seconds_per_step)
+        speeds.append(f"{reached}FLOP/s ({_amount(self.flops_per_step)}FLOP a step and rank{estimated})")
+        rate, size, dtype = self.matrix_rate
+        dtype_name = str(dtype).removeprefix("torch.")
         lines = [
             f"  {', '.join(speeds)}",
-            f"  MFU {share:6.1%} of the {_amount(measured.flops_per_second)}FLOP/s measured here, {dtype} matrices "
-            f"of {measured.size} × {measured.size}",
+            f"  MFU {self.utilization(rate):6.1%} of the {_amount(rate)}FLOP/s measured here, {dtype_name} matrices of "
+            f"{size} × {size}",
         ]
         if self.known_peak is None:
-            return [*lines, f"  MFU unknown of the vendor's peak: this device and {dtype} are not in the table"]
+            return [*lines, f"  MFU unknown of the vendor's peak: this device and {dtype_name} are not in the table"]
         word, peak = self.known_peak
         return [
             *lines,
@@ -286,7 +266,7 @@ class ProfileSummary:
 
 
 def round_to_hundred(amounts: Mapping[str, float]) -> dict[str, float]:
-    """Returns each amount as a percentage of their sum in tenths; those that lose most by rounding are rounded up.
+    """Returns each amount as a percentage of the sum in tenths; the largest remainders are rounded up.
 
     >>> round_to_hundred({"a": 1.0, "b": 1.0, "c": 1.0})
     {'a': 33.4, 'b': 33.3, 'c': 33.3}
@@ -313,35 +293,29 @@ def _amount(number: float) -> str:
     return f"{number:.4g} "
 
 
-PROFILE_FOLDER = "profile"
-
-
 class Profiler(Hook):
-    """Profiles `steps` steps after `first` others of this start have gone by.
+    """Profiles `steps` steps after the first `first` steps of this start.
 
-    Of those others the second half is timed, for the profiler itself takes time. Every rank writes
-    RUN/profile/steps-A-B-rank-R.json.gz; the first says what is in its own, and writes it to RUN/profile/summary.txt
-    and summary.json. A run that ends sooner is profiled as far as it goes.
+    The second half of those first steps is timed, because the profiler itself takes time. Every rank writes
+    RUN/profile/steps-A-B-rank-R.json.gz; the first logs a summary of its own and writes it to RUN/profile/summary.txt
+    and summary.json. A run that ends earlier is profiled until its end.
     """
 
     def __init__(self, first: int = 10, steps: int = 10) -> None:
         for name, value, least in (("first", first, 0), ("steps", steps, 1)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"profiler: {name} is {value!r}. Give a whole number, at least {least}.")
+                raise ConfigError(f"profiler: {name} is {value!r}. Give an integer of at least {least}.")
         self._first, self._num_steps = first, steps
-        self._begin = self._end = self._timed_from = -1
         self._counter: Any = None
         self._counted_flops: int | None = None
-        self._timed: tuple[float, int] | None = None
-        self._clock = 0.0
-        self._position = 0
-        self._left_out = 0.0
-        self._start = 0
-        self._counts_first = False
+        self._clock = (0.0, 0)
+        """The last reading of `_read_clock`."""
+        self._timed: tuple[float, float] | None = None
+        """Seconds and samples of a step without the profiler."""
         self._profile: Any = None
         self._has_begun = False
         self._num_tokens = 0
-        """Those of this rank's profiled batches, if batches have `input_ids`."""
+        """The tokens of this rank's profiled batches, if batches have `input_ids`."""
         self._batch: Any = None
         """The first profiled batch, with a `TensorLike` for each tensor."""
 
@@ -351,10 +325,9 @@ class Profiler(Hook):
         left = trainer.max_steps - trainer.step
         steps = min(self._num_steps, max(left - 1, 1))
         first = min(self._first, left - steps)
-        self._begin, self._end = trainer.step + first, trainer.step + first + steps
+        self._start, self._begin, self._end = trainer.step, trainer.step + first, trainer.step + first + steps
         self._timed_from = self._begin - first // 2
         self._counts_first = first > 0 and not can_count_aside(trainer) and can_count_within(trainer)
-        self._start = trainer.step
         if (first, steps) != (self._first, self._num_steps):
             logger.info(
                 "profiler: %d steps are left, so %d are profiled after %d others instead of %d after %d.",
@@ -362,22 +335,24 @@ class Profiler(Hook):
             )
 
     def before_step(self) -> None:
-        """Begins what begins with this step: counting, timing, profiling."""
+        """Starts what starts with this step: counting, timing, profiling."""
         step = self.trainer.step
-        if step > self._begin or self._has_begun:  # a run may go back, but is profiled once
+        if self._has_begun:  # a run may roll back, but is profiled once
             return
         if step == self._start and self._counts_first:
             self._counter = flop_counter()
             self._counter.__enter__()
         if step == self._timed_from < self._begin:
-            self._start_clock()
+            self._clock = self._read_clock()
         if step == self._begin:
-            if self._timed_from < self._begin:
-                self._timed = (self._stop_clock(), self._num_samples_since())
+            num_timed = self._begin - self._timed_from
+            if num_timed:
+                seconds, position = self._read_clock()
+                self._timed = (seconds - self._clock[0]) / num_timed, (position - self._clock[1]) / num_timed
             self._begin_profile()
 
     def after_step(self) -> None:
-        """Ends what this step ends."""
+        """Ends what ends with this step."""
         if self._counter is not None:
             counter, self._counter = self._counter, None
             counter.__exit__(None, None, None)
@@ -393,12 +368,12 @@ class Profiler(Hook):
             self._finish()
 
     def after_train(self) -> None:
-        """Ends a profile that the run's end has cut short."""
+        """Completes the profile of a run that ends earlier."""
         if self._profile is not None:
             self._finish()
 
     def close(self) -> None:
-        """Leaves no counter, profiler or range behind, whatever happened."""
+        """Ends the counter, the profiler and the ranges after an error."""
         if self._counter is not None:
             self._counter.__exit__(None, None, None)
             self._counter = None
@@ -407,33 +382,21 @@ class Profiler(Hook):
             self._profile.stop_trace()
             self._profile = None
 
-    def _start_clock(self) -> None:
+    def _read_clock(self) -> tuple[float, int]:
+        """Returns the seconds without evaluating and saving, and the data position; waits for the device."""
         wait_for(self.trainer.device)
         assert self.trainer.train_data is not None
-        self._position = self.trainer.train_data.position
-        self._left_out = self._seconds_left_out()
-        self._clock = time.perf_counter()
-
-    def _stop_clock(self) -> float:
-        """Returns the seconds since `_start_clock`, without evaluating and saving."""
-        wait_for(self.trainer.device)
-        return time.perf_counter() - self._clock - (self._seconds_left_out() - self._left_out)
-
-    def _seconds_left_out(self) -> float:
-        return sum(self.trainer.heartbeat.seconds_in(phase) for phase in LEFT_OUT)
-
-    def _num_samples_since(self) -> int:
-        assert self.trainer.train_data is not None
-        return self.trainer.train_data.position - self._position
+        not_counted = sum(self.trainer.heartbeat.seconds_in(phase) for phase in NOT_COUNTED)
+        return time.perf_counter() - not_counted, self.trainer.train_data.position
 
     def _begin_profile(self) -> None:
         self._has_begun = True
-        # Above all that torch's profiler says of itself on stderr; it reads this when it is first used.
+        # Above all messages that torch's profiler writes to stderr; it reads this when it is first used.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         self._profile = profile()
-        # Preparing takes seconds on a GPU, which the trace then does not have.
+        # Preparing takes seconds on a GPU, which are not in the trace.
         self._profile.prepare_trace()
-        self._start_clock()
+        self._clock = self._read_clock()
         self._profile.start_trace()
         self.trainer.heartbeat.start_trace()
 
@@ -456,18 +419,20 @@ class Profiler(Hook):
 
     def _summarise(self, trace: Path, first: int, last: int) -> ProfileSummary:
         trainer, num_steps = self.trainer, last - first + 1
-        # A replayed update has no parts that the host could tell apart.
+        # The host cannot divide a replayed update.
         rows = {
             "step": "replay" if trainer.config.runtime.mode == "graph" else "host",
             "vote": "communication" if trainer.ranks.size > 1 else "host",
         }
-        shares = read_trace(trace, rows)
-        num_samples = self._num_samples_since()
-        seconds, samples = shares.total / num_steps, num_samples / num_steps
-        if self._timed is not None:
-            num_timed = self._begin - self._timed_from
-            seconds, samples = self._timed[0] / num_timed, self._timed[1] / num_timed
-        tokens = self._tokens_per_step(num_samples, samples)
+        with gzip.open(trace, "rt", encoding="utf-8") as file:
+            shares = share_out(json.load(file)["traceEvents"], rows)
+        num_samples = self._read_clock()[1] - self._clock[1]
+        seconds, samples = self._timed or (shares.total / num_steps, num_samples / num_steps)
+        assert trainer.train_data is not None
+        per_sample = getattr(trainer.train_data.dataset, "tokens_per_sample", None)
+        if per_sample is None and self._num_tokens and num_samples:
+            per_sample = self._num_tokens * trainer.ranks.mesh.num_data_ranks / num_samples
+        tokens = None if per_sample is None else float(per_sample) * samples
         flops = self._counted_flops
         if flops is None and can_count_aside(trainer):
             flops = count_aside(trainer, self._batch)
@@ -486,11 +451,3 @@ class Profiler(Hook):
             known_peak=known_peak(trainer.backend.describe(), dtype),
             trace=trace,
         )
-
-    def _tokens_per_step(self, num_samples: int, samples_per_step: float) -> float | None:
-        """Returns the tokens of a step over all ranks: by the dataset's word, else as the profiled batches had."""
-        assert self.trainer.train_data is not None
-        per_sample = getattr(self.trainer.train_data.dataset, "tokens_per_sample", None)
-        if per_sample is None and self._num_tokens and num_samples:
-            per_sample = self._num_tokens * self.trainer.ranks.mesh.num_data_ranks / num_samples
-        return None if per_sample is None else float(per_sample) * samples_per_step

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from trainwright.events import Mean
 from trainwright.hooks.flops import flops_per_token, known_peak, matmul_dtype
 from trainwright.loop.hook import Hook
 
@@ -42,47 +43,44 @@ class TimeSteps(Hook):
     def after_step(self) -> None:
         """Stops the clock."""
         seconds = time.perf_counter() - self._start
-        # By position: a step may take several batches, and the last one may be smaller.
+        # By position: a step may use several batches, and the last one may be smaller.
         samples = self._data.position - self._position
-        storage = self.trainer.storage
-        storage.put_timing("seconds_per_step", seconds, 1.0)
-        # Totals: the rate of a window is all its samples over all its seconds, not a mean of rates.
-        storage.put_timing("samples_per_second", samples, seconds)
-        batch = self.trainer.batch.value
-        has_tokens = self._tokens_per_sample is not None or (isinstance(batch, Mapping) and "input_ids" in batch)
-        tokens = self._count_tokens(samples) if has_tokens else None
+        storage, batch = self.trainer.storage, self.trainer.batch.value
+        # Means: the rate of a window is all its samples over all its seconds, not a mean of rates.
+        storage.put_metric("seconds_per_step", Mean(seconds, 1.0), 1.0)
+        storage.put_metric("samples_per_second", Mean(samples, seconds), 1.0)
+        tokens: Any = None
+        if self._tokens_per_sample is not None:
+            tokens = samples * int(self._tokens_per_sample)
+        elif isinstance(batch, Mapping) and "input_ids" in batch:
+            tokens = self._count_tokens(batch["input_ids"], batch.get("attention_mask"))
         if tokens is not None:
-            storage.put_timing("tokens_per_second", tokens, seconds)
+            storage.put_metric("tokens_per_second", Mean(tokens, seconds), 1.0)
             if self._peak is not None:
-                storage.put_timing("mfu", tokens * self._flops_per_token, seconds * self._peak)
+                storage.put_metric("mfu", Mean(tokens * self._flops_per_token, seconds * self._peak), 1.0)
         if self._num_ranks > 1:
             worked = self.trainer.heartbeat.seconds_at_work()
-            storage.put_spread("slowest_rank_share", worked - self._worked)
+            storage.put_imbalance("slowest_rank_share", worked - self._worked)
             self._worked = worked
 
-    def _count_tokens(self, samples: int) -> Any:
-        """Returns the tokens of a step over all ranks, on the device if they are counted there; None without tokens."""
-        if self._tokens_per_sample is not None:
-            return samples * int(self._tokens_per_sample)
-        batch = self.trainer.batch
-        tokens, mask = batch.value.get("input_ids"), batch.value.get("attention_mask")
-        if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
+    def _count_tokens(self, input_ids: Any, mask: Any) -> torch.Tensor | int | None:
+        """Returns the tokens of a step as if every data rank had as many; counts padding on the device."""
+        if not isinstance(input_ids, torch.Tensor) or input_ids.ndim < 2:
             return None
-        # Ranks may have different numbers of tokens; the log line holds their sum over the sum of their seconds.
-        is_masked = isinstance(mask, torch.Tensor) and mask.shape == tokens.shape
-        own: Any = mask.sum() if is_masked and mask is not None else tokens.numel()
-        return own * (self.trainer.ranks.mesh.num_data_ranks if batch.num_samples else 0)
+        is_masked = isinstance(mask, torch.Tensor) and mask.shape == input_ids.shape
+        tokens: torch.Tensor | int = mask.sum() if is_masked else input_ids.numel()
+        # The log line has the sum over ranks of tokens over the sum of seconds. A rank without samples has no tokens.
+        return tokens * (self.trainer.ranks.mesh.num_data_ranks if self.trainer.batch.num_samples else 0)
 
 
 _SECONDS_PER_HOUR = 3600.0
 
 
 class CountProgress(Hook):
-    """Puts `samples_seen`, `hours` and `anomalies`, and `tokens_seen` where samples have a fixed length.
+    """Puts `samples_seen`, `hours` and `anomalies`, and `tokens_seen` if samples have a fixed number of tokens.
 
-    Each is the sum since the run's first step. `anomalies` counts updates whose loss or gradient went wrong: a step
-    that is not finite shows there, also where the config lets it be skipped. Hours are those of training, without the
-    time between two starts.
+    Each is a total since the first step of the run. `anomalies` counts updates with a wrong loss or gradient, also
+    those that the config skips. `hours` is the time in training, without the time between two starts.
     """
 
     def __init__(self) -> None:
@@ -91,7 +89,7 @@ class CountProgress(Hook):
         self._num_anomalies = 0
 
     def before_train(self) -> None:
-        """Starts the clock, and looks up how many tokens a sample has."""
+        """Starts the clock."""
         data = self.trainer.train_data
         assert data is not None
         self._data = data
@@ -99,27 +97,23 @@ class CountProgress(Hook):
         self._start = time.perf_counter()
 
     def after_step(self) -> None:
-        """Puts the sums."""
-        sums: dict[str, float] = {"samples_seen": self._data.position}
+        """Puts the totals."""
+        totals: dict[str, float] = {"samples_seen": self._data.position}
         if self._tokens_per_sample is not None:
-            sums["tokens_seen"] = self._data.position * int(self._tokens_per_sample)
-        sums |= {"hours": self._hours(), "anomalies": self._num_anomalies}
-        self.trainer.storage.put_scalars(sums, smoothing_hint=False)
+            totals["tokens_seen"] = self._data.position * int(self._tokens_per_sample)
+        self.trainer.storage.put_scalars({**totals, **self.state_dict()}, smoothing_hint=False)
 
     def on_anomaly(self, anomaly: Any) -> None:
-        """Counts it; the step's line is not written yet."""
+        """Counts it; the line of the step is not written yet."""
         self._num_anomalies += 1
         self.trainer.storage.put_scalar("anomalies", self._num_anomalies, smoothing_hint=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the sums that nobody else keeps."""
-        return {"hours": self._hours(), "anomalies": self._num_anomalies}
+        """Returns the totals that only this hook has."""
+        now = 0.0 if self._start is None else time.perf_counter() - self._start
+        return {"hours": self._earlier_hours + now / _SECONDS_PER_HOUR, "anomalies": self._num_anomalies}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from the sums of a checkpoint; a run that goes back keeps its own, for it has used them up."""
+        """Continues from the totals of a checkpoint; a run that rolls back keeps its own, which include that time."""
         if self._start is None:
             self._earlier_hours, self._num_anomalies = float(state["hours"]), int(state["anomalies"])
-
-    def _hours(self) -> float:
-        now = 0.0 if self._start is None else time.perf_counter() - self._start
-        return self._earlier_hours + now / _SECONDS_PER_HOUR

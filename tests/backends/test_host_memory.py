@@ -13,7 +13,7 @@ CPU = Backend(torch.device("cpu"))
 
 
 @needs_proc
-def test_the_peak_is_known_after_what_was_taken_is_given_back():
+def test_the_peak_remains_after_memory_is_freed():
     CPU.begin_peak()
     before = CPU.memory()
     torch.ones(16 * 2**20)
@@ -28,7 +28,7 @@ def test_there_is_room_left():
     assert 0 < CPU.memory_room() < CPU.memory().total
 
 
-def test_without_proc_nothing_is_known_and_nothing_fails(tmp_path, monkeypatch):
+def test_memory_is_unknown_without_proc(tmp_path, monkeypatch):
     monkeypatch.setattr(main_memory, "_PROC", tmp_path)
     monkeypatch.setattr(main_memory, "_CONTROL_GROUPS", ())
     CPU.begin_peak()
@@ -36,7 +36,7 @@ def test_without_proc_nothing_is_known_and_nothing_fails(tmp_path, monkeypatch):
     assert CPU.memory_room() is None
 
 
-def test_a_container_s_limit_counts_without_the_files_that_can_be_dropped(tmp_path, monkeypatch):
+def test_the_limit_of_a_container_excludes_cached_files(tmp_path, monkeypatch):
     (tmp_path / "meminfo").write_text("MemTotal: 1000 kB\nMemAvailable:     800 kB\n")
     files = tuple(tmp_path / name for name in ("memory.max", "memory.current", "memory.stat"))
     monkeypatch.setattr(main_memory, "_PROC", tmp_path)
