@@ -85,7 +85,7 @@ def test_the_run_is_bit_for_bit_the_run_that_was_told(tmp_path, rejecting_device
     assert torch.equal(generators, torch.get_rng_state())
     for trainer in (found, told):
         assert not trainer.optimizers["main"].state
-        assert trainer.train_data.position == 0
+        assert trainer.train_data.samples_seen == 0
         trainer.train()
     assert all(map(torch.equal, found.model.parameters(), told.model.parameters()))
 

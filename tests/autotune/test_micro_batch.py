@@ -81,7 +81,7 @@ def test_a_run_that_searched_is_bit_for_bit_the_run_that_was_told(tmp_path):
     assert all(map(torch.equal, weights(searched), weights(told)))
     assert torch.equal(generators[0], torch.get_rng_state())
     assert generators[1] == random.getstate()
-    assert searched.train_data.position == 0
+    assert searched.train_data.samples_seen == 0
     assert not searched.optimizers["main"].state
     searched.train()
     told.train()
@@ -147,7 +147,7 @@ def test_a_loader_and_an_optimizer_that_a_user_hands_over_are_put_back(tmp_path)
     config = load(tmp_path, NO_MODEL, "data.train=null", "data.collator=stack", "trainer.optimizer=null")
     trainer = build_trainer(config, Given)
     assert trainer.config.trainer.micro_batch_size == 6
-    assert data.position == 0
+    assert data.samples_seen == 0
     assert optimizer.state_dict()["state"] == {}
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -47,7 +47,7 @@ def nan_at(place):
     class Spoilt(Trainer):
         def forward(self, **batch):
             loss = self.model(**batch)["loss"]
-            return loss * torch.nan if self.train_data.places == place else loss
+            return loss * torch.nan if self.train_data.order_position == place else loss
 
     return Spoilt
 

@@ -43,7 +43,7 @@ class StandIn:
     def __init__(self, folder, ranks, act):
         self.folder, self.ranks, self.act = folder, ranks, act
         self.phases, self.storage = Phases(), EventStorage()
-        self.train_data = SimpleNamespace(position=0, places=0)
+        self.train_data = SimpleNamespace(samples_seen=0, order_position=0)
         self.hook = Watchdog(SECTION)
         self.hook.trainer = self
         self.step = 0
@@ -60,7 +60,7 @@ class StandIn:
             while self.step < NUM_STEPS:
                 self.storage.step = self.step + 1
                 self.enter("data")
-                self.train_data.position += 8
+                self.train_data.samples_seen += 8
                 self.enter("step")
                 weight.grad = None
                 weight.sum().backward()

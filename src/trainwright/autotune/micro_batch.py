@@ -228,7 +228,7 @@ class StepTrial:
         self._copies = _copies_of_hooks(trainer)
         self._batch = trainer.next_train_inputs(iterator)
         assert trainer.train_data is not None
-        self._num_samples = trainer.train_data.samples_in_hand
+        self._num_samples = trainer.train_data.batch_num_samples
         self._micro_batches = trainer.micro_batches
         trainer.micro_batches = self._first_micro_batches  # type: ignore[method-assign]  # of this object, which is thrown away
 

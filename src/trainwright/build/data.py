@@ -203,7 +203,7 @@ class Loaders:
                 global_batch_size=batch_size,
                 shuffle=section.shuffle,
                 block_size=section.shuffle_buffer,
-                agree=self._agree,
+                sum_counts=self._agree,
                 **self._common,
             )
         if hasattr(type(dataset), "make_order"):
@@ -229,7 +229,7 @@ class Loaders:
         with _locating(self._config):
             reject_loader(dataset, f"data.eval.{name}")
             if is_stream(dataset):
-                return EvalStream(dataset, agree=self._agree_or_leave, **arguments)
+                return EvalStream(dataset, sum_counts=self._agree_or_leave, **arguments)
             return EvalData(dataset, **arguments)
 
     def _agree_or_leave(self, num_samples: int, num_alive: int, num_gone: int) -> tuple[int, ...]:
@@ -280,7 +280,10 @@ def limits(config: RunConfig, data: TrainingData, *, steps_done: int = 0) -> tup
             )
         samples.append(math.ceil(trainer.max_tokens / per_sample))
     size = data.global_batch_size  # a batch after a ragged end is short too, so that batches begin at its multiples
-    left = [math.ceil(number / size) - data.places // size if number > data.places else 0 for number in samples]
+    left = [
+        math.ceil(number / size) - data.order_position // size if number > data.order_position else 0
+        for number in samples
+    ]
     steps = [steps_done + number for number in left]
     if trainer.max_steps is not None:
         steps.append(trainer.max_steps)

@@ -557,7 +557,7 @@ def _realign(trainer: Trainer, config: RunConfig, *, always: bool) -> None:
     """Counts the steps anew for a run that goes on after a ragged end, or (`always`) with another batch size."""
     data = trainer.train_data
     assert data is not None
-    if always or data.places < trainer.step * data.global_batch_size:
+    if always or data.order_position < trainer.step * data.global_batch_size:
         max_steps, _ = limits(config, data, steps_done=trainer.step)
         trainer.max_steps = trainer.storage.max_steps = trainer.context.updater.max_steps = max_steps
         trainer.config = trainer.config.derive({"trainer.max_steps": max_steps})

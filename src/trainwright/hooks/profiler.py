@@ -496,7 +496,7 @@ class Profiler(Hook):
     def _start_clock(self) -> None:
         wait_for(self.trainer.device)
         assert self.trainer.train_data is not None
-        self._position = self.trainer.train_data.position
+        self._position = self.trainer.train_data.samples_seen
         self._left_out = self._seconds_left_out()
         self._clock = time.perf_counter()
 
@@ -510,7 +510,7 @@ class Profiler(Hook):
 
     def _num_samples_since(self) -> int:
         assert self.trainer.train_data is not None
-        return self.trainer.train_data.position - self._position
+        return self.trainer.train_data.samples_seen - self._position
 
     def _begin_profile(self) -> None:
         self._has_begun = True

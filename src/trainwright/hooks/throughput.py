@@ -25,14 +25,14 @@ class TimeSteps(Hook):
 
     def before_step(self) -> None:
         """Starts the clock."""
-        self._position = self._data.position
+        self._position = self._data.samples_seen
         self._start = time.perf_counter()
 
     def after_step(self) -> None:
         """Stops the clock."""
         seconds = time.perf_counter() - self._start
         # By position, for a step may take several batches, and the last one may be smaller.
-        samples = self._data.position - self._position
+        samples = self._data.samples_seen - self._position
         storage = self.trainer.storage
         storage.put_timing("seconds_per_step", seconds, 1.0)
         # Totals, so that a window's speed is all its samples over all its seconds, not a mean of speeds.
@@ -67,9 +67,9 @@ class CountProgress(Hook):
 
     def after_step(self) -> None:
         """Puts the sums."""
-        sums: dict[str, float] = {"samples_seen": self._data.position}
+        sums: dict[str, float] = {"samples_seen": self._data.samples_seen}
         if self._tokens_per_sample is not None:
-            sums["tokens_seen"] = self._data.position * int(self._tokens_per_sample)
+            sums["tokens_seen"] = self._data.samples_seen * int(self._tokens_per_sample)
         sums |= {"hours": self._hours(), "anomalies": self._num_anomalies}
         self.trainer.storage.put_scalars(sums, smoothing_hint=False)
 

@@ -131,7 +131,9 @@ class Checkpoints:
         if section.every_steps and trainer.step % section.every_steps == 0:
             return True
         if section.every_samples and trainer.train_data is not None:
-            return trainer.train_data.places // section.every_samples > self.places_before // section.every_samples
+            return (
+                trainer.train_data.order_position // section.every_samples > self.places_before // section.every_samples
+            )
         return False
 
     def is_time(self) -> bool:

@@ -235,7 +235,7 @@ class _Pass:
                     raise
                 failure = late or error
             if self._aggregates:
-                gathered = _gather_outputs(values or {}, data.samples_in_hand, failure, self._trainer.ranks)
+                gathered = _gather_outputs(values or {}, data.batch_num_samples, failure, self._trainer.ranks)
                 try:
                     if values is not None:
                         self.state = self._trainer.task.aggregate_logs(self.state, gathered)
@@ -259,10 +259,10 @@ class _Pass:
         self._meet(failure, has_ended=has_ended)
         if has_ended:
             return None
-        trainer.samples_in_hand = data.samples_in_hand
+        trainer.samples_in_hand = data.batch_num_samples
         trainer.phases.enter("evaluate", trainer.step)
         trainer.step_end.garbage.tidy(is_due=False)  # batches of an evaluation may leave cycles as steps do
-        return self._step(batch, passthrough, data.samples_in_hand)
+        return self._step(batch, passthrough, data.batch_num_samples)
 
     def _meet(self, failure: Exception | None, *, has_ended: bool) -> None:
         """Raises what stands against another forward: a failure, or the wish to leave.

@@ -159,7 +159,7 @@ class AnomalyResponse:
             restore_generators(trainer.saved_generators)
         # Counted on from here, not from that state: else a run could meet anomalies for ever.
         self._num_anomalies = num_anomalies
-        data.leave_out(start, stop)
+        data.skip_positions(start, stop)
         trainer.is_mid_step = False
         if trainer.ranks.is_first:
             logger.warning("Went back to step %d; places %d to %d of the data are left out.", step, start, stop)

@@ -798,7 +798,7 @@ class Trainer:
                 for act in self.callbacks.before_step:
                     act()
                 self.phases.enter("data", self.step + 1)
-                places = self.train_data.places
+                places = self.train_data.order_position
                 try:
                     batch = self.next_train_inputs(feed)
                 except StopIteration:
@@ -808,8 +808,8 @@ class Trainer:
                     self._run_out_of_data()
                     break
                 self.phases.enter("step", self.step + 1)
-                self.samples_in_hand = self.train_data.samples_in_hand
-                self.anomaly_response.note_places(places, self.train_data.places)
+                self.samples_in_hand = self.train_data.batch_num_samples
+                self.anomaly_response.note_places(places, self.train_data.order_position)
                 self.checkpoints.places_before = places
                 result = step.run(batch)
                 self._updater.share_buffers()
