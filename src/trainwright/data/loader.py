@@ -306,7 +306,7 @@ class TrainData:
                     f"{problem}, so the order is different. Restore the data, or continue with --accept-changes."
                 )
             logger.warning("%s: samples of this epoch may be repeated or omitted.", problem)
-        elif state.get("global_batch_size") != self.global_batch_size and not isinstance(self.order, Order):
+        elif state.get("global_batch_size") != self.global_batch_size and type(self.order) is not Order:
             logger.warning("The order depends on the batch size: samples of this epoch may be repeated or omitted.")
 
 
