@@ -155,7 +155,32 @@ def lengths_of(dataset: Any, label: str) -> Any:
     return lengths
 
 
-class TrainData:
+class BatchLoader:
+    """The common attributes of training and evaluation data."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        collator: Collator,
+        global_batch_size: int,
+        seed: int,
+        view: View | None = None,
+        options: LoaderOptions | None = None,
+        on_error: OnError | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.collator = collator
+        self.global_batch_size = global_batch_size
+        self.batch_num_samples = 0
+        """This rank's samples in the last batch."""
+        self.view = view or View()
+        self.options = options or LoaderOptions()
+        self.on_error = on_error or OnError()
+        self._seed = seed
+
+
+class TrainData(BatchLoader):
     """The endless sequence of training batches, from any position.
 
     `batches` continues from `order_position`, which grows by one global batch when a batch is returned. With
@@ -167,31 +192,21 @@ class TrainData:
         self,
         dataset: Any,
         *,
-        collator: Collator,
         global_batch_size: int,
         seed: int,
         shuffle: bool = True,
         group_by_length: bool = False,
-        view: View | None = None,
-        options: LoaderOptions | None = None,
-        on_error: OnError | None = None,
         num_samples: int | None = None,
+        **common: Any,
     ) -> None:
-        self.dataset = dataset
-        self.collator = collator
-        self.global_batch_size = global_batch_size
+        super().__init__(dataset, global_batch_size=global_batch_size, seed=seed, **common)
         self.num_samples = num_samples
         self.samples_seen = 0
         """Samples returned so far over all ranks, with those that were skipped."""
         self.order_position = 0
         """The position in the order behind the last batch; equal to `samples_seen`, unlike for a stream."""
-        self.batch_num_samples = 0
-        """This rank's samples in the last batch."""
         self.batch_positions = (0, 0)
         """The positions of the last batch over all ranks: start and stop."""
-        self.view = view or View()
-        self.options = options or LoaderOptions()
-        self.on_error = on_error or OnError()
         self._size = count_samples(dataset, "data.train")
         if global_batch_size > self._size:
             raise DataError(
@@ -206,7 +221,6 @@ class TrainData:
             self.order = dataset.make_order(**arguments)
         else:
             self.order = Order(self._size, seed=seed, shuffle=shuffle)
-        self._seed = seed
         self._skipped = SkippedPositions()
         self._skipped_counts: dict[str, int] = {}
 
@@ -310,34 +324,15 @@ class TrainData:
             logger.warning("The order depends on the batch size: samples of this epoch may be repeated or omitted.")
 
 
-class EvalData:
+class EvalData(BatchLoader):
     """One evaluation set: each sample once, in order, for any number of ranks."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        name: str,
-        collator: Collator,
-        global_batch_size: int,
-        seed: int,
-        view: View | None = None,
-        options: LoaderOptions | None = None,
-        on_error: OnError | None = None,
-        max_batches: int | None = None,
-    ) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any, *, name: str, max_batches: int | None = None, **common: Any) -> None:
+        super().__init__(dataset, **common)
         self.name = name
-        self.collator = collator
-        self.batch_num_samples = 0
-        self.view = view or View()
-        self.options = options or LoaderOptions()
-        self.on_error = on_error or OnError()
         self._size = count_samples(dataset, f"data.eval.{name}")
-        self.global_batch_size = global_batch_size
-        self._stop = self._size if max_batches is None else min(self._size, max_batches * global_batch_size)
-        self.order = Order(self._size, seed=seed, shuffle=False)
-        self._seed = seed
+        self._stop = self._size if max_batches is None else min(self._size, max_batches * self.global_batch_size)
+        self.order = Order(self._size, seed=self._seed, shuffle=False)
 
     def __len__(self) -> int:
         return self._size

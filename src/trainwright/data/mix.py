@@ -139,7 +139,7 @@ class WeightedOrder(Order):
         first = int(choices[0])
         sources, uses = self._choices.between(first, int(choices[-1]) + 1)
         sources, uses = sources[choices - first], uses[choices - first] * self._unit + offsets
-        indices = np.empty_like(sources)
+        indices: Indices = np.empty_like(sources)
         for source in np.unique(sources):
             here = np.flatnonzero(sources == source)
             # The uses of a source in consecutive positions are consecutive.

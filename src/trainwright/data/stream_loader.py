@@ -13,10 +13,9 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping, 
 from typing import Any, TypeAlias
 
 from trainwright.data.collators import reject_lists
-from trainwright.data.fetch import Collator, Fetched, OnError, View
-from trainwright.data.loader import EvalData, SkippedPositions, ToDevice, TrainData, host_batches
+from trainwright.data.fetch import Fetched, View
+from trainwright.data.loader import BatchLoader, EvalData, SkippedPositions, ToDevice, TrainData, host_batches
 from trainwright.data.streams import Cursor, LaneFetcher, LaneLayout, LaneRequest, StreamReading, choose_layout
-from trainwright.data.workers import LoaderOptions
 from trainwright.errors import DataError
 
 TrainingData: TypeAlias = "TrainData | StreamData"
@@ -116,26 +115,19 @@ class _Progress:
         return progress
 
 
-class StreamData:
+class StreamData(BatchLoader):
     """The training batches of a stream, from any progress; ends after `num_passes` or `num_samples`."""
 
     def __init__(
         self,
         stream: Any,
         *,
-        collator: Collator,
-        global_batch_size: int,
-        seed: int,
         shuffle: bool = True,
         block_size: int = BLOCK_SIZE,
-        view: View | None = None,
-        options: LoaderOptions | None = None,
-        on_error: OnError | None = None,
         sum_counts: SumCounts | None = None,
+        **common: Any,
     ) -> None:
-        self.dataset = stream
-        self.collator = collator
-        self.global_batch_size = global_batch_size
+        super().__init__(stream, **common)
         self.num_samples: int | None = None
         """The position at which the run stops, also within a pass; None: at the end of the stream."""
         self.num_passes = 1
@@ -143,17 +135,12 @@ class StreamData:
         """Samples returned so far, over all ranks."""
         self.epoch = 0
         """The number of the pass over the stream; `num_passes` when all have ended."""
-        self.batch_num_samples = 0
-        """This rank's samples in the last batch."""
         self.batch_positions = (0, 0)
         """The positions of the last batch over all ranks: start and stop."""
         self.counts: dict[str, int] = dict.fromkeys(getattr(stream, "source_names", ()), 0)
         """The number of samples seen of each source of a mixture; empty for a single source."""
-        self._seed, self._shuffle = seed, shuffle
+        self._shuffle = shuffle
         self._block_size = block_size if shuffle else min(block_size, UNSHUFFLED_BLOCK_SIZE)
-        self.view = view or View()
-        self.options = options or LoaderOptions()
-        self.on_error = on_error or OnError()
         self._sum_counts = sum_counts or _single_process_counts
         self._positions_before = 0
         self._skipped = SkippedPositions()
@@ -272,7 +259,7 @@ class StreamData:
         self._progress = _Progress.from_state(state["progress"])
 
 
-class EvalStream:
+class EvalStream(BatchLoader):
     """One evaluation set that is a stream: each sample once, in order, for any number of ranks."""
 
     def __init__(
@@ -280,25 +267,13 @@ class EvalStream:
         stream: Any,
         *,
         name: str,
-        collator: Collator,
-        global_batch_size: int,
-        seed: int,
-        view: View | None = None,
-        options: LoaderOptions | None = None,
-        on_error: OnError | None = None,
         sum_counts: SumCounts | None = None,
         max_batches: int | None = None,
+        **common: Any,
     ) -> None:
-        self.dataset = stream
+        super().__init__(stream, **common)
         self.name = name
-        self.collator = collator
-        self.batch_num_samples = 0
-        self.on_error = on_error or OnError()
-        self._seed = seed
-        self.global_batch_size = global_batch_size
-        self._limit = None if max_batches is None else max_batches * global_batch_size
-        self.view = view or View()
-        self.options = options or LoaderOptions()
+        self._limit = None if max_batches is None else max_batches * self.global_batch_size
         self._sum_counts = sum_counts or _single_process_counts
 
     def batches(self, to_device: ToDevice) -> Generator[Any, None, None]:

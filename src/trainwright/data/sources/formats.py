@@ -30,7 +30,7 @@ _ROWS_AT_A_TIME = 4096
 class Lines:
     """A record is a line; blank ones are none. `blanks` are the characters of a blank line, all white space if None."""
 
-    can_be_cut = True
+    can_be_split = True
 
     def __init__(self, blanks: bytes | None = None) -> None:
         self._blanks = blanks
@@ -60,7 +60,7 @@ class Lines:
             is_record[number] = bool(data[start : _end_of_line(data, start)].strip(self._blanks))
         return starts[is_record]
 
-    def cut(self, file: IO[bytes], border: int) -> int:
+    def find_start(self, file: IO[bytes], border: int) -> int:
         """Returns the first place at or behind `border` where a record may begin: a pure function of both."""
         if border == 0:
             return 0
@@ -71,7 +71,7 @@ class Lines:
 class Paragraphs:
     """A record is a run of lines between blank ones."""
 
-    can_be_cut = True
+    can_be_split = True
 
     def take(self, next_line: NextLine) -> list[bytes]:
         """Returns the lines up to the blank one behind the next record."""
@@ -95,9 +95,9 @@ class Paragraphs:
         numbers = np.searchsorted(_line_starts(data, begin, end), inked)
         return inked[np.diff(numbers, prepend=-2) > 1]
 
-    def cut(self, file: IO[bytes], border: int) -> int:
+    def find_start(self, file: IO[bytes], border: int) -> int:
         """Returns the first place behind a blank line that begins at or behind `border`."""
-        place = Lines().cut(file, border)
+        place = Lines().find_start(file, border)
         file.seek(place)
         while border and (line := file.readline()):
             place += len(line)
@@ -109,7 +109,7 @@ class Paragraphs:
 class CsvRows:
     """A record is a row of CSV: a line, or several where a quoted field holds line breaks; empty lines are none."""
 
-    can_be_cut = False  # whether a line break stands in quotes is known only from the start of the file
+    can_be_split = False  # whether a line break stands in quotes is known only from the start of the file
 
     def __init__(self, delimiter: str) -> None:
         self._delimiter = delimiter
@@ -143,9 +143,9 @@ class CsvRows:
             parts.append(starts)
         return np.concatenate(parts)
 
-    def cut(self, file: IO[bytes], border: int) -> int:
-        """Is never asked for, for `can_be_cut` is false."""
-        raise NotImplementedError("A file of CSV is not cut into pieces.")
+    def find_start(self, file: IO[bytes], border: int) -> int:
+        """Is not called, because `can_be_split` is False."""
+        raise NotImplementedError("A CSV file is not split.")
 
     def _index_rows(self, data: mmap.mmap, begin: int) -> tuple[Offsets, int]:
         """Returns where the next rows begin, and where they end."""
