@@ -117,13 +117,6 @@ def describe_input(
     return json.dumps(facts, sort_keys=True, ensure_ascii=False)
 
 
-def fingerprint_source(source: Any) -> str | None:
-    """Returns the dataset's `fingerprint`, an attribute or a method; None if it has none."""
-    found = getattr(source, "fingerprint", None)
-    found = found() if callable(found) else found
-    return None if found is None else str(found)
-
-
 def name_of(function: Callable[..., Any]) -> str:
     """Returns a function's name for messages; of a partial that of its function."""
     inner = function.func if isinstance(function, functools.partial) else inspect.unwrap(function)
@@ -435,20 +428,24 @@ def processed(
     `function_key` replaces the function's source in the key. `rebuild` runs the function again. `source_name` is the
     source's name in messages, by default its class.
     """
-    key = _Key(
-        function=function_key if function_key is not None else fingerprint_function(function, version=version),
-        arguments=canonical_arguments(arguments or {}, name_of(function), version=version),
-        version=version,
-        input=input_key,
-        input_fingerprint=fingerprint_source(source),
-        input_rows=count_samples(source, "data.process"),
-    )
+    found = getattr(source, "fingerprint", None)
+    found = found() if callable(found) else found
+    key = {
+        "function": function_key if function_key is not None else fingerprint_function(function, version=version),
+        "arguments": canonical_arguments(arguments or {}, name_of(function), version=version),
+        "version": version,
+        "input": input_key,
+        "input_fingerprint": None if found is None else str(found),
+        "input_rows": count_samples(source, "data.process"),
+    }
+    facts = json.dumps({**key, "format": CACHE_FORMAT}, sort_keys=True)
+    digest = hashlib.sha256(facts.encode("utf-8", "surrogatepass")).hexdigest()
     file_name = re.sub(r"[^A-Za-z0-9_.-]+", "_", name_of(function))[:60]
-    entry = cache_root(cache_dir) / _FOLDER / f"{file_name}-{key.digest()[:24]}"
+    entry = cache_root(cache_dir) / _FOLDER / f"{file_name}-{digest[:24]}"
     processor = _RowProcessor(source, source_name or type(source).__name__, function, dict(arguments or {}))
-    work = _Work(processor, key, num_workers)
+    write = functools.partial(_write_samples, processor=processor, key=key, num_workers=num_workers)
     while True:
-        rows = ArrowRows(build_once(entry, work.write, rebuild=rebuild), fingerprint=key.digest())
+        rows = ArrowRows(build_once(entry, write, rebuild=rebuild), fingerprint=digest)
         try:
             rows.open()
         except DataError as error:
@@ -460,77 +457,51 @@ def processed(
             return rows
 
 
-@dataclass(frozen=True)
-class _Key:
-    """Everything that the processed samples depend on."""
+def _write_samples(
+    folder: Path, report: Report, *, processor: _RowProcessor, key: Mapping[str, Any], num_workers: int
+) -> None:
+    """Processes every row into `folder`; preserves the global generators."""
+    name, total, started = processor.name, key["input_rows"], time.monotonic()
+    reported_at = started
+    writer, results = ArrowRowWriter(folder), _process_rows(processor, total, num_workers)
+    with preserve_generators(), contextlib.closing(writer), contextlib.closing(results):
+        for row, samples in enumerate(results):
+            for sample in samples:
+                writer.add(sample)
+            now = time.monotonic()
+            if now - reported_at >= _REPORT_EVERY_SECONDS:
+                reported_at = now
+                progress = f"{row + 1} of {total} rows, {(row + 1) / (now - started):.0f} rows/s"
+                report(progress)
+                logger.info("%s: %s", name, progress)
+        if writer.num_rows == 0:
+            raise DataError(
+                f"{name} returned None or an empty list for each of the {total} rows of "
+                f"{processor.source_name}. Return the samples to keep."
+            )
+        writer.finish(made_by=name, key=key)
+    seconds = time.monotonic() - started
+    logger.info(
+        "%s: %d rows → %d samples in %.1f s, cached in %s", name, total, writer.num_rows, seconds, folder.parent
+    )
 
-    function: str
-    arguments: str
-    version: Version
-    input: str
-    input_fingerprint: str | None
-    input_rows: int
 
-    def digest(self) -> str:
-        """Returns the samples' identifier in the cache."""
-        facts = json.dumps({**vars(self), "format": CACHE_FORMAT}, sort_keys=True)
-        return hashlib.sha256(facts.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-@dataclass(frozen=True)
-class _Work:
-    """One pass of the function over the source."""
-
-    processor: _RowProcessor
-    key: _Key
-    num_workers: int
-
-    def write(self, folder: Path, report: Report) -> None:
-        """Processes every row into `folder`; preserves the global generators."""
-        name, total, started = self.processor.name, self.key.input_rows, time.monotonic()
-        reported_at = started
-        writer = ArrowRowWriter(folder)
-        with preserve_generators(), contextlib.closing(writer), contextlib.closing(self._process()) as processed_rows:
-            for row, samples in enumerate(processed_rows):
-                for sample in samples:
-                    writer.add(sample)
-                now = time.monotonic()
-                if now - reported_at >= _REPORT_EVERY_SECONDS:
-                    reported_at = now
-                    progress = f"{row + 1} of {total} rows, {(row + 1) / (now - started):.0f} rows/s"
-                    report(progress)
-                    logger.info("%s: %s", name, progress)
-            if writer.num_rows == 0:
-                raise DataError(
-                    f"{name} returned None or an empty list for each of the {total} rows of "
-                    f"{self.processor.source_name}. Return the samples to keep."
-                )
-            writer.finish(made_by=name, key=vars(self.key))
-        seconds = time.monotonic() - started
-        logger.info(
-            "%s: %d rows → %d samples in %.1f s, cached in %s", name, total, writer.num_rows, seconds, folder.parent
-        )
-
-    def _process(self) -> Generator[list[StoredSample], None, None]:
-        """Yields the samples of each row, in the order of the rows."""
-        total = self.key.input_rows
-        starts = range(0, total, _READ_ROWS)
-        requests = (range(start, min(start + _READ_ROWS, total)) for start in starts)
-        if self.num_workers == 0:
-            for rows in requests:
-                yield from self.processor.process(rows)
-            return
-        answers = serve_in_workers(
-            self.processor,
-            requests,
-            LoaderOptions(min(self.num_workers, len(starts))),
-            label=self.processor.name,
-            advice="Check those rows, or lower num_workers.",
-            prepare=_prepare_worker,
-        )
-        with contextlib.closing(answers):
-            for _, samples in answers:
-                yield from samples
+def _process_rows(processor: _RowProcessor, total: int, num_workers: int) -> Generator[list[StoredSample], None, None]:
+    """Yields the samples of each row, in order."""
+    starts = range(0, total, _READ_ROWS)
+    requests = (range(start, min(start + _READ_ROWS, total)) for start in starts)
+    if num_workers == 0:
+        for rows in requests:
+            yield from processor.process(rows)
+        return
+    options = LoaderOptions(min(num_workers, len(starts)))
+    advice = "Check those rows, or lower num_workers."
+    results = serve_in_workers(
+        processor, requests, options, label=processor.name, advice=advice, prepare=_prepare_worker
+    )
+    with contextlib.closing(results):
+        for _, samples in results:
+            yield from samples
 
 
 class _RowProcessor(Dataset[Any]):
