@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from trainwright.data.order import Indices, chain_seed
+from trainwright.data.order import Order, chain_seed
 from trainwright.data.randomness import SEEDERS, DrawDetector, preserve_generators, seed_generators
 from trainwright.errors import DataError
 from trainwright.registry import resolve as registry
@@ -82,7 +82,7 @@ def count_samples(dataset: Any, label: str) -> int:
     return size
 
 
-def positive_indices(indices: Sequence[int], *, size: int, of: str) -> npt.NDArray[np.int64]:
+def positive_indices(indices: Sequence[int] | npt.NDArray[np.int64], *, size: int, of: str) -> npt.NDArray[np.int64]:
     """Returns the indices as an array; a negative index counts from the end, as in a list.
 
     An index out of range raises IndexError, which also ends an iteration. `of` names the elements in the message.
@@ -208,17 +208,6 @@ class Fetched(NamedTuple):
     """The lanes of a stream that have ended, as far as the reader knows."""
 
 
-class OrderLike(Protocol):
-    """The part of an order (order.py, mix.py) that the fetcher uses."""
-
-    size: int
-    """Samples per epoch."""
-
-    def indices(self, start: int, stop: int) -> Indices:
-        """Returns the sample index at each global position start … stop−1."""
-        ...
-
-
 class SampleFetcher(Dataset[Any]):
     """Fetches and collates the samples at global positions, each with its own randomness; runs in workers too.
 
@@ -227,7 +216,7 @@ class SampleFetcher(Dataset[Any]):
     """
 
     def __init__(
-        self, dataset: Any, order: OrderLike, collator: Collator, seed: int, *, skips_errors: bool = False
+        self, dataset: Any, order: Order, collator: Collator, seed: int, *, skips_errors: bool = False
     ) -> None:
         self.dataset = dataset
         self.order = order

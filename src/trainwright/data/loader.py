@@ -100,14 +100,12 @@ BATCHES_PER_WINDOW = 64
 """A larger number makes the lengths within a batch more equal, and the order less random."""
 
 
-class LengthOrder:
-    """The order of a dataset whose samples' lengths are known, window by window."""
+class LengthOrder(Order):
+    """The order of a dataset with known lengths: window by window, batches of samples of similar length."""
 
     def __init__(self, lengths: Any, *, seed: int, shuffle: bool, global_batch_size: int) -> None:
-        self.size = len(lengths)
+        super().__init__(len(lengths), seed=seed, shuffle=shuffle)
         self._lengths = np.asarray(lengths)
-        self._order = Order(self.size, seed=seed, shuffle=shuffle)
-        self._seed = seed
         self._batch_size = global_batch_size
         self._window_size = BATCHES_PER_WINDOW * global_batch_size
         self._window = (-1, -1)
@@ -133,11 +131,11 @@ class LengthOrder:
 
     def _sort(self, first: int, last: int) -> Indices:
         if (first, last) != self._window:
-            indices = self._order.indices(first, last)
+            indices = super().indices(first, last)
             indices = indices[np.argsort(self._lengths[indices], kind="stable")]
             batches = [indices[begin : begin + self._batch_size] for begin in range(0, len(indices), self._batch_size)]
             # The last one may be short. It stays last, so that the others begin at batch boundaries.
-            num_whole, key = len(batches) - 1, mix_seed(self._seed, _WINDOW_STREAM, first)
+            num_whole, key = len(batches) - 1, mix_seed(self.seed, _WINDOW_STREAM, first)
             turns = permute(np.arange(num_whole), num_whole, key=key)
             self._sorted = np.concatenate([*(batches[turn] for turn in turns.tolist()), batches[-1]])
             self._window = (first, last)

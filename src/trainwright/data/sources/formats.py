@@ -7,7 +7,7 @@ import json
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -227,20 +227,6 @@ class RowError(Exception):
     """The problem of one row."""
 
 
-class FileFormat(Protocol):
-    """How the rows of a type of file are found and decoded."""
-
-    records: Records | None
-    """How the file is split into rows; None if the whole file is one."""
-    suffixes: tuple[str, ...]
-    """The suffixes of these files in a folder, without those of compression."""
-    has_header: bool
-    """True if the first record of a file is a header."""
-
-    def decode(self, record: bytes, header: bytes) -> dict[str, Any]:
-        """Returns the sample in a record, or raises RowError. `header` is b"" without one."""
-
-
 class TextFormat:
     """A row is a line, a paragraph or a file: {"text": …}, with \\n for \\r\\n and without the last line break."""
 
@@ -335,6 +321,14 @@ class CsvFormat:
         if next(lines, None) is None:
             raise RowError(f"a quote is not closed up to the end of the file: {_shorten(record)}")
         return fields
+
+
+FileFormat = TextFormat | JsonLinesFormat | CsvFormat
+"""How the rows of a type of file are found and decoded.
+
+`records` splits a file into rows, None if the whole file is one; `suffixes` are those of the files in a folder;
+`has_header` is True if the first record is a header; `decode(record, header)` returns a sample or raises RowError.
+"""
 
 
 def check_columns(columns: Sequence[str] | None, where: str) -> tuple[str, ...] | None:
