@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def cache_root(cache_dir: str | Path | None) -> Path:
-    """Returns the folder that holds all caches: `cache_dir`, or `trainwright` in $XDG_CACHE_HOME or ~/.cache."""
+    """Returns the folder of all caches: `cache_dir`, or `trainwright` in $XDG_CACHE_HOME or ~/.cache."""
     if cache_dir is not None:
         return Path(cache_dir).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trainwright"

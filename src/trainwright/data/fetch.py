@@ -339,7 +339,7 @@ def fetch(dataset: Any, indices: Sequence[int]) -> list[Any]:
 
 
 def _locate(dataset: Any, indices: list[int]) -> tuple[Any, list[int]]:
-    """Returns the dataset that a split is taken from and the indices there, for all samples in one call."""
+    """Returns the dataset of a split and the indices there, for all samples in one call."""
     if hasattr(type(dataset), "indices_in_whole"):
         return _locate(dataset.dataset, dataset.indices_in_whole(indices))
     return dataset, indices

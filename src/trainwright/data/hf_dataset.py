@@ -128,7 +128,7 @@ class _Origin:
 
 
 class _Keep:
-    """Calls a function on a row and keeps the columns that are asked for."""
+    """Calls a function on a row and keeps the requested columns."""
 
     def __init__(self, function: Callable[[dict[str, Any]], Any] | None, columns: tuple[str, ...] | None) -> None:
         self._function = function

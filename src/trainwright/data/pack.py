@@ -74,11 +74,11 @@ def make_plan(lengths: Indices, *, length: int, seed: int) -> PackingPlan:
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     whole, rest = np.divmod(lengths, length)
-    cut = np.flatnonzero(whole)
+    long = np.flatnonzero(whole)
     num_whole = int(whole.sum())
-    whole_documents = np.repeat(cut, whole[cut])
+    whole_documents = np.repeat(long, whole[long])
     # The n-th whole row counts from its document's first one.
-    firsts = np.repeat(np.cumsum(whole[cut]) - whole[cut], whole[cut])
+    firsts = np.repeat(np.cumsum(whole[long]) - whole[long], whole[long])
     whole_offsets = (np.arange(num_whole) - firsts) * length
 
     if len(rest):
@@ -123,10 +123,10 @@ def _fit(sizes: Indices, length: int) -> Indices:
             else:
                 room, row = length, num_rows
                 num_rows += 1
-            taken = min(room // size, left)
-            placed += [row] * taken
-            left -= taken
-            room -= taken * size
+            added = min(room // size, left)
+            placed += [row] * added
+            left -= added
+            room -= added * size
             if room:
                 rows_with_room[room].append(row)
                 bitmap |= 1 << room

@@ -156,7 +156,7 @@ def _attributes_of(owner: Any) -> list[tuple[str, Any]]:
         return [("its class", owner)]
     if inspect.isroutine(owner) or hasattr(owner, "__wrapped__"):
         return []
-    attributes = getattr(owner, "__dict__", {"itself": owner})  # an object without `__dict__` stands for itself
+    attributes = getattr(owner, "__dict__", {"itself": owner})  # an object without `__dict__`
     return [("its class", type(owner)), *((f"its attribute {name}", value) for name, value in attributes.items())]
 
 

@@ -24,7 +24,7 @@ BYTES_SPECIAL: Mapping[str, int] = {"pad": 256, "bos": 257, "eos": 258, "mask": 
 
 ROLES = ("pad", "eos", "bos", "mask", "unk", "cls", "sep")
 
-# What tokenizers without a configuration file call their special tokens; taken only where one is marked special.
+# The names of special tokens in tokenizers without a configuration file; used only for tokens marked as special.
 USUAL_NAMES: Mapping[str, tuple[str, ...]] = {
     "pad": ("[PAD]", "<pad>", "<|pad|>"),
     "eos": ("</s>", "<eos>", "[EOS]", "<|endoftext|>", "<|end_of_text|>"),
@@ -201,8 +201,8 @@ class _ByteEngine:
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         names = {} if skip_special_tokens else {number: f"<{role}>" for role, number in BYTES_SPECIAL.items()}
-        pieces = [bytes([one]) if one < 256 else names.get(one, "").encode() for one in ids]
-        return b"".join(pieces).decode(errors="replace")
+        chunks = [bytes([one]) if one < 256 else names.get(one, "").encode() for one in ids]
+        return b"".join(chunks).decode(errors="replace")
 
 
 class _LibraryEngine:

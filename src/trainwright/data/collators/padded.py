@@ -109,7 +109,7 @@ class Padded:
         rows = token_rows(require(columns, "input_ids", 'Use "tokenize" for texts, "stack" for others.'), "input_ids")
         lengths = [len(row) for row in rows]
         width = self.width.of(lengths, "input_ids")
-        kept = self.width.cut(lengths)
+        kept = self.width.truncate(lengths)
 
         def pad(values: list[npt.NDArray[Any]], value: float, dtype: npt.DTypeLike = np.int64) -> npt.NDArray[Any]:
             values = [row[:length] for row, length in zip(values, kept, strict=True)]

@@ -205,14 +205,14 @@ class Width:
     def _names(self) -> tuple[str, str]:
         return ("max_label_length", "label_buckets") if self.of_labels else ("max_length", "buckets")
 
-    def cut(self, lengths: Sequence[int]) -> Sequence[int]:
+    def truncate(self, lengths: Sequence[int]) -> Sequence[int]:
         """Returns the number of tokens of each sample after truncation."""
         limit = self.max_length
         return lengths if limit is None else [min(length, limit) for length in lengths]
 
     def of(self, lengths: Sequence[int], field: str) -> int:
         """Returns the width of a batch whose samples have these lengths."""
-        longest = max(self.cut(lengths))
+        longest = max(self.truncate(lengths))
         if self.multiple is not None:
             return -(-longest // self.multiple) * self.multiple
         if not self.buckets:

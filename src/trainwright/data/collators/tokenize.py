@@ -86,11 +86,11 @@ class Tokenize:
             tokens = {"input_ids": self._encode_texts(texts)}
         used = {self.prompt, self.completion} if self.prompt is not None else {self.text}
         others = {name: column for name, column in columns.items() if name not in used}
-        taken = sorted(tokens.keys() & others.keys())
-        if taken:
+        repeated = sorted(tokens.keys() & others.keys())
+        if repeated:
             raise DataError(
-                f'The samples already have {", ".join(taken)} in addition to texts. Use the collator "padded", '
-                f"or remove them with drop: [{', '.join(taken)}]."
+                f'The samples already have {", ".join(repeated)} in addition to texts. Use the collator "padded", '
+                f"or remove them with drop: [{', '.join(repeated)}]."
             )
         return self.padded.collate({**tokens, **others})
 
@@ -106,10 +106,10 @@ class Tokenize:
         """
         begin, end = self._added()
         opening, closing = self.tokenizer.affixes
-        asked = encode_column(self.tokenizer, prompts, prompt, add_special_tokens=False)
-        answered = encode_column(self.tokenizer, completions, completion, add_special_tokens=False)
+        prompt_ids = encode_column(self.tokenizer, prompts, prompt, add_special_tokens=False)
+        completion_ids = encode_column(self.tokenizer, completions, completion, add_special_tokens=False)
         input_ids, labels = [], []
-        for before, after in zip(asked, answered, strict=True):
+        for before, after in zip(prompt_ids, completion_ids, strict=True):
             given, learnt = [*begin, *opening, *before], [*after, *closing, *end]
             input_ids.append(self._fit(given + learnt))
             labels.append(self._fit([IGNORED_LABEL] * len(given) + learnt))

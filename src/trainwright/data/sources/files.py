@@ -47,7 +47,7 @@ def text(
     """Texts, one sample {"text": …} for each `unit`: a line, a paragraph (lines between blank ones) or a file.
 
     `path` is a file, a glob, a folder (all its .txt files), a URL, or a list of those; .gz, .bz2 and .xz are read too.
-    Blank lines and paragraphs are left out. By index, remote and compressed files are first copied into the cache
+    Blank lines and paragraphs are skipped. By index, remote and compressed files are first copied into the cache
     (`cache_dir`); streaming reads them where they are, in shards of about `shard_megabytes` (64).
     """
     return _open_files(TextFormat(unit), path, streaming, shard_megabytes, cache_dir, project_dir)
@@ -62,7 +62,7 @@ def json_lines(
     cache_dir: str | Path | None = None,
     project_dir: str | Path | None = None,
 ) -> FileRows | FileStream:
-    """Objects of JSON, one on each line; `columns` names those to keep. Blank lines are left out.
+    """JSON objects, one per line; `columns` names those to keep. Blank lines are skipped.
 
     `path`, `streaming`, `shard_megabytes` and `cache_dir` are those of `text`; a folder means its .jsonl files.
     """
@@ -81,7 +81,7 @@ def csv(
 ) -> FileRows | FileStream:
     """Rows of CSV, each a dict by the names in the file's first row; `columns` names those to keep.
 
-    Values are texts, or what `types` says: {age: int, weight: float}. Quoted values may hold line breaks, so a file is
+    Values are texts, or of `types`: {age: int, weight: float}. Quoted values may contain line breaks, so a file is
     one shard of a stream. `path`, `streaming` and `cache_dir` are those of `text`.
     """
     return _open_files(CsvFormat(delimiter, columns, types), path, streaming, None, cache_dir, project_dir)

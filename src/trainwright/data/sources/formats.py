@@ -37,16 +37,16 @@ class Lines:
 
     def take(self, next_line: NextLine) -> list[bytes]:
         """Returns the lines up to the end of the next record."""
-        taken = []
+        lines = []
         while line := next_line():
-            taken.append(line)
+            lines.append(line)
             if line.strip(self._blanks):
                 break
-        return taken
+        return lines
 
-    def record(self, taken: list[bytes]) -> bytes:
+    def record(self, lines: list[bytes]) -> bytes:
         """Returns the record in these lines, without blank lines before it."""
-        return taken[-1] if taken and taken[-1].strip(self._blanks) else b""
+        return lines[-1] if lines and lines[-1].strip(self._blanks) else b""
 
     def index(self, data: mmap.mmap, begin: int, end: int | None = None) -> Offsets:
         """Returns the offset of each record of data[begin:end]."""
@@ -75,19 +75,19 @@ class Paragraphs:
 
     def take(self, next_line: NextLine) -> list[bytes]:
         """Returns the lines up to the blank one after the next record."""
-        taken = []
+        lines = []
         has_begun = False
         while line := next_line():
-            taken.append(line)
+            lines.append(line)
             is_blank = not line.strip()
             if is_blank and has_begun:
                 break
             has_begun = has_begun or not is_blank
-        return taken
+        return lines
 
-    def record(self, taken: list[bytes]) -> bytes:
+    def record(self, lines: list[bytes]) -> bytes:
         """Returns the lines that are not blank."""
-        return b"".join(line for line in taken if line.strip())
+        return b"".join(line for line in lines if line.strip())
 
     def index(self, data: mmap.mmap, begin: int, end: int | None = None) -> Offsets:
         """Returns the offset of each record of data[begin:end]: lines after a blank one."""
@@ -97,13 +97,13 @@ class Paragraphs:
 
     def find_start(self, file: IO[bytes], border: int) -> int:
         """Returns the first offset after a blank line from `border` on."""
-        place = Lines().find_start(file, border)
-        file.seek(place)
+        offset = Lines().find_start(file, border)
+        file.seek(offset)
         while border and (line := file.readline()):
-            place += len(line)
+            offset += len(line)
             if not line.strip():
                 break
-        return place
+        return offset
 
 
 class CsvRows:
@@ -117,17 +117,17 @@ class CsvRows:
 
     def take(self, next_line: NextLine) -> list[bytes]:
         """Returns the lines up to the end of the next row."""
-        taken = self._plain.take(next_line)
-        if taken and b'"' in taken[-1]:
+        lines = self._plain.take(next_line)
+        if lines and b'"' in lines[-1]:
             # Errors in the row are reported when it is decoded.
             with suppress(csv.Error):
-                next(read_csv(_decoded(next_line, taken), self._delimiter), None)
-        return taken
+                next(read_csv(_decoded(next_line, lines), self._delimiter), None)
+        return lines
 
-    def record(self, taken: list[bytes]) -> bytes:
+    def record(self, lines: list[bytes]) -> bytes:
         """Returns the row in these lines, without empty lines before it."""
-        first = next((number for number, line in enumerate(taken) if line.strip(_LINE_BREAK)), len(taken))
-        return b"".join(taken[first:])
+        first = next((number for number, line in enumerate(lines) if line.strip(_LINE_BREAK)), len(lines))
+        return b"".join(lines[first:])
 
     def index(self, data: mmap.mmap, begin: int, end: int | None = None) -> Offsets:
         """Returns the offset of each row, with the header: at full speed without quotes, else row by row."""
@@ -192,11 +192,11 @@ def lines_from(data: mmap.mmap | bytes, offset: int) -> NextLine:
     return next_line
 
 
-def _decoded(next_line: NextLine, taken: list[bytes]) -> Iterator[str]:
-    """Yields the lines of a row and appends them to `taken`; any ASCII-compatible encoding finds the end."""
-    yield taken[-1].decode("latin-1")
+def _decoded(next_line: NextLine, lines: list[bytes]) -> Iterator[str]:
+    """Yields the lines of a row and appends them to `lines`; any ASCII-compatible encoding finds the end."""
+    yield lines[-1].decode("latin-1")
     while line := next_line():
-        taken.append(line)
+        lines.append(line)
         yield line.decode("latin-1")
 
 

@@ -57,7 +57,7 @@ def fingerprint_rows(dataset: Any) -> str:
 
 
 FILE_KINDS = ("json", "csv", "parquet", "text", "arrow", "xml", "webdataset", "imagefolder", "audiofolder")
-"""The names that are no datasets but ways to read `data_files`."""
+"""The names of readers of `data_files`, which are not datasets."""
 
 # What `save_to_disk` leaves in a folder: of a dataset with several splits, and of one.
 _SAVED_SPLITS, _SAVED_ONE = "dataset_dict.json", "state.json"
@@ -76,8 +76,8 @@ def huggingface(
     """A dataset of Hugging Face: `datasets.load_dataset(path, …)`, or `load_from_disk` for a folder that was saved so.
 
     `path` is a name on the hub, a folder, or json, csv, parquet, text, arrow with `data_files`; relative folders and
-    data files start at the project folder. `split` may be left out where there is only one. `offline` reads the
-    library's cache alone (true) or asks the hub (false); left out, HF_HUB_OFFLINE decides.
+    data files start at the project folder. `split` is optional if there is only one. `offline` reads the
+    library's cache only (true) or requests the hub (false); the default is HF_HUB_OFFLINE.
     """
     source = _Source(
         path,
@@ -205,7 +205,7 @@ class _Source:
         self.arguments = dict(arguments)
 
     def load(self, *, streaming: bool) -> Any:
-        """Returns the library's dataset: one split with the columns asked for."""
+        """Returns the library's dataset: one split with the requested columns."""
         library = import_datasets('The dataset "huggingface"')
         folder = self.project_dir / Path(self.path).expanduser()
         with network_use(offline=self.offline):
@@ -231,7 +231,7 @@ class _Source:
     def _load_saved(self, library: Any, folder: Path, streaming: bool) -> Any:
         if self.arguments:
             raise ConfigError(
-                f"{', '.join(self.arguments)}: no effect on {folder}, which was made by save_to_disk. Remove it.",
+                f"{', '.join(self.arguments)}: no effect on {folder}, which save_to_disk wrote. Remove it.",
                 where="huggingface",
             )
         dataset = library.load_from_disk(str(folder))

@@ -37,13 +37,13 @@ _BUFFER_BYTES = 1 << 20
 # The extra with what fsspec needs for an address; "fsspec" has what it needs for all others.
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
-# What tells one content of a remote file from the next; which of them there are depends on the file system.
+# What changes with the content of a remote file; the file system provides some of these.
 _VERSION_FACTS = ("size", "mtime", "created", "last_modified", "LastModified", "etag", "ETag", "md5Hash", "Content-MD5")
 
 
 @dataclass(frozen=True)
 class FileLocation:
-    """One file: a local path or a URL, and its size in bytes where the file system tells it."""
+    """One file: a local path or a URL, and its size in bytes if the file system knows it."""
 
     name: str
     size: int | None
@@ -57,7 +57,7 @@ class FileLocation:
 
     @property
     def compression(self) -> str | None:
-        """The suffix that says how the file is compressed, or None."""
+        """The suffix of a compressed file, else None."""
         suffix = Path(self.name).suffix.lower()
         return suffix if suffix in COMPRESSIONS else None
 
@@ -69,7 +69,7 @@ class FileLocation:
         return io.BufferedReader(files.open(path, "rb"), _BUFFER_BYTES)
 
     def open_content(self) -> io.BufferedReader:
-        """Opens the content, decompressed. Seeking forward in a compressed file reads what lies between."""
+        """Opens the content, decompressed. Seeking forward in a compressed file reads the bytes in between."""
         file = self.open()
         if self.compression is not None:
             return io.BufferedReader(COMPRESSIONS[self.compression](file), _BUFFER_BYTES)
@@ -89,19 +89,19 @@ class FileLocation:
         return copy
 
     def version(self) -> list[Any]:
-        """Returns what changes with the content: size and time of change, or what a server tells of the file."""
+        """Returns what changes with the content: size and modification time, or what a server reports."""
         if not self.is_remote:
             facts = Path(self.name).stat()
             return [facts.st_size, facts.st_mtime_ns]
         files, path = _open_file_system(self.name)
-        # For http the key is made of the address alone, so what the server tells is added.
+        # For http the key contains only the address, so what the server reports is added.
         return [files.ukey(path), *_facts_in(files.info(path))]
 
 
 def find_files(paths: Paths, *, suffixes: Sequence[str], project_dir: str | Path | None) -> list[FileLocation]:
     """Returns the files that `paths` name, in the order given, those of a folder or a glob sorted by name.
 
-    Of a folder these are all files below it with one of `suffixes`, compressed ones too; hidden ones are left out.
+    Of a folder these are all files below it with one of `suffixes`, also compressed; hidden files are skipped.
     """
     given = [paths] if isinstance(paths, str | Path) else list(paths)
     if not given:
@@ -189,7 +189,7 @@ def _open_file_system(url: str) -> tuple[Any, str]:
 
 
 def install_hint(url: str) -> str:
-    """Returns how to install what an address needs, for fsspec brings no package for any object store."""
+    """Returns how to install what an address needs, because fsspec includes no package for object stores."""
     protocol = url.partition("://")[0].rpartition("::")[2]
     return f"Install what it needs: pip install 'trainwright[{_EXTRAS.get(protocol, 'fsspec')}]'."
 
@@ -225,7 +225,7 @@ def _facts_in(found: Mapping[str, Any]) -> list[Any]:
 
 
 def _label(name: str, path: str) -> str:
-    """Returns the part of a file's name below what was asked for: a folder, or the last one before a glob's star."""
+    """Returns a file's name relative to the given folder, or to the last folder before a glob's star."""
     folders = path.rstrip("/").split("/")
     if name != path and glob.has_magic(path):
         folders = folders[: next(number for number, each in enumerate(folders) if glob.has_magic(each))]
@@ -260,8 +260,8 @@ def _nearest_local(path: Path) -> str | None:
     while not missing.parent.is_dir() and missing.parent != missing:
         missing = missing.parent
     try:
-        beside = [each.name for each in missing.parent.iterdir()]
+        siblings = [each.name for each in missing.parent.iterdir()]
     except OSError:
-        return None  # a folder that may not be listed: the message does without a suggestion
-    close = difflib.get_close_matches(missing.name, beside, n=1)
+        return None  # a folder that may not be listed: the message has no suggestion
+    close = difflib.get_close_matches(missing.name, siblings, n=1)
     return str(missing.parent / close[0]) if close else None

@@ -1,7 +1,7 @@
 """Rows of Parquet files: `parquet` in a run file, by index or as a stream.
 
-A file is read a row group at a time, which is its smallest part; the row groups used last are kept. Columns of number
-lists become tensors (int64, float32; a list that these cannot hold keeps uint64 or float64), all else plain Python
+A file is read by row groups; the most recently used ones are kept. Columns of number
+lists become tensors (int64, float32; a list that does not fit keeps uint64 or float64), others plain Python
 values. Needs pyarrow, of the `datasets` extra.
 """
 
@@ -30,7 +30,7 @@ SUFFIXES = (".parquet", ".pq")
 _KEPT_BYTES = 256 << 20
 """How much of decoded row groups is kept for the next batches."""
 
-# Shards are row groups while it is cheap to ask every file how many it has, else files.
+# Shards are row groups if it is cheap to count those of every file, else files.
 _MOST_FILES_TO_ASK = 64
 
 # A stream turns this many rows at a time into Python values.
@@ -103,7 +103,7 @@ class ParquetRows(Dataset[dict[str, Any]]):
         return samples
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tables": OrderedDict()}  # a worker keeps row groups of its own
+        return {**self.__dict__, "_tables": OrderedDict()}  # a worker reads row groups itself
 
     def _load(self) -> list[tuple[FileLocation, int]]:
         if self._groups is None:

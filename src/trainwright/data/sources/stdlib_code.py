@@ -45,7 +45,7 @@ SKIPPED_FOLDERS = frozenset(
     | {"encodings", "pydoc_data", "__pycache__", "__phello__"}
 )
 
-# Raised when the same arguments would give other tokens, so that no old cache is taken for a current one.
+# Increased when the tokens of the same arguments change, so that old caches are not used.
 CACHE_FORMAT = 1
 
 
@@ -98,7 +98,7 @@ class StdlibCode(Dataset[dict[str, Tensor]]):
 
     @property
     def tokens_per_sample(self) -> int:
-        """The tokens in each sample, all of which count: there is no padding."""
+        """The tokens in each sample, without padding."""
         return self.sequence_length
 
     @property
@@ -166,8 +166,8 @@ def unigram_loss(train: StdlibCode, valid: StdlibCode) -> float:
             "Use the same vocab_size, valid_fraction and max_megabytes."
         )
     seen = np.bincount(train.tokens, minlength=train.vocab_size) + 1
-    asked = np.bincount(valid.tokens, minlength=train.vocab_size)
-    return float(-(asked * np.log(seen / seen.sum())).sum() / asked.sum())
+    wanted = np.bincount(valid.tokens, minlength=train.vocab_size)
+    return float(-(wanted * np.log(seen / seen.sum())).sum() / wanted.sum())
 
 
 def _library_folder() -> Path:
@@ -176,7 +176,7 @@ def _library_folder() -> Path:
 
 def _cache_name(recipe: _Recipe) -> str:
     """Returns a folder name that changes with the interpreter, the recipe and this file's format."""
-    # The library's path too: two builds of one version, say a distribution's and a user's, differ in their files.
+    # With the library's path, because two builds of one version may have different files.
     facts = {**asdict(recipe), "library": str(_library_folder()), "format": CACHE_FORMAT}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return f"stdlib-code-python-{platform.python_version()}-{digest[:12]}"
@@ -239,7 +239,7 @@ def _read_texts(recipe: _Recipe) -> dict[str, list[str]]:
 
 
 def _train_tokenizer(texts: list[str], *, vocab_size: int) -> Tokenizer:
-    """Trains a byte-level BPE: every text can be encoded, and decoding gives it back to the byte."""
+    """Trains a byte-level BPE: every text can be encoded and decoded without loss."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -138,7 +138,7 @@ class Tokens(Dataset[dict[str, Tensor]]):
             return _Samples(np.cumsum([len(tokens) // self.sequence_length for tokens in files]))
         spans = [_find_documents(tokens, self.end_of_document) for tokens in files]
         if self.sequence_length is not None:
-            spans = [_cut_long_ones(starts, lengths, self.sequence_length) for starts, lengths in spans]
+            spans = [_split_long_documents(starts, lengths, self.sequence_length) for starts, lengths in spans]
         return _Samples(
             np.cumsum([len(starts) for starts, _ in spans]),
             np.concatenate([starts for starts, _ in spans]),
@@ -229,22 +229,22 @@ def _map_tokens(path: Path, dtype: str) -> npt.NDArray[Any]:
 
 def _find_documents(tokens: npt.NDArray[Any], end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Returns the start and the length of each document; what follows the last end is one more."""
-    pieces = [
+    found = [
         np.flatnonzero(tokens[start : start + _SCAN_TOKENS] == end) + (start + 1)
         for start in range(0, len(tokens), _SCAN_TOKENS)
     ]
-    ends = np.concatenate([np.zeros(1, np.int64), *pieces])
+    ends = np.concatenate([np.zeros(1, np.int64), *found])
     if ends[-1] != len(tokens):
         ends = np.append(ends, len(tokens))
     return ends[:-1], np.diff(ends)
 
 
-def _cut_long_ones(
+def _split_long_documents(
     starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], longest: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    pieces = -(-lengths // longest)
-    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # of a piece in its document
+    counts = -(-lengths // longest)
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of a sample in its document
     return (
-        np.repeat(starts, pieces) + number * longest,
-        np.minimum(longest, np.repeat(lengths, pieces) - number * longest),
+        np.repeat(starts, counts) + number * longest,
+        np.minimum(longest, np.repeat(lengths, counts) - number * longest),
     )
