@@ -57,12 +57,12 @@ def find_states(path: Path, rows: list[int]) -> tuple[dict[int, Any], dict[int, 
     for row in rows:
         data = stream_data(path, batch_size=EARLY if row < 1000 else 1000)
         for _ in data.batches(iter):
-            if data.position + data.global_batch_size > row:
+            if data.samples_seen + data.global_batch_size > row:
                 break
-        if data.position < row:
+        if data.samples_seen < row:
             data.num_samples = row
             next(data.batches(iter))
-        assert data.position == row
+        assert data.samples_seen == row
         ours[row] = data.state_dict()
     read = read_with_datasets(path)
     for number, _ in enumerate(read, start=1):

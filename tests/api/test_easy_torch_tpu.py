@@ -369,7 +369,7 @@ def test_data_comes_through_hugging_face_datasets(project, streaming):
     write(project, {"rows.jsonl": "".join(json.dumps(row) + "\n" for row in rows)})
     data = f"data.train={{type: huggingface, path: json, data_files: [rows.jsonl], streaming: {streaming}}}"
     trainer = train(project, data, "trainer.max_steps=3")
-    assert trainer.train_data.position == 24
+    assert trainer.train_data.samples_seen == 24
     assert lines(project)[-1]["loss"] > 0
 
 
@@ -419,7 +419,7 @@ def test_a_resumed_run_does_not_replay_its_data(project):
 
 def test_a_run_has_as_many_epochs_as_it_is_given(project):
     trainer = train(project, "trainer.max_steps=null", "trainer.max_epochs=2.5")
-    assert trainer.train_data.position == 60
+    assert trainer.train_data.samples_seen == 60
     assert trainer.epoch == 2
 
 

@@ -279,7 +279,7 @@ def test_graph_mode_is_a_setting_and_an_iteration_is_an_update_there_too(project
     assert not replays
     graph.train()
     assert 0 < len(replays) < 8
-    assert (graph.iter, graph.train_data.position) == (eager.iter, eager.train_data.position) == (8, 32)
+    assert (graph.iter, graph.train_data.samples_seen) == (eager.iter, eager.train_data.samples_seen) == (8, 32)
     assert equal_weights(eager.model, graph.model)
     assert lines(project, "graph") == lines(project, "eager")
 

@@ -304,7 +304,7 @@ def test_a_resumed_run_goes_on_in_its_data(project):
     whole = train(project, "name=whole")
     train(project, "trainer.max_steps=3")
     resumed = train(project)
-    assert resumed.train_data.position == 48
+    assert resumed.train_data.samples_seen == 48
     assert equal_weights(whole.model, resumed.model)
 
 
@@ -372,7 +372,7 @@ def test_an_iteration_is_one_update_however_many_micro_batches_it_has(project):
     counts = {}
     for micro in (1, 8):
         trainer = train(project, f"name=micro-{micro}", f"trainer.micro_batch_size={micro}")
-        counts[micro] = (trainer.iter, trainer.train_data.position, store_of(project, f"micro-{micro}").steps())
+        counts[micro] = (trainer.iter, trainer.train_data.samples_seen, store_of(project, f"micro-{micro}").steps())
     assert counts[1] == counts[8] == (6, 48, [4, 6])
 
 

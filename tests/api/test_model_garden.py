@@ -158,7 +158,7 @@ def test_next_train_inputs_may_take_several_batches_for_one_step(tmp_path):
 
     trainer = build_trainer(load(tmp_path), Two)
     trainer.train()
-    assert trainer.train_data.places == 6 * 16
+    assert trainer.train_data.order_position == 6 * 16
 
 
 def test_a_driver_builds_params_from_an_experiment_files_and_overrides(tmp_path, monkeypatch):

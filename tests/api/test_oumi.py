@@ -114,7 +114,7 @@ def test_a_dataset_is_map_style_iterable_or_both_and_a_data_loader_takes_it(proj
     sets = [f"data.train.type=rows.{name}", f"data.eval.valid.type=rows.{name}"]
     trainer = train(project, *sets, "trainer.max_steps=4")
     assert lines(project)[-1].keys() >= {"loss", "valid/loss", "valid/accuracy"}
-    assert trainer.train_data.position == 32
+    assert trainer.train_data.samples_seen == 32
     batch = next(iter(DataLoader(trainer.train_data.dataset, batch_size=4)))
     assert batch["inputs"].shape == (4, 4)
 

@@ -85,7 +85,7 @@ def test_a_searched_run_is_bit_equal_to_a_run_with_that_share(tmp_path, rejectin
     assert torch.equal(generators, torch.get_rng_state())
     for trainer in (found, told):
         assert not trainer.optimizers["main"].state
-        assert trainer.train_data.position == 0
+        assert trainer.train_data.samples_seen == 0
         trainer.train()
     assert all(map(torch.equal, found.model.parameters(), told.model.parameters()))
 

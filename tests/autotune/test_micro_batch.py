@@ -86,7 +86,7 @@ def test_a_searched_run_is_bit_equal_to_a_run_with_that_number(tmp_path):
     assert all(map(torch.equal, weights(searched), weights(told)))
     assert torch.equal(generators[0], torch.get_rng_state())
     assert generators[1] == random.getstate()
-    assert searched.train_data.position == 0
+    assert searched.train_data.samples_seen == 0
     assert not searched.optimizers["main"].state
     searched.train()
     told.train()
@@ -152,7 +152,7 @@ def test_a_loader_and_an_optimizer_of_a_user_are_restored(tmp_path):
     config = load(tmp_path, NO_MODEL, "data.train=null", "data.collator=stack", "trainer.optimizer=null")
     trainer = build_trainer(config, Given)
     assert trainer.config.trainer.micro_batch_size == 6
-    assert data.position == 0
+    assert data.samples_seen == 0
     assert optimizer.state_dict()["state"] == {}
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -268,9 +268,9 @@ def test_a_run_without_a_limit_is_rejected(tmp_path):
 def test_a_run_with_a_ragged_end_continues_after_it(tmp_path):
     build_trainer(load(tmp_path, "trainer.max_steps=null", "trainer.max_epochs=1")).train()
     trainer = build_trainer(load(tmp_path, "trainer.max_steps=null", "trainer.max_epochs=2"))
-    assert (trainer.step, trainer.train_data.position) == (7, 50)
+    assert (trainer.step, trainer.train_data.samples_seen) == (7, 50)
     trainer.train()
-    assert trainer.train_data.position == 100
+    assert trainer.train_data.samples_seen == 100
 
 
 # batches

@@ -50,7 +50,7 @@ def train_data(dataset, on_error, options=OPTIONS[0], **arguments):
 
 
 def rows(data):
-    return [batch[: data.samples_in_hand, 0].int().tolist() for batch in data.batches(iter)]
+    return [batch[: data.batch_num_samples, 0].int().tolist() for batch in data.batches(iter)]
 
 
 @pytest.mark.parametrize("dataset", [Torn, TornInBatches])
@@ -75,10 +75,10 @@ def test_leaving_rows_out_changes_nothing_in_the_others():
 
 def test_a_batch_of_which_nothing_is_left_has_a_stand_in_that_counts_nothing():
     data = train_data(Torn({4, 5, 6, 7}), OnError(skips=True), shuffle=False, num_samples=12)
-    batches = [(batch[:, 0].tolist(), data.samples_in_hand) for batch in data.batches(iter)]
+    batches = [(batch[:, 0].tolist(), data.batch_num_samples) for batch in data.batches(iter)]
     assert batches == [([0, 1, 2, 3], 4), ([3], 0), ([8, 9, 10, 11], 4)]
     first = train_data(Torn({0, 1, 2, 3}), OnError(skips=True), shuffle=False, num_samples=8)
-    assert [(batch[:, 0].tolist(), first.samples_in_hand) for batch in first.batches(iter)] == [
+    assert [(batch[:, 0].tolist(), first.batch_num_samples) for batch in first.batches(iter)] == [
         ([4], 0),
         ([4, 5, 6, 7], 4),
     ]

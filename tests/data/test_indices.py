@@ -20,14 +20,14 @@ def test_indices_mean_what_they_mean_in_a_list(case):
 
 @pytest.mark.parametrize("index", [10, -11, 2**40])
 def test_an_index_outside_is_named(index):
-    with pytest.raises(IndexError, match=rf"^Index {index} is outside of the 10 rows of a\.txt\.$"):
+    with pytest.raises(IndexError, match=rf"^Index {index} is out of range for the 10 rows of a\.txt\.$"):
         positive_indices([3, index, 12], size=10, of="rows of a.txt")
-    with pytest.raises(IndexError, match="outside of the 0 rows"):
+    with pytest.raises(IndexError, match="out of range for the 0 rows"):
         positive_indices([0], size=0, of="rows")
 
 
 def test_numbers_of_numpy_and_torch_are_indices_and_fractions_are_none():
     assert positive_indices([np.int32(2), torch.tensor(1)], size=3, of="rows").tolist() == [2, 1]
     assert positive_indices(range(3), size=3, of="rows").tolist() == [0, 1, 2]
-    with pytest.raises(TypeError, match="no whole number"):
+    with pytest.raises(TypeError, match="must be integers"):
         positive_indices([1.5], size=3, of="rows")

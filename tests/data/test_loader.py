@@ -48,7 +48,7 @@ def eval_data(dataset, *, batch_size=4, **arguments):
 
 def take(data, count=None):
     """The samples that count of the next batches, and how many of them each batch holds."""
-    batches = list(islice(((batch, data.samples_in_hand) for batch in data.batches(iter)), count))
+    batches = list(islice(((batch, data.batch_num_samples) for batch in data.batches(iter)), count))
     return [batch[:samples] for batch, samples in batches]
 
 
@@ -57,8 +57,8 @@ def generator_states():
 
 
 @given(st.integers(0, 1000), st.integers(0, 100), num_ranks)
-def test_the_ranks_parts_make_the_whole_in_order(start, length, size):
-    parts = [View(rank, size).part(start, start + length) for rank in range(size)]
+def test_the_ranks_shares_cover_all_positions_in_order(start, length, size):
+    parts = [View(rank, size).share(start, start + length) for rank in range(size)]
     positions = [position for part in parts for position in range(*part)]
     assert positions == list(range(start, start + length))
     lengths = [stop - start for start, stop in parts]
@@ -92,11 +92,11 @@ def test_evaluation_gives_each_sample_once_in_order_on_any_number_of_ranks(size,
 
 def test_a_rank_without_samples_gets_a_stand_in_that_counts_nothing():
     data = eval_data([10, 11, 12, 13, 14], batch_size=4, view=View(0, 4))
-    batches = [(batch.tolist(), data.samples_in_hand) for batch in data.batches(iter)]
+    batches = [(batch.tolist(), data.batch_num_samples) for batch in data.batches(iter)]
     assert batches == [([10], 1), ([13], 0)]
     assert len(list(data.batches(iter))) == 2
     first_of_nothing = eval_data([10], batch_size=4, view=View(0, 4))
-    assert [(batch.tolist(), first_of_nothing.samples_in_hand) for batch in first_of_nothing.batches(iter)] == [
+    assert [(batch.tolist(), first_of_nothing.batch_num_samples) for batch in first_of_nothing.batches(iter)] == [
         ([10], 0)
     ]
 
@@ -154,7 +154,7 @@ def test_the_position_counts_what_was_returned_not_what_was_fetched(options):
     for number in (1, 2, 3):
         next(iterator)
         assert data.state_dict()["position"] == 8 * number
-        assert data.samples_in_hand == 8
+        assert data.batch_num_samples == 8
 
 
 @pytest.mark.parametrize("options", [LoaderOptions(), WORKERS])
@@ -179,7 +179,7 @@ def test_the_epoch_is_that_of_the_next_sample_and_batches_straddle_epochs():
 def test_a_limit_in_samples_ends_the_stream_exactly_there():
     data = train_data(list(range(10)), batch_size=4, num_samples=10, shuffle=False)
     assert [batch.tolist() for batch in take(data)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert data.position == 10
+    assert data.samples_seen == 10
     assert take(data) == []
 
 

@@ -51,7 +51,7 @@ def test_it_is_as_long_as_all_sources_and_ends_there():
     mixed = three()
     assert len(mixed) == 8
     assert mixed[3] == ("b", 0)
-    with pytest.raises(IndexError, match="outside of a mix of 8"):
+    with pytest.raises(IndexError, match="out of range for the 8 samples of a mix"):
         mixed[8]
 
 

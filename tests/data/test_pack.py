@@ -96,7 +96,7 @@ def test_nothing_is_read_before_it_is_needed():
 def test_rows_end_with_an_index_error():
     packed = pack(Documents([3, 4]), length=8)
     assert len(list(packed)) == len(packed) == 1
-    with pytest.raises(IndexError, match="index 1 is outside of 1 packed rows"):
+    with pytest.raises(IndexError, match="Index 1 is out of range for the 1 packed rows"):
         packed[1]
 
 

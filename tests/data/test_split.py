@@ -82,7 +82,7 @@ def test_a_part_reads_like_a_sequence_and_never_reaches_into_another():
     assert valid[-1] == valid[9] == whole(valid)[9]
     assert valid.__getitems__([0, -1, 3]) == [valid[0], valid[9], valid[3]]
     for index in (10, -11):
-        with pytest.raises(IndexError, match="part of 10 samples"):
+        with pytest.raises(IndexError, match="out of range for the 10 samples of a split"):
             valid[index]
 
 

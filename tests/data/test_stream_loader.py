@@ -38,7 +38,7 @@ def stream_data(stream, *, batch_size=4, block_size=5, passes=1, state=None, **a
 def take(data, count=None):
     """The samples that count of the next batches."""
     batches = islice(data.batches(iter), count)
-    return [batch[: data.samples_in_hand].tolist() for batch in batches]
+    return [batch[: data.batch_num_samples].tolist() for batch in batches]
 
 
 class Together:
@@ -96,7 +96,9 @@ def test_a_plain_iterable_gives_each_row_once_and_the_same_order_on_any_number_o
     arguments = {"batch_size": batch_size, "block_size": block_size, "shuffle": shuffle}
     alone = take(stream_data(Plain(size), **arguments))
     assert sorted(flat(alone)) == list(range(size))
-    together, _ = on_ranks(ranks, lambda view, agree: stream_data(Plain(size), view=view, agree=agree, **arguments))
+    together, _ = on_ranks(
+        ranks, lambda view, agree: stream_data(Plain(size), view=view, sum_counts=agree, **arguments)
+    )
     assert together == alone
 
 
@@ -106,7 +108,7 @@ def test_shards_of_any_lengths_give_each_row_once(size, num_shards, batch_size, 
     batches, _ = on_ranks(
         ranks,
         lambda view, agree: stream_data(
-            Seeking.of(size, num_shards), view=view, agree=agree, batch_size=max(batch_size, ranks)
+            Seeking.of(size, num_shards), view=view, sum_counts=agree, batch_size=max(batch_size, ranks)
         ),
     )
     assert sorted(flat(batches)) == list(range(size))
@@ -117,7 +119,7 @@ def test_where_shards_divide_evenly_a_rank_reads_only_its_own():
 
     def make(view, agree):
         streams[view.rank] = Seeking([list(range(10)), list(range(10, 20))])
-        return stream_data(streams[view.rank], view=view, agree=agree)
+        return stream_data(streams[view.rank], view=view, sum_counts=agree)
 
     on_ranks(2, make)
     assert sorted(streams[0].rows_read) == list(range(10))
@@ -129,7 +131,7 @@ def test_where_shards_divide_evenly_a_rank_reads_only_its_own():
 def test_a_resumed_run_goes_on_exactly_even_with_another_number_of_ranks(size, num_shards, before, ranks, later):
     def make(state=None):
         return lambda view, agree: stream_data(
-            Seeking.of(size, num_shards), view=view, agree=agree, batch_size=5, state=state
+            Seeking.of(size, num_shards), view=view, sum_counts=agree, batch_size=5, state=state
         )
 
     whole, _ = on_ranks(ranks, make())
@@ -176,7 +178,7 @@ def test_passes_have_orders_of_their_own_and_end_with_a_smaller_batch():
     first, second = flat(batches[:3]), flat(batches[3:])
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
-    assert (data.position, data.epoch) == (20, 2)
+    assert (data.samples_seen, data.epoch) == (20, 2)
 
 
 def test_a_run_stopped_in_its_second_pass_goes_on_there():
@@ -201,7 +203,7 @@ def test_a_run_that_goes_on_after_a_ragged_limit_loses_nothing(size, num_shards,
     def make(number, state=None):
         def on(view, agree):
             stream = Seeking.of(size, num_shards)
-            data = stream_data(stream, view=view, agree=agree, batch_size=5, state=state)
+            data = stream_data(stream, view=view, sum_counts=agree, batch_size=5, state=state)
             data.num_samples = number
             return data
 
@@ -228,7 +230,7 @@ def test_another_size_of_blocks_holds_from_the_next_pass_on():
 
 
 def test_a_batch_smaller_than_the_lanes_is_rejected():
-    _, state = on_ranks(4, lambda view, agree: stream_data(Seeking.of(40, 4), view=view, agree=agree), 2)
+    _, state = on_ranks(4, lambda view, agree: stream_data(Seeking.of(40, 4), view=view, sum_counts=agree), 2)
     with raises(DataError, "3", "4"):
         stream_data(Seeking.of(40, 4), batch_size=3, state=state)
 
@@ -276,7 +278,7 @@ def test_what_rows_of_a_stream_in_a_stream_draw_is_the_same_after_a_resume(kind,
 
     def rows(stream, count=None):
         batches = islice(stream.batches(iter), count)
-        return [[str(sample) for sample in batch[: stream.samples_in_hand]] for batch in batches]
+        return [[str(sample) for sample in batch[: stream.batch_num_samples]] for batch in batches]
 
     whole = rows(data())
     assert len({row for batch in whole for row in batch}) > 0.9 * len(flat(whole))  # each draws its own
@@ -304,7 +306,7 @@ def test_the_samples_of_each_source_of_a_mixture_are_counted_over_ranks_and_resu
     later = stream_data(make(), options=options, state=first.state_dict())
     take(later)
     assert later.counts == {"small": 10, "large": 30}
-    _, state = on_ranks(2, lambda view, agree: stream_data(make(), view=view, agree=agree))
+    _, state = on_ranks(2, lambda view, agree: stream_data(make(), view=view, sum_counts=agree))
     assert state["counts"] == {"small": 10, "large": 30}
 
 
@@ -322,7 +324,7 @@ def test_a_stream_of_hugging_face_itself_is_read_once_and_resumed_exactly(worker
 
     def rows(stream, count=None):
         batches = islice(stream.batches(iter), count)
-        return [batch["x"][: stream.samples_in_hand].tolist() for batch in batches]
+        return [batch["x"][: stream.batch_num_samples].tolist() for batch in batches]
 
     whole = rows(data())
     assert sorted(flat(whole)) == sorted([*range(50), *range(50)])
@@ -371,7 +373,7 @@ def test_a_rank_that_fails_in_an_evaluation_lets_the_others_go():
             global_batch_size=4,
             seed=1,
             view=View(rank, 2),
-            agree=together.for_rank(rank),
+            sum_counts=together.for_rank(rank),
             max_batches=3,
         )
         try:
@@ -426,7 +428,13 @@ def test_a_generator_that_raised_cannot_be_skipped_for_it_would_look_like_the_en
 def test_evaluation_gives_each_row_once_in_order_on_any_number_of_ranks(size, batch_size, ranks):
     def make(view, agree):
         return EvalStream(
-            Plain(size), name="valid", collator=Stack(), global_batch_size=batch_size, seed=1, view=view, agree=agree
+            Plain(size),
+            name="valid",
+            collator=Stack(),
+            global_batch_size=batch_size,
+            seed=1,
+            view=view,
+            sum_counts=agree,
         )
 
     batches, _ = on_ranks(ranks, make)

@@ -75,7 +75,7 @@ def main(folder, runs):
         results[name] = [
             uneven.ranks.gather(uneven.given),
             uneven.ranks.gather(uneven.step),
-            uneven.train_data.position,
+            uneven.train_data.samples_seen,
         ]
         own = torch.cat([parameter.detach().flatten() for parameter in uneven.model.parameters()])
         results[f"{name} equal"] = all(torch.equal(own, other) for other in uneven.ranks.gather(own))

@@ -210,7 +210,7 @@ class Spoiled(Double):
         outputs = super().forward(**batch)
         if not self.model.training or self.ranks.rank != self.ranks.size - 1:
             return outputs
-        place = self.train_data.places
+        place = self.train_data.order_position
         if self.step == 3 and self.culprit is None:
             self.culprit = place
         if place != self.culprit:

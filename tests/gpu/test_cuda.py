@@ -54,13 +54,13 @@ def test_batches_arrive_on_the_device_and_equal_the_hosts(tmp_path):
     trainer = build_trainer(load(tmp_path, "data.train.noise=0.0"))
     on_host = trainer.train_data.batches(lambda batches: batches)
     expected = [next(on_host)["x"].clone() for _ in range(5)]
-    trainer.train_data.position = 0
+    trainer.train_data.samples_seen = trainer.train_data.order_position = 0
     on_device = trainer.train_data.batches(trainer.backend.to_device)
     for number, batch in zip(range(5), expected, strict=True):
         arrived = next(on_device)["x"]
         assert arrived.is_cuda
         assert torch.equal(arrived.cpu(), batch)
-        assert trainer.train_data.position == (number + 1) * 8  # what was returned, not what was copied ahead
+        assert trainer.train_data.samples_seen == (number + 1) * 8  # what was returned, not what was copied ahead
 
 
 def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(tmp_path):

@@ -196,7 +196,7 @@ def nan_at(position):
     class NanTrainer(Trainer):
         def forward(self, **batch):
             loss = self.model(**batch)["loss"]
-            return loss * torch.nan if self.train_data.places == position else loss
+            return loss * torch.nan if self.train_data.order_position == position else loss
 
     return NanTrainer
 

@@ -57,7 +57,7 @@ class StandIn:
         try:
             while self.step < NUM_STEPS:
                 self.enter("data")
-                self.train_data.position += 8
+                self.train_data.samples_seen += 8
                 self.enter("step")
                 weight.grad = None
                 weight.sum().backward()

@@ -73,7 +73,7 @@ def make(folder, *overrides, bad=(), hooks=(), trainer=Trainer, times=None, **re
 
         def forward(self, **batch):
             outputs = super().forward(**batch)
-            place = self.train_data.places - self.train_data.global_batch_size
+            place = self.train_data.order_position - self.train_data.global_batch_size
             if not self.model.training or place not in bad:
                 return outputs
             return {**outputs, "loss": outputs["loss"] * (times or {}).get(place, float("nan"))}

@@ -122,7 +122,7 @@ def test_going_back_takes_the_data_that_a_resumed_run_was_given(tmp_path):
 def test_going_back_leaves_nothing_of_an_undone_step_in_the_log(tmp_path):
     class Puts(Trainer):
         def train_step(self, batch):
-            if self.train_data.places == 32:  # step 4, whose batch is bad
+            if self.train_data.order_position == 32:  # step 4, whose batch is bad
                 self.storage.put_metric("note", "of an undone step", 1)
                 self.storage.put_scalar("number", 1.0)
             return super().train_step(batch)

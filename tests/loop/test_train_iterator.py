@@ -28,7 +28,7 @@ def test_batches_come_in_the_datas_order_and_are_counted(trainer):
     with TrainIterator(data, trainer.backend) as feed:
         assert iter(feed) is feed
         first = take(feed, 3)
-        assert data.places == 24
+        assert data.order_position == 24
     assert not torch.equal(first[0], first[1])
 
 
@@ -40,7 +40,7 @@ def test_after_going_back_the_same_batches_come_again(trainer):
         first = take(feed, 3)
         data.load_state_dict(state)
         feed.restart()
-        assert data.places == 8
+        assert data.order_position == 8
         assert equal(take(feed, 3), first)
 
 
@@ -51,10 +51,10 @@ def test_after_going_back_what_is_left_out_does_not_come(trainer):
         state = data.state_dict()
         first = take(feed, 3)
         data.load_state_dict(state)
-        data.leave_out(16, 24)
+        data.skip_positions(16, 24)
         feed.restart()
         assert equal(take(feed, 2), [first[0], first[2]])
-        assert data.places == 32
+        assert data.order_position == 32
 
 
 def test_a_feed_that_has_ended_begins_anew_where_the_data_stands(tmp_path):
@@ -76,7 +76,7 @@ def test_a_feed_that_was_left_gives_nothing_more(trainer):
         take(feed, 1)
     with pytest.raises(StopIteration):
         next(feed)
-    assert trainer.train_data.places == 8
+    assert trainer.train_data.order_position == 8
 
 
 def test_a_feed_is_closed_when_training_fails(trainer):

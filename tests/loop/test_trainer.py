@@ -157,7 +157,7 @@ def test_next_train_inputs_may_take_several_batches(tmp_path):
 
     trainer = build_trainer(load(tmp_path, "trainer.max_steps=4"), Mine)
     trainer.train()
-    assert trainer.train_data.position == 4 * 2 * 8
+    assert trainer.train_data.samples_seen == 4 * 2 * 8
 
 
 def test_an_adversarial_pair_steps_in_turn(tmp_path):

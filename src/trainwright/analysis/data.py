@@ -679,7 +679,7 @@ class SetReading:
         stop = start + self.batch_size
         if isinstance(self.loader, EvalData):
             stop = min(stop, len(self.loader))
-        begin, end = self.view.part(start, stop)
+        begin, end = self.view.share(start, stop)
         indices = order.indices(begin, end).tolist()
         dataset = self.loader.dataset
         skipped = {each.row for each in self.listed.failures}

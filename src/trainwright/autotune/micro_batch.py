@@ -230,7 +230,7 @@ class TrialSteps:
         self._copies = [torch.empty_like(each) for _ in range(num_copies) for each in parameters]
         self._batch = trainer.next_train_inputs(iterator)
         assert trainer.train_data is not None
-        self._num_samples = trainer.train_data.samples_in_hand
+        self._num_samples = trainer.train_data.batch_num_samples
 
     def can_run(self, size: int) -> bool:
         """Returns False if steps with micro-batches of this size raise ValueError, as batch normalization of one."""

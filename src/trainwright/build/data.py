@@ -278,7 +278,10 @@ def limits(config: RunConfig, data: TrainingData, *, steps_done: int = 0) -> tup
             )
         samples.append(math.ceil(trainer.max_tokens / per_sample))
     size = data.global_batch_size  # after a short last batch the next one is short too: batches begin at multiples
-    left = [math.ceil(number / size) - data.places // size if number > data.places else 0 for number in samples]
+    left = [
+        math.ceil(number / size) - data.order_position // size if number > data.order_position else 0
+        for number in samples
+    ]
     steps = [steps_done + number for number in left]
     if trainer.max_steps is not None:
         steps.append(trainer.max_steps)

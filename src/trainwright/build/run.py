@@ -479,7 +479,7 @@ def _resume(trainer: Trainer, config: RunConfig, saved: RunConfig | None, *, cou
     """
     data, step = trainer.train_data, trainer.step
     assert data is not None
-    if counts_steps or data.places < step * data.global_batch_size:
+    if counts_steps or data.order_position < step * data.global_batch_size:
         trainer.set_max_steps(limits(config, data, steps_done=step)[0])
     renamed = {"name": trainer.config.name, "output_dir": trainer.config.output_dir}
     if saved is None or saved.derive(renamed) != trainer.config:

@@ -1,7 +1,8 @@
 """From rows to batches.
 
-    sources/ → processing/, mix.py, pack.py, split.py → order.py or lanes.py → loader.py or stream_loader.py, collators/
+    sources/ → process.py, mix.py, pack.py, split.py → order.py or streams.py
+    → loader.py or stream_loader.py, collators/
 
-Data with an index is read by position (order.py, fetch.py, loader.py), a stream row by row (stream.py, lanes.py,
-lane_fetcher.py, stream_loader.py); both are served by workers.py. components.py builds what a run file names.
+Data with an index is read by position (order.py, fetch.py, loader.py), a stream row by row (streams.py,
+stream_loader.py); workers.py fetches both in worker processes. build/data.py builds what a run file names.
 """

@@ -38,39 +38,39 @@ def load_hf_dataset(
     version: Version = None,
     num_workers: int = 0,
 ) -> ArrowRows:
-    """Returns the rows of a dataset, each as `process_fn(row)` makes it, as a map-style dataset of tensors.
+    """Returns the rows of a dataset, each processed by `process_fn`, as a map-style dataset of tensors.
 
     `path` is one of
 
     - `hf://name/config/split` or `hf://owner/name/config/split` (`*` for the only config), or
-      `hf://owner/name` or `hf://name`, where `:split` may follow; without one the split is `train`;
+      `hf://owner/name` or `hf://name`, optionally with `:split`; the default split is `train`;
     - a local .json, .jsonl, .csv, .parquet, .txt or .arrow file, or a folder of such files;
     - a folder that `save_to_disk` wrote; with several splits, `folder:split`.
 
-    `process_fn` takes a row and returns a sample (a dict), a list of samples, or None, which leaves the row out;
+    `process_fn` receives a row and returns a sample (a dict), a list of samples, or None, which drops the row;
     without it the rows are the samples. `columns` keeps only these keys; a key that `process_fn` does not return is
-    taken from the row. The samples are made by one process, or its `num_workers`, while others wait. They are kept
-    below `cache_dir` (by default `trainwright` in $XDG_CACHE_HOME or ~/.cache) and found again while the function's
-    source and the values bound to it, `columns`, `version` and the data are the same.
+    copied from the row. One process, or its `num_workers` workers, computes the samples; other processes wait. They
+    are cached below `cache_dir` (by default `trainwright` in $XDG_CACHE_HOME or ~/.cache). The cache key is the
+    function's source and the values bound to it, `columns`, `version` and the data.
 
-    Functions that `process_fn` calls are not followed: change `version` (a text or a number) when they change. It is
-    needed where the source cannot be read, as of a function typed into a console, and where the function holds objects
-    such as a tokenizer.
+    Functions that `process_fn` calls are not part of the key: change `version` (a text or a number) when they change.
+    It is required if the source cannot be read, as of a function typed into a console, or if the function is bound to
+    objects such as a tokenizer.
 
-    `transformer_name` names the processing: the cache then goes by this name instead of the function's source, so a
-    changed function is *not* noticed. It is for functions that hold what differs from run to run or from rank to rank
-    (such as all of the command line's arguments); for a new behaviour give a new name, or `rebuild`.
+    `transformer_name` replaces the function's source in the key, so a changed function is *not* detected. It is for
+    functions bound to values that differ between runs or ranks (such as all command-line arguments).
 
-    `rebuild` processes anew and takes the place of the kept samples; who still reads the earlier ones can go on.
-    `offline` never touches the network: what was fetched before is used.
+    `rebuild` processes the data again and replaces the cached samples; processes that read the earlier ones can
+    continue. `offline` never uses the network: only what was downloaded before.
     """
     source = _Origin.read(path)
     rows = _load(source, cache_dir=cache_dir, offline=offline)
     function = _Keep(process_fn, None if columns is None else tuple(columns))
+    described = {"type": "load_hf_dataset", "path": source.file or str(path), "rows": fingerprint_rows(rows)}
     return processed(
-        _LibraryRows(rows),
+        rows,
         function,
-        input_key=describe_input({"type": "load_hf_dataset", "path": source.file or str(path)}, None),
+        input_key=describe_input(described, None),
         cache_dir=cache_dir,
         rebuild=rebuild,
         function_key=function.key(transformer_name, version),
@@ -127,28 +127,8 @@ class _Origin:
         return cls(name="/".join(owner), config=None if config == "*" else config, split=split or "train")
 
 
-class _LibraryRows:
-    """The rows of a `datasets.Dataset`, with its fingerprint for the cache's key."""
-
-    def __init__(self, rows: Any) -> None:
-        self._rows = rows
-        self.fingerprint = fingerprint_rows(rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        row: dict[str, Any] = self._rows[index]
-        return row
-
-    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-        """Returns the rows with one call of Arrow."""
-        rows: list[dict[str, Any]] = self._rows.__getitems__(indices)
-        return rows
-
-
 class _Keep:
-    """Calls a function on a row and keeps the columns that are asked for."""
+    """Calls a function on a row and keeps the requested columns."""
 
     def __init__(self, function: Callable[[dict[str, Any]], Any] | None, columns: tuple[str, ...] | None) -> None:
         self._function = function

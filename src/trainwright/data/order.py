@@ -1,8 +1,8 @@
-"""Which sample stands at which global position: a pure function of (seed, position).
+"""Which sample is at which global position: a pure function of (seed, position).
 
-A keyed permutation (a Feistel network with cycle walking) visits every sample of an epoch exactly once,
-in O(1) memory, so a billion rows shuffle without an id list and any rank, worker or resumed run can
-compute its own part alone. `mix_seed` makes independent seeds from several numbers.
+A keyed permutation (a Feistel network with cycle walking) visits every sample of an epoch exactly once in O(1)
+memory, so a billion rows are shuffled without an id list and any rank, worker or resumed run can compute its own
+positions. `mix_seed` derives independent seeds from several numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def mix_seed(*numbers: int) -> int:
 
 
 def chain_seed(*numbers: int, state: int = 0x9E3779B97F4A7C15) -> int:
-    """Returns the state of a chain of numbers, to which others can be added; halved it is a seed."""
+    """Returns the state of a chain of numbers, which further calls can extend; shifted right by 1 it is a seed."""
     for number in numbers:
         state = (state ^ (number & _MASK64)) + 0x9E3779B97F4A7C15 & _MASK64
         state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
@@ -33,19 +33,19 @@ def chain_seed(*numbers: int, state: int = 0x9E3779B97F4A7C15) -> int:
     return state
 
 
-def permute(places: Indices, size: int, *, key: int) -> Indices:
-    """Returns where each place of 0 … size−1 goes under the key's permutation.
+def permute(positions: Indices, size: int, *, key: int) -> Indices:
+    """Returns the image of each position of 0 … size−1 under the key's permutation.
 
-    The network permutes the smallest power of two that holds `size`; values that land outside are sent through
-    again until they land inside, which keeps it a permutation and takes fewer than 2 passes on average.
+    The network permutes the smallest power of two that is at least `size`; values outside are permuted again until
+    they are inside, which keeps it a permutation and takes fewer than 2 passes on average.
     """
     if size <= 1:
-        return np.zeros_like(places)
+        return np.zeros_like(positions)
     num_bits = (size - 1).bit_length()
     # Processors multiply four numbers of 32 bits in the time of one of 64.
     number = np.uint32 if num_bits <= 32 else np.uint64
     keys = [number(mix_seed(key, round_) & int(np.iinfo(number).max)) for round_ in range(_ROUNDS)]
-    values = _feistel(places.astype(number), num_bits, keys)
+    values = _feistel(positions.astype(number), num_bits, keys)
     outside = np.flatnonzero(values >= size)
     while outside.size:
         values[outside] = _feistel(values[outside], num_bits, keys)
@@ -55,14 +55,14 @@ def permute(places: Indices, size: int, *, key: int) -> Indices:
 
 
 def _feistel(values: Any, num_bits: int, keys: list[Any]) -> Any:
-    """Sends each value through the network; with an odd number of bits the halves differ by one, and change places."""
+    """Applies the network to each value; with an odd number of bits the halves differ by one bit and are swapped."""
     number = values.dtype.type
     multiplier, width = number(0xD6E8FEB86659FD93 >> (64 - 8 * values.itemsize) | 1), 8 * values.itemsize
     right_bits, left_bits = num_bits // 2, num_bits - num_bits // 2
     masks = (number((1 << left_bits) - 1), number((1 << right_bits) - 1))
     left, right = values >> number(right_bits), values & masks[1]
     for round_, key in enumerate(keys):
-        # A multiply-xorshift hash of the right half, of which the upper bits are taken; overflow is meant.
+        # A multiply-xorshift hash of the right half, of which the upper bits are used; overflow is intended.
         mixed = (right + key) * multiplier
         mixed ^= mixed >> number(width // 2)
         mixed *= multiplier
@@ -73,15 +73,15 @@ def _feistel(values: Any, num_bits: int, keys: list[Any]) -> Any:
 
 
 class Order:
-    """The endless order of a dataset's samples: epoch after epoch, each a permutation of its own.
+    """The endless order of a dataset's samples: epoch after epoch, each with a different permutation.
 
-    `indices(start, stop)` gives the samples of those global positions. Positions are computed in chunks
-    and the current chunk is kept, for numpy costs about 100 µs an epoch whatever the length.
+    Positions are computed in chunks and the current chunk is kept, because numpy takes about 100 µs per epoch for any
+    length.
     """
 
     CHUNK = 8192
     CHUNK_EPOCHS = 16
-    """The most epochs of a chunk, so that a set of a few samples does not wait for thousands of them."""
+    """The largest number of epochs in a chunk, which limits the time for a small dataset."""
 
     def __init__(self, size: int, *, seed: int, shuffle: bool = True) -> None:
         self.size = size
@@ -100,11 +100,11 @@ class Order:
         return self._chunk[begin : begin + stop - start]
 
     def _compute(self, positions: Indices) -> Indices:
-        epochs, places = np.divmod(positions, self.size)
+        epochs, offsets = np.divmod(positions, self.size)
         if not self.shuffle:
-            return places
-        indices = np.empty_like(places)
+            return offsets
+        indices = np.empty_like(offsets)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            indices[here] = permute(places[here], self.size, key=mix_seed(self.seed, int(epoch)))
+            indices[here] = permute(offsets[here], self.size, key=mix_seed(self.seed, int(epoch)))
         return indices

@@ -1,7 +1,7 @@
 """pack: documents of any length as rows of one length, for language models.
 
 Documents with an index are placed whole where they fit best (`PackedDocuments`); those of a stream are concatenated
-and cut (`PackedStream`). Both yield the same rows.
+and split (`PackedStream`). Rows have the same format in both cases.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,32 +21,33 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainwright.data.fetch import draws_nothing, fetch, has_index, is_stream
-from trainwright.data.mix import reject_a_mixture_in_order
+from trainwright.data.fetch import draws_nothing, fetch, is_stream, positive_indices
+from trainwright.data.mix import check_dataset
 from trainwright.data.order import Indices, mix_seed, permute
-from trainwright.data.streams import SourcePass
+from trainwright.data.streams import DerivedStream, SourcePass
+from trainwright.data.tokenizer import load_tokenizer
 from trainwright.errors import ConfigError, DataError
 from trainwright.events.mean import IGNORED_LABEL
 from trainwright.registry import resolve as registry
 
 logger = logging.getLogger(__name__)
 
-_PLAN_STREAM = 0x9ACC  # keeps the plan's permutation apart from the epochs' ones of the same seed
+_PLAN_STREAM = 0x9ACC  # separates the plan's permutation from those of the epochs
 
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """The pieces of all rows, row after row: piece p is `sizes[p]` tokens of `documents[p]` from `offsets[p]` on."""
+    """The chunks of all rows: chunk c is `sizes[c]` tokens of `documents[c]` from `offsets[c]` on."""
 
     length: int
-    """The tokens that fit into a row."""
+    """The tokens in a row."""
     lengths: Indices
     """The tokens of every document."""
     documents: Indices
     offsets: Indices
     sizes: Indices
     row_starts: Indices
-    """Row r holds the pieces row_starts[r] … row_starts[r + 1] − 1."""
+    """Row r has the chunks row_starts[r] … row_starts[r + 1] − 1."""
 
     @property
     def num_rows(self) -> int:
@@ -55,60 +56,55 @@ class PackingPlan:
 
     @property
     def fill(self) -> float:
-        """The share of all places in rows that hold a token instead of padding."""
+        """The fraction of all positions in rows that are tokens, not padding."""
         return float(self.lengths.sum()) / max(1, self.num_rows * self.length)
 
     def row(self, number: int) -> list[tuple[int, int, int]]:
-        """Returns (document, offset, size) of each piece of a row."""
-        pieces = slice(int(self.row_starts[number]), int(self.row_starts[number + 1]))
-        columns = (self.documents[pieces], self.offsets[pieces], self.sizes[pieces])
+        """Returns (document, offset, size) of each chunk of a row."""
+        chunks = slice(int(self.row_starts[number]), int(self.row_starts[number + 1]))
+        columns = (self.documents[chunks], self.offsets[chunks], self.sizes[chunks])
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def make_plan(lengths: Indices, *, length: int, seed: int) -> PackingPlan:
     """Packs documents of these lengths into rows of `length` tokens.
 
-    A document longer than a row is cut: whole rows of it come first, and its rest is packed like a document. The
-    longest piece is placed first, each into the row that it fills best; the seed decides among equal ones.
+    A document longer than a row is split: whole rows of it come first, and the rest is packed like a document. The
+    longest chunk is placed first, each in the row that it fills best; the seed decides among equal ones.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     whole, rest = np.divmod(lengths, length)
-    cut = np.flatnonzero(whole)
+    long = np.flatnonzero(whole)
     num_whole = int(whole.sum())
-    whole_documents = np.repeat(cut, whole[cut])
+    whole_documents = np.repeat(long, whole[long])
     # The n-th whole row counts from its document's first one.
-    firsts = np.repeat(np.cumsum(whole[cut]) - whole[cut], whole[cut])
+    firsts = np.repeat(np.cumsum(whole[long]) - whole[long], whole[long])
     whole_offsets = (np.arange(num_whole) - firsts) * length
 
-    pieces = _longest_first(rest, seed)
-    rows = _fit(rest[pieces], length)
-    by_row = np.argsort(rows, kind="stable")
-    pieces = pieces[by_row]
+    if len(rest):
+        shuffled = permute(np.arange(len(rest), dtype=np.int64), len(rest), key=mix_seed(seed, _PLAN_STREAM))
+        shuffled = shuffled[rest[shuffled] > 0]
+        chunks = shuffled[np.argsort(-rest[shuffled], kind="stable")]  # longest first, equal ones by the seed
+    else:
+        chunks = np.empty(0, dtype=np.int64)
+    rows = _fit(rest[chunks], length)
+    chunks = chunks[np.argsort(rows, kind="stable")]
     per_row = np.concatenate([np.ones(num_whole, dtype=np.int64), np.bincount(rows)])
     return PackingPlan(
         length=length,
         lengths=lengths,
-        documents=np.concatenate([whole_documents, pieces]),
-        offsets=np.concatenate([whole_offsets, whole[pieces] * length]),
-        sizes=np.concatenate([np.full(num_whole, length, dtype=np.int64), rest[pieces]]),
+        documents=np.concatenate([whole_documents, chunks]),
+        offsets=np.concatenate([whole_offsets, whole[chunks] * length]),
+        sizes=np.concatenate([np.full(num_whole, length, dtype=np.int64), rest[chunks]]),
         row_starts=np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(per_row)]),
     )
 
 
-def _longest_first(sizes: Indices, seed: int) -> Indices:
-    """Returns which sizes are not 0, in falling order, equal ones in an order by the seed."""
-    if not len(sizes):
-        return np.empty(0, dtype=np.int64)
-    shuffled = permute(np.arange(len(sizes), dtype=np.int64), len(sizes), key=mix_seed(seed, _PLAN_STREAM))
-    shuffled = shuffled[sizes[shuffled] > 0]
-    return shuffled[np.argsort(-sizes[shuffled], kind="stable")]
-
-
 def _fit(sizes: Indices, length: int) -> Indices:
-    """Returns the row of each piece; pieces come in falling order of size.
+    """Returns the row of each chunk; the chunks are sorted by falling size.
 
-    Pieces of one size are placed together: a row that is the best for one of them stays the best for the next until
-    it cannot hold another, so each takes as many as fit. A bitmap tells in which amounts of room there is a row.
+    Chunks of one size are placed together: the best row for one of them is also the best for the next one until it is
+    full, so each row takes as many as fit. A bitmap has the amounts of room for which there is a row.
     """
     rows_with_room: list[list[int]] = [[] for _ in range(length)]
     bitmap = 0  # bit n: there is a row with room for exactly n more tokens
@@ -127,10 +123,10 @@ def _fit(sizes: Indices, length: int) -> Indices:
             else:
                 room, row = length, num_rows
                 num_rows += 1
-            taken = min(room // size, left)
-            placed += [row] * taken
-            left -= taken
-            room -= taken * size
+            added = min(room // size, left)
+            placed += [row] * added
+            left -= added
+            room -= added * size
             if room:
                 rows_with_room[room].append(row)
                 bitmap |= 1 << room
@@ -139,71 +135,84 @@ def _fit(sizes: Indices, length: int) -> Indices:
 
 BORDERS = ("documents", "mask", "none")
 
-
-Tokens = npt.NDArray[Any]
+TokenArray = npt.NDArray[Any]
 
 
 class Document(NamedTuple):
-    """The tokens of a document and, where it brought its own, their labels."""
+    """The tokens of a document and, if the sample has them, their labels."""
 
-    tokens: Tokens
-    labels: Tokens | None = None
+    tokens: TokenArray
+    labels: TokenArray | None = None
 
 
 class DocumentReader:
-    """Makes documents of samples that hold `input_ids` (and `labels`), or a text to encode."""
+    """Reads documents from samples with `input_ids` (and `labels`), or with a text to encode."""
 
     def __init__(self, *, tokenizer: Any = None, text: str = "text", end_of_document: int | None = None) -> None:
         if tokenizer is None and text != "text":
             raise ConfigError(
-                f"text: {text} has no effect without a tokenizer, which would encode that field. Give a tokenizer, or "
-                "leave text out for samples with input_ids.",
+                f"text: {text} has no effect without a tokenizer. Set a tokenizer, or remove text for samples with "
+                "input_ids.",
                 where="pack",
             )
-        self.tokenizer = _load(tokenizer)
+        # A str has a method `encode` too.
+        if isinstance(tokenizer, str) or (tokenizer is not None and not hasattr(tokenizer, "encode")):
+            tokenizer = load_tokenizer(tokenizer, project_dir=registry.project_folder())
+        self.tokenizer = tokenizer
         self.text = text
         self._given_end = end_of_document
 
     @cached_property
     def end_of_document(self) -> int | None:
-        """The token that closes every document: the one given, else the tokenizer's, else none."""
+        """The token at the end of every document: the given one, else the tokenizer's, else None."""
         if self._given_end is None and self.tokenizer is not None:
             end: int | None = self.tokenizer.eos_id
             return end
         return self._given_end
 
     def count(self, samples: Sequence[Any], first: int) -> list[int]:
-        """Returns the number of tokens of each document; `first` is the number of the first, for errors."""
-        found = self._find(samples, range(first, first + len(samples)))
+        """Returns the number of tokens of each document; `first` is the index of the first, for errors."""
+        found = self._find(samples, [f"document {first + number}" for number in range(len(samples))])
         return [len(tokens) + (end is not None) for tokens, end in found]
 
     def read(self, samples: Sequence[Any], numbers: Sequence[int] | None = None) -> list[Document]:
-        """Returns the documents, their texts encoded in one call; `numbers` are those that errors name."""
+        """Returns the documents; texts are encoded in one call. `numbers` are the documents' indices, for errors."""
+        names = ["a document"] * len(samples) if numbers is None else [f"document {number}" for number in numbers]
         documents = []
-        for place, (tokens, end) in enumerate(self._find(samples, numbers)):
-            name = _name(numbers, place)
-            labels = _labels(samples[place], tokens, end, name)
+        for sample, name, (tokens, end) in zip(samples, names, self._find(samples, names), strict=True):
+            labels = None
+            if "input_ids" in sample and sample.get("labels") is not None:
+                labels = _to_array(_check_labels(sample["labels"], len(tokens), name), end, "labels", name)
             documents.append(Document(_to_array(tokens, end, "input_ids", name), labels))
         return documents
 
-    def _find(self, samples: Sequence[Any], numbers: Sequence[int] | None) -> list[tuple[Any, int | None]]:
-        """Returns each document's tokens, as they come, and the token that is still to be appended to them."""
+    def _find(self, samples: Sequence[Any], names: Sequence[str]) -> list[tuple[Any, int | None]]:
+        """Returns each document's tokens, and the token that is still to be appended to them."""
         end = self.end_of_document
         found: list[tuple[Any, int | None]] = []
         texts: list[int] = []
-        for place, sample in enumerate(samples):
+        for number, (sample, name) in enumerate(zip(samples, names, strict=True)):
             if self.tokenizer is not None and isinstance(sample, Mapping) and self.text in sample:
-                texts.append(place)
+                texts.append(number)
                 found.append(([], None))
             elif isinstance(sample, Mapping) and "input_ids" in sample:
-                found.append((_one_row(sample["input_ids"], "input_ids", _name(numbers, place)), end))
+                tokens = sample["input_ids"]
+                if getattr(tokens, "ndim", 1) != 1 or not hasattr(tokens, "__len__"):
+                    shape = f"{tokens.ndim} dims" if hasattr(tokens, "ndim") else f"type {type(tokens).__name__}"
+                    raise DataError(f"pack: input_ids of {name} has {shape}. Use one list of token ids per document.")
+                found.append((tokens, end))
             else:
-                raise self._no_tokens(sample, _name(numbers, place))
+                fields = ", ".join(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
+                wanted = "input_ids" if self.tokenizer is None else f"{self.text} nor input_ids"
+                advice = "tokenizer and text" if self.tokenizer is None else "text to the field of the text"
+                raise DataError(
+                    f"pack: {name} has no {wanted}, but {fields}. Set {advice}, or use samples with input_ids."
+                )
         if texts:
-            for place, tokens in zip(texts, self._encode([samples[place][self.text] for place in texts]), strict=True):
-                # Some tokenizers close a text themselves.
+            for number, tokens in zip(texts, self._encode([samples[each][self.text] for each in texts]), strict=True):
+                # Some tokenizers append the end themselves.
                 has_end = bool(tokens) and tokens[-1] == end
-                found[place] = (tokens, None if has_end else end)
+                found[number] = (tokens, None if has_end else end)
         return found
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
@@ -212,16 +221,34 @@ class DocumentReader:
             return encoded
         return [self.tokenizer.encode(text) for text in texts]
 
-    def _no_tokens(self, sample: Any, name: str) -> DataError:
-        held = f"the fields {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else type(sample).__name__
-        wanted = "input_ids" if self.tokenizer is None else f"{self.text} nor input_ids"
-        advice = "Name a tokenizer and the field of the text" if self.tokenizer is None else "Name the field (text)"
-        return DataError(f"pack: {name} has no {wanted}, but {held}. {advice}, or give samples with input_ids.")
+
+def _check_labels(labels: Any, num_tokens: int, name: str) -> Any:
+    if not hasattr(labels, "__len__") or len(labels) != num_tokens:
+        given = f"{len(labels)} labels" if hasattr(labels, "__len__") else f"a label of type {type(labels).__name__}"
+        raise DataError(f"pack: {name} has {num_tokens} input_ids but {given}. Use one label per token, or none.")
+    return labels
+
+
+def _to_array(values: Any, end: int | None, field: str, name: str) -> TokenArray:
+    """Returns tokens or labels as an array, with the token at their end."""
+    problem = None
+    if isinstance(values, list | tuple):
+        try:
+            found: TokenArray = np.asarray(array("q", values))  # faster than numpy, which infers a type
+        except (TypeError, OverflowError) as error:
+            problem = str(error)
+    else:
+        found = values.numpy() if isinstance(values, Tensor) else np.asarray(values)
+        if found.dtype.kind not in "iu":
+            problem = f"the dtype is {found.dtype}"
+    if problem:
+        raise DataError(f"pack: {field} of {name}: {problem}. Use integers, the ids of tokens.")
+    return found if end is None else np.append(found, end)
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """What a row looks like."""
+    """The format of a row."""
 
     length: int
     borders: str
@@ -229,46 +256,39 @@ class RowFormat:
 
     def __post_init__(self) -> None:
         if self.length < 2:
-            raise ConfigError(
-                f"length is {self.length}. Use at least 2: a single token predicts nothing.", where="pack"
-            )
+            raise ConfigError(f"length is {self.length}. Use at least 2, to predict a token.", where="pack")
         if self.borders not in BORDERS:
             raise ConfigError(f"borders is {self.borders!r}. Use one of {', '.join(BORDERS)}.", where="pack")
 
-    @cached_property
-    def counting(self) -> Tokens:
-        """0, 1, 2 … of which each piece's positions are the beginning."""
-        return np.arange(self.length, dtype=np.int64)
-
 
 class Row:
-    """A row that is being filled with pieces of documents."""
+    """A row that is filled with chunks of documents."""
 
     def __init__(self, row_format: RowFormat) -> None:
         length = row_format.length
         self.room = length
         self._format = row_format
-        self._num_pieces = 0
+        self._num_chunks = 0
         self._input_ids = np.full(length, row_format.pad_token_id, dtype=np.int64)
         self._labels = np.full(length, IGNORED_LABEL, dtype=np.int64)
         self._position_ids = np.zeros(length, dtype=np.int64)
         self._document_ids = np.full(length, -1, dtype=np.int64)
 
     def add(self, document: Document, offset: int, size: int) -> None:
-        """Appends `size` tokens of a document from `offset` on; the caller looks after the room."""
+        """Appends `size` tokens of a document from `offset` on; the caller ensures that there is room."""
         start = len(self._input_ids) - self.room
         stop = start + size
         self._input_ids[start:stop] = document.tokens[offset : offset + size]
-        # Labels are shifted by the model: the first token would be predicted from the document before.
+        # The model shifts labels: the first token would be predicted from the previous document.
         labels = document.tokens if document.labels is None else document.labels
         self._labels[start + 1 : stop] = labels[offset + 1 : offset + size]
-        self._position_ids[start:stop] = self._format.counting[:size]
-        self._document_ids[start:stop] = self._num_pieces
-        self._num_pieces += 1
+        self._position_ids[start:stop] = np.arange(size)
+        self._document_ids[start:stop] = self._num_chunks
+        self._num_chunks += 1
         self.room -= size
 
     def finish(self) -> dict[str, Tensor]:
-        """Returns the sample; what is not filled is padding."""
+        """Returns the sample; the rest is padding."""
         sample = {
             "input_ids": torch.from_numpy(self._input_ids),
             "labels": torch.from_numpy(self._labels),
@@ -277,63 +297,10 @@ class Row:
         if self._format.borders == "documents":
             sample["document_ids"] = torch.from_numpy(self._document_ids)
         elif self._format.borders == "mask":
-            # Padding sees the padding before it and itself, for a query without any key has no softmax.
+            # Padding attends to padding, because a query without any key has no softmax.
             same = self._document_ids[:, None] == self._document_ids[None, :]
             sample["attention_mask"] = torch.from_numpy(np.tril(same)[None])
         return sample
-
-
-def _load(tokenizer: Any) -> Any:
-    # A str has an `encode` too, which makes bytes of it.
-    if tokenizer is None or (hasattr(tokenizer, "encode") and not isinstance(tokenizer, str)):
-        return tokenizer
-    from trainwright.data.tokenizer import load_tokenizer
-
-    return load_tokenizer(tokenizer, project_dir=registry.project_folder())
-
-
-def _one_row(values: Any, field: str, name: str) -> Any:
-    dims = getattr(values, "ndim", 1)
-    if dims != 1 or not hasattr(values, "__len__"):
-        shape = f"has {dims} dims" if hasattr(values, "ndim") else f"is a {type(values).__name__}"
-        raise DataError(f"pack: {field} of {name} {shape}. Give one list of token ids per document.")
-    return values
-
-
-def _to_array(values: Any, end: int | None, field: str, name: str) -> Tokens:
-    """Returns tokens or labels as an array, with the token that closes them."""
-    if isinstance(values, list | tuple):
-        try:
-            found: Tokens = np.asarray(array("q", values))  # faster than numpy's own reading, which guesses a type
-        except (TypeError, OverflowError) as error:
-            raise DataError(f"pack: {field} of {name}: {error}. Give whole numbers, the ids of tokens.") from error
-    else:
-        found = values.numpy() if isinstance(values, Tensor) else np.asarray(values)
-        if found.dtype.kind not in "iu":
-            raise DataError(f"pack: {field} of {name} are {found.dtype}. Give whole numbers, the ids of tokens.")
-    return found if end is None else _append(found, end)
-
-
-def _append(tokens: Tokens, end: int) -> Tokens:
-    closed = np.empty(len(tokens) + 1, dtype=np.int64)
-    closed[:-1] = tokens
-    closed[-1] = end
-    return closed
-
-
-def _labels(sample: Any, tokens: Any, end: int | None, name: str) -> Tokens | None:
-    """Returns a document's own labels, with the appended end to be learned like any token."""
-    if not isinstance(sample, Mapping) or sample.get("labels") is None or "input_ids" not in sample:
-        return None
-    labels = sample["labels"]
-    if not hasattr(labels, "__len__") or len(labels) != len(tokens):
-        given = f"{len(labels)} labels" if hasattr(labels, "__len__") else f"a label of type {type(labels).__name__}"
-        raise DataError(f"pack: {name} has {len(tokens)} input_ids but {given}. Give one label per token, or none.")
-    return _to_array(labels, end, "labels", name)
-
-
-def _name(numbers: Sequence[int] | None, place: int) -> str:
-    return "a document" if numbers is None else f"document {numbers[place]}"
 
 
 State = dict[str, Any]
@@ -341,89 +308,39 @@ State = dict[str, Any]
 _START: State = {"source": None, "offset": 0, "ended": False, "replay": 0}
 
 
-class PackedStream:
-    """Rows of `length` tokens from a stream of documents, in the stream's order.
-
-    It has `num_shards`, `shard`, `state_dict` and `load_state_dict` where the source has them.
-    """
+class PackedStream(DerivedStream):
+    """Rows of `length` tokens from a stream of documents, in the stream's order."""
 
     def __init__(self, source: Any, *, row_format: RowFormat, reader: DocumentReader) -> None:
+        super().__init__([source])
         self.source = source
         self.row_format = row_format
         self.reader = reader
         self.tokens_per_sample = row_format.length
-        self.draws_nothing = draws_nothing(source)
-        self._epoch: int | None = None
-        self._seed: int | None = None
-        self._start: State | None = None
-        self._pass: PackedPass | None = None
 
     @property
     def tokenizer(self) -> Any:
-        """What shows the tokens as text: the tokenizer given, else the source's."""
+        """The given tokenizer, else the source's."""
         return self.source.tokenizer if self.reader.tokenizer is None else self.reader.tokenizer
 
-    @property
-    def num_shards(self) -> int:
-        """The most parts that the source can be read in."""
-        return int(self.source.num_shards)
-
-    @property
-    def shard(self) -> Callable[..., PackedStream]:
-        """`shard(num_shards=, index=)` packs one of disjoint parts of the source."""
-        self._require("shard")
-        return self._shard
-
-    @property
-    def state_dict(self) -> Callable[[], State]:
-        """`state_dict()` returns where the pass begun last stands."""
-        self._require("state_dict")
-        return self._state_dict
-
-    @property
-    def load_state_dict(self) -> Callable[[Mapping[str, Any]], None]:
-        """`load_state_dict(state)` lets the next pass go on from there."""
-        self._require("load_state_dict")
-        return self._load_state_dict
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tells the source which pass begins next, where it wants to know."""
-        self._epoch = epoch
-
-    def seed_rows(self, seed: int) -> None:
-        """Says with which randomness documents are read: each with its own, so that one can be read again."""
-        self._seed = seed
-
-    def __iter__(self) -> PackedPass:
-        start, self._start = self._start, None
-        self._pass = PackedPass(self, start or _START, epoch=self._epoch, seed=self._seed)
-        return self._pass
+    def _read(self, start: Mapping[str, Any] | None) -> PackedPass:
+        return PackedPass(self, start or _START, epoch=self.epoch, seed=self.seed)
 
     def _shard(self, num_shards: int, index: int) -> PackedStream:
-        part = self.source.shard(num_shards=num_shards, index=index)
-        packed = PackedStream(part, row_format=self.row_format, reader=self.reader)
-        packed._epoch = self._epoch
+        shard = self.source.shard(num_shards=num_shards, index=index)
+        packed = PackedStream(shard, row_format=self.row_format, reader=self.reader)
+        packed.epoch = self.epoch
         return packed
 
     def _state_dict(self) -> State:
-        if self._start is not None:
-            return dict(self._start)
-        return dict(_START) if self._pass is None else self._pass.state()
-
-    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._start = dict(state)
-
-    def _require(self, name: str) -> None:
-        if not hasattr(self.source, name):
-            raise AttributeError(f"{type(self.source).__name__} has no {name}")
+        return dict(super()._state_dict() or _START)
 
 
 class PackedPass:
     """One pass over the rows, from a state of the stream.
 
-    A document that cannot be read raises and is left out; the next row goes on with the one behind it. In between
-    the state is that of the row's beginning and the number of documents to read again, so that the error is not
-    reported twice.
+    A document that cannot be read raises and is skipped; the next row continues with the following document. Until
+    then the state is the row's start and the number of documents to read again, so the error is reported once.
     """
 
     def __init__(self, packed: PackedStream, state: Mapping[str, Any], *, epoch: int | None, seed: int | None) -> None:
@@ -433,14 +350,14 @@ class PackedPass:
         self._has_state = hasattr(packed.source, "state_dict")
         self._row = Row(self._format)
         self._row_start: State = {name: state[name] for name in ("source", "offset", "ended")}
-        self._num_read = 0  # documents read since the row's start, those that failed included
+        self._num_read = 0  # documents read since the row's start, with those that failed
         self._has_failed = False
         self._to_replay = int(state["replay"])
         self._to_skip = int(state["offset"])
         self._has_ended = bool(state["ended"])
         self._document: Document | None = None
         self._offset = 0
-        self._before: Any = None  # the source's state before the document in hand
+        self._before: Any = None  # the source's state before the current document
 
     def __iter__(self) -> PackedPass:
         return self
@@ -464,7 +381,7 @@ class PackedPass:
         return row.finish()
 
     def state(self) -> State:
-        """Returns where the next row begins."""
+        """Returns the position of the next row."""
         replay = self._to_replay or (self._num_read if self._has_failed else 0)
         return {**self._row_start, "replay": replay}
 
@@ -475,7 +392,7 @@ class PackedPass:
         return {"source": state, "offset": 0, "ended": self._has_ended}
 
     def _read_document(self) -> None:
-        """Takes the next document in hand, unless it is empty or the source has ended."""
+        """Reads the next document, unless it is empty or the source has ended."""
         self._before = self._source.state() if self._has_state else None
         self._num_read += 1
         try:
@@ -490,21 +407,21 @@ class PackedPass:
         self._document, self._offset = (document if len(document.tokens) else None), 0
 
     def _reopen_document(self) -> None:
-        """Reads the document that was in hand again and goes to the place in it."""
+        """Reads the current document of the saved state again and continues at its offset."""
         skip, self._to_skip = self._to_skip, 0
         self._read_document()
         self._num_read = 0  # it belongs to the row's start
         length = 0 if self._document is None else len(self._document.tokens)
         if length <= skip:
             raise DataError(
-                f"pack: the run goes on at token {skip} of a document, which now has only {length}. The data or the "
-                "tokenizer has changed: put the former back, or start afresh."
+                f"pack: the run resumes at token {skip} of a document, which has only {length}. The data or the "
+                "tokenizer has changed: restore it, or start a new run."
             )
         self._offset = skip
         self._use_document()
 
     def _use_document(self) -> None:
-        """Moves as much of the document in hand into the row as there is room for."""
+        """Adds as much of the current document to the row as there is room for."""
         if self._document is None:
             return
         left = len(self._document.tokens) - self._offset
@@ -529,34 +446,28 @@ def pack(
     """Packs documents into rows of `length` tokens.
 
     A document is a sample with `input_ids` (and `labels`, one per token), or with a field `text` that `tokenizer`
-    encodes. `end_of_document`, with a tokenizer its own end of text unless given, closes each of them.
+    encodes. `end_of_document` is appended to each of them; the default is the tokenizer's end of text.
 
-    A row has `input_ids`, `labels`, `position_ids`, each [length]. Positions restart at 0 with every piece, also
-    where one continues a document that was cut. Labels are -100 at padding and at the first token of every piece,
-    since the model shifts them and would predict that token from another document. `borders` says how attention
-    learns of them: "documents" adds `document_ids` [length] (0, 1, 2 … per piece, -1 at padding), as models/llama.py
-    takes them; "mask" adds a bool `attention_mask` [1, length, length] for other models, which costs length² bytes a
-    row; "none" adds nothing, so that attention crosses borders unless the model reads them off the positions.
+    A row has `input_ids`, `labels`, `position_ids`, each [length]. Positions restart at 0 with every chunk, also if it
+    continues a document. Labels are -100 at padding and at the first token of every chunk, which the model would
+    predict from another document. `borders` defines how attention is restricted to documents: "documents" adds
+    `document_ids` [length] (0, 1, 2 … per chunk, -1 at padding), as models/llama.py expects; "mask" adds a bool
+    `attention_mask` [1, length, length] for other models, of length² bytes per row; "none" adds nothing, so attention
+    crosses borders unless the model derives them from the positions.
     """
     row_format = RowFormat(length=length, borders=borders, pad_token_id=pad_token_id)
     reader = DocumentReader(tokenizer=tokenizer, text=text, end_of_document=end_of_document)
     if is_stream(source):
         return PackedStream(source, row_format=row_format, reader=reader)
-    if not (has_index(source) and hasattr(source, "__len__")):
-        raise ConfigError(
-            f"source is a {type(source).__name__}, which has neither `__len__` and `__getitem__` nor `__iter__`. "
-            "Give a dataset.",
-            where="pack",
-        )
-    reject_a_mixture_in_order(source, name="source", reader="pack")
+    check_dataset(source, name="source", reader="pack")
     return PackedDocuments(source, row_format=row_format, reader=reader, run_seed=run_seed)
 
 
 class PackedDocuments(Dataset[dict[str, Tensor]]):
-    """Rows of whole documents; only one that is longer than a row is cut, into rows and a rest.
+    """Rows of whole documents; only one that is longer than a row is split.
 
-    The plan is made at first use, from the source's `lengths` where it has them; otherwise every document is read
-    once for its length. It depends on the lengths and `run_seed` alone. Documents must be the same at every reading.
+    The plan is made at first use, from the source's `lengths` if it has them; otherwise every document is read
+    once for its length. It depends only on the lengths and `run_seed`. Documents must not change between reads.
     """
 
     _READ_AT_ONCE = 256
@@ -571,12 +482,12 @@ class PackedDocuments(Dataset[dict[str, Tensor]]):
         self.draws_nothing = draws_nothing(source)
 
     def repack(self, source: Any) -> PackedDocuments:
-        """Packs other documents in the same way: those of a part of the source."""
+        """Packs other documents with the same settings: those of a split of the source."""
         return PackedDocuments(source, row_format=self.row_format, reader=self.reader, run_seed=self.run_seed)
 
     @cached_property
     def plan(self) -> PackingPlan:
-        """Which piece of which document stands where in which row."""
+        """Which chunk of which document is where in which row."""
         plan = make_plan(self._count_tokens(), length=self.row_format.length, seed=self.run_seed)
         logger.info(
             "Packed %d documents into %d rows of %d tokens, filled to %.1f %%.",
@@ -586,12 +497,12 @@ class PackedDocuments(Dataset[dict[str, Tensor]]):
 
     @property
     def fill(self) -> float:
-        """The share of real tokens in all rows; the rest is padding."""
+        """The fraction of tokens in all rows; the rest is padding."""
         return self.plan.fill
 
     @property
     def tokenizer(self) -> Any:
-        """What shows the tokens as text: the tokenizer given, else the source's."""
+        """The given tokenizer, else the source's."""
         return self.source.tokenizer if self.reader.tokenizer is None else self.reader.tokenizer
 
     def __len__(self) -> int:
@@ -601,33 +512,27 @@ class PackedDocuments(Dataset[dict[str, Tensor]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Makes rows of documents that are fetched with one call."""
-        size = len(self)
-        for index in indices:
-            if not -size <= index < size:
-                raise IndexError(f"index {index} is outside of {size} packed rows")
-        pieces = [self.plan.row(index % size) for index in indices]
-        documents = self._read_documents([document for row in pieces for document, _, _ in row])
+        """Returns rows; their documents are fetched with one call."""
+        numbers = positive_indices(indices, size=len(self), of="packed rows").tolist()
+        rows = [self.plan.row(number) for number in numbers]
+        # Two rows may contain chunks of one document.
+        wanted = list(dict.fromkeys(document for row in rows for document, _, _ in row))
+        documents = dict(zip(wanted, self.reader.read(fetch(self.source, wanted), wanted), strict=True))
+        for number, read in documents.items():
+            planned = int(self.plan.lengths[number])
+            if len(read.tokens) != planned:
+                raise DataError(
+                    f"pack: document {number} of {type(self.source).__name__} had {planned} tokens when the rows were "
+                    f"planned and has {len(read.tokens)} now. Documents must not change between reads: apply random "
+                    "changes of their length after the packing."
+                )
         samples = []
-        for row in pieces:
+        for row in rows:
             sample = Row(self.row_format)
             for document, offset, length in row:
                 sample.add(documents[document], offset, length)
             samples.append(sample.finish())
         return samples
-
-    def _read_documents(self, numbers: list[int]) -> dict[int, Document]:
-        numbers = list(dict.fromkeys(numbers))  # two rows may hold pieces of one document
-        documents = dict(zip(numbers, self.reader.read(fetch(self.source, numbers), numbers), strict=True))
-        for number, document in documents.items():
-            planned = int(self.plan.lengths[number])
-            if len(document.tokens) != planned:
-                raise DataError(
-                    f"pack: document {number} of {type(self.source).__name__} had {planned} tokens when the rows were "
-                    f"planned and has {len(document.tokens)} now. Documents must not change from one reading to the "
-                    "next: move random changes of their length behind the packing."
-                )
-        return documents
 
     def _count_tokens(self) -> Indices:
         size = len(self.source)
@@ -641,6 +546,6 @@ class PackedDocuments(Dataset[dict[str, Tensor]]):
             samples = fetch(self.source, list(range(start, min(start + self._READ_AT_ONCE, size))))
             counted += self.reader.count(samples, start)
             if time.monotonic() > due:
-                logger.info("Packing: %d of %d documents are read for their lengths.", len(counted), size)
+                logger.info("Packing: read %d of %d documents for their lengths.", len(counted), size)
                 due = time.monotonic() + self._EVERY_SECONDS
         return np.array(counted, dtype=np.int64)

@@ -30,30 +30,30 @@ from torch.utils.data import Dataset
 
 from trainwright.data.arrow import ArrowRows, ArrowRowWriter, StoredSample
 from trainwright.data.cache import CACHE_TAG, Report, build_once, cache_root
-from trainwright.data.fetch import StreamBrokenError, count_samples, draws_nothing, fetch, make_in_project
+from trainwright.data.fetch import StreamBrokenError, count_samples, fetch, make_in_project
 from trainwright.data.order import mix_seed
 from trainwright.data.randomness import preserve_generators, seed_generators
 from trainwright.data.sources.locations import remote_version
-from trainwright.data.streams import SourcePass
+from trainwright.data.streams import DerivedStream, SourcePass
 from trainwright.data.workers import LoaderOptions, prepare_worker, serve_in_workers
 from trainwright.errors import ConfigError, DataError, TrainwrightError
 from trainwright.registry import resolve as registry
 
 logger = logging.getLogger(__name__)
 
-# Names no input: where something is cached does not change what it is, and the folder changes with every use.
+# A cache_dir does not change the samples, and its folder changes with every use.
 _NOT_INPUT = frozenset({"cache_dir", "type"})
 _FILE_URL, _HUB_URL = "file://", "hf://"
 
 Version: TypeAlias = str | int | float | None
-"""What a user changes when something has changed that the key does not see."""
+"""Changed by the user when something changes that the key does not contain."""
 
 
 def fingerprint_function(function: Callable[..., Any], *, version: Version = None, where: object | None = None) -> str:
     """Returns a digest of a function's name, its source and the values bound to it.
 
-    Raises ConfigError, located at `where`, if the source cannot be read or a bound value has no text, unless a
-    `version` stands for them.
+    Raises ConfigError, located at `where`, if the source cannot be read or a bound value cannot be described, unless
+    there is a `version`.
     """
     code, bound = _unbind(function)
     name = name_of(function)
@@ -70,9 +70,10 @@ def fingerprint_function(function: Callable[..., Any], *, version: Version = Non
 
 
 def canonical_arguments(arguments: Mapping[str, Any], label: str, *, version: Version = None) -> str:
-    """Returns arguments as one text, with the size and time of each file that they name.
+    """Returns arguments as JSON, with the size and time of the files that they name.
 
-    Rejects what JSON has no words for, unless a `version` stands for it: two such values could not be told apart.
+    Rejects values that JSON cannot represent, because two of them could not be distinguished, unless there is a
+    `version`.
     """
     reading = _Reading(_folders(registry.project_folder(), Path.cwd()), accepts_objects=version is not None)
     described = {
@@ -91,18 +92,20 @@ def describe_input(
     run_seed: int | None = None,
     version: Version = None,
 ) -> str:
-    """Returns one text that changes when a component of the config gives other samples.
+    """Returns a text that changes when a component of the config returns other samples.
 
-    It holds the arguments, with size and time of change of the files, folders and globs among them, and the source of
-    the user's own class or function: `target`, which the component names, and the class of the dataset that came of it.
-    Relative paths start at `project_dir` for a target that takes it; others may also mean the working directory, so
-    that both count. `run_seed` counts for a target that takes it, and for an unknown one.
+    It contains the arguments, with size and time of the files, folders and globs among them, and the source of the
+    user's class or function: `target`, which the component names, and the class of the dataset. Relative paths start
+    at `project_dir` if the target accepts it, else there or at the working directory. `run_seed` counts if the target
+    accepts it or is unknown.
     """
     names = _parameter_names(target)
     project = registry.project_folder() if project_dir is None else Path(project_dir)
     folders = _folders(project) if project_dir is not None and "project_dir" in names else _folders(project, Path.cwd())
-    tells_itself = hasattr(type(dataset), "fingerprint") or "fingerprint" in getattr(dataset, "__dict__", ())
-    reading = _Reading(folders, asks_servers=not tells_itself, accepts_objects=tells_itself or version is not None)
+    has_fingerprint = hasattr(type(dataset), "fingerprint") or "fingerprint" in getattr(dataset, "__dict__", ())
+    reading = _Reading(
+        folders, asks_servers=not has_fingerprint, accepts_objects=has_fingerprint or version is not None
+    )
     facts: dict[str, Any] = {
         "component": {name: reading.describe(value, name=name, label=name) for name, value in component.items()}
     }
@@ -114,56 +117,46 @@ def describe_input(
     return json.dumps(facts, sort_keys=True, ensure_ascii=False)
 
 
-def fingerprint_source(source: Any) -> str | None:
-    """Returns what the dataset says itself of its content: `fingerprint`, an attribute or a method, if it has one."""
-    found = getattr(source, "fingerprint", None)
-    found = found() if callable(found) else found
-    return None if found is None else str(found)
-
-
 def name_of(function: Callable[..., Any]) -> str:
-    """Returns a function's name for people: of a partial that of the function inside."""
+    """Returns a function's name for messages; of a partial that of its function."""
     inner = function.func if isinstance(function, functools.partial) else inspect.unwrap(function)
     name = getattr(inner, "__name__", type(inner).__name__)
     return "lambda" if name == "<lambda>" else str(name)
 
 
 def _unbind(function: Any) -> tuple[Any, list[tuple[str, Any]]]:
-    """Returns the function or class whose source says what a callable does, and the values that it holds."""
+    """Returns the function or class whose source defines a callable, and the values bound to the callable."""
     bound: list[tuple[str, Any]] = []
     while True:
-        bound += _held_by(function)
         if isinstance(function, functools.partial):
+            bound.append(("its positional arguments", function.args))
+            bound += [(f"its argument {name}", value) for name, value in function.keywords.items()]
             function = function.func
-        elif isinstance(function, types.MethodType):
+            continue
+        if isinstance(function, types.FunctionType):
+            for each in inspect.signature(function, follow_wrapped=False).parameters.values():
+                if each.default is not inspect.Parameter.empty:
+                    bound.append((f"the default of {each.name}", each.default))
+            variables = inspect.getclosurevars(function).nonlocals
+            bound += [(f"the variable {name}", value) for name, value in variables.items()]
+        else:
+            bound += _attributes_of(function.__self__ if isinstance(function, types.MethodType) else function)
+        if isinstance(function, types.MethodType):
             function = function.__func__
         elif hasattr(function, "__wrapped__"):  # functools.wraps and functools.lru_cache
             function = function.__wrapped__
         else:
-            break
-    is_instance = not inspect.isclass(function) and not inspect.isroutine(function)
-    return type(function) if is_instance else function, bound
+            is_code = inspect.isclass(function) or inspect.isroutine(function)
+            return function if is_code else type(function), bound
 
 
-def _held_by(function: Any) -> list[tuple[str, Any]]:
-    """Returns what a callable holds itself: arguments of a partial, a closure and defaults, or attributes."""
-    if isinstance(function, functools.partial):
-        keywords = [(f"its argument {name}", value) for name, value in function.keywords.items()]
-        return [("its positional arguments", function.args), *keywords]
-    if isinstance(function, types.FunctionType):
-        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
-        defaults = [(f"the default of {each.name}", each.default) for each in parameters]
-        variables = inspect.getclosurevars(function).nonlocals
-        return [
-            *(pair for pair in defaults if pair[1] is not inspect.Parameter.empty),
-            *((f"the variable {name}", value) for name, value in variables.items()),
-        ]
-    owner = function.__self__ if isinstance(function, types.MethodType) else function
+def _attributes_of(owner: Any) -> list[tuple[str, Any]]:
+    """Returns the class and the attributes of an object."""
     if inspect.isclass(owner):
         return [("its class", owner)]
     if inspect.isroutine(owner) or hasattr(owner, "__wrapped__"):
         return []
-    attributes = getattr(owner, "__dict__", {"itself": owner})  # of an object that does not tell, itself
+    attributes = getattr(owner, "__dict__", {"itself": owner})  # an object without `__dict__`
     return [("its class", type(owner)), *((f"its attribute {name}", value) for name, value in attributes.items())]
 
 
@@ -172,19 +165,19 @@ def _full_name(code: Any) -> str:
 
 
 def _is_code(value: Any) -> bool:
-    """Is this a class or a plain function? A method or a partial holds values, too."""
+    """Returns True for a class or a plain function; a method or a partial has bound values too."""
     if inspect.isbuiltin(value):
         return value.__self__ is None or inspect.ismodule(value.__self__)
     return inspect.isclass(value) or inspect.isfunction(inspect.unwrap(value) if callable(value) else value)
 
 
 def _describe_code(code: Any) -> dict[str, Any]:
-    """Returns the name of a function or class, and its source if it is the user's own."""
+    """Returns the name of a function or class, and the source of one in user code."""
     return {"code": _full_name(code), "source": None if _is_library(code) else _source_of(code)}
 
 
 def _source_of(code: Any) -> str | None:
-    """Returns the source text of a function or class; None where Python cannot read it."""
+    """Returns the source text of a function or class; None if Python cannot read it."""
     try:
         return _lambda_source(code) if code.__name__ == "<lambda>" else inspect.getsource(code)
     except (OSError, TypeError):
@@ -192,14 +185,14 @@ def _source_of(code: Any) -> str | None:
 
 
 def _lambda_source(function: Any) -> str:
-    """Returns all lines of a lambda, of which `inspect.getsource` may cut off the last ones.
+    """Returns all lines of a lambda, of which `inspect.getsource` may omit the last ones, and its columns.
 
-    With them it returns where the body stands, since one line may hold several lambdas.
+    The columns are needed because one line may contain several lambdas.
     """
     lines, first = inspect.findsource(function)
-    places = [place for place in function.__code__.co_positions() if None not in place]
-    last = max((end for _, end, _, _ in places if end is not None), default=first + 1)
-    columns = sorted({(start, end) for _, _, start, end in places})
+    spans = [span for span in function.__code__.co_positions() if None not in span]
+    last = max((end for _, end, _, _ in spans if end is not None), default=first + 1)
+    columns = sorted({(start, end) for _, _, start, end in spans})
     return f"{''.join(lines[first:last])}{columns}"
 
 
@@ -211,7 +204,7 @@ def _library_folders() -> tuple[str, ...]:
 
 
 def _is_library(code: Any) -> bool:
-    """Is this a library's function or class, or ours, or one without a file? Its name alone tells it then."""
+    """Returns True for code of a library, of this package, or without a file: its name is enough for the key."""
     try:
         file = inspect.getsourcefile(code)
     except TypeError:
@@ -221,18 +214,18 @@ def _is_library(code: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Reading:
-    """From the arguments of a component or a function to plain values, files with what is known of them."""
+    """Converts the arguments of a component or a function to plain values, and files to their size and time."""
 
     folders: Sequence[Path]
     """Where a relative path may start; the files in all of them count."""
     asks_servers: bool = True
     accepts_objects: bool = False
-    """Whether an object without a text is known by its class alone, since something else tells of its content."""
+    """True if other objects are described by their class, because something else identifies their content."""
     where: object | None = None
     """Where the value is set, for errors."""
 
     def describe(self, value: Any, *, name: str, label: str) -> Any:
-        """Returns a value as JSON has it; `name` is the argument's, `label` says where it stands, for errors."""
+        """Returns a value that JSON can represent; `name` is the argument's name, `label` is for errors."""
         if isinstance(value, (str, os.PathLike)):
             text = os.fspath(value)
             files = None if name in _NOT_INPUT else self._describe_path(text)
@@ -264,12 +257,12 @@ class _Reading:
         if not text or "\0" in text or "\n" in text:
             return None
         if "://" in text:
-            # The hub's datasets are known by the fingerprint of the library that reads them.
+            # Datasets of the hub are identified by the fingerprint of the library that reads them.
             version = remote_version(text) if self.asks_servers and not text.startswith(_HUB_URL) else None
             return None if version is None else {"files": len(version), "digest": _digest(version)}
         relative = Path.home() / text[2:] if text.startswith("~/") else Path(text)
         paths = dict.fromkeys(folder / relative for folder in self.folders)  # an absolute one is the same for each
-        files = [facts for path in paths for root in _roots_of(path) for facts in _files_below(root)]
+        files = [facts for path in paths for facts in _files_at(path)]
         if not files:
             return None
         return {"files": len(files), "bytes": sum(size for _, size, _ in files), "digest": _digest(files)}
@@ -286,105 +279,68 @@ def _folders(*folders: Path | None) -> list[Path]:
 def _parameter_names(target: Callable[..., Any] | None) -> tuple[str, ...]:
     try:
         return () if target is None else tuple(inspect.signature(target).parameters)
-    except (TypeError, ValueError):  # a class that is written in C tells nothing
+    except (TypeError, ValueError):  # a class that is written in C
         return ()
 
 
-def _roots_of(path: Path) -> list[Path]:
-    """Returns the file or folder, or what a glob finds."""
-    if os.path.lexists(path):  # also says no to what is too long for a name
-        return [path]
-    if not glob.has_magic(str(path)):
-        return []
-    return [Path(found) for found in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207  # it is absolute
+def _files_at(path: Path) -> Iterator[tuple[str, int, int]]:
+    """Yields name, size and time of the files that a path or a glob names, without caches in folders."""
+    roots = [path]
+    if not os.path.lexists(path):  # False also for a text that is too long for a name
+        is_glob = glob.has_magic(str(path))
+        roots = [Path(found) for found in sorted(glob.glob(str(path), recursive=True))] if is_glob else []  # noqa: PTH207
+    for root in roots:
+        files = [(root, root.name)]
+        if root.is_dir():
+            files = []
+            for folder, folders, names in os.walk(root):
+                if CACHE_TAG in names:
+                    folders.clear()
+                    continue
+                folders.sort()
+                inside = [Path(folder, name) for name in sorted(names)]
+                files += [(each, each.relative_to(root).as_posix()) for each in inside]
+        for file, name in files:
+            try:
+                facts = file.stat()
+            except OSError:
+                continue  # a dangling link, or removed since
+            yield name, facts.st_size, facts.st_mtime_ns
 
 
-def _files_below(root: Path) -> Iterator[tuple[str, int, int]]:
-    """Yields name, size and time of change of a file, or of all files in a folder, but for caches inside it."""
-    if root.is_dir():
-        for folder, folders, names in os.walk(root):
-            if CACHE_TAG in names:
-                folders.clear()
-                continue
-            folders.sort()
-            for name in sorted(names):
-                path = Path(folder, name)
-                yield from _facts_of(path, path.relative_to(root).as_posix())
-    else:
-        yield from _facts_of(root, root.name)
-
-
-def _facts_of(path: Path, name: str) -> Iterator[tuple[str, int, int]]:
-    try:
-        facts = path.stat()
-    except OSError:
-        return  # a dangling link, or removed since
-    yield name, facts.st_size, facts.st_mtime_ns
-
-
-# Asking a source for its state may cost as much as a row, so it is asked once for this many of them.
+# A source's state may cost as much as a row, so it is requested once for this many rows.
 _ROWS_PER_ANCHOR = 64
 
-Function = Callable[..., Any]
 
-
-def outputs_of(returned: Any) -> list[Any]:
-    """Returns the samples that a row became: one, several of a list, or none for None."""
-    if returned is None:
-        return []
-    return list(returned) if isinstance(returned, list) else [returned]
-
-
-class ProcessedStream:
+class ProcessedStream(DerivedStream):
     """A stream of what `function(row, **arguments)` returns: a sample, a list of samples, or None to drop the row.
 
-    It is cut and resumed as its source is: where that can go on from a state, so can this, for at most 64 rows again.
+    It is sharded and resumed like its source, and then reads at most 64 rows again.
     """
 
-    def __init__(self, source: Any, function: Function, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, source: Any, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+        super().__init__([source])
         self.source = source
         self.function = function
         self.arguments = dict(arguments)
-        self.epoch: int | None = None
-        self.seed: int | None = None
-        self.draws_nothing = draws_nothing(source) and bool(getattr(function, "draws_nothing", False))
-        self._start: Mapping[str, Any] | None = None
-        self._rows: _Rows | None = None
+        self.draws_nothing = self.draws_nothing and bool(getattr(function, "draws_nothing", False))
 
     def __getattr__(self, name: str) -> Any:
-        # Only what the source can do: a method that is always there would promise too much.
-        if name.startswith("__") or name == "source":
+        if name.startswith("__") or name in ("source", "_sources"):
             raise AttributeError(name)
-        own = {"state_dict": self._state, "load_state_dict": self._load_state, "shard": self._shard}
         offered = getattr(self.source, name)
-        return own.get(name, offered)
+        return super().__getattr__(name) if name in ("shard", "state_dict", "load_state_dict") else offered
 
-    def set_epoch(self, epoch: int) -> None:
-        """Tells the source which pass begins next."""
-        self.epoch = epoch
-
-    def seed_rows(self, seed: int) -> None:
-        """Says with which randomness rows are read: each with its own, so that one can be read again."""
-        self.seed = seed
-
-    def __iter__(self) -> Iterator[Any]:
-        start, self._start = self._start, None
-        self._rows = _Rows(self, start)
-        return self._rows
+    def _read(self, start: Mapping[str, Any] | None) -> _ProcessedPass:
+        return _ProcessedPass(self, start)
 
     def _shard(self, num_shards: int, index: int) -> ProcessedStream:
-        part = self.source.shard(num_shards=num_shards, index=index)
-        return ProcessedStream(part, self.function, self.arguments)
-
-    def _state(self) -> dict[str, Any] | None:
-        return None if self._rows is None else self._rows.state()
-
-    def _load_state(self, state: Mapping[str, Any]) -> None:
-        self._start = state
+        shard = self.source.shard(num_shards=num_shards, index=index)
+        return ProcessedStream(shard, self.function, self.arguments)
 
 
-class _Rows:
-    """One iteration; after a row that raised it goes on with the next, if its source does."""
+class _ProcessedPass:
+    """One iteration; after a row that raised it continues with the next, if its source does."""
 
     def __init__(self, stream: ProcessedStream, start: Mapping[str, Any] | None) -> None:
         self._stream = stream
@@ -397,7 +353,12 @@ class _Rows:
         )
         if start is not None:
             for _ in range(start["rows"]):
-                self._read_again()
+                try:
+                    self._next_row()
+                except StreamBrokenError:
+                    raise
+                except Exception as error:
+                    logger.debug("Skipped again: %s", error)  # it was reported before
             self._num_given = int(start["given"])
 
     def __iter__(self) -> Iterator[Any]:
@@ -412,45 +373,36 @@ class _Rows:
     def _next_row(self) -> None:
         if self._can_resume and self._rows_since >= _ROWS_PER_ANCHOR:
             self._anchor, self._rows_since = copy.deepcopy(self._source.state()), 0
+        error = None
         try:
             row = self._source.take()
         except StopIteration:
-            raise  # the last row stays the last
-        except Exception:
-            self._pass_over()
-            raise
-        self._pass_over()
-        self._outputs = outputs_of(self._stream.function(row, **self._stream.arguments))
-
-    def _read_again(self) -> None:
-        """Reads a row that was read before; what was wrong with it has been said."""
-        try:
-            self._next_row()
-        except StreamBrokenError:
-            raise
-        except Exception as error:
-            logger.debug("Passed over again: %s", error)
-
-    def _pass_over(self) -> None:
+            raise  # the last row stays the current one
+        except Exception as caught:
+            error = caught
         self._rows_since += 1
         self._outputs, self._num_given = [], 0
+        if error is not None:
+            raise error
+        returned = self._stream.function(row, **self._stream.arguments)
+        self._outputs = [] if returned is None else list(returned) if isinstance(returned, list) else [returned]
 
     def state(self) -> dict[str, Any]:
-        """Returns where the source was last asked, the rows since, and how many samples of the last were given."""
+        """Returns the source's last known state, the rows since then, and the samples given of the last row."""
         return {"source": self._anchor, "rows": self._rows_since, "given": self._num_given}
 
 
 CACHE_FORMAT = 2
-"""Raised when the same key would be written otherwise, so that no old cache is taken for a current one."""
+"""Increased when the content of a cache with the same key changes, so that old caches are not used."""
 
 _FOLDER = "processed"
 _READ_ROWS = 64  # read from the source in one call
-_SAY_EVERY_SECONDS = 5.0
+_REPORT_EVERY_SECONDS = 5.0
 _PARENT_CHECK_SECONDS = 1.0
-_PROCESS_STREAM, _SOURCE_STREAM = 0x9C0C, 0x9C05  # keep these seeds apart from a run's samples', batches' and steps'
+_PROCESS_STREAM, _SOURCE_STREAM = 0x9C0C, 0x9C05  # separate these seeds from those of a run
 
 ProcessFunction = Callable[..., Mapping[str, Any] | list[Mapping[str, Any]] | None]
-"""From a sample, and its arguments by keyword, to a sample, to several, or to None, which leaves the row out."""
+"""Maps a sample, with arguments by keyword, to a sample, a list of samples, or None, which drops the row."""
 
 
 def processed(
@@ -466,33 +418,38 @@ def processed(
     num_workers: int = 0,
     source_name: str | None = None,
 ) -> ArrowRows:
-    """Returns what `function(sample, **arguments)` makes of each sample of a map-style dataset, in its order.
+    """Returns the results of `function(sample, **arguments)` for each sample of a map-style dataset, in order.
 
     The function returns a sample (a dict), a list of samples, or None. It is called once for each row, in this process
-    or in `num_workers` others, and its generators (torch's, Python's, numpy's) are seeded from the row, so what it
-    draws does not depend on who calls it. The result is kept below `cache_dir` (by default `trainwright` in
-    $XDG_CACHE_HOME or ~/.cache) and found again by the same function, arguments, `version` and input. `input_key` says
-    what the input is, as `describe_input` does; the source's own `fingerprint` and its length count too. `function_key`
-    stands for the function where its source shall not count. `rebuild` runs the function again, for what no key can
-    see. `source_name` is what messages call the source, by default its class.
+    or in `num_workers` worker processes. The global generators are seeded for each row, so its draws do not depend on
+    the process. The result is cached below `cache_dir` (by default `trainwright` in $XDG_CACHE_HOME or ~/.cache).
+    The cache key is the function's source, its arguments, `version` and the input; `num_workers` is not part of it.
+    `input_key` describes the input, as `describe_input` does; the source's `fingerprint` and length count too.
+    `function_key` replaces the function's source in the key. `rebuild` runs the function again. `source_name` is the
+    source's name in messages, by default its class.
     """
-    key = _Key(
-        function=function_key if function_key is not None else fingerprint_function(function, version=version),
-        arguments=canonical_arguments(arguments or {}, name_of(function), version=version),
-        version=version,
-        input=input_key,
-        input_fingerprint=fingerprint_source(source),
-        input_rows=count_samples(source, "data.process"),
-    )
-    entry = cache_root(cache_dir) / _FOLDER / f"{_file_name(name_of(function))}-{key.digest()[:24]}"
+    found = getattr(source, "fingerprint", None)
+    found = found() if callable(found) else found
+    key = {
+        "function": function_key if function_key is not None else fingerprint_function(function, version=version),
+        "arguments": canonical_arguments(arguments or {}, name_of(function), version=version),
+        "version": version,
+        "input": input_key,
+        "input_fingerprint": None if found is None else str(found),
+        "input_rows": count_samples(source, "data.process"),
+    }
+    facts = json.dumps({**key, "format": CACHE_FORMAT}, sort_keys=True)
+    digest = hashlib.sha256(facts.encode("utf-8", "surrogatepass")).hexdigest()
+    file_name = re.sub(r"[^A-Za-z0-9_.-]+", "_", name_of(function))[:60]
+    entry = cache_root(cache_dir) / _FOLDER / f"{file_name}-{digest[:24]}"
     processor = _RowProcessor(source, source_name or type(source).__name__, function, dict(arguments or {}))
-    work = _Work(processor, key, num_workers)
+    write = functools.partial(_write_samples, processor=processor, key=key, num_workers=num_workers)
     while True:
-        # Of an earlier process's build the folder may go before it is opened, if a third one rebuilds just then.
-        rows = ArrowRows(build_once(entry, work.write, rebuild=rebuild), fingerprint=key.digest())
+        rows = ArrowRows(build_once(entry, write, rebuild=rebuild), fingerprint=digest)
         try:
             rows.open()
         except DataError as error:
+            # Another process may have rebuilt and removed the folder before it was opened.
             if not isinstance(error.__cause__, FileNotFoundError) or rows.folder.exists():
                 raise
             rebuild = False
@@ -500,77 +457,51 @@ def processed(
             return rows
 
 
-@dataclass(frozen=True)
-class _Key:
-    """All that the processed samples depend on."""
+def _write_samples(
+    folder: Path, report: Report, *, processor: _RowProcessor, key: Mapping[str, Any], num_workers: int
+) -> None:
+    """Processes every row into `folder`; preserves the global generators."""
+    name, total, started = processor.name, key["input_rows"], time.monotonic()
+    reported_at = started
+    writer, results = ArrowRowWriter(folder), _process_rows(processor, total, num_workers)
+    with preserve_generators(), contextlib.closing(writer), contextlib.closing(results):
+        for row, samples in enumerate(results):
+            for sample in samples:
+                writer.add(sample)
+            now = time.monotonic()
+            if now - reported_at >= _REPORT_EVERY_SECONDS:
+                reported_at = now
+                progress = f"{row + 1} of {total} rows, {(row + 1) / (now - started):.0f} rows/s"
+                report(progress)
+                logger.info("%s: %s", name, progress)
+        if writer.num_rows == 0:
+            raise DataError(
+                f"{name} returned None or an empty list for each of the {total} rows of "
+                f"{processor.source_name}. Return the samples to keep."
+            )
+        writer.finish(made_by=name, key=key)
+    seconds = time.monotonic() - started
+    logger.info(
+        "%s: %d rows → %d samples in %.1f s, cached in %s", name, total, writer.num_rows, seconds, folder.parent
+    )
 
-    function: str
-    arguments: str
-    version: Version
-    input: str
-    input_fingerprint: str | None
-    input_rows: int
 
-    def digest(self) -> str:
-        """Returns the name that the cache knows the samples by."""
-        facts = json.dumps({**vars(self), "format": CACHE_FORMAT}, sort_keys=True)
-        return hashlib.sha256(facts.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-@dataclass(frozen=True)
-class _Work:
-    """One pass of the function over the source."""
-
-    processor: _RowProcessor
-    key: _Key
-    num_workers: int
-
-    def write(self, folder: Path, report: Report) -> None:
-        """Processes every row into `folder`, leaving this process's generators as they were."""
-        name, total, started = self.processor.name, self.key.input_rows, time.monotonic()
-        said_at = started
-        writer = ArrowRowWriter(folder)
-        with preserve_generators(), contextlib.closing(writer), contextlib.closing(self._process()) as processed_rows:
-            for row, samples in enumerate(processed_rows):
-                for sample in samples:
-                    writer.add(sample)
-                now = time.monotonic()
-                if now - said_at >= _SAY_EVERY_SECONDS:
-                    said_at = now
-                    progress = f"{row + 1} of {total} rows, {(row + 1) / (now - started):.0f} rows/s"
-                    report(progress)
-                    logger.info("%s: %s", name, progress)
-            if writer.num_rows == 0:
-                raise DataError(
-                    f"{name} leaves nothing of the {total} rows of {self.processor.source_name}: it "
-                    "returned None or an empty list for each. Return the samples that shall be kept."
-                )
-            writer.finish(made_by=name, key=vars(self.key))
-        seconds = time.monotonic() - started
-        logger.info(
-            "%s: %d rows → %d samples in %.1f s, kept in %s", name, total, writer.num_rows, seconds, folder.parent
-        )
-
-    def _process(self) -> Generator[list[StoredSample], None, None]:
-        """Yields the samples of each row, in the order of the rows."""
-        total = self.key.input_rows
-        starts = range(0, total, _READ_ROWS)
-        requests = (range(start, min(start + _READ_ROWS, total)) for start in starts)
-        if self.num_workers == 0:
-            for rows in requests:
-                yield from self.processor.process(rows)
-            return
-        answers = serve_in_workers(
-            self.processor,
-            requests,
-            LoaderOptions(min(self.num_workers, len(starts))),
-            label=self.processor.name,
-            advice="Look at those rows, or lower num_workers.",
-            prepare=_prepare_worker,
-        )
-        with contextlib.closing(answers):
-            for _, samples in answers:
-                yield from samples
+def _process_rows(processor: _RowProcessor, total: int, num_workers: int) -> Generator[list[StoredSample], None, None]:
+    """Yields the samples of each row, in order."""
+    starts = range(0, total, _READ_ROWS)
+    requests = (range(start, min(start + _READ_ROWS, total)) for start in starts)
+    if num_workers == 0:
+        for rows in requests:
+            yield from processor.process(rows)
+        return
+    options = LoaderOptions(min(num_workers, len(starts)))
+    advice = "Check those rows, or lower num_workers."
+    results = serve_in_workers(
+        processor, requests, options, label=processor.name, advice=advice, prepare=_prepare_worker
+    )
+    with contextlib.closing(results):
+        for _, samples in results:
+            yield from samples
 
 
 class _RowProcessor(Dataset[Any]):
@@ -587,8 +518,8 @@ class _RowProcessor(Dataset[Any]):
         return make_in_project, (_RowProcessor, registry.project_folder()), self.__dict__
 
     def process(self, rows: range) -> Iterator[list[StoredSample]]:
-        """Yields what each row becomes, as it is stored."""
-        # A source may draw too; what it draws depends on the rows then, not on what this process drew before.
+        """Yields the stored samples of each row."""
+        # A source may draw too: its draws must depend on the rows only.
         seed_generators(mix_seed(0, _SOURCE_STREAM, rows.start))
         try:
             samples = fetch(self._source, list(rows))
@@ -598,7 +529,7 @@ class _RowProcessor(Dataset[Any]):
             yield [self._store(result, row) for result in self._call(row, sample)]
 
     def __getitems__(self, rows: range) -> list[list[StoredSample]]:
-        """Processes rows in a worker. Nothing in a stored sample is a tensor, each of which would need an open file."""
+        """Processes rows in a worker. Stored samples contain no tensors, each of which would need an open file."""
         return list(self.process(rows))
 
     def describe(self, rows: range) -> str:
@@ -606,35 +537,36 @@ class _RowProcessor(Dataset[Any]):
         return f"rows {rows.start} to {rows.stop - 1} of {self.source_name}"
 
     def _raise_unreadable(self, error: Exception, rows: range) -> NoReturn:
-        """Raises the error of a failed read with the row that it comes from, found by reading them one by one."""
+        """Raises the error of a failed read with the row that caused it, which is found by reading them one by one."""
         which, found = f"Rows {rows.start} to {rows.stop - 1}", error
         for row in rows:
             try:
                 fetch(self._source, [row])
-            except Exception as own:
-                which, found = f"Row {row}", own
+            except Exception as row_error:
+                which, found = f"Row {row}", row_error
                 break
         raise DataError(
-            f"{which} of {self.source_name} cannot be read: {_words(found)}. Nothing is cached: mend the data, or "
-            "leave the row out of it; data.on_error does not apply to rows that are read for data.process."
+            f"{which} of {self.source_name} cannot be read: {_message_of(found)}. Nothing is cached: repair the data, "
+            "or remove the row; data.on_error does not apply to data.process."
         ) from found
 
     def _call(self, row: int, sample: Any) -> list[Mapping[str, Any]]:
-        """Returns the samples that one row becomes."""
+        """Returns the samples of one row."""
         seed_generators(mix_seed(0, _PROCESS_STREAM, row))
         try:
             result = self._function(sample, **self._arguments)
         except Exception as error:
             raise DataError(
-                f"{self.name} failed on row {row} of {self.source_name}: {_words(error)}. Nothing is cached; "
-                "mend the function, or let it return None for rows to leave out."
+                f"{self.name} failed on row {row} of {self.source_name}: {_message_of(error)}. Nothing is cached: "
+                "correct the function, or return None to drop the row."
             ) from error
         results = [] if result is None else result if isinstance(result, list) else [result]
         for each in results:
             if not isinstance(each, Mapping) or not each:
+                kind = "an empty dict" if isinstance(each, Mapping) else f"a {type(each).__name__}"
                 raise DataError(
-                    f"{self.name} made {_kind(each)} of row {row} of {self.source_name}. "
-                    "Return a dict with at least one key, a list of them, or None to leave the row out."
+                    f"{self.name} returned {kind} for row {row} of {self.source_name}. "
+                    "Return a dict with at least one key, a list of them, or None to drop the row."
                 )
         return results
 
@@ -643,33 +575,24 @@ class _RowProcessor(Dataset[Any]):
             return StoredSample.of(sample)
         except TypeError as error:
             raise DataError(
-                f"What {self.name} made of row {row} of {self.source_name} cannot be cached: {error}."
+                f"The result of {self.name} for row {row} of {self.source_name} cannot be cached: {error}."
             ) from error
 
 
 def _prepare_worker(number: int) -> None:
-    """Prepares a worker that has nothing to save: it ends with SIGTERM at once, and soon after its parent."""
+    """Prepares a worker without anything to save: it ends at SIGTERM, and soon after its parent process."""
     prepare_worker(number)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
 
 
 def _end_with_parent(parent: int) -> None:
-    """Ends this process when its parent is gone; torch looks only between requests, and then waits for its queues."""
+    """Ends this process when its parent has ended; torch checks only between requests, then waits for its queues."""
     while os.getppid() == parent:
         time.sleep(_PARENT_CHECK_SECONDS)
     os._exit(1)
 
 
-def _kind(value: Any) -> str:
-    return "an empty dict" if isinstance(value, Mapping) else f"a {type(value).__name__}"
-
-
-def _words(error: BaseException) -> str:
-    # Ours already say in words what is wrong.
-    words = str(error) if isinstance(error, TrainwrightError) else f"{type(error).__name__}: {error}"
-    return words.rstrip(".: ")
-
-
-def _file_name(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.-]+", "_", name)[:60]
+def _message_of(error: BaseException) -> str:
+    message = str(error) if isinstance(error, TrainwrightError) else f"{type(error).__name__}: {error}"
+    return message.rstrip(".: ")

@@ -1,4 +1,4 @@
-"""The global generators of torch, Python and numpy: seeding them, preserving them, and noticing who drew from them.
+"""The global generators of torch, Python and numpy: seeding them, preserving them, and detecting draws from them.
 
 Seeding all three takes about 10 µs, and most datasets draw from one of them or from none. fetch.py therefore seeds for
 each sample only the generators that a DrawDetector has seen in use.
@@ -53,30 +53,28 @@ def preserve_generators() -> Iterator[None]:
 
 
 class DrawDetector:
-    """Tells which global generators were drawn from since `start`.
+    """Detects which global generators were drawn from since `start`.
 
-    Reading Python's and numpy's states to compare them would take 60 µs. They are set to a known state instead, in
-    which the next number is known unless somebody draws. Callers that need their own states preserve them.
+    Comparing the states of Python's and numpy's generators would take 60 µs. They are set to a known state instead,
+    whose next number is known. Callers that need the previous states preserve them.
     """
 
     def __init__(self) -> None:
         self._torch_state = b""
 
     def start(self) -> None:
-        """Begins to observe; replaces the states of Python's and numpy's generators."""
-        self._torch_state = _read_torch_state()
+        """Starts a detection; replaces the states of Python's and numpy's generators."""
+        self._torch_state = torch.default_generator.get_state().numpy().tobytes()  # torch.equal takes 4 times as long
         random.setstate(_PYTHON_START)
         np.random.seed(_START_SEED)
 
     def drawn(self) -> frozenset[str]:
-        """Returns the names of the generators that were used. Uses them itself: call `start` before the next call."""
-        used = {
-            "torch": _read_torch_state() != self._torch_state,
-            "python": random.random() != _PYTHON_FIRST,
-            "numpy": np.random.random() != _NUMPY_FIRST,
-        }
-        return frozenset(name for name, is_used in used.items() if is_used)
-
-
-def _read_torch_state() -> bytes:
-    return torch.default_generator.get_state().numpy().tobytes()  # torch.equal takes four times as long
+        """Returns the names of the generators that were used. Draws itself: call `start` before the next call."""
+        used = []
+        if torch.default_generator.get_state().numpy().tobytes() != self._torch_state:
+            used.append("torch")
+        if random.random() != _PYTHON_FIRST:
+            used.append("python")
+        if np.random.random() != _NUMPY_FIRST:
+            used.append("numpy")
+        return frozenset(used)

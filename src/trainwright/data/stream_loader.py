@@ -1,73 +1,73 @@
 """Batches from a stream, for training (shuffled in blocks, pass after pass) and evaluation (once, in order).
 
-The state is small: how far each lane has been used, and a cursor from which it can be read again. Lanes are counted
-once, at the start of a run, and saved with it, so another number of ranks or workers later changes nothing in the
-order. Where a lane has ended its places stay empty, until all have ended; ranks agree on that at each batch, by one
-small message between hosts. Data with an index is loader.py's.
+The state is small: the number of rows used of each lane, and a cursor from which it can be read again. The number of
+lanes is chosen at the start of a run and saved, so the order does not change with the number of ranks or workers.
+The positions of a lane that has ended stay empty until all lanes have ended; the ranks exchange these counts with one
+small message per batch. Data with an index has loader.py.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from trainwright.data.collators import reject_lists
-from trainwright.data.fetch import Collator, Fetched, OnError, View
-from trainwright.data.loader import EvalData, LeftOut, TrainData
-from trainwright.data.streams import Cursor, LaneFetcher, LaneLayout, Request, StreamReading, choose_layout
-from trainwright.data.workers import LoaderOptions, ToDevice, deliver
+from trainwright.data.fetch import Fetched, View
+from trainwright.data.loader import BatchLoader, EvalData, SkippedPositions, ToDevice, TrainData, host_batches
+from trainwright.data.streams import Cursor, LaneFetcher, LaneLayout, LaneRequest, StreamReading, choose_layout
 from trainwright.errors import DataError
 
 TrainingData: TypeAlias = "TrainData | StreamData"
 EvaluationData: TypeAlias = "EvalData | EvalStream"
 
-Agree = Callable[..., tuple[int, ...]]
+SumCounts = Callable[..., tuple[int, ...]]
 """Sums counts over the ranks."""
 
 BLOCK_SIZE = 1000
-"""Rows that are shuffled with each other, and at most read again by a run that goes on."""
+"""Rows that are shuffled together; a resumed run reads at most as many again."""
 UNSHUFFLED_BLOCK_SIZE = 100
-"""Rows that are read at once where nothing is shuffled."""
+"""Rows that are read at once if nothing is shuffled."""
 
 
-def _alone(*counts: int) -> tuple[int, ...]:
+def _single_process_counts(*counts: int) -> tuple[int, ...]:
     return counts
 
 
 class _Progress:
-    """How far a pass over a stream has come: what has been returned of each lane."""
+    """The progress of a pass over a stream: what has been returned of each lane."""
 
     def __init__(self, layout: LaneLayout, *, block_size: int) -> None:
         self.layout = layout
         self.block_size = block_size
         self.batch = 0
-        self.places = 0
-        """Places of all batches so far, empty ones included."""
+        self.num_positions = 0
+        """The positions of all batches so far, with empty ones."""
         self.used = [0] * layout.num_lanes
         self.cursors: dict[int, dict[int, Cursor]] = {lane: {} for lane in range(layout.num_lanes)}
 
-    def requests(self, view: View, batch_size: int, limit: int | None) -> Iterator[Request]:
-        """Yields this rank's request for each further batch, without an end unless `limit` places are given."""
-        batch, places, used = self.batch, self.places, list(self.used)
-        while limit is None or places < limit:
-            size = batch_size - places % batch_size  # short after a ragged end, as with data that has an index
-            size = size if limit is None else min(size, limit - places)
-            own = view.part(0, size)
+    def requests(self, view: View, batch_size: int, limit: int | None) -> Iterator[LaneRequest]:
+        """Yields this rank's request for each further batch, without an end unless there is a `limit` of positions."""
+        batch, position, used = self.batch, self.num_positions, list(self.used)
+        while limit is None or position < limit:
+            size = batch_size - position % batch_size  # short after a ragged end, as for data with an index
+            size = size if limit is None else min(size, limit - position)
+            share_start, share_stop = view.share(0, size)
             runs = []
             for column, (start, stop) in self._columns(size):
                 lane = self.layout.lane(batch, column)
-                first, last = max(start, own[0]), min(stop, own[1])
+                first, last = max(start, share_start), min(stop, share_stop)
                 if first < last:
                     runs.append((lane, used[lane] + first - start, last - first))
                 used[lane] += stop - start
-            yield Request(batch, size, tuple(runs))
-            batch, places = batch + 1, places + size
+            yield LaneRequest(batch, size, tuple(runs))
+            batch, position = batch + 1, position + size
 
-    def note(self, request: Request, fetched: Fetched) -> None:
-        """Counts a batch that is returned, and keeps the cursors that a resumed run could need."""
+    def note(self, request: LaneRequest, fetched: Fetched) -> None:
+        """Counts a batch that is returned, and keeps the cursors that a resumed run may need."""
         for column, (start, stop) in self._columns(request.size):
             self.used[self.layout.lane(request.batch, column)] += stop - start
-        self.batch, self.places = request.batch + 1, self.places + request.size
+        self.batch, self.num_positions = request.batch + 1, self.num_positions + request.size
         for lane, cursor in fetched.cursors:
             self.cursors[lane][cursor.row] = cursor
         for lane in {lane for lane, _ in fetched.cursors}:
@@ -81,22 +81,22 @@ class _Progress:
         return self.cursors[lane][max(rows)] if rows else Cursor()
 
     def num_alive(self, view: View, batch_size: int, ended: Collection[int]) -> int:
-        """Counts the lanes that a rank answers for, those of columns that begin in its places, and that go on."""
-        first, last = view.part(0, batch_size)
+        """Counts the lanes that have not ended among those of columns that begin in this rank's share of a batch."""
+        first, last = view.share(0, batch_size)
         columns = [column for column, (start, _) in self._columns(batch_size) if first <= start < last]
         lanes = [self.layout.lane(group, column) for group in range(self.layout.groups) for column in columns]
         return sum(lane not in ended for lane in lanes)
 
     def _columns(self, size: int) -> Iterator[tuple[int, tuple[int, int]]]:
         for column in range(self.layout.columns):
-            yield column, View(column, self.layout.columns).part(0, size)
+            yield column, View(column, self.layout.columns).share(0, size)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress as plain values."""
         entries = {lane: self.entry(lane) for lane in range(self.layout.num_lanes)}
         return {
             "batch": self.batch,
-            "places": self.places,
+            "places": self.num_positions,
             "columns": self.layout.columns,
             "block_size": self.block_size,
             "used": list(self.used),
@@ -105,74 +105,63 @@ class _Progress:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> _Progress:
-        """Takes up a saved progress, with the lanes and blocks that it had."""
+        """Restores a saved progress, with its lanes and block size."""
         used = [int(number) for number in state["used"]]
         layout = LaneLayout(state["columns"], len(used) // state["columns"])
         progress = cls(layout, block_size=int(state["block_size"]))
-        progress.batch, progress.places, progress.used = int(state["batch"]), int(state["places"]), used
+        progress.batch, progress.num_positions, progress.used = int(state["batch"]), int(state["places"]), used
         for lane, cursor in state["cursors"].items():
             progress.cursors[int(lane)] = {int(cursor["row"]): Cursor(int(cursor["row"]), cursor["state"])}
         return progress
 
 
-class StreamData:
-    """The training batches of a stream, from where a run stands; ends after `num_passes` or `num_samples`."""
+class StreamData(BatchLoader):
+    """The training batches of a stream, from any progress; ends after `num_passes` or `num_samples`."""
 
     def __init__(
         self,
         stream: Any,
         *,
-        collator: Collator,
-        global_batch_size: int,
-        seed: int,
         shuffle: bool = True,
         block_size: int = BLOCK_SIZE,
-        view: View | None = None,
-        options: LoaderOptions | None = None,
-        on_error: OnError | None = None,
-        agree: Agree | None = None,
+        sum_counts: SumCounts | None = None,
+        **common: Any,
     ) -> None:
-        self.dataset = stream
-        self.collator = collator
-        self.global_batch_size = global_batch_size
+        super().__init__(stream, **common)
         self.num_samples: int | None = None
-        """Places after which the stream is left, in the middle of a pass too; None: when it ends."""
+        """The position at which the run stops, also within a pass; None: at the end of the stream."""
         self.num_passes = 1
-        self.position = 0
+        self.samples_seen = 0
         """Samples returned so far, over all ranks."""
         self.epoch = 0
-        """The pass over the stream; `num_passes` when all have ended."""
-        self.samples_in_hand = 0
-        self.places_in_hand = (0, 0)
-        """The places of the batch that was returned last, over all ranks: its first, and the one behind its last."""
+        """The number of the pass over the stream; `num_passes` when all have ended."""
+        self.batch_positions = (0, 0)
+        """The positions of the last batch over all ranks: start and stop."""
         self.counts: dict[str, int] = dict.fromkeys(getattr(stream, "source_names", ()), 0)
-        """How many of the samples so far came from each source of a mixture; empty where there is but one."""
-        self._seed, self._shuffle = seed, shuffle
+        """The number of samples seen of each source of a mixture; empty for a single source."""
+        self._shuffle = shuffle
         self._block_size = block_size if shuffle else min(block_size, UNSHUFFLED_BLOCK_SIZE)
-        self.view = view or View()
-        self.options = options or LoaderOptions()
-        self.on_error = on_error or OnError()
-        self._agree: Agree = agree or _alone
-        self._places_before = 0
-        self._left_out = LeftOut()
-        self._is_used_up = False
+        self._sum_counts = sum_counts or _single_process_counts
+        self._positions_before = 0
+        self._skipped = SkippedPositions()
+        self._is_exhausted = False
         layout = choose_layout(stream, self.view.size, self.options.num_workers)
         self._progress = _Progress(layout, block_size=self._block_size)
 
     def batches(self, to_device: ToDevice) -> Generator[Any, None, None]:
-        """Returns the batches from here on, each counted when it is returned."""
-        # What is its own iterator has given away for good what it gave in this process; a worker reads a copy.
-        self._is_used_up |= hasattr(type(self.dataset), "__next__") and not self.options.num_workers
+        """Yields the batches from here on; each is counted when it is returned."""
+        # An iterator cannot return the same rows twice in this process; a worker reads a copy.
+        self._is_exhausted |= hasattr(type(self.dataset), "__next__") and not self.options.num_workers
         while self.epoch < self.num_passes:
             has_ended = yield from self._one_pass(to_device)
             if not has_ended:
                 return
             self.epoch += 1
-            self._places_before += self._progress.places
+            self._positions_before += self._progress.num_positions
             self._progress = _Progress(self._progress.layout, block_size=self._block_size)
 
     def _one_pass(self, to_device: ToDevice) -> Generator[Any, None, bool]:
-        """Yields the rest of a pass; returns whether it has ended, rather than met the limit."""
+        """Yields the rest of a pass; returns True if the pass has ended, False at the limit."""
         progress, layout = self._progress, self._progress.layout
         reading = StreamReading(
             seed=self._seed,
@@ -184,64 +173,61 @@ class StreamData:
         )
         cursors = {lane: progress.entry(lane) for lane in range(layout.num_lanes)}
         fetcher = LaneFetcher(self.dataset, layout=layout, reading=reading, cursors=cursors, collator=self.collator)
-        limit = None if self.num_samples is None else self.num_samples - self._places_before
+        limit = None if self.num_samples is None else self.num_samples - self._positions_before
         requests = progress.requests(self.view, self.global_batch_size, limit)
+        queue: deque[tuple[Any, Fetched]] = deque()
         ended: set[int] = set()
-        for batch, request, fetched in deliver(fetcher, requests, self.options, to_device, label="data.train"):
+        for batch in to_device(host_batches(fetcher, requests, self.options, queue, label="data.train")):
+            request, fetched = queue.popleft()
             if request.batch == 0:
                 reject_lists(batch)
             self.on_error.note(fetched.failures)
-            first = self.places
-            is_left_out = first in self._left_out
+            first = self.order_position
+            is_skipped = first in self._skipped
             progress.note(request, fetched)
             ended.update(fetched.ended)
             num_alive = progress.num_alive(self.view, self.global_batch_size, ended)
-            total, num_alive = self._agree_on(fetched, num_alive, is_left_out=is_left_out)
-            self.position += total
-            if total and not is_left_out:
-                self.samples_in_hand, self.places_in_hand = fetched.num_samples, (first, self.places)
+            by_source = [0 if is_skipped else fetched.sources.count(name) for name in self.counts]
+            total, num_alive, *shares = self._sum_counts(fetched.num_samples, num_alive, *by_source)
+            self.counts = {name: self.counts[name] + share for name, share in zip(self.counts, shares, strict=True)}
+            self.samples_seen += total
+            if total and not is_skipped:
+                self.batch_num_samples, self.batch_positions = fetched.num_samples, (first, self.order_position)
                 yield batch
             elif not total and not num_alive:
                 return True
         return False
 
-    def leave_out(self, start: int, stop: int) -> None:
-        """Never again returns the batches that begin at the places start … stop−1, though they are read.
+    def skip_positions(self, start: int, stop: int) -> None:
+        """Skips the batches that begin at positions start … stop−1: they are read, but not returned.
 
-        They count as consumed, but not in `counts`. The windows are saved.
+        They count as seen, but not in `counts`. The ranges are saved.
         """
-        self._left_out.add(start, stop)
+        self._skipped.add(start, stop)
 
     def samples_at(self, start: int, stop: int) -> list[int] | None:
-        """Returns None: the rows of a stream have no numbers."""
+        """Returns None: the rows of a stream have no index."""
         return None
 
-    def _agree_on(self, fetched: Fetched, num_alive: int, *, is_left_out: bool) -> tuple[int, int]:
-        """Counts the batch over all ranks; returns its samples, and the lanes that have not ended."""
-        own = [0 if is_left_out else fetched.sources.count(name) for name in self.counts]
-        total, num_alive, *shares = self._agree(fetched.num_samples, num_alive, *own)
-        self.counts = {name: self.counts[name] + share for name, share in zip(self.counts, shares, strict=True)}
-        return total, num_alive
-
     @property
-    def places(self) -> int:
-        """Places of all batches so far, those included that stayed empty where a lane had ended."""
-        return self._places_before + self._progress.places
+    def order_position(self) -> int:
+        """The positions of all batches so far, with those that are empty because a lane has ended."""
+        return self._positions_before + self._progress.num_positions
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns where this rank stands; `merge_states` joins the ranks' states."""
+        """Returns this rank's state; `merge_states` merges the states of all ranks."""
         return {
-            "position": self.position,
+            "position": self.samples_seen,
             "epoch": self.epoch,
-            "places_before": self._places_before,
+            "places_before": self._positions_before,
             "counts": dict(self.counts),
-            "left_out": self._left_out.to_list(),
+            "left_out": [list(each) for each in self._skipped.ranges],
             "progress": self._progress.state_dict(),
         }
 
     @staticmethod
     def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Joins the ranks' states: each knows cursors of the lanes that it reads, all agree on the rest."""
+        """Merges the ranks' states: each has cursors of the lanes that it reads; the rest is equal."""
         merged = {**states[0], "progress": dict(states[0]["progress"])}
         merged["progress"]["cursors"] = {
             lane: max((each["progress"]["cursors"][lane] for each in states), key=lambda cursor: cursor["row"])
@@ -250,87 +236,74 @@ class StreamData:
         return merged
 
     def load_state_dict(self, state: Mapping[str, Any], *, accept_changes: bool = False) -> None:
-        """Goes on where a run stood, with its lanes; another `shuffle_buffer` holds from the next pass on.
+        """Continues from a saved state, with its lanes; another `shuffle_buffer` applies from the next pass on.
 
-        After a rollback in the same process, what was left out since the state was saved stays left out.
+        After a rollback in the same process, positions that were skipped since the state was saved stay skipped.
         """
         if "progress" not in state:
-            raise DataError("data.train is a stream now, but the checkpoint was made with data that has an index.")
+            raise DataError("data.train is a stream, but the checkpoint was saved with data that has an index.")
         if self.global_batch_size < state["progress"]["columns"]:
             raise DataError(
                 f"trainer.global_batch_size: {self.global_batch_size} is less than the {state['progress']['columns']} "
-                "lanes that the run was begun with, and a batch takes from each. Use at least as many."
+                "lanes of this run, each of which is in every batch. Use at least that many."
             )
-        if self._is_used_up:
+        if self._is_exhausted:
             raise DataError(
                 f"data.train: {type(self.dataset).__name__} can be iterated only once, so the run cannot go back. "
-                "Return a fresh iterator from each `__iter__`."
+                "Return a new iterator from each `__iter__`."
             )
-        self.position, self.epoch = int(state["position"]), int(state["epoch"])
-        self._places_before = int(state["places_before"])
+        self.samples_seen, self.epoch = int(state["position"]), int(state["epoch"])
+        self._positions_before = int(state["places_before"])
         self.counts = {name: int(count) for name, count in state["counts"].items()}
-        self._left_out.add_all(state.get("left_out", ()))
+        self._skipped.add_all(state.get("left_out", ()))
         self._progress = _Progress.from_state(state["progress"])
 
 
-class EvalStream:
-    """One evaluation set that is a stream: each sample once, in its order, whatever the number of ranks."""
+class EvalStream(BatchLoader):
+    """One evaluation set that is a stream: each sample once, in order, for any number of ranks."""
 
     def __init__(
         self,
         stream: Any,
         *,
         name: str,
-        collator: Collator,
-        global_batch_size: int,
-        seed: int,
-        view: View | None = None,
-        options: LoaderOptions | None = None,
-        on_error: OnError | None = None,
-        agree: Agree | None = None,
+        sum_counts: SumCounts | None = None,
         max_batches: int | None = None,
+        **common: Any,
     ) -> None:
-        self.dataset = stream
+        super().__init__(stream, **common)
         self.name = name
-        self.collator = collator
-        self.samples_in_hand = 0
-        self.on_error = on_error or OnError()
-        self._seed = seed
-        self.global_batch_size = global_batch_size
-        self._limit = None if max_batches is None else max_batches * global_batch_size
-        self.view = view or View()
-        self.options = options or LoaderOptions()
-        self._agree: Agree = agree or _alone
+        self._limit = None if max_batches is None else max_batches * self.global_batch_size
+        self._sum_counts = sum_counts or _single_process_counts
 
     def batches(self, to_device: ToDevice) -> Generator[Any, None, None]:
-        """Returns this rank's batches; every rank gets as many, a stand-in where it has no sample."""
-        # One lane, read by every rank: samples keep the stream's order, in which ranks' results are joined.
+        """Yields this rank's batches, as many on every rank: a rank without samples has a stand-in."""
+        # One lane, read by every rank: the ranks' results are joined in the stream's order.
         progress = _Progress(LaneLayout(), block_size=UNSHUFFLED_BLOCK_SIZE)
+        skips_errors = self.on_error.skips
         reading = StreamReading(
-            seed=self._seed,
-            epoch=0,
-            block_size=progress.block_size,
-            shuffle=False,
-            skips_errors=self.on_error.skips,
+            seed=self._seed, epoch=0, block_size=progress.block_size, shuffle=False, skips_errors=skips_errors
         )
         fetcher = LaneFetcher(self.dataset, layout=progress.layout, reading=reading, cursors={}, collator=self.collator)
         requests = progress.requests(self.view, self.global_batch_size, self._limit)
         label = f"data.eval.{self.name}"
-        is_settled = False
+        queue: deque[tuple[Any, Fetched]] = deque()
+        has_ended = False
         try:
-            for batch, _, fetched in deliver(fetcher, requests, self.options, to_device, label=label):
+            for batch in to_device(host_batches(fetcher, requests, self.options, queue, label=label)):
+                _, fetched = queue.popleft()
                 self.on_error.note(fetched.failures, of=label)
-                self.samples_in_hand = fetched.num_samples
-                own_alive = progress.num_alive(self.view, self.global_batch_size, fetched.ended)
-                total, num_alive, num_gone = self._agree(fetched.num_samples, own_alive, 0)
-                is_settled = num_gone > 0 or (not total and not num_alive)
-                if is_settled:
+                self.batch_num_samples = fetched.num_samples
+                rank_alive = progress.num_alive(self.view, self.global_batch_size, fetched.ended)
+                total, num_alive, num_failed = self._sum_counts(fetched.num_samples, rank_alive, 0)
+                has_ended = num_failed > 0 or (not total and not num_alive)
+                if has_ended:
                     return
                 if total:
                     yield batch
-            self._agree(0, 0, 0)
-            is_settled = True
+            self._sum_counts(0, 0, 0)
+            has_ended = True
         finally:
-            # A rank that leaves before the others, because its batch or its step failed, says so where they ask next.
-            if not is_settled:
-                self._agree(0, 0, 1)
+            # A rank that leaves early, because its batch or its step failed, reports it in the others' next exchange.
+            if not has_ended:
+                self._sum_counts(0, 0, 1)

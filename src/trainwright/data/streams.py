@@ -1,16 +1,17 @@
-"""Reads a stream in lanes: block after block, shuffled within blocks, from a cursor that a checkpoint can keep.
+"""Reads a stream in lanes: block by block, shuffled within blocks, from a cursor that is saved in checkpoints.
 
-A stream has no index; it can only be read from the start. stream_loader.py makes batches of lanes.
+A stream has no index; it can only be read from the start. A lane is the stream or one shard of it. stream_loader.py
+builds batches from lanes.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from inspect import isgenerator
-from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,34 +27,81 @@ from trainwright.registry import resolve as registry
 logger = logging.getLogger(__name__)
 
 
-def own_copy(stream: Any) -> Any:
-    """Returns a stream that shares no position with this one: a `state_dict` tells only of the iteration begun last."""
+def copy_stream(stream: Any) -> Any:
+    """Returns a copy with its own position, because a `state_dict` describes only the latest iteration."""
     if type(stream).__module__.startswith("datasets."):
-        return stream.shard(num_shards=1, index=0)  # Hugging Face's streams share their position with plain copies
+        return stream.shard(num_shards=1, index=0)  # plain copies of Hugging Face's streams share their position
     return copy.copy(stream)
 
 
-class SourcePass:
-    """Takes the samples of one pass from a source that may be opened only when its first sample is needed.
+class DerivedStream:
+    """A stream whose rows are computed from those of other streams: a mixture, packed or processed rows.
 
-    `state` is what an earlier pass's `state` returned, None for the start; `epoch` is None where nobody set one. With
-    `seed` each row is taken with generators seeded for it; without, with those that it finds.
+    A subclass defines `_read(start)`, which returns an iterator with a method `state()`, and `_shard`. `num_shards`,
+    `shard`, `state_dict` and `load_state_dict` exist only if all sources have them.
+    """
+
+    def __init__(self, sources: Sequence[Any]) -> None:
+        self._sources = sources
+        self.draws_nothing = all(map(draws_nothing, sources))
+        self.epoch: int | None = None
+        self.seed: int | None = None
+        self._start: Mapping[str, Any] | None = None
+        self._pass: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("shard", "state_dict", "load_state_dict", "num_shards"):
+            offered = [getattr(source, name) for source in self._sources]  # raises AttributeError
+            return min(offered) if name == "num_shards" else getattr(self, f"_{name}")
+        raise AttributeError(f"{type(self).__name__} has no {name}")
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the next pass."""
+        self.epoch = epoch
+
+    def seed_rows(self, seed: int) -> None:
+        """Sets the seed of the rows: each row is seeded separately, so that one can be read again."""
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self._start = self._start, None
+        self._pass = self._read(start)
+        return self._pass  # type: ignore[no-any-return]  # an iterator
+
+    def _read(self, start: Mapping[str, Any] | None) -> Any:
+        raise NotImplementedError
+
+    def _shard(self, num_shards: int, index: int) -> Any:
+        raise NotImplementedError
+
+    def _state_dict(self) -> Any:
+        return self._start if self._start is not None or self._pass is None else self._pass.state()
+
+    def _load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        self._start = state
+
+
+class SourcePass:
+    """Reads the samples of one pass from a source, which is opened when its first sample is needed.
+
+    `state` is what `state` of an earlier pass returned, None for the start; `epoch` may be None. With `seed` each row
+    is read with generators seeded for it.
     """
 
     def __init__(self, source: Any, *, state: Any = None, epoch: int | None = None, seed: int | None = None) -> None:
         self.has_ended = False
-        self.source = own_copy(source) if hasattr(source, "state_dict") else source
+        self.source = copy_stream(source) if hasattr(source, "state_dict") else source
         self._row: int = 0 if state is None else state["row"]
         self._start: Any = None if state is None else state["source"]
         self._epoch = epoch
         self._seed = seed
-        # A source that is made of others seeds their rows, and needs no seeding of its own.
+        # A source that is derived from others seeds their rows itself.
         self._seeds_rows = seed is not None and not hasattr(source, "seed_rows") and not draws_nothing(source)
         self._iterator: Iterator[Any] | None = None
         self._has_begun = False
 
     def take(self) -> Any:
-        """Returns the next sample, or raises StopIteration at the end; after any other error it can go on."""
+        """Returns the next sample, or raises StopIteration at the end; it can continue after any other error."""
         if self._seeds_rows:
             seed_generators(chain_seed(self._row, state=self._seed or 0) >> 1)
         if self._iterator is None:
@@ -66,52 +114,21 @@ class SourcePass:
         except Exception as error:
             self._has_begun = True
             self._row += 1
-            self._reject_to_go_on(error)
+            if isgenerator(self._iterator):  # it is finished: the next call would look like the end of the data
+                self.has_ended = True
+                raise StreamBrokenError(
+                    f"{type(self.source).__name__} raised {type(error).__name__}: {error}. Its `__iter__` is a "
+                    "generator, which cannot continue after an error. Catch the error in it, or return an object "
+                    "with `__next__`."
+                ) from error
             raise
         self._has_begun = True
         self._row += 1
         return sample
 
-    def take_into(self, rows: list[Any], size: int, *, sources: list[str]) -> None:
-        """Appends samples until there are `size` rows, and their sources where this is a mixture.
-
-        Raises StopIteration at the end and any error of a row; what came before it has been appended. Faster than
-        `take` by a microsecond a row where no row is seeded by itself.
-        """
-        is_mixed = hasattr(self.source, "source_names")
-        # An iterator should have an `__iter__`, too; one that has not can only be asked for one sample after the other.
-        if self._seeds_rows or is_mixed or not self._has_begun or not hasattr(self._iterator, "__iter__"):
-            rows.append(self.take())
-            if is_mixed:
-                sources.append(self.source.latest_source)
-            return
-        before = len(rows)
-        append = rows.append
-        try:
-            for sample in islice(self._iterator, size - before):  # type: ignore[arg-type]  # it has begun
-                append(sample)
-        except Exception as error:
-            self._row += len(rows) - before + 1
-            self._reject_to_go_on(error)
-            raise
-        self._row += len(rows) - before
-        if len(rows) < size:
-            self.has_ended = True
-            raise StopIteration
-
-    def _reject_to_go_on(self, error: Exception) -> None:
-        """Raises where nothing can follow: a generator that raised is finished; asking on would look like the end."""
-        if isgenerator(self._iterator):
-            self.has_ended = True
-            raise StreamBrokenError(
-                f"{type(self.source).__name__} raised {type(error).__name__}: {error}. Its iteration is a "
-                "generator, which cannot go on after an error, so what follows in it is lost. Catch the error in "
-                "it, or return an object with `__next__` from `__iter__`."
-            ) from error
-
     def state(self) -> Any:
-        """Returns where the next sample is, for another pass to begin there; the source must have a `state_dict`."""
-        # Before its first sample a source may still tell of the pass before.
+        """Returns the position of the next sample, from which another pass can start."""
+        # Before its first sample a source may still report the previous pass.
         source = self.source.state_dict() if self._has_begun else self._start
         return None if source is None else {"row": self._row, "source": source}
 
@@ -125,16 +142,16 @@ class SourcePass:
         return iter(self.source)
 
 
-_ROW_STREAM, _BLOCK_STREAM = 0x20FF, 0xB10C  # keep the seeds of rows and of blocks' orders apart
+_ROW_STREAM, _BLOCK_STREAM, _COLLATOR_STREAM = 0x20FF, 0xB10C, 0xC011  # separate the uses of the seed
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where a lane can be entered again: at this row, which the stream finds by its own state."""
+    """A row of a lane from which it can be read again."""
 
     row: int = 0
     state: Any = None
-    """What a SourcePass says there; None where the stream has no state, and all rows before are read again."""
+    """The state of a SourcePass there; None if the stream has no state and is read again from the start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +160,7 @@ class StreamReading:
 
     seed: int
     epoch: int
-    """Which pass over the stream this is."""
+    """The number of the pass over the stream."""
     block_size: int
     shuffle: bool
     skips_errors: bool = False
@@ -151,20 +168,16 @@ class StreamReading:
 
 
 @dataclass
-class Run:
-    """What lanes have at runs of places; it grows as they are read."""
+class LaneSamples:
+    """The samples that were read from lanes for one batch."""
 
     samples: list[Any] = field(default_factory=list)
     failures: list[RowFailure] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
-    """The source of each sample, where the stream is a mixture."""
+    """The source of each sample of a mixture."""
 
-    def add(self, rows: list[Any], sources: list[str], *, looks_closer: bool) -> None:
-        """Takes rows of a block, among which there may be failures and one error to be raised."""
-        if not looks_closer:
-            self.samples += rows
-            self.sources += sources
-            return
+    def add(self, rows: list[Any], sources: list[str]) -> None:
+        """Adds rows of a block; raises an error and separates failures that are among them."""
         for number, row in enumerate(rows):
             if isinstance(row, Exception):
                 raise row
@@ -181,7 +194,7 @@ class Lane:
     def __init__(self, stream: Any, *, number: int, cursor: Cursor, reading: StreamReading) -> None:
         entered = cursor if cursor.state is not None else Cursor()
         self.cursors: list[tuple[int, Cursor]] = [(number, entered)]
-        """Block starts that were passed since somebody last took this list, with the lane's number."""
+        """The block starts that were passed since this list was last emptied, with the lane's number."""
         self._number = number
         self._reading = reading
         self._source = type(stream).__name__
@@ -190,96 +203,86 @@ class Lane:
         self._block = self._row // reading.block_size - 1
         self._rows: list[Any] = []
         self._sources: list[str] = []
-        """The source of each row, where the stream is a mixture of several."""
-        self._has_failures = False
+        """The source of each row of a mixture."""
         self._has_ended = False
         self._error: Exception | None = None
         self._seed = chain_seed(reading.seed, _ROW_STREAM, reading.epoch, number)
-        # A stream that is made of others seeds their rows one by one; the rest is seeded block by block.
-        is_made_of_others = hasattr(stream, "seed_rows")
-        self._may_draw = not is_made_of_others and not draws_nothing(stream)
+        # A derived stream seeds its sources row by row; the others are seeded block by block.
+        is_derived = hasattr(stream, "seed_rows")
+        self._may_draw = not is_derived and not draws_nothing(stream)
         self._pass = SourcePass(
             stream,
             state=copy.deepcopy(entered.state),
             epoch=reading.epoch,
-            seed=self._seed if is_made_of_others else None,
+            seed=self._seed if is_derived else None,
         )
         if entered.row < cursor.row:
-            logger.info("%s has no state_dict: its first %d rows are read again to go on.", self._source, cursor.row)
+            logger.info("%s has no state_dict: reading its first %d rows again to resume.", self._source, cursor.row)
 
-    def read(self, first: int, count: int, run: Run) -> bool:
-        """Adds what stands at `count` places from `first` on; returns whether the lane goes on behind them.
+    def read(self, first: int, count: int, found: LaneSamples) -> bool:
+        """Adds the `count` rows from `first` on; returns False if the lane ends before or with them.
 
-        Places must not go back beyond the block in hand.
+        Rows must not precede the current block.
         """
-        place, stop, size = first, first + count, self._reading.block_size
-        while place < stop:
-            block = place // size
-            if not self._go_to(block):
-                return False
-            begin, end = place - block * size, min(stop - block * size, size)
-            run.add(self._rows[begin:end], self._sources[begin:end], looks_closer=self._has_failures)
+        row, stop, size = first, first + count, self._reading.block_size
+        while row < stop:
+            block = row // size
+            while self._block < block:
+                if self._error is not None:
+                    raise self._error
+                if self._has_ended:
+                    return False
+                self._read_block()
+            begin, end = row - block * size, min(stop - block * size, size)
+            found.add(self._rows[begin:end], self._sources[begin:end])
             if end > len(self._rows):
                 return False
-            place = block * size + end
-        return True
-
-    def _go_to(self, block: int) -> bool:
-        """Reads on until a block is in hand; False where the lane ends before it."""
-        while self._block < block:
-            if self._error is not None:
-                raise self._error
-            if self._has_ended:
-                return False
-            self._read_block()
+            row = block * size + end
         return True
 
     def _read_block(self) -> None:
-        """Reads the next block in one go: what its rows draw then depends on nothing else that draws meanwhile."""
+        """Reads the next block at once, so that its draws do not depend on other draws in between."""
+        reading = self._reading
         self._block += 1
         if self._row:
             state = copy.deepcopy(self._pass.state()) if self._can_resume else None
             self.cursors.append((self._number, Cursor(self._row, state)))
         if self._may_draw:
             seed_generators(chain_seed(self._block, state=self._seed) >> 1)
-        self._rows, self._sources, self._has_failures = [], [], False
-        while len(self._rows) < self._reading.block_size and not self._has_ended:
+        rows: list[Any] = []
+        sources: list[str] = []
+        is_mixed = hasattr(self._pass.source, "source_names")
+        while len(rows) < reading.block_size and not self._has_ended:
             try:
-                self._pass.take_into(self._rows, self._reading.block_size, sources=self._sources)
+                rows.append(self._pass.take())
             except StopIteration:
                 self._has_ended = True
+                break
             except Exception as error:
-                self._rows.append(self._take(error))
-                self._sources += [""] if self._sources else []
-                self._has_failures = True
-        self._row += len(self._rows)
-        if self._reading.shuffle:
-            order = self._order(len(self._rows))
-            self._rows = [self._rows[number] for number in order]
-            self._sources = [self._sources[number] for number in order] if self._sources else []
+                rows.append(self._failure(error, self._row + len(rows)))
+            if is_mixed:
+                sources.append(self._pass.source.latest_source or "")
+        self._row += len(rows)
+        if reading.shuffle:
+            key = mix_seed(reading.seed, _BLOCK_STREAM, reading.epoch, self._number, self._block)
+            order = permute(np.arange(len(rows), dtype=np.int64), len(rows), key=key).tolist()
+            rows = [rows[number] for number in order]
+            sources = [sources[number] for number in order] if is_mixed else []
+        self._rows, self._sources = rows, sources
 
-    def _take(self, error: Exception) -> RowFailure | Exception:
-        """Returns what stands in the row's place: the error itself, to be raised when its turn comes, or a Failure."""
+    def _failure(self, error: Exception, row: int) -> RowFailure | Exception:
+        """Returns what replaces a row: a RowFailure if errors are skipped, else the error, which is raised in turn."""
         lane = self._number if self._reading.num_lanes > 1 else None
-        failure = RowFailure.from_error(error, source=self._source, row=self._row + len(self._rows), lane=lane)
+        failure = RowFailure.from_error(error, source=self._source, row=row, lane=lane)
         if self._reading.skips_errors and not isinstance(error, StreamBrokenError):
             return failure
         failure.annotate(error)
-        self._error, self._has_ended = error, True  # nobody goes on behind it
+        self._error, self._has_ended = error, True
         return error
-
-    def _order(self, size: int) -> list[int]:
-        reading = self._reading
-        key = mix_seed(reading.seed, _BLOCK_STREAM, reading.epoch, self._number, self._block)
-        order: list[int] = permute(np.arange(size, dtype=np.int64), size, key=key).tolist()
-        return order
-
-
-_COLLATOR_STREAM = 0xC011  # keeps the collator's seeds apart from those of rows
 
 
 class LaneLayout(NamedTuple):
-    """How many lanes there are: columns across a batch, groups that take turns from batch to batch."""
+    """The number of lanes: columns across a batch, and groups that alternate from batch to batch."""
 
     columns: int = 1
     groups: int = 1
@@ -294,37 +297,35 @@ class LaneLayout(NamedTuple):
         return batch % self.groups * self.columns + column
 
 
-class Request(NamedTuple):
-    """This rank's places of one batch, as runs of places of lanes."""
+class LaneRequest(NamedTuple):
+    """This rank's rows of one batch."""
 
     batch: int
     size: int
-    """Places of the whole batch."""
+    """The size of the whole batch."""
     runs: tuple[tuple[int, int, int], ...]
-    """(lane, first place in it, number of places)."""
+    """(lane, first row in it, number of rows)."""
 
 
 def choose_layout(stream: Any, num_ranks: int, num_workers: int) -> LaneLayout:
-    """Returns as many lanes as there are readers, where the stream's shards can be dealt to them about evenly."""
+    """Returns one lane per reader if the stream's shards can be distributed about evenly, else fewer lanes."""
     shards = int(getattr(stream, "num_shards", 1)) if hasattr(stream, "shard") else 1
-
-    def is_fair(num_lanes: int) -> bool:
-        return shards % num_lanes == 0 or shards >= 8 * num_lanes
-
-    columns = max(each for each in range(1, num_ranks + 1) if num_ranks % each == 0 and is_fair(each))
+    fair = [num for num in range(1, num_ranks * max(num_workers, 1) + 1) if shards % num == 0 or shards >= 8 * num]
+    columns = max(each for each in fair if num_ranks % each == 0)
     workers = max(num_workers, 1)
-    groups = max(each for each in range(1, workers + 1) if workers % each == 0 and is_fair(columns * each))
+    groups = max(each for each in range(1, workers + 1) if workers % each == 0 and columns * each in fair)
     readers = num_ranks * workers
     if columns * groups < readers:
         why = f"{shards} shards" if shards > 1 else "no `num_shards` and `shard`"
         logger.info(
-            "%s has %s: its %d readers read rows that others use, and drop them.", type(stream).__name__, why, readers
-        )
+            "%s has %s: its %d readers also read and discard the rows of other readers.",
+            type(stream).__name__, why, readers,
+        )  # fmt: skip
     return LaneLayout(columns, groups)
 
 
 class LaneFetcher(Dataset[Any]):
-    """Fetches and collates places of lanes; runs in workers too, each with lanes opened as they are needed."""
+    """Fetches and collates rows of lanes, which are opened when they are needed; runs in workers too."""
 
     def __init__(
         self,
@@ -343,81 +344,71 @@ class LaneFetcher(Dataset[Any]):
         self._lanes: dict[int, Lane] = {}
         self._ended: set[int] = set()
         self._stand_in: Any = None
-        self._stream_may_draw = not draws_nothing(stream)
         self._collator_may_draw = not getattr(collator, "draws_nothing", False)
+        self._may_draw = self._collator_may_draw or not draws_nothing(stream)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return make_in_project, (LaneFetcher, registry.project_folder()), self.__dict__
 
-    def fetch(self, request: Request) -> Fetched:
-        """Serves in the run's own process, leaving its generators as they were."""
-        if not (self._stream_may_draw or self._collator_may_draw):
-            return self._fetch(request)
-        with preserve_generators():
-            return self._fetch(request)
-
-    def __getitems__(self, request: Request) -> Fetched:
-        """Serves in a worker. A stream that deals its samples to torch's workers by itself is asked for all of them."""
+    def __getitems__(self, request: LaneRequest) -> Fetched:
+        """Fetches a batch in a worker. A stream that distributes its samples over torch's workers returns all."""
         with without_worker_info():
-            return self._fetch(request)
+            return self.fetch(request)
 
-    def describe(self, request: Request) -> str:
-        """Names the places of the lanes, which are rows in blocks of `data.shuffle_buffer`."""
+    def describe(self, request: LaneRequest) -> str:
+        """Names the rows of the lanes, in the order within blocks of `data.shuffle_buffer`."""
         runs = [f"{first} to {first + count - 1} of lane {lane}" for lane, first, count in request.runs]
-        return f"batch {request.batch}, places {', '.join(runs)}"
+        return f"batch {request.batch}, positions {', '.join(runs)}"
 
-    def _fetch(self, request: Request) -> Fetched:
-        run = Run()
-        for number, first, num_places in request.runs:
-            if not self._lane(number).read(first, num_places, run):
-                self._ended.add(number)
-        if run.samples:
-            self._stand_in = run.samples[-1]
-        samples = run.samples or [self._find_stand_in()]
-        if self._collator_may_draw:
-            reading, first_place = self._reading, request.runs[0][1] if request.runs else 0
-            seed_generators(mix_seed(reading.seed, _COLLATOR_STREAM, reading.epoch, request.batch, first_place))
-        batch = self._collator(samples)
+    def fetch(self, request: LaneRequest) -> Fetched:
+        """Fetches and collates the rows; preserves the states of the global generators."""
+        found = LaneSamples()
+        with preserve_generators() if self._may_draw else nullcontext():
+            for number, first, count in request.runs:
+                if number not in self._lanes:
+                    self._lanes[number] = self._open(self._shard(number), number, self._cursors.get(number, Cursor()))
+                if not self._lanes[number].read(first, count, found):
+                    self._ended.add(number)
+            if found.samples:
+                self._stand_in = found.samples[-1]
+            samples = found.samples or [self._find_stand_in()]
+            if self._collator_may_draw:
+                reading, first_row = self._reading, request.runs[0][1] if request.runs else 0
+                seed_generators(mix_seed(reading.seed, _COLLATOR_STREAM, reading.epoch, request.batch, first_row))
+            batch = self._collator(samples)
+        cursors = tuple(cursor for lane in self._lanes.values() for cursor in lane.cursors)
+        for lane in self._lanes.values():
+            lane.cursors = []
         return Fetched(
             batch,
-            num_samples=len(run.samples),
-            failures=tuple(run.failures),
-            cursors=self._take_cursors(),
-            sources=tuple(run.sources),
+            num_samples=len(found.samples),
+            failures=tuple(found.failures),
+            cursors=cursors,
+            sources=tuple(found.sources),
             ended=tuple(self._ended),
         )
 
-    def _lane(self, number: int) -> Lane:
-        if number not in self._lanes:
-            cursor = self._cursors.get(number, Cursor())
-            self._lanes[number] = Lane(self._part(number), number=number, cursor=cursor, reading=self._reading)
-        return self._lanes[number]
+    def _open(self, stream: Any, number: int, cursor: Cursor) -> Lane:
+        return Lane(stream, number=number, cursor=cursor, reading=self._reading)
 
-    def _part(self, number: int) -> Any:
+    def _shard(self, number: int) -> Any:
         if self._layout.num_lanes == 1:
             return self._stream
         return self._stream.shard(num_shards=self._layout.num_lanes, index=number)
 
     def _find_stand_in(self) -> Any:
-        """Returns a sample for a rank that has none: its last, or the first that any lane gives."""
+        """Returns a sample for a rank without one: its last one, or the first one of any lane."""
         for number in range(self._layout.num_lanes):
             if self._stand_in is not None:
                 break
-            lane = Lane(own_copy(self._part(number)), number=number, cursor=Cursor(), reading=self._reading)
-            run, place = Run(), 0
-            while not run.samples and lane.read(place, 1, run):
-                place += 1
-            self._stand_in = run.samples[0] if run.samples else None
+            lane = self._open(copy_stream(self._shard(number)), number, Cursor())
+            found, row = LaneSamples(), 0
+            while not found.samples and lane.read(row, 1, found):
+                row += 1
+            self._stand_in = found.samples[0] if found.samples else None
         if self._stand_in is None:
-            advice = (
-                "Check the path or filter that makes it; if it can be iterated only once, return a fresh iterator from "
-                "each `__iter__`."
+            raise DataError(
+                f"{type(self._stream).__name__} returned no sample in pass {self._reading.epoch + 1}. Check its path "
+                "or filter; if it can be iterated only once, return a new iterator from each `__iter__`."
             )
-            raise DataError(f"{type(self._stream).__name__} gave no sample in pass {self._reading.epoch + 1}. {advice}")
         return self._stand_in
-
-    def _take_cursors(self) -> tuple[tuple[int, Cursor], ...]:
-        taken = tuple(cursor for lane in self._lanes.values() for cursor in lane.cursors)
-        for lane in self._lanes.values():
-            lane.cursors = []
-        return taken

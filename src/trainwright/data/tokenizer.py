@@ -1,8 +1,8 @@
-"""One small interface to every tokenizer: a tokenizer.json, a folder in Hugging Face's layout, or plain bytes.
+"""One interface to every tokenizer: a tokenizer.json, a folder in Hugging Face's layout, or plain bytes.
 
     load_tokenizer(name_or_path) → TextTokenizer → encode, decode, the ids of special tokens
 
-Nothing is read before the first use, and nothing is ever downloaded. Who pads and cuts the tokens is collators/.
+Files are read at first use, and nothing is downloaded. Padding and truncation are in collators/.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from trainwright.errors import DataError
 
@@ -24,7 +24,7 @@ BYTES_SPECIAL: Mapping[str, int] = {"pad": 256, "bos": 257, "eos": 258, "mask": 
 
 ROLES = ("pad", "eos", "bos", "mask", "unk", "cls", "sep")
 
-# What tokenizers without a configuration file call their special tokens; taken only where one is marked special.
+# The names of special tokens in tokenizers without a configuration file; used only for tokens marked as special.
 USUAL_NAMES: Mapping[str, tuple[str, ...]] = {
     "pad": ("[PAD]", "<pad>", "<|pad|>"),
     "eos": ("</s>", "<eos>", "[EOS]", "<|endoftext|>", "<|end_of_text|>"),
@@ -36,42 +36,15 @@ USUAL_NAMES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-class Engine(Protocol):
-    """What turns texts into tokens: plain bytes, the tokenizers library, or transformers."""
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-        ...
-
-    @property
-    def roles(self) -> Mapping[str, int]:
-        """The tokens of those ROLES that this tokenizer has."""
-        ...
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """All tokens that stand for no text."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Returns the tokens of each text."""
-        ...
-
-    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
-        """Returns the text."""
-        ...
-
-
 def load_tokenizer(
     name_or_path: str | os.PathLike[str] | TextTokenizer,
     *,
     project_dir: str | os.PathLike[str] | None = None,
     add_special_tokens: bool = True,
 ) -> TextTokenizer:
-    """Returns the tokenizer of this name or path; one that is loaded already comes back as it is.
+    """Returns the tokenizer of this name or path; a TextTokenizer is returned unchanged.
 
-    A relative path begins at `project_dir`, which is the folder of the run file.
+    A relative path starts at `project_dir`, the folder of the run file.
 
     >>> tokenizer = load_tokenizer("bytes")
     >>> tokenizer.encode("hé"), tokenizer.decode([104, 195, 169, tokenizer.eos_id]), tokenizer.vocab_size
@@ -83,7 +56,7 @@ def load_tokenizer(
 
 
 def tokenizer_of(owner: Any) -> Any:
-    """Returns the tokenizer of a dataset or collator, or of the first source within that has one; None without any."""
+    """Returns the tokenizer of a dataset or collator, or of the first of its sources that has one; else None."""
     if owner is None or isinstance(owner, str | Path):
         return None
     found = getattr(owner, "tokenizer", None)
@@ -96,10 +69,10 @@ def tokenizer_of(owner: Any) -> Any:
 
 
 class TextTokenizer:
-    """A tokenizer that is read at its first use, and again by each worker that it is pickled to.
+    """A tokenizer that is read at first use, and again by each worker that it is pickled to.
 
-    `add_special_tokens` keeps the tokens that the tokenizer itself puts around a text, such as [CLS] and [SEP];
-    `bytes` puts none. Cutting and padding that a tokenizer.json asks for are left to the collator.
+    `add_special_tokens` keeps the tokens that the tokenizer adds to a text, such as [CLS] and [SEP]; `bytes` adds
+    none. Truncation and padding settings of a tokenizer.json are ignored: the collator does both.
     """
 
     def __init__(
@@ -110,10 +83,10 @@ class TextTokenizer:
         add_special_tokens: bool = True,
     ) -> None:
         self.name = os.fspath(name_or_path)
-        # Made absolute at once, for a worker or a later call may stand in another folder.
+        # Absolute, because a worker or a later call may run in another folder.
         self.path = Path(os.path.abspath(Path(project_dir or ".") / Path(self.name).expanduser()))  # noqa: PTH100
         self.add_special_tokens = add_special_tokens
-        self._loaded: Engine | None = None
+        self._loaded: _ByteEngine | _LibraryEngine | _TransformersEngine | None = None
         self._affixes: tuple[list[int], list[int]] | None = None
 
     def __repr__(self) -> str:
@@ -129,32 +102,32 @@ class TextTokenizer:
 
     @property
     def pad_id(self) -> int | None:
-        """The token that fills short samples up; None where the tokenizer has none."""
+        """The padding token; None if the tokenizer has none."""
         return self._engine.roles.get("pad")
 
     @property
     def eos_id(self) -> int | None:
-        """The token that ends a text; None where the tokenizer has none."""
+        """The token at the end of a text; None if the tokenizer has none."""
         return self._engine.roles.get("eos")
 
     @property
     def bos_id(self) -> int | None:
-        """The token that begins a text; None where the tokenizer has none."""
+        """The token at the start of a text; None if the tokenizer has none."""
         return self._engine.roles.get("bos")
 
     @property
     def mask_id(self) -> int | None:
-        """The token that hides another; None where the tokenizer has none."""
+        """The mask token; None if the tokenizer has none."""
         return self._engine.roles.get("mask")
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """All tokens that stand for no text."""
+        """All tokens that represent no text."""
         return self._engine.special_ids
 
     @property
     def affixes(self) -> tuple[list[int], list[int]]:
-        """The tokens that stand before and after the text of each sample, both empty without `add_special_tokens`."""
+        """The tokens before and after the text of each sample, both empty without `add_special_tokens`."""
         if self._affixes is None:
             self._affixes = ([], [])
             if self.add_special_tokens:
@@ -172,7 +145,7 @@ class TextTokenizer:
     def encode_batch(
         self, texts: Sequence[str], *, max_length: int | None = None, add_special_tokens: bool | None = None
     ) -> list[list[int]]:
-        """Returns the tokens of each text; a longer one is cut at its end, before the tokens that close it."""
+        """Returns the tokens of each text; a longer one is truncated before its closing special tokens."""
         add = self.add_special_tokens if add_special_tokens is None else add_special_tokens
         try:
             encoded = self._engine.encode_batch(texts, add_special_tokens=add)
@@ -189,33 +162,33 @@ class TextTokenizer:
         wrong = next((one for one in plain if not 0 <= one < self.vocab_size), None)
         if wrong is not None:
             raise DataError(
-                f"{wrong} is no token of {self.name}, whose tokens are 0 … {self.vocab_size - 1}. "
-                "Decode input_ids; labels hold -100 where nothing is to be learnt."
+                f"{wrong} is not a token of {self.name}, whose tokens are 0 … {self.vocab_size - 1}. "
+                "Decode input_ids, not labels, which contain -100."
             )
         return self._engine.decode(plain, skip_special_tokens=skip_special_tokens)
 
     @property
-    def _engine(self) -> Engine:
+    def _engine(self) -> _ByteEngine | _LibraryEngine | _TransformersEngine:
         if self._loaded is None:
-            self._loaded = _Bytes() if self.name == BYTES else _read(self.name, self.path)
+            self._loaded = _ByteEngine() if self.name == BYTES else _read(self.name, self.path)
         return self._loaded
 
 
 def cut_text(ids: list[int], closing: list[int], max_length: int) -> list[int]:
-    """Returns at most `max_length` tokens; what is cut is the text's end, not the tokens that close it."""
+    """Returns at most `max_length` tokens; the end of the text is removed, not the closing special tokens."""
     if len(ids) <= max_length:
         return ids
     if max_length <= len(closing):
         raise DataError(
-            f"max_length is {max_length}, and the tokenizer closes each text with {len(closing)} special tokens. "
+            f"max_length is {max_length}, but the tokenizer ends each text with {len(closing)} special tokens. "
             "Raise it, or set add_special_tokens to false."
         )
     return ids[: max_length - len(closing)] + closing
 
 
 @dataclass(frozen=True)
-class _Bytes:
-    """Each byte of a text's UTF-8 is a token."""
+class _ByteEngine:
+    """Each byte of a text's UTF-8 encoding is a token."""
 
     vocab_size: int = 256 + len(BYTES_SPECIAL)
     roles: Mapping[str, int] = field(default_factory=lambda: dict(BYTES_SPECIAL))
@@ -228,12 +201,12 @@ class _Bytes:
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         names = {} if skip_special_tokens else {number: f"<{role}>" for role, number in BYTES_SPECIAL.items()}
-        pieces = [bytes([one]) if one < 256 else names.get(one, "").encode() for one in ids]
-        return b"".join(pieces).decode(errors="replace")
+        chunks = [bytes([one]) if one < 256 else names.get(one, "").encode() for one in ids]
+        return b"".join(chunks).decode(errors="replace")
 
 
-class _Library:
-    """A tokenizer.json, by the tokenizers library."""
+class _LibraryEngine:
+    """A tokenizer.json, read by the tokenizers library."""
 
     def __init__(self, file: Path) -> None:
         from tokenizers import Tokenizer
@@ -241,10 +214,8 @@ class _Library:
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exceptions
-            raise DataError(
-                f"This is no tokenizer that the tokenizers library can read: {error}. Save it again.", where=file
-            ) from error
-        # Some files ask for 128 tokens whatever the text; widths are the collator's alone.
+            raise DataError(f"The tokenizers library cannot read this file: {error}.", where=file) from error
+        # Some files pad every text to 128 tokens; the collator decides the width.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -263,16 +234,16 @@ class _Library:
         return text
 
 
-class _Transformers:
-    """A folder without tokenizer.json, by transformers."""
+class _TransformersEngine:
+    """A folder without tokenizer.json, read by transformers."""
 
     def __init__(self, folder: Path) -> None:
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
             raise DataError(
-                "This folder holds no tokenizer.json, and other formats are read by transformers, which is not "
-                "installed. Install it: pip install 'trainwright[transformers]'.",
+                "This folder has no tokenizer.json; other formats need transformers, which is not installed. "
+                "Install it: pip install 'trainwright[transformers]'.",
                 where=folder,
             ) from error
         try:
@@ -282,8 +253,8 @@ class _Transformers:
         except Exception as error:  # whatever the many tokenizer classes raise
             found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
             raise DataError(
-                f"This folder holds no tokenizer.json, and transformers cannot read a tokenizer from it either: "
-                f"{type(error).__name__}: {error} The folder holds: {found}.",
+                f"This folder has no tokenizer.json, and transformers cannot read a tokenizer from it: "
+                f"{type(error).__name__}: {error} The folder contains: {found}.",
                 where=folder,
             ) from error
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
@@ -300,17 +271,18 @@ class _Transformers:
         return text
 
 
-def _read(name: str, path: Path) -> Engine:
-    """Reads a file, a folder, or what Hugging Face's cache holds under this name."""
-    folder = path if path.is_dir() else _cached(name)
+def _read(name: str, path: Path) -> _LibraryEngine | _TransformersEngine:
+    """Reads a file, a folder, or what Hugging Face's cache contains under this name."""
     if path.is_file():
-        return _Library(path)
+        return _LibraryEngine(path)
+    folder = path if path.is_dir() else _cached(name)
     if folder is None:
         raise DataError(
-            f'There is no tokenizer "{name}". Looked for: the file or folder {path}; the model "{name}" in Hugging '
-            f"Face's cache on this machine. Give a tokenizer.json, a folder that holds one, or {BYTES}."
+            f'There is no tokenizer "{name}": neither a file or folder {path}, nor a model "{name}" in the local '
+            f"Hugging Face cache. Use a tokenizer.json, a folder that contains one, or {BYTES}."
         )
-    return _Library(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else _Transformers(folder)
+    file = folder / "tokenizer.json"
+    return _LibraryEngine(file) if file.is_file() else _TransformersEngine(folder)
 
 
 def _cached(name: str) -> Path | None:
@@ -321,29 +293,27 @@ def _cached(name: str) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
     except ImportError as error:
         raise DataError(
-            f'There is no file or folder "{name}", and models in Hugging Face\'s cache are found by huggingface_hub, '
-            "which is not installed. Install it: pip install 'trainwright[huggingface_hub]'."
+            f'There is no file or folder "{name}", and Hugging Face\'s cache needs huggingface_hub, which is not '
+            "installed. Install it: pip install 'trainwright[huggingface_hub]'."
         ) from error
     found = (try_to_load_from_cache(name, file) for file in ("tokenizer.json", "tokenizer_config.json"))
     return next((Path(file).parent for file in found if isinstance(file, str)), None)
 
 
 def _find_roles(folder: Path, vocabulary: Mapping[str, int], special: Mapping[str, int]) -> dict[str, int]:
-    """Returns each role's token: as the files beside the tokenizer say, else by its usual name."""
-    told: dict[str, Any] = {}
+    """Returns each role's token: from the files next to the tokenizer, else by its usual name."""
+    settings: dict[str, Any] = {}
     for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
         if file.is_file():
             try:
-                told |= json.loads(file.read_text("utf-8"))
+                settings |= json.loads(file.read_text("utf-8"))
             except (ValueError, TypeError) as error:
-                raise DataError(
-                    f"This is no JSON object: {error}. Repair the file, or remove it.", where=file
-                ) from error
+                raise DataError(f"Not a JSON object: {error}. Repair or remove the file.", where=file) from error
     roles = {}
     for role in ROLES:
-        named = told.get(f"{role}_token")
+        named = settings.get(f"{role}_token")
         text = named.get("content") if isinstance(named, Mapping) else named
-        if text is None and not told:
+        if text is None and not settings:
             text = next((usual for usual in USUAL_NAMES[role] if usual in special), None)
         if isinstance(text, str) and text in vocabulary:
             roles[role] = vocabulary[text]
@@ -353,12 +323,12 @@ def _find_roles(folder: Path, vocabulary: Mapping[str, int], special: Mapping[st
 def _unfit_text(texts: Sequence[Any], error: Exception) -> DataError:
     for number, text in enumerate(texts):
         if not isinstance(text, str):
-            return DataError(f"Text {number} (counted from 0) is a {type(text).__name__}, {text!r:.60}. Give texts.")
+            return DataError(f"Text {number} (counted from 0) is a {type(text).__name__}, {text!r:.60}, not a text.")
         try:
             text.encode()
         except UnicodeEncodeError as broken:
             return DataError(
-                f"Text {number} (counted from 0) is no valid Unicode: {broken}. Read its file as UTF-8 "
-                'with errors="replace".'
+                f"Text {number} (counted from 0) is not valid Unicode: {broken}. Read its file as UTF-8 with "
+                'errors="replace".'
             )
     return DataError(f"The texts cannot be tokenized: {error}.")

@@ -1,10 +1,7 @@
-"""Lets a fetcher serve requests, in this process or in workers, in the order in which they are made.
+"""Fetches batches in worker processes, in the order of the requests.
 
-    for batch, request, fetched in deliver(fetcher, requests, options, to_device): ...
-
-A worker that dies (a crash, or the kernel out of memory) ends the run with the samples that it was reading.
-What a request is, and what is fetched for it, is the fetcher's: fetch.py for data with an index, stream_loader.py
-for streams, processing/process.py for rows that go through a function.
+If a worker dies (a crash, or out of memory), the error names the samples that it was reading. The fetcher defines the
+requests: fetch.py for data with an index, streams.py for streams, process.py for rows that a function processes.
 """
 
 from __future__ import annotations
@@ -26,7 +23,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from trainwright.data.fetch import Fetched
 from trainwright.errors import DataError
 from trainwright.events.storage import forget_storages
 
@@ -35,73 +31,34 @@ _WORKER_GRACE_SECONDS = 30
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """How batches are fetched; none of it changes what is in them."""
+    """How batches are fetched; their content does not depend on it."""
 
     num_workers: int = 0
     arguments: Mapping[str, Any] | None = None
-    """Further arguments of torch's DataLoader, used when there are workers."""
+    """Further arguments of torch's DataLoader, used with workers."""
 
 
 class WorkerFetcher(Protocol):
-    """What serves requests in a worker."""
+    """Fetches in a worker."""
 
     def __getitems__(self, request: Any) -> Any:
-        """Serves in a worker."""
+        """Returns the result for a request."""
         ...
 
     def describe(self, request: Any) -> str:
-        """Says which samples a request asks for."""
+        """Names the samples of a request."""
         ...
-
-
-class Fetcher(WorkerFetcher, Protocol):
-    """What serves requests in a worker or in the run's own process."""
-
-    def fetch(self, request: Any) -> Fetched:
-        """Serves in the run's own process, whose generators must be left as they were."""
-        ...
-
-
-ToDevice = Callable[[Iterator[Any]], Iterator[Any]]
-"""Maps an iterator of host batches to one of device batches; it may run ahead of what is asked for."""
-
-
-def deliver(
-    fetcher: Fetcher, requests: Iterator[Any], options: LoaderOptions, to_device: ToDevice, *, label: str
-) -> Generator[tuple[Any, Any, Fetched], None, None]:
-    """Yields each batch on the device, with its request and all that was fetched for it."""
-    # What belongs to a batch waits here, for the device needs none of it.
-    arrived: deque[tuple[Any, Fetched]] = deque()
-
-    def host_batches() -> Iterator[Any]:
-        for request, fetched in _serve(fetcher, requests, options, label=label):
-            arrived.append((request, fetched))
-            yield fetched.batch
-
-    for batch in to_device(host_batches()):
-        yield batch, *arrived.popleft()
 
 
 def prepare_worker(_: int) -> None:
-    """Lets workers outlive a signal to the whole process group until the step is finished and saved."""
+    """Lets workers survive a signal to the process group until the step is finished and saved."""
     forget_storages()
-    gc.enable()  # the run collects between its steps, and a worker has none
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or each worker would take every core
+    gc.enable()  # the run collects between its steps, which a worker does not have
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else each worker uses every core
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    # Not ignored for ever: a worker that hangs in a user's code must still be possible to end.
+    # Delayed, not ignored: a worker that hangs in user code must still end.
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_WORKER_GRACE_SECONDS))
-
-
-def _serve(
-    fetcher: Fetcher, requests: Iterator[Any], options: LoaderOptions, *, label: str
-) -> Generator[tuple[Any, Fetched], None, None]:
-    """Yields each request with what was fetched for it."""
-    if options.num_workers > 0:
-        yield from serve_in_workers(fetcher, requests, options, label=label)
-        return
-    for request in requests:
-        yield request, fetcher.fetch(request)
 
 
 def serve_in_workers(
@@ -110,81 +67,81 @@ def serve_in_workers(
     options: LoaderOptions,
     *,
     label: str,
-    advice: str = "Look at those samples, or lower data.num_workers or data.loader.prefetch_factor.",
+    advice: str = "Check those samples, or lower data.num_workers or data.loader.prefetch_factor.",
     prepare: Callable[[int], None] = prepare_worker,
 ) -> Generator[tuple[Any, Any], None, None]:
-    """Yields each request with what was fetched for it; requests are made ahead of their answers.
+    """Yields each request with its result; requests are sent ahead of the results.
 
-    `prepare` is called first in each worker, with its number; `advice` ends the error about one that died.
+    `prepare` is called first in each worker, with its number; `advice` ends the error about a worker that died.
     """
     waiting: deque[Any] = deque()
 
-    def noted() -> Iterator[Any]:
+    def recorded() -> Iterator[Any]:
         for request in requests:
             waiting.append(request)
             yield request
 
-    in_hand = RawArray("q", [-1] * options.num_workers)
+    current = RawArray("q", [-1] * options.num_workers)
     loader: DataLoader[Any] = DataLoader(
-        _Numbered(fetcher, in_hand),
-        batch_sampler=enumerate(noted()),  # type: ignore[arg-type]  # any iterable of requests
-        collate_fn=_as_it_is,  # the fetcher has collated already
+        _NumberedRequests(fetcher, current),
+        batch_sampler=enumerate(recorded()),  # type: ignore[arg-type]  # any iterable of requests
+        collate_fn=_identity,  # the fetcher has collated already
         num_workers=options.num_workers,
         worker_init_fn=prepare,
-        # The loader draws a seed at its start; from a generator of its own, for the run's is not to be disturbed.
+        # The loader draws a seed when it starts; a separate generator keeps the run's unchanged.
         generator=torch.Generator(),
         **dict(options.arguments or {}),
     )
     with _without_child_signals():
-        answers: Any = iter(loader)
-    num_answered = 0
+        results: Any = iter(loader)
+    num_results = 0
     try:
-        for fetched in answers:
+        for fetched in results:
             if isinstance(fetched, Exception):
                 raise fetched
             yield waiting.popleft(), fetched
-            num_answered += 1
+            num_results += 1
     except (RuntimeError, OSError, EOFError) as error:
-        explained = _explain(error, answers=answers, in_hand=list(in_hand), num_answered=num_answered)
+        explained = _explain(error, results=results, current=list(current), num_results=num_results)
         if explained is None:
             raise
         worker, cause = explained
-        # Requests that were answered are no longer waiting; the one in hand is.
-        place = -1 if worker is None else in_hand[worker] - num_answered
-        reading = f", while reading {fetcher.describe(waiting[place])}" if 0 <= place < len(waiting) else ""
+        # Requests with a result are no longer waiting; the worker's current one is.
+        number = -1 if worker is None else current[worker] - num_results
+        reading = f", while reading {fetcher.describe(waiting[number])}" if 0 <= number < len(waiting) else ""
         raise DataError(f"{label}: {cause}{reading}. {advice}") from error
     finally:
-        # torch would do it when the iterator dies, but a traceback keeps that alive until the interpreter's exit,
-        # which then waits for workers that still hope to serve.
-        answers._shutdown_workers()
+        # torch does this when the iterator is deleted, but a traceback keeps it alive until the interpreter's exit,
+        # which then waits for the workers.
+        results._shutdown_workers()
 
 
-class _Numbered(Dataset[Any]):
-    """A fetcher in a worker, which notes the number of the request in hand where the run can read it."""
+class _NumberedRequests(Dataset[Any]):
+    """A fetcher in a worker, which records the number of the current request in shared memory."""
 
-    def __init__(self, fetcher: WorkerFetcher, in_hand: Any) -> None:
+    def __init__(self, fetcher: WorkerFetcher, current: Any) -> None:
         self._fetcher = fetcher
-        self._in_hand = in_hand
+        self._current = current
 
     def __getitems__(self, numbered: tuple[int, Any]) -> Any:
         number, request = numbered
         worker = get_worker_info()
         assert worker is not None
-        self._in_hand[worker.id] = number
+        self._current[worker.id] = number
         try:
             return self._fetcher.__getitems__(request)
         except Exception as error:
-            return _for_travel(error, worker.id)
+            return _prepare_error(error, worker.id)
         finally:
-            self._in_hand[worker.id] = -1
+            self._current[worker.id] = -1
 
 
 @contextmanager
 def without_worker_info() -> Iterator[None]:
     """Makes torch's `get_worker_info` return None, as outside of a worker.
 
-    A stream that deals its samples to workers by itself would leave out those of other workers. torch keeps what it
-    returns in a private variable, and has no function to set it.
+    A stream that distributes its samples over torch's workers itself would omit those of other workers. torch keeps
+    the value in a private variable and has no function to set it.
     """
     info, torch_worker._worker_info = torch_worker._worker_info, None
     try:
@@ -193,63 +150,62 @@ def without_worker_info() -> Iterator[None]:
         torch_worker._worker_info = info
 
 
-def _as_it_is(fetched: Any) -> Any:
+def _identity(fetched: Any) -> Any:
     return fetched
 
 
-def _for_travel(error: Exception, worker: int) -> Exception:
-    """Returns an error to be raised in the run's process; one that cannot go there is raised here, for torch to tell.
+def _prepare_error(error: Exception, worker: int) -> Exception:
+    """Returns an error that is raised again in the run's process; raises one that cannot be pickled, for torch.
 
-    torch makes a long text of every error's traceback; what a user needs of it is one line.
+    torch turns the traceback of an error into a long text; one line of it is enough for a user.
     """
-    # An error in our words has its cause in the user's code, and the cause itself does not travel.
+    # An error of this package is caused by an error in user code, and the cause is not pickled.
     cause = error.__cause__
-    told = error if cause is None or cause.__traceback__ is None else cause
-    *_, innermost = traceback.walk_tb(told.__traceback__)
-    frame, line = innermost
+    origin = error if cause is None or cause.__traceback__ is None else cause
+    *_, (frame, line) = traceback.walk_tb(origin.__traceback__)
     error.add_note(f"in worker {worker}, at {frame.f_code.co_filename}:{line} in {frame.f_code.co_name}")
     try:
-        travelled = ForkingPickler.loads(ForkingPickler.dumps(error))
+        copied = ForkingPickler.loads(ForkingPickler.dumps(error))
     except Exception:
         raise error from None
-    if type(travelled) is not type(error) or str(travelled) != str(error):
+    if type(copied) is not type(error) or str(copied) != str(error):
         raise error
     return error
 
 
 @contextmanager
 def _without_child_signals() -> Iterator[None]:
-    """Keeps torch from raising out of a signal handler, in the midst of a step, when a worker dies.
+    """Keeps torch from raising in a signal handler, in the middle of a step, when a worker dies.
 
-    It asks after its workers whenever it waits for them, and there we can say what they were reading.
+    torch also checks its workers whenever it waits for them; there the error can name what they were reading.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.getsignal(signal.SIGCHLD)
     if before is None or str(getattr(before, "__module__", "")).startswith("torch."):
-        before = signal.SIG_DFL  # torch sets its handler once in a process, perhaps for an earlier loader
+        before = signal.SIG_DFL  # torch installs its handler once per process, perhaps for an earlier loader
     try:
         yield
     finally:
         signal.signal(signal.SIGCHLD, before)
 
 
-def _explain(error: Exception, *, answers: Any, in_hand: list[int], num_answered: int) -> tuple[int | None, str] | None:
+def _explain(error: Exception, *, results: Any, current: list[int], num_results: int) -> tuple[int | None, str] | None:
     """Returns the worker that died or hangs, and what happened to it; None for any other error."""
     if str(error).startswith("DataLoader timed out"):
-        slowest = in_hand.index(num_answered) if num_answered in in_hand else None
-        return slowest, f"no batch came within data.loader.timeout ({error})"
-    # A worker that leaves in the midst of an answer is met as a broken connection.
+        slowest = current.index(num_results) if num_results in current else None
+        return slowest, f"no batch arrived within data.loader.timeout ({error})"
+    # A worker that exits while it sends a result causes a connection error.
     is_connection = isinstance(error, (ConnectionError, EOFError))
     if not is_connection and not str(error).startswith("DataLoader worker"):
         return None
-    for each in answers._workers:
+    for each in results._workers:
         each.join(1.0 if is_connection else 0.0)
-    dead = [number for number, each in enumerate(answers._workers) if not each.is_alive()]
+    dead = [number for number, each in enumerate(results._workers) if not each.is_alive()]
     if not dead:
         return None
-    code = answers._workers[dead[0]].exitcode
+    code = results._workers[dead[0]].exitcode
     cause = f"ended with exit code {code}"
     if code is not None and code < 0:
         cause = f"was killed by {signal.Signals(-code).name}"

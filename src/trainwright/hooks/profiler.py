@@ -387,7 +387,7 @@ class Profiler(Hook):
         wait_for(self.trainer.device)
         assert self.trainer.train_data is not None
         not_counted = sum(self.trainer.heartbeat.seconds_in(phase) for phase in NOT_COUNTED)
-        return time.perf_counter() - not_counted, self.trainer.train_data.position
+        return time.perf_counter() - not_counted, self.trainer.train_data.samples_seen
 
     def _begin_profile(self) -> None:
         self._has_begun = True

@@ -37,14 +37,14 @@ class TimeSteps(Hook):
 
     def before_step(self) -> None:
         """Starts the clock."""
-        self._position = self._data.position
+        self._position = self._data.samples_seen
         self._start = time.perf_counter()
 
     def after_step(self) -> None:
         """Stops the clock."""
         seconds = time.perf_counter() - self._start
         # By position: a step may use several batches, and the last one may be smaller.
-        samples = self._data.position - self._position
+        samples = self._data.samples_seen - self._position
         storage, batch = self.trainer.storage, self.trainer.batch.value
         # Means: the rate of a window is all its samples over all its seconds, not a mean of rates.
         storage.put_metric("seconds_per_step", Mean(seconds, 1.0), 1.0)
@@ -98,9 +98,9 @@ class CountProgress(Hook):
 
     def after_step(self) -> None:
         """Puts the totals."""
-        totals: dict[str, float] = {"samples_seen": self._data.position}
+        totals: dict[str, float] = {"samples_seen": self._data.samples_seen}
         if self._tokens_per_sample is not None:
-            totals["tokens_seen"] = self._data.position * int(self._tokens_per_sample)
+            totals["tokens_seen"] = self._data.samples_seen * int(self._tokens_per_sample)
         self.trainer.storage.put_scalars({**totals, **self.state_dict()}, smoothing_hint=False)
 
     def on_anomaly(self, anomaly: Any) -> None:

@@ -275,7 +275,7 @@ class _Pass:
                     raise
                 failure = late or error
             if self._aggregates:
-                gathered = _gather_outputs(values or {}, data.samples_in_hand, failure, self._trainer.ranks)
+                gathered = _gather_outputs(values or {}, data.batch_num_samples, failure, self._trainer.ranks)
                 try:
                     if values is not None:
                         self.state = self._trainer.task.aggregate_logs(self.state, gathered)
@@ -299,10 +299,10 @@ class _Pass:
         self._agree_to_continue(failure, has_ended=has_ended)
         if has_ended:
             return None
-        trainer.set_batch(batch, data.samples_in_hand)
+        trainer.set_batch(batch, data.batch_num_samples)
         trainer.heartbeat.enter("evaluate")
         self._garbage.tidy(is_due=False)  # batches of an evaluation may leave cycles as steps do
-        return self._step(batch, passthrough, data.samples_in_hand)
+        return self._step(batch, passthrough, data.batch_num_samples)
 
     def _agree_to_continue(self, failure: Exception | None, *, has_ended: bool) -> None:
         """Raises a failure of any rank, or EvaluationAbandoned after a request to leave.

@@ -142,7 +142,7 @@ class TrainIterator(Iterator[Any]):
 
     def __next__(self) -> Any:
         value = next(self._batches)
-        self.fetched = Batch(value, self._data.samples_in_hand)
+        self.fetched = Batch(value, self._data.batch_num_samples)
         return value
 
     def restart(self) -> None:
@@ -558,7 +558,7 @@ class Trainer:
                 for call in self._hook_calls.before_step:
                     call()
                 self.heartbeat.enter("data", state.step + 1)
-                self._data_start = data.places
+                self._data_start = data.order_position
                 try:
                     batch = self.next_train_inputs(iterator)
                 except StopIteration:
@@ -571,7 +571,7 @@ class Trainer:
                 fetched = iterator.fetched
                 self.batch = fetched if batch is fetched.value else Batch(batch, count_samples(batch, fetched))
                 if self._updater.detector is not None:
-                    self._updater.detector.positions = (self._data_start, data.places)
+                    self._updater.detector.positions = (self._data_start, data.order_position)
                 num_samples = self.batch.num_samples
                 if not self._is_inspected:
                     self._inspect_forward(batch)
@@ -844,7 +844,7 @@ class Trainer:
 
     def _is_save_due(self) -> bool:
         state = self.state
-        position = 0 if self.train_data is None else self.train_data.places
+        position = 0 if self.train_data is None else self.train_data.order_position
         return bool(
             state.save_requested
             or self.is_last_step
@@ -1044,7 +1044,7 @@ class Trainer:
         # Not the count of the restored state: otherwise a run could roll back forever.
         anomalies.num_anomalies = num_anomalies
         start, stop = anomalies.positions_to_skip(anomaly, data.global_batch_size)
-        data.leave_out(start, stop)
+        data.skip_positions(start, stop)
         if ranks.is_first:
             logger.warning(
                 "Rolled back to step %d. Data positions %d to %d are left out.", self.state.step, start, stop

@@ -45,7 +45,7 @@ def test_samples_come_back_by_index_over_many_batches(tmp_path, small_batches):
 @pytest.mark.parametrize("index", [10, -11])
 def test_an_index_outside_is_rejected(tmp_path, index):
     rows = write(tmp_path, [{"a": 1}] * 10)
-    with pytest.raises(IndexError, match="outside of the 10 samples"):
+    with pytest.raises(IndexError, match="out of range for the 10 samples"):
         rows[index]
 
 

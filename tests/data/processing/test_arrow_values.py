@@ -97,14 +97,14 @@ def test_what_cannot_be_stored_is_named_with_its_place():
     ],
 )
 def test_a_number_that_float32_cannot_hold_is_rejected_by_name(value):
-    with pytest.raises(TypeError, match=r"^x.*holds 1e\+3.*, which does not fit into float32"):
+    with pytest.raises(TypeError, match=r"^x.*contains 1e\+3.*, which does not fit into float32"):
         to_storable(value, "x")
 
 
 def test_numbers_without_a_sign_come_back_or_are_rejected():
     (found,) = there_and_back(np.array([2**63 - 1], np.uint64))
     assert found.tolist() == [2**63 - 1]
-    with pytest.raises(TypeError, match="x holds 9223372036854775808, which does not fit into int64"):
+    with pytest.raises(TypeError, match="x contains 9223372036854775808, which does not fit into int64"):
         to_storable(np.array([2**63], np.uint64), "x")
 
 

@@ -306,11 +306,11 @@ def test_who_reads_the_earlier_samples_survives_a_rebuild(run, tmp_path, monkeyp
 
 
 def test_progress_and_the_result_are_told(run, caplog, monkeypatch):
-    monkeypatch.setattr(process, "_SAY_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(process, "_REPORT_EVERY_SECONDS", 0.0)
     with caplog.at_level(logging.INFO, "trainwright"):
         run(lambda sample: [sample, sample])
     assert any("lambda: 5 of 10 rows, " in message and message.endswith("rows/s") for message in caplog.messages)
-    assert "lambda: 10 rows → 20 samples in 0.0 s, kept in " in caplog.messages[-1]
+    assert "lambda: 10 rows → 20 samples in 0.0 s, cached in " in caplog.messages[-1]
 
 
 def test_processed_samples_can_be_processed_again(run):
@@ -428,7 +428,7 @@ def test_what_works_on_rows_can_travel_to_a_spawned_worker():
 
 
 def test_progress_is_told_with_workers_too(run, caplog, monkeypatch):
-    monkeypatch.setattr(process, "_SAY_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(process, "_REPORT_EVERY_SECONDS", 0.0)
     with caplog.at_level(logging.INFO, "trainwright"):
         run(encode, num_workers=2)
     assert any("encode: 5 of 10 rows, " in message for message in caplog.messages)

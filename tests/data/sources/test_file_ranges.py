@@ -1,4 +1,4 @@
-"""The pieces of files that a stream reads."""
+"""The file ranges that a stream reads."""
 
 import json
 
@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.messages import raises
 
-from trainwright.data.sources.file_stream import FileRange, check_range, identify_range, share_of
+from trainwright.data.sources.file_stream import FileRange, FileStream, _FilePosition
+from trainwright.data.sources.formats import TextFormat
 from trainwright.data.sources.locations import FileLocation
 from trainwright.errors import ConfigError, DataError
 
@@ -15,38 +16,46 @@ def ranges_of(*labels, size=10):
     return [FileRange(FileLocation(f"/data/{label}", size, label)) for label in labels]
 
 
+def stream_of(file_ranges, position=None):
+    stream = FileStream("unused", TextFormat("line"))
+    stream._ranges, stream._start = file_ranges, position
+    return stream
+
+
 @settings(max_examples=50)
 @given(st.integers(1, 20).flatmap(lambda count: st.tuples(st.just(count), st.integers(1, count))))
-def test_the_shares_in_order_are_all_pieces(case):
+def test_the_shards_in_order_cover_all_ranges(case):
     count, num_shards = case
     file_ranges = ranges_of(*map(str, range(count)))
-    shares = [share_of(file_ranges, num_shards=num_shards, index=index) for index in range(num_shards)]
-    assert [file_range for share in shares for file_range in share] == file_ranges
-    assert all(shares)
+    whole = stream_of(file_ranges)
+    shards = [whole.shard(num_shards=num_shards, index=index).file_ranges for index in range(num_shards)]
+    assert [file_range for shard in shards for file_range in shard] == file_ranges
+    assert all(shards)
 
 
-def test_more_shares_than_pieces_are_rejected():
+def test_more_shards_than_ranges_are_rejected():
     with raises(ConfigError, "0", "3", "2"):
-        share_of(ranges_of("a", "b"), num_shards=3, index=0)
+        stream_of(ranges_of("a", "b")).shard(num_shards=3, index=0)
 
 
 @settings(max_examples=60)
 @given(st.sets(st.sampled_from("abcdef"), min_size=1), st.sets(st.sampled_from("abcdef"), min_size=1), st.data())
-def test_a_state_is_taken_where_the_piece_is_the_same_and_rejected_elsewhere(before, after, data):
+def test_a_state_is_accepted_if_its_range_is_unchanged_and_rejected_otherwise(before, after, data):
     before, after = ranges_of(*sorted(before)), ranges_of(*sorted(after))
     number = data.draw(st.integers(0, len(before)))
-    saved = json.loads(json.dumps(identify_range(before, number)))
-    place = min(number, len(before) - 1)
-    if place < len(after) and after[place] == before[place]:
-        check_range(after, saved)
+    saved = json.loads(json.dumps(stream_of(before, _FilePosition(number, 1)).state_dict()))
+    number = min(number, len(before) - 1)
+    if number < len(after) and after[number] == before[number]:
+        stream_of(after).load_state_dict(saved)
     else:
-        with raises(DataError, before[place].location.label, golden=False):
-            check_range(after, saved)
+        with raises(DataError, before[number].location.label, golden=False):
+            stream_of(after).load_state_dict(saved)
 
 
-def test_both_pieces_are_named_with_their_sizes_and_stretches():
-    saved = identify_range([FileRange(FileLocation("/data/b", 30, "b"), begin, begin + 10) for begin in (0, 10)], 1)
+def test_both_ranges_are_named_with_their_sizes_and_limits():
+    ranges = [FileRange(FileLocation("/data/b", 30, "b"), begin, begin + 10) for begin in (0, 10)]
+    saved = stream_of(ranges, _FilePosition(1, 15)).state_dict()
     with raises(DataError, "b", "30", "10", "20"):
-        check_range(ranges_of("0", "a"), saved)
+        stream_of(ranges_of("0", "a")).load_state_dict(saved)
     with raises(DataError, "b", "30", "10", "20", "1"):
-        check_range(ranges_of("a"), saved)
+        stream_of(ranges_of("a")).load_state_dict(saved)

@@ -303,7 +303,9 @@ def test_resuming_reads_from_the_place_and_not_from_the_start(tmp_path, monkeypa
     stream = text("x.txt", unit="line", streaming=True, project_dir=tmp_path)
     lines = []
     original = file_stream._OpenRange._next_line
-    monkeypatch.setattr(file_stream._OpenRange, "_next_line", lambda piece: lines.append(original(piece)) or lines[-1])
+    monkeypatch.setattr(
+        file_stream._OpenRange, "_next_line", lambda opened: lines.append(original(opened)) or lines[-1]
+    )
     stream.load_state_dict({**stream.state_dict(), "offset": 8 * 99_999, "line": 99_999})
     assert texts(stream) == ["0099999"]
     assert len(lines) == 2

@@ -73,7 +73,7 @@ def test_a_batch_holds_the_same_samples_as_single_calls(train):
 
 
 def test_an_index_beyond_the_end_is_an_index_error(train):
-    with pytest.raises(IndexError, match="outside"):
+    with pytest.raises(IndexError, match="out of range"):
         train[len(train)]
 
 

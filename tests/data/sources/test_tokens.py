@@ -75,7 +75,7 @@ def test_a_sample_is_int64_and_its_labels_have_memory_of_their_own(tmp_path):
     assert dataset.tokens_per_sample == 2
     sample["labels"].fill_(-100)
     assert sample["input_ids"].tolist() == [3, 4]
-    with pytest.raises(IndexError, match="outside of the 2 samples"):
+    with pytest.raises(IndexError, match="out of range for the 2 samples"):
         dataset[2]
 
 

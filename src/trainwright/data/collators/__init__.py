@@ -1,9 +1,8 @@
 """From a list of samples to one batch, on the host. The loop moves it to the device.
 
-A collator is any callable from a list of samples to a nest of tensors; one that packs samples into rows
-of its own defines `split(batch, n)` too, which returns n micro-batches. One that surely uses no randomness
-may say `draws_nothing = True`, which saves seeding the generators for each batch. Each file here holds one;
-samples.py (what is in a batch's samples) and padding.py (how wide a batch is) serve them all.
+A collator is any callable from a list of samples to a nest of tensors; one that packs samples into rows also defines
+`split(batch, n)`, which returns n micro-batches. One that uses no randomness may set `draws_nothing = True`, so that
+the generators are not seeded for each batch. Each file has one collator; samples.py has their common functions.
 """
 
 from trainwright.data.collators.stack import Stack, reject_lists

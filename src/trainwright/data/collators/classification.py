@@ -1,4 +1,4 @@
-"""Classification: features, texts or tokens with one class each; names of classes become numbers."""
+"""Classification: features, texts or tokens with one class per sample; class names become numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainwright.data.collators.padded import Padded
-from trainwright.data.collators.samples import Columns, columns_of, names_of, sample_error, stack_column
+from trainwright.data.collators.samples import Columns, columns_of, names_of, require, sample_error, stack_column
 from trainwright.data.collators.tokenize import encode_missing
 from trainwright.data.tokenizer import TextTokenizer
 from trainwright.errors import ConfigError, DataError
@@ -19,11 +19,11 @@ from trainwright.events.mean import IGNORED_LABEL
 
 
 class Classification:
-    """Gives `labels`, int64 [samples], beside the samples' inputs: padded tokens, tokenized texts, or stacked features.
+    """Returns `labels`, int64 [samples], and the samples' inputs: padded tokens, tokenized texts, or stacked features.
 
-    The class stands in the field `label`, or by default in `labels` or `label`: a number, or a name of `classes`,
-    whose place is then its number. A tokenizer turns the field `text` into `input_ids`; samples that already have
-    `input_ids` need one only for its padding token.
+    The class is in the field `label`, by default `labels` or `label`: a number, or a name of `classes`, whose number
+    is its index. A tokenizer converts the field `text` to `input_ids`; samples with `input_ids` need one only for its
+    padding token.
 
     >>> collator = Classification(classes=["cat", "dog"])
     >>> batch = collator([{"x": [0.5, 1.0], "label": "dog"}, {"x": [1, 0], "label": "cat"}])
@@ -65,8 +65,8 @@ class Classification:
             )
         elif max_length or pad_to_multiple_of or buckets or vocab_size:
             raise ConfigError(
-                "max_length, pad_to_multiple_of, buckets and vocab_size are for tokens, and nothing says which token "
-                "pads. Give a tokenizer or pad_token_id, or remove them."
+                "max_length, pad_to_multiple_of, buckets and vocab_size need a padding token. Set a tokenizer or "
+                "pad_token_id, or remove them."
             )
         self.tokenizer = None if self.padded is None else self.padded.tokenizer
 
@@ -75,66 +75,49 @@ class Classification:
         columns = columns_of(samples, drop=self.drop)
         labels = self.labels.take(columns)
         if labels is None:
-            raise DataError(
-                f'The samples have no "{self.labels.field or "label"}"; they have {", ".join(columns) or "no fields"}. '
-                "Set label to the field that holds the class."
-            )
-        return {**self._collate_inputs(columns), "labels": labels}
-
-    def _collate_inputs(self, columns: Columns) -> dict[str, Tensor]:
+            require(columns, self.labels.field or "label", "Set label to the field of the class.")
         if self.padded is not None and self.tokenizer is not None:
             encode_missing(columns, self.padded, self.text)
         if "input_ids" not in columns:
-            return {name: stack_column(column, name) for name, column in columns.items()}
-        if self.padded is None:
-            raise DataError("The samples have input_ids, and nothing says which token pads. Give pad_token_id.")
-        return self.padded.collate(columns)
+            batch = {name: stack_column(column, name) for name, column in columns.items()}
+        elif self.padded is None:
+            raise DataError("The samples have input_ids, but the padding token is unknown. Set pad_token_id.")
+        else:
+            batch = self.padded.collate(columns)
+        return {**batch, "labels": labels}
 
 
 class Labels:
-    """From the classes of a batch's samples to numbers."""
+    """Converts the classes of a batch's samples to numbers."""
 
     def __init__(self, *, classes: Sequence[str | int] | None, field: str | None) -> None:
         if classes is not None and (isinstance(classes, str) or len(set(classes)) != len(classes) or not classes):
-            raise ConfigError(f"classes is {classes!r}. Give a list of different names, such as [cat, dog].")
+            raise ConfigError(f"classes is {classes!r}. Use a list of different names, such as [cat, dog].")
         self.field = field
         self.numbers: Mapping[Any, int] | None = None
+        self._limit = float("inf")
         if classes is not None:
             self.numbers = {name: number for number, name in enumerate(classes)}
+            self._limit = len(classes) if all(isinstance(name, str) for name in classes) else 0
 
     def take(self, columns: Columns) -> Tensor | None:
-        """Removes the field of labels from the columns and returns them as numbers; None where there is none."""
+        """Removes the field of labels from the columns and returns them as numbers; None if there is none."""
         names = [self.field] if self.field is not None else ["labels", "label"]
         name = next((name for name in names if name in columns), None)
         if name is None:
             return None
-        return torch.tensor([self._number(value, name, place) for place, value in enumerate(columns.pop(name))])
+        return torch.tensor([self._number(value, name, number) for number, value in enumerate(columns.pop(name))])
 
-    def _number(self, value: Any, field: str, place: int) -> int:
-        if isinstance(value, (Tensor, np.ndarray)) and value.ndim == 0:
-            value = value.item()
-        if isinstance(value, (np.integer, np.bool_, np.str_)):
+    def _number(self, value: Any, field: str, sample: int) -> int:
+        if isinstance(value, (Tensor, np.ndarray, np.generic)) and value.ndim == 0:
             value = value.item()
         if self.numbers is not None and isinstance(value, (str, int)) and value in self.numbers:
             return self.numbers[value]
-        if isinstance(value, str):
-            if self.numbers is None:
-                raise sample_error(
-                    place, field, f"is the text {value!r:.40}. List the names of all classes: classes: […]."
-                )
-            raise sample_error(
-                place, field, f"is {value!r:.40}, which is none of classes: {self._known()}. Add it there."
-            )
-        if not isinstance(value, int):
-            raise sample_error(place, field, f"is a {type(value).__name__}, {value!r:.40}. Give one class a sample.")
-        number = int(value)
-        has_names = self.numbers is not None and all(isinstance(name, str) for name in self.numbers)
-        limit = float("inf") if self.numbers is None else len(self.numbers) if has_names else 0
-        if number != IGNORED_LABEL and not 0 <= number < limit:
-            known = "from 0" if self.numbers is None else f"of classes: {self._known()}"
-            raise sample_error(place, field, f"is the class {number}. Classes are whole numbers {known}.")
-        return number
-
-    def _known(self) -> str:
-        names = [str(name) for name in self.numbers or ()]
-        return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+        if isinstance(value, int) and (value == IGNORED_LABEL or 0 <= value < self._limit):
+            return int(value)
+        known = "Classes are integers from 0, or names that are listed in classes."
+        if self.numbers is not None:
+            names = [str(name) for name in self.numbers]
+            more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+            known = f"classes has {', '.join(names[:20])}{more}."
+        raise sample_error(sample, field, f"is the {type(value).__name__} {value!r:.40}, which is not a class. {known}")

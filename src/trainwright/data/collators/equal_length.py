@@ -1,4 +1,4 @@
-"""EqualLength: blocks of tokens that are all as long, so that nothing is padded and nothing is masked."""
+"""EqualLength: blocks of tokens of one length, without padding and mask."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from trainwright.events.mean import IGNORED_LABEL
 class EqualLength:
     """Stacks token sequences of one length: `input_ids` and `labels`, int64 [samples, length]; no attention mask.
 
-    Where the samples have no `labels`, these are a copy of `input_ids` (the model shifts them) unless `make_labels`
-    is false. Other fields are stacked; those in `drop` are left out. `vocab_size` has every token checked.
+    Without `labels` in the samples they are a copy of `input_ids` (the model shifts them), unless `make_labels` is
+    false. Other fields are stacked; those in `drop` are removed. `vocab_size` enables a check of every token.
 
     >>> batch = EqualLength()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9, 1]}])
     >>> batch["input_ids"].tolist(), torch.equal(batch["labels"], batch["input_ids"])
@@ -42,12 +42,12 @@ class EqualLength:
     def __call__(self, samples: list[Any]) -> dict[str, Tensor]:
         """Returns the batch, on the host."""
         columns = columns_of(samples, drop=self.drop)
-        tokens = require(columns, "input_ids", "Let the dataset return tokens.")
+        tokens = require(columns, "input_ids", "Return tokens from the dataset.")
         batch = {"input_ids": self._stack_tokens(tokens, "input_ids")}
         if "labels" in columns and np.ndim(columns["labels"][0]) == 1:
             batch["labels"] = self._stack_tokens(columns["labels"], "labels", besides=IGNORED_LABEL)
         elif "labels" not in columns and self.make_labels:
-            batch["labels"] = batch["input_ids"].clone()  # its own memory: a trainer may write into it
+            batch["labels"] = batch["input_ids"].clone()  # a copy, because a trainer may modify it
         others = {name: column for name, column in columns.items() if name not in batch}
         return {**batch, **{name: stack_column(column, name) for name, column in others.items()}}
 
@@ -56,12 +56,8 @@ class EqualLength:
         length = len(rows[0])
         for number, row in enumerate(rows):
             if len(row) != length:
-                raise sample_error(
-                    number,
-                    field,
-                    f"has {len(row)} tokens, sample 0 has {length}. Make all samples as long, "
-                    'or use the collator "padded".',
-                )
+                problem = f"has {len(row)} tokens, but sample 0 has {length}."
+                raise sample_error(number, field, f'{problem} Use the collator "padded".')
         tokens = np.concatenate(rows, dtype=np.int64, casting="unsafe").reshape(len(rows), length)
         check_tokens(tokens, field, self.vocab_size, besides=besides)
         return torch.from_numpy(tokens)

@@ -1,6 +1,6 @@
-"""MaskedLanguageModel: hides some of the tokens, which the model is to find again, as BERT is trained.
+"""MaskedLanguageModel: masks some of the tokens, which the model predicts, as in BERT.
 
-It draws from torch's global generator, which the loader seeds for each batch, so a resumed run hides the same.
+It draws from torch's global generator, which the loader seeds for each batch, so a resumed run has the same masks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from trainwright.events.mean import IGNORED_LABEL
 
 
 class MaskedLanguageModel:
-    """Pads `input_ids`, hides `mask_probability` of the tokens, and sets `labels` to them, to −100 everywhere else.
+    """Pads `input_ids`, masks `mask_probability` of the tokens; `labels` are these tokens, −100 everywhere else.
 
-    Of the hidden tokens `mask_fraction` become the mask token, `random_fraction` any token that is not special, and
-    the rest stay. Special tokens (the tokenizer's, `special_token_ids`, or where a sample's `special_tokens_mask` is
-    1) are never hidden. Samples without `input_ids` are tokenized from their field `text`. Without a tokenizer give
+    Of the masked tokens `mask_fraction` become the mask token, `random_fraction` a random token that is not special,
+    and the rest stay. Special tokens (the tokenizer's, `special_token_ids`, or where a sample's `special_tokens_mask`
+    is 1) are never masked. Samples without `input_ids` are tokenized from their field `text`. Without a tokenizer set
     `mask_token_id`, `pad_token_id` and `vocab_size`.
 
     >>> collator = MaskedLanguageModel(mask_token_id=99, pad_token_id=0, vocab_size=100, mask_probability=0.5)
@@ -58,12 +58,10 @@ class MaskedLanguageModel:
         if min(mask_fraction, random_fraction) < 0.0 or mask_fraction + random_fraction > 1.0 + 1e-9:
             raise ConfigError(
                 f"mask_fraction is {mask_fraction} and random_fraction is {random_fraction}. "
-                "Use numbers from 0, together at most 1; the rest of the hidden tokens stay as they are."
+                "Use numbers from 0 with a sum of at most 1."
             )
         if tokenizer is None and (mask_token_id is None or vocab_size is None):
-            raise ConfigError(
-                "Nothing says which token hides others. Give a tokenizer, or mask_token_id and vocab_size."
-            )
+            raise ConfigError("The mask token is unknown. Set a tokenizer, or mask_token_id and vocab_size.")
         self.text = text
         self.mask_probability = mask_probability
         self.mask_fraction = mask_fraction
@@ -87,10 +85,10 @@ class MaskedLanguageModel:
 
     @property
     def mask_token_id(self) -> int:
-        """The token that hides others: the given one, else the tokenizer's."""
+        """The mask token: the given one, else the tokenizer's."""
         if self._given_mask_id is not None:
             return self._given_mask_id
-        assert self.tokenizer is not None  # the constructor saw to it
+        assert self.tokenizer is not None  # checked in the constructor
         if self.tokenizer.mask_id is None:
             raise DataError(f"The tokenizer {self.tokenizer.name} has no mask token. Set mask_token_id.")
         return self.tokenizer.mask_id
@@ -99,44 +97,41 @@ class MaskedLanguageModel:
         """Returns the batch, on the host."""
         columns = columns_of(samples, drop=self.drop)
         if "labels" in columns:
-            raise DataError(
-                "The samples have labels, and this collator makes its own: the hidden tokens. Add drop: [labels]."
-            )
+            raise DataError("The samples have labels, but this collator creates them. Add drop: [labels].")
         encode_missing(columns, self.padded, self.text)
         batch = self.padded.collate(columns)
-        may_hide = batch["attention_mask"].bool()
+        can_mask = batch["attention_mask"].bool()
         if "special_tokens_mask" in batch:
-            may_hide &= batch.pop("special_tokens_mask") == 0
-        batch["input_ids"], batch["labels"] = self._hide(batch["input_ids"], may_hide)
+            can_mask &= batch.pop("special_tokens_mask") == 0
+        batch["input_ids"], batch["labels"] = self._mask(batch["input_ids"], can_mask)
         return batch
 
-    def _hide(self, tokens: Tensor, may_hide: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the tokens with some hidden, and the labels, both [samples, width]."""
+    def _mask(self, tokens: Tensor, can_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the tokens after masking, and the labels, both [samples, width]."""
         is_special, ordinary = self._make_tables(tokens)
-        hidden = (torch.rand(tokens.shape) < self.mask_probability) & may_hide & ~is_special[tokens]
-        found = tokens[hidden]
+        masked = (torch.rand(tokens.shape) < self.mask_probability) & can_mask & ~is_special[tokens]
+        found = tokens[masked]
         lot = torch.rand(len(found))
         others = ordinary[torch.randint(len(ordinary), found.shape)]
         shown = torch.where(lot < self.mask_fraction + self.random_fraction, others, found)
         shown[lot < self.mask_fraction] = self.mask_token_id
-        return tokens.masked_scatter(hidden, shown), tokens.masked_fill(~hidden, IGNORED_LABEL)
+        return tokens.masked_scatter(masked, shown), tokens.masked_fill(~masked, IGNORED_LABEL)
 
     def _make_tables(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns which token is special, and all that are not; made once."""
+        """Returns a bool per token that is True for special ones, and all others; computed once."""
         if self._tables is None:
             known = frozenset() if self.tokenizer is None else self.tokenizer.special_ids
             special = {*known, *self.special_token_ids, self.mask_token_id, self.padded.pad_token_id}
-            size = self.vocab_size if self.vocab_size is not None else self._tokenizer_size()
+            size = self.vocab_size
+            if size is None:
+                assert self.tokenizer is not None  # checked in the constructor
+                size = self.tokenizer.vocab_size
             is_special = np.zeros(size, dtype=np.bool_)
             is_special[[one for one in special if one < size]] = True
             self._tables = torch.from_numpy(is_special), torch.from_numpy(np.flatnonzero(~is_special))
         if int(tokens.max()) >= len(self._tables[0]):
             raise DataError(
-                f"A token of the batch, {int(tokens.max())}, is outside the tokenizer's vocabulary of "
-                f"{len(self._tables[0])}. Use the tokenizer that the samples were made with, or set vocab_size."
+                f"The token {int(tokens.max())} is outside the tokenizer's vocabulary of {len(self._tables[0])}. "
+                "Use the tokenizer of the samples, or set vocab_size."
             )
         return self._tables
-
-    def _tokenizer_size(self) -> int:
-        assert self.tokenizer is not None  # the constructor saw to it
-        return self.tokenizer.vocab_size

@@ -1,4 +1,4 @@
-"""SequenceToSequence: an input and a target of their own lengths, as translation and summarizing have them."""
+"""SequenceToSequence: inputs and targets of different lengths, as in translation and summarization."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from trainwright.events.mean import IGNORED_LABEL
 
 
 class SequenceToSequence:
-    """Pads `input_ids` with an attention mask, and `labels` with −100, each to a width of its own.
+    """Pads `input_ids` with an attention mask, and `labels` with −100, each to its own width.
 
-    With `decoder_start_token_id` the batch also has `decoder_input_ids`: the labels shifted right behind that
-    token, padded with `pad_token_id`; most models make them themselves. `max_length`, `buckets` are the input's,
-    `max_label_length`, `label_buckets` the labels'; `pad_to_multiple_of` holds for both.
+    With `decoder_start_token_id` the batch also has `decoder_input_ids`: the labels shifted right, with that token
+    first and `pad_token_id` as padding; most models compute them. `max_length` and `buckets` apply to the input,
+    `max_label_length` and `label_buckets` to the labels, `pad_to_multiple_of` to both.
 
     >>> collator = SequenceToSequence(pad_token_id=0, decoder_start_token_id=1)
     >>> batch = collator([{"input_ids": [5, 6, 7], "labels": [8, 9, 2]}, {"input_ids": [5], "labels": [3]}])
@@ -68,12 +68,12 @@ class SequenceToSequence:
     def __call__(self, samples: list[Any]) -> dict[str, Tensor]:
         """Returns the batch, on the host."""
         columns = columns_of(samples, drop=self.drop)
-        targets = require(columns, "labels", "Let the dataset return the target's tokens as labels.")
+        targets = require(columns, "labels", "Return the target's tokens as labels.")
         rows = token_rows(targets, "labels")
         batch = self.inputs.collate({name: column for name, column in columns.items() if name != "labels"})
         lengths = [len(row) for row in rows]
         width = self.label_width.of(lengths, "labels")
-        rows = [row[:length] for row, length in zip(rows, self.label_width.cut(lengths), strict=True)]
+        rows = [row[:length] for row, length in zip(rows, self.label_width.truncate(lengths), strict=True)]
         labels = pad_rows(rows, width, IGNORED_LABEL)
         check_tokens(labels, "labels", self.vocab_size, besides=IGNORED_LABEL)
         batch["labels"] = torch.from_numpy(labels)

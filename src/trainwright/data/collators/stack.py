@@ -1,11 +1,12 @@
-"""Stack: the collator for samples that are equal in shape already, whatever they hold.
+"""Stack: the collator for samples of equal shapes, and the check that a collator returns tensors.
 
-Also here: the check that a collator made tensors at all. Samples of unequal length are padded.py's.
+Samples of different lengths are padded in padded.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -29,13 +30,16 @@ class Stack:
         """Returns the batch, on the host."""
         first = samples[0]
         if isinstance(first, Mapping):
+            batch = {}
             for sample in samples:
                 if sample.keys() != first.keys():
                     raise DataError(
                         f"The samples of a batch have different fields: {', '.join(first)}; {', '.join(sample)}. "
-                        "Give all samples the same ones, or write a collator (data.collator)."
+                        "Return the same fields for all samples, or write a collator (data.collator)."
                     )
-            return {name: _stack([sample[name] for sample in samples], repr(name)) for name in first}
+            for name in first:
+                batch[name] = _stack(list(map(itemgetter(name), samples)), repr(name))
+            return batch
         if type(first) in (tuple, list):
             columns = enumerate(zip(*samples, strict=True))
             return type(first)(_stack(list(column), str(number)) for number, column in columns)
@@ -50,23 +54,15 @@ def _stack(values: list[Any], field: str) -> Any:
         shapes = {str(tuple(value.shape)) if hasattr(value, "shape") else type(value).__name__ for value in values}
         raise DataError(
             f"The samples of a batch cannot be stacked: field {field} is {' and '.join(sorted(shapes))}. "
-            "Make them equal, or write a collator that pads them (data.collator)."
+            "Return equal shapes, or use a collator that pads (data.collator)."
         ) from error
 
 
 def reject_lists(batch: Any) -> None:
-    """Rejects a batch without any tensor: the work of a collator that stacks nothing."""
-    # A list of tensors is not looked into: that is the mistake itself.
+    """Rejects a batch without any tensor, as a collator that stacks nothing returns it."""
+    # A list of tensors counts as one leaf: it is the mistake itself.
     leaves = tree_leaves(batch, is_leaf=lambda value: isinstance(value, list))
     if not isinstance(batch, Mapping) or not batch or any(isinstance(leaf, torch.Tensor) for leaf in leaves):
         return
-    held = ", ".join(f"{name} ({_describe(value)})" for name, value in batch.items())
-    raise DataError(
-        f"There is no tensor in the batch: {held}. Let the collator stack the samples' values into tensors."
-    )
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, list) and value:
-        return f"a list of {len(value)} {type(value[0]).__name__}s"
-    return f"a {type(value).__name__}"
+    fields = ", ".join(f"{name} ({type(value).__name__})" for name, value in batch.items())
+    raise DataError(f"The batch contains no tensor: {fields}. Stack the samples' values into tensors in the collator.")

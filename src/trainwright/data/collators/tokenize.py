@@ -1,6 +1,6 @@
-"""Tokenize: from texts to a padded batch, for causal language models; also prompts whose completions are learnt.
+"""Tokenize: texts, or prompts with completions, to a padded batch for causal language models.
 
-What is done with the tokens is padded.py's.
+padded.py pads the tokens.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from trainwright.events.mean import IGNORED_LABEL
 class Tokenize:
     """Tokenizes the field `text`, or `prompt` and `completion` with loss on the completion only; pads as `padded` does.
 
-    `add_special_tokens` keeps what the tokenizer itself puts around a text; `add_bos` and `add_eos` add the tokens
-    that begin and end one where it does not. `max_length` counts them all; a text that it cuts gets no `eos`, for
-    it does not end there, and a prompt that fills it leaves nothing to learn. The width of a batch is decided by
-    `pad_to_multiple_of` or `buckets`. Other fields are stacked, and must be numbers; `drop` leaves fields out.
+    `add_special_tokens` keeps the tokens that the tokenizer adds; `add_bos` and `add_eos` add the tokens at the start
+    and end of a text if it does not. `max_length` counts all of them; a truncated text has no `eos`, and a prompt that
+    fills it leaves nothing to learn. `pad_to_multiple_of` or `buckets` define the width of a batch. Other fields must
+    be numbers and are stacked; `drop` removes fields.
 
     >>> batch = Tokenize(tokenizer="bytes", prompt="ask", completion="say", add_eos=True)([{"ask": "1+1=", "say": "2"}])
     >>> batch["input_ids"].tolist(), batch["labels"].tolist()
@@ -55,9 +55,9 @@ class Tokenize:
     ) -> None:
         if (prompt is None) != (completion is None):
             given = "prompt" if completion is None else "completion"
-            raise ConfigError(f"Only {given} is given. Give both prompt and completion, or text.")
+            raise ConfigError(f"Only {given} is set. Set both prompt and completion, or text.")
         if prompt is not None and not make_labels:
-            raise ConfigError("make_labels is false, and completions are told from prompts by labels. Remove it.")
+            raise ConfigError("make_labels is false, but only labels separate completions from prompts. Remove it.")
         self.tokenizer = load_tokenizer(tokenizer, project_dir=project_dir, add_special_tokens=add_special_tokens)
         self.text, self.prompt, self.completion = text, prompt, completion
         self.add_bos, self.add_eos = add_bos, add_eos
@@ -77,20 +77,20 @@ class Tokenize:
         """Returns the batch, on the host."""
         columns = columns_of(samples, drop=self.drop)
         if self.prompt is not None and self.completion is not None:
-            advice = "Set prompt and completion to the names of the fields that hold them."
+            advice = "Set prompt and completion to the names of their fields."
             prompts = require(columns, self.prompt, advice)
             completions = require(columns, self.completion, advice)
             tokens = self._encode_pairs(prompts, completions, self.prompt, self.completion)
         else:
-            texts = require(columns, self.text, "Set text to the name of the field that holds the text.")
+            texts = require(columns, self.text, "Set text to the name of the text's field.")
             tokens = {"input_ids": self._encode_texts(texts)}
         used = {self.prompt, self.completion} if self.prompt is not None else {self.text}
         others = {name: column for name, column in columns.items() if name not in used}
-        taken = sorted(tokens.keys() & others.keys())
-        if taken:
+        repeated = sorted(tokens.keys() & others.keys())
+        if repeated:
             raise DataError(
-                f'The samples already have {", ".join(taken)} beside their texts. Use the collator "padded" for them, '
-                f"or leave them out with drop: [{', '.join(taken)}]."
+                f'The samples already have {", ".join(repeated)} in addition to texts. Use the collator "padded", '
+                f"or remove them with drop: [{', '.join(repeated)}]."
             )
         return self.padded.collate({**tokens, **others})
 
@@ -100,48 +100,46 @@ class Tokenize:
         return [self._fit([*begin, *ids, *end]) for ids in encoded]
 
     def _encode_pairs(self, prompts: list[Any], completions: list[Any], prompt: str, completion: str) -> Columns:
-        """Returns the tokens of each prompt with its completion, and labels that leave the prompt out.
+        """Returns the tokens of each prompt with its completion, and labels without the prompt.
 
-        The two are encoded apart, so that the border is exact and the prompt the same as when it stands alone.
+        Both are encoded separately, so that the border is exact and the prompt has the same tokens as alone.
         """
         begin, end = self._added()
         opening, closing = self.tokenizer.affixes
-        asked = encode_column(self.tokenizer, prompts, prompt, add_special_tokens=False)
-        answered = encode_column(self.tokenizer, completions, completion, add_special_tokens=False)
+        prompt_ids = encode_column(self.tokenizer, prompts, prompt, add_special_tokens=False)
+        completion_ids = encode_column(self.tokenizer, completions, completion, add_special_tokens=False)
         input_ids, labels = [], []
-        for before, after in zip(asked, answered, strict=True):
+        for before, after in zip(prompt_ids, completion_ids, strict=True):
             given, learnt = [*begin, *opening, *before], [*after, *closing, *end]
             input_ids.append(self._fit(given + learnt))
             labels.append(self._fit([IGNORED_LABEL] * len(given) + learnt))
         return {"input_ids": input_ids, "labels": labels}
 
     def _fit(self, ids: list[int]) -> list[int]:
-        """Cuts a sample that is too long, but not the tokens with which the tokenizer closes each text."""
+        """Truncates a long sample, but keeps the closing special tokens."""
         longest = self.padded.width.max_length
         return ids if longest is None else cut_text(ids, self.tokenizer.affixes[1], longest)
 
     def _added(self) -> tuple[list[int], list[int]]:
-        """Returns what add_bos and add_eos put around a text, unless the tokenizer does so itself."""
+        """Returns the tokens of add_bos and add_eos, unless the tokenizer adds them itself."""
         opening, closing = self.tokenizer.affixes
-        begin = [self._special("bos", self.tokenizer.bos_id)] if self.add_bos else []
-        end = [self._special("eos", self.tokenizer.eos_id)] if self.add_eos else []
+        added: list[list[int]] = []
+        for role, is_set in (("bos", self.add_bos), ("eos", self.add_eos)):
+            number = getattr(self.tokenizer, f"{role}_id") if is_set else None
+            if is_set and number is None:
+                raise DataError(f"add_{role} is set, but the tokenizer {self.tokenizer.name} has no {role} token.")
+            added.append([] if number is None else [number])
+        begin, end = added
         return ([] if opening[:1] == begin else begin), ([] if closing[-1:] == end else end)
-
-    def _special(self, role: str, number: int | None) -> int:
-        if number is None:
-            raise DataError(
-                f"add_{role} is set, and the tokenizer {self.tokenizer.name} has no {role} token. Remove it."
-            )
-        return number
 
 
 def encode_missing(columns: Columns, padded: Padded, field: str) -> None:
-    """Puts `input_ids` in the place of the texts in `field`, unless the samples already have tokens."""
+    """Replaces the texts in `field` with `input_ids`, unless the samples already have tokens."""
     if "input_ids" in columns:
         return
-    texts = require(columns, field, "Give input_ids, or set text to the field that holds the text.")
+    texts = require(columns, field, "Return input_ids, or set text to the text's field.")
     if padded.tokenizer is None:
-        raise DataError(f'The samples have no "input_ids" but "{field}". Give a tokenizer.')
+        raise DataError(f'The samples have no "input_ids" but "{field}". Set a tokenizer.')
     del columns[field]
     columns["input_ids"] = encode_column(padded.tokenizer, texts, field, max_length=padded.width.max_length)
 
@@ -152,7 +150,7 @@ def encode_column(
     """Returns the tokens of each sample's text."""
     for number, text in enumerate(texts):
         if not isinstance(text, str):
-            raise sample_error(number, field, f"is a {type(text).__name__}, {text!r:.40}. Give a text.")
+            raise sample_error(number, field, f"is a {type(text).__name__}, {text!r:.40}, not a text.")
     try:
         return tokenizer.encode_batch(texts, max_length=max_length, **options)
     except DataError as error:

@@ -77,6 +77,6 @@ def _read_images() -> tuple[Tensor, Tensor]:
 def _shuffled(count: int) -> list[int]:
     """Returns 0 … count − 1 in an order that no version of any library can change.
 
-    The images are stored writer by writer: cut as they are, the test part would be other people's handwriting.
+    The images are stored by writer: without it the test part would have other writers.
     """
     return sorted(range(count), key=lambda index: hashlib.sha256(str(index).encode()).digest())

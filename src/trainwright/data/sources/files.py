@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from trainwright.data.sources.formats import (
 from trainwright.data.sources.locations import FileLocation, Paths, find_files, fingerprint_files
 from trainwright.errors import ConfigError, DataError
 
-# Each map holds a file descriptor, of which a process often has only 1,024.
+# Each map uses a file descriptor, of which a process often has only 1,024.
 _MAPS_KEPT = 128
 
 
@@ -46,17 +47,10 @@ def text(
     """Texts, one sample {"text": …} for each `unit`: a line, a paragraph (lines between blank ones) or a file.
 
     `path` is a file, a glob, a folder (all its .txt files), a URL, or a list of those; .gz, .bz2 and .xz are read too.
-    Blank lines and paragraphs are left out. By index, remote and compressed files are first copied into the cache
+    Blank lines and paragraphs are skipped. By index, remote and compressed files are first copied into the cache
     (`cache_dir`); streaming reads them where they are, in shards of about `shard_megabytes` (64).
     """
-    return _rows_of(
-        TextFormat(unit),
-        path,
-        streaming=streaming,
-        shard_megabytes=shard_megabytes,
-        cache_dir=cache_dir,
-        project_dir=project_dir,
-    )
+    return _open_files(TextFormat(unit), path, streaming, shard_megabytes, cache_dir, project_dir)
 
 
 def json_lines(
@@ -68,18 +62,11 @@ def json_lines(
     cache_dir: str | Path | None = None,
     project_dir: str | Path | None = None,
 ) -> FileRows | FileStream:
-    """Objects of JSON, one on each line; `columns` names those to keep. Blank lines are left out.
+    """JSON objects, one per line; `columns` names those to keep. Blank lines are skipped.
 
     `path`, `streaming`, `shard_megabytes` and `cache_dir` are those of `text`; a folder means its .jsonl files.
     """
-    return _rows_of(
-        JsonLinesFormat(columns),
-        path,
-        streaming=streaming,
-        shard_megabytes=shard_megabytes,
-        cache_dir=cache_dir,
-        project_dir=project_dir,
-    )
+    return _open_files(JsonLinesFormat(columns), path, streaming, shard_megabytes, cache_dir, project_dir)
 
 
 def csv(
@@ -94,24 +81,21 @@ def csv(
 ) -> FileRows | FileStream:
     """Rows of CSV, each a dict by the names in the file's first row; `columns` names those to keep.
 
-    Values are texts, or what `types` says: {age: int, weight: float}. Quoted values may hold line breaks, so a file is
+    Values are texts, or of `types`: {age: int, weight: float}. Quoted values may contain line breaks, so a file is
     one shard of a stream. `path`, `streaming` and `cache_dir` are those of `text`.
     """
-    return _rows_of(
-        CsvFormat(delimiter, columns, types), path, streaming=streaming, cache_dir=cache_dir, project_dir=project_dir
-    )
+    return _open_files(CsvFormat(delimiter, columns, types), path, streaming, None, cache_dir, project_dir)
 
 
-def _rows_of(
+def _open_files(
     file_format: FileFormat,
     path: Paths,
-    *,
     streaming: bool,
-    shard_megabytes: float | None = None,
+    shard_megabytes: float | None,
     cache_dir: str | Path | None,
     project_dir: str | Path | None,
 ) -> FileRows | FileStream:
-    """Returns the rows by index or as a stream, and rejects settings that the choice leaves without effect."""
+    """Returns the rows by index or as a stream; rejects settings that then have no effect."""
     if streaming:
         reject_cache(cache_dir)
         megabytes = SHARD_MEGABYTES if shard_megabytes is None else shard_megabytes
@@ -122,16 +106,16 @@ def _rows_of(
 
 
 def reject_cache(cache_dir: str | Path | None) -> None:
-    """Rejects a cache folder for a stream, which keeps no copies."""
+    """Rejects a cache folder for a stream, which copies no files."""
     if cache_dir is not None:
-        raise ConfigError("cache_dir has no effect with streaming: true, which copies nothing. Remove it.")
+        raise ConfigError("cache_dir has no effect with streaming: true. Remove it.")
 
 
 class FileRows(Dataset[dict[str, Any]]):
     """The rows of text files by index.
 
-    At first use the files are scanned for where rows begin, about a gigabyte a second, and this index of eight bytes a
-    row is kept. A worker gets the index, and maps the files itself.
+    At first use the files are scanned for row offsets, at about a gigabyte a second; this index has eight bytes per
+    row. A worker receives the index and maps the files itself.
     """
 
     draws_nothing = True  # the loader need not seed each sample
@@ -147,14 +131,14 @@ class FileRows(Dataset[dict[str, Any]]):
         self.path = path
         self.format = file_format
         self._cache_dir = cache_dir
-        self._project_dir = Path(project_dir or ".").absolute()  # a worker may stand in another folder
+        self._project_dir = Path(project_dir or ".").absolute()  # a worker may run in another folder
         self._files: list[_IndexedFile] | None = None
         self._ends = np.empty(0, np.int64)
         self._maps: OrderedDict[int, mmap.mmap | bytes] = OrderedDict()
 
     @property
     def fingerprint(self) -> str:
-        """What changes with the files: their names, sizes and times of change."""
+        """A digest of the files' names, sizes and modification times."""
         return fingerprint_files([file.location for file in self._load()])
 
     def __len__(self) -> int:
@@ -171,22 +155,19 @@ class FileRows(Dataset[dict[str, Any]]):
         return [self._read(number, row) for number, row in zip(numbers.tolist(), rows.tolist(), strict=True)]
 
     def __getstate__(self) -> dict[str, Any]:
-        # Memory maps cannot be pickled; the index is, for scanning again costs each worker more.
+        # Memory maps cannot be pickled; the index is, because scanning again would take longer.
         return {**self.__dict__, "_maps": OrderedDict()}
 
     def _load(self) -> list[_IndexedFile]:
         if self._files is None:
             found = find_files(self.path, suffixes=self.format.suffixes, project_dir=self._project_dir)
-            files = [_IndexedFile(each, each.fetch(self._cache_dir)) for each in found]
-            for file in files:
-                file.scan(self.format)
-            self._ends = np.cumsum([file.num_rows for file in files])
-            self._files = files
+            self._files = [_index_file(each, each.fetch(self._cache_dir), self.format) for each in found]
+            self._ends = np.cumsum([len(file.starts) for file in self._files])
         return self._files
 
     def _read(self, number: int, row: int) -> dict[str, Any]:
         file = self._load()[number]
-        row -= int(self._ends[number]) - file.num_rows
+        row -= int(self._ends[number]) - len(file.starts)
         data = self._map(number)
         start = int(file.starts[row])
         records = self.format.records
@@ -198,59 +179,52 @@ class FileRows(Dataset[dict[str, Any]]):
             raise DataError(f"{file.location.name}{line}: {error}") from error.__cause__
 
     def _map(self, number: int) -> mmap.mmap | bytes:
-        """Returns the bytes of a file; those used last stay mapped."""
-        found = self._maps.get(number)
-        if found is not None:
-            self._maps.move_to_end(number)
-            return found
-        file = self._load()[number]
-        data = map_file(file.local)
-        if len(data) != file.size:
-            raise DataError(
-                f"{file.local} has {len(data)} bytes, but had {file.size} when its rows were counted. "
-                "Leave data files as they are while a run reads them."
-            )
-        self._maps[number] = data
-        if len(self._maps) > _MAPS_KEPT:
-            self._maps.popitem(last=False)
-        return data
+        """Returns the bytes of a file; the most recently used files stay mapped."""
+        if number not in self._maps:
+            file = self._load()[number]
+            data = map_file(file.local)
+            if len(data) != file.size:
+                raise DataError(
+                    f"{file.local} has {len(data)} bytes, but had {file.size} when its rows were counted. "
+                    "Do not change data files while a run reads them."
+                )
+            self._maps[number] = data
+            if len(self._maps) > _MAPS_KEPT:
+                self._maps.popitem(last=False)
+        self._maps.move_to_end(number)
+        return self._maps[number]
 
 
+@dataclass(frozen=True)
 class _IndexedFile:
-    """A local file and where its rows begin."""
+    """A local file and the offsets of its rows."""
 
-    def __init__(self, location: FileLocation, local: Path) -> None:
-        self.location = location
-        self.local = local
-        self.size = 0
-        self.header = b""
-        self.starts: Offsets = np.empty(0, np.int64)
+    location: FileLocation
+    local: Path
+    size: int
+    starts: Offsets
+    header: bytes = b""
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.starts)
 
-    def scan(self, file_format: FileFormat) -> None:
-        """Finds the rows, and the header that comes before them."""
-        if file_format.records is None:
-            self.size = self.local.stat().st_size
-            with self.local.open("rb") as file:
-                begin = _length_of_mark(file.read(len(BYTE_ORDER_MARK)))
-            self.starts = np.array([begin], np.int64)
-            return
-        data = map_file(self.local)
-        self.size = len(data)
-        if isinstance(data, bytes):
-            return  # an empty file has no rows
-        starts = file_format.records.index(data, _length_of_mark(data[: len(BYTE_ORDER_MARK)]))
+def _index_file(location: FileLocation, local: Path, file_format: FileFormat) -> _IndexedFile:
+    """Finds the rows, and the header before them."""
+    records, header = file_format.records, b""
+    data = map_file(local)
+    begin = len(BYTE_ORDER_MARK) if data[: len(BYTE_ORDER_MARK)] == BYTE_ORDER_MARK else 0
+    if records is None:
+        starts = np.array([begin], np.int64)
+    elif isinstance(data, bytes):  # an empty file has no rows
+        starts = np.empty(0, np.int64)
+    else:
+        starts = records.index(data, begin)
         if file_format.has_header and len(starts):
-            self.header = file_format.records.record(file_format.records.take(lines_from(data, int(starts[0]))))
+            header = records.record(records.take(lines_from(data, int(starts[0]))))
             starts = starts[1:].copy()
-        self.starts = starts
+    return _IndexedFile(location, local, len(data), starts, header)
 
 
 def map_file(path: Path) -> mmap.mmap | bytes:
-    """Returns the file's bytes, mapped and read only where touched; an empty file, which has no map, as b""."""
+    """Returns the file's bytes as a memory map; b"" for an empty file, which cannot be mapped."""
     try:
         with path.open("rb") as file:
             if path.stat().st_size == 0:
@@ -260,11 +234,7 @@ def map_file(path: Path) -> mmap.mmap | bytes:
         raise DataError(f"{path} cannot be read: {error}.") from error
 
 
-def _length_of_mark(first: bytes) -> int:
-    return len(BYTE_ORDER_MARK) if first == BYTE_ORDER_MARK else 0
-
-
 def _count_lines(data: mmap.mmap | bytes, end: int) -> int:
-    """Counts the line breaks before a place; only an error needs to know."""
-    piece = 16 << 20
-    return sum(data[start : min(start + piece, end)].count(b"\n") for start in range(0, end, piece))
+    """Counts the line breaks before an offset; used only for errors."""
+    chunk = 16 << 20
+    return sum(data[start : min(start + chunk, end)].count(b"\n") for start in range(0, end, chunk))

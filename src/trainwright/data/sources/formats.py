@@ -1,4 +1,4 @@
-"""Records of text files: where they begin and end in the bytes of a file, and the sample each one means."""
+"""Records of text files: their offsets in the bytes of a file, and their conversion to samples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,40 +28,40 @@ _ROWS_AT_A_TIME = 4096
 
 
 class Lines:
-    """A record is a line; blank ones are none. `blanks` are the characters of a blank line, all white space if None."""
+    """A record is a line that is not blank; `blanks` are the characters of a blank line, all white space if None."""
 
-    can_be_cut = True
+    can_be_split = True
 
     def __init__(self, blanks: bytes | None = None) -> None:
         self._blanks = blanks
 
     def take(self, next_line: NextLine) -> list[bytes]:
-        """Returns the lines up to the end of the next record; b"" of `record` means that none is left."""
-        taken = []
+        """Returns the lines up to the end of the next record."""
+        lines = []
         while line := next_line():
-            taken.append(line)
+            lines.append(line)
             if line.strip(self._blanks):
                 break
-        return taken
+        return lines
 
-    def record(self, taken: list[bytes]) -> bytes:
-        """Returns the record in the lines taken, without the blank ones before it."""
-        return taken[-1] if taken and taken[-1].strip(self._blanks) else b""
+    def record(self, lines: list[bytes]) -> bytes:
+        """Returns the record in these lines, without blank lines before it."""
+        return lines[-1] if lines and lines[-1].strip(self._blanks) else b""
 
     def index(self, data: mmap.mmap, begin: int, end: int | None = None) -> Offsets:
-        """Returns where each record of data[begin:end] begins."""
+        """Returns the offset of each record of data[begin:end]."""
         starts = _line_starts(data, begin, end)
         if not len(starts):
             return starts
-        # A line that begins with ink is a record; only those that begin with a blank need a look.
+        # Only lines that begin with white space may be blank.
         is_record = np.frombuffer(data, np.uint8)[starts] > ord(" ")
         for number in np.flatnonzero(~is_record).tolist():
             start = int(starts[number])
             is_record[number] = bool(data[start : _end_of_line(data, start)].strip(self._blanks))
         return starts[is_record]
 
-    def cut(self, file: IO[bytes], border: int) -> int:
-        """Returns the first place at or behind `border` where a record may begin: a pure function of both."""
+    def find_start(self, file: IO[bytes], border: int) -> int:
+        """Returns the first offset from `border` on at which a record may begin."""
         if border == 0:
             return 0
         file.seek(border - 1)
@@ -71,45 +71,45 @@ class Lines:
 class Paragraphs:
     """A record is a run of lines between blank ones."""
 
-    can_be_cut = True
+    can_be_split = True
 
     def take(self, next_line: NextLine) -> list[bytes]:
-        """Returns the lines up to the blank one behind the next record."""
-        taken = []
+        """Returns the lines up to the blank one after the next record."""
+        lines = []
         has_begun = False
         while line := next_line():
-            taken.append(line)
+            lines.append(line)
             is_blank = not line.strip()
             if is_blank and has_begun:
                 break
             has_begun = has_begun or not is_blank
-        return taken
+        return lines
 
-    def record(self, taken: list[bytes]) -> bytes:
-        """Returns the lines that are not blank, in one."""
-        return b"".join(line for line in taken if line.strip())
+    def record(self, lines: list[bytes]) -> bytes:
+        """Returns the lines that are not blank."""
+        return b"".join(line for line in lines if line.strip())
 
     def index(self, data: mmap.mmap, begin: int, end: int | None = None) -> Offsets:
-        """Returns where each record of data[begin:end] begins: at lines whose line before is none."""
+        """Returns the offset of each record of data[begin:end]: lines after a blank one."""
         inked = Lines().index(data, begin, end)
         numbers = np.searchsorted(_line_starts(data, begin, end), inked)
         return inked[np.diff(numbers, prepend=-2) > 1]
 
-    def cut(self, file: IO[bytes], border: int) -> int:
-        """Returns the first place behind a blank line that begins at or behind `border`."""
-        place = Lines().cut(file, border)
-        file.seek(place)
+    def find_start(self, file: IO[bytes], border: int) -> int:
+        """Returns the first offset after a blank line from `border` on."""
+        offset = Lines().find_start(file, border)
+        file.seek(offset)
         while border and (line := file.readline()):
-            place += len(line)
+            offset += len(line)
             if not line.strip():
                 break
-        return place
+        return offset
 
 
 class CsvRows:
-    """A record is a row of CSV: a line, or several where a quoted field holds line breaks; empty lines are none."""
+    """A record is a row of CSV: a line, or several if a quoted field contains line breaks; empty lines are skipped."""
 
-    can_be_cut = False  # whether a line break stands in quotes is known only from the start of the file
+    can_be_split = False  # only reading from the start shows whether a line break is quoted
 
     def __init__(self, delimiter: str) -> None:
         self._delimiter = delimiter
@@ -117,22 +117,22 @@ class CsvRows:
 
     def take(self, next_line: NextLine) -> list[bytes]:
         """Returns the lines up to the end of the next row."""
-        taken = self._plain.take(next_line)
-        if taken and b'"' in taken[-1]:
-            # What is wrong with the row is said where it is decoded.
+        lines = self._plain.take(next_line)
+        if lines and b'"' in lines[-1]:
+            # Errors in the row are reported when it is decoded.
             with suppress(csv.Error):
-                next(read_csv(_decoded(next_line, taken), self._delimiter), None)
-        return taken
+                next(read_csv(_decoded(next_line, lines), self._delimiter), None)
+        return lines
 
-    def record(self, taken: list[bytes]) -> bytes:
-        """Returns the row in the lines taken, without the empty ones before it."""
-        first = next((number for number, line in enumerate(taken) if line.strip(_LINE_BREAK)), len(taken))
-        return b"".join(taken[first:])
+    def record(self, lines: list[bytes]) -> bytes:
+        """Returns the row in these lines, without empty lines before it."""
+        first = next((number for number, line in enumerate(lines) if line.strip(_LINE_BREAK)), len(lines))
+        return b"".join(lines[first:])
 
     def index(self, data: mmap.mmap, begin: int, end: int | None = None) -> Offsets:
-        """Returns where each row begins, the header too: at full speed where no quotes are, else row by row."""
+        """Returns the offset of each row, with the header: at full speed without quotes, else row by row."""
         end = len(data) if end is None else end
-        parts: list[Offsets] = [np.empty(0, np.int64)]
+        chunks: list[Offsets] = [np.empty(0, np.int64)]
         while begin < end:
             quote = data.find(b'"', begin, end)
             plain_end = end if quote < 0 else data.rfind(b"\n", begin, quote) + 1
@@ -140,63 +140,63 @@ class CsvRows:
                 starts, begin = self._plain.index(data, begin, plain_end), plain_end
             else:
                 starts, begin = self._index_rows(data, begin)
-            parts.append(starts)
-        return np.concatenate(parts)
+            chunks.append(starts)
+        return np.concatenate(chunks)
 
-    def cut(self, file: IO[bytes], border: int) -> int:
-        """Is never asked for, for `can_be_cut` is false."""
-        raise NotImplementedError("A file of CSV is not cut into pieces.")
+    def find_start(self, file: IO[bytes], border: int) -> int:
+        """Is not called, because `can_be_split` is False."""
+        raise NotImplementedError("A CSV file is not split.")
 
     def _index_rows(self, data: mmap.mmap, begin: int) -> tuple[Offsets, int]:
-        """Returns where the next rows begin, and where they end."""
-        next_line, place, starts = lines_from(data, begin), begin, []
+        """Returns the offsets of the next rows, and the end of the last one."""
+        next_line, offset, starts = lines_from(data, begin), begin, []
 
         def lines() -> Iterator[str]:
-            nonlocal place
+            nonlocal offset
             while line := next_line():
-                place += len(line)
+                offset += len(line)
                 yield line.decode("latin-1")
 
         reader = read_csv(lines(), self._delimiter)
         for _ in range(_ROWS_AT_A_TIME):
-            start = place
+            start = offset
             try:
                 row = next(reader, None)
             except csv.Error:
-                row = ["what is wrong with the row is said where it is decoded"]
+                row = ["reported when the row is decoded"]
             if row is None:
                 break
             if row:  # an empty line is read as a row without fields
                 starts.append(start)
-        return np.array(starts, np.int64), place
+        return np.array(starts, np.int64), offset
 
 
 Records = Lines | Paragraphs | CsvRows
 
 
 def read_csv(lines: Iterator[str], delimiter: str) -> Iterator[list[str]]:
-    """Returns Python's reader over the lines, without its bound on the length of a field."""
-    # A bound of the whole process, made for web forms: texts to train on are longer.
+    """Returns Python's reader over the lines, without its limit on the length of a field."""
+    # The limit is global to the process.
     csv.field_size_limit(max(csv.field_size_limit(), 2**31 - 1))
     return csv.reader(lines, delimiter=delimiter)
 
 
-def lines_from(data: mmap.mmap | bytes, place: int) -> NextLine:
-    """Returns a function that gives the lines of `data` from `place` on; it moves no position that others share."""
+def lines_from(data: mmap.mmap | bytes, offset: int) -> NextLine:
+    """Returns a function that returns the lines of `data` from `offset` on."""
 
     def next_line() -> bytes:
-        nonlocal place
-        start, place = place, _end_of_line(data, place)
-        return bytes(data[start:place])
+        nonlocal offset
+        start, offset = offset, _end_of_line(data, offset)
+        return bytes(data[start:offset])
 
     return next_line
 
 
-def _decoded(next_line: NextLine, taken: list[bytes]) -> Iterator[str]:
-    """Gives the reader of a row its lines and notes those it took; any encoding tells where a row ends."""
-    yield taken[-1].decode("latin-1")
+def _decoded(next_line: NextLine, lines: list[bytes]) -> Iterator[str]:
+    """Yields the lines of a row and appends them to `lines`; any ASCII-compatible encoding finds the end."""
+    yield lines[-1].decode("latin-1")
     while line := next_line():
-        taken.append(line)
+        lines.append(line)
         yield line.decode("latin-1")
 
 
@@ -206,16 +206,16 @@ def _end_of_line(data: mmap.mmap | bytes, start: int) -> int:
 
 
 def _line_starts(data: mmap.mmap, begin: int, end: int | None = None) -> Offsets:
-    """Returns where each line of data[begin:end] begins; reads about a gigabyte a second."""
+    """Returns the offset of each line of data[begin:end], at about a gigabyte a second."""
     end = len(data) if end is None else end
     if begin >= end:
         return np.empty(0, np.int64)
     whole = np.frombuffer(data, np.uint8)
-    parts = [np.array([begin], np.int64)]
+    chunks = [np.array([begin], np.int64)]
     for start in range(begin, end, _SCAN_BYTES):
         stop = min(start + _SCAN_BYTES, end)
-        parts.append(np.flatnonzero(whole[start:stop] == _NEWLINE) + (start + 1))
-    starts = np.concatenate(parts)
+        chunks.append(np.flatnonzero(whole[start:stop] == _NEWLINE) + (start + 1))
+    starts = np.concatenate(chunks)
     return starts[:-1] if starts[-1] == end else starts
 
 
@@ -224,21 +224,7 @@ VALUE_TYPES: Mapping[str, Callable[[str], Any]] = {"int": int, "float": float, "
 
 
 class RowError(Exception):
-    """What is wrong with one row."""
-
-
-class FileFormat(Protocol):
-    """How the rows of one kind of file are found and read."""
-
-    records: Records | None
-    """How the file is cut into rows; None where the whole file is one."""
-    suffixes: tuple[str, ...]
-    """How the files of this kind in a folder end, compressed or not."""
-    has_header: bool
-    """Is the first record of a file no row, but says how to read the others?"""
-
-    def decode(self, record: bytes, header: bytes) -> dict[str, Any]:
-        """Returns the sample in a record, or raises RowError. `header` is b"" for a kind without one."""
+    """The problem of one row."""
 
 
 class TextFormat:
@@ -261,7 +247,7 @@ class TextFormat:
 
 
 class JsonLinesFormat:
-    """A row is an object of JSON on a line of its own."""
+    """A row is a JSON object on one line."""
 
     suffixes: tuple[str, ...] = (".jsonl", ".ndjson", ".jsonlines")
     has_header = False
@@ -277,12 +263,12 @@ class JsonLinesFormat:
         except (ValueError, RecursionError) as error:
             raise RowError(f"not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise RowError(f"not an object of JSON, but {type(row).__name__}: {_shorten(record)}")
+            raise RowError(f"not a JSON object, but {type(row).__name__}: {_shorten(record)}")
         return row if self.columns is None else pick_columns(row, self.columns)
 
 
 class CsvFormat:
-    """A row is a row of CSV; the first one gives the names."""
+    """A row is a row of CSV; the first one has the names."""
 
     has_header = True
 
@@ -297,7 +283,7 @@ class CsvFormat:
         self._names: tuple[bytes, list[str]] = (b"", [])
 
     def decode(self, record: bytes, header: bytes) -> dict[str, Any]:
-        """Returns the row, with the types asked for."""
+        """Returns the row, with the requested types."""
         if self._names[0] != header:
             self._names = (header, self._read_names(header))
         names = self._names[1]
@@ -325,8 +311,8 @@ class CsvFormat:
         return names
 
     def _read_fields(self, record: bytes) -> list[str]:
-        # A reader that asks for more than the record is still inside quotes: without this, the rest of a file
-        # would be taken for one value.
+        # A reader that needs more than the record is still inside quotes: without this check the rest of a file
+        # would be one value.
         lines = iter([_decode_text(record), ""])
         try:
             fields = next(read_csv(lines, self._delimiter), [])
@@ -337,12 +323,20 @@ class CsvFormat:
         return fields
 
 
+FileFormat = TextFormat | JsonLinesFormat | CsvFormat
+"""How the rows of a type of file are found and decoded.
+
+`records` splits a file into rows, None if the whole file is one; `suffixes` are those of the files in a folder;
+`has_header` is True if the first record is a header; `decode(record, header)` returns a sample or raises RowError.
+"""
+
+
 def check_columns(columns: Sequence[str] | None, where: str) -> tuple[str, ...] | None:
-    """Returns the columns as given; a single text would be taken for its letters."""
+    """Returns the columns; rejects a single text, which would be read letter by letter."""
     if columns is None:
         return None
     if isinstance(columns, str) or not columns:
-        raise ConfigError(f"columns is {columns!r}. Use a list of names, or leave it out for all.", where=where)
+        raise ConfigError(f"columns is {columns!r}. Use a list of names, or remove it for all.", where=where)
     return tuple(columns)
 
 
@@ -350,7 +344,7 @@ def pick_columns(row: Mapping[str, Any], columns: Sequence[str]) -> dict[str, An
     """Returns these columns of a row, in this order."""
     missing = [name for name in columns if name not in row]
     if missing:
-        raise RowError(f"no column {', '.join(map(repr, missing))}. There are: {', '.join(map(str, row))}.")
+        raise RowError(f"no column {', '.join(map(repr, missing))}. The columns are: {', '.join(map(str, row))}.")
     return {name: row[name] for name in columns}
 
 

@@ -14,13 +14,13 @@ from trainwright.data.sources.formats import check_columns
 from trainwright.errors import ConfigError, DataError
 
 
-def import_datasets(who: str) -> Any:
-    """Returns the library, or says how to get it; `who` needs it."""
+def import_datasets(user: str) -> Any:
+    """Returns the library; the error says how to install it, and that `user` needs it."""
     try:
         import datasets
     except ImportError as error:
         raise DataError(
-            f"{who} needs the library `datasets`, which is not installed. "
+            f"{user} needs the library `datasets`, which is not installed. "
             "Install it: pip install 'trainwright[datasets]'."
         ) from error
     if not hasattr(datasets, "load_dataset"):
@@ -57,7 +57,7 @@ def fingerprint_rows(dataset: Any) -> str:
 
 
 FILE_KINDS = ("json", "csv", "parquet", "text", "arrow", "xml", "webdataset", "imagefolder", "audiofolder")
-"""The names that are no datasets but ways to read `data_files`."""
+"""The names of readers of `data_files`, which are not datasets."""
 
 # What `save_to_disk` leaves in a folder: of a dataset with several splits, and of one.
 _SAVED_SPLITS, _SAVED_ONE = "dataset_dict.json", "state.json"
@@ -76,8 +76,8 @@ def huggingface(
     """A dataset of Hugging Face: `datasets.load_dataset(path, …)`, or `load_from_disk` for a folder that was saved so.
 
     `path` is a name on the hub, a folder, or json, csv, parquet, text, arrow with `data_files`; relative folders and
-    data files start at the project folder. `split` may be left out where there is only one. `offline` reads the
-    library's cache alone (true) or asks the hub (false); left out, HF_HUB_OFFLINE decides.
+    data files start at the project folder. `split` is optional if there is only one. `offline` reads the
+    library's cache only (true) or requests the hub (false); the default is HF_HUB_OFFLINE.
     """
     source = _Source(
         path,
@@ -102,7 +102,6 @@ class HuggingFaceRows(Dataset[dict[str, Any]]):
         """The `datasets.Dataset` itself, with numbers as tensors."""
         if self._dataset is None:
             dataset = self.source.load(streaming=False)
-            # Where somebody set a transform or a format of their own, it stands.
             self._dataset = dataset if dataset.format["type"] is not None else dataset.with_format("torch")
         return self._dataset
 
@@ -113,7 +112,7 @@ class HuggingFaceRows(Dataset[dict[str, Any]]):
 
     @property
     def draws_nothing(self) -> bool:
-        """Is there no transform, which might use randomness? Then the loader need not seed each sample."""
+        """True without a transform, which might use randomness."""
         return bool(self.dataset.format["type"] != "custom")
 
     def __len__(self) -> int:
@@ -129,19 +128,18 @@ class HuggingFaceRows(Dataset[dict[str, Any]]):
 
 
 class HuggingFaceStream(IterableDataset[dict[str, Any]]):
-    """A `datasets.IterableDataset` as a stream: its shards and its state are that library's.
+    """A `datasets.IterableDataset` as a stream, with that library's shards and state.
 
-    Going on reads again from the start of the shard (or of the row group) that the state lies in, for that is how the
-    library resumes. Nothing is shuffled here, not even the shards.
+    The library resumes by reading again from the start of the current shard or row group. Nothing is shuffled here.
     """
 
-    draws_nothing = True  # nobody can set a transform on a dataset that is loaded here
+    draws_nothing = True  # a dataset that is loaded here has no transform
 
     def __init__(self, source: _Source, dataset: Any = None) -> None:
         self.source = source
         self._dataset = dataset
         self._start: dict[str, Any] | None = None
-        self._iteration: _Iteration | None = None
+        self._reading: Any = None
 
     @property
     def dataset(self) -> Any:
@@ -152,60 +150,40 @@ class HuggingFaceStream(IterableDataset[dict[str, Any]]):
 
     @property
     def num_shards(self) -> int:
-        """How many shards there can be at most, usually one for each file."""
+        """The largest number of shards, usually one for each file."""
         return int(self.dataset.num_shards)
 
     def shard(self, num_shards: int, index: int) -> HuggingFaceStream:
-        """Returns one of `num_shards` disjoint parts, which one after the other are the whole."""
+        """Returns one of `num_shards` disjoint contiguous shards."""
         return HuggingFaceStream(self.source, self.dataset.shard(num_shards=num_shards, index=index))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns where the iteration begun last stands."""
-        if self._iteration is None:
-            return {"source": copy.deepcopy(self._start)}
-        return self._iteration.state_dict()
+        """Returns the position of the latest iteration, as the library represents it."""
+        return {"source": copy.deepcopy(self._start if self._reading is None else self._reading.state_dict())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Lets the next iteration begin there."""
-        self._start = state["source"]
-        self._iteration = None
+        """Lets the next iteration begin at a saved position."""
+        self._start, self._reading = state["source"], None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        self._iteration = _Iteration(self.dataset, self._start)
-        self._start = None
-        return self._iteration.rows()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_iteration": None}  # an iteration cannot be pickled
-
-
-class _Iteration:
-    """One iteration over the library's dataset."""
-
-    def __init__(self, dataset: Any, start: dict[str, Any] | None) -> None:
-        # The library's dataset keeps the state to start from and would begin every later pass there too, and its
-        # copies share that state. Its one shard of one is the whole again, with a state of its own all the way down.
-        self._dataset = dataset.shard(num_shards=1, index=0)
-        self._start = start
-        self._has_begun = False
+        # A generator, like the library's: neither continues after an error.
+        # The library's dataset keeps the loaded state for every later pass, and its copies share it. Its only shard
+        # of one is the whole dataset with a separate state.
+        reading = self.dataset.shard(num_shards=1, index=0)
+        start, self._start = self._start, None
         if start is not None:
-            self._dataset.load_state_dict(start)
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Returns the rows. A generator, as the library's own: neither can go on after an error, nor pretends to."""
-        # Batches of one: in a worker, plain iteration would leave out the shards that it takes for other workers'.
-        for batch in self._dataset.iter(batch_size=1):
-            self._has_begun = True
+            reading.load_state_dict(start)
+        # Batches of one: in a worker, plain iteration would omit the shards of other workers.
+        for batch in reading.iter(batch_size=1):
+            self._reading = reading
             yield {name: values[0] for name, values in batch.items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the place of the next row in the library's words."""
-        # Before the first row the library has not yet looked at what it was told to start from.
-        return {"source": copy.deepcopy(self._dataset.state_dict() if self._has_begun else self._start)}
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reading": None}  # an iteration cannot be pickled
 
 
 class _Source:
-    """Which dataset to load; touches nothing until it is told to."""
+    """Which dataset to load; accesses nothing before `load`."""
 
     def __init__(
         self,
@@ -227,7 +205,7 @@ class _Source:
         self.arguments = dict(arguments)
 
     def load(self, *, streaming: bool) -> Any:
-        """Returns the library's dataset: one split with the columns asked for."""
+        """Returns the library's dataset: one split with the requested columns."""
         library = import_datasets('The dataset "huggingface"')
         folder = self.project_dir / Path(self.path).expanduser()
         with network_use(offline=self.offline):
@@ -236,22 +214,32 @@ class _Source:
                     dataset = self._load_saved(library, folder, streaming)
                 else:
                     name = str(folder) if self.path not in FILE_KINDS and folder.is_dir() else self.path
-                    dataset = library.load_dataset(
-                        name, split=self.split, streaming=streaming, **self._arguments_in_project()
-                    )
+                    arguments = dict(self.arguments)
+                    for setting in ("data_files", "data_dir"):
+                        if self.path in FILE_KINDS and arguments.get(setting) is not None:
+                            arguments[setting] = self._in_project(arguments[setting])
+                    dataset = library.load_dataset(name, split=self.split, streaming=streaming, **arguments)
             except (OSError, ValueError, library.exceptions.DatasetsError) as error:
-                raise self._cannot_load(error) from error
+                advice = "Check the name, the files and the arguments."
+                if isinstance(error, ConnectionError) or "OfflineModeIsEnabled" in str(error):
+                    advice = "The hub cannot be reached (or HF_HUB_OFFLINE is set) and the dataset is not cached."
+                raise DataError(
+                    f"huggingface: {self.path} cannot be loaded: {type(error).__name__}: {error}. {advice}"
+                ) from error
         return self._pick_columns(self._pick_split(dataset))
 
     def _load_saved(self, library: Any, folder: Path, streaming: bool) -> Any:
         if self.arguments:
             raise ConfigError(
-                f"{', '.join(self.arguments)}: no effect on {folder}, which was made by save_to_disk. Remove it.",
+                f"{', '.join(self.arguments)}: no effect on {folder}, which save_to_disk wrote. Remove it.",
                 where="huggingface",
             )
         dataset = library.load_from_disk(str(folder))
         if isinstance(dataset, library.DatasetDict):
-            dataset = self._pick_split(dataset if self.split is None else _part(dataset, self.split, folder))
+            if self.split is not None and self.split not in dataset:
+                splits = ", ".join(map(str, dataset))
+                raise ConfigError(f'split: {folder} has no "{self.split}". It has {splits}.', where="huggingface")
+            dataset = self._pick_split(dataset) if self.split is None else dataset[self.split]
         elif self.split is not None:
             raise ConfigError(f"split: {self.split}, but {folder} has no splits. Remove it.", where="huggingface")
         if not streaming:
@@ -278,35 +266,10 @@ class _Source:
             raise DataError(f"{self.path}: no column {', '.join(missing)}. There are: {', '.join(known)}.")
         return dataset.select_columns(list(self.columns))
 
-    def _arguments_in_project(self) -> dict[str, Any]:
-        """Returns the arguments; files and folders that are read as such start at the project folder."""
-        arguments = dict(self.arguments)
-        if self.path in FILE_KINDS:
-            for name in ("data_files", "data_dir"):
-                if arguments.get(name) is not None:
-                    arguments[name] = self._in_project(arguments[name])
-        return arguments
-
     def _in_project(self, files: Any) -> Any:
+        """Returns file names that start at the project folder."""
         if isinstance(files, Mapping):
             return {name: self._in_project(each) for name, each in files.items()}
         if isinstance(files, str | Path):
             return str(files) if "://" in str(files) else str(self.project_dir / Path(files).expanduser())
         return [self._in_project(each) for each in files]
-
-    def _cannot_load(self, error: Exception) -> DataError:
-        advice = "Check the name, the files and the arguments."
-        if isinstance(error, ConnectionError) or "OfflineModeIsEnabled" in str(error):
-            advice = (
-                "The hub cannot be reached (or HF_HUB_OFFLINE forbids it) and the cache does not hold it: check the "
-                "network and the name, or give a local folder."
-            )
-        return DataError(f"huggingface: {self.path} cannot be loaded: {type(error).__name__}: {error}. {advice}")
-
-
-def _part(dataset: Any, split: str, folder: Path) -> Any:
-    if split not in dataset:
-        raise ConfigError(
-            f'split: {folder} has no "{split}". There are: {", ".join(map(str, dataset))}.', where="huggingface"
-        )
-    return dataset[split]

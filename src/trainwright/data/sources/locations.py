@@ -37,13 +37,13 @@ _BUFFER_BYTES = 1 << 20
 # The extra with what fsspec needs for an address; "fsspec" has what it needs for all others.
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
-# What tells one content of a remote file from the next; which of them there are depends on the file system.
+# What changes with the content of a remote file; the file system provides some of these.
 _VERSION_FACTS = ("size", "mtime", "created", "last_modified", "LastModified", "etag", "ETag", "md5Hash", "Content-MD5")
 
 
 @dataclass(frozen=True)
 class FileLocation:
-    """One file: a local path or a URL, and its size in bytes where the file system tells it."""
+    """One file: a local path or a URL, and its size in bytes if the file system knows it."""
 
     name: str
     size: int | None
@@ -52,12 +52,12 @@ class FileLocation:
 
     @property
     def is_remote(self) -> bool:
-        """Is it behind a URL?"""
+        """True for a URL."""
         return "://" in self.name
 
     @property
     def compression(self) -> str | None:
-        """The suffix that says how the file is compressed, or None."""
+        """The suffix of a compressed file, else None."""
         suffix = Path(self.name).suffix.lower()
         return suffix if suffix in COMPRESSIONS else None
 
@@ -69,7 +69,7 @@ class FileLocation:
         return io.BufferedReader(files.open(path, "rb"), _BUFFER_BYTES)
 
     def open_content(self) -> io.BufferedReader:
-        """Opens the content, decompressed. Seeking forward in a compressed file reads what lies between."""
+        """Opens the content, decompressed. Seeking forward in a compressed file reads the bytes in between."""
         file = self.open()
         if self.compression is not None:
             return io.BufferedReader(COMPRESSIONS[self.compression](file), _BUFFER_BYTES)
@@ -89,19 +89,19 @@ class FileLocation:
         return copy
 
     def version(self) -> list[Any]:
-        """Returns what changes with the content: size and time of change, or what a server tells of the file."""
+        """Returns what changes with the content: size and modification time, or what a server reports."""
         if not self.is_remote:
             facts = Path(self.name).stat()
             return [facts.st_size, facts.st_mtime_ns]
         files, path = _open_file_system(self.name)
-        # For http the key is made of the address alone, so what the server tells is added.
+        # For http the key contains only the address, so what the server reports is added.
         return [files.ukey(path), *_facts_in(files.info(path))]
 
 
 def find_files(paths: Paths, *, suffixes: Sequence[str], project_dir: str | Path | None) -> list[FileLocation]:
     """Returns the files that `paths` name, in the order given, those of a folder or a glob sorted by name.
 
-    Of a folder these are all files below it with one of `suffixes`, compressed ones too; hidden ones are left out.
+    Of a folder these are all files below it with one of `suffixes`, also compressed; hidden files are skipped.
     """
     given = [paths] if isinstance(paths, str | Path) else list(paths)
     if not given:
@@ -136,33 +136,46 @@ def _find_local(text: str, suffixes: Sequence[str], project_dir: str | Path | No
 def _find_remote(url: str, suffixes: Sequence[str]) -> list[FileLocation]:
     files, path = _open_file_system(url)
     try:
-        if glob.has_magic(path) and not url.startswith(("http://", "https://")):  # there a ? begins the query
-            found = files.glob(path, detail=True)
-        elif files.isfile(path):
-            found = {path: files.info(path)}
-        else:
-            below = files.find(path, detail=True) if files.isdir(path) else {}
-            root = path.rstrip("/") + "/"
-            found = {name: each for name, each in below.items() if _is_wanted(_parts(name, root), suffixes)}
-    except Exception as error:  # each file system has errors of its own
+        found = _list_remote(files, path, url)
+    except Exception as error:  # file systems raise various types
         raise DataError(
             f"path: {url} cannot be looked up: {type(error).__name__}: {error}. Check the address and the access to it."
         ) from error
+    is_folder = path not in found and not glob.has_magic(path)
+    root = path.rstrip("/") + "/"
     located = [
         FileLocation(files.unstrip_protocol(name), each.get("size"), _label(name, path))
         for name, each in sorted(found.items())
         if each.get("type") == "file"
+        and (not is_folder or _is_wanted(name.removeprefix(root).strip("/").split("/"), suffixes))
     ]
     if not located:
-        nearest = _nearest_remote(files, path)
+        folder, _, name = path.rstrip("/").rpartition("/")
+        try:
+            siblings = [str(each).rstrip("/").rpartition("/")[2] for each in files.ls(folder, detail=False)]
+        except Exception:  # a folder that cannot be listed: the message has no suggestion
+            siblings = []
+        close = difflib.get_close_matches(name, siblings, n=1)
+        nearest = str(files.unstrip_protocol(f"{folder}/{close[0]}")) if close else None
         raise _nothing_found(url, whole=url, is_folder=bool(found), suffixes=suffixes, nearest=nearest)
     return located
+
+
+def _list_remote(files: Any, path: str, url: str) -> dict[str, Any]:
+    """Returns the files that a remote path names, with what the file system reports about each."""
+    if glob.has_magic(path) and not url.startswith(("http://", "https://")):  # there a ? begins the query
+        found: dict[str, Any] = files.glob(path, detail=True)
+    elif files.isfile(path):
+        found = {path: files.info(path)}
+    else:
+        found = files.find(path, detail=True) if files.isdir(path) else {}
+    return found
 
 
 def _open_file_system(url: str) -> tuple[Any, str]:
     """Returns the file system of a URL and the path in it.
 
-    Asked for anew at each use, never kept: those with an event loop do not survive a fork into a worker.
+    It is created for each use, because those with an event loop do not survive a fork into a worker.
     """
     try:
         import fsspec  # type: ignore[import-untyped]  # it comes without types
@@ -176,15 +189,15 @@ def _open_file_system(url: str) -> tuple[Any, str]:
 
 
 def install_hint(url: str) -> str:
-    """Returns how to install what an address needs, for fsspec brings no package for any object store."""
+    """Returns how to install what an address needs, because fsspec includes no package for object stores."""
     protocol = url.partition("://")[0].rpartition("::")[2]
     return f"Install what it needs: pip install 'trainwright[{_EXTRAS.get(protocol, 'fsspec')}]'."
 
 
 def remote_version(url: str) -> list[Any] | None:
-    """Returns what changes with the files behind a URL; None where nobody can tell, and for what is no URL.
+    """Returns what changes with the files behind a URL; None if that is unknown or the text is not a URL.
 
-    Costs one or two requests. Whatever goes wrong says nothing of the files: who reads them will say what it is.
+    Costs one or two requests. Errors are ignored here: the reader of the files reports them.
     """
     protocol, separator, rest = url.partition("://")
     if not separator or not rest:
@@ -194,17 +207,11 @@ def remote_version(url: str) -> list[Any] | None:
 
         if protocol.partition("::")[0] not in fsspec.available_protocols():
             return None
-        files, path = _open_file_system(url)
-        if glob.has_magic(path) and not url.startswith(("http://", "https://")):
-            found = files.glob(path, detail=True)
-        elif files.isdir(path):
-            found = files.find(path, detail=True)
-        else:
-            found = {path: files.info(path)}
+        found = _list_remote(*_open_file_system(url), url)
     except Exception as error:
         logger.debug("Nothing is known of %s: %s", url, error)
         return None
-    return [[name, *map(str, _facts_in(each))] for name, each in sorted(found.items())]
+    return [[name, *map(str, _facts_in(each))] for name, each in sorted(found.items())] or None
 
 
 def fingerprint_files(files: Sequence[FileLocation]) -> str:
@@ -218,7 +225,7 @@ def _facts_in(found: Mapping[str, Any]) -> list[Any]:
 
 
 def _label(name: str, path: str) -> str:
-    """Returns the part of a file's name below what was asked for: a folder, or the last one before a glob's star."""
+    """Returns a file's name relative to the given folder, or to the last folder before a glob's star."""
     folders = path.rstrip("/").split("/")
     if name != path and glob.has_magic(path):
         folders = folders[: next(number for number, each in enumerate(folders) if glob.has_magic(each))]
@@ -234,21 +241,17 @@ def _is_wanted(parts: Sequence[str], suffixes: Sequence[str]) -> bool:
     return name.endswith(tuple(suffixes))
 
 
-def _parts(name: str, root: str) -> list[str]:
-    return name.removeprefix(root).strip("/").split("/")
-
-
 def _nothing_found(
     given: str, *, whole: str, is_folder: bool, suffixes: Sequence[str], nearest: str | None
 ) -> DataError:
-    place = given if given == whole else f"{given} ({whole})"
+    shown = given if given == whole else f"{given} ({whole})"
     if is_folder:
         return DataError(
-            f"path: the folder {place} holds no file that ends in {', '.join(suffixes)}. "
-            "Name the files with a glob if they end otherwise."
+            f"path: the folder {shown} contains no file with the suffix {', '.join(suffixes)}. "
+            "Use a glob for other suffixes."
         )
     hint = f' Did you mean "{nearest}"?' if nearest else " Relative paths start at the project folder."
-    return DataError(f"path: no file {place}.{hint}")
+    return DataError(f"path: no file {shown}.{hint}")
 
 
 def _nearest_local(path: Path) -> str | None:
@@ -257,18 +260,8 @@ def _nearest_local(path: Path) -> str | None:
     while not missing.parent.is_dir() and missing.parent != missing:
         missing = missing.parent
     try:
-        beside = [each.name for each in missing.parent.iterdir()]
+        siblings = [each.name for each in missing.parent.iterdir()]
     except OSError:
-        return None  # a folder that may not be listed: the message does without a suggestion
-    close = difflib.get_close_matches(missing.name, beside, n=1)
+        return None  # a folder that may not be listed: the message has no suggestion
+    close = difflib.get_close_matches(missing.name, siblings, n=1)
     return str(missing.parent / close[0]) if close else None
-
-
-def _nearest_remote(files: Any, path: str) -> str | None:
-    folder, _, name = path.rstrip("/").rpartition("/")
-    try:
-        beside = [str(each).rstrip("/").rpartition("/")[2] for each in files.ls(folder, detail=False)]
-    except Exception:  # a place that cannot be listed: the message does without a suggestion
-        return None
-    close = difflib.get_close_matches(name, beside, n=1)
-    return str(files.unstrip_protocol(f"{folder}/{close[0]}")) if close else None

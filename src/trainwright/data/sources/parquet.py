@@ -1,14 +1,14 @@
 """Rows of Parquet files: `parquet` in a run file, by index or as a stream.
 
-A file is read a row group at a time, which is its smallest part; the row groups used last are kept. Columns of number
-lists become tensors (int64, float32; a list that these cannot hold keeps uint64 or float64), all else plain Python
+A file is read by row groups; the most recently used ones are kept. Columns of number
+lists become tensors (int64, float32; a list that does not fit keeps uint64 or float64), others plain Python
 values. Needs pyarrow, of the `datasets` extra.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from trainwright.data.fetch import positive_indices
-from trainwright.data.sources.file_stream import FileRange, check_range, identify_range, share_of
+from trainwright.data.sources.file_stream import FileRange, RangeStream
 from trainwright.data.sources.files import reject_cache
 from trainwright.data.sources.formats import check_columns
 from trainwright.data.sources.locations import FileLocation, Paths, find_files, fingerprint_files
@@ -30,7 +30,7 @@ SUFFIXES = (".parquet", ".pq")
 _KEPT_BYTES = 256 << 20
 """How much of decoded row groups is kept for the next batches."""
 
-# Shards are row groups while it is cheap to ask every file how many it has, else files.
+# Shards are row groups if it is cheap to count those of every file, else files.
 _MOST_FILES_TO_ASK = 64
 
 # A stream turns this many rows at a time into Python values.
@@ -72,7 +72,7 @@ class ParquetRows(Dataset[dict[str, Any]]):
         self.path = path
         self.columns = check_columns(columns, "parquet")
         self._cache_dir = cache_dir
-        self._project_dir = Path(project_dir or ".").absolute()  # a worker may stand in another folder
+        self._project_dir = Path(project_dir or ".").absolute()  # a worker may run in another folder
         self._groups: list[tuple[FileLocation, int]] | None = None
         self._ends = np.empty(0, np.int64)
         self._tables: OrderedDict[int, Any] = OrderedDict()
@@ -95,15 +95,15 @@ class ParquetRows(Dataset[dict[str, Any]]):
         groups = np.searchsorted(self._ends, rows, side="right")
         samples: list[Any] = [None] * len(rows)
         for group in np.unique(groups).tolist():
-            places = np.flatnonzero(groups == group)
+            here = np.flatnonzero(groups == group)
             table = self._table(group)
             first = int(self._ends[group]) - table.num_rows
-            for place, sample in zip(places.tolist(), to_samples(table.take(rows[places] - first)), strict=True):
-                samples[place] = sample
+            for number, sample in zip(here.tolist(), to_samples(table.take(rows[here] - first)), strict=True):
+                samples[number] = sample
         return samples
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tables": OrderedDict()}  # a worker keeps row groups of its own
+        return {**self.__dict__, "_tables": OrderedDict()}  # a worker reads row groups itself
 
     def _load(self) -> list[tuple[FileLocation, int]]:
         if self._groups is None:
@@ -134,87 +134,46 @@ class ParquetRows(Dataset[dict[str, Any]]):
 
 
 @dataclass(frozen=True)
-class _Row:
-    """Where an iteration stands: the next row is this one of this row group, counted from the piece's first."""
+class _RowPosition:
+    """The position of an iteration: the next row of this row group, counted from the range's first."""
 
     file_range: int = 0
     group: int = 0
     row: int = 0
 
 
-class ParquetStream(IterableDataset[dict[str, Any]]):
+class ParquetStream(RangeStream):
     """The rows of Parquet files as a stream; its state is a row group and a row in it."""
 
-    draws_nothing = True  # the loader need not seed each sample
+    position_type = _RowPosition
 
     def __init__(
         self, path: Paths, *, columns: Sequence[str] | None = None, project_dir: str | Path | None = None
     ) -> None:
-        self.path = path
+        super().__init__(path, suffixes=SUFFIXES, project_dir=project_dir)
         self.columns = check_columns(columns, "parquet")
-        self._project_dir = Path(project_dir or ".").absolute()  # a worker may stand in another folder
-        self._file_ranges: list[FileRange] | None = None
-        self._start: _Row | None = None
-        self._iterator: ParquetIterator | None = None
 
-    @property
-    def num_shards(self) -> int:
-        """How many shards there can be at most: one for each row group, or for each file where there are many."""
-        return len(self.file_ranges)
+    def _iterate(self, start: _RowPosition) -> ParquetIterator:
+        return ParquetIterator(self.file_ranges, self.columns, start)
 
-    @property
-    def file_ranges(self) -> list[FileRange]:
-        """What the stream reads, in order; the file systems are asked at first use."""
-        if self._file_ranges is None:
-            found = find_files(self.path, suffixes=SUFFIXES, project_dir=self._project_dir)
-            if len(found) > _MOST_FILES_TO_ASK:
-                self._file_ranges = [FileRange(location) for location in found]
-            else:
-                self._file_ranges = [file_range for location in found for file_range in self._cut(location)]
-        return self._file_ranges
-
-    def shard(self, num_shards: int, index: int) -> ParquetStream:
-        """Returns one of `num_shards` disjoint parts, which one after the other are the whole."""
-        part = ParquetStream(self.path, columns=self.columns, project_dir=self._project_dir)
-        part._file_ranges = share_of(self.file_ranges, num_shards=num_shards, index=index)
-        return part
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns where the iteration begun last stands."""
-        place = (self._start or _Row()) if self._iterator is None else self._iterator.place
-        return {**vars(place), "in": identify_range(self.file_ranges, place.file_range)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Lets the next iteration begin there, unless the files before that place are others now."""
-        start = _Row(state["file_range"], state["group"], state["row"])
-        if start != _Row():  # before the first row any files will do
-            check_range(self.file_ranges, state["in"])
-        self._start = start
-        self._iterator = None
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        start, self._start = self._start or _Row(), None
-        self._iterator = ParquetIterator(self.file_ranges, self.columns, start)
-        return self._iterator
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_iterator": None}  # an open file cannot be pickled
-
-    def _cut(self, location: FileLocation) -> list[FileRange]:
-        with _OpenFile(location, self.columns) as opened:
-            # A file without rows is a piece too, so that there is at least one.
-            return [FileRange(location, group, group + 1) for group in range(opened.num_groups)] or [
-                FileRange(location)
-            ]
+    def _find_ranges(self, files: list[FileLocation]) -> list[FileRange]:
+        if len(files) > _MOST_FILES_TO_ASK:
+            return [FileRange(location) for location in files]
+        ranges = []
+        for location in files:
+            with _OpenFile(location, self.columns) as opened:
+                groups = [FileRange(location, group, group + 1) for group in range(opened.num_groups)]
+            ranges += groups or [FileRange(location)]  # there is at least one range
+        return ranges
 
 
 class ParquetIterator:
-    """One iteration. A row group that cannot be read raises once and is then passed over."""
+    """One iteration. A row group that cannot be read raises once and is then skipped."""
 
-    def __init__(self, file_ranges: list[FileRange], columns: Sequence[str] | None, start: _Row) -> None:
-        self._file_ranges = file_ranges
+    def __init__(self, file_ranges: list[FileRange], columns: Sequence[str] | None, start: _RowPosition) -> None:
+        self._ranges = file_ranges
         self._columns = columns
-        self._piece, self._group, self._row = start.file_range, start.group, start.row
+        self.position = start
         self._opened: _OpenFile | None = None
         self._table: Any = None
         self._samples: list[dict[str, Any]] = []
@@ -224,86 +183,83 @@ class ParquetIterator:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        while self._piece < len(self._file_ranges):
+        while self.position.file_range < len(self._ranges):
+            at = self.position
             if self._table is None and not self._read_group():
-                self._leave_range()
-                continue
-            if self._row >= self._table.num_rows:
-                self._leave_group()
-                continue
-            if not self._first <= self._row < self._first + len(self._samples):
-                self._convert_rows()
-            self._row += 1
-            return self._samples[self._row - 1 - self._first]
+                self._move(_RowPosition(at.file_range + 1))
+            elif at.row >= self._table.num_rows:
+                self._move(_RowPosition(at.file_range, at.group + 1))
+            else:
+                if not self._first <= at.row < self._first + len(self._samples):
+                    self._convert_rows()
+                self.position = _RowPosition(at.file_range, at.group, at.row + 1)
+                return self._samples[at.row - self._first]
         raise StopIteration
 
-    @property
-    def place(self) -> _Row:
-        """The place of the next row."""
-        return _Row(self._piece, self._group, self._row)
-
     def _read_group(self) -> bool:
-        """Reads the row group that is next; False where the piece has no more."""
-        file_range = self._file_ranges[self._piece]
+        """Reads the next row group; returns False if the range has no more."""
+        at = self.position
+        file_range = self._ranges[at.file_range]
+        following = _RowPosition(at.file_range + 1)
         try:
             if self._opened is None:
                 self._opened = _OpenFile(file_range.location, self._columns)
-        except DataError:
-            self._leave_range()
-            raise
-        number = file_range.begin + self._group
-        if number >= (self._opened.num_groups if file_range.end is None else file_range.end):
-            return False
-        try:
+            following = _RowPosition(at.file_range, at.group + 1)
+            number = file_range.begin + at.group
+            if number >= (self._opened.num_groups if file_range.end is None else file_range.end):
+                return False
             self._table = self._opened.read_group(number)
         except DataError:
-            self._leave_group()
+            self._move(following)
             raise
         return True
 
     def _convert_rows(self) -> None:
-        """Turns the next rows of the row group into samples."""
+        """Converts the next rows of the row group to samples."""
+        at = self.position
         try:
-            self._samples = to_samples(self._table.slice(self._row, _ROWS_AT_A_TIME))
-        except Exception as error:  # values that Python cannot hold
-            place = f"{self._file_ranges[self._piece].location.name} at row {self._row} of a row group"
-            self._leave_group()
-            raise DataError(f"{place}: {type(error).__name__}: {error}") from error
-        self._first = self._row
+            self._samples = to_samples(self._table.slice(at.row, _ROWS_AT_A_TIME))
+        except Exception as error:  # values that Python cannot represent
+            self._move(_RowPosition(at.file_range, at.group + 1))
+            name = self._ranges[at.file_range].location.name
+            raise DataError(f"{name} at row {at.row} of a row group: {type(error).__name__}: {error}") from error
+        self._first = at.row
 
-    def _leave_group(self) -> None:
-        self._table, self._samples = None, []
-        self._group, self._row = self._group + 1, 0
-
-    def _leave_range(self) -> None:
-        if self._opened is not None:
+    def _move(self, position: _RowPosition) -> None:
+        """Moves to another row group or range."""
+        if position.file_range != self.position.file_range and self._opened is not None:
             self._opened.close()
             self._opened = None
-        self._table, self._samples = None, []
-        self._piece, self._group, self._row = self._piece + 1, 0, 0
+        self.position, self._table, self._samples = position, None, []
 
 
 class _OpenFile:
-    """A Parquet file being read; its errors name it."""
+    """A Parquet file that is being read; its errors name it."""
 
     def __init__(self, location: FileLocation, columns: Sequence[str] | None) -> None:
-        module = _pyarrow_parquet()
+        try:
+            import pyarrow.parquet  # type: ignore[import-untyped]  # it has no types
+        except ImportError as error:
+            raise DataError(
+                'The dataset "parquet" needs pyarrow, which is not installed. '
+                "Install it: pip install 'trainwright[parquet]'."
+            ) from error
         self._name = location.name
         self._columns = None if columns is None else list(columns)
         self._file: Any = None
         try:
             self._file = location.open()
-            self._parquet = module.ParquetFile(self._file)
-        except Exception as error:  # each file system has errors of its own, and Arrow has too
+            self._parquet = pyarrow.parquet.ParquetFile(self._file)
+        except Exception as error:  # file systems and Arrow raise various types
             if self._file is not None:
                 self._file.close()
-            raise DataError(f"{self._name} is no Parquet file: {type(error).__name__}: {error}") from error
+            raise DataError(f"{self._name} is not a Parquet file: {type(error).__name__}: {error}") from error
         self.num_groups: int = self._parquet.metadata.num_row_groups
         known = self._parquet.schema_arrow.names
         missing = [name for name in self._columns or () if name not in known]
         if missing:
             self.close()
-            raise DataError(f"{self._name}: no column {', '.join(missing)}. There are: {', '.join(known)}.")
+            raise DataError(f"{self._name}: no column {', '.join(missing)}. The columns are: {', '.join(known)}.")
 
     def __enter__(self) -> _OpenFile:
         return self
@@ -312,7 +268,7 @@ class _OpenFile:
         self.close()
 
     def rows_of_groups(self) -> list[int]:
-        """Returns how many rows each row group has."""
+        """Returns the number of rows of each row group."""
         return [self._parquet.metadata.row_group(number).num_rows for number in range(self.num_groups)]
 
     def read_group(self, number: int) -> Any:
@@ -340,7 +296,7 @@ def to_samples(table: Any) -> list[dict[str, Any]]:
 
 
 def _to_values(column: Any) -> list[Any]:
-    import pyarrow as pa  # type: ignore[import-untyped]  # it comes without types
+    import pyarrow as pa
     import pyarrow.compute as pc  # type: ignore[import-untyped]
 
     kind = column.type
@@ -373,14 +329,3 @@ def _to_tensor(numbers: npt.NDArray[Any]) -> torch.Tensor:
         narrow = numbers.astype(np.int64)
         fits = numbers.dtype != np.uint64 or not numbers.size or int(numbers.max()) < 2**63
     return torch.from_numpy(narrow if fits else numbers.copy())
-
-
-def _pyarrow_parquet() -> Any:
-    try:
-        import pyarrow.parquet  # type: ignore[import-untyped]  # it comes without types
-    except ImportError as error:
-        raise DataError(
-            'The dataset "parquet" needs pyarrow, which is not installed. '
-            "Install it: pip install 'trainwright[parquet]'."
-        ) from error
-    return pyarrow.parquet

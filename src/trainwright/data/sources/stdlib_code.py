@@ -1,8 +1,8 @@
 """StdlibCode: the source code of the running Python's standard library, as blocks of tokens for language models.
 
-Real text that every machine already has. At first use a byte-level BPE tokenizer is trained on the train part and
-both parts are encoded into a cache folder (a few seconds); later runs map those files into memory. The constructor
-touches no disk. Also here: the loss of a unigram model, the mark that a trained model has to beat.
+Real text that every machine has. At first use a byte-level BPE tokenizer is trained on the train part and both parts
+are encoded into a cache folder (a few seconds); later runs map those files into memory. The constructor accesses no
+disk. `unigram_loss` is the loss of a unigram model, which a trained model has to beat.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainwright.data.cache import cache_root, rename_unless_taken
 from trainwright.data.fetch import positive_indices
+from trainwright.data.sources.tokens import to_sample
 from trainwright.errors import ConfigError, DataError
 
 PARTS = ("train", "valid")
@@ -45,7 +45,7 @@ SKIPPED_FOLDERS = frozenset(
     | {"encodings", "pydoc_data", "__pycache__", "__phello__"}
 )
 
-# Raised when the same arguments would give other tokens, so that no old cache is taken for a current one.
+# Increased when the tokens of the same arguments change, so that old caches are not used.
 CACHE_FORMAT = 1
 
 
@@ -61,9 +61,9 @@ class _Recipe:
 class StdlibCode(Dataset[dict[str, Tensor]]):
     """Blocks of `sequence_length` tokens of Python code; `labels` equal `input_ids`, and the model shifts them.
 
-    A file belongs wholly to one part, chosen by a hash of its path: about `valid_fraction` of the files are valid.
-    `max_megabytes` bounds the source that is read, in order of path, and so the time; None reads all of it.
-    `cache_dir` defaults to `trainwright` in $XDG_CACHE_HOME or ~/.cache. A last incomplete block is left out.
+    Each file is in one part, chosen by a hash of its path: about `valid_fraction` of the files are in valid.
+    `max_megabytes` limits the source that is read, in order of path; None reads all of it. `cache_dir` defaults to
+    `trainwright` in $XDG_CACHE_HOME or ~/.cache. An incomplete last block is dropped.
     """
 
     draws_nothing = True  # the loader need not seed each sample
@@ -78,13 +78,16 @@ class StdlibCode(Dataset[dict[str, Tensor]]):
         max_megabytes: float | None = 8.0,
         cache_dir: str | Path | None = None,
     ) -> None:
-        _check_arguments(
-            part,
-            sequence_length=sequence_length,
-            vocab_size=vocab_size,
-            valid_fraction=valid_fraction,
-            max_megabytes=max_megabytes,
-        )
+        checks = [
+            (part in PARTS, f'part is "{part}". Use one of: {", ".join(PARTS)}.'),
+            (sequence_length >= 2, f"sequence_length is {sequence_length}. Use at least 2, to predict a token."),
+            (vocab_size >= SMALLEST_VOCABULARY, f"vocab_size is {vocab_size}. Use at least {SMALLEST_VOCABULARY}."),
+            (0.0 < valid_fraction < 1.0, f"valid_fraction is {valid_fraction}. Use a fraction between 0 and 1."),
+            (max_megabytes is None or max_megabytes > 0, f"max_megabytes is {max_megabytes}. Use a positive number."),
+        ]
+        for is_valid, problem in checks:
+            if not is_valid:
+                raise ConfigError(problem, where="stdlib_code")
         self.sequence_length = sequence_length
         self.vocab_size = vocab_size
         self.part = part
@@ -95,7 +98,7 @@ class StdlibCode(Dataset[dict[str, Tensor]]):
 
     @property
     def tokens_per_sample(self) -> int:
-        """The tokens in each sample, all of which count: there is no padding."""
+        """The tokens in each sample, without padding."""
         return self.sequence_length
 
     @property
@@ -112,17 +115,17 @@ class StdlibCode(Dataset[dict[str, Tensor]]):
             tokens = np.load(self.prepare() / f"{self.part}.npy", mmap_mode="r")
             if len(tokens) < self.sequence_length:
                 raise DataError(
-                    f"The {self.part} part holds {len(tokens)} tokens, less than one block of {self.sequence_length}. "
-                    "Raise max_megabytes or valid_fraction, or shorten sequence_length."
+                    f"The {self.part} part has {len(tokens)} tokens, less than one block of {self.sequence_length}. "
+                    "Raise max_megabytes or valid_fraction, or lower sequence_length."
                 )
             self._tokens = tokens
         return self._tokens
 
     def prepare(self) -> Path:
-        """Makes the cache folder unless it is there, and returns it.
+        """Creates the cache folder unless it exists, and returns it.
 
-        Needed only to choose when the seconds are spent. Several processes may prepare at once: each works in a
-        folder of its own, the first to finish renames it into place and the others throw theirs away.
+        Several processes may prepare at once: each writes a temporary folder, the first to finish renames it and the
+        others remove theirs.
         """
         folder = cache_root(self.cache_dir) / _cache_name(self.recipe)
         if not folder.is_dir():
@@ -144,13 +147,8 @@ class StdlibCode(Dataset[dict[str, Tensor]]):
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
         """Returns the samples of a batch; torch's loader prefers this to one call a sample."""
         length = self.sequence_length
-        blocks = np.empty((len(indices), length), dtype=np.int64)
-        places = positive_indices(indices, size=len(self), of=f"blocks of the {self.part} part")
-        for row, start in enumerate((places * length).tolist()):
-            blocks[row] = self.tokens[start : start + length]
-        input_ids = torch.from_numpy(blocks)
-        labels = input_ids.clone()  # its own memory: a collator may write -100 into labels
-        return [{"input_ids": ids, "labels": own} for ids, own in zip(input_ids, labels, strict=True)]
+        blocks = positive_indices(indices, size=len(self), of=f"blocks of the {self.part} part")
+        return [to_sample(self.tokens[start : start + length]) for start in (blocks * length).tolist()]
 
     def __getstate__(self) -> dict[str, Any]:
         # A spawned worker maps the file itself; pickling the map would copy all tokens to it.
@@ -158,44 +156,18 @@ class StdlibCode(Dataset[dict[str, Tensor]]):
 
 
 def unigram_loss(train: StdlibCode, valid: StdlibCode) -> float:
-    """Returns the loss, in nats per token of `valid`, of a model that knows only how often tokens occur in `train`.
+    """Returns the loss on `valid`, in nats per token, of a model that uses only the token frequencies of `train`.
 
-    Counts start at one, so that a token which `train` lacks costs much instead of infinitely much.
+    Counts start at one, so that the loss of a token that is not in `train` is finite.
     """
     if train.recipe != valid.recipe:
         raise DataError(
-            f"The two parts have different tokens: train has {train.recipe}, valid has {valid.recipe}. "
-            "Give both the same vocab_size, valid_fraction and max_megabytes."
+            f"The parts have different tokens: train has {train.recipe}, valid has {valid.recipe}. "
+            "Use the same vocab_size, valid_fraction and max_megabytes."
         )
     seen = np.bincount(train.tokens, minlength=train.vocab_size) + 1
-    asked = np.bincount(valid.tokens, minlength=train.vocab_size)
-    return float(-(asked * np.log(seen / seen.sum())).sum() / asked.sum())
-
-
-def _check_arguments(
-    part: str, *, sequence_length: int, vocab_size: int, valid_fraction: float, max_megabytes: float | None
-) -> None:
-    """Rejects what cannot work before any file is read."""
-    if part not in PARTS:
-        raise ConfigError(f'part is "{part}". Use one of: {", ".join(PARTS)}.', where="stdlib_code")
-    if sequence_length < 2:
-        raise ConfigError(
-            f"sequence_length is {sequence_length}. Use at least 2: a block of one token has no next token.",
-            where="stdlib_code",
-        )
-    if vocab_size < SMALLEST_VOCABULARY:
-        raise ConfigError(
-            f"vocab_size is {vocab_size}. Use at least {SMALLEST_VOCABULARY}: the 256 bytes and the end of a file.",
-            where="stdlib_code",
-        )
-    if not 0.0 < valid_fraction < 1.0:
-        raise ConfigError(
-            f"valid_fraction is {valid_fraction}. Use a fraction between 0 and 1, both excluded.", where="stdlib_code"
-        )
-    if max_megabytes is not None and not max_megabytes > 0:
-        raise ConfigError(
-            f"max_megabytes is {max_megabytes}. Use a positive number, or null for all files.", where="stdlib_code"
-        )
+    wanted = np.bincount(valid.tokens, minlength=train.vocab_size)
+    return float(-(wanted * np.log(seen / seen.sum())).sum() / wanted.sum())
 
 
 def _library_folder() -> Path:
@@ -204,7 +176,7 @@ def _library_folder() -> Path:
 
 def _cache_name(recipe: _Recipe) -> str:
     """Returns a folder name that changes with the interpreter, the recipe and this file's format."""
-    # The library's path too: two builds of one version, say a distribution's and a user's, differ in their files.
+    # With the library's path, because two builds of one version may have different files.
     facts = {**asdict(recipe), "library": str(_library_folder()), "format": CACHE_FORMAT}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return f"stdlib-code-python-{platform.python_version()}-{digest[:12]}"
@@ -222,25 +194,20 @@ def list_source_files(library: Path) -> list[str]:
 def choose_files(library: Path, *, valid_fraction: float, max_megabytes: float | None) -> dict[str, list[str]]:
     """Returns the relative paths of each part's files, in order.
 
-    Each part has its share of `max_megabytes` for itself: under one common bound a small one would often be used up
-    before the first file of the valid part. A file that no longer fits is passed over for later, smaller ones.
+    Each part has its share of `max_megabytes`: a small common limit would often be reached before the first file of
+    the valid part. A file that does not fit is skipped; later, smaller ones may fit.
     """
     total = math.inf if max_megabytes is None else max_megabytes * 1e6
     room = {"train": total * (1.0 - valid_fraction), "valid": total * valid_fraction}
     chosen: dict[str, list[str]] = {part: [] for part in PARTS}
     for path in list_source_files(library):
-        part = part_of(path, valid_fraction=valid_fraction)
+        fraction = int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big") / 2**64
+        part = "valid" if fraction < valid_fraction else "train"
         size = (library / path).stat().st_size
         if size <= room[part]:
             room[part] -= size
             chosen[part].append(path)
     return chosen
-
-
-def part_of(path: str, *, valid_fraction: float) -> str:
-    """Returns the part that a file belongs to: a pure function of its relative path."""
-    place = int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big") / 2**64
-    return "valid" if place < valid_fraction else "train"
 
 
 def _write_tokens(recipe: _Recipe, folder: Path) -> None:
@@ -261,9 +228,9 @@ def _read_texts(recipe: _Recipe) -> dict[str, list[str]]:
     for part, paths in chosen.items():
         if not paths:
             raise DataError(
-                f"No file of Python's standard library in {library} falls into the {part} part with max_megabytes "
-                f"{recipe.max_megabytes} and valid_fraction {recipe.valid_fraction}. Raise one of them; "
-                "if that folder holds no .py files at all, use a Python that is installed with its sources."
+                f"No file of Python's standard library in {library} is in the {part} part with max_megabytes "
+                f"{recipe.max_megabytes} and valid_fraction {recipe.valid_fraction}. Raise one of them, or use a "
+                "Python that is installed with its sources."
             )
     return {
         part: [(library / path).read_bytes().decode("utf-8", errors="replace") for path in paths]
@@ -272,7 +239,7 @@ def _read_texts(recipe: _Recipe) -> dict[str, list[str]]:
 
 
 def _train_tokenizer(texts: list[str], *, vocab_size: int) -> Tokenizer:
-    """Trains a byte-level BPE: every text can be encoded, and decoding gives it back to the byte."""
+    """Trains a byte-level BPE: every text can be encoded and decoded without loss."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,7 +1,6 @@
-"""Tokens: token files mapped into memory, as blocks of equal length or as the documents that they hold.
+"""Tokens: token files mapped into memory, as blocks of equal length or as documents; `write_tokens` writes such files.
 
-A .bin file is nothing but the tokens, in the `dtype` that its reader has to know; a .npy file knows its own. Also here:
-`write_tokens`, which makes such files. Tokenizing is not done here.
+A .bin file contains only the tokens, in the `dtype` that its reader has to know; a .npy file contains its dtype.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ class Tokens(Dataset[dict[str, Tensor]]):
     """Blocks of `sequence_length` tokens; `labels` equal `input_ids`, and the model shifts them.
 
     `path` is a file, a glob, a folder (all its .bin and .npy files), a URL, or a list of those; remote files are copied
-    into the cache first. A block never reaches across files, and the last incomplete one of each is left out.
-    With `documents` a sample is a document instead, its end (`end_of_document`) included, and `lengths` tells how long
-    each is; one longer than `sequence_length`, where that is given, comes in pieces of at most so many tokens.
+    into the cache first. A block is within one file; the incomplete last one of each file is dropped.
+    With `documents` a sample is a document with its end (`end_of_document`), and `lengths` has their lengths; one that
+    is longer than `sequence_length` is split into samples of at most so many tokens.
     """
 
     draws_nothing = True  # the loader need not seed each sample
@@ -51,25 +50,25 @@ class Tokens(Dataset[dict[str, Tensor]]):
         cache_dir: str | Path | None = None,
         project_dir: str | Path | None = None,
     ) -> None:
-        if dtype not in DTYPES:
-            raise ConfigError(f'dtype is "{dtype}". Use one of: {", ".join(DTYPES)}.', where="tokens")
-        if documents and end_of_document is None:
-            raise ConfigError("documents: true needs end_of_document, the token that ends each.", where="tokens")
-        if not documents and sequence_length is None:
-            raise ConfigError("sequence_length is missing: how many tokens has a block?", where="tokens")
-        if not documents and end_of_document is not None:
-            raise ConfigError("end_of_document has no effect without documents: true. Remove it.", where="tokens")
-        if sequence_length is not None and sequence_length < 2:
-            raise ConfigError(
-                f"sequence_length is {sequence_length}. Use at least 2: a block of one token has no next token.",
-                where="tokens",
-            )
+        checks = [
+            (dtype in DTYPES, f'dtype is "{dtype}". Use one of: {", ".join(DTYPES)}.'),
+            (not documents or end_of_document is not None, "documents: true needs end_of_document, the last token."),
+            (documents or sequence_length is not None, "sequence_length, the tokens of a block, is required."),
+            (documents or end_of_document is None, "end_of_document has no effect without documents: true. Remove it."),
+            (
+                sequence_length is None or sequence_length >= 2,
+                f"sequence_length is {sequence_length}. Use at least 2, to predict a token.",
+            ),
+        ]
+        for is_valid, problem in checks:
+            if not is_valid:
+                raise ConfigError(problem, where="tokens")
         self.path = path
         self.sequence_length = sequence_length
         self.dtype = dtype
         self.end_of_document = end_of_document
         self.cache_dir = cache_dir
-        self._project_dir = Path(project_dir or ".").absolute()  # a worker may stand in another folder
+        self._project_dir = Path(project_dir or ".").absolute()  # a worker may run in another folder
         self._files: list[npt.NDArray[Any]] | None = None
         self._samples: _Samples | None = None
 
@@ -89,7 +88,7 @@ class Tokens(Dataset[dict[str, Tensor]]):
 
     @property
     def fingerprint(self) -> str:
-        """What changes with the files: their names, sizes and times of change."""
+        """A digest of the files' names, sizes and modification times."""
         return fingerprint_files(find_files(self.path, suffixes=SUFFIXES, project_dir=self._project_dir))
 
     def __len__(self) -> int:
@@ -102,9 +101,7 @@ class Tokens(Dataset[dict[str, Tensor]]):
         """Returns the samples of a batch; torch's loader prefers this to one call a sample."""
         samples = []
         for index in positive_indices(indices, size=len(self), of=f"samples of {self.path}").tolist():
-            tokens = self._read(index).astype(np.int64)
-            # Labels have memory of their own: a collator may write -100 into them.
-            samples.append({"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(tokens.copy())})
+            samples.append(to_sample(self._read(index)))
         return samples
 
     def __getstate__(self) -> dict[str, Any]:
@@ -131,7 +128,7 @@ class Tokens(Dataset[dict[str, Tensor]]):
             if not samples.ends[-1]:
                 total = sum(map(len, self._files))
                 wanted = f"one block of {self.sequence_length}" if self.end_of_document is None else "one document"
-                raise DataError(f"{self.path} holds {total} tokens, less than {wanted}. Check the path, or use more.")
+                raise DataError(f"{self.path} has {total} tokens, less than {wanted}. Check the path.")
             self._samples = samples
         return self._files, self._samples
 
@@ -141,7 +138,7 @@ class Tokens(Dataset[dict[str, Tensor]]):
             return _Samples(np.cumsum([len(tokens) // self.sequence_length for tokens in files]))
         spans = [_find_documents(tokens, self.end_of_document) for tokens in files]
         if self.sequence_length is not None:
-            spans = [_cut_long_ones(starts, lengths, self.sequence_length) for starts, lengths in spans]
+            spans = [_split_long_documents(starts, lengths, self.sequence_length) for starts, lengths in spans]
         return _Samples(
             np.cumsum([len(starts) for starts, _ in spans]),
             np.concatenate([starts for starts, _ in spans]),
@@ -149,14 +146,19 @@ class Tokens(Dataset[dict[str, Tensor]]):
         )
 
 
+def to_sample(tokens: npt.NDArray[Any]) -> dict[str, Tensor]:
+    """Returns `input_ids` and `labels`, each with its own memory: a collator may write -100 into labels."""
+    return {name: torch.from_numpy(tokens.astype(np.int64)) for name in ("input_ids", "labels")}
+
+
 @dataclass(frozen=True)
 class _Samples:
-    """Where the samples lie."""
+    """The positions of the samples."""
 
     ends: npt.NDArray[np.int64]
     """The samples in each file and those before it."""
     starts: npt.NDArray[np.int64] | None = None
-    """Where each begins in its file; None for blocks, whose places follow from their number."""
+    """The offset of each in its file; None for blocks."""
     lengths: npt.NDArray[np.int64] | None = None
 
 
@@ -167,10 +169,10 @@ def write_tokens(
     *,
     end_of_document: int | None = None,
 ) -> int:
-    """Writes documents, each a row of tokens, into one .bin or .npy file and returns the number of tokens.
+    """Writes documents, each a sequence of tokens, into one .bin or .npy file and returns the number of tokens.
 
-    `arrays` may be a generator: one document is in memory at a time. `end_of_document` is written behind each. The file
-    appears, or replaces an older one, when all is written.
+    `arrays` may be a generator: one document is in memory at a time. `end_of_document` is written after each. The file
+    appears, or replaces an older one, when it is complete.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -182,40 +184,31 @@ def write_tokens(
     path = Path(path)
     if path.suffix not in SUFFIXES or dtype not in DTYPES:
         raise ConfigError(
-            f"write_tokens: {path.name} in {dtype}. Use a name that ends in {' or '.join(SUFFIXES)} "
-            f"and one of: {', '.join(DTYPES)}."
+            f"write_tokens: {path.name} with dtype {dtype}. Use a name with the suffix {' or '.join(SUFFIXES)}, and "
+            f"one of: {', '.join(DTYPES)}."
         )
     ending = np.array([] if end_of_document is None else [end_of_document], np.int64)
+    bounds, stored = np.iinfo(dtype), np.dtype(dtype).newbyteorder("<")
     count = 0
     with staged_file(path) as file:
         if path.suffix == ".npy":
             file.write(bytes(_NPY_HEADER_BYTES))  # filled in when the count is known
         for number, document in enumerate(arrays):
-            tokens = _fit(np.concatenate([np.asarray(document, np.int64).reshape(-1), ending]), dtype, number)
-            file.write(tokens.tobytes())
+            tokens = np.concatenate([np.asarray(document, np.int64).reshape(-1), ending])
+            if len(tokens) and not bounds.min <= tokens.min() <= tokens.max() <= bounds.max:
+                raise DataError(
+                    f"write_tokens: document {number} has tokens from {tokens.min()} to {tokens.max()}, "
+                    f"but the range of {dtype} is {bounds.min} to {bounds.max}. Use a wider dtype."
+                )
+            file.write(tokens.astype(stored).tobytes())
             count += len(tokens)
         if path.suffix == ".npy":
+            # The header of numpy's file format 1.0, padded to a fixed length.
+            facts = f"{{'descr': '{stored.str}', 'fortran_order': False, 'shape': ({count},), }}"
             file.seek(0)
-            file.write(_npy_header(dtype, count))
+            file.write(b"\x93NUMPY\x01\x00" + (_NPY_HEADER_BYTES - 10).to_bytes(2, "little"))
+            file.write(facts.encode().ljust(_NPY_HEADER_BYTES - 11) + b"\n")
     return count
-
-
-def _fit(tokens: npt.NDArray[Any], dtype: str, number: int) -> npt.NDArray[Any]:
-    bounds = np.iinfo(dtype)
-    if len(tokens) and not bounds.min <= tokens.min() <= tokens.max() <= bounds.max:
-        raise DataError(
-            f"write_tokens: document {number} has tokens from {tokens.min()} to {tokens.max()}, "
-            f"but {dtype} holds {bounds.min} to {bounds.max}. Use a wider dtype."
-        )
-    return tokens.astype(np.dtype(dtype).newbyteorder("<"))
-
-
-def _npy_header(dtype: str, count: int) -> bytes:
-    """Returns the header of numpy's file format 1.0, padded to a fixed length."""
-    described = np.dtype(dtype).newbyteorder("<").str
-    facts = f"{{'descr': '{described}', 'fortran_order': False, 'shape': ({count},), }}"
-    start = b"\x93NUMPY\x01\x00" + (_NPY_HEADER_BYTES - 10).to_bytes(2, "little")
-    return start + facts.encode().ljust(_NPY_HEADER_BYTES - 11) + b"\n"
 
 
 def _map_tokens(path: Path, dtype: str) -> npt.NDArray[Any]:
@@ -228,30 +221,30 @@ def _map_tokens(path: Path, dtype: str) -> npt.NDArray[Any]:
         else:
             tokens = np.memmap(path, np.dtype(dtype).newbyteorder("<"), mode="r")
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} is no file of tokens in {dtype}: {error}") from error
+        raise DataError(f"{path} is not a file of tokens in {dtype}: {error}") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise DataError(f"{path} holds {tokens.dtype} {tokens.shape}. Use a file with one row of whole numbers.")
+        raise DataError(f"{path} contains {tokens.dtype} {tokens.shape}. Use a file with one dim of integers.")
     return tokens
 
 
 def _find_documents(tokens: npt.NDArray[Any], end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Returns the start and the length of each document; what follows the last end is one more."""
-    pieces = [
+    found = [
         np.flatnonzero(tokens[start : start + _SCAN_TOKENS] == end) + (start + 1)
         for start in range(0, len(tokens), _SCAN_TOKENS)
     ]
-    ends = np.concatenate([np.zeros(1, np.int64), *pieces])
+    ends = np.concatenate([np.zeros(1, np.int64), *found])
     if ends[-1] != len(tokens):
         ends = np.append(ends, len(tokens))
     return ends[:-1], np.diff(ends)
 
 
-def _cut_long_ones(
+def _split_long_documents(
     starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], longest: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    pieces = -(-lengths // longest)
-    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # of a piece in its document
+    counts = -(-lengths // longest)
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of a sample in its document
     return (
-        np.repeat(starts, pieces) + number * longest,
-        np.minimum(longest, np.repeat(lengths, pieces) - number * longest),
+        np.repeat(starts, counts) + number * longest,
+        np.minimum(longest, np.repeat(lengths, counts) - number * longest),
     )

@@ -14,7 +14,7 @@ from tests.messages import raises
 
 from trainwright.data.collators import Stack
 from trainwright.data.fetch import View
-from trainwright.data.loader import LeftOut, TrainData
+from trainwright.data.loader import SkippedPositions, TrainData
 from trainwright.data.mix import mix
 from trainwright.data.stream_loader import StreamData
 from trainwright.data.workers import LoaderOptions
@@ -45,7 +45,7 @@ def take(data, count=None):
     """The next batches as text, each with the place where it begins."""
     with closing(data.batches(iter)) as iterator:
         return [
-            (data.places_in_hand[0], [str(sample) for sample in batch[: data.samples_in_hand]])
+            (data.batch_positions[0], [str(sample) for sample in batch[: data.batch_num_samples]])
             for batch in islice(iterator, count)
         ]
 
@@ -63,11 +63,11 @@ def test_after_a_rollback_the_batches_are_those_of_the_undisturbed_run_without_t
     state = data.state_dict()
     offending = take(data, 3)[-1][0]
     data.load_state_dict(state)
-    data.leave_out(offending, offending + 2 * BATCH)
+    data.skip_positions(offending, offending + 2 * BATCH)
     assert take(data) == without(whole[2:], (offending, offending + 2 * BATCH))
     undisturbed = make(kind, workers=workers)
     take(undisturbed)
-    assert (data.position, data.places) == (undisturbed.position, undisturbed.places)
+    assert (data.samples_seen, data.order_position) == (undisturbed.samples_seen, undisturbed.order_position)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,7 +75,7 @@ def test_what_is_left_out_is_saved_and_stays_so_with_other_workers(kind):
     whole = take(make(kind))
     for before in range(6):
         data = make(kind)
-        data.leave_out(8, 16)
+        data.skip_positions(8, 16)
         begun = take(data, before)
         later = make(kind, state=data.state_dict(), workers=before % 2)
         assert begun + take(later) == without(whole, (8, 16))
@@ -89,7 +89,7 @@ def test_a_second_rollback_to_the_same_state_still_leaves_out_the_first_window(k
     for start in (4, 12):
         take(data, 4)
         data.load_state_dict(state)
-        data.leave_out(start, start + BATCH)
+        data.skip_positions(start, start + BATCH)
     assert take(data) == without(whole, (4, 8), (12, 16))
 
 
@@ -100,11 +100,11 @@ def test_ranks_leave_out_the_same_batches_of_a_stream(first, length, num_shards,
 
     def begin(state=None):
         def on(view, agree):
-            data = make(Seeking.of(60, num_shards), batch_size=5, collator=Stack(), view=view, agree=agree)
+            data = make(Seeking.of(60, num_shards), batch_size=5, collator=Stack(), view=view, sum_counts=agree)
             if state is not None:
                 data.load_state_dict(state)
             else:
-                data.leave_out(*window)
+                data.skip_positions(*window)
             return data
 
         return on
@@ -126,7 +126,7 @@ def test_ranks_leave_out_the_same_batches_of_data_with_an_index(start, length, r
     shares = []
     for rank in range(ranks):
         data = make("with an index", view=View(rank, ranks))
-        data.leave_out(start, start + length)
+        data.skip_positions(start, start + length)
         shares.append(take(data))
     for together in zip(*shares, strict=True):
         assert len({place for place, _ in together}) == 1
@@ -144,7 +144,7 @@ def test_data_with_an_index_does_not_even_fetch_what_is_left_out():
 
     data = make(Recording(30))
     bad = data.samples_at(8, 12)
-    data.leave_out(8, 12)
+    data.skip_positions(8, 12)
     take(data, 6)
     assert set(data.dataset.fetched).isdisjoint(bad)
     assert len(set(data.dataset.fetched)) == 24
@@ -158,7 +158,7 @@ def test_the_counts_of_a_mixture_do_not_hold_what_was_left_out(weights):
         return make(mix(sources, weights=weights, run_seed=1), state=state)
 
     data = begin()
-    data.leave_out(4, 12)
+    data.skip_positions(4, 12)
     rows = [int(row) for _, batch in take(data, 4) for row in batch]
     expected = {"small": sum(row < 10 for row in rows), "large": sum(row >= 10 for row in rows)}
     assert data.counts == expected
@@ -167,7 +167,7 @@ def test_the_counts_of_a_mixture_do_not_hold_what_was_left_out(weights):
 
 def test_the_counts_of_a_mixed_stream_do_not_hold_what_was_left_out():
     data = make(mix({"small": Seeking([list(range(10))]), "large": Seeking([list(range(10, 40))])}, run_seed=1))
-    data.leave_out(4, 12)
+    data.skip_positions(4, 12)
     rows = [int(row.split("(")[1][:-1]) for _, batch in take(data) for row in batch]
     assert len(rows) == 32
     assert data.counts == {"small": sum(row < 10 for row in rows), "large": sum(row >= 10 for row in rows)}
@@ -175,25 +175,25 @@ def test_the_counts_of_a_mixed_stream_do_not_hold_what_was_left_out():
 
 def test_a_window_at_the_end_is_consumed_as_well():
     data = make("with an index")
-    data.leave_out(36, 80)
+    data.skip_positions(36, 80)
     assert take(data)[-1][0] == 32
-    assert data.position == data.places == 42
+    assert data.samples_seen == data.order_position == 42
     data.num_samples = 90
     assert [place for place, _ in take(data)] == [80, 84, 88]
 
 
 def test_the_epoch_is_that_of_the_next_batch_that_is_returned():
     data = make(Noise(8))
-    data.leave_out(4, 16)
+    data.skip_positions(4, 16)
     take(data, 1)
-    assert (data.position, data.epoch) == (4, 2)
+    assert (data.samples_seen, data.epoch) == (4, 2)
     take(data, 1)
-    assert (data.places_in_hand, data.epoch) == ((16, 20), 2)
+    assert (data.batch_positions, data.epoch) == ((16, 20), 2)
 
 
 def test_a_batch_of_another_size_is_left_out_by_where_it_begins():
     data = make("with an index", batch_size=6)
-    data.leave_out(5, 13)
+    data.skip_positions(5, 13)
     assert [place for place, _ in take(data)] == [0, 18, 24, 30, 36]
 
 
@@ -212,16 +212,16 @@ def test_a_stream_that_can_be_read_only_once_rejects_to_go_back():
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), max_size=6))
 def test_windows_hold_exactly_their_places_however_they_overlap(windows):
-    left_out = LeftOut()
+    left_out = SkippedPositions()
     left_out.add_all([(start, start + length) for start, length in windows])
     inside = {place for start, length in windows for place in range(start, start + length)}
     assert {place for place in range(70) if place in left_out} == inside
-    assert bool(left_out) == bool(windows)
-    copied = LeftOut()
-    copied.add_all(left_out.to_list())
-    assert copied.to_list() == left_out.to_list()
+    assert bool(left_out.ranges) == bool(windows)
+    copied = SkippedPositions()
+    copied.add_all(left_out.ranges)
+    assert copied.ranges == left_out.ranges
 
 
 def test_an_empty_window_is_rejected():
     with raises(DataError, "8"):
-        make("with an index").leave_out(8, 8)
+        make("with an index").skip_positions(8, 8)
