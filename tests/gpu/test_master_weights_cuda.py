@@ -7,7 +7,7 @@ import torch
 from tests.optim.references import all_equal, drive, make_gradients, make_weights, values
 
 from trainwright.optim.adamw import AdamW
-from trainwright.optim.device_step import prepare_for_capture, set_rate
+from trainwright.optim.device_step import prepare_for_capture, set_learning_rate
 from trainwright.optim.lion import Lion
 from trainwright.optim.muon import Muon
 
@@ -97,7 +97,7 @@ def make_recorded(name):
 def step_with_numbers(weights, optimizer, gradients, rates):
     for step, rate in zip(gradients, rates, strict=True):
         for group in optimizer.param_groups:
-            set_rate(group, rate)
+            set_learning_rate(group, rate)
         drive(optimizer, weights, [[each.to(weight.dtype) for each, weight in zip(step, weights, strict=True)]])
     return values(weights)
 
@@ -116,7 +116,7 @@ def step_by_replay(weights, optimizer, gradients, rates, *, skipped=()):
             weight.grad.copy_(gradient)
         found_inf.fill_(float(number in skipped))
         for group in optimizer.param_groups:
-            set_rate(group, rate)
+            set_learning_rate(group, rate)
         if number < 2:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):

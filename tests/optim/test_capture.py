@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainwright.optim.adamw import AdamW
-from trainwright.optim.device_step import can_be_captured, prepare_for_capture, set_rate
+from trainwright.optim.device_step import can_be_captured, prepare_for_capture, set_learning_rate
 from trainwright.optim.lion import Lion
 from trainwright.optim.muon import Muon
 
@@ -74,7 +74,7 @@ def step_with_numbers(optimizer, weights, gradients, rates):
     for own, rate in zip(gradients, rates, strict=True):
         write_gradients(weights, own)
         for group in optimizer.param_groups:
-            set_rate(group, rate)
+            set_learning_rate(group, rate)
         optimizer.step()
     return values(weights)
 
@@ -90,7 +90,7 @@ def step_by_replay(optimizer, weights, gradients, rates, *, skipped=()):
         write_gradients(weights, own)
         found_inf.fill_(float(number in skipped))
         for group in optimizer.param_groups:
-            set_rate(group, rate)
+            set_learning_rate(group, rate)
         if number == 0:
             optimizer.step()
         elif number == 1:

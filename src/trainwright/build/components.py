@@ -32,13 +32,13 @@ from trainwright.optim.param_groups import (
     check_settings,
     classify_parameters,
     defaults_of,
+    describe_unowned,
+    drop_other_stages,
     first_idle_stage,
     has_strict_forms,
     make_optimizer,
     parameters_of_all_stages,
-    reasons_of_others,
     reject_provided,
-    take_out_others,
     whole_of,
 )
 from trainwright.parallel.collectives import Ranks
@@ -330,10 +330,10 @@ class Build:
             made: torch.optim.Optimizer = self._make("optimizer", label, bare, params=given, **extra)
             return made
 
-        others = reasons_of_others(parameters_of_all_stages(model), owned)
+        others = describe_unowned(model, owned)
         optimizer = make_optimizer(make, owned, groups, label=label, origin=origin, others=others)
         if whole_of(model) is not None:
-            take_out_others(optimizer, model)
+            drop_other_stages(optimizer, model)
         return optimizer
 
     def _trainable(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -28,7 +28,7 @@ from trainwright.events import Mean
 from trainwright.loop.compiled_forward import look_before_first_step
 from trainwright.loop.hook import HOOK_EVENTS
 from trainwright.loop.update import StepResult, is_watched, knows_found_inf
-from trainwright.optim.device_step import prepare_for_capture, settle_rates
+from trainwright.optim.device_step import prepare_for_capture, sync_captured_rates
 from trainwright.parallel.collectives import Ranks
 from trainwright.tracebacks import user_location
 from trainwright.user_code.mutations import line_of_change
@@ -458,7 +458,7 @@ class RecordedStep:
         if not self._is_prepared:
             self._prepare_optimizers()
         for optimizer in self._captured:
-            settle_rates(optimizer)
+            sync_captured_rates(optimizer)
         inputs, signature, rebuild = _take_apart(batch, self._trainer.samples_in_hand)
         recorded = self._recordings.get(signature) if signature is not None else None
         if recorded is not None and self._holds(recorded):

@@ -22,7 +22,7 @@ from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.events import Mean
 from trainwright.loop.outputs import ForwardResult, Loss, read_pair
 from trainwright.optim.adamw import AdamW
-from trainwright.optim.device_step import device_of, set_rate
+from trainwright.optim.device_step import device_of, set_learning_rate
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import local
 from trainwright.parallel.replicate import GradientNorm, GradientSum, copy_from_first
@@ -233,7 +233,7 @@ class ScheduledOptimizer:
         """Writes the learning rate of the update that follows `step` updates; returns the first group's."""
         factor = self.schedule(step, max_steps)
         for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
-            set_rate(group, base * factor)
+            set_learning_rate(group, base * factor)
         return self.base_rates[0] * factor
 
 
