@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from trainwright.backends import checked_device
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.models.key_map import KeyMap, KeyRule
+from trainwright.models.layers.settings import reject_other_values
 from trainwright.models.lora import LoRALinear
 from trainwright.models.presets import preset_settings
 from trainwright.models.pretrained import (
@@ -59,6 +60,13 @@ class Model(nn.Module):
     hugging_face_prefix: ClassVar[str] = ""
     """The part of the key before the body's weights (`model`, `bert`), which files of models without a head lack."""
 
+    config_keys: ClassVar[Mapping[str, tuple[str, Any]]] = MappingProxyType({})
+    """Our settings, each with its key in config.json and transformers' default."""
+    fixed_config: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Keys of config.json of which the class supports one value, which it also writes."""
+    transformers_class: ClassVar[str] = "AutoModelForCausalLM"
+    """The class of transformers that supports other values."""
+
     blocks: ClassVar[str | None] = None
     """The path of the ModuleList whose members follow each other (`model.layers`); None: there is no such stack."""
     parts_before_blocks: ClassVar[tuple[str, ...]] = ()
@@ -77,16 +85,23 @@ class Model(nn.Module):
 
     @classmethod
     def settings_from_hugging_face(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the constructor's keywords for a config.json; what the class cannot do is rejected by name."""
-        raise NotImplementedError(f"{cls.__name__} reads no Hugging Face folders: it lacks settings_from_hugging_face.")
+        """Returns the constructor's keywords for a config.json; unsupported values are rejected by name."""
+        if not cls.config_keys:
+            raise NotImplementedError(f"{cls.__name__} cannot read Hugging Face folders: it has no config_keys.")
+        reject_other_values(config, cls.fixed_config, model=cls)
+        return {name: config.get(key, default) for name, (key, default) in cls.config_keys.items()}
 
     def to_hugging_face(self) -> dict[str, Any]:
         """Returns the content of config.json, without model_type, architectures and dtype."""
-        raise NotImplementedError(f"{type(self).__name__} writes no Hugging Face folders: it lacks to_hugging_face.")
+        if not self.config_keys:
+            raise NotImplementedError(
+                f"{type(self).__name__} cannot write Hugging Face folders: it has no config_keys."
+            )
+        return {**self.fixed_config, **{key: self.settings[name] for name, (key, _) in self.config_keys.items()}}
 
     def reset_parameters(self) -> None:
-        """Draws all weights anew and ties what is tied, for a model that was made on the meta device."""
-        raise NotImplementedError(f"{type(self).__name__} lacks reset_parameters.")
+        """Initializes all weights and ties what is tied; also called for a model created on the meta device."""
+        raise NotImplementedError(f"{type(self).__name__} must define reset_parameters.")
 
     def begin(self, *args: Any, **batch: Any) -> Tensor:
         """Returns the hidden states that the first block gets, of what `forward` takes.
