@@ -104,7 +104,7 @@ class BertModel(Model):
         """
         check_ids(input_ids)
         check_length(input_ids.shape[1], self.max_positions)
-        return self.finish(self.bert(input_ids, attention_mask, token_type_ids, position_ids), labels)
+        return self.finish(self.bert(input_ids, attention_mask, token_type_ids, position_ids), labels=labels)
 
     def begin(
         self, input_ids: Tensor, token_type_ids: Tensor | None = None, position_ids: Tensor | None = None, **_: Any

@@ -29,13 +29,13 @@ from trainwright.models.pretrained import (
     WEIGHTS_FILE,
     LoadReport,
     as_dtype,
+    integer_keys,
     keys_of,
     listed,
     on_meta,
     read_config_file,
-    reject_whole_numbers,
+    reject_integers,
     weight_files,
-    whole_number_keys,
 )
 
 logger = logging.getLogger(__name__)
@@ -260,10 +260,10 @@ def _load(
     if any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE)):
         for path in weight_files(folder):
             keys_of(path)  # a damaged file is named, which transformers does not do
-        whole_numbers = whole_number_keys(folder)
+        integers = integer_keys(folder)
     else:
         _reject_pickles(folder)
-        whole_numbers = {}
+        integers = {}
     with _quiet():
         model, info = target.from_pretrained(
             folder,
@@ -276,8 +276,8 @@ def _load(
             **options,
         )
     for name, parameter in model.named_parameters():
-        if name in whole_numbers and parameter.is_floating_point():
-            reject_whole_numbers(whole_numbers[name], name)
+        if name in integers and parameter.is_floating_point():
+            reject_integers(integers[name], name)
     model.config._name_or_path = ""  # a place on this machine, which would go into every export
     others = {key: (tuple(theirs), tuple(ours)) for key, theirs, ours in info.get("mismatched_keys") or ()}
     # The body is what was learned: one that is drawn anew would only look like a pretrained model.
