@@ -91,13 +91,13 @@ def changes_of_theirs(model: nn.Module) -> list[str]:
 def _differences(model: nn.Module, twin: nn.Module) -> list[str]:
     found = list(_changed_modules(model, twin))
     ours, theirs = (
-        {name: list(one.shape) for name, one in each.state_dict(keep_vars=True).items() if not _is_criterion(name)}
+        {name: str(list(one.shape)) for name, one in each.state_dict(keep_vars=True).items() if not _is_criterion(name)}
         for each in (model, twin)
     )
     explained = tuple(f"{one.partition(' ')[0]}." for one in found)
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name) and not name.startswith(explained):
-            shapes = [each[name] if name in each else "absent" for each in (ours, theirs)]
+            shapes = [each.get(name, "absent") for each in (ours, theirs)]
             found.append(f"{name} is {shapes[0]}, not {shapes[1]}")
     return found
 
