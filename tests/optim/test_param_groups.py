@@ -13,13 +13,13 @@ from torch import nn
 
 from trainwright.errors import ConfigError
 from trainwright.loop.update import ScheduledOptimizer
+from trainwright.models.from_config import disable_untrainable_params
 from trainwright.optim.adamw import AdamW
 from trainwright.optim.lion import Lion
 from trainwright.optim.muon import Muon
 from trainwright.optim.param_groups import (
     GroupRule,
     describe_unowned,
-    disable_untrainable_params,
     make_groups,
     make_optimizer,
 )

@@ -12,7 +12,7 @@ from trainwright.analysis.check import check_run
 from trainwright.errors import ConfigError
 from trainwright.optim.adamw import AdamW
 from trainwright.optim.muon import Muon
-from trainwright.optim.param_groups import check_settings, defaults_of, has_strict_forms, reject_impossible
+from trainwright.optim.param_groups import check_settings, reject_impossible
 
 PROJECT = Path(__file__).parents[1] / "project" / "run.yaml"
 
@@ -101,13 +101,7 @@ Theirs.__module__ = "mine"
 
 
 def check(target, **settings):
-    check_settings(
-        settings,
-        defaults_of(target),
-        label="trainer.optimizer",
-        origin=lambda setting: None,
-        has_strict_forms=has_strict_forms(target),
-    )
+    check_settings(target, settings, label="trainer.optimizer")
 
 
 def test_a_user_s_optimizer_is_asked_only_what_all_optimizers_share():

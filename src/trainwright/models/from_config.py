@@ -48,6 +48,19 @@ def freeze(model: nn.Module, globs: Any) -> list[str]:
     return names
 
 
+def disable_untrainable_params(model: nn.Module, globs: Any = ()) -> list[str]:
+    """Freezes what the globs match and what the model's own `disable_untrainable_params()` freezes, if it has one.
+
+    Returns the names of the parameters that this froze, in the model's order. Call it before creating an optimizer.
+    """
+    before = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    own = getattr(model, "disable_untrainable_params", None)
+    if callable(own):
+        own()
+    freeze(model, globs)
+    return [name for name, parameter in model.named_parameters() if name in before and not parameter.requires_grad]
+
+
 Make = Callable[[Any, nn.Module], nn.Module]
 """Creates the module of a rule; the second argument is the module that it replaces."""
 
@@ -179,12 +192,8 @@ def build_model_section(
         own = dict(model.named_parameters(remove_duplicate=False))
         for name in own.keys() & set(drawn):
             own[name].requires_grad_(True)
-    freeze_own: Callable[[], Any] | None = getattr(model, "disable_untrainable_params", None)
-    if freeze_own is not None:
-        freeze_own()
-    if "freeze" in reserved:
-        with _located("model.", origin("model.freeze")):
-            freeze(model, reserved["freeze"])
+    with _located("model.", origin("model.freeze")):
+        disable_untrainable_params(model, reserved.get("freeze", ()))
     return model, facts
 
 

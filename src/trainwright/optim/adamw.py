@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainwright.backends import has_fused_optimizers
 from trainwright.errors import ConfigError
+from trainwright.models.layers.settings import keywords_of
 from trainwright.optim.device_step import (
     CHUNK_ELEMENTS,
     check_masters,
@@ -31,6 +32,8 @@ from trainwright.optim.device_step import (
 from trainwright.optim.sharded import has_shards, local_gradients, local_shards
 from trainwright.parallel.mesh import local, own_gradient
 
+OWN_DEFAULTS: Mapping[str, Any] = {"state_dtype": None, "master_weights": False, "repair_nan": False, "report": False}
+"""The settings that torch's AdamW does not have."""
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 _GOLDEN = 0x9E3779B1 - 2**32  # 2³² over the golden ratio, as a signed 32-bit number
@@ -77,15 +80,11 @@ class AdamW(torch.optim.AdamW):
         repair_nan: bool = False,
         report: bool = False,
     ) -> None:
-        entries = read_entries(params, owner="AdamW")
+        settings = keywords_of(locals())
+        entries = read_entries(settings.pop("params"), owner="AdamW")
         if fused is None and all(has_fused_kernel(tensor) for tensor in tensors_of(entries)):
             fused = True
-        own = {
-            "state_dtype": state_dtype,
-            "master_weights": master_weights,
-            "repair_nan": repair_nan,
-            "report": report,
-        }
+        own = {name: settings.pop(name) for name in OWN_DEFAULTS}
         for name in ("state_dtype", "master_weights"):
             if own[name] and amsgrad:
                 # Stochastic rounding would raise the maximum in every step.
@@ -93,17 +92,8 @@ class AdamW(torch.optim.AdamW):
             if own[name] and fused is not True:
                 raise ConfigError(f"{name} needs torch's fused AdamW, but the device lacks it or fused is False.")
         _check_dtypes(list(tensors_of(entries)), state_dtype, has_masters=master_weights)
-        super().__init__(
-            entries,
-            lr=lr,
-            betas=(betas[0], betas[1]),  # YAML has only lists
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            maximize=maximize,
-            capturable=capturable,
-            fused=fused,
-        )
+        settings |= {"betas": (betas[0], betas[1]), "fused": fused}  # YAML has only lists
+        super().__init__(entries, **settings)
         self.defaults |= own
         self._repaired: Tensor | None = None
         self._is_loaded = False
@@ -178,9 +168,8 @@ class AdamW(torch.optim.AdamW):
 
     def _read_groups(self) -> None:
         """Reads from the groups what `step` needs and what does not change between steps."""
-        own = {"state_dtype": None, "master_weights": False, "repair_nan": False, "report": False}
         for group in self.param_groups:
-            for key, default in own.items():
+            for key, default in OWN_DEFAULTS.items():
                 group.setdefault(key, self.defaults.get(key, default))
         self._repairs = any(group["repair_nan"] for group in self.param_groups)
         self._reports = any(group["report"] for group in self.param_groups)

@@ -20,7 +20,7 @@ from torch import Tensor
 from trainwright.backends import has_capturable_optimizers, reads_at_once
 from trainwright.errors import ConfigError
 from trainwright.optim.sharded import has_shards, local_gradients, local_shards, shard_like, sum_over_ranks
-from trainwright.parallel.mesh import is_split
+from trainwright.parallel.mesh import is_split, local
 
 CHUNK_ELEMENTS = 2**25
 """The number of elements processed at once where a step needs memory in addition to the state: 128 MiB in fp32."""
@@ -77,8 +77,6 @@ class ListOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault("master_weights", False)
         self.is_sharded, self._is_loaded = has_shards(self.param_groups), True
 
     def gradients_of(self, parameters: Sequence[Tensor], group: Mapping[str, Any]) -> list[Tensor]:
@@ -194,22 +192,21 @@ def repair(parameters: Sequence[Tensor], *, stages: Any = None, device: torch.de
     return sum_over_ranks(parameters, counts, stages=stages, device=device)
 
 
-def copy_reported(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, Tensor]] | None:
+def copy_reported(optimizer: torch.optim.Optimizer) -> dict[Tensor, Tensor] | None:
     """Returns the parameters of groups with `report`, each with a copy; None if no group has it."""
     groups = [group for group in optimizer.param_groups if group.get("report")]
     parameters = [parameter for group in groups for parameter in updated_parameters(group)]
-    copies = [shard.detach().clone() for shard in local_shards(parameters)]
-    return list(zip(parameters, copies, strict=True)) if groups else None
+    return {parameter: local(parameter).detach().clone() for parameter in parameters} if groups else None
 
 
-def report_update(optimizer: Any, copied: list[tuple[Tensor, Tensor]] | None) -> dict[str, Tensor]:
+def report_update(optimizer: Any, copied: dict[Tensor, Tensor] | None) -> dict[str, Tensor]:
     """Returns `update_norm`, the 2-norm of what the step changed; nothing where no group reports.
 
     A pipeline stage without a reported parameter still joins the sum over stages.
     """
     if copied is None or (not copied and optimizer.stages is None):
         return {}
-    parameters, copies = [parameter for parameter, _ in copied], [copy for _, copy in copied]
+    parameters, copies = list(copied), list(copied.values())
     squares: list[Tensor] = []
     if copied:
         torch._foreach_sub_(copies, local_shards(parameters))

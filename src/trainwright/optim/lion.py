@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainwright.models.layers.settings import keywords_of
 from trainwright.optim.device_step import (
     ListOptimizer,
     in_chunks,
@@ -44,16 +45,11 @@ class Lion(ListOptimizer):
         master_weights: bool = False,
         report: bool = False,
     ) -> None:
-        reject_impossible(lr=lr, betas=betas, weight_decay=weight_decay)
-        defaults = {
-            "lr": lr,
-            "betas": (betas[0], betas[1]),
-            "weight_decay": weight_decay,
-            "master_weights": master_weights,
-            "report": report,
-            "fused": True,  # torch's name for a step that reads found_inf
-        }
-        super().__init__(params, defaults)
+        defaults = keywords_of(locals())
+        del defaults["params"]
+        reject_impossible(**defaults)
+        # `fused` is torch's name for a step that reads found_inf.
+        super().__init__(params, {**defaults, "betas": tuple(betas), "fused": True})
 
     def step_group(self, parameters: list[Tensor], group: Mapping[str, Any]) -> None:
         """Steps the parameters of a group that have a gradient, a chunk at a time."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from trainwright.errors import ConfigError
+from trainwright.models.layers.settings import keywords_of
 from trainwright.models.names import as_globs, unmatched
 from trainwright.optim.adamw import STATE_DTYPES, has_fused_kernel, step_group
 from trainwright.optim.device_step import (
@@ -92,21 +93,10 @@ class Muon(ListOptimizer):
         master_weights: bool = False,
         report: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": tuple(ns_coefficients),
-            "ns_steps": ns_steps,
-            "ns_dtype": ns_dtype,
-            "eps": eps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "adamw_betas": (adamw_betas[0], adamw_betas[1]),
-            "adamw_eps": adamw_eps,
-            "master_weights": master_weights,
-            "report": report,
-        }
+        defaults = keywords_of(locals())
+        for name in ("params", "adamw_lr", "adamw_weight_decay", "exclude", "kinds"):
+            del defaults[name]
+        defaults |= {"ns_coefficients": tuple(ns_coefficients), "adamw_betas": tuple(adamw_betas)}
         reject_impossible(**defaults)
         reject_impossible(adamw_lr=adamw_lr, adamw_weight_decay=adamw_weight_decay)
         globs = as_globs("exclude", exclude)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 
 from trainwright.config.problems import suggest
 from trainwright.errors import ConfigError
-from trainwright.models.from_config import freeze
 from trainwright.models.names import as_globs, unmatched
 from trainwright.optim.sharded import has_shards
 from trainwright.parallel.pipeline import stages_of
@@ -27,9 +27,6 @@ HEAD_NAMES = frozenset({"lm_head", "head", "classifier", "score", "qa_outputs", 
 """Common names of the module that maps the last hidden state to the prediction."""
 
 EMBEDDING_NAMES = frozenset({"wte", "wpe", "cls_token", "mask_token", "dist_token"})
-
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def classify_parameters(model: nn.Module) -> dict[str, str]:
@@ -43,26 +40,20 @@ def classify_parameters(model: nn.Module) -> dict[str, str]:
     - `matrix`: any other parameter of two dims
     - `tensor`: any other parameter
     """
-    embeddings = {id(weight) for _, weight in _weights_of(model, _EMBEDDINGS)}
-    convolutions = {id(weight) for _, weight in _weights_of(model, _CONVOLUTIONS)}
     linears = dict(_weights_of(model, (nn.Linear,)))
-    named = {id(weight) for name, weight in linears.items() if HEAD_NAMES.intersection(name.split("."))}
-    heads = named or {id(weight) for weight in list(linears.values())[-1:]}
-    inner = {id(weight) for weight in linears.values()} - heads
+    heads = [weight for name, weight in linears.items() if HEAD_NAMES.intersection(name.split("."))]
+    known: dict[int, str] = {}
+    for kind, weights in (
+        ("matrix", list(linears.values())),
+        ("convolution", [weight for _, weight in _weights_of(model, (nn.Conv1d, nn.Conv2d, nn.Conv3d))]),
+        ("head", heads or list(linears.values())[-1:]),
+        ("embedding", [weight for _, weight in _weights_of(model, (nn.Embedding, nn.EmbeddingBag))]),
+    ):
+        known |= {id(weight): kind for weight in weights}  # the last kind wins
     kinds = {}
     for name, parameter in model.named_parameters():
-        if _is_vector(parameter):
-            kinds[name] = "vector"
-        elif id(parameter) in embeddings:
-            kinds[name] = "embedding"
-        elif id(parameter) in heads:
-            kinds[name] = "head"
-        elif id(parameter) in convolutions:
-            kinds[name] = "convolution"
-        elif id(parameter) in inner:
-            kinds[name] = "matrix"
-        else:
-            kinds[name] = "tensor" if parameter.ndim > 2 else kind_by_name(name, parameter)
+        by_name = "tensor" if parameter.ndim > 2 else kind_by_name(name, parameter)
+        kinds[name] = "vector" if _is_vector(parameter) else known.get(id(parameter), by_name)
     return kinds
 
 
@@ -119,15 +110,9 @@ _BELOW_1 = _Range("from 0 to below 1", lambda value: 0.0 <= value < 1.0)
 _COUNT = _Range("that is whole and at least 1", lambda value: 1 <= value < math.inf and value == int(value))
 
 RANGES: Mapping[str, _Range] = {
-    "lr": _AT_LEAST_0,
-    "adamw_lr": _AT_LEAST_0,
-    "weight_decay": _AT_LEAST_0,
-    "adamw_weight_decay": _AT_LEAST_0,
-    "eps": _ABOVE_0,
-    "adamw_eps": _ABOVE_0,
-    "betas": _BELOW_1,
-    "adamw_betas": _BELOW_1,
-    "momentum": _BELOW_1,
+    **dict.fromkeys(("lr", "adamw_lr", "weight_decay", "adamw_weight_decay"), _AT_LEAST_0),
+    **dict.fromkeys(("eps", "adamw_eps"), _ABOVE_0),
+    **dict.fromkeys(("betas", "adamw_betas", "momentum"), _BELOW_1),
     "ns_steps": _COUNT,
 }
 """The valid values of settings of any optimizer; of a list, of each number."""
@@ -144,13 +129,33 @@ def reject_impossible(**settings: Any) -> None:
 
 
 def check_settings(
+    target: Callable[..., Any],
+    settings: Mapping[str, Any],
+    *,
+    label: str,
+    origin: Origin = lambda setting: None,
+    provided: Iterable[str] = (),
+) -> None:
+    """Rejects invalid settings of an optimizer's section in the config; `label` is its dotted name.
+
+    `provided` are the arguments that the builder passes itself. Values have the form of their defaults for torch's
+    optimizers and ours, which need not hold for a user's.
+    """
+    for name in provided:
+        if name in settings:
+            _reject(f"{label}.{name}", "is derived from the model and cannot be set in a run file. Remove it.", origin)
+    defaults = {}
+    with suppress(TypeError, ValueError):  # a signature that cannot be read
+        parameters = inspect.signature(target).parameters.values()
+        defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
+    is_strict = getattr(target, "__module__", "").split(".")[0] in ("torch", "trainwright")
+    _check_values(settings, defaults, label=label, origin=origin, has_strict_forms=is_strict)
+
+
+def _check_values(
     settings: Mapping[str, Any], defaults: Mapping[str, Any], *, label: str, origin: Origin, has_strict_forms: bool
 ) -> None:
-    """Rejects invalid settings of a config section; `label` is its dotted name.
-
-    `defaults` are the optimizer's. Where one is None, None is a valid value. `has_strict_forms` says that values have
-    the form of their defaults, which holds for torch's optimizers and need not hold for a user's.
-    """
+    """Rejects values outside of RANGES or, with `has_strict_forms`, of another form than their default."""
     for name, value in settings.items():
         default = defaults.get(name)
         if value is None and default is None:
@@ -162,27 +167,6 @@ def check_settings(
                 problem += " To keep parameters as they are, use model.freeze."
         if problem is not None:
             _reject(f"{label}.{name}", problem, origin)
-
-
-def reject_provided(settings: Mapping[str, Any], provided: Iterable[str], *, label: str, origin: Origin) -> None:
-    """Rejects arguments that the builder passes to the optimizer itself."""
-    for name in provided:
-        if name in settings:
-            _reject(f"{label}.{name}", "is derived from the model and cannot be set in a run file. Remove it.", origin)
-
-
-def defaults_of(target: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the defaults of an optimizer's constructor, if its signature is readable."""
-    try:
-        parameters = inspect.signature(target).parameters.values()
-    except (TypeError, ValueError):
-        return {}
-    return {one.name: one.default for one in parameters if one.default is not one.empty}
-
-
-def has_strict_forms(target: Callable[..., Any]) -> bool:
-    """Returns True for torch's optimizers and ours, whose defaults show the form of a value."""
-    return getattr(target, "__module__", "").split(".")[0] in ("torch", "trainwright")
 
 
 def is_number(value: object) -> bool:
@@ -348,7 +332,7 @@ def make_optimizer(
             if key not in defaults:
                 hint = suggest(key, defaults)
                 _reject(f"{entry}.{key}", f"{kind} has no such setting for a group. {hint}", origin)
-        check_settings(rule.settings, defaults, label=entry, origin=origin, has_strict_forms=True)
+        _check_values(rule.settings, defaults, label=entry, origin=origin, has_strict_forms=True)
     lacks_shards = isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad))  # these fused steps fail with DTensors
     is_fused = lacks_shards and any(group["fused"] for group in optimizer.param_groups)
     if is_fused and has_shards(optimizer.param_groups):
@@ -445,19 +429,6 @@ def make_groups(
         group |= {"no_weight_decay": True} if key.no_weight_decay else {}
         groups.append(group)
     return groups
-
-
-def disable_untrainable_params(model: nn.Module, globs: Any = ()) -> list[str]:
-    """Freezes what the globs match and what the model's own `disable_untrainable_params()` freezes, if it has one.
-
-    Returns the names of the parameters that this froze, in the model's order. Call it before creating an optimizer.
-    """
-    before = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    own = getattr(model, "disable_untrainable_params", None)
-    if callable(own):
-        own()
-    freeze(model, globs)
-    return [name for name, parameter in model.named_parameters() if name in before and not parameter.requires_grad]
 
 
 def _unmatched_problem(glob: str, names: list[str], others: Mapping[str, str]) -> str:

@@ -100,7 +100,7 @@ class Linear(Decay):
 
     def height(self, progress: float) -> float:
         """Returns the remaining fraction of the run."""
-        return _linear(progress)
+        return DECAY_SHAPES["linear"](progress)
 
 
 class Cosine(Decay):
@@ -108,7 +108,7 @@ class Cosine(Decay):
 
     def height(self, progress: float) -> float:
         """Returns the half cosine of the progress."""
-        return _cosine(progress)
+        return DECAY_SHAPES["cosine"](progress)
 
 
 class InverseSquareRoot(Schedule):
@@ -202,19 +202,11 @@ class WarmupStableDecay(Schedule):
         return _above(DECAY_SHAPES[self.shape](_progress(step, last - decay, last)), self.minimum)
 
 
-def _linear(progress: float) -> float:
-    return 1.0 - progress
-
-
-def _cosine(progress: float) -> float:
-    return (1.0 + math.cos(math.pi * progress)) / 2.0  # exact at both ends: cos(math.pi) is exactly -1.0
-
-
-def _sqrt(progress: float) -> float:
-    return 1.0 - math.sqrt(progress)
-
-
-DECAY_SHAPES: dict[str, Callable[[float], float]] = {"linear": _linear, "cosine": _cosine, "sqrt": _sqrt}
+DECAY_SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: (1.0 + math.cos(math.pi * progress)) / 2.0,  # exact: cos(math.pi) is exactly -1.0
+    "sqrt": lambda progress: 1.0 - math.sqrt(progress),
+}
 
 
 def _progress(step: int, start: int, end: int) -> float:
