@@ -23,11 +23,9 @@ from trainwright.models.layers.losses import (
     class_loss,
     fuses_loss,
     head_loss,
-    label_names,
-    num_labels_of,
 )
-from trainwright.models.layers.settings import activation as find_activation
 from trainwright.models.layers.settings import (
+    ENCODER_KEYS,
     check_heads,
     check_ids,
     check_keywords,
@@ -36,6 +34,7 @@ from trainwright.models.layers.settings import (
     embed,
     keywords_of,
 )
+from trainwright.models.layers.settings import activation as find_activation
 from trainwright.models.model import KeyRule, Model
 
 # The first BERT's files call the weights of norms gamma and beta. They are read; the rules before say what is written.
@@ -66,19 +65,13 @@ class BertModel(Model):
     )
     config_keys = MappingProxyType(
         {
+            **ENCODER_KEYS,
             "vocab_size": ("vocab_size", 30522),
-            "hidden_size": ("hidden_size", 768),
-            "num_layers": ("num_hidden_layers", 12),
-            "num_heads": ("num_attention_heads", 12),
-            "intermediate_size": ("intermediate_size", 3072),
             "max_positions": ("max_position_embeddings", 512),
             "num_token_types": ("type_vocab_size", 2),
-            "activation": ("hidden_act", "gelu"),
-            "norm_eps": ("layer_norm_eps", 1e-12),
             "dropout": ("hidden_dropout_prob", 0.1),
             "attention_dropout": ("attention_probs_dropout_prob", 0.1),
             "pad_token_id": ("pad_token_id", 0),
-            "initializer_range": ("initializer_range", 0.02),
         }
     )
 
@@ -200,6 +193,7 @@ class BertClassifier(BertModel):
 
     hugging_face_architectures = MappingProxyType({"bert": "BertForSequenceClassification"})
     ignored_keys = ("bert.embeddings.position_ids", "cls.**")
+    has_labels = True
     config_keys = MappingProxyType({**BertModel.config_keys, "classifier_dropout": ("classifier_dropout", None)})
 
     def __init__(
@@ -240,15 +234,6 @@ class BertClassifier(BertModel):
         # The first token is on one rank only; every rank scores the whole text.
         logits = self.classifier(self.dropout(self.bert.pooler(self.sequence.whole(hidden))))
         return {"loss": class_loss(self.criterion, logits, labels), "logits": logits}
-
-    @classmethod
-    def settings_from_hugging_face(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the keywords for a config.json of BERT; missing keys have transformers' defaults."""
-        return super().settings_from_hugging_face(config) | {"num_labels": num_labels_of(config)}
-
-    def to_hugging_face(self) -> dict[str, Any]:
-        """Returns the settings under the names of transformers' BertConfig."""
-        return super().to_hugging_face() | label_names(self.settings["num_labels"], self.hugging_face_config)
 
 
 class Body(nn.Module):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from trainwright.backends import checked_device
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.models.key_map import KeyMap, KeyRule
+from trainwright.models.layers.losses import label_names, num_labels_of
 from trainwright.models.layers.settings import reject_other_values
 from trainwright.models.lora import LoRALinear
 from trainwright.models.presets import preset_settings
@@ -63,6 +64,8 @@ class Model(nn.Module):
     """Our settings, each with its key in config.json and transformers' default."""
     fixed_config: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """Keys of config.json of which the class supports one value, which it also writes."""
+    has_labels: ClassVar[bool] = False
+    """True for a classifier with the setting `num_labels`; config.json has the names of the labels instead."""
     transformers_class: ClassVar[str] = "AutoModelForCausalLM"
     """The class of transformers that supports other values."""
 
@@ -88,7 +91,8 @@ class Model(nn.Module):
         if not cls.config_keys:
             raise NotImplementedError(f"{cls.__name__} cannot read Hugging Face folders: it has no config_keys.")
         reject_other_values(config, cls.fixed_config, model=cls)
-        return {name: config.get(key, default) for name, (key, default) in cls.config_keys.items()}
+        settings = {name: config.get(key, default) for name, (key, default) in cls.config_keys.items()}
+        return settings | ({"num_labels": num_labels_of(config)} if cls.has_labels else {})
 
     def to_hugging_face(self) -> dict[str, Any]:
         """Returns the content of config.json, without model_type, architectures and dtype."""
@@ -96,7 +100,12 @@ class Model(nn.Module):
             raise NotImplementedError(
                 f"{type(self).__name__} cannot write Hugging Face folders: it has no config_keys."
             )
-        return {**self.fixed_config, **{key: self.settings[name] for name, (key, _) in self.config_keys.items()}}
+        names = label_names(self.settings["num_labels"], self.hugging_face_config) if self.has_labels else {}
+        return {
+            **self.fixed_config,
+            **names,
+            **{key: self.settings[name] for name, (key, _) in self.config_keys.items()},
+        }
 
     def reset_parameters(self) -> None:
         """Initializes all weights and ties what is tied; also called for a model created on the meta device."""

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from trainwright.errors import ConfigError, DataError
 from trainwright.models.layers.annotations import name_tensor
 from trainwright.models.layers.attention import attend
-from trainwright.models.layers.losses import class_criterion, class_loss, label_names, num_labels_of
+from trainwright.models.layers.losses import class_criterion, class_loss
+from trainwright.models.layers.settings import ENCODER_KEYS, check_heads, check_keywords, keywords_of
 from trainwright.models.layers.settings import activation as find_activation
-from trainwright.models.layers.settings import check_heads, check_keywords, keywords_of
 from trainwright.models.model import KeyRule, Model
 
 
@@ -36,21 +36,16 @@ class ViT(Model):
     ignored_keys = ("vit.pooler.**", "vit.embeddings.mask_token")  # heads of other tasks
     blocks = "vit.layers"
     parts_before_blocks = ("vit.patch_projection", "vit.cls_token", "vit.position_embeddings", "vit.dropout")
+    has_labels = True
     config_keys = MappingProxyType(
         {
+            **ENCODER_KEYS,
             "image_size": ("image_size", 224),
             "patch_size": ("patch_size", 16),
             "num_channels": ("num_channels", 3),
-            "hidden_size": ("hidden_size", 768),
-            "num_layers": ("num_hidden_layers", 12),
-            "num_heads": ("num_attention_heads", 12),
-            "intermediate_size": ("intermediate_size", 3072),
             "qkv_bias": ("qkv_bias", True),
-            "activation": ("hidden_act", "gelu"),
-            "norm_eps": ("layer_norm_eps", 1e-12),
             "dropout": ("hidden_dropout_prob", 0.0),
             "attention_dropout": ("attention_probs_dropout_prob", 0.0),
-            "initializer_range": ("initializer_range", 0.02),
         }
     )
     key_rules = (
@@ -134,15 +129,6 @@ class ViT(Model):
         """Maps normalized states [B, S, D], the class token's first, to the logits and, given labels, their loss."""
         logits = self.classifier(hidden[:, 0])
         return {"loss": class_loss(self.criterion, logits, labels), "logits": logits}
-
-    @classmethod
-    def settings_from_hugging_face(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the keywords for a config.json of ViT; missing keys have transformers' defaults."""
-        return super().settings_from_hugging_face(config) | {"num_labels": num_labels_of(config)}
-
-    def to_hugging_face(self) -> dict[str, Any]:
-        """Returns the settings under the names of transformers' ViTConfig."""
-        return super().to_hugging_face() | label_names(self.settings["num_labels"], self.hugging_face_config)
 
 
 class Body(nn.Module):

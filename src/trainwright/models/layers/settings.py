@@ -15,6 +15,17 @@ from torch import Tensor, nn
 
 from trainwright.errors import ConfigError, DataError
 
+ENCODER_KEYS: Mapping[str, tuple[str, Any]] = {
+    "hidden_size": ("hidden_size", 768),
+    "num_layers": ("num_hidden_layers", 12),
+    "num_heads": ("num_attention_heads", 12),
+    "intermediate_size": ("intermediate_size", 3072),
+    "activation": ("hidden_act", "gelu"),
+    "norm_eps": ("layer_norm_eps", 1e-12),
+    "initializer_range": ("initializer_range", 0.02),
+}
+"""The settings that BERT and ViT share, with their keys in config.json and defaults."""
+
 
 def keywords_of(variables: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a constructor's keywords from its `locals()`; call it before the constructor has other variables."""
