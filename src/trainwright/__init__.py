@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "AutoModel": "trainwright.models.auto",
+    "AutoModel": "trainwright.models.model",
     "CallbackHook": "trainwright.hooks.callback",
     "Component": "trainwright.config",
     "EventStorage": "trainwright.events",
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from trainwright.loop.task import Task as Task
     from trainwright.loop.trainer import Trainer as Trainer
     from trainwright.loop.update import StepResult as StepResult
-    from trainwright.models.auto import AutoModel as AutoModel
+    from trainwright.models.model import AutoModel as AutoModel
     from trainwright.registry.resolve import register as register
     from trainwright.writers.writer import Writer as Writer
 

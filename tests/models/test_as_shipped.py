@@ -143,7 +143,7 @@ def change_weights(model):
         (change_part, "model.layers.0.mlp is a Linear, not a SwiGLU"),
         (change_epsilon, "model.norm is RMSNorm((32,), eps=0.5, elementwise_affine=True), not ((32,), eps=1e-05, "),
         (change_forward, "model.layers.1 has another forward"),
-        (change_hooks, "model.layers.0.mlp.up_proj has hooks that change what it gets or gives: change_hooks"),
+        (change_hooks, "model.layers.0.mlp.up_proj has hooks that may change its inputs or outputs: change_hooks"),
         (change_attribute, "model.layers.1.self_attn has head_size 16, not 8"),
         (change_helper, "model.norm is a Other, not a RMSNorm, whose _load_from_state_dict it replaces"),
         (change_size, "lm_head.weight is [9, 32], not [61, 32]"),
@@ -226,6 +226,6 @@ def test_hooks_attributes_and_weights_of_transformers_models_count():
     theirs.extra = nn.Linear(2, 2, bias=False)
     assert changes_of_theirs(theirs) == [
         "model.layers.0.self_attn has scaling 3.0, not 0.3535533905932738",
-        "model.norm has hooks that change what it gets or gives: double",
+        "model.norm has hooks that may change its inputs or outputs: double",
         "extra.weight is [2, 2], not absent",
     ]

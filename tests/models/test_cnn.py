@@ -9,8 +9,8 @@ from tests.models.folders import assert_same_tensors, config_of
 from tests.models.parity import assert_close
 
 from trainwright.errors import ConfigError, DataError
-from trainwright.models.auto import AutoModel
 from trainwright.models.cnn import CNN
+from trainwright.models.model import AutoModel
 
 
 def small_cnn(**changes):

@@ -37,7 +37,7 @@ def reference_llama(model, **changes):
         num_key_value_heads=attention.k_proj.out_features // attention.head_size,
         max_position_embeddings=model.max_positions,
         rms_norm_eps=1e-5,
-        tie_word_embeddings=model.tie_embeddings,
+        tie_word_embeddings=model.settings["tie_embeddings"],
         **changes,
     )
     return transformers.LlamaForCausalLM(config).eval()

@@ -13,8 +13,8 @@ from trainwright.models.pretrained_facts import (
     FACTS_FILE,
     PretrainedFacts,
     gather_facts,
-    give_dtypes,
     read_facts,
+    restore_facts,
     without_paths,
     write_facts,
 )
@@ -56,13 +56,13 @@ def make():
     return model
 
 
-def test_dtypes_are_given_again_and_computed_buffers_left_alone():
+def test_dtypes_are_restored_and_computed_buffers_left_alone(tmp_path):
     model = make().to(torch.bfloat16)
     model[1].to(torch.float32)
-    facts = gather_facts(None, REPORT, model, dtype=torch.bfloat16)
+    facts = gather_facts(tmp_path, REPORT, model, dtype=torch.bfloat16)
     assert facts.dtypes.keys() == {"1.weight", "1.bias", "1.running_mean", "1.running_var"}
     again = make()
-    give_dtypes(again, facts, dtype=torch.bfloat16)
+    restore_facts(again, facts, dtype=torch.bfloat16)
     assert {name: one.dtype for name, one in again.state_dict().items()} == {
         name: one.dtype for name, one in model.state_dict().items()
     }

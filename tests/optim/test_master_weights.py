@@ -10,7 +10,7 @@ from tests.messages import raises
 from tests.optim.references import all_equal, drive, make_gradients, make_weights, values
 
 from trainwright.errors import ConfigError
-from trainwright.optim import adamw as rounded_moments
+from trainwright.optim import adamw
 from trainwright.optim.adamw import AdamW
 from trainwright.optim.lion import Lion
 from trainwright.optim.muon import Muon
@@ -126,7 +126,7 @@ def test_stretches_of_a_large_weight_move_as_the_whole(monkeypatch):
     whole, cut = narrow_weights((40, 3), (5,)), narrow_weights((40, 3), (5,))
     gradients = make_gradients(whole, 2)
     drive(AdamW(whole, lr=0.1, master_weights=True), whole, gradients)
-    monkeypatch.setattr(rounded_moments, "CHUNK_ELEMENTS", 16)
+    monkeypatch.setattr(adamw, "CHUNK_ELEMENTS", 16)
     drive(AdamW(cut, lr=0.1, master_weights=True), cut, gradients)
     assert all_equal(whole, cut)
 

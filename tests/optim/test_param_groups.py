@@ -13,15 +13,15 @@ from torch import nn
 
 from trainwright.errors import ConfigError
 from trainwright.loop.update import ScheduledOptimizer
+from trainwright.models.from_config import disable_untrainable_params
 from trainwright.optim.adamw import AdamW
 from trainwright.optim.lion import Lion
 from trainwright.optim.muon import Muon
 from trainwright.optim.param_groups import (
     GroupRule,
-    disable_untrainable_params,
+    describe_unowned,
     make_groups,
     make_optimizer,
-    names_of_others,
 )
 
 NAMES = [f"{module}.{leaf}" for module in ("norm", "layers.0.q", "layers.1.q", "head") for leaf in ("weight", "bias")]
@@ -178,7 +178,7 @@ def test_a_glob_that_matches_only_what_is_frozen_tied_or_another_s_says_so():
     model["body"].bias.requires_grad_(False)
     names = ("body.weight", "rest.bias")
     owned = {name: parameter for name, parameter in model.named_parameters() if name in names}
-    others = names_of_others(model, owned)
+    others = describe_unowned(model, owned)
 
     def problem(glob):
         with pytest.raises(ConfigError) as caught:

@@ -9,8 +9,7 @@ from tests.optim import references
 from tests.optim.references import all_equal, drive, make_gradients, make_weights, values
 
 from trainwright.errors import ConfigError
-from trainwright.optim import adamw as rounded_moments
-from trainwright.optim import device_step
+from trainwright.optim import adamw, device_step
 from trainwright.optim.adamw import AdamW, round_to_bf16, salt_of
 
 SHAPES = ((4, 3), (7,), (2, 3, 2))
@@ -118,7 +117,7 @@ def test_stretches_of_a_large_parameter_move_as_the_whole(monkeypatch):
     whole, cut = make_weights((40, 3), (5,)), make_weights((40, 3), (5,))
     gradients = make_gradients(whole, 1)
     drive(AdamW(whole, lr=0.1, state_dtype="bf16"), whole, gradients)
-    monkeypatch.setattr(rounded_moments, "CHUNK_ELEMENTS", 16)
+    monkeypatch.setattr(adamw, "CHUNK_ELEMENTS", 16)
     drive(AdamW(cut, lr=0.1, state_dtype="bf16"), cut, gradients)
     assert all_equal(whole, cut)
 

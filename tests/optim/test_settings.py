@@ -12,7 +12,7 @@ from trainwright.analysis.check import check_run
 from trainwright.errors import ConfigError
 from trainwright.optim.adamw import AdamW
 from trainwright.optim.muon import Muon
-from trainwright.optim.param_groups import check_settings, defaults_of, has_strict_forms, reject_impossible
+from trainwright.optim.param_groups import check_settings, reject_impossible
 
 PROJECT = Path(__file__).parents[1] / "project" / "run.yaml"
 
@@ -27,7 +27,7 @@ def rejection(optimizer, *overrides):
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ("type: adamw, lr: 0", "lr: must be a number above 0, got 0. Parameters that are to stay"),
+        ("type: adamw, lr: 0", "lr: must be a number above 0, got 0. To keep parameters"),
         ("type: adamw, lr: -1", "lr: must be a number above 0, got -1."),
         ("type: adamw, lr: .nan", "lr: must be a number above 0, got nan."),
         ("type: adamw, lr: true", "lr: must be a number, got True."),
@@ -38,14 +38,14 @@ def rejection(optimizer, *overrides):
         ("type: adamw, eps: 0", "eps: must be a number above 0, got 0."),
         ("type: adamw, weight_decay: -0.1", "weight_decay: must be a number of at least 0, got -0.1."),
         ("type: adamw, amsgrad: 'yes'", "amsgrad: must be true or false, got the text 'yes'."),
-        ("type: adamw, params: [1]", "params: is worked out from the model, and cannot be set in a run file."),
+        ("type: adamw, params: [1]", "params: is derived from the model and cannot be set in a run file."),
         ("type: sgd, lr: 1, momentum: 1.5", "momentum: must be a number from 0 to below 1, got 1.5."),
         ("type: lion, betas: [0.9, 1.0]", "betas: must be a list of numbers from 0 to below 1, got [0.9, 1.0]."),
         ("type: muon, adamw_eps: -1", "adamw_eps: must be a number above 0, got -1."),
         ("type: muon, ns_steps: 2.5", "ns_steps: must be a number that is whole and at least 1, got 2.5."),
         ("type: muon, ns_steps: .inf", "ns_steps: must be a number that is whole and at least 1, got inf."),
         ("type: muon, ns_steps: .nan", "ns_steps: must be a number that is whole and at least 1, got nan."),
-        ("type: muon, kinds: {a: matrix}", "kinds: is worked out from the model, and cannot be set in a run file."),
+        ("type: muon, kinds: {a: matrix}", "kinds: is derived from the model and cannot be set in a run file."),
         ("type: muon, adjust_lr_fn: [a]", "adjust_lr_fn: must be text, got ['a']."),
         ("type: 'torch.optim:Adam', betas: [1, 2]", "betas: must be a list of numbers from 0 to below 1, got [1, 2]."),
     ],
@@ -60,7 +60,7 @@ def test_the_optimizer_s_own_settings(settings, problem):
         ("betas: [1, 2]", "betas: must be a list of numbers from 0 to below 1, got [1, 2]."),
         ("betas: [a, b]", "betas: must be a list of 2 numbers, got ['a', 'b']."),
         ("eps: -1", "eps: must be a number above 0, got -1."),
-        ("lr: 0", "lr: must be a number above 0, got 0. Parameters that are to stay"),
+        ("lr: 0", "lr: must be a number above 0, got 0. To keep parameters"),
         ("weight_decay: .inf", "weight_decay: must be a number of at least 0, got inf."),
     ],
 )
@@ -101,13 +101,7 @@ Theirs.__module__ = "mine"
 
 
 def check(target, **settings):
-    check_settings(
-        settings,
-        defaults_of(target),
-        label="trainer.optimizer",
-        origin=lambda setting: None,
-        has_strict_forms=has_strict_forms(target),
-    )
+    check_settings(target, settings, label="trainer.optimizer")
 
 
 def test_a_user_s_optimizer_is_asked_only_what_all_optimizers_share():

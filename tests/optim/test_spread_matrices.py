@@ -5,8 +5,8 @@ import torch
 from tests.parallel.forked_ranks import on_ranks
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from trainwright.optim.muon import act_on_whole, layout_of
-from trainwright.optim.sharded import part_of
+from trainwright.optim.muon import layout_of, map_full_tensors
+from trainwright.optim.sharded import shard_like
 from trainwright.parallel.mesh import local
 
 
@@ -44,9 +44,9 @@ def found(tmp_path_factory):
         for name, (shape, dim) in SHAPES.items():
             parameters = [distribute_tensor(matrix, layout, [Shard(dim)]) for matrix in matrices(shape)]
             seen = []
-            parts = act_on_whole([local(each) for each in parameters], parameters, square_rows(seen), turn=2)
+            parts = map_full_tensors(square_rows(seen), [local(each) for each in parameters], parameters, turn=2)
             expected = [
-                local(part_of(matrix * matrix.sum(), like=parameter))
+                local(shard_like(matrix * matrix.sum(), parameter))
                 for matrix, parameter in zip(matrices(shape), parameters, strict=True)
             ]
             same_shapes = all(part.shape == local(each).shape for part, each in zip(parts, parameters, strict=True))
@@ -54,7 +54,7 @@ def found(tmp_path_factory):
             results[name] = seen, same_shapes, close
         copied = [distribute_tensor(matrix, layout, [Replicate()]) for matrix in matrices((3, 3))]
         seen = []
-        act_on_whole([local(each) for each in copied], copied, square_rows(seen))
+        map_full_tensors(square_rows(seen), [local(each) for each in copied], copied)
         return results, seen, layout_of(copied[0]) == layout_of(copied[1])
 
     return on_ranks(tmp_path_factory.mktemp("three"), {"fsdp": 3}, act)
@@ -81,4 +81,4 @@ def test_what_every_rank_has_whole_is_not_sent(found):
 
 def test_whole_tensors_are_acted_on_where_they_are():
     assert layout_of(torch.ones(2, 2)) is None
-    assert act_on_whole([torch.ones(2, 2)], [torch.ones(2, 2)], square_rows([]))[0].tolist() == [[4.0, 4.0]] * 2
+    assert map_full_tensors(square_rows([]), [torch.ones(2, 2)], [torch.ones(2, 2)])[0].tolist() == [[4.0, 4.0]] * 2

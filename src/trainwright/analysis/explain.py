@@ -28,7 +28,7 @@ from trainwright.models.model import Model, check_type
 from trainwright.models.names import as_globs, matched_parameters
 from trainwright.models.presets import preset_settings
 from trainwright.models.pretrained import CONFIG_FILE, home_folders, on_meta, read_config_file
-from trainwright.optim.param_groups import make_groups, names_of_others, read_rules
+from trainwright.optim.param_groups import describe_unowned, make_groups, read_rules
 from trainwright.registry import resolve as registry
 from trainwright.tracebacks import shown_path
 from trainwright.user_code.locations import parameters_of
@@ -376,7 +376,7 @@ class Weights:
             groups = component.arguments.get("groups", ())
             rules = read_rules(groups, label=f"{label}.groups", origin=self.config.origin)
             if self.model is not None:
-                others = names_of_others(self.model, owned)
+                others = describe_unowned(self.model, owned)
                 make_groups(owned, rules, label=f"{label}.groups", origin=self.config.origin, others=others)
         except TrainwrightError as error:
             out.append(ExplainedRule(str(error), is_problem=True))

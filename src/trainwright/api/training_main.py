@@ -54,9 +54,9 @@ from trainwright.loop.state import SCALARS
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Builder, Trainer
 from trainwright.memory.activation_checkpointing import recompute_layers
+from trainwright.models.from_config import disable_untrainable_params
 from trainwright.models.model import Model
 from trainwright.models.pretrained import INDEX_FILE, WEIGHTS_FILE, load_weights
-from trainwright.optim.param_groups import disable_untrainable_params
 from trainwright.parallel import processes
 from trainwright.user_code.locations import caller, location_of, name_of, parameters_of
 from trainwright.user_code.signatures import reject_wrong_call

@@ -32,14 +32,11 @@ from trainwright.models.pretrained_facts import PretrainedFacts
 from trainwright.optim.param_groups import (
     check_settings,
     classify_parameters,
-    defaults_of,
+    describe_unowned,
+    drop_other_stages,
     first_idle_stage,
-    has_strict_forms,
     make_optimizer,
     parameters_of_all_stages,
-    reasons_of_others,
-    reject_provided,
-    take_out_others,
     whole_of,
 )
 from trainwright.parallel.collectives import Ranks
@@ -347,9 +344,8 @@ class Build:
         bare = Component(component.type, **arguments).located_at(component.origin)
         target = registry.find("optimizer", bare.type, project_dir=self.project_dir, where=bare.origin, label=label)
         needs_kinds = getattr(target, "needs_parameter_kinds", False)
-        reject_provided(arguments, ("params", "kinds") if needs_kinds else ("params",), label=label, origin=origin)
-        is_strict, defaults = has_strict_forms(target), defaults_of(target)
-        check_settings(arguments, defaults, label=label, origin=origin, has_strict_forms=is_strict)
+        provided = ("params", "kinds") if needs_kinds else ("params",)
+        check_settings(target, arguments, label=label, origin=origin, provided=provided)
 
         def make(params: list[dict[str, Any]]) -> torch.optim.Optimizer:
             # A user's optimizer may iterate over its parameters: it gets groups only if there are several.
@@ -361,10 +357,10 @@ class Build:
             made: torch.optim.Optimizer = self._make("optimizer", label, bare, params=given, **extra)
             return made
 
-        others = reasons_of_others(parameters_of_all_stages(model), owned)
+        others = describe_unowned(model, owned)
         optimizer = make_optimizer(make, owned, groups, label=label, origin=origin, others=others)
         if whole_of(model) is not None:
-            take_out_others(optimizer, model)
+            drop_other_stages(optimizer, model)
         return optimizer
 
     def _trainable(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -14,9 +14,8 @@ from trainwright.data.tokenizer import USUAL_NAMES, TextTokenizer, load_tokenize
 from trainwright.errors import CheckpointError, ConfigError, DataError
 from trainwright.export.huggingface import TOKENIZER_FILES, find_tokenizer
 from trainwright.export.load import load_checkpoint
-from trainwright.models.auto import AutoModel
 from trainwright.models.generation import generate, reject_non_decoder, room_after
-from trainwright.models.model import Model
+from trainwright.models.model import AutoModel, Model
 from trainwright.models.pretrained import CONFIG_FILE
 
 USUAL_LENGTH = 200

@@ -14,7 +14,7 @@ import torch
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.loop.hook import Hook
 from trainwright.optim.param_groups import whole_of
-from trainwright.optim.sharded import own_parts, part_of
+from trainwright.optim.sharded import local_shards, shard_like
 from trainwright.parallel.mesh import local
 
 
@@ -55,8 +55,8 @@ class EMA(Hook):
     def after_step(self) -> None:
         """Moves the averages towards the weights."""
         if self.trainer.step % self.every_steps == 0:
-            averages = own_parts(self.averages.values())
-            own = own_parts(self._parameters().values())
+            averages = local_shards(self.averages.values())
+            own = local_shards(self._parameters().values())
             weights = [parameter.to(average.dtype) for parameter, average in zip(own, averages, strict=True)]
             torch._foreach_lerp_(averages, weights, 1.0 - self.decay)
 
@@ -95,4 +95,4 @@ class EMA(Hook):
 
 
 def _sharded_like(parameter: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
-    return part_of(average, like=parameter).to(parameter.device)
+    return shard_like(average, parameter).to(parameter.device)

@@ -23,28 +23,19 @@ from trainwright.models.layers.losses import (
     class_loss,
     fuses_loss,
     head_loss,
-    label_names,
-    num_labels_of,
 )
-from trainwright.models.layers.settings import activation as find_activation
 from trainwright.models.layers.settings import (
+    ENCODER_KEYS,
     check_heads,
     check_ids,
     check_keywords,
     check_length,
+    draw_weights,
     embed,
     keywords_of,
-    reject_other_values,
 )
+from trainwright.models.layers.settings import activation as find_activation
 from trainwright.models.model import KeyRule, Model
-
-# What config.json must say, if anything, of things that this file does in one way only.
-SUPPORTED = {
-    "is_decoder": False,
-    "add_cross_attention": False,
-    "tie_word_embeddings": True,
-    "position_embedding_type": "absolute",
-}
 
 # The first BERT's files call the weights of norms gamma and beta. They are read; the rules before say what is written.
 NORM_RULES = (
@@ -55,7 +46,77 @@ NORM_RULES = (
 )
 
 
-class Bert(Model):
+class BertModel(Model):
+    """The encoder and its forward pass; a subclass adds a head, in `finish`."""
+
+    hugging_face_types = ("bert",)
+    hugging_face_prefix = "bert"
+    transformers_class = "AutoModelForMaskedLM, or AutoModelForSequenceClassification"
+    key_rules = NORM_RULES
+    blocks = "bert.encoder.layer"
+    parts_before_blocks = ("bert.embeddings",)
+    fixed_config = MappingProxyType(
+        {
+            "is_decoder": False,
+            "add_cross_attention": False,
+            "tie_word_embeddings": True,
+            "position_embedding_type": "absolute",
+        }
+    )
+    config_keys = MappingProxyType(
+        {
+            **ENCODER_KEYS,
+            "vocab_size": ("vocab_size", 30522),
+            "max_positions": ("max_position_embeddings", 512),
+            "num_token_types": ("type_vocab_size", 2),
+            "dropout": ("hidden_dropout_prob", 0.1),
+            "attention_dropout": ("attention_probs_dropout_prob", 0.1),
+            "pad_token_id": ("pad_token_id", 0),
+        }
+    )
+
+    bert: Body
+    sequence: WholeSequence
+    max_positions: int
+
+    def reset_parameters(self) -> None:
+        """Initializes all weights."""
+        draw_weights(self, self.settings["initializer_range"])
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> dict[str, Tensor | None]:
+        """Maps tokens [B, S] to logits and, given labels, their mean loss.
+
+        `attention_mask` [B, S] is 0 at padding; `token_type_ids` [B, S] are the number of the text in a pair.
+        """
+        check_ids(input_ids)
+        check_length(input_ids.shape[1], self.max_positions)
+        return self.finish(self.bert(input_ids, attention_mask, token_type_ids, position_ids), labels=labels)
+
+    def begin(
+        self, input_ids: Tensor, token_type_ids: Tensor | None = None, position_ids: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        """Embeds the tokens [B, S]: the states [B, S, D] that the first layer gets."""
+        check_ids(input_ids)
+        check_length(input_ids.shape[1], self.max_positions)
+        return self.bert.begin(input_ids, token_type_ids, position_ids)
+
+    def hidden_shape(self, input_ids: Tensor, **_: Any) -> tuple[int, ...]:
+        """Returns [B, S, D] of the states."""
+        return (*self.sequence.take(input_ids).shape, self.settings["hidden_size"])
+
+    def beside(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> tuple[Tensor | None]:
+        """Returns the mask that all layers get."""
+        return (self.bert.mask(input_ids, attention_mask),)
+
+
+class Bert(BertModel):
     """Predicts masked tokens: `labels` [B, S] hold them, and -100 wherever there is nothing to predict.
 
     `forward` returns `{"loss": ..., "logits": ...}`, logits [B, S, vocabulary]; without labels the loss is None.
@@ -65,14 +126,9 @@ class Bert(Model):
     it is so on a GPU, with the head and the criterion that the model was made with.
     """
 
-    hugging_face_types = ("bert",)
     hugging_face_architectures = MappingProxyType({"bert": "BertForMaskedLM"})
-    hugging_face_prefix = "bert"
-    key_rules = NORM_RULES
-    # What is computed, and what a file for other tasks has besides.
+    # Computed, or in files for other tasks.
     ignored_keys = ("bert.embeddings.position_ids", "bert.pooler.**", "cls.seq_relationship.**")
-    blocks = "bert.encoder.layer"
-    parts_before_blocks = ("bert.embeddings",)
 
     def __init__(
         self,
@@ -106,44 +162,12 @@ class Bert(Model):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws all weights anew and ties the head again, for a model that was made on the meta device."""
-        draw_weights(self, self.settings["initializer_range"])
+        """Initializes all weights and ties the head."""
+        super().reset_parameters()
         head: Any = self.cls["predictions"]
         # Moving off the meta device makes two parameters out of a shared one; this makes them one again.
         head.decoder.weight = self.bert.embeddings.word_embeddings.weight
         head.bias = head.decoder.bias
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        labels: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-    ) -> dict[str, Tensor | None]:
-        """Maps tokens [B, S] to logits [B, S, vocabulary] and, given labels, the mean loss of those that count.
-
-        `attention_mask` [B, S] is 0 at padding; `token_type_ids` [B, S] say which text of a pair a token is of.
-        """
-        check_ids(input_ids)
-        check_length(input_ids.shape[1], self.max_positions)
-        return self.finish(self.bert(input_ids, attention_mask, token_type_ids, position_ids), labels)
-
-    def begin(
-        self, input_ids: Tensor, token_type_ids: Tensor | None = None, position_ids: Tensor | None = None, **_: Any
-    ) -> Tensor:
-        """Embeds the tokens [B, S]: the states [B, S, D] that the first layer gets."""
-        check_ids(input_ids)
-        check_length(input_ids.shape[1], self.max_positions)
-        return self.bert.begin(input_ids, token_type_ids, position_ids)
-
-    def hidden_shape(self, input_ids: Tensor, **_: Any) -> tuple[int, ...]:
-        """Returns [B, S, D] of the states."""
-        return (*self.sequence.take(input_ids).shape, self.settings["hidden_size"])
-
-    def beside(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> tuple[Tensor | None]:
-        """Returns the mask that all layers get."""
-        return (self.bert.mask(input_ids, attention_mask),)
 
     def finish(self, hidden: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor | None]:
         """Returns the loss and the logits of the last layer's states [B, S, D]."""
@@ -158,17 +182,8 @@ class Bert(Model):
         loss = self.criterion(at_least_float32(logits.flatten(0, 1)), targets.flatten())
         return {"loss": self.sequence.mean(loss, targets), "logits": self.sequence.beside_loss(logits)}
 
-    @classmethod
-    def settings_from_hugging_face(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the keywords for a config.json of BERT; keys that it lacks have transformers' defaults."""
-        return body_settings(config)
 
-    def to_hugging_face(self) -> dict[str, Any]:
-        """Returns what transformers' BertConfig calls these settings."""
-        return body_config(self.settings)
-
-
-class BertClassifier(Model):
+class BertClassifier(BertModel):
     """Sorts texts, or pairs of texts, into `num_labels` classes: `labels` [B]; one label means a number to predict.
 
     `forward` returns `{"loss": ..., "logits": ...}`, logits [B, num_labels]; without labels the loss is None. It also
@@ -176,13 +191,10 @@ class BertClassifier(Model):
     `strict=False` allows. `classifier_dropout` is on the pooled text and defaults to `dropout`.
     """
 
-    hugging_face_types = ("bert",)
     hugging_face_architectures = MappingProxyType({"bert": "BertForSequenceClassification"})
-    hugging_face_prefix = "bert"
-    key_rules = NORM_RULES
     ignored_keys = ("bert.embeddings.position_ids", "cls.**")
-    blocks = "bert.encoder.layer"
-    parts_before_blocks = ("bert.embeddings",)
+    has_labels = True
+    config_keys = MappingProxyType({**BertModel.config_keys, "classifier_dropout": ("classifier_dropout", None)})
 
     def __init__(
         self,
@@ -217,58 +229,11 @@ class BertClassifier(Model):
         self.criterion: nn.Module = class_criterion(num_labels)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Draws all weights anew, for a model that was made on the meta device."""
-        draw_weights(self, self.settings["initializer_range"])
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        labels: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-    ) -> dict[str, Tensor | None]:
-        """Maps texts [B, S] to logits [B, num_labels] and, given labels, their mean loss.
-
-        `attention_mask` [B, S] is 0 at padding; `token_type_ids` [B, S] say which text of a pair a token is of.
-        """
-        check_ids(input_ids)
-        check_length(input_ids.shape[1], self.max_positions)
-        return self.finish(self.bert(input_ids, attention_mask, token_type_ids, position_ids), labels)
-
-    def begin(
-        self, input_ids: Tensor, token_type_ids: Tensor | None = None, position_ids: Tensor | None = None, **_: Any
-    ) -> Tensor:
-        """Embeds the tokens [B, S]: the states [B, S, D] that the first layer gets."""
-        check_ids(input_ids)
-        check_length(input_ids.shape[1], self.max_positions)
-        return self.bert.begin(input_ids, token_type_ids, position_ids)
-
-    def hidden_shape(self, input_ids: Tensor, **_: Any) -> tuple[int, ...]:
-        """Returns [B, S, D] of the states."""
-        return (*self.sequence.take(input_ids).shape, self.settings["hidden_size"])
-
-    def beside(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> tuple[Tensor | None]:
-        """Returns the mask that all layers get."""
-        return (self.bert.mask(input_ids, attention_mask),)
-
     def finish(self, hidden: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor | None]:
         """Returns the loss and the logits of the last layer's states [B, S, D]."""
         # The first token is on one rank only; every rank scores the whole text.
         logits = self.classifier(self.dropout(self.bert.pooler(self.sequence.whole(hidden))))
         return {"loss": class_loss(self.criterion, logits, labels), "logits": logits}
-
-    @classmethod
-    def settings_from_hugging_face(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the keywords for a config.json of BERT; keys that it lacks have transformers' defaults."""
-        dropout = config.get("classifier_dropout")
-        return body_settings(config) | {"num_labels": num_labels_of(config), "classifier_dropout": dropout}
-
-    def to_hugging_face(self) -> dict[str, Any]:
-        """Returns what transformers' BertConfig calls these settings."""
-        names = label_names(self.settings["num_labels"], self.hugging_face_config)
-        return body_config(self.settings) | names | {"classifier_dropout": self.settings["classifier_dropout"]}
 
 
 class Body(nn.Module):
@@ -277,7 +242,11 @@ class Body(nn.Module):
     def __init__(self, settings: Mapping[str, Any], *, with_pooler: bool) -> None:
         super().__init__()
         check_heads(settings["hidden_size"], settings["num_heads"])
-        check_padding(settings["pad_token_id"], settings["vocab_size"])
+        if (settings["pad_token_id"] or 0) >= settings["vocab_size"]:
+            raise ConfigError(
+                f"pad_token_id is {settings['pad_token_id']}, but the largest id of vocab_size "
+                f"{settings['vocab_size']} is {settings['vocab_size'] - 1}. Use a smaller id, or null for no padding."
+            )
         self.embeddings = Embeddings(settings)
         self.encoder = nn.ModuleDict({"layer": nn.ModuleList(Layer(settings) for _ in range(settings["num_layers"]))})
         self.pooler: Any = Pooler(settings["hidden_size"]) if with_pooler else None
@@ -340,16 +309,16 @@ class Embeddings(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, then the MLP; what each adds to the stream [B, S, D] is normalised together with the stream."""
+    """Attention, then the MLP; what each adds to the stream [B, S, D] is normalized together with the stream."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__()
         hidden_size, intermediate_size = settings["hidden_size"], settings["intermediate_size"]
         self.attention = nn.ModuleDict(
-            {"self": SelfAttention(settings), "output": AddAndNormalise(hidden_size, settings)}
+            {"self": SelfAttention(settings), "output": AddAndNormalize(hidden_size, settings)}
         )
         self.intermediate = nn.ModuleDict({"dense": nn.Linear(hidden_size, intermediate_size)})
-        self.output = AddAndNormalise(intermediate_size, settings)
+        self.output = AddAndNormalize(intermediate_size, settings)
         self.activation = find_activation(settings["activation"])
 
     def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
@@ -386,8 +355,8 @@ class SelfAttention(nn.Module):
         )
 
 
-class AddAndNormalise(nn.Module):
-    """Projects [B, S, any] to [B, S, D], adds the stream and normalises the sum."""
+class AddAndNormalize(nn.Module):
+    """Projects [B, S, any] to [B, S, D], adds the stream and normalizes the sum."""
 
     def __init__(self, input_size: int, settings: Mapping[str, Any]) -> None:
         super().__init__()
@@ -433,66 +402,3 @@ class TokenHead(nn.Module):
         """Returns the states [B, S, D] that the decoder's matrix takes."""
         transformed: Tensor = self.transform["LayerNorm"](self.activation(self.transform["dense"](hidden)))
         return transformed
-
-
-def check_padding(pad_token_id: int | None, vocab_size: int) -> None:
-    """Rejects a token of padding that the table of embeddings does not have."""
-    if pad_token_id is not None and pad_token_id >= vocab_size:
-        raise ConfigError(
-            f"pad_token_id is {pad_token_id}, but vocab_size {vocab_size} has ids up to {vocab_size - 1}. "
-            "Use one of them, or null for no token of padding."
-        )
-
-
-def draw_weights(model: nn.Module, initializer_range: float) -> None:
-    """Draws matrices and tables anew, zeroes biases and the padding's embedding, and resets norms."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=initializer_range)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            with torch.no_grad():
-                module.weight[module.padding_idx].zero_()
-        if isinstance(module, nn.LayerNorm):
-            module.reset_parameters()
-
-
-def body_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keywords that both models take, from a config.json."""
-    reject_other_values(config, SUPPORTED, model="Bert")
-    return {
-        "vocab_size": config.get("vocab_size", 30522),
-        "hidden_size": config.get("hidden_size", 768),
-        "num_layers": config.get("num_hidden_layers", 12),
-        "num_heads": config.get("num_attention_heads", 12),
-        "intermediate_size": config.get("intermediate_size", 3072),
-        "max_positions": config.get("max_position_embeddings", 512),
-        "num_token_types": config.get("type_vocab_size", 2),
-        "activation": config.get("hidden_act", "gelu"),
-        "norm_eps": config.get("layer_norm_eps", 1e-12),
-        "dropout": config.get("hidden_dropout_prob", 0.1),
-        "attention_dropout": config.get("attention_probs_dropout_prob", 0.1),
-        "pad_token_id": config.get("pad_token_id", 0),
-        "initializer_range": config.get("initializer_range", 0.02),
-    }
-
-
-def body_config(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what transformers' BertConfig calls the settings that both models have."""
-    return {
-        **SUPPORTED,
-        "vocab_size": settings["vocab_size"],
-        "hidden_size": settings["hidden_size"],
-        "num_hidden_layers": settings["num_layers"],
-        "num_attention_heads": settings["num_heads"],
-        "intermediate_size": settings["intermediate_size"],
-        "max_position_embeddings": settings["max_positions"],
-        "type_vocab_size": settings["num_token_types"],
-        "hidden_act": settings["activation"],
-        "layer_norm_eps": settings["norm_eps"],
-        "hidden_dropout_prob": settings["dropout"],
-        "attention_probs_dropout_prob": settings["attention_dropout"],
-        "pad_token_id": settings["pad_token_id"],
-        "initializer_range": settings["initializer_range"],
-    }

@@ -6,15 +6,14 @@ Shapes in comments: batch B, channels C. Training lives in trainers/classificati
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainwright.errors import ConfigError, DataError
-from trainwright.models.layers.losses import class_criterion, class_loss, label_names, num_labels_of
+from trainwright.models.layers.losses import class_criterion, class_loss
 from trainwright.models.layers.settings import check_keywords, keywords_of
 from trainwright.models.model import Model
 
@@ -30,6 +29,16 @@ class CNN(Model):
 
     hugging_face_types = ("trainwright_cnn",)
     hugging_face_architectures = MappingProxyType({"trainwright_cnn": "CNN"})
+    has_labels = True
+    config_keys = MappingProxyType(
+        {
+            "num_channels": ("num_channels", 3),
+            "stage_channels": ("stage_channels", (32, 64, 128)),
+            "convolutions_per_stage": ("convolutions_per_stage", 2),
+            "num_groups": ("num_groups", 8),
+            "dropout": ("dropout", 0.0),
+        }
+    )
 
     def __init__(
         self,
@@ -46,16 +55,20 @@ class CNN(Model):
         settings = keywords_of(locals())
         super().__init__()
         self.settings = settings
-        _check_stages(stage_channels, num_groups)
+        if not stage_channels:
+            raise ConfigError("stage_channels is empty. Set the channels of each stage, such as [32, 64].")
+        for channels in stage_channels:
+            if channels % min(num_groups, channels):
+                raise ConfigError(
+                    f"stage_channels {stage_channels}: {channels} does not split into {num_groups} groups "
+                    "(num_groups). Use multiples of it, or fewer groups."
+                )
         stages = []
         for number, channels in enumerate(stage_channels):
             before = num_channels if number == 0 else stage_channels[number - 1]
-            layers = [
-                Convolution(
-                    before if first else channels, channels, groups=num_groups, stride=2 if number and first else 1
-                )
-                for first in [True] + [False] * (convolutions_per_stage - 1)
-            ]
+            layers = [Convolution(before, channels, groups=num_groups, stride=2 if number else 1)]
+            for _ in range(convolutions_per_stage - 1):
+                layers.append(Convolution(channels, channels, groups=num_groups, stride=1))
             stages.append(nn.Sequential(*layers))
         self.stages = nn.ModuleList(stages)
         self.dropout = nn.Dropout(dropout)
@@ -87,17 +100,6 @@ class CNN(Model):
         logits = self.classifier(self.dropout(pooled))
         return {"loss": class_loss(self.criterion, logits, labels), "logits": logits}
 
-    @classmethod
-    def settings_from_hugging_face(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the keywords from a config.json of ours; transformers has no such model."""
-        names = ("num_channels", "stage_channels", "convolutions_per_stage", "num_groups", "dropout")
-        return {"num_labels": num_labels_of(config)} | {name: config[name] for name in names if name in config}
-
-    def to_hugging_face(self) -> dict[str, Any]:
-        """Returns the settings by their own names, and the classes' names in place of their number."""
-        names = label_names(self.settings["num_labels"], self.hugging_face_config)
-        return names | {name: value for name, value in self.settings.items() if name != "num_labels"}
-
 
 class Convolution(nn.Module):
     """Convolution over 3 × 3 places, group norm, relu: [B, C, height, width] → [B, C', height, width] / stride."""
@@ -111,14 +113,3 @@ class Convolution(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Returns the features of the next layer."""
         return torch.relu(self.norm(self.conv(hidden)))
-
-
-def _check_stages(stage_channels: Sequence[int], num_groups: int) -> None:
-    for channels in stage_channels:
-        if channels % min(num_groups, channels):
-            raise ConfigError(
-                f"stage_channels {list(stage_channels)}: {channels} does not split into {num_groups} groups "
-                "(num_groups). Use multiples of it, or fewer groups."
-            )
-    if not stage_channels:
-        raise ConfigError("stage_channels is empty. Give the channels of each stage, such as [32, 64].")

@@ -29,15 +29,8 @@ from trainwright.models.pretrained import (
     find_folder,
     load_weights,
     on_meta,
-    read_config_file,
 )
-from trainwright.models.pretrained_facts import (
-    PretrainedFacts,
-    gather_facts,
-    give_dtypes,
-    give_generation,
-    read_generation,
-)
+from trainwright.models.pretrained_facts import PretrainedFacts, gather_facts, restore_facts
 from trainwright.models.transformers_models import DTYPE_NAMES, build_transformers, is_transformers_class
 from trainwright.registry import resolve as registry
 from trainwright.user_code.locations import parameters_of
@@ -46,7 +39,7 @@ from trainwright.user_code.locations import parameters_of
 def freeze(model: nn.Module, globs: Any) -> list[str]:
     """Freezes every parameter whose name one of the globs matches; returns the names.
 
-    A glob that matches no parameter is rejected. A tied parameter is frozen by either of its names, at both places.
+    A glob that matches no parameter is rejected. A tied parameter is frozen by either of its names.
     """
     names = matched_parameters("freeze", globs, model)
     own = dict(model.named_parameters(remove_duplicate=False))
@@ -55,71 +48,77 @@ def freeze(model: nn.Module, globs: Any) -> list[str]:
     return names
 
 
+def disable_untrainable_params(model: nn.Module, globs: Any = ()) -> list[str]:
+    """Freezes what the globs match and what the model's own `disable_untrainable_params()` freezes, if it has one.
+
+    Returns the names of the parameters that this froze, in the model's order. Call it before creating an optimizer.
+    """
+    before = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    own = getattr(model, "disable_untrainable_params", None)
+    if callable(own):
+        own()
+    freeze(model, globs)
+    return [name for name, parameter in model.named_parameters() if name in before and not parameter.requires_grad]
+
+
 Make = Callable[[Any, nn.Module], nn.Module]
-"""Makes the module that a rule describes, given the one that it replaces."""
+"""Creates the module of a rule; the second argument is the module that it replaces."""
 
 
 def replace_modules(model: nn.Module, rules: Mapping[str, Any], make: Make) -> list[str]:
     """Replaces each sub-module that a rule's glob matches by `make(component, old)`; returns their names.
 
-    Where a glob matches a module and another inside of it, the outer one is meant. Two rules that claim one place,
-    or one inside the other, are rejected, as is a rule that matches nothing; then nothing has been changed. The order
-    of the rules has no effect: modules are made in the model's order. A module that stands at two places is replaced
-    by one. The new modules are in training or evaluation mode as the old ones were; nothing else is taken over, so a
+    If a glob matches a module and another one inside of it, it means the outer one. Two rules that match one module, or
+    one inside of the other, are rejected, as is a rule that matches nothing; the model is then unchanged. The order of
+    the rules has no effect: modules are created in the model's order. A module that the model has twice is replaced by
+    one. The new modules are in training or evaluation mode as the old ones were; nothing else is copied, so that a
     weight that was tied to the old one is no longer tied.
     """
-    places = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
-    owners = _claim(places, rules)
-    made: dict[int, nn.Module] = {}
+    owners = claimed_modules(model, rules)
+    created: dict[int, nn.Module] = {}
     claimed_by: dict[int, str] = {}
-    for name in (name for name in places if name in owners):
-        old, glob = places[name], owners[name]
+    old_modules = {name: model.get_submodule(name) for name in owners}
+    for name, glob in owners.items():
+        old = old_modules[name]
         if claimed_by.setdefault(id(old), glob) != glob:
             raise ConfigError(
-                f'replace: "{claimed_by[id(old)]}" and "{glob}" claim one module, which the model has at two places, '
-                f"one of them {name}. Let one rule match both."
+                f'replace: "{claimed_by[id(old)]}" and "{glob}" match one module that the model has twice, once as '
+                f"{name}. Let one rule match both."
             )
-        if id(old) not in made:
+        if id(old) not in created:
             new = make(rules[glob], old)
             if not isinstance(new, nn.Module):
-                raise ConfigError(f'replace: "{glob}" gives a {type(new).__name__}, not a torch.nn.Module, for {name}.')
-            made[id(old)] = new.train(old.training)
-    # Placed only when all are made: a constructor that fails leaves the model as it was.
-    for name in owners:
-        model.set_submodule(name, made[id(places[name])])
-    return [name for name in places if name in owners]
+                kind = type(new).__name__
+                raise ConfigError(f'replace: "{glob}" creates a {kind}, not a torch.nn.Module, for {name}.')
+            created[id(old)] = new.train(old.training)
+    # Only when all are created: a constructor that fails leaves the model unchanged.
+    for name, old in old_modules.items():
+        model.set_submodule(name, created[id(old)])
+    return list(owners)
 
 
 def claimed_modules(model: nn.Module, rules: Mapping[str, Any]) -> dict[str, str]:
-    """Returns which rule's glob owns which module, in the model's order, without making or replacing one."""
-    places = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
-    owners = _claim(places, rules)
-    return {name: owners[name] for name in places if name in owners}
-
-
-def _claim(places: Mapping[str, nn.Module], rules: Mapping[str, Any]) -> dict[str, str]:
-    """Returns which rule owns which place."""
+    """Returns the modules that the rules replace, in the model's order, each with the rule's glob."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     owners: dict[str, str] = {}
     for glob in rules:
-        matched = {name for name in places if names_module(glob, name)}
+        matched = {name for name in names if names_module(glob, name)}
         if not matched:
-            raise ConfigError(f"replace: {unmatched(glob, places, 'module')}")
+            raise ConfigError(f"replace: {unmatched(glob, names, 'module')}")
         for name in sorted(matched):
             if any(outer in matched for outer in _outer_modules(name)):
                 continue
             if name in owners:
-                raise ConfigError(
-                    f'replace: "{owners[name]}" and "{glob}" both claim {name}. Make one of them narrower.'
-                )
+                raise ConfigError(f'replace: "{owners[name]}" and "{glob}" both match {name}. Make one narrower.')
             owners[name] = glob
     for name, glob in owners.items():
         for outer in _outer_modules(name):
             if outer in owners:
                 raise ConfigError(
-                    f'replace: "{glob}" claims {name}, which is inside of {outer}, which "{owners[outer]}" claims. '
+                    f'replace: "{glob}" matches {name}, which is inside of {outer}, which "{owners[outer]}" matches. '
                     "Remove one of them."
                 )
-    return owners
+    return {name: owners[name] for name in names if name in owners}
 
 
 def _outer_modules(name: str) -> list[str]:
@@ -138,43 +137,53 @@ def build_model_section(
     kept: PretrainedFacts | None = None,
     reader: str | None = None,
 ) -> tuple[nn.Module, PretrainedFacts | None]:
-    """Builds the model that a `model` section describes, on the CPU, in training mode.
+    """Builds the model of a `model` section, on the CPU, in training mode.
 
-    Also returns what its pretrained folder told, None where it has none. With `kept`, which is what an earlier start
-    got so, the folder is not looked for and no weights are loaded: others follow, from a checkpoint. It is needed and
-    loaded again where `reader`, a user's code that gets the model next, or a replacement that asks for what it
-    replaces may have made something from the loaded weights that no checkpoint holds.
-    What was drawn at random (a head that the pretrained files lack, what a replacement brought) is trained also
-    beside adapters, which freeze the rest: frozen, it would stay noise.
+    Also returns the facts of its pretrained folder, None without one. With `kept`, the facts of an earlier start, the
+    folder is not searched and no weights are loaded: a checkpoint has them. The folder is loaded again if `reader`,
+    user code that gets the model next, or a replacement with the parameter `replaces` may compute something from the
+    loaded weights that no checkpoint has.
+    Randomly initialized parameters (a head that the pretrained files lack, those of a replacement) are trained also
+    with adapters, which freeze the rest: frozen, they would stay noise.
     """
     reserved = section.reserved
     pretrained = _read_pretrained(reserved.get("pretrained"), project_dir, origin)
     rules = _rules(reserved["replace"], origin) if "replace" in reserved else {}
-    generators = _Generators()
+    restore_generators = _save_generators()
     section, target = _find(section, project_dir)
     component: Component = section
     dtype = _read_dtype(reserved.get("dtype"), pretrained, origin)
     if dtype is not None and pretrained is not None:
         pretrained, dtype = replace(pretrained, dtype=dtype, has_dtype=True), None
-    elif dtype is not None and _takes_dtype(target):
-        component, dtype = _with_dtype(section, dtype), None
+    elif dtype is not None and (is_transformers_class(target) or "dtype" in (parameters_of(target) or ())):
+        given = Component(section.type, **section.arguments, dtype=str(dtype).removeprefix("torch."))
+        component, dtype = given.located_at(section.origin), None
     readers = [rule.type for rule in rules.values() if _asks_for_replaced(rule, project_dir)]
-    # A user's file may draw while it is imported, which happens at the first start in a process and not at a second.
-    generators.restore()
+    # A user's file may draw while it is imported, which happens only once in a process.
+    restore_generators()
     if pretrained is None:
         model, facts = _build(component, target, project_dir, origin), None
-        _cast_parameters(model, dtype)
+        if dtype is not None:
+            for parameter in model.parameters():  # buffers, such as tables of angles, keep their dtype
+                parameter.data = parameter.data.to(dtype)
     else:
         if kept is not None:
             pretrained = replace(pretrained, reader=reader or next(iter(readers), None))
         model, facts = _build_pretrained(section, target, project_dir, pretrained, origin, kept)
-        # Loading draws less than building does. What follows may keep numbers that no checkpoint holds (a computed
-        # buffer of a replacement), and draws the same ones at every start.
-        generators.restore()
+        # Loading draws less than building does. What follows may keep numbers that no checkpoint has (a computed
+        # buffer of a replacement), and must draw the same ones at every start.
+        restore_generators()
     drawn = [] if facts is None else list(facts.report.missing)
     if rules:
+
+        def make(rule: Component, old: nn.Module) -> nn.Module:
+            options: dict[str, Any] = {"replaces": old} if _asks_for_replaced(rule, project_dir) else {}
+            options |= {"project_dir": project_dir, "label": "model.replace"}
+            module: nn.Module = registry.instantiate("model", rule, **options)
+            return module
+
         with _located("model.", origin("model.replace")):
-            replaced = replace_modules(model, rules, _maker(project_dir))
+            replaced = replace_modules(model, rules, make)
         drawn += [name for name, _ in model.named_parameters() if name.startswith(tuple(f"{one}." for one in replaced))]
     if "lora" in reserved:
         settings = _lora_settings(reserved["lora"], origin)
@@ -183,45 +192,28 @@ def build_model_section(
         own = dict(model.named_parameters(remove_duplicate=False))
         for name in own.keys() & set(drawn):
             own[name].requires_grad_(True)
-    freeze_own: Callable[[], Any] | None = getattr(model, "disable_untrainable_params", None)
-    if freeze_own is not None:
-        freeze_own()  # a model that knows itself what is not to be trained
-    if "freeze" in reserved:
-        with _located("model.", origin("model.freeze")):
-            freeze(model, reserved["freeze"])
+    with _located("model.", origin("model.freeze")):
+        disable_untrainable_params(model, reserved.get("freeze", ()))
     return model, facts
 
 
-def _cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Gives the parameters another type and leaves buffers, such as tables of angles, as they are."""
-    if dtype is not None:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype)
-
-
 def is_as_shipped(section: ModelSection, *, project_dir: Path) -> bool:
-    """Does this section build one of our own classes, without a user's code in it?
+    """Returns True if this section builds a shipped class without user code, on the meta device if need be.
 
-    Then building it is making its tensors and nothing else, and it may be done without memory. Adapters and frozen
-    parameters are ours too; a user's class or replacement may compute from weights, or draw beside them.
+    A user's class or replacement may compute from weights, or draw other random numbers; adapters do not.
     """
-    generators = _Generators()
+    restore_generators = _save_generators()
     _, target = _find(section, project_dir)
-    generators.restore()  # as above: a file may draw while it is imported
-    return (
-        isinstance(target, type)
-        and issubclass(target, Model)
-        and target.is_shipped()
-        and "replace" not in section.reserved
-    )
+    restore_generators()  # a file may draw while it is imported
+    return _is_shipped_kind(target) and target.is_shipped() and "replace" not in section.reserved
 
 
 def build_without_memory(
     section: ModelSection, *, project_dir: Path, origin: registry.OriginOf, kept: PretrainedFacts | None
 ) -> nn.Module:
-    """Builds the model of a section that is as shipped on the meta device: names, sizes and dtypes, and no values.
+    """Builds the model of a section that is as shipped on the meta device: names, sizes and dtypes, without values.
 
-    `kept` is what the pretrained folder told the rank that has the values; None where the section has none.
+    `kept` are the facts of the pretrained folder, from the rank that has the values; None without a folder.
     """
     with on_meta():
         return build_model_section(section, project_dir=project_dir, origin=origin, kept=kept)[0]
@@ -230,21 +222,22 @@ def build_without_memory(
 def _build(section: Component, target: Any, project_dir: Path, origin: registry.OriginOf) -> nn.Module:
     """Builds a model that has no pretrained weights."""
     with _located("model: ", section.origin, origin=origin, arguments=section.arguments):
-        if isinstance(target, type) and is_transformers_class(target):
-            return build_transformers(target, thaw(section.arguments))[0]
-        if isinstance(target, type) and issubclass(target, Model) and "preset" in section.arguments:
-            arguments = thaw(section.arguments)
+        arguments = thaw(section.arguments)
+        if is_transformers_class(target):
+            return build_transformers(target, arguments)[0]
+        if _is_shipped_kind(target) and "preset" in arguments:
             with _located("model: ", origin("model.preset")):
                 arguments = preset_settings(target, arguments.pop("preset"), **arguments)
             registry.check_arguments(target, arguments, label="model")
-            return target(**arguments)
+            model: nn.Module = target(**arguments)
+            return model
         return _instantiate(section, project_dir, origin)
 
 
 def _find(section: ModelSection, project_dir: Path) -> tuple[ModelSection, Any]:
-    """Returns the class, and the section without a preset that was taken back by null."""
+    """Returns the class, and the section without a preset of null."""
     target = registry.find("model", section.type, project_dir=project_dir, where=section.origin, label="model")
-    if isinstance(target, type) and issubclass(target, Model) and section.get("preset", "") is None:
+    if _is_shipped_kind(target) and section.get("preset", "") is None:
         kept = ModelSection.from_mapping({key: value for key, value in section.items() if key != "preset"})
         section = kept.located_at(section.origin)  # type: ignore[assignment]  # the same class
     return section, target
@@ -265,73 +258,65 @@ def _build_pretrained(
     ):
         first, kept = kept, kept if pretrained.reader is None else None
         folder = None if kept is not None else _find_folder(pretrained)
-        config = None if kept is None else kept.config
-        if isinstance(target, type) and is_transformers_class(target):
-            model, report = _build_theirs(target, thaw(section.arguments), pretrained, folder, config)
-        elif isinstance(target, type) and issubclass(target, Model):
-            if "preset" in section.arguments:
-                problem = "preset and pretrained both say how large the model is. Keep one of the two."
-                raise ConfigError(f"model: {problem}", where=origin("model.preset"))
-            model, report = _build_ours(target, section, pretrained, folder, config)
+        if _is_shipped_kind(target) and "preset" in section.arguments:
+            problem = "preset and pretrained both set the size of the model. Keep one of them."
+            raise ConfigError(f"model: {problem}", where=origin("model.preset"))
+        if is_transformers_class(target) or _is_shipped_kind(target):
+            config = None if kept is None else kept.config
+            model, report = _build_from_folder(target, thaw(section.arguments), pretrained, folder, config)
         else:
             model, report = _instantiate(section, project_dir, origin), LoadReport((), ())
             if folder is not None:
                 report = load_weights(model, folder, **pretrained.options)
         if kept is not None:
-            give_dtypes(model, kept, dtype=pretrained.dtype)
-            give_generation(model, kept)
+            restore_facts(model, kept, dtype=pretrained.dtype)
             return model, kept
         assert folder is not None
-        config = read_config_file(folder) if (folder / CONFIG_FILE).is_file() else None
-        facts = gather_facts(config, report, model, dtype=pretrained.dtype)
-        facts = replace(facts, generation=read_generation(model, folder))
+        facts = gather_facts(folder, report, model, dtype=pretrained.dtype)
         if first is not None and (facts.config, facts.report) != (first.config, first.report):
             raise CheckpointError(
-                f"model.pretrained: {folder} is not what the run began with, and {pretrained.reader} makes something "
-                "from its weights. Put the former folder back, or start over with --fresh.",
+                f"model.pretrained: {folder} is not what the run began with, and {pretrained.reader} reads its "
+                "weights. Restore the former folder, or start over with --fresh.",
                 where=pretrained.where,
             )
         return model, facts
 
 
-def _build_theirs(
-    target: type[Any],
+def _build_from_folder(
+    target: Any,
     arguments: dict[str, Any],
     pretrained: _Pretrained,
     folder: Path | None,
     config: Mapping[str, Any] | None,
 ) -> tuple[nn.Module, LoadReport]:
-    if pretrained.allow_pickle:
-        raise ConfigError("pretrained.allow_pickle has no effect on models of transformers. Remove it.")
-    for name in DTYPE_NAMES:
-        if name in arguments and pretrained.has_dtype:
-            raise ConfigError(f"{name} and pretrained.dtype are the same setting. Give one of them.")
-    if pretrained.has_dtype:
-        arguments["dtype"] = pretrained.dtype
-    return build_transformers(target, arguments, pretrained=folder, strict=pretrained.strict, told=config)
-
-
-def _build_ours(
-    target: type[Model],
-    section: ModelSection,
-    pretrained: _Pretrained,
-    folder: Path | None,
-    config: Mapping[str, Any] | None,
-) -> tuple[nn.Module, LoadReport]:
-    """The files say the sizes; what stands in the section changes them."""
-    arguments = thaw(section.arguments)
-    # What the constructor needs, the files say.
-    registry.check_arguments(target, arguments, label="model", provided=_needed(target))
+    """Builds a class that reads Hugging Face's folders: the files have the sizes, and `arguments` change them."""
+    if is_transformers_class(target):
+        if pretrained.allow_pickle:
+            raise ConfigError("pretrained.allow_pickle has no effect on models of transformers. Remove it.")
+        for name in DTYPE_NAMES:
+            if name in arguments and pretrained.has_dtype:
+                raise ConfigError(f"{name} and pretrained.dtype are the same setting. Keep one of them.")
+        if pretrained.has_dtype:
+            arguments["dtype"] = pretrained.dtype
+        return build_transformers(target, arguments, pretrained=folder, strict=pretrained.strict, told=config)
+    every = inspect.signature(target).parameters.values()
+    required = tuple(one.name for one in every if one.default is one.empty)
+    registry.check_arguments(target, arguments, label="model", provided=required)
     if folder is not None:
-        return target.load_pretrained(folder, **pretrained.options, **arguments)
+        loaded: tuple[nn.Module, LoadReport] = target.load_pretrained(folder, **pretrained.options, **arguments)
+        return loaded
     assert config is not None
     return target.from_config(config, **arguments), LoadReport((), ())
+
+
+def _is_shipped_kind(target: Any) -> bool:
+    return isinstance(target, type) and issubclass(target, Model)
 
 
 def _instantiate(section: Component, project_dir: Path, origin: registry.OriginOf) -> nn.Module:
     model = registry.instantiate("model", section, project_dir=project_dir, label="model", origin_of=origin)
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"{section.type} gives a {type(model).__name__}, not a torch.nn.Module.")
+        raise ConfigError(f"{section.type} creates a {type(model).__name__}, not a torch.nn.Module.")
     return model
 
 
@@ -342,15 +327,15 @@ class _Pretrained:
     folder: str | Path
     home_path: str | Path | None = None
     strict: bool | None = None
-    """None where nobody says: true, but classes of transformers then draw a head that another class's files lack."""
+    """None means true, except that classes of transformers initialize a head that another class's files lack."""
     dtype: torch.dtype = torch.float32
-    """Not the files' own unless that is asked for: weights of 16 bits would lose the small updates of a training."""
+    """Not the files' dtype by default: weights of 16 bits lose small updates."""
     has_dtype: bool = False
-    """Was one asked for?"""
+    """True if the config sets it."""
     allow_pickle: bool = False
     where: object | None = None
     reader: str | None = None
-    """What makes something from the loaded weights, in a run that could do without them; None where nothing does."""
+    """The code that reads the loaded weights in a resumed run; None if there is none."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -363,22 +348,21 @@ def _find_folder(pretrained: _Pretrained) -> Path:
         return find_folder(pretrained.folder, home_path=pretrained.home_path)
     except CheckpointError as error:
         if pretrained.reader is None:
-            needed = "for the run has no checkpoint and pretrained.json that could stand for it"
+            needed = "because the run has no checkpoint with a pretrained.json"
         else:
-            needed = f"also beside a checkpoint, for {pretrained.reader} gets the loaded weights when it is made"
-        raise CheckpointError(
-            f"model.pretrained: {error.problem} It is needed, {needed}.", where=pretrained.where
-        ) from error
+            needed = f"also with a checkpoint, because {pretrained.reader} reads the loaded weights"
+        problem = f"model.pretrained: {error.problem} It is needed, {needed}."
+        raise CheckpointError(problem, where=pretrained.where) from error
 
 
 def _read_pretrained(given: Any, project_dir: Path, origin: registry.OriginOf) -> _Pretrained | None:
-    """Reads `pretrained: folder` or `{folder: …, strict: false}`; a folder beside the run file is found there."""
+    """Reads `pretrained: folder` or `{folder: …, strict: false}`; a folder may be relative to the run file."""
     if given is None:
         return None
     settings: Any = {"folder": given} if isinstance(given, (str, Path)) else given
     if not isinstance(settings, Mapping) or not isinstance(settings.get("folder") or None, (str, Path)):
         raise ConfigError(
-            f"model.pretrained: give a folder, or {{folder: …, strict: false}}; got {describe(given)}.",
+            f"model.pretrained: must be a folder, or {{folder: …, strict: false}}; got {describe(given)}.",
             where=origin("model.pretrained"),
         )
     settings = {key: value for key, value in settings.items() if value is not None}
@@ -393,22 +377,15 @@ def _read_pretrained(given: Any, project_dir: Path, origin: registry.OriginOf) -
             reject(key, f"must be true or false, got {value!r}.")
         if key == "home_path" and not isinstance(value, (str, Path)):
             reject(key, f"must be a folder, got {value!r}.")
-    dtype = None
     if "dtype" in settings:
         try:
-            dtype = as_dtype(settings["dtype"])
+            settings |= {"dtype": as_dtype(settings["dtype"]), "has_dtype": True}
         except ConfigError as error:
             reject("dtype", error.problem)
     folder = project_dir / Path(settings["folder"]).expanduser()
-    return _Pretrained(
-        folder=folder if folder.is_dir() else settings["folder"],
-        home_path=settings.get("home_path"),
-        strict=settings.get("strict"),
-        dtype=dtype or torch.float32,
-        has_dtype=dtype is not None,
-        allow_pickle=settings.get("allow_pickle", False),
-        where=origin("model.pretrained"),
-    )
+    if folder.is_dir():
+        settings["folder"] = folder
+    return _Pretrained(**settings, where=origin("model.pretrained"))
 
 
 def _read_dtype(given: Any, pretrained: _Pretrained | None, origin: registry.OriginOf) -> torch.dtype | None:
@@ -416,24 +393,12 @@ def _read_dtype(given: Any, pretrained: _Pretrained | None, origin: registry.Ori
     if given is None:
         return None
     if pretrained is not None and pretrained.has_dtype:
-        problem = "dtype and pretrained.dtype are the same setting. Give one of them."
+        problem = "dtype and pretrained.dtype are the same setting. Keep one of them."
         raise ConfigError(f"model: {problem}", where=origin("model.dtype"))
     try:
         return as_dtype(given)
     except ConfigError as error:
         raise ConfigError(f"model.dtype: {error.problem}", where=origin("model.dtype")) from error
-
-
-def _takes_dtype(target: Any) -> bool:
-    """Has the class a say of its own in the type of its weights? Those of transformers have."""
-    if isinstance(target, type) and is_transformers_class(target):
-        return True
-    return "dtype" in (parameters_of(target) or ())
-
-
-def _with_dtype(section: ModelSection, dtype: torch.dtype) -> Component:
-    given = Component(section.type, **section.arguments, dtype=str(dtype).removeprefix("torch."))
-    return given.located_at(section.origin)
 
 
 def _rules(given: Any, origin: registry.OriginOf) -> dict[str, Component]:
@@ -458,20 +423,10 @@ def _rules(given: Any, origin: registry.OriginOf) -> dict[str, Component]:
     return rules
 
 
-def _maker(project_dir: Path) -> Callable[[Component, nn.Module], nn.Module]:
-    def make(component: Component, old: nn.Module) -> nn.Module:
-        label = "model.replace"
-        provided = {"replaces": old} if _asks_for_replaced(component, project_dir) else {}
-        made: nn.Module = registry.instantiate("model", component, project_dir=project_dir, label=label, **provided)
-        return made
-
-    return make
-
-
 def _asks_for_replaced(component: Component, project_dir: Path) -> bool:
-    """Does a replacement get the module that it replaces?
+    """Returns True if a replacement has the parameter `replaces`, and so gets the module that it replaces.
 
-    Only where the signature names it: a constructor that takes any keyword may pass it on to another.
+    Any-keyword parameters do not count: they may be passed to another constructor.
     """
     where, label = component.origin, "model.replace"
     target = registry.find("model", component.type, project_dir=project_dir, where=where, label=label)
@@ -502,10 +457,10 @@ def _located(
     origin: registry.OriginOf | None = None,
     arguments: Collection[str] = (),
 ) -> Iterator[None]:
-    """Says of errors of a kind inside to which part of the section they belong, and where that was written.
+    """Adds the setting and its source location to errors of a kind.
 
-    With `origin` that is the place of the very setting that an error begins with (`lora.rank: …`), or of one of the
-    `arguments` that it names: an override may have changed that one alone.
+    With `origin` it is the location of the setting that an error begins with (`lora.rank: …`), or of one of the
+    `arguments` that it names: an override may have set that one alone.
     """
     try:
         yield
@@ -521,7 +476,7 @@ def _located(
 def _place_named(
     problem: str, where: object | None, origin: registry.OriginOf, arguments: Collection[str]
 ) -> object | None:
-    """Returns where the setting was written that an error names; of several the one that is not where all are."""
+    """Returns the source location of the setting that an error names; of several, one that is not at `where`."""
     named = [name for name in re.findall(r"\w+", problem) if name in arguments]
     labels = [f"model.{problem.partition(':')[0].removeprefix('model.')}", *(f"model.{name}" for name in named)]
     if CONFIG_FILE in problem:
@@ -530,22 +485,13 @@ def _place_named(
     return next((found for found in places if found != where), where)
 
 
-class _Generators:
-    """The states of the global generators at one moment: torch's (on the CPU), Python's and numpy's."""
+def _save_generators() -> Callable[[], None]:
+    """Returns a function that restores the present states of torch's CPU, Python's and numpy's generators."""
+    torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()
 
-    def __init__(self) -> None:
-        self._torch = torch.get_rng_state()
-        self._python = random.getstate()
-        self._numpy = np.random.get_state()
+    def restore() -> None:
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
-    def restore(self) -> None:
-        """Puts the states back."""
-        torch.set_rng_state(self._torch)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-
-
-def _needed(target: Callable[..., Any]) -> tuple[str, ...]:
-    """The parameters without a default."""
-    every = inspect.signature(target).parameters.values()
-    return tuple(one.name for one in every if one.default is one.empty)
+    return restore

@@ -1,6 +1,6 @@
-"""Draws tokens from a decoder, one after the other, with a cache of the keys and values of those before.
+"""Generates tokens with a decoder, with a cache of the keys and values of earlier tokens.
 
-With the cache a token costs one pass over itself; without one, a pass over all tokens before it.
+With the cache a token costs one pass over itself; without it, a pass over all tokens before it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainwright.models.layers.settings import check_ids
 
 
 class LayerCache:
-    """The keys and values [B, K, S, W] of one layer, in memory that is taken once, at the first tokens."""
+    """The keys and values [B, K, S, W] of one layer, in memory that is allocated once, at the first tokens."""
 
     def __init__(self, max_length: int) -> None:
         self.length = 0
@@ -30,7 +30,7 @@ class LayerCache:
         """Adds the keys and values of the next tokens and returns all so far, as views."""
         end = self.length + keys.shape[2]
         if end > self._max_length:
-            raise DataError(f"The cache holds {self._max_length} tokens, but {end} are to be kept. Make it larger.")
+            raise DataError(f"The cache has room for {self._max_length} tokens, but got {end}. Make it larger.")
         if self._keys is None or self._values is None:
             shape = (*keys.shape[:2], self._max_length, keys.shape[3])
             self._keys, self._values = keys.new_empty(shape), values.new_empty(shape)
@@ -41,10 +41,10 @@ class LayerCache:
 
 
 class KeyValueCache:
-    """What a decoder remembers of the tokens that it has seen: the keys and values of every layer.
+    """The keys and values of every layer of a decoder for the tokens so far.
 
-    A model's `forward(..., cache=cache)` treats its tokens as those that follow the first `length`, gives each layer
-    its `layer(number)` to extend, and calls `advance` at the end. All rows of a batch have the same length.
+    A model's `forward(..., cache=cache)` treats its tokens as those that follow the first `length`, passes each layer
+    its `layer(number)`, and calls `advance` at the end. All rows of a batch have the same length.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -53,19 +53,19 @@ class KeyValueCache:
         self._layers: list[LayerCache] = []
 
     def layer(self, number: int) -> LayerCache:
-        """Returns the cache of a layer; layers come in order."""
+        """Returns the cache of a layer; the first calls come in order."""
         if number == len(self._layers):
             self._layers.append(LayerCache(self.max_length))
         return self._layers[number]
 
     def advance(self, num_tokens: int) -> None:
-        """Counts tokens that all layers have kept."""
+        """Counts tokens that all layers have added."""
         self.length += num_tokens
 
     def visible_keys(self, input_ids: Tensor) -> Tensor | None:
         """Returns the mask [S, kept + S] for the next tokens [B, S], True where a query may see a key.
 
-        None where none is needed: an empty cache leaves it to causality, and a single token sees all.
+        None if no mask is needed: with an empty cache attention is causal, and a single token sees all.
         """
         num_tokens = input_ids.shape[1]
         if not self.length or num_tokens == 1:
@@ -87,26 +87,25 @@ def generate(
     generator: torch.Generator | None = None,
     use_cache: bool = True,
 ) -> Iterator[Tensor]:
-    """Yields the next token of each row, [B], again and again: `max_new_tokens` times, or until each row has stopped.
+    """Yields the next token of each row, [B], `max_new_tokens` times, or until each row has stopped.
 
-    `input_ids` are [B, S], without padding. A token is drawn from the `top_k` likeliest (all, if None) and of those
-    from the fewest that hold `top_p` of the probability; temperature 0 takes the likeliest. A row that has drawn one
-    of `stop_ids` yields it again from then on. The model is in evaluation mode meanwhile.
+    `input_ids` are [B, S], without padding. A token is sampled from the `top_k` most likely (all, if None) and of those
+    from the fewest with `top_p` of the probability; temperature 0 selects the most likely. After one of `stop_ids` a
+    row yields it again. The model is in evaluation mode meanwhile.
 
-    A model whose `forward` takes a `cache` gets one; others see all tokens every time. More tokens than the model has
-    positions for are rejected before the first.
+    A model whose `forward` accepts a `cache` gets one; others process all tokens every time. More tokens than the model
+    has positions for are rejected before the first.
     """
     reject_non_decoder(model)
     _check_sampling(temperature=temperature, top_k=top_k, top_p=top_p, max_new_tokens=max_new_tokens)
     check_ids(input_ids)
     if not input_ids.shape[-1]:
-        raise DataError("There is nothing to go on from: the prompt has no tokens. Give at least one.")
+        raise DataError("The prompt has no tokens. Pass at least one.")
     room = room_after(model, input_ids.shape[1])
     if room is not None and max_new_tokens > room:
         raise DataError(
-            f"max_new_tokens is {max_new_tokens}, but after the prompt's {input_ids.shape[1]} tokens the model, which "
-            f"has {_max_positions(model)} positions, can make {room}. Ask for at most {room}"
-            + (", or shorten the prompt." if room else ": shorten the prompt.")
+            f"max_new_tokens is {max_new_tokens}, but the model has {_max_positions(model)} positions, and the prompt "
+            f"has {input_ids.shape[1]} tokens: {room} can follow. Use fewer, or shorten the prompt."
         )
     stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=input_ids.device)
     cache = None
@@ -139,18 +138,18 @@ def sample(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draws one token per row of the logits [B, vocabulary]: returns [B]."""
+    """Samples one token per row of the logits [B, vocabulary]: returns [B]."""
     if temperature <= 0:
         return logits.argmax(dim=-1)
     candidates = logits.shape[-1] if top_k is None else min(top_k, logits.shape[-1])
-    values, tokens = logits.topk(candidates, dim=-1)  # the likeliest first
+    values, tokens = logits.topk(candidates, dim=-1)  # the most likely first
     probabilities = (values / temperature).softmax(dim=-1)
     if top_p is not None:
-        # A token is left out where those before it hold enough already; the likeliest is always kept.
+        # Drops a token if those before it have enough probability; the most likely is always kept.
         before = probabilities.cumsum(dim=-1) - probabilities
         probabilities = probabilities.masked_fill(before >= top_p, 0.0)
-    place = torch.multinomial(probabilities, 1, generator=generator)
-    return tokens.gather(-1, place).squeeze(-1)
+    column = torch.multinomial(probabilities, 1, generator=generator)
+    return tokens.gather(-1, column).squeeze(-1)
 
 
 def _next_logits(model: nn.Module, input_ids: Tensor, *, cache: KeyValueCache | None) -> Tensor:
@@ -164,29 +163,30 @@ def _next_logits(model: nn.Module, input_ids: Tensor, *, cache: KeyValueCache | 
 
 
 def room_after(model: nn.Module, num_tokens: int) -> int | None:
-    """Returns how many tokens a model can make after these; None where it has no limit."""
+    """Returns how many tokens a model can generate after these; None without a limit."""
     positions = _max_positions(model)
-    # The last token that is made is not read any more, and needs no position.
+    # The last generated token is not read and needs no position.
     return None if positions is None else max(0, positions - num_tokens + 1)
 
 
 def _max_positions(model: nn.Module) -> int | None:
-    """Returns how many tokens a model can see: our models' attribute, or what transformers' config says."""
+    """Returns the number of positions of a model: our models' attribute, or that of transformers' config."""
     config = getattr(model, "config", None)
     found = getattr(model, "max_positions", None) or getattr(config, "max_position_embeddings", None)
     return int(found) if found else None
 
 
 def reject_non_decoder(model: nn.Module) -> None:
-    """Rejects a model that does not predict the next token, such as one with an encoder or one for images."""
+    """Rejects a model that does not predict the next token, such as one with an encoder or for images."""
     kind, parameters = type(model), inspect.signature(model.forward).parameters
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    accepts_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    is_transformers = kind.__module__.startswith("transformers.")
     is_shipped = any(one.__module__.startswith("trainwright.") and "forward" in vars(one) for one in kind.__mro__)
     if "decoder_input_ids" in parameters or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         reason = "it has an encoder"
-    elif "input_ids" not in parameters and not takes_any:
-        reason = f"its forward takes {', '.join(parameters) or 'nothing'}, not input_ids"
-    elif (is_shipped and not hasattr(model, "generate")) or _cannot_generate(model):
+    elif "input_ids" not in parameters and not accepts_any:
+        reason = f"its forward has the parameters {', '.join(parameters) or 'none'}, not input_ids"
+    elif (is_shipped and not hasattr(model, "generate")) or (is_transformers and not _can_generate(model)):
         reason = "it does not predict the next token"
     else:
         return
@@ -196,21 +196,17 @@ def reject_non_decoder(model: nn.Module) -> None:
     )
 
 
-def _cannot_generate(model: nn.Module) -> bool:
-    """Does transformers say of a class of its own that it does not generate?"""
-    if not type(model).__module__.startswith("transformers."):
-        return False
-    asked: Any = getattr(model, "can_generate", lambda: True)
-    return not asked()
+def _can_generate(model: Any) -> bool:
+    return bool(getattr(model, "can_generate", lambda: True)())
 
 
 def _check_sampling(*, temperature: float, top_k: int | None, top_p: float | None, max_new_tokens: int) -> None:
     if not _is_number(temperature) or temperature < 0:
-        raise ConfigError(f"temperature is {temperature}. Use 0 for the likeliest token, or more.")
+        raise ConfigError(f"temperature is {temperature}. Use 0 for the most likely token, or more.")
     if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
-        raise ConfigError(f"top_k is {top_k}. Use a whole number of at least 1, or leave it out for all tokens.")
+        raise ConfigError(f"top_k is {top_k}. Use a whole number of at least 1, or None for all tokens.")
     if top_p is not None and (not _is_number(top_p) or not 0.0 < top_p <= 1.0):
-        raise ConfigError(f"top_p is {top_p}. Use a share above 0 and up to 1.")
+        raise ConfigError(f"top_p is {top_p}. Use a number above 0 and up to 1.")
     if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
         raise ConfigError(f"max_new_tokens is {max_new_tokens}. Use a whole number of at least 0.")
 
@@ -230,7 +226,7 @@ def append_tokens(
 ) -> Tensor:
     """Returns `input_ids` [B, S] with `max_new_tokens` sampled tokens appended to each row.
 
-    Each token is drawn from the `top_k` likeliest (all, if None); temperature 0 takes the likeliest. To have the
+    Each token is sampled from the `top_k` most likely (all, if None); temperature 0 selects the most likely. To get the
     tokens one by one, or to stop at some, use `generate`. Decoder models have it as their method `generate`.
     """
     chosen = generate(

@@ -20,10 +20,9 @@ from trainwright.models.saving import as_stored, has_files_of_others, is_model_f
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer whose `weight` and `bias` are frozen and beside which `lora_a` and `lora_b` learn.
+    """A linear layer with frozen `weight` and `bias` and a trained product `lora_b @ lora_a`.
 
-    Made from an nn.Linear by `add_lora`, never called by itself. The adapter is float32 also where the layer is of
-    16 bits, in which small updates would be lost.
+    `add_lora` turns an nn.Linear into one. The adapter of a 16-bit layer is float32: 16 bits lose small updates.
     """
 
     lora_a: nn.Parameter
@@ -40,17 +39,17 @@ class LoRALinear(nn.Linear):
         return output + added.to(output.dtype)
 
     def drop(self, input: Tensor) -> Tensor:
-        """Returns what the adapter sees of the input while training."""
+        """Returns the adapter's input, with dropout while training."""
         return F.dropout(input, self.lora_dropout, self.training)
 
     def reset_parameters(self) -> None:
-        """Draws the weights anew, the adapter's too."""
+        """Initializes the weights and the adapter."""
         super().reset_parameters()
         self.reset_adapter()
 
     @torch.no_grad()
     def reset_adapter(self) -> None:
-        """Draws A as torch draws a linear layer, and makes B zero: the layer then gives what it gave without them."""
+        """Initializes A like a linear layer and B with 0: the layer's output is then the same as without them."""
         nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
         nn.init.zeros_(self.lora_b)
 
@@ -68,44 +67,61 @@ def add_lora(
     dropout: float = 0.0,
     train: str | Sequence[str] = (),
 ) -> list[str]:
-    """Puts an adapter beside every linear layer that a glob of `match` names, and freezes everything else.
+    """Adds an adapter to every linear layer that a glob of `match` matches, and freezes everything else.
 
-    Parameters that a glob of `train` names, such as a new head's (`classifier.*`), are trained too. Returns the names
+    Parameters that a glob of `train` matches, such as a new head's (`classifier.*`), are trained too. Returns the names
     of the layers, in the model's order. A glob that matches no linear layer is rejected, as are layers whose weight
-    is read past their forward, where an adapter would have no effect.
+    is used without their forward, where an adapter would have no effect.
     """
-    layers = _matched_layers(model, as_globs("lora.match", match))
+    globs = as_globs("lora.match", match)
+    if not globs:
+        raise ConfigError("lora.match: matches no layer. Use a glob such as *.q_proj.")
+    # Includes layers that `_adapt` rejects: left out silently, they would seem trained.
+    linear = [name for name, one in model.named_modules() if name and (isinstance(one, nn.Linear) or _is_conv1d(one))]
+    for glob in globs:
+        if not any(names_module(glob, name) for name in linear):
+            raise ConfigError(f"lora.match: {unmatched(glob, linear, 'linear layer')}")
+    layers = [name for name in linear if any(names_module(glob, name) for glob in globs)]
     trained = matched_parameters("lora.train", train, model)
-    adapt(model, layers, rank=rank, alpha=alpha, dropout=dropout, train=trained)
+    _check_settings(rank=rank, alpha=alpha, dropout=dropout)
+    _adapt(model, layers, rank=rank, alpha=alpha, dropout=dropout, train=trained)
     return layers
 
 
-def adapt(
+def _adapt(
     model: nn.Module, layers: Sequence[str], *, rank: int, alpha: float, dropout: float, train: Sequence[str]
 ) -> None:
-    """Does what `add_lora` does for the layers and parameters of exactly these names."""
-    check_lora_settings(rank=rank, alpha=alpha, dropout=dropout)
+    """Adds adapters to the layers of these names; freezes all parameters except `train`."""
     modules = dict(model.named_modules())
     if any(isinstance(module, LoRALinear) for module in modules.values()):
-        raise ConfigError("lora: the model has adapters already. Give all globs in one list, or call merge_lora first.")
+        raise ConfigError("lora: the model already has adapters. Use one list of globs, or call merge_lora first.")
     for name in layers:
         reason = _why_not(name, modules)
         if reason:
-            raise ConfigError(f"lora.match: names {name}, {reason}")
+            raise ConfigError(f"lora.match: matches {name}, {reason}")
     own = dict(model.named_parameters(remove_duplicate=False))
     for parameter in own.values():
         parameter.requires_grad_(False)
     for name in train:
         own[name].requires_grad_(True)
     for name in layers:
-        _add_adapter(modules[name], rank=rank, alpha=float(alpha), dropout=float(dropout))
+        layer: Any = modules[name]
+        # Changes the object's class instead of the object in its parent: hooks stay, and a layer that the model has
+        # twice is still one layer.
+        layer.__class__ = LoRALinear
+        dtype = torch.promote_types(layer.weight.dtype, torch.float32)
+        options = {"device": layer.weight.device, "dtype": dtype}
+        layer.lora_a = nn.Parameter(torch.empty(rank, layer.in_features, **options))
+        layer.lora_b = nn.Parameter(torch.empty(layer.out_features, rank, **options))
+        layer.lora_rank, layer.lora_alpha, layer.lora_dropout = rank, float(alpha), float(dropout)
+        layer.reset_adapter()
 
 
 @torch.no_grad()
 def merge_lora(model: nn.Module) -> list[str]:
-    """Adds each adapter's product to its layer's weight and makes a plain nn.Linear of it, in place.
+    """Adds each adapter's product to its layer's weight and makes the layer a plain nn.Linear, in place.
 
-    Returns the layers' names. The sum is rounded once, to the weight's dtype. What is frozen stays frozen.
+    Returns the layers' names. The sum is rounded once, to the weight's dtype. Frozen parameters stay frozen.
     """
     layers = dict(lora_layers(model))
     for layer in layers.values():
@@ -125,29 +141,29 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
 
 
 def lora_state(model: nn.Module) -> dict[str, Tensor]:
-    """Returns what training with adapters changes: their matrices, and every other parameter that is trainable."""
-    adapters = {f"{name}.lora_{letter}" for name, _ in lora_layers(model) for letter in "ab"}
-    return {
-        name: parameter.detach()
-        for name, parameter in model.named_parameters()
-        if name in adapters or parameter.requires_grad
-    }
+    """Returns what training with adapters changes: their matrices, and every other trainable parameter."""
+    adapters = _adapter_names(model)
+    own = dict(model.named_parameters())
+    return {name: one.detach() for name, one in own.items() if name in adapters or one.requires_grad}
+
+
+def _adapter_names(model: nn.Module) -> set[str]:
+    return {f"{name}.lora_{letter}" for name, _ in lora_layers(model) for letter in "ab"}
 
 
 @torch.no_grad()
 def load_lora_state(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Loads what `lora_state` returned into a model that has adapters at the same places."""
+    """Loads what `lora_state` returned into a model with adapters in the same layers."""
     own = dict(model.named_parameters(remove_duplicate=False))
-    adapters = {f"{name}.lora_{letter}" for name, _ in lora_layers(model) for letter in "ab"}
-    reject_misfit(state, {name: tuple(one.shape) for name, one in own.items()}, needed=adapters)
+    _reject_misfit(state, {name: tuple(one.shape) for name, one in own.items()}, needed=_adapter_names(model))
     for name, value in state.items():
         own[name].copy_(value)
 
 
-def reject_misfit(
+def _reject_misfit(
     state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], *, needed: Collection[str]
 ) -> None:
-    """Rejects a state that lacks adapters which are needed, or has others than there are, or of other shapes."""
+    """Rejects a state with missing or unknown adapters, or other shapes."""
     problems = [f"{name}: not in the model" for name in state if name not in shapes]
     problems += [f"{name}: not in the adapters given" for name in sorted(set(needed) - state.keys())]
     problems += [
@@ -159,53 +175,26 @@ def reject_misfit(
         more = "; …" if len(problems) > 8 else ""
         raise ConfigError(
             f"lora: these adapters do not fit the model: {'; '.join(problems[:8])}{more}. "
-            "Give add_lora the rank and match that they were trained with."
+            "Call add_lora with the rank and match that they were trained with."
         )
-
-
-def _add_adapter(layer: nn.Module, *, rank: int, alpha: float, dropout: float) -> None:
-    # The class of the object is changed, instead of the object in its parent: hooks stay, and a layer that stands
-    # at two places of the model is still one layer.
-    layer.__class__ = LoRALinear
-    assert isinstance(layer, LoRALinear)
-    options: dict[str, Any] = {
-        "device": layer.weight.device,
-        "dtype": torch.promote_types(layer.weight.dtype, torch.float32),
-    }
-    layer.lora_a = nn.Parameter(torch.empty(rank, layer.in_features, **options))
-    layer.lora_b = nn.Parameter(torch.empty(layer.out_features, rank, **options))
-    layer.lora_rank, layer.lora_alpha, layer.lora_dropout = rank, alpha, dropout
-    layer.reset_adapter()
-
-
-def _matched_layers(model: nn.Module, globs: Sequence[str]) -> list[str]:
-    """Returns the layers that the globs name, also those that `adapt` rejects: left out, they would seem trained."""
-    if not globs:
-        raise ConfigError("lora.match: names no layer. Give a glob such as *.q_proj.")
-    modules = dict(model.named_modules())
-    layers = [name for name, one in modules.items() if name and (isinstance(one, nn.Linear) or _is_conv1d(one))]
-    for glob in globs:
-        if not any(names_module(glob, name) for name in layers):
-            raise ConfigError(f"lora.match: {unmatched(glob, layers, 'linear layer')}")
-    return [name for name in layers if any(names_module(glob, name) for glob in globs)]
 
 
 def _why_not(name: str, modules: dict[str, nn.Module]) -> str:
-    """Says why this module cannot have an adapter; nothing where it can."""
+    """Returns why this module cannot have an adapter; an empty string if it can."""
     module, parent = modules[name], modules[name.rpartition(".")[0]]
     if _is_conv1d(module):
         return (
-            "a Conv1D of transformers, which keeps its weight the other way round and has no adapters here. "
-            "The model type gpt2 has the same weights in linear layers."
+            "a Conv1D of transformers, which stores its weight transposed and is not supported. Use the model type "
+            "gpt2, which has the same weights in linear layers."
         )
     if isinstance(parent, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
         return (
-            f"whose weight torch's {type(parent).__name__} reads past the layer, where an adapter has no effect. "
-            "Leave it out, or replace the module with one that calls its layers."
+            f"whose weight torch's {type(parent).__name__} uses without calling the layer, so that an adapter has no "
+            "effect. Exclude it, or replace the module with one that calls its layers."
         )
     if type(module) is not nn.Linear:
         kind = type(module).__name__
-        return f"a {kind}, whose own forward an adapter would replace. Only plain nn.Linear layers have one."
+        return f"a {kind}, whose forward an adapter would replace. Only plain nn.Linear layers are supported."
     sharers = [
         other
         for other, one in modules.items()
@@ -213,8 +202,8 @@ def _why_not(name: str, modules: dict[str, nn.Module]) -> str:
     ]
     if sharers:
         return (
-            f"whose weight is tied to that of {', '.join(sharers)}: the adapter could not be merged without changing "
-            "that too. Untie them, or leave this layer out."
+            f"whose weight is tied to that of {', '.join(sharers)}: merging the adapter would change both. Untie them, "
+            "or exclude this layer."
         )
     return ""
 
@@ -224,50 +213,33 @@ def _is_conv1d(module: nn.Module) -> bool:
     return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
 
 
-def check_lora_settings(*, rank: Any, alpha: Any, dropout: Any) -> None:
-    """Rejects values that no adapter can have."""
-
-    def is_number(value: Any) -> bool:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise ConfigError(f"lora.rank: must be a whole number from 1 on, got {rank!r}.")
-    if not is_number(alpha) or alpha <= 0:
+def _check_settings(*, rank: Any, alpha: Any, dropout: Any) -> None:
+    numbers = [
+        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        for value in (rank, alpha, dropout)
+    ]
+    if not numbers[0] or not isinstance(rank, int) or rank < 1:
+        raise ConfigError(f"lora.rank: must be a whole number of at least 1, got {rank!r}.")
+    if not numbers[1] or alpha <= 0:
         raise ConfigError(f"lora.alpha: must be a number above 0, got {alpha!r}.")
-    if not is_number(dropout) or not 0 <= dropout < 1:
+    if not numbers[2] or not 0 <= dropout < 1:
         raise ConfigError(f"lora.dropout: must be a number from 0 to below 1, got {dropout!r}.")
 
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
-# PEFT wraps the model twice and calls the two matrices by these names.
+# PEFT wraps the model twice and has these names for the two matrices.
 PREFIX = "base_model.model."
 THEIR_ENDS: Mapping[str, str] = {".lora_a": ".lora_A.weight", ".lora_b": ".lora_B.weight"}
 
-# What adapter_config.json may say without a change of what the adapters compute. Everything else that it says must be
-# empty (null, false, [], {}): a kind of adapter that is not known here would load, and give other answers.
+# Keys of adapter_config.json that do not change the outputs, or are read. All others must be empty (null, false, [],
+# {}): an unknown kind of adapter would load, and compute something else.
 KNOWN_KEYS = (
-    "peft_type",
-    "peft_version",
-    "auto_mapping",
-    "base_model_name_or_path",
-    "revision",
-    "inference_mode",
-    "task_type",
-    "r",
-    "lora_alpha",
-    "lora_dropout",
-    "use_rslora",
-    "target_modules",
-    "exclude_modules",
-    "modules_to_save",
-    "layers_to_transform",
-    "layers_pattern",
-    "megatron_core",
-    "qalora_group_size",
-    "eva_config",
-)
-# Of these some values change nothing, either. Other ways to start (pissa, olora, loftq …) change the weights beside.
+    "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "task_type",
+    "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules", "modules_to_save",
+    "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "eva_config",
+)  # fmt: skip
+# Of these, some values change nothing. Other initializations (pissa, olora, loftq …) change the base weights.
 PLAIN_VALUES: Mapping[str, tuple[Any, ...]] = {
     "bias": (None, "none"),
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
@@ -275,10 +247,10 @@ PLAIN_VALUES: Mapping[str, tuple[Any, ...]] = {
 
 
 def save_lora(model: nn.Module, folder: str | Path, *, base: str | None = None) -> Path:
-    """Writes the adapters, and every other parameter that is trainable, to a folder; returns it.
+    """Writes the adapters, and every other trainable parameter, to a folder; returns it.
 
-    `base` is the name or folder of the weights beside which they were trained, for the reader. The folder's other
-    files are kept; one that holds neither adapters nor a model is rejected.
+    `base` is the name or folder of the base weights, for information. Other files in the folder are kept; a folder with
+    files but neither adapters nor a model is rejected.
 
     >>> from trainwright.models.llama import Llama
     >>> from trainwright.models.lora import add_lora, merge_lora
@@ -315,22 +287,20 @@ def save_lora(model: nn.Module, folder: str | Path, *, base: str | None = None) 
     is_ours = (folder / CONFIG_FILE).is_file() or is_model_folder(folder)
     if not is_ours and has_files_of_others(folder):
         raise CheckpointError(
-            f"{folder} has files and holds neither adapters nor a model, so nothing is written there. Choose another, "
-            "or empty it."
+            f"{folder} has files but neither adapters nor a model, so nothing is written there. Use another folder, or "
+            "empty it."
         )
+    tensors = {_their_name(name): as_stored(value).clone() for name, value in state.items()}
     with staged(folder) as staging:
-        write_tensors(
-            {_their_name(name): as_stored(value).clone() for name, value in state.items()}, staging / WEIGHTS_FILE
-        )
+        write_tensors(tensors, staging / WEIGHTS_FILE)
         write_json(staging / CONFIG_FILE, config)
     return folder
 
 
 def load_lora(model: nn.Module, folder: str | Path) -> list[str]:
-    """Adds the adapters that a folder holds to a model without any, and loads them; returns the layers' names.
+    """Adds the adapters of a folder to a model without adapters, and loads them; returns the layers' names.
 
-    Also reads what PEFT wrote. Adapters of a kind that lora.py does not have are rejected by name. A model for which
-    anything is rejected stays as it was.
+    Also reads PEFT's files. Unsupported kinds of adapters are rejected by name; the model is then unchanged.
     """
     folder = Path(folder)
     config, state = _read(folder)
@@ -338,30 +308,25 @@ def load_lora(model: nn.Module, folder: str | Path) -> list[str]:
         is_plain = value in PLAIN_VALUES[key] if key in PLAIN_VALUES else key in KNOWN_KEYS or not value
         if not is_plain:
             raise ConfigError(
-                f"{key} is {value!r}, which is not supported here. Let PEFT merge these adapters into the model, and "
-                "load that.",
+                f"{key} is {value!r}, which is not supported. Merge these adapters with PEFT and load the result.",
                 where=folder / CONFIG_FILE,
             )
     layers = [name.removesuffix(".lora_a") for name in state if name.endswith(".lora_a")]
     known = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     strange = [name for name in layers if name not in known]
     if strange or not layers:
-        found = f"adapters for {', '.join(strange[:5])}, no linear layers of this model" if strange else "no adapters"
-        raise ConfigError(f"The folder holds {found}. Is it that of another model?", where=folder)
+        found = f"adapters for {', '.join(strange[:5])}, not linear layers of this model" if strange else "no adapters"
+        raise ConfigError(f"The folder has {found}. Does it belong to another model?", where=folder)
     rank, alpha, dropout = config.get("r", 8), config.get("lora_alpha", 8), config.get("lora_dropout", 0.0)
-    check_lora_settings(rank=rank, alpha=alpha, dropout=dropout)
+    _check_settings(rank=rank, alpha=alpha, dropout=dropout)
     shapes = {name: tuple(one.shape) for name, one in model.named_parameters(remove_duplicate=False)}
     adapters = {f"{name}.lora_a": (rank, known[name].in_features) for name in layers}
     adapters |= {f"{name}.lora_b": (known[name].out_features, rank) for name in layers}
-    reject_misfit(state, {**shapes, **adapters}, needed=adapters)
-    adapt(
-        model,
-        layers,
-        rank=rank,
-        alpha=alpha * math.sqrt(rank) if config.get("use_rslora") else alpha,  # that divides by the root of the rank
-        dropout=dropout,
-        train=[name for name in state if name not in adapters],
-    )
+    _reject_misfit(state, {**shapes, **adapters}, needed=adapters)
+    if config.get("use_rslora"):
+        alpha *= math.sqrt(rank)  # that divides by the root of the rank
+    train = [name for name in state if name not in adapters]
+    _adapt(model, layers, rank=rank, alpha=alpha, dropout=dropout, train=train)
     load_lora_state(model, state)
     return layers
 
@@ -369,13 +334,13 @@ def load_lora(model: nn.Module, folder: str | Path) -> list[str]:
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
-            raise CheckpointError(f"There is no {name}. Give a folder that save_lora or PEFT wrote.", where=folder)
+            raise CheckpointError(f"There is no {name}. Use a folder that save_lora or PEFT wrote.", where=folder)
     try:
         config = json.loads((folder / CONFIG_FILE).read_text("utf-8"))
         if not isinstance(config, dict) or config.get("peft_type") != "LORA":
             raise ValueError("its peft_type is not LORA")
     except ValueError as error:
-        raise CheckpointError(f"This describes no LoRA adapter: {error}.", where=folder / CONFIG_FILE) from error
+        raise CheckpointError(f"This is not a LoRA adapter: {error}.", where=folder / CONFIG_FILE) from error
     try:
         tensors = load_file(folder / WEIGHTS_FILE)
     except SafetensorError as error:

@@ -1,6 +1,6 @@
 """Pretrained weights: finds the folder of a model and reads its weights, shard by shard.
 
-Folders are in Hugging Face's layout. Pickled weights are read only here, and only if the user allows it.
+Folders have Hugging Face's layout. Pickled weights are read only here, and only with the user's permission.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -33,50 +33,54 @@ logger = logging.getLogger(__name__)
 
 
 def read_pickled(path: Path) -> dict[str, Tensor]:
-    """Returns the tensors of a `pytorch_model.bin`; anything in it that is no tensor makes it rejected.
+    """Returns the tensors of a `pytorch_model.bin`; a file with anything else is rejected.
 
-    `weights_only` builds nothing but tensors and plain containers, so that a prepared file cannot run a program.
-    Files from before torch 1.6 are no zip archives and cannot be mapped: they are read whole.
+    `weights_only` builds only tensors and plain containers, so that a malicious file cannot run a program. Files from
+    before torch 1.6 are not zip archives and cannot be mapped: they are read at once.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     except Exception as error:  # damaged files raise errors of many kinds
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise CheckpointError(f"{path} holds {type(content).__name__}, not a mapping of names to tensors.")
+        raise CheckpointError(f"{path} has a {type(content).__name__}, not a mapping of names to tensors.")
     return content
 
 
 HOME_VARIABLE = "TRAINWRIGHT_HOME"
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 WANTED_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "*.txt")
-"""What is brought from the hub: no pickles and no weights of other frameworks."""
+"""The files that are downloaded from the hub: no pickles and no weights of other frameworks."""
 
 
 def find_folder(name_or_folder: str | Path, *, home_path: str | Path | None = None) -> Path:
-    """Returns the folder of a model: the one that is named, or the one in which a name is kept on this machine.
+    """Returns the folder of a model: the given one, or the local or downloaded one of a name.
 
-    A name (`org/name`) is looked for in `home_path`, or without one in $TRAINWRIGHT_HOME
-    (default ~/.cache/trainwright/models) and in Hugging Face's cache; then the hub is asked.
+    A name (`org/name`) is searched in `home_path`, or without one in $TRAINWRIGHT_HOME
+    (default ~/.cache/trainwright/models) and in Hugging Face's cache, then on the hub.
     """
     given = Path(name_or_folder).expanduser()
     if given.is_dir():
         return given
     if given.is_file():
-        raise CheckpointError(f"{given} is a file. Give the folder that holds a model's {CONFIG_FILE} and weights.")
+        raise CheckpointError(f"{given} is a file. Use the folder with a model's {CONFIG_FILE} and weights.")
     homes = home_folders() if home_path is None else [Path(home_path).expanduser()]
     name = str(name_or_folder)
-    if HUB_NAME.fullmatch(name):
-        for home in homes:
-            found = _in_home(home, name)
-            if found is not None:
-                return found
-        return _from_hub(name, homes)
-    raise CheckpointError(f"There is no folder {given}, and {name!r} is no name of a model (org/name).")
+    if not HUB_NAME.fullmatch(name):
+        raise CheckpointError(f"There is no folder {given}, and {name!r} is not the name of a model (org/name).")
+    for home in homes:
+        # Plain folders, and snapshots in the layout of Hugging Face's cache.
+        repository = home / f"models--{name.replace('/', '--')}"
+        reference = repository / "refs" / "main"
+        snapshot = reference.read_text("utf-8").strip() if reference.is_file() else ""
+        for folder in (home / name, repository / "snapshots" / snapshot):
+            if (folder / CONFIG_FILE).is_file():
+                return folder
+    return _download(name, homes)
 
 
 def home_folders() -> list[Path]:
-    """Returns the folders in which models are looked for by name, first one first."""
+    """Returns the folders in which models are searched by name, in this order."""
     own = os.environ.get(HOME_VARIABLE)
     cache = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
     return [
@@ -85,30 +89,17 @@ def home_folders() -> list[Path]:
     ]
 
 
-def _in_home(home: Path, name: str) -> Path | None:
-    """Looks for home/name, and for a snapshot in the layout of Hugging Face's cache."""
-    if (home / name / CONFIG_FILE).is_file():
-        return home / name
-    repository = home / f"models--{name.replace('/', '--')}"
-    reference = repository / "refs" / "main"
-    if reference.is_file():
-        snapshot = repository / "snapshots" / reference.read_text("utf-8").strip()
-        if (snapshot / CONFIG_FILE).is_file():
-            return snapshot
-    return None
-
-
-def _from_hub(name: str, homes: list[Path]) -> Path:
+def _download(name: str, homes: list[Path]) -> Path:
     looked = f"There is no folder {name}, and no model of that name in {' or '.join(str(home) for home in homes)}"
     if find_spec("huggingface_hub") is None:
-        raise CheckpointError(f"{looked}. To ask the hub, install `pip install 'trainwright[huggingface_hub]'`.")
+        raise CheckpointError(f"{looked}. To download it, `pip install 'trainwright[huggingface_hub]'`.")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=list(WANTED_FILES)))
-    except Exception as error:  # its errors are many: no network, no such name, no permission, no disk
+    except Exception as error:  # of many kinds: no network, no such name, no permission, no disk
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given").rstrip(".")
-        raise CheckpointError(f"{looked}, and the hub did not give it: {type(error).__name__}: {first}.") from error
+        raise CheckpointError(f"{looked}, and the download failed: {type(error).__name__}: {first}.") from error
 
 
 CONFIG_FILE = "config.json"
@@ -117,36 +108,24 @@ INDEX_FILE = "model.safetensors.index.json"
 PICKLED_FILE = "pytorch_model.bin"
 PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
 OTHER_CONFIG_FILE = "model_config.json"
-"""What SwissArmyTransformer has in place of config.json."""
+"""SwissArmyTransformer's config.json."""
 SECTION_FILE = "model.yaml"
-"""The model section of a run, beside weights that were exported under their own names, without a config.json."""
+"""The model section of a run, next to weights that were exported under our names, without a config.json."""
 RUN_FILE = "config.yaml"
-"""What a run folder has."""
+"""The config of a run folder."""
 
 NUM_COPIES = 4
-"""How many weights are copied at the same time."""
+"""The number of weights that are copied at the same time."""
 
-DRAWS = frozenset(
-    (
-        "bernoulli_",
-        "cauchy_",
-        "exponential_",
-        "geometric_",
-        "log_normal_",
-        "normal_",
-        "random_",
-        "trunc_normal_",
-        "uniform_",
-    )
-)
-"""The names of torch's functions that draw numbers into the tensor that they get."""
-
-Getter = Callable[[str], Tensor]
-"""Gives the tensor of a key."""
+DRAWS = (
+    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "trunc_normal_",
+    "uniform_",
+)  # fmt: skip
+"""The names of torch's functions that fill their tensor with random numbers."""
 
 
 class Source(NamedTuple):
-    """Where a weight of ours stands in a file, and whether it stands there transposed."""
+    """The key of a weight in a file, and whether it is transposed there."""
 
     key: str
     transpose: bool
@@ -154,16 +133,16 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What did not fit between a module and the files that it was loaded from; both are sorted."""
+    """The differences between a module and the files that it was loaded from, sorted."""
 
     missing: tuple[str, ...]
-    """Our names of weights that the files lack; they were drawn anew (or kept, in a module that had some)."""
+    """Our names of weights that the files lack; they were initialized (or kept, in a module with memory)."""
     unexpected: tuple[str, ...]
-    """Keys of the files that the module has no weights for; they were left out."""
+    """Keys of the files without a weight in the module; they were ignored."""
 
 
 class _DrawNothing(TorchFunctionMode):
-    """Leaves weights on the meta device alone that are to be drawn: torch would import its compiler for it, seconds."""
+    """Skips random initialization on the meta device, for which torch would import its compiler (seconds)."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -177,7 +156,7 @@ class _DrawNothing(TorchFunctionMode):
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Makes modules inside without memory, on the meta device, as `torch.device("meta")` does, but at once."""
+    """Creates modules on the meta device, as `torch.device("meta")` does, but faster."""
     with torch.device("meta"), _DrawNothing():
         yield
 
@@ -186,12 +165,12 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Returns a dtype for its name (`bf16`, `bfloat16`, `fp32`, ...); a dtype and None are returned as they are."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
-    name = str(dtype)  # whatever was given, for an error that shows it
+    name = str(dtype)
     found: Any = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}.get(name)
     found = getattr(torch, name, None) if found is None else found
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         shown = describe(dtype) if isinstance(dtype, Mapping) else repr(dtype)
-        raise ConfigError(f"{shown} is no dtype of weights. Use bf16, fp16 or fp32.", where="dtype")
+        raise ConfigError(f"{shown} is not a dtype of weights. Use bf16, fp16 or fp32.", where="dtype")
     return found
 
 
@@ -199,35 +178,32 @@ def read_config_file(folder: Path) -> dict[str, Any]:
     """Returns the content of a model folder's config.json."""
     path = folder / CONFIG_FILE
     if not path.is_file():
-        raise CheckpointError(f"{folder} is no model folder: it has no {CONFIG_FILE}. {_advice(folder)}")
+        raise CheckpointError(f"{folder} is not a model folder: it has no {CONFIG_FILE}. {_advice(folder)}")
     content = read_json(path)
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds {type(content).__name__}, not an object with a model's settings.")
+        raise CheckpointError(f"{path} has a {type(content).__name__}, not an object with a model's settings.")
     return content
 
 
 def _advice(folder: Path) -> str:
-    """Says how to come by a model folder, by what this one is instead."""
+    """Returns how to get a model folder, depending on what this one is."""
     shown = shown_path(folder)
     if (folder / RUN_FILE).is_file():
-        return f"It is a run. Write its model with `trainwright export {shown} --to FOLDER`, and give that folder."
+        return f"It is a run. Export its model with `trainwright export {shown} --to FOLDER`, and use that folder."
     if folder.parent.name == "checkpoints" and (folder.parent.parent / RUN_FILE).is_file():
-        return f"It is a checkpoint. Write it with `trainwright export {shown} --to FOLDER`, and give that folder."
+        return f"It is a checkpoint. Export it with `trainwright export {shown} --to FOLDER`, and use that folder."
     if (folder / SECTION_FILE).is_file():
-        return (
-            "It holds weights under their own names (trainwright export --format safetensors). Export the run to "
-            "another folder without --format."
-        )
+        return "It has weights in our own layout (--format safetensors). Export the run without --format."
     if (folder / OTHER_CONFIG_FILE).is_file():
         return (
-            f"Its {OTHER_CONFIG_FILE} belongs to weights of other names. Load them into the model that they are of, "
-            "export that in Hugging Face's layout, and give that folder."
+            f"Its {OTHER_CONFIG_FILE} belongs to weights with other names. Load them into their model, export that in "
+            "Hugging Face's layout, and use that folder."
         )
-    return "Give a folder that save_pretrained or `trainwright export` wrote."
+    return "Use a folder that save_pretrained or `trainwright export` wrote."
 
 
 def read_json(path: Path) -> Any:
-    """Returns the content of a JSON file; a damaged one is named."""
+    """Returns the content of a JSON file."""
     try:
         return json.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -244,12 +220,12 @@ def load_weights(
     device: torch.device | str = "cpu",
     allow_pickle: bool = False,
 ) -> LoadReport:
-    """Gives a module, which may be on the meta device, the weights of a folder; returns what did not fit.
+    """Loads the weights of a folder into a module, which may be on the meta device; returns what did not fit.
 
     Each weight keeps its file's dtype unless `dtype` is given. Weights that have memory of that dtype are filled in
-    place. Tied weights are read once; a file that has two of their names with different values has one key too many.
-    With `strict`, missing and unexpected keys are one error that lists them, raised before any weight is changed;
-    otherwise they are logged, and what is missing in a module on the meta device is drawn by its `reset_parameters`.
+    place. Tied weights are read once; if a file has two of their names with different values, one is unexpected.
+    With `strict`, missing and unexpected keys raise one error before any weight is changed; otherwise they are logged,
+    and missing weights of a module on the meta device are initialized by its `reset_parameters`.
     """
     files = weight_files(folder, allow_pickle=allow_pickle)
     keys = {key: path for path in files for key in keys_of(path)}
@@ -258,18 +234,18 @@ def load_weights(
         raise CheckpointError(_describe(report, folder) + " Choose another model, or load with strict: false.")
     ties = shared_names(model)
     _draw_missing(model, report.missing, ties=ties, device=device, dtype=dtype)
-    # Copies touch fresh memory, page by page, which one thread alone does far below the memory's speed.
+    # Copies touch new memory page by page, which a single thread does far below the memory's speed.
     with ThreadPoolExecutor(NUM_COPIES) as pool:
         for path in files:
             here = {name: source for name, source in plan.items() if keys[source.key] == path}
-            with open_weights(path) as get:
+            with open_weights(path) as (_, get):
                 mapped = [get(source.key) for source in here.values()]
                 for (name, source), tensor in zip(here.items(), mapped, strict=True):
                     _check_tensor(model, name, source, tensor, path)
                 into = [_weight(model, name) for name in here]
                 copy = partial(_copied, dtype=dtype, device=device)
                 for name, tensor in zip(here, pool.map(copy, into, mapped, here.values()), strict=True):
-                    place(model, ties.get(name, (name,)), tensor)
+                    set_weight(model, ties.get(name, (name,)), tensor)
                 del mapped, tensor
     if report.missing or report.unexpected:
         logger.warning(_describe(report, folder))
@@ -277,19 +253,19 @@ def load_weights(
 
 
 def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
-    """Returns the files that hold a folder's weights; a folder without any, or with pickles only, is rejected."""
+    """Returns the files with a folder's weights; rejects a folder without any, or with pickles unless allowed."""
     if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]
     if (folder / INDEX_FILE).is_file():
         return _files_of_index(folder / INDEX_FILE)
     pickles = [folder / name for name in (PICKLED_FILE, PICKLED_INDEX_FILE) if (folder / name).is_file()]
     if not pickles:
-        problem = f"{folder} holds no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE} is there."
+        problem = f"{folder} has no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}."
         raise CheckpointError(f"{problem} {_advice(folder)}")
     if not allow_pickle:
         raise CheckpointError(
-            f"{pickles[0]} is a pickle, which may run any program when it is read. Convert it to safetensors, or, if "
-            "you trust its origin, pass allow_pickle=True (in a run file, model.pretrained: {folder: …, "
+            f"{pickles[0]} is a pickle, which can run any program when it is read. Convert it to safetensors or, if "
+            "you trust its source, pass allow_pickle=True (in a run file, model.pretrained: {folder: …, "
             "allow_pickle: true})."
         )
     return pickles if pickles[0].name == PICKLED_FILE else _files_of_index(pickles[0])
@@ -304,77 +280,66 @@ def _files_of_index(index: Path) -> list[Path]:
     absent = [name for name in names if not (index.parent / name).is_file()]
     if absent:
         raise CheckpointError(
-            f"{index} names {len(names)} files, of which {', '.join(absent)} are not there. Copy the model again."
+            f"{index} lists {len(names)} files, of which {', '.join(absent)} are missing. Copy the model again."
         )
     return [index.parent / name for name in names]
 
 
 @contextmanager
-def open_weights(path: Path) -> Iterator[Getter]:
-    """Opens a file of weights; a damaged one is named. What the getter gives may be lost when the file is closed."""
-    if path.suffix != ".safetensors":
-        from trainwright.models.pretrained import read_pickled
+def open_weights(path: Path) -> Iterator[tuple[list[str], Callable[[str], Tensor]]]:
+    """Opens a file of weights: yields its keys and a function from a key to its tensor.
 
-        yield read_pickled(path).__getitem__
+    The tensors are mapped from the file and may be lost when it is closed.
+    """
+    if path.suffix != ".safetensors":
+        tensors = read_pickled(path)
+        yield list(tensors), tensors.__getitem__
         return
-    with _opened(path) as file:
-        yield file.get_tensor
-
-
-def keys_of(path: Path) -> list[str]:
-    """Returns the keys of a file of weights; of a safetensors file only the header is read."""
-    if path.suffix != ".safetensors":
-        from trainwright.models.pretrained import read_pickled
-
-        return list(read_pickled(path))
-    with _opened(path) as file:
-        return list(file.keys())
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
-            yield file
+            yield list(file.keys()), file.get_tensor
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. {_diagnosis(path)}") from error
 
 
+def keys_of(path: Path) -> list[str]:
+    """Returns the keys of a file of weights; of a safetensors file only the header is read."""
+    with open_weights(path) as (keys, _):
+        return keys
+
+
 def _diagnosis(path: Path) -> str:
-    """Says what a file is that is no safetensors file, by its first bytes, and what to do."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(64)
-    except OSError:
-        start = b""
+    """Returns what an unreadable file probably is, by its first bytes, and what to do."""
+    start = b""
+    with suppress(OSError), path.open("rb") as file:
+        start = file.read(64)
     if start.startswith(b"version https://git-lfs"):
-        return "It is a pointer of Git LFS, without the weights: run `git lfs pull` in that repository."
+        return "It is a Git LFS pointer without the weights: run `git lfs pull` in that repository."
     if start.lstrip()[:1] == b"<":
-        return "It is a web page, not weights: its address asks for a login or is another one. Download it again."
+        return "It is a web page, not weights: the URL needs a login or is wrong. Download it again."
     if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
-        return f"It is a pickle of torch. Convert it to safetensors; its own name is {PICKLED_FILE}."
+        return f"It is a torch pickle. Convert it to safetensors, or rename it to {PICKLED_FILE}."
     return "It is damaged or cut short; copy it again."
 
 
-def whole_number_keys(folder: Path) -> dict[str, Path]:
-    """Returns the keys of a folder's safetensors files that hold whole numbers, each with its file."""
+def integer_keys(folder: Path) -> dict[str, Path]:
+    """Returns the keys of a folder's safetensors files that are not floating point, each with its file."""
     found: dict[str, Path] = {}
     for path in weight_files(folder):
-        with _opened(path) as file:
-            found |= {key: path for key in file.keys() if file.get_slice(key).get_dtype()[0] in "IU"}  # noqa: SIM118
+        with open_weights(path) as (keys, get):
+            found |= {key: path for key in keys if not get(key).is_floating_point()}
     return found
 
 
-def reject_whole_numbers(path: Path, key: str) -> NoReturn:
-    """Raises the error for a weight that the files hold in whole numbers."""
+def reject_integers(path: Path, key: str) -> NoReturn:
+    """Raises the error for a weight that the files store as integers."""
     raise CheckpointError(
-        f"{path}: {key} holds whole numbers, but it is a weight. Perhaps it was quantized, which is not read here: "
-        "use the plain weights."
+        f"{path}: {key} has whole numbers, but it is a weight. Quantized weights are not supported: use the plain ones."
     )
 
 
 def shared_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Maps each name of a tied weight to all of its names, the one that files keep first."""
+    """Maps each name of a tied weight to all of its names; files use the first."""
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         by_tensor.setdefault(id(tensor), []).append(name)
@@ -382,7 +347,7 @@ def shared_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _plan(model: nn.Module, keys: Mapping[str, Path], key_map: KeyMap | None) -> tuple[dict[str, Source], LoadReport]:
-    """Decides where each of our weights comes from; a tied one comes from the first of its names that is there."""
+    """Maps each of our weights to its source; a tied one to the first of its names in the files."""
     found = {name: Source(*source) for name, source in (key_map or KeyMap()).ours_in(list(keys)).items()}
     ties = shared_names(model)
     plan: dict[str, Source] = {}
@@ -403,13 +368,13 @@ def _plan(model: nn.Module, keys: Mapping[str, Path], key_map: KeyMap | None) ->
 
 
 def _is_same(first: Source, second: Source, keys: Mapping[str, Path]) -> bool:
-    """Do the files hold the same bits under two keys?"""
-    with open_weights(keys[first.key]) as get_first, open_weights(keys[second.key]) as get_second:
+    """Returns True if the files have the same bits under two keys."""
+    with open_weights(keys[first.key]) as (_, get_first), open_weights(keys[second.key]) as (_, get_second):
         one, other = get_first(first.key), get_second(second.key)
         one, other = (each.t() if source.transpose else each for each, source in ((one, first), (other, second)))
         if (one.shape, one.dtype) != (other.shape, other.dtype):
             return False
-        # As bytes, for a nan is not equal to itself.
+        # As bytes, because a nan is not equal to itself.
         return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
@@ -418,12 +383,12 @@ def _describe(report: LoadReport, folder: Path) -> str:
     if report.missing:
         parts.append(f"{len(report.missing)} weights of the model are missing ({listed(report.missing)})")
     if report.unexpected:
-        parts.append(f"{len(report.unexpected)} keys belong to no weight ({listed(report.unexpected)})")
+        parts.append(f"{len(report.unexpected)} keys are unexpected ({listed(report.unexpected)})")
     return f"{folder} does not fit the model: {'; '.join(parts)}."
 
 
 def listed(names: Sequence[str], *, at_most: int = 20) -> str:
-    """Returns names with commas between them, the first ones where there are many; `none` where there are none."""
+    """Joins names with commas, at most the first `at_most`; `none` for an empty list."""
     more = f", and {len(names) - at_most} more" if len(names) > at_most else ""
     return (", ".join(names[:at_most]) + more) or "none"
 
@@ -437,34 +402,31 @@ def _draw_missing(
     dtype: torch.dtype | None,
 ) -> None:
     state = model.state_dict(keep_vars=True)
-    absent = [name for name in missing if state[name].is_meta]
     for name in missing:
-        if dtype is not None and name not in absent and state[name].is_floating_point():
-            # As the weights beside them are: a layer does not take another's dtype.
-            place(model, ties.get(name, (name,)), state[name].detach().to(dtype))
-    if not absent:
-        return
-    for name in absent:
-        drawn_dtype = dtype if dtype is not None and state[name].is_floating_point() else state[name].dtype
-        empty = torch.empty(state[name].shape, dtype=drawn_dtype, device=device)
-        place(model, ties.get(name, (name,)), empty)
-    # Everything else is still on the meta device, where drawing costs nothing.
-    model.reset_parameters()  # type: ignore[operator]
+        weight = state[name]
+        # The dtype of the loaded weights: a layer cannot mix dtypes.
+        wanted = dtype if dtype is not None and weight.is_floating_point() else weight.dtype
+        if weight.is_meta:
+            set_weight(model, ties.get(name, (name,)), torch.empty(weight.shape, dtype=wanted, device=device))
+        elif wanted != weight.dtype:
+            set_weight(model, ties.get(name, (name,)), weight.detach().to(wanted))
+    if any(state[name].is_meta for name in missing):
+        # Everything else is still on the meta device, where initialization costs nothing.
+        model.reset_parameters()  # type: ignore[operator]
 
 
 def _check_tensor(model: nn.Module, name: str, source: Source, tensor: Tensor, path: Path) -> None:
-    """Rejects a tensor that cannot be this weight: one of another shape, or of whole numbers."""
+    """Rejects a tensor of another shape than the weight, or of integers."""
     if _weight(model, name).is_floating_point() and not tensor.is_floating_point():
-        reject_whole_numbers(path, source.key)
+        reject_integers(path, source.key)
     wanted = tuple(_weight(model, name).shape)
     shape = tuple(tensor.shape)
     got = shape[::-1] if source.transpose else shape
     if got != wanted:
         stored = " (stored transposed)" if source.transpose else ""
         raise CheckpointError(
-            f"{path}: {source.key} has the shape {shape}{stored}, but the model's {name} has {wanted}. "
-            "The model's sizes are not those of the files: leave out the settings that change them, or choose another "
-            "folder."
+            f"{path}: {source.key} has the shape {shape}{stored}, but the model's {name} has {wanted}. Remove the "
+            "settings that change the model's sizes, or use another folder."
         )
 
 
@@ -472,35 +434,30 @@ def _check_tensor(model: nn.Module, name: str, source: Source, tensor: Tensor, p
 def _copied(
     weight: Tensor, tensor: Tensor, source: Source, *, dtype: torch.dtype | None, device: torch.device | str
 ) -> Tensor:
-    """Fills a weight with a file's tensor and returns it; a copy of the tensor where the weight cannot hold it.
+    """Fills a weight with a file's tensor and returns it, or returns a copy of the tensor if dtype or device differ.
 
-    What is mapped from the file must not live longer than the file.
+    A tensor that is mapped from the file must not be used after the file is closed.
     """
     wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     tensor = tensor.t() if source.transpose else tensor
-    if not weight.is_meta and weight.dtype == wanted and weight.device == _indexed(device):
+    if not weight.is_meta and weight.dtype == wanted and weight.device == torch.empty(0, device=device).device:
         return weight.copy_(tensor)
     return tensor.to(device=device, dtype=wanted, copy=True, memory_format=torch.contiguous_format)
 
 
-def _indexed(device: torch.device | str) -> torch.device:
-    """Returns a device with its number, as tensors have it."""
-    return torch.empty(0, device=device).device
-
-
 def allocate(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Gives the parameters that are on the meta device memory, whose values are arbitrary, of these dtypes."""
+    """Allocates uninitialized memory of these dtypes for the parameters on the meta device."""
     ties = shared_names(model)
     for name, parameter in list(model.named_parameters()):
         if parameter.is_meta:
             names = ties.get(name, (name,))
             dtype = next((dtypes[one] for one in names if one in dtypes), parameter.dtype)
-            # Memory that nobody has touched is none yet: pages come as the values do.
-            place(model, names, torch.empty(parameter.shape, dtype=dtype))
+            # Pages are allocated only when they are written.
+            set_weight(model, names, torch.empty(parameter.shape, dtype=dtype))
 
 
-def place(model: nn.Module, names: tuple[str, ...], tensor: Tensor) -> None:
-    """Makes a tensor the weight of all the names; a weight with memory stays the object that it was.
+def set_weight(model: nn.Module, names: tuple[str, ...], tensor: Tensor) -> None:
+    """Makes a tensor the weight of all the names; a weight with memory stays the same object.
 
     A parameter keeps its attributes (`no_weight_decay`, ...).
     """
@@ -519,10 +476,8 @@ def place(model: nn.Module, names: tuple[str, ...], tensor: Tensor) -> None:
     for name in names:
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
-        if isinstance(weight, nn.Parameter):
-            owner._parameters[leaf] = weight
-        else:
-            owner._buffers[leaf] = weight
+        slots: dict[str, Any] = owner._parameters if isinstance(weight, nn.Parameter) else owner._buffers
+        slots[leaf] = weight
 
 
 def _weight(model: nn.Module, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Writes a module as a folder in Hugging Face's layout: config.json and safetensors, in shards where it is large.
+"""Writes a module as a folder in Hugging Face's layout: config.json and safetensors, in shards if it is large.
 
 A model that no longer computes what its published class computes is rejected with the reason.
 """
@@ -15,6 +15,7 @@ import shutil
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ from trainwright.models.pretrained import (
 if TYPE_CHECKING:
     from trainwright.models.model import Model
 
-# What of a class does not decide what it computes: how it is made, drawn, shown, named in files, and continued.
+# Attributes of a class that do not change its outputs: construction, initialization, display, files, generation.
 NOT_COMPUTING = (
     "__init__", "__init_subclass__", "__new__",
     "_init_weights", "init_weights", "post_init", "reset_parameters", "disable_untrainable_params",
@@ -47,19 +48,19 @@ NOT_COMPUTING = (
     "from_config", "from_preset", "from_pretrained", "load_pretrained", "save_pretrained", "state_dict",
 )  # fmt: skip
 
-# Plain attributes that say how a model is trained, or what it has just seen, and nothing of its outputs.
+# Plain attributes of the training, or of the last call, that do not change the outputs.
 NOT_DECIDING = re.compile(r"_.*|training|.*dropout.*|.*gradient_checkpointing.*|loss_type|name_or_path|.*_cached")
 
 OWN_HOOKS = ("trainwright", "transformers", "accelerate")
-"""Packages whose hooks leave the outputs as they are."""
+"""Packages whose hooks do not change the outputs."""
 
 
 def changes_of(model: Model) -> list[str]:
-    """Returns what transformers would not compute as this model does; nothing for a model as its class was shipped.
+    """Returns what transformers would compute differently; nothing for an unchanged shipped model.
 
-    The class that counts is the one that names `hugging_face_architectures`: a subclass that names them itself answers
-    for what it computes. What is compared with a fresh model of that class: methods, sub-modules, their hooks and plain
-    attributes, names and shapes of weights. The criterion may be any.
+    The model is compared with a new one of the class that defines `hugging_face_architectures`: a subclass that defines
+    them itself is responsible for its outputs. Compared are methods, sub-modules, their hooks and plain attributes, and
+    names and shapes of weights. The criterion may be any.
     """
     published = next(one for one in type(model).__mro__ if "hugging_face_architectures" in vars(one))
     known = inspect.signature(published).parameters
@@ -69,9 +70,9 @@ def changes_of(model: Model) -> list[str]:
 
 
 def changes_of_theirs(model: nn.Module) -> list[str]:
-    """Does the same for a model of transformers, by a fresh one that its config describes.
+    """Does the same for a model of transformers, with a new one from its config.
 
-    A class with a config of its own has a name of its own in config.json, and answers for itself.
+    A class with its own config class has its own name in config.json, and is responsible for its outputs.
     """
     kind: Any = type(model)
     published = next((one for one in kind.__mro__ if _is_theirs(one)), kind)
@@ -88,26 +89,27 @@ def changes_of_theirs(model: nn.Module) -> list[str]:
 
 
 def _differences(model: nn.Module, twin: nn.Module) -> list[str]:
-    found = list(_other_parts(model, twin))
+    found = list(_changed_modules(model, twin))
     ours, theirs = (
-        {name: tuple(one.shape) for name, one in each.state_dict(keep_vars=True).items() if not _is_criterion(name)}
+        {name: str(list(one.shape)) for name, one in each.state_dict(keep_vars=True).items() if not _is_criterion(name)}
         for each in (model, twin)
     )
     explained = tuple(f"{one.partition(' ')[0]}." for one in found)
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name) and not name.startswith(explained):
-            found.append(f"{name} is {_shape(ours.get(name))}, not {_shape(theirs.get(name))}")
+            shapes = [each.get(name, "absent") for each in (ours, theirs)]
+            found.append(f"{name} is {shapes[0]}, not {shapes[1]}")
     return found
 
 
-def _other_parts(model: nn.Module, twin: nn.Module) -> Iterator[str]:
-    """Names the outermost modules that compute otherwise than those of the twin."""
+def _changed_modules(model: nn.Module, twin: nn.Module) -> Iterator[str]:
+    """Describes the outermost modules that compute something else than those of the twin."""
     parts, expected = (dict(each.named_modules(remove_duplicate=False)) for each in (model, twin))
     changed: list[str] = []
     for name in expected:
         if _is_criterion(name) or any(name.startswith(f"{outer}.") for outer in changed):
             continue
-        problem = f"{name} is not there" if name not in parts else _difference(name, parts[name], expected[name])
+        problem = f"{name} is missing" if name not in parts else _difference(name, parts[name], expected[name])
         if problem is not None:
             yield problem
             if name:
@@ -115,10 +117,11 @@ def _other_parts(model: nn.Module, twin: nn.Module) -> Iterator[str]:
 
 
 def _difference(name: str, part: nn.Module, expected: nn.Module) -> str | None:
-    """Says in what a module would compute otherwise than the one that is expected at its place."""
+    """Describes how a module would compute something else than the expected one; None if it would not."""
     kind, other = type(part), type(expected)
     shown = name or kind.__name__
-    if _has_own_forward(part):
+    # accelerate also replaces the forward of an object, to cast inputs, and keeps the original.
+    if "forward" in vars(part) and not hasattr(part, "_original_forward"):
         return f"{shown} has another forward"
     replaced = _replaced(kind, other)
     if replaced is not None and not name:
@@ -127,7 +130,7 @@ def _difference(name: str, part: nn.Module, expected: nn.Module) -> str | None:
         what = "" if replaced == "forward" else f", whose {replaced} it replaces"
         return f"{name} is a {kind.__name__}, not a {other.__name__}{what}"
     if _hooks(part) != _hooks(expected):
-        return f"{shown} has hooks that change what it gets or gives: {', '.join(_hooks(part)) or 'none'}"
+        return f"{shown} has hooks that may change its inputs or outputs: {', '.join(_hooks(part)) or 'none'}"
     if isinstance(part, nn.Dropout):
         return None
     if part.extra_repr() != expected.extra_repr():
@@ -141,7 +144,7 @@ def _difference(name: str, part: nn.Module, expected: nn.Module) -> str | None:
 
 
 def _replaced(kind: type[Any], published: type[Any]) -> str | None:
-    """Returns the name of what decides in a class, of its own or inherited, and is another in the class given."""
+    """Returns the name of an attribute that affects the outputs and differs between the classes; None without one."""
     if kind is published:
         return None
     names = dict.fromkeys(name for one in published.__mro__ if one is not object for name in vars(one))
@@ -150,31 +153,26 @@ def _replaced(kind: type[Any], published: type[Any]) -> str | None:
             continue
         ours, theirs = (inspect.getattr_static(each, name, None) for each in (kind, published))
         is_value = _is_plain(theirs) and not NOT_DECIDING.fullmatch(name)
-        decides = hasattr(theirs, "__get__") or is_value  # functions, properties and their like have it
+        decides = hasattr(theirs, "__get__") or is_value  # functions, properties and the like have it
         if decides and ours is not theirs and not (is_value and ours == theirs):
             return name
     return None
 
 
 def _hooks(module: nn.Module) -> list[str]:
-    """Names the hooks before and after a module's forward that are neither ours nor transformers'."""
+    """Returns the names of forward hooks that are not from OWN_HOOKS."""
     every = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     named = [one if hasattr(one, "__qualname__") else type(one) for one in every]
     return [one.__qualname__ for one in named if str(one.__module__).partition(".")[0] not in OWN_HOOKS]
 
 
 def _is_plain(value: Any) -> bool:
-    """Can two of these be compared: a number, text, or a function that stands in a file by its name?"""
+    """Returns True for values that can be compared: numbers, text, named functions, and tuples of them."""
     if isinstance(value, (FunctionType, BuiltinFunctionType)):
         return "<" not in value.__qualname__
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return isinstance(value, (bool, int, float, str))
-
-
-def _has_own_forward(module: nn.Module) -> bool:
-    """Was the forward of this one object replaced? accelerate does so, to cast inputs, and keeps the other beside."""
-    return "forward" in vars(module) and not hasattr(module, "_original_forward")
 
 
 def _is_criterion(name: str) -> bool:
@@ -185,17 +183,13 @@ def _is_theirs(kind: Any) -> bool:
     return str(kind.__module__).partition(".")[0] == "transformers"
 
 
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "absent" if shape is None else str(list(shape))
-
-
 try:
     import fcntl
-except ImportError:  # no POSIX: then nobody can tell that a writer is gone, and nothing is removed
+except ImportError:  # not POSIX: a dead writer cannot be detected, and nothing is removed
     fcntl = None  # type: ignore[assignment]
 
 SETTINGS = (CONFIG_FILE, "adapter_config.json")
-"""The files without which nobody takes a folder for a model's or an adapter's."""
+"""The files that make a folder a model's or an adapter's."""
 
 SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
@@ -211,41 +205,36 @@ def write_folder(
 ) -> Path:
     """Writes a model's config.json, with its dtype, and its weights; returns the folder.
 
-    In a model's folder that exists these files are replaced. A folder that is neither empty nor a model's is rejected.
-    `leave_out` names sub-modules whose weights are not written.
+    The files of an existing model folder are replaced. A folder that is neither empty nor a model's is rejected.
+    `leave_out` are names of sub-modules whose weights are not written.
     """
     check_target(folder)
     if not is_model_folder(folder) and has_files_of_others(folder):
         raise CheckpointError(
-            f"{folder} has files and is no model folder, so nothing is written there. Choose another, or empty it."
+            f"{folder} has files and is not a model folder, so nothing is written there. Use another, or empty it."
         )
     dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
     with staged(folder, replaces=model_files(folder)) as staging:
         write_json(staging / CONFIG_FILE, {**config, "dtype": str(dtype).removeprefix("torch.")})
-        write_weights(
-            model,
-            staging,
-            key_map=key_map or KeyMap(),
-            max_shard_bytes=max_shard_bytes,
-            leave_out=leave_out,
-        )
+        options: dict[str, Any] = {"max_shard_bytes": max_shard_bytes, "leave_out": leave_out}
+        write_weights(model, staging, key_map=key_map or KeyMap(), **options)
     return folder
 
 
 @contextmanager
 def staged(folder: Path, *, replaces: Collection[str] = (), first: str | None = None) -> Iterator[Path]:
-    """Gives an empty folder to write files into, which are those of `folder` at the end; an error leaves no trace.
+    """Yields an empty folder for files that are moved to `folder` at the end; after an error nothing has changed.
 
-    A folder that exists loses the files that `replaces` names, and keeps all others that were not written anew.
-    `first` names a written file that takes its place before any other file goes or comes.
+    An existing folder loses the files in `replaces` and keeps all others that were not written again. The written file
+    `first` is moved before any other file is removed or moved.
     """
     check_target(folder)
     exists = folder.is_dir()
     folder.parent.mkdir(parents=True, exist_ok=True)
     stale = abandoned(folder)
-    # Inside of a folder that exists: it may be a mount or a link, and only files in it can be moved to it at no cost.
+    # Inside an existing folder, which may be a mount or a link: a move within it costs nothing.
     place = folder if exists else folder.parent
-    staging = place / f"{_staging_start(folder)}{uuid.uuid4().hex[:8]}"
+    staging = place / f".{folder.name}.writing-{uuid.uuid4().hex[:8]}"
     staging.mkdir()
     try:
         with _held(staging):
@@ -257,29 +246,29 @@ def staged(folder: Path, *, replaces: Collection[str] = (), first: str | None = 
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    for left in stale:  # only now: until all is written anew they tell that what lies beside them is half moved
+    for left in stale:  # only now: until then they show that the files next to them are incomplete
         if left.is_dir() and not _is_held(left):
             shutil.rmtree(left, ignore_errors=True)
 
 
 def abandoned(folder: Path) -> list[Path]:
-    """Returns the folders that killed writers of this folder left, in it or beside it; those of living ones are not."""
+    """Returns the staging folders that killed writers of this folder left, in it or next to it."""
     if fcntl is None:
         return []
     places = [place for place in (folder, folder.parent) if place.is_dir()]
-    found = [path for place in places for path in place.iterdir() if path.name.startswith(_staging_start(folder))]
+    found = [path for place in places for path in place.glob(f"{escape(f'.{folder.name}.writing-')}*")]
     return [path for path in found if not path.is_symlink() and path.is_dir() and not _is_held(path)]
 
 
 def has_files_of_others(folder: Path) -> bool:
-    """Does a folder hold anything, though no killed writer left its own there? Then it was writing what there is."""
+    """Returns True for a folder with files that are not those of a killed writer."""
     return folder.is_dir() and any(folder.iterdir()) and not any(one.parent == folder for one in abandoned(folder))
 
 
 def check_target(folder: Path) -> None:
-    """Rejects a place that cannot be a folder."""
+    """Rejects a path that is a file."""
     if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder} is a file; a model is written as a folder. Choose another place.")
+        raise CheckpointError(f"{folder} is a file; a model is written as a folder. Use another path.")
 
 
 def write_weights(
@@ -287,7 +276,7 @@ def write_weights(
 ) -> None:
     """Writes the weights under the files' keys: one safetensors file, or shards with an index; tied ones once.
 
-    Peak memory is the model plus one shard, which is what must be copied (from a device, or transposed).
+    Peak memory is the model plus one shard, which may be copied (from a device, or transposed).
     """
     if max_shard_bytes < 1:
         raise ConfigError(f"max_shard_bytes is {max_shard_bytes}. Use a number of bytes, such as 5000000000.")
@@ -311,15 +300,15 @@ def write_weights(
 
 
 def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Writes a safetensors file, and makes sure that it is on the disk."""
+    """Writes a safetensors file and syncs it to the disk."""
     save_file(tensors, path, metadata={"format": "pt"})
-    # The library makes files that only their owner reads; a folder that others may read has readable files.
+    # The library creates files that only their owner can read; they get the folder's permissions.
     path.chmod(path.parent.stat().st_mode & 0o666)
     _sync(path)
 
 
 def split_into_shards(sizes: Mapping[str, int], *, max_bytes: int) -> list[list[str]]:
-    """Groups names, in order, into shards of at most `max_bytes`; a larger weight has a shard of its own."""
+    """Groups names, in order, into shards of at most `max_bytes`; a larger weight is a shard by itself."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -332,36 +321,38 @@ def split_into_shards(sizes: Mapping[str, int], *, max_bytes: int) -> list[list[
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes a JSON file, readable and with sorted keys, and makes sure that it is on the disk."""
+    """Writes an indented JSON file with sorted keys and syncs it to the disk."""
     path.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
     _sync(path)
 
 
 def as_stored(tensor: Tensor, *, transpose: bool = False) -> Tensor:
-    """Returns a tensor as files hold it: on the CPU and contiguous; no copy is made where it is so already."""
+    """Returns a tensor as it is stored in files: on the CPU and contiguous; copied only if needed."""
     if tensor.is_meta:
-        raise CheckpointError("The model is on the meta device and has no weights to write. Load or draw them first.")
+        raise CheckpointError(
+            "The model is on the meta device and has no weights to write. Load or initialize them first."
+        )
     return (tensor.t() if transpose else tensor).cpu().contiguous()
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Says whether a folder holds a model: its settings, and weights."""
+    """Returns True if a folder has a model: its settings and weights."""
     weights = (WEIGHTS_FILE, INDEX_FILE, PICKLED_FILE, PICKLED_INDEX_FILE)
     return (folder / CONFIG_FILE).is_file() and any((folder / name).is_file() for name in weights)
 
 
 def model_files(folder: Path) -> set[str]:
-    """Returns the names of those files of a folder that are a model's, as they are written here."""
+    """Returns the names of a folder's files that are a model's, as they are written here."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     return {name for name in names if name in (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE) or SHARD_NAME.fullmatch(name)}
 
 
 def _move_in(staging: Path, folder: Path, replaces: Collection[str], first: str | None) -> None:
-    """Moves files into a folder that has some: settings leave first and come last, as nothing is read without them."""
+    """Moves files into an existing folder: settings are removed first and moved last, as a model needs them."""
     written = [path.name for path in staging.iterdir()]
     for name in written:
         if (folder / name).is_dir():
-            raise CheckpointError(f"{folder / name} is a folder, and a file of that name is to be written. Rename it.")
+            raise CheckpointError(f"{folder / name} is a folder, but a file of that name must be written. Rename it.")
     if first is not None:
         written.remove(first)
         (staging / first).replace(folder / first)
@@ -372,39 +363,31 @@ def _move_in(staging: Path, folder: Path, replaces: Collection[str], first: str 
     staging.rmdir()
 
 
-def _staging_start(folder: Path) -> str:
-    """How the names of the folders begin in which files for this folder are made."""
-    return f".{folder.name}.writing-"
-
-
 @contextmanager
 def _held(staging: Path) -> Iterator[None]:
-    """Locks a folder as long as its writer lives: the system lets go of it, however the process ends."""
+    """Locks a folder while its writer lives: the system releases the lock, however the process ends."""
     if fcntl is None:
         yield
         return
     descriptor = os.open(staging, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks, where _is_held finds all held
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # who asks whether it is held has it for a moment
+        with contextlib.suppress(OSError):  # a file system without locks, where _is_held returns True
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits: _is_held takes the lock for a moment
         yield
     finally:
         os.close(descriptor)
 
 
 def _is_held(staging: Path) -> bool:
-    """Is the writer of this folder alive, as far as can be told?"""
-    try:
+    """Returns True if the writer of this folder may be alive."""
+    with contextlib.suppress(OSError):
         descriptor = os.open(staging, os.O_RDONLY)
-    except OSError:
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(descriptor)
+        return False
+    return True
 
 
 def _sync(path: Path) -> None:

@@ -20,8 +20,8 @@ from trainwright.errors import ConfigError, DataError
 from trainwright.events.mean import IGNORED_LABEL
 from trainwright.models.key_map import KeyMap
 from trainwright.models.layers.annotations import name_tensor
-from trainwright.models.layers.attention import attend, unpadded_keys, visible_keys
-from trainwright.models.layers.losses import at_least_float32, fuses_loss, head_loss
+from trainwright.models.layers.attention import WholeSequence, attend, unpadded_keys, visible_keys
+from trainwright.models.layers.losses import score_tokens
 from trainwright.models.layers.settings import activation, check_heads, check_ids, check_keywords, embed, keywords_of
 from trainwright.models.model import Model
 
@@ -40,6 +40,27 @@ class T5(Model):
 
     hugging_face_types = ("t5",)
     hugging_face_architectures = MappingProxyType({"t5": "T5ForConditionalGeneration"})
+    config_keys = MappingProxyType(
+        {
+            "vocab_size": ("vocab_size", 32128),
+            "hidden_size": ("d_model", 512),
+            "num_layers": ("num_layers", 6),
+            "num_decoder_layers": ("num_decoder_layers", None),
+            "num_heads": ("num_heads", 8),
+            "head_size": ("d_kv", 64),
+            "intermediate_size": ("d_ff", 2048),
+            "feed_forward": ("feed_forward_proj", "relu"),
+            "num_buckets": ("relative_attention_num_buckets", 32),
+            "max_distance": ("relative_attention_max_distance", 128),
+            "norm_eps": ("layer_norm_epsilon", 1e-6),
+            "tie_embeddings": ("tie_word_embeddings", True),
+            "scale_outputs": ("scale_decoder_outputs", None),
+            "dropout": ("dropout_rate", 0.1),
+            "pad_token_id": ("pad_token_id", 0),
+            "decoder_start_token_id": ("decoder_start_token_id", None),
+            "initializer_factor": ("initializer_factor", 1.0),
+        }
+    )
     ignored_keys = (
         "encoder.embed_tokens.weight",  # copies of `shared`
         "decoder.embed_tokens.weight",
@@ -133,15 +154,7 @@ class T5(Model):
         )
         if self.settings["scale_outputs"]:
             written = written * self.settings["hidden_size"] ** -0.5
-        if labels is not None and fuses_loss(
-            self.fused_loss, self.lm_head, self.criterion, written, training=self.training
-        ):
-            return {"loss": head_loss(self.lm_head, written, labels), "logits": None}
-        logits = self.lm_head(written)
-        if labels is None:
-            return {"loss": None, "logits": logits}
-        loss = self.criterion(at_least_float32(logits.flatten(0, 1)), labels.flatten())
-        return {"loss": loss, "logits": logits}
+        return score_tokens(self, written, labels, WholeSequence())
 
     def shift_right(self, labels: Tensor | None) -> Tensor:
         """Returns what the decoder reads to write the labels [B, T]: the start token, then all labels but the last."""
@@ -157,59 +170,26 @@ class T5(Model):
 
     @classmethod
     def settings_from_hugging_face(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the keywords for a config.json of T5; keys that it lacks have transformers' defaults.
+        """Returns the keywords for a config.json of T5; missing keys have transformers' defaults.
 
-        `tie_word_embeddings: false` has always meant a head of its own and outputs that are not scaled. Newer files
-        say true of every model, and have `scale_decoder_outputs` to tell.
+        `tie_word_embeddings: false` has always meant an untied head and outputs that are not scaled. Newer files have
+        true for every model, and `scale_decoder_outputs` for the difference.
         """
+        settings = super().settings_from_hugging_face(config)
         scale_outputs = config.get("scale_decoder_outputs", config.get("tie_word_embeddings") is not False)
-        pad_token_id = config.get("pad_token_id", 0)
-        start = config.get("decoder_start_token_id")
-        return {
-            "vocab_size": config.get("vocab_size", 32128),
-            "hidden_size": config.get("d_model", 512),
-            "num_layers": config.get("num_layers", 6),
-            "num_decoder_layers": config.get("num_decoder_layers"),
-            "num_heads": config.get("num_heads", 8),
-            "head_size": config.get("d_kv", 64),
-            "intermediate_size": config.get("d_ff", 2048),
+        if settings["decoder_start_token_id"] is None:
+            settings["decoder_start_token_id"] = settings["pad_token_id"]
+        return settings | {
             "feed_forward": feed_forward_of(config),
-            "num_buckets": config.get("relative_attention_num_buckets", 32),
-            "max_distance": config.get("relative_attention_max_distance", 128),
-            "norm_eps": config.get("layer_norm_epsilon", 1e-6),
-            "tie_embeddings": scale_outputs and config.get("tie_word_embeddings", True),
+            "tie_embeddings": scale_outputs and settings["tie_embeddings"],
             "scale_outputs": scale_outputs,
-            "dropout": config.get("dropout_rate", 0.1),
-            "pad_token_id": pad_token_id,
-            "decoder_start_token_id": pad_token_id if start is None else start,
-            "initializer_factor": config.get("initializer_factor", 1.0),
         }
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """Returns what transformers' T5Config calls these settings."""
-        own = self.settings
-        return {
-            "vocab_size": own["vocab_size"],
-            "d_model": own["hidden_size"],
-            "num_layers": own["num_layers"],
-            "num_decoder_layers": own["num_decoder_layers"],
-            "num_heads": own["num_heads"],
-            "d_kv": own["head_size"],
-            "d_ff": own["intermediate_size"],
-            "feed_forward_proj": own["feed_forward"],
-            "is_gated_act": own["feed_forward"].startswith("gated-"),
-            "dense_act_fn": _activation_of(own["feed_forward"]),
-            "relative_attention_num_buckets": own["num_buckets"],
-            "relative_attention_max_distance": own["max_distance"],
-            "layer_norm_epsilon": own["norm_eps"],
-            "tie_word_embeddings": own["tie_embeddings"],
-            "scale_decoder_outputs": own["scale_outputs"],
-            "dropout_rate": own["dropout"],
-            "pad_token_id": own["pad_token_id"],
-            "decoder_start_token_id": own["decoder_start_token_id"],
-            "initializer_factor": own["initializer_factor"],
-            "is_encoder_decoder": True,
-        }
+        """Returns the settings under the names of transformers' T5Config."""
+        kind = self.settings["feed_forward"]
+        gated = {"is_gated_act": kind.startswith("gated-"), "dense_act_fn": _activation_of(kind)}
+        return {**super().to_hugging_face(), **gated, "is_encoder_decoder": True}
 
     def unwritten(self) -> tuple[str, ...]:
         """Leaves out a head of its own that equals the embeddings, as transformers does; HeadKeyMap reads it back."""
@@ -259,8 +239,8 @@ class Stack(nn.Module):
         bias, name = None, "encoder_input" if states is None else "decoder_input"
         for block in self.block:
             hidden, bias = block(name_tensor(hidden, name), bias, visible, states, visible_states)
-        normalised: Tensor = self.dropout(self.final_layer_norm(hidden))
-        return normalised
+        normalized: Tensor = self.dropout(self.final_layer_norm(hidden))
+        return normalized
 
 
 class Block(nn.Module):

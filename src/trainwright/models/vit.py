@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from trainwright.errors import ConfigError, DataError
 from trainwright.models.layers.annotations import name_tensor
 from trainwright.models.layers.attention import attend
-from trainwright.models.layers.losses import class_criterion, class_loss, label_names, num_labels_of
+from trainwright.models.layers.losses import class_criterion, class_loss
+from trainwright.models.layers.settings import ENCODER_KEYS, check_heads, check_keywords, keywords_of
 from trainwright.models.layers.settings import activation as find_activation
-from trainwright.models.layers.settings import check_heads, check_keywords, keywords_of
 from trainwright.models.model import KeyRule, Model
 
 
@@ -36,6 +36,18 @@ class ViT(Model):
     ignored_keys = ("vit.pooler.**", "vit.embeddings.mask_token")  # heads of other tasks
     blocks = "vit.layers"
     parts_before_blocks = ("vit.patch_projection", "vit.cls_token", "vit.position_embeddings", "vit.dropout")
+    has_labels = True
+    config_keys = MappingProxyType(
+        {
+            **ENCODER_KEYS,
+            "image_size": ("image_size", 224),
+            "patch_size": ("patch_size", 16),
+            "num_channels": ("num_channels", 3),
+            "qkv_bias": ("qkv_bias", True),
+            "dropout": ("hidden_dropout_prob", 0.0),
+            "attention_dropout": ("attention_probs_dropout_prob", 0.0),
+        }
+    )
     key_rules = (
         KeyRule("vit.layers.*.attention.q_proj.*", "vit.encoder.layer.*.attention.attention.query.*"),
         KeyRule("vit.layers.*.attention.k_proj.*", "vit.encoder.layer.*.attention.attention.key.*"),
@@ -114,53 +126,13 @@ class ViT(Model):
         return self._score(self.vit.layernorm(hidden), labels)
 
     def _score(self, hidden: Tensor, labels: Tensor | None) -> dict[str, Tensor | None]:
-        """Maps normalised states [B, S, D], the class token's first, to the logits and, given labels, their loss."""
+        """Maps normalized states [B, S, D], the class token's first, to the logits and, given labels, their loss."""
         logits = self.classifier(hidden[:, 0])
         return {"loss": class_loss(self.criterion, logits, labels), "logits": logits}
 
-    @classmethod
-    def settings_from_hugging_face(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the keywords for a config.json of ViT; keys that it lacks have transformers' defaults."""
-        return {
-            "num_labels": num_labels_of(config),
-            "image_size": config.get("image_size", 224),
-            "patch_size": config.get("patch_size", 16),
-            "num_channels": config.get("num_channels", 3),
-            "hidden_size": config.get("hidden_size", 768),
-            "num_layers": config.get("num_hidden_layers", 12),
-            "num_heads": config.get("num_attention_heads", 12),
-            "intermediate_size": config.get("intermediate_size", 3072),
-            "qkv_bias": config.get("qkv_bias", True),
-            "activation": config.get("hidden_act", "gelu"),
-            "norm_eps": config.get("layer_norm_eps", 1e-12),
-            "dropout": config.get("hidden_dropout_prob", 0.0),
-            "attention_dropout": config.get("attention_probs_dropout_prob", 0.0),
-            "initializer_range": config.get("initializer_range", 0.02),
-        }
-
-    def to_hugging_face(self) -> dict[str, Any]:
-        """Returns what transformers' ViTConfig calls these settings."""
-        own = self.settings
-        return {
-            **label_names(own["num_labels"], self.hugging_face_config),
-            "image_size": own["image_size"],
-            "patch_size": own["patch_size"],
-            "num_channels": own["num_channels"],
-            "hidden_size": own["hidden_size"],
-            "num_hidden_layers": own["num_layers"],
-            "num_attention_heads": own["num_heads"],
-            "intermediate_size": own["intermediate_size"],
-            "qkv_bias": own["qkv_bias"],
-            "hidden_act": own["activation"],
-            "layer_norm_eps": own["norm_eps"],
-            "hidden_dropout_prob": own["dropout"],
-            "attention_probs_dropout_prob": own["attention_dropout"],
-            "initializer_range": own["initializer_range"],
-        }
-
 
 class Body(nn.Module):
-    """Images [B, channels, height, width] → normalised states [B, S, D], the class token's first."""
+    """Images [B, channels, height, width] → normalized states [B, S, D], the class token's first."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__()
@@ -186,8 +158,8 @@ class Body(nn.Module):
         hidden = self.begin(pixel_values)
         for layer in self.layers:
             hidden = layer(name_tensor(hidden, "encoder_input"))
-        normalised: Tensor = self.layernorm(hidden)
-        return normalised
+        normalized: Tensor = self.layernorm(hidden)
+        return normalized
 
     def begin(self, pixel_values: Tensor) -> Tensor:
         """Cuts and embeds the images, which must have the size that the positions were made for."""
@@ -203,7 +175,7 @@ class Body(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, then the MLP; each reads a normalised copy of the residual stream [B, S, D] and adds to it."""
+    """Attention, then the MLP; each reads a normalized copy of the residual stream [B, S, D] and adds to it."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__()

@@ -1,26 +1,109 @@
-"""What optimizer steps share so that the host never waits for the device: skipping, repair, reports, capture."""
+"""What optimizer steps share so that the host never waits for the device.
+
+Skipped updates, repair and reports, masters in fp32 for weights in 16 bits, loaded state, capture in a CUDA graph.
+
+    gradients (bf16) → fp32 → step of the masters → rounded to the weights (bf16)
+
+A weight in bf16 has 8 significant bits: an update below a 256th of it is lost, and most are. The master keeps all of
+them. It belongs to the optimizer's state and is created from the weight in the first step. A weight that is written
+by hand between steps is overwritten by its master in the next step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import optimizer as _torch_optimizer
 
 from trainwright.backends import has_capturable_optimizers, reads_at_once
-from trainwright.optim.sharded import own_gradients, split_state, sum_over_ranks
-from trainwright.parallel.mesh import local
+from trainwright.errors import ConfigError
+from trainwright.optim.sharded import has_shards, local_gradients, local_shards, shard_like, sum_over_ranks
+from trainwright.parallel.mesh import is_split, local
 
 CHUNK_ELEMENTS = 2**25
-"""How many elements are worked on at once where a step needs room beside the state: 128 MiB in fp32."""
+"""The number of elements processed at once where a step needs memory in addition to the state: 128 MiB in fp32."""
+NARROW = (torch.bfloat16, torch.float16)
+MASTER = "master"
+"""The key of a parameter's master in its state."""
 
 
-def entries_of(params: Iterable[Any], *, owner: str) -> list[Any]:
-    """Returns the parameters or groups as lists: they are read here and again by torch, and may be generators."""
+class ListOptimizer(torch.optim.Optimizer):
+    """An optimizer that steps lists of tensors: masters, shards, reports and loaded state are handled here.
+
+    A subclass defines `step_group` and `averages`, and has the settings `master_weights` and `report`.
+    """
+
+    averages: ClassVar[tuple[str, ...]] = ()
+    """The keys of the state tensors that have the shape of their parameter."""
+    stages: Any = None
+    """The process group of the other pipeline stages, over which metrics are summed; None without a pipeline."""
+    _step_supports_amp_scaling = True
+    is_sharded = False
+    _is_loaded = False
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        entries = read_entries(params, owner=type(self).__name__)
+        if defaults["master_weights"]:
+            check_masters(tensors_of(entries))
+        super().__init__(entries, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> dict[str, Tensor]:  # type: ignore[override]
+        """Updates the parameters in place and returns the requested metrics."""
+        run_closure(closure)
+        copies = copy_reported(self)
+        if self._is_loaded:
+            fit_loaded_state(self, self.averages)
+            self._is_loaded = False
+        for group in self.param_groups:
+            self.step_group(updated_parameters(group), group)
+        return report_update(self, copies)
+
+    def step_group(self, parameters: list[Tensor], group: Mapping[str, Any]) -> None:
+        """Steps the parameters of a group that have a gradient."""
+        raise NotImplementedError(f"{type(self).__name__} must define step_group(parameters, group).")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group as in torch."""
+        super().add_param_group(param_group)
+        self.is_sharded = self.is_sharded or has_shards(self.param_groups[-1:])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores `state_dict()`, each tensor in the dtype that it was saved in."""
+        super().load_state_dict(state_dict)
+        restore_dtypes(self, state_dict)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.is_sharded, self._is_loaded = has_shards(self.param_groups), True
+
+    def gradients_of(self, parameters: Sequence[Tensor], group: Mapping[str, Any]) -> list[Tensor]:
+        """Returns the local gradients, in fp32 for a group with masters."""
+        if self.is_sharded:
+            gradients = local_gradients(parameters)
+        else:
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return [gradient.to(torch.float32) for gradient in gradients] if group["master_weights"] else gradients
+
+    def state_of(self, parameters: Sequence[Tensor], stepped: Sequence[Tensor], key: str) -> list[Tensor]:
+        """Returns local state tensors, created as zeros of the form of what is stepped."""
+        for parameter, weight in zip(parameters, stepped, strict=True):
+            if key not in self.state[parameter]:
+                self.state[parameter][key] = torch.zeros_like(weight)
+        return self.shards_of([self.state[parameter][key] for parameter in parameters])
+
+    def shards_of(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Returns the local shards of the tensors."""
+        return local_shards(tensors) if self.is_sharded else tensors
+
+
+def read_entries(params: Iterable[Any], *, owner: str) -> list[Any]:
+    """Returns the parameters or groups as lists: torch reads them a second time, and they may be generators."""
     if isinstance(params, Tensor):
-        raise TypeError(f"{owner} got one tensor. Give an iterable of tensors, such as model.parameters().")
+        raise TypeError(f"{owner} got a single tensor. Pass an iterable of tensors, such as model.parameters().")
     return [
         {**entry, "params": list(entry["params"])}
         if isinstance(entry, dict) and isinstance(entry["params"], Iterator)
@@ -30,7 +113,7 @@ def entries_of(params: Iterable[Any], *, owner: str) -> list[Any]:
 
 
 def tensors_of(entries: Iterable[Any]) -> Iterator[Tensor]:
-    """Yields the tensors in what torch's optimizers take: tensors, (name, tensor) pairs, or groups of either."""
+    """Yields the tensors of what torch's optimizers accept: tensors, (name, tensor) pairs, or groups of either."""
     for entry in entries:
         if isinstance(entry, dict):
             members = entry["params"]
@@ -40,31 +123,31 @@ def tensors_of(entries: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def run_closure(closure: Callable[[], Any] | None) -> None:
-    """Runs a closure as torch's optimizers do; what it returns is dropped, for the loop has the loss already."""
+    """Runs a closure as torch's optimizers do. Its result is dropped: the loop already has the loss."""
     if closure is not None:
         with torch.enable_grad():
             closure()
 
 
 def updated_parameters(group: Mapping[str, Any]) -> list[Tensor]:
-    """Returns the group's parameters that have a gradient; the others are left alone, state and all."""
+    """Returns the group's parameters that have a gradient; the others and their state do not change."""
     return [parameter for parameter in group["params"] if parameter.grad is not None]
 
 
 def device_of(optimizer: torch.optim.Optimizer) -> torch.device | None:
-    """Returns where an optimizer's numbers lie. One that owns nothing on this stage was told (whole_model.py)."""
+    """Returns the device of an optimizer's parameters; of one without parameters on this stage, the stage's."""
     first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
-    told: torch.device | None = getattr(optimizer, "device_of_stage", None)
-    return told if first is None else first.device
+    stage_device: torch.device | None = getattr(optimizer, "device_of_stage", None)
+    return stage_device if first is None else first.device
 
 
-def settle_gradients(
+def unscale_gradients(
     optimizer: torch.optim.Optimizer, gradients: list[Tensor], averages: Sequence[Tensor]
 ) -> Tensor | None:
-    """Unscales the gradients in place as torch's protocol asks; returns the 0-dim bool that says: skip, or None.
+    """Unscales the gradients in place by torch's `grad_scale`; returns a 0-dim bool, True to skip, or None.
 
-    Where the update is skipped the gradients become the averages that they would move, which then stay bit for bit as
-    they were: an update that might be skipped does the same arithmetic as one that is not. The rate is `unless`'s.
+    Where the update is skipped the gradients become the averages that they would change, which then keep every bit:
+    an update that might be skipped has the arithmetic of one that is not. `unless` does the same for the rate.
     """
     grad_scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     if grad_scale is not None:
@@ -83,7 +166,7 @@ def unless(skip: Tensor | None, value: float | Tensor, otherwise: float) -> floa
 
 
 def in_chunks(tensors: Sequence[Tensor], most: int = CHUNK_ELEMENTS) -> Iterator[slice]:
-    """Yields slices of the list that hold at most `most` elements each, or one tensor that is larger."""
+    """Yields slices of the list with at most `most` elements each, or one larger tensor."""
     start = held = 0
     for number, tensor in enumerate(tensors):
         if held and held + tensor.numel() > most:
@@ -95,13 +178,12 @@ def in_chunks(tensors: Sequence[Tensor], most: int = CHUNK_ELEMENTS) -> Iterator
 
 
 def repair(parameters: Sequence[Tensor], *, stages: Any = None, device: torch.device | None = None) -> Tensor:
-    """Replaces gradients' values that are not finite by 0, in place; returns how many there were, on the device.
+    """Replaces non-finite values of gradients by 0, in place; returns their number over all ranks, on the device.
 
-    A value whose square overflows counts too, for it would make Adam's second moment infinite for good. Of split
-    parameters the parts of all ranks are counted (see parts.py).
+    A value whose square overflows counts too: it would make Adam's second moment infinite for the rest of the run.
     """
     counts = []
-    for gradient in own_gradients(parameters):
+    for gradient in local_gradients(parameters):
         limits = torch.finfo(gradient.dtype)
         # In fp16 every value above 256 has an infinite square: only infinities are errors there.
         most = limits.max if gradient.dtype == torch.float16 else limits.max**0.5
@@ -111,42 +193,93 @@ def repair(parameters: Sequence[Tensor], *, stages: Any = None, device: torch.de
     return sum_over_ranks(parameters, counts, stages=stages, device=device)
 
 
-def copy_reported(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, Tensor]] | None:
-    """Returns the parameters of groups with `report`, each with a copy: one more copy of them in memory.
-
-    None where no group asks. A stage of a pipeline may have nothing to report, and adds it to what the others have.
-    """
+def copy_reported(optimizer: torch.optim.Optimizer) -> dict[Tensor, Tensor] | None:
+    """Returns the parameters of groups with `report`, each with a copy; None if no group has it."""
     groups = [group for group in optimizer.param_groups if group.get("report")]
-    if not groups:
-        return None
     parameters = [parameter for group in groups for parameter in updated_parameters(group)]
-    return [(parameter, local(parameter).detach().clone()) for parameter in parameters]
+    return {parameter: local(parameter).detach().clone() for parameter in parameters} if groups else None
 
 
-def report_update(
-    copied: list[tuple[Tensor, Tensor]] | None, *, stages: Any = None, device: torch.device | None = None
-) -> dict[str, Tensor]:
-    """Returns `update_norm`, the 2-norm of what the step changed; nothing where no group asked for it."""
-    if copied is None or (not copied and stages is None):
+def report_update(optimizer: Any, copied: dict[Tensor, Tensor] | None) -> dict[str, Tensor]:
+    """Returns `update_norm`, the 2-norm of what the step changed; nothing where no group reports.
+
+    A pipeline stage without a reported parameter still joins the sum over stages.
+    """
+    if copied is None or (not copied and optimizer.stages is None):
         return {}
-    parameters, copies = [parameter for parameter, _ in copied], [copy for _, copy in copied]
+    parameters, copies = list(copied), list(copied.values())
     squares: list[Tensor] = []
     if copied:
-        torch._foreach_sub_(copies, [local(parameter) for parameter in parameters])
+        torch._foreach_sub_(copies, local_shards(parameters))
         squares = [norm.to(torch.float32).square() for norm in torch._foreach_norm(copies)]
-    return {"update_norm": sum_over_ranks(parameters, squares, stages=stages, device=device).sqrt()}
+    total = sum_over_ranks(parameters, squares, stages=optimizer.stages, device=device_of(optimizer))
+    return {"update_norm": total.sqrt()}
 
 
-def settle_loaded(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Gives loaded state its own dtype back, which torch casts to the parameter's, and the parameter's layout."""
+def check_masters(tensors: Iterable[Tensor]) -> None:
+    """Rejects masters that would have no effect, or fewer bits than their weights."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if not dtypes & {*NARROW}:
+        raise ConfigError(
+            "master_weights has no effect: no trained weight has 16 bits. Use bf16 weights (model.dtype or "
+            "model.pretrained.dtype), or remove master_weights."
+        )
+    odd = dtypes - {*NARROW, torch.float32}
+    if odd:
+        raise ConfigError(f"master_weights supports parameters in bf16, fp16 and fp32, but one is {odd.pop()}.")
+
+
+def masters_of(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Returns what is stepped for each parameter: its master, created if missing, or an fp32 parameter itself."""
+    stepped = []
+    for parameter in parameters:
+        if parameter.dtype in NARROW:
+            state = optimizer.state[parameter]
+            if MASTER not in state:
+                state[MASTER] = parameter.detach().to(torch.float32)
+            parameter = state[MASTER]
+        stepped.append(parameter)
+    return stepped
+
+
+def round_masters(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    """Rounds masters to their weights; a skipped step leaves the weights as they were."""
+    pairs = [(weight, master) for weight, master in zip(parameters, masters, strict=True) if weight is not master]
+    if pairs:
+        torch._foreach_copy_([weight for weight, _ in pairs], [master for _, master in pairs])
+
+
+def restore_dtypes(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Restores the dtypes of loaded state, which torch casts to the parameter's, and lays it out as the parameter."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
+        state = optimizer.state.get(parameter, {})
         for key, value in state_dict["state"].get(number, {}).items():
-            loaded = optimizer.state[parameter][key]
-            if isinstance(value, Tensor) and loaded.dtype != value.dtype:
-                optimizer.state[parameter][key] = value.to(loaded.device)
-    split_state(optimizer)
+            if isinstance(value, Tensor) and state[key].dtype != value.dtype:
+                state[key] = value.to(state[key].device)
+            if is_split(parameter) and isinstance(value, Tensor) and value.shape == parameter.shape:
+                state[key] = shard_like(state[key], parameter)
+
+
+def fit_loaded_state(
+    optimizer: torch.optim.Optimizer, averages: Iterable[str], *, dtype: torch.dtype | None = None
+) -> None:
+    """Adapts loaded state to this run's settings, which may differ from those of the run that saved it.
+
+    Masters that are no longer stepped are dropped: a later run would load them over newer weights. Averages get
+    `dtype`, or if that is None the dtype of what is stepped.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state: dict[str, Any] = optimizer.state.get(parameter, {})
+            has_master = bool(group["master_weights"]) and parameter.dtype in NARROW
+            if not has_master:
+                state.pop(MASTER, None)
+            wanted = dtype or (torch.float32 if has_master else parameter.dtype)
+            for key in averages:
+                if key in state:
+                    state[key] = state[key].to(wanted)
 
 
 _KNOWN_ROOMS = ("torch.optim.", "trainwright.optim.")

@@ -1,9 +1,9 @@
-"""Schedules: the factor on the base learning rate, as a pure function of the step. No state, no hook.
+"""Schedules: the factor on the base learning rate, as a pure function of the step.
 
     factor = schedule(step, max_steps)      # step: updates completed so far, 0 … max_steps − 1
     lr     = base_lr × factor               # written into the optimizer before update number step + 1
 
-The end points are exact, not approximate; each class says which. Steps beyond the run hold the last value.
+The end points are exact. Steps beyond the run have the last value.
 """
 
 from __future__ import annotations
@@ -16,26 +16,24 @@ from trainwright.errors import ConfigError
 
 
 class Schedule:
-    """The contract, and the warm-up that all schedules share; a subclass says what follows in `after_warmup`.
+    """The contract, and the warm-up that all schedules share; a subclass defines `after_warmup`.
 
     Warm-up rises linearly: the factor of update number n is n / warmup_steps, so update number `warmup_steps` is the
     first at exactly 1.0. Its step is called the peak. Without warm-up the first update is at exactly 1.0 and the peak
-    is step 0. `warmup_fraction` is a part of max_steps, rounded to a whole number of steps. None means no warm-up.
-    A run that is shorter than its warm-up, as a trial run is, ends on the way up.
+    is step 0. `warmup_fraction` is a fraction of max_steps, rounded to a whole number of steps. None means no warm-up.
+    A run that is shorter than its warm-up ends before the peak.
     """
 
     def __init__(self, *, warmup_steps: int | None = None, warmup_fraction: float | None = None) -> None:
         _reject_both(warmup_steps=warmup_steps, warmup_fraction=warmup_fraction)
-        if warmup_steps is not None:
-            _check_whole("warmup_steps", warmup_steps, least=0)
-        if warmup_fraction is not None:
-            _check_fraction("warmup_fraction", warmup_fraction)
-        self.warmup_steps = warmup_steps
+        _check_whole("warmup_steps", warmup_steps, least=0)
+        _check_fraction("warmup_fraction", warmup_fraction)
+        self.warmup_steps = warmup_steps or 0
         self.warmup_fraction = warmup_fraction
 
     def __call__(self, step: int, max_steps: int) -> float:
         """Returns the factor for the update that follows `step` completed updates of a run of `max_steps`."""
-        warmup = _resolve(self.warmup_steps, self.warmup_fraction, max_steps)
+        warmup = self.warmup_steps if self.warmup_fraction is None else round(self.warmup_fraction * max_steps)
         step = min(step, max_steps - 1)
         if step < warmup:
             return (step + 1) / warmup
@@ -55,9 +53,9 @@ class Constant(Schedule):
 
 
 class Decay(Schedule):
-    """Falls from exactly 1.0 at the peak to exactly `minimum` at the last update; a subclass says how.
+    """Falls from exactly 1.0 at the peak to exactly `minimum` at the last update; a subclass defines `height`.
 
-    `minimum` is a fraction of the base rate. A run that ends at its peak has nothing left to decay and stays at 1.0.
+    `minimum` is a fraction of the base rate. A run that ends at its peak stays at 1.0.
     """
 
     def __init__(
@@ -88,13 +86,12 @@ class Polynomial(Decay):
         warmup_fraction: float | None = None,
     ) -> None:
         super().__init__(minimum=minimum, warmup_steps=warmup_steps, warmup_fraction=warmup_fraction)
-        _check_number("power", power)
-        if not 0.0 < power < math.inf:
-            raise ConfigError(f"power is {power}. Use a positive number; 1 is a straight line.", where="schedule")
+        if not _is_number(power) or not 0.0 < power < math.inf:
+            raise ConfigError(f"power is {power!r}. Use a positive number; 1 is a straight line.", where="schedule")
         self.power = power
 
     def height(self, progress: float) -> float:
-        """Returns the power of what remains of the run."""
+        """Returns the remaining fraction of the run to the power."""
         return float((1.0 - progress) ** self.power)
 
 
@@ -102,8 +99,8 @@ class Linear(Decay):
     """Falls on a straight line from exactly 1.0 at the peak to exactly `minimum` at the last update."""
 
     def height(self, progress: float) -> float:
-        """Returns what remains of the run, as a fraction."""
-        return _linear(progress)
+        """Returns the remaining fraction of the run."""
+        return DECAY_SHAPES["linear"](progress)
 
 
 class Cosine(Decay):
@@ -111,7 +108,7 @@ class Cosine(Decay):
 
     def height(self, progress: float) -> float:
         """Returns the half cosine of the progress."""
-        return _cosine(progress)
+        return DECAY_SHAPES["cosine"](progress)
 
 
 class InverseSquareRoot(Schedule):
@@ -126,7 +123,7 @@ class Step(Schedule):
     """Multiplies by `factor` at each milestone, or every so many steps; exactly 1.0 before.
 
     `every_steps` counts from the peak, which is the start of the run without warm-up. `milestones` are counts of
-    completed updates, rising and after the warm-up: the first update after them has the lower rate. Give one of both.
+    completed updates, rising and after the warm-up: the first update after them has the lower rate. Set one of both.
     """
 
     def __init__(
@@ -142,8 +139,7 @@ class Step(Schedule):
         _reject_both(every_steps=every_steps, milestones=milestones)
         if every_steps is None and milestones is None:
             raise ConfigError("Step needs every_steps, such as 1000, or milestones, such as [600, 900].")
-        if every_steps is not None:
-            _check_whole("every_steps", every_steps, least=1)
+        _check_whole("every_steps", every_steps, least=1)
         for milestone in milestones or ():
             _check_whole("milestones", milestone, least=1)
         if milestones is not None and list(milestones) != sorted(set(milestones)):
@@ -169,9 +165,9 @@ class Step(Schedule):
 class WarmupStableDecay(Schedule):
     """Stays at exactly 1.0 from the peak on, then falls to exactly `minimum` over the last `decay_steps` updates.
 
-    `decay_fraction` is a part of max_steps; 0.1 where neither is given. The shapes: `linear`, half a `cosine`, and
-    `sqrt`, which is 1 − sqrt(progress), steep at first. A decay of 0 steps means that the factor stays at 1.0; one
-    that is longer than what follows the peak begins there.
+    `decay_fraction` is a fraction of max_steps, 0.1 by default. The shapes: `linear`, half a `cosine`, and
+    `sqrt`, which is 1 − sqrt(progress), steep at first. With 0 steps the factor stays at 1.0; a
+    decay that is longer than the run after the peak begins at the peak.
     """
 
     def __init__(
@@ -186,79 +182,59 @@ class WarmupStableDecay(Schedule):
     ) -> None:
         super().__init__(warmup_steps=warmup_steps, warmup_fraction=warmup_fraction)
         _reject_both(decay_steps=decay_steps, decay_fraction=decay_fraction)
-        if decay_steps is None and decay_fraction is None:
-            decay_fraction = 0.1
-        if decay_steps is not None:
-            _check_whole("decay_steps", decay_steps, least=0)
-        if decay_fraction is not None:
-            _check_fraction("decay_fraction", decay_fraction)
+        _check_whole("decay_steps", decay_steps, least=0)
+        _check_fraction("decay_fraction", decay_fraction)
         _check_fraction("minimum", minimum)
         if shape not in DECAY_SHAPES:
             raise ConfigError(f'shape is "{shape}". Use one of: {", ".join(DECAY_SHAPES)}.', where="schedule")
         self.decay_steps = decay_steps
-        self.decay_fraction = decay_fraction
+        self.decay_fraction = 0.1 if decay_fraction is None else decay_fraction
         self.shape = shape
         self.minimum = minimum
 
     def after_warmup(self, step: int, *, peak: int, max_steps: int) -> float:
         """Returns 1.0 before the decay, then the shape of the decay's progress."""
         last = max_steps - 1
-        decay = min(_resolve(self.decay_steps, self.decay_fraction, max_steps), last - peak)
+        decay = round(self.decay_fraction * max_steps) if self.decay_steps is None else self.decay_steps
+        decay = min(decay, last - peak)
         if step <= last - decay:
             return 1.0
         return _above(DECAY_SHAPES[self.shape](_progress(step, last - decay, last)), self.minimum)
 
 
-def _linear(progress: float) -> float:
-    return 1.0 - progress
-
-
-def _cosine(progress: float) -> float:
-    return (1.0 + math.cos(math.pi * progress)) / 2.0  # exact at both ends: cos(math.pi) is exactly -1.0
-
-
-def _sqrt(progress: float) -> float:
-    return 1.0 - math.sqrt(progress)
-
-
-DECAY_SHAPES: dict[str, Callable[[float], float]] = {"linear": _linear, "cosine": _cosine, "sqrt": _sqrt}
+DECAY_SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: (1.0 + math.cos(math.pi * progress)) / 2.0,  # exact: cos(math.pi) is exactly -1.0
+    "sqrt": lambda progress: 1.0 - math.sqrt(progress),
+}
 
 
 def _progress(step: int, start: int, end: int) -> float:
-    """Returns how far `step` is from start (0.0) to end (1.0); 0.0 where both are the same step."""
+    """Returns the position of `step` between start (0.0) and end (1.0); 0.0 if both are the same step."""
     return (step - start) / (end - start) if end > start else 0.0
 
 
 def _above(height: float, minimum: float) -> float:
-    """Maps heights 1 … 0 to 1 … minimum. Written so that both ends are exact: m + (1 − m) × 1 need not be 1."""
+    """Maps heights 1 … 0 to 1 … minimum. Both ends are exact in this form: m + (1 − m) × 1 need not be 1."""
     return height + (1.0 - height) * minimum
 
 
-def _resolve(steps: int | None, fraction: float | None, max_steps: int) -> int:
-    """Returns the number of steps that was given directly or as a fraction of the run; 0 where neither was."""
-    if fraction is not None:
-        return round(fraction * max_steps)
-    return steps or 0
-
-
 def _reject_both(**options: Any) -> None:
-    """Rejects two spellings of one setting."""
+    """Rejects two forms of one setting."""
     given = [f"{name} ({value})" for name, value in options.items() if value is not None]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} are both set. Keep one of them.", where="schedule")
 
 
-def _check_whole(name: str, value: object, *, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_whole(name: str, value: Any, *, least: int) -> None:
+    if value is not None and (not _is_number(value) or not isinstance(value, int) or value < least):
         raise ConfigError(f"{name} is {value!r}. Use a whole number of at least {least}.", where="schedule")
 
 
-def _check_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{name} is {value!r}. Use a number.", where="schedule")
-
-
-def _check_fraction(name: str, value: float) -> None:
-    _check_number(name, value)
-    if not 0.0 <= value <= 1.0:  # also rejects nan
-        raise ConfigError(f"{name} is {value}. Use a fraction from 0 to 1.", where="schedule")
+def _check_fraction(name: str, value: Any) -> None:
+    if value is not None and (not _is_number(value) or not 0.0 <= value <= 1.0):  # also rejects nan
+        raise ConfigError(f"{name} is {value!r}. Use a fraction from 0 to 1.", where="schedule")

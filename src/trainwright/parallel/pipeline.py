@@ -197,8 +197,10 @@ def _let_go(module: nn.Module, prefix: str, keeps: Callable[[str], bool]) -> Non
 
 
 def _owner(kind: type[Any], name: str) -> type[Any]:
-    """Returns the class that gives a class its attribute."""
-    return next((each for each in kind.__mro__ if name in vars(each)), object)
+    """Returns the class that defines an attribute of a class; the shipped classes in a hierarchy count as one."""
+    owner = next((each for each in kind.__mro__ if name in vars(each)), object)
+    shipped = [each for each in kind.__mro__ if each.__module__.startswith("trainwright.models.")]
+    return shipped[0] if owner in shipped else owner
 
 
 def _outer_names(path: str) -> list[str]:

@@ -17,6 +17,7 @@ from trainwright.backends import waits_for_memory
 from trainwright.backends.private_torch import has_triton
 from trainwright.errors import ConfigError
 from trainwright.events.mean import IGNORED_LABEL
+from trainwright.models.layers.attention import WholeSequence
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -55,6 +56,19 @@ def linear_cross_entropy(
     rows = chunk_rows or rows_of_chunk(len(targets), weight.shape[0])
     apply: Callable[..., Tensor] = _LinearCrossEntropy.apply  # torch has no types here
     return apply(hidden, weight, bias, targets, ignore_index, rows)
+
+
+def score_tokens(
+    model: Any, hidden: Tensor, targets: Tensor | None, sequence: WholeSequence
+) -> dict[str, Tensor | None]:
+    """Maps states [B, S, D] through `model.lm_head` to logits and, given targets [B, S], their mean loss."""
+    if targets is None:
+        return {"loss": None, "logits": sequence.whole(model.lm_head(hidden))}
+    if fuses_loss(model.fused_loss, model.lm_head, model.criterion, hidden, training=model.training):
+        return {"loss": sequence.mean(head_loss(model.lm_head, hidden, targets), targets), "logits": None}
+    logits = model.lm_head(hidden)
+    loss = model.criterion(at_least_float32(logits.flatten(0, 1)), targets.flatten())
+    return {"loss": sequence.mean(loss, targets), "logits": sequence.beside_loss(logits)}
 
 
 def head_loss(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Settings of the shipped models: how constructors keep them, which values are valid, activation functions by name."""
+"""Settings of the shipped models: how constructors keep them, valid values and inputs, activations, initial weights."""
 
 from __future__ import annotations
 
@@ -15,39 +15,57 @@ from torch import Tensor, nn
 
 from trainwright.errors import ConfigError, DataError
 
-AUTO_CLASSES = {
-    "Llama": "AutoModelForCausalLM",
-    "GPT2": "AutoModelForCausalLM",
-    "Bert": "AutoModelForMaskedLM, or AutoModelForSequenceClassification",
+ENCODER_KEYS: Mapping[str, tuple[str, Any]] = {
+    "hidden_size": ("hidden_size", 768),
+    "num_layers": ("num_hidden_layers", 12),
+    "num_heads": ("num_attention_heads", 12),
+    "intermediate_size": ("intermediate_size", 3072),
+    "activation": ("hidden_act", "gelu"),
+    "norm_eps": ("layer_norm_eps", 1e-12),
+    "initializer_range": ("initializer_range", 0.02),
 }
-"""The classes of transformers that train what a shipped model cannot."""
+"""The settings that BERT and ViT share, with their keys in config.json and defaults."""
 
 
 def keywords_of(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a constructor's keywords from its `locals()`; to be called before it makes variables of its own."""
+    """Returns a constructor's keywords from its `locals()`; call it before the constructor has other variables."""
     return {name: value for name, value in variables.items() if name not in ("self", "__class__")}
 
 
-def reject_other_values(config: Mapping[str, Any], supported: Mapping[str, Any], *, model: str) -> None:
-    """Rejects a config.json that asks for what the model cannot do: only the supported value, or none, will do."""
+def reject_other_values(config: Mapping[str, Any], supported: Mapping[str, Any], *, model: type[Any]) -> None:
+    """Rejects a config.json with another value than the one that the model supports."""
     for name, value in supported.items():
         if config.get(name, value) != value:
             raise ConfigError(
-                f"config.json says {name}: {config[name]!r}, but {model} can only do {value!r}. "
-                f"Train this model by transformers' own class: model.type: transformers:{AUTO_CLASSES[model]}."
+                f"config.json has {name}: {config[name]!r}, but {model.__name__} supports only {value!r}. "
+                f"Use transformers' class: model.type: transformers:{model.transformers_class}."
             )
 
 
-def check_keywords(constructor: Callable[..., None], given: Mapping[str, Any]) -> None:
-    """Rejects keywords that no model can be made of, by name: `check_keywords(Llama.__init__, locals())`.
+def draw_weights(model: nn.Module, std: float, **others: float) -> None:
+    """Initializes linear layers and embeddings from a normal distribution, biases with 0, and norms with 1.
 
-    The form is read off the annotation and the range off the name: a whole number counts something, from 1 on, unless
-    it is an id, from 0 on; a dropout is a probability; other numbers are positive, or 0 where that does no harm.
-    To be called first: what follows may then do arithmetic.
+    `others` are the deviations of linear layers by the end of their names. The embedding of padding is 0.
     """
-    for parameter in inspect.signature(constructor).parameters.values():
-        if parameter.name == "self":
-            continue
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=others.get(name.rpartition(".")[2], std))
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            with torch.no_grad():
+                module.weight[module.padding_idx].zero_()
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            module.reset_parameters()
+
+
+def check_keywords(constructor: Callable[..., None], given: Mapping[str, Any]) -> None:
+    """Rejects invalid keywords by name: `check_keywords(Llama.__init__, locals())`.
+
+    The form is taken from the annotation and the range from the name: an int is at least 1, an id at least 0; a dropout
+    is a probability; other numbers are at least 0. Call it first: what follows may then do arithmetic.
+    """
+    for parameter in list(inspect.signature(constructor).parameters.values())[1:]:  # without self
         name, value, forms = parameter.name, given[parameter.name], str(parameter.annotation).split(" | ")
         if value is None and "None" in forms:
             continue
@@ -58,11 +76,12 @@ def check_keywords(constructor: Callable[..., None], given: Mapping[str, Any]) -
 
 
 def _wanted(name: str, value: Any, form: str) -> str | None:
-    """Returns what a setting must be, in words; None where it is that, or where its form is not known here."""
-    if form == "bool":
-        return None if isinstance(value, bool) else "true or false"
-    if form == "str":
-        return None if isinstance(value, str) else "text"
+    """Returns what a setting must be, in words; None if it is valid or its form is not known here."""
+    known: dict[str, tuple[type[Any], str]] = {"bool": (bool, "true or false"), "str": (str, "text")}
+    known["Mapping[str, Any]"] = (Mapping, "a mapping")
+    if form in known:
+        kind, words = known[form]
+        return None if isinstance(value, kind) else words
     if form == "int":
         least = 0 if name.endswith("_id") else 1
         holds = isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
@@ -74,11 +93,7 @@ def _wanted(name: str, value: Any, form: str) -> str | None:
         if name == "rope_theta":
             return None if 0.0 < number < math.inf else "a number above 0"
         return None if 0.0 <= number < math.inf else "a number of at least 0"
-    if form == "Sequence[int]":
-        return "a list of whole numbers of at least 1"
-    if form.startswith("Mapping"):
-        return None if isinstance(value, Mapping) else "a mapping"
-    return None
+    return "a list of whole numbers of at least 1" if form == "Sequence[int]" else None
 
 
 def _is_list_of_counts(value: Any) -> bool:
@@ -96,7 +111,7 @@ def check_heads(hidden_size: int, num_heads: int) -> None:
 
 
 def check_ids(input_ids: Tensor, *, name: str = "input_ids") -> None:
-    """Rejects tokens that are no whole numbers in rows: looks at dtype and shape alone, and waits for no device."""
+    """Rejects tokens of another dtype or number of dims than [batch, sequence]; does not synchronize."""
     if input_ids.dim() != 2:
         hint = " One row is input_ids[None]." if input_ids.dim() == 1 else ""
         raise DataError(
@@ -107,9 +122,9 @@ def check_ids(input_ids: Tensor, *, name: str = "input_ids") -> None:
 
 
 def embed(embedding: nn.Embedding, ids: Tensor, *, name: str = "input_ids") -> Tensor:
-    """Returns the rows [..., D] of an embedding; ids that it does not have are named, where the device tells of them.
+    """Returns the rows [..., D] of an embedding; invalid ids raise on devices that report them.
 
-    Only then are they read: a look before each step would wait for the device.
+    They are read only then: a check before each step would synchronize.
     """
     try:
         embedded: Tensor = embedding(ids)
@@ -146,7 +161,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation(name: str, *, setting: str = "activation") -> Activation:
-    """Returns the function of this name, or rejects one that there is none for; `setting` is who gave the name."""
+    """Returns the function of this name; `setting` is the setting that has the name, for the error."""
     if name not in ACTIVATIONS:
         raise ConfigError(f'{setting} is "{name}". Use one of: {", ".join(ACTIVATIONS)}.')
     return ACTIVATIONS[name]

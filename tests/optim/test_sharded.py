@@ -27,7 +27,7 @@ from trainwright.optim.device_step import step_unless
 from trainwright.optim.lion import Lion
 from trainwright.optim.muon import Muon
 from trainwright.optim.param_groups import classify_parameters, make_optimizer
-from trainwright.optim.sharded import part_of, sum_over_ranks
+from trainwright.optim.sharded import shard_like, sum_over_ranks
 from trainwright.parallel.fully_shard import SplitSettings, shard_parameters
 
 
@@ -144,7 +144,7 @@ def gradients_of(step):
 
 def give_gradients(model, step):
     for layer, gradient in zip(model.layers, gradients_of(step), strict=True):
-        layer.weight.grad = part_of(gradient, like=layer.weight)
+        layer.weight.grad = shard_like(gradient, layer.weight)
 
 
 SPLIT_TWICE = {
@@ -184,7 +184,7 @@ def drive_with_given_gradients(model, optimizer):
     for _ in range(3):
         for parameter in parameters_of(model):
             gradient = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-            parameter.grad = part_of(gradient, like=parameter)
+            parameter.grad = shard_like(gradient, parameter)
         optimizer.step()
     return whole(model), states_of(optimizer)
 
@@ -224,7 +224,7 @@ def cases_of_three_ranks(mesh):
         for form, state in (("parts", in_parts), ("whole", in_whole)):
             model, optimizer, step = begin(make)
             for parameter_name, parameter in model.named_parameters():
-                parameter.data.copy_(part_of(weights[parameter_name], like=parameter))
+                parameter.data.copy_(shard_like(weights[parameter_name], parameter))
             optimizer.load_state_dict(state)
             step()
             found[name, "resumed", form] = whole(model), expected
@@ -256,7 +256,7 @@ def cases_of_three_ranks(mesh):
     for parameter in parameters_of(model):
         gradient = torch.zeros(parameter.shape, dtype=parameter.dtype)
         gradient.view(-1)[-1] = torch.nan  # on the last rank that has a part
-        parameter.grad = part_of(gradient, like=parameter)
+        parameter.grad = shard_like(gradient, parameter)
     found["repaired"] = optimizer.step()["nan_gradients"].item(), len(parameters_of(model))
     return found
 
@@ -325,7 +325,7 @@ def test_sums_count_each_part_once_and_stages_add_up(tmp_path):
 def test_one_process_has_no_parts():
     model = net()
     for make in (OPTIMIZERS["adamw"], OPTIMIZERS["lion"], OPTIMIZERS["muon"]):
-        assert make(model)._has_parts is False
+        assert make(model).is_sharded is False
     assert not dist.is_initialized()
 
 
@@ -343,6 +343,6 @@ def test_torchs_fused_steps_that_know_no_parts_are_rejected_by_name(tmp_path):
         return [*said, type(made).__name__]
 
     for sgd, adagrad, other in on_ranks(tmp_path, {"fsdp": 2}, act):
-        assert sgd.startswith("trainer.optimizer.fused: torch's fused SGD cannot step parameters that are split")
+        assert sgd.startswith("trainer.optimizer.fused: torch's fused SGD cannot step sharded parameters")
         assert "Adagrad" in adagrad
         assert other == "Adam"
