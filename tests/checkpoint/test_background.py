@@ -127,7 +127,7 @@ def test_a_second_save_waits_for_the_first_and_both_are_whole(make, store, disk)
 
 
 def test_a_long_wait_for_the_save_before_is_told(make, disk, caplog, monkeypatch):
-    monkeypatch.setattr(background_module, "SECONDS_WORTH_A_WORD", 0.01)
+    monkeypatch.setattr(background_module, "REPORTED_WAIT_SECONDS", 0.01)
     saver = make()
     disk.is_free.clear()
     saver.save(10, parts_of(1), metrics={})
@@ -256,7 +256,7 @@ def test_from_a_full_disk_goes_what_the_new_one_would_push_out_and_no_more(make,
     (store.folder / ".trash-step-00000005-ab12cd34").mkdir()
     disk.fill(1)
     saver.save(40, parts_of(40), metrics={})
-    assert "Deleted to make room" in caplog.text
+    assert "Deleted to free space" in caplog.text
     assert store.steps() == [20, 30, 40]
     assert not (store.folder / ".trash-step-00000005-ab12cd34").exists()
 
@@ -311,7 +311,7 @@ def test_ctrl_c_while_waiting_copying_or_handing_over_leaves_the_saver_usable(ma
             saver.save(20, parts_of(2), metrics={})
     disk.is_free.set()
     with monkeypatch.context() as patched:
-        patched.setattr(saver._buffers, "stage", interrupt)
+        patched.setattr(saver._buffers, "copy_to_host", interrupt)
         with pytest.raises(KeyboardInterrupt):
             saver.save(30, parts_of(3), metrics={})
     with monkeypatch.context() as patched:

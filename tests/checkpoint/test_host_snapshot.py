@@ -53,7 +53,7 @@ def assert_is_state(found, value):
 
 def test_changing_the_state_afterwards_changes_nothing_staged():
     before = state(5)
-    snapshot = HostBuffers().stage(before)
+    snapshot = HostBuffers().copy_to_host(before)
     for tensor in every_tensor(before):
         tensor.fill_(77)
     before["training"]["step"] = 77
@@ -61,7 +61,7 @@ def test_changing_the_state_afterwards_changes_nothing_staged():
 
 
 def test_going_back_twice_gives_the_same_state_whatever_was_done_to_the_first():
-    snapshot = HostBuffers().stage(state(5))
+    snapshot = HostBuffers().copy_to_host(state(5))
     for tensor in every_tensor(snapshot.to_state()):
         tensor.fill_(77)
     assert_is_state(snapshot.to_state(), 5)
@@ -93,13 +93,13 @@ def test_what_is_no_longer_saved_is_given_back():
 
 
 def test_parts_without_tensors_and_no_parts_at_all_are_staged():
-    assert HostBuffers().stage({}).to_state() == {}
-    assert HostBuffers().stage({"training": {"step": 1}}).to_state() == {"training": {"step": 1}}
+    assert HostBuffers().copy_to_host({}).to_state() == {}
+    assert HostBuffers().copy_to_host({"training": {"step": 1}}).to_state() == {"training": {"step": 1}}
 
 
 def test_what_cannot_be_saved_is_rejected_with_its_place():
     with raises(CheckpointError, "training.seen"):
-        HostBuffers().stage({"training": {"seen": {1}}})
+        HostBuffers().copy_to_host({"training": {"seen": {1}}})
 
 
 def test_encoding_alone_copies_nothing():
@@ -121,7 +121,7 @@ def test_an_optimizer_goes_back_in_memory_and_makes_the_same_updates_again():
     update(0.5)
     names = contents._names_by_parameter(model)
     parts = {"model": model.state_dict(), "optimizers": {"main": contents._state_by_name(optimizer, names)}}
-    snapshot = HostBuffers().stage(parts)
+    snapshot = HostBuffers().copy_to_host(parts)
     results = []
     for _ in range(3):
         found = snapshot.to_state()

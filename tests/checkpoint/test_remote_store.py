@@ -15,8 +15,8 @@ from tests.checkpoint.hostile import FAULTS, HostileMemory, Plan
 from tests.messages import raises
 
 from trainwright.checkpoint import remote_files
-from trainwright.checkpoint.manifest import render_manifest
-from trainwright.checkpoint.remote_files import RemoteFolder, RemotePath, UnreachableError
+from trainwright.checkpoint.manifest import UnreachableError, render_manifest
+from trainwright.checkpoint.remote_files import RemoteFolder, RemotePath
 from trainwright.checkpoint.remote_store import RemoteStore, open_store
 from trainwright.checkpoint.retention import Retention, metrics_by_step, prune
 from trainwright.checkpoint.snapshot import HostBuffers
@@ -137,10 +137,10 @@ def test_what_is_written_is_read_back(store):
 
 def test_a_staged_state_gives_the_same_files(store):
     write(store, 10, 1)
-    store.write_snapshot(20, HostBuffers().stage(parts_of(1)), metrics={"version": 1})
+    store.write_snapshot(20, HostBuffers().copy_to_host(parts_of(1)), metrics={"version": 1})
     assert version_of(store, 20) == 1
     remote = RemoteFolder(store.folder.address)
-    plain, snapshot = (remote.manifest(take)["files"] for take in remote.takes())
+    plain, snapshot = (remote.manifest(folder)["files"] for folder in remote.step_folders())
     assert plain == snapshot
 
 
@@ -449,4 +449,4 @@ def test_a_missing_package_of_a_file_system_is_named_with_its_extra(monkeypatch)
 
     monkeypatch.setattr(fsspec, "url_to_fs", without_package)
     with raises(UnreachableError, "s3fs", "trainwright[s3]", at="s3://bucket/runs"):
-        RemoteFolder("s3://bucket/runs").takes()
+        RemoteFolder("s3://bucket/runs").step_folders()

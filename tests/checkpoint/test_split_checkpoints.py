@@ -31,7 +31,7 @@ from trainwright.checkpoint.encoding import SplitTensor, encode
 from trainwright.checkpoint.remote_store import open_store
 from trainwright.checkpoint.snapshot import HostBuffers
 from trainwright.checkpoint.store import CheckpointStore
-from trainwright.checkpoint.together import reject_unshared, share_of
+from trainwright.checkpoint.together import encode_share, reject_unshared_folder
 from trainwright.errors import CheckpointError
 
 WHOLE = 9
@@ -94,7 +94,7 @@ def snapshot_differences(ranks):
 
 
 def buffers_of_whole():
-    return HostBuffers().stage(parts_of(*trained()))
+    return HostBuffers().copy_to_host(parts_of(*trained()))
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +210,7 @@ def rejections(ranks):
     found = []
     for state in cases:
         with raises(CheckpointError):
-            share_of({"model": state}, ranks)
+            encode_share({"model": state}, ranks)
         found.append(True)
     return found
 
@@ -228,7 +228,7 @@ def test_followers_share_the_fate_of_the_save(tmp_path):
 
     def act(ranks):
         store = CheckpointStore(tmp_path / "checkpoints")
-        share = share_of(parts_of(*trained(ranks.mesh)), ranks)
+        share = encode_share(parts_of(*trained(ranks.mesh)), ranks)
         saver = saver_for(store, ranks, "fate")
         write_share, failures = store_module.write_share, [2]
 
@@ -270,13 +270,13 @@ def test_ranks_save_together_behind_an_address(tmp_path):
 
     def act(ranks):
         store = open_store(address)
-        reject_unshared(store, ranks)
+        reject_unshared_folder(store, ranks)
         for topic, number in {"first": 1, "replaced": 1, "next": 2}.items():
             save(ranks, store, number, topic)
         found = restored(lambda part: store.read_split(1, part), ranks.mesh)
         wrong = differences(everything(*found), everything(*trained()))
         with raises(CheckpointError):
-            reject_unshared(open_store("memory://bucket/run"), ranks, patience=0.0)  # each process has its own
+            reject_unshared_folder(open_store("memory://bucket/run"), ranks, patience=0.0)  # each process has its own
         return wrong
 
     assert on_ranks(2, act, fsdp=2) == [[], []]

@@ -19,6 +19,7 @@ from tests.messages import raises
 
 import trainwright.checkpoint.disk as disk_module
 import trainwright.checkpoint.store as store_module
+from trainwright.checkpoint.manifest import render_manifest
 from trainwright.checkpoint.snapshot import HostBuffers
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.errors import CheckpointError
@@ -171,7 +172,7 @@ def test_writing_a_step_again_replaces_it(two):
 
 def test_staged_parts_are_written_as_the_state_itself(store):
     by_state = store.write(1, parts_of(7), metrics={"loss": 0.5})
-    by_staged = store.write_snapshot(2, HostBuffers().stage(parts_of(7)), metrics={"loss": 0.5})
+    by_staged = store.write_snapshot(2, HostBuffers().copy_to_host(parts_of(7)), metrics={"loss": 0.5})
     manifests = [json.loads((folder / "MANIFEST.json").read_text()) for folder in (by_state, by_staged)]
     for key in ("files", "parts", "metrics"):
         assert manifests[0][key] == manifests[1][key]
@@ -331,7 +332,7 @@ def test_when_all_are_damaged_none_is_intact_and_all_are_kept(two, caplog):
         (two.path(step) / "model.safetensors").unlink()
     assert two.newest_intact() is None
     assert names(two) == ["damaged-step-00000010", "damaged-step-00000020"]
-    assert caplog.text.count("No intact one is left") == 2
+    assert caplog.text.count("No intact checkpoint is left") == 2
 
 
 def test_reading_a_damaged_file_names_it_as_a_checkpoint_error(two):
@@ -344,7 +345,7 @@ def test_a_checkpoint_of_a_later_format_is_not_taken_for_damage(two):
     path = two.path(20) / "MANIFEST.json"
     content = json.loads(path.read_text())
     del content["sha256"]
-    path.write_bytes(store_module.render_manifest({**content, "format": 2}))
+    path.write_bytes(render_manifest({**content, "format": 2}))
     with raises(CheckpointError, "2", "1"):
         two.newest_intact()
     assert two.path(20).is_dir()

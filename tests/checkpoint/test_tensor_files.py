@@ -67,7 +67,7 @@ def test_the_bytes_are_those_of_safetensors(tmp_path, described):
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_file_of_many_chunks_is_hashed_alike_beside_and_within(tmp_path, monkeypatch, beside):
     monkeypatch.setattr(tensor_files, "CHUNK_BYTES", 4096)
-    monkeypatch.setattr(tensor_files, "HASH_BESIDE_BYTES", 0 if beside else 2**60)
+    monkeypatch.setattr(tensor_files, "THREADED_HASH_BYTES", 0 if beside else 2**60)
     tensors = {"a": torch.randn(10_000), "b": torch.randint(0, 200, (5_001,), dtype=torch.uint8)}
     fact = write_tensors(tmp_path / "a.safetensors", tensors, metadata=PLAIN)
     written = (tmp_path / "a.safetensors").read_bytes()
@@ -84,7 +84,7 @@ def test_a_write_of_fewer_bytes_than_asked_goes_on_with_the_rest(tmp_path, monke
 
 
 def test_the_hashing_thread_ends_with_a_write_that_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor_files, "HASH_BESIDE_BYTES", 0)
+    monkeypatch.setattr(tensor_files, "THREADED_HASH_BYTES", 0)
     monkeypatch.setattr(os, "write", lambda descriptor, content: 1 / 0)
     threads = set(tensor_files.threading.enumerate())
     with pytest.raises(ZeroDivisionError):

@@ -24,7 +24,7 @@ from trainwright.checkpoint import folder as run_folders
 from trainwright.checkpoint.listing import checkpoints_location
 from trainwright.checkpoint.remote_files import is_address
 from trainwright.checkpoint.remote_store import open_store
-from trainwright.checkpoint.resume import changed_settings, reject_changes, reject_strangers
+from trainwright.checkpoint.resume import changed_settings, reject_changes, reject_unknown_origin
 from trainwright.config import BatchPlan, Component, RunConfig, micro_batch_alone, resolve_batch, resolve_mesh
 from trainwright.config.component import type_of
 from trainwright.data.order import mix_seed
@@ -537,7 +537,7 @@ def _find_checkpoint(trainer: Trainer, *, fresh: bool, accept_changes: bool) -> 
             step = trainer.context.store.newest_intact()
             saved = run_folders.read_config(trainer.folder)
             if step is not None and saved is None and trainer.config.checkpoint.folder and not accept_changes:
-                reject_strangers(trainer.context.store.path(step), trainer.folder)
+                reject_unknown_origin(trainer.context.store.path(step), trainer.folder)
             if step is not None and saved is not None:
                 if not accept_changes:
                     reject_changes(saved, trainer.config, trainer.folder)

@@ -17,7 +17,7 @@ from trainwright.checkpoint import contents
 from trainwright.checkpoint.background import BackgroundSaver
 from trainwright.checkpoint.remote_files import RemotePath
 from trainwright.checkpoint.retention import Retention, best_step, is_better, metrics_by_step
-from trainwright.checkpoint.together import Together, reject_unshared, share_of
+from trainwright.checkpoint.together import Together, encode_share, reject_unshared_folder
 from trainwright.config import KeepBest
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.events.mean import merge
@@ -107,7 +107,7 @@ class Checkpoints:
         ranks = self._trainer.ranks
         if not ranks.mesh.is_split or self._together is not None:
             return
-        reject_unshared(self._trainer.context.store, ranks)
+        reject_unshared_folder(self._trainer.context.store, ranks)
         # A topic of its own: a process may train several times, and notes stay.
         self._notes = Notes(ranks.broadcast(f"checkpoints-{secrets.token_hex(4)}"))
         self._together = Together(ranks.rank, ranks.size, self._notes)
@@ -172,7 +172,7 @@ class Checkpoints:
         self.settle()
         self.prepare()
         parts = collect_parts(trainer)
-        share = parts if self._together is None else share_of(parts, trainer.ranks)
+        share = parts if self._together is None else encode_share(parts, trainer.ranks)
         failure: CheckpointError | None = None
         if self._saver is not None:
             try:
