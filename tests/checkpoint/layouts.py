@@ -127,7 +127,7 @@ def parts_of(model, optimizer, averages):
         generators=[],
         step=2,
         has_unfinished_step=False,
-        ended_under=0,
+        max_steps_at_end=0,
         unclaimed_hook_state={},
     )
 
@@ -152,8 +152,8 @@ def restored(read, mesh=None, names=()):
     """A model of another seed, brought to what `read` gives."""
     model = Net(seed=7) if mesh is None else place(Net(seed=7), mesh)
     optimizer, averages = make_optimizer(model), Averages()
-    contents.load_model_state(read("model"), model, location="here", elsewhere=names)
-    contents.restore_optimizers(read("optimizers"), model, {"main": optimizer}, elsewhere=names)
+    contents.load_model_state(read("model"), model, source="here", other_stages=names)
+    contents.restore_optimizers(read("optimizers"), model, {"main": optimizer}, other_stages=names)
     training = read("training")
     assert contents.restore_hooks(training["hooks"], {"Averages": averages}, model=model) == {}
     assert training["data"] == {"position": 5}

@@ -89,7 +89,7 @@ def write(store, model, optimizers, *, step=5, hooks=(), unclaimed=None, generat
         generators=generators or [contents.generator_state()],
         step=step,
         has_unfinished_step=False,
-        ended_under=0,
+        max_steps_at_end=0,
         unclaimed_hook_state=unclaimed or {},
     )
     store.write(step, parts, metrics={})

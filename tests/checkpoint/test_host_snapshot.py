@@ -33,7 +33,7 @@ def every_tensor(value):
 def addresses(snapshot):
     return {
         (part, key): tensor.data_ptr()
-        for part, (_, tensors) in snapshot.parts.items()
+        for part, (_, tensors, *_) in snapshot.parts.items()
         for key, tensor in tensors.items()
     }
 

@@ -351,13 +351,13 @@ def test_a_run_without_checkpoints_is_a_clear_error(tmp_path):
         pick_step(CheckpointStore(tmp_path / "none"), "latest", best=None)
 
 
-def test_another_optimizer_starts_anew_where_the_change_is_accepted(tmp_path, caplog):
+def test_another_optimizer_starts_without_state_where_the_change_is_accepted(tmp_path, caplog):
     build_trainer(load(tmp_path, "trainer.max_steps=4")).train()
     changed = load(tmp_path, "trainer.optimizer={type: sgd, lr: 0.1}")
     with caplog.at_level(logging.INFO, logger="trainwright"):
         trainer = build_trainer(changed, accept_changes=True)
     assert mentions(caplog.text, "adamw", "sgd", "4", "trainer.optimizer.type")
-    assert "it starts anew" in caplog.text
+    assert "it starts without state" in caplog.text
     trainer.train()
     assert trainer.step == 12
 

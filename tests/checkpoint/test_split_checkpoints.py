@@ -219,7 +219,7 @@ def test_another_model_is_rejected_by_name(folder):
     state = CheckpointStore(folder).read_split(NUMBERS["fsdp"], "model")
     state["blocks.0.weight"] = state["blocks.1.bias"]
     with raises(CheckpointError, "blocks.0.weight", "7", "6"):
-        contents.load_model_state(state, Net(), location="here")
+        contents.load_model_state(state, Net(), source="here")
 
 
 def test_followers_share_the_fate_of_the_save(tmp_path):

@@ -155,7 +155,7 @@ def test_a_report_that_cannot_be_written_is_part_of_the_error(tmp_path, caplog):
             MemoryError(), step=1, folder=tmp_path, model=model, optimizers=optimizers, config=config(), backend=CPU
         )
     assert "could not be written" in caplog.text
-    assert "What holds the memory" in str(error)
+    assert "Memory use" in str(error)
 
 
 class FailingSnapshot(Backend):

@@ -75,5 +75,5 @@ def test_the_log_tells_what_was_rewritten(caplog):
         )
     assert [record.getMessage() for record in caplog.records] == [
         "model.activation_checkpointing: 2 of 4 Layer are recomputed in the backward pass.",
-        "model.compile_repeated_blocks: the 4 blocks of layers are compiled as one.",
+        "model.compile_repeated_blocks: the 4 blocks of layers are compiled as one graph.",
     ]

@@ -15,7 +15,7 @@ from trainwright.models.llama import Llama
 from trainwright.parallel.context import split_sequences
 from trainwright.parallel.fully_shard import SplitSettings, shard_parameters
 from trainwright.parallel.mesh import ALONE, Mesh, own_gradient
-from trainwright.parallel.pipeline import Hidden, Pipeline, _Part, split_layers
+from trainwright.parallel.pipeline import Hidden, Pipeline, _StageModule, split_layers
 from trainwright.parallel.sharding import packaged_rules, plan_sharding
 from trainwright.parallel.tensor import split_tensors, whole
 
@@ -287,10 +287,11 @@ def test_blocks_that_do_not_keep_the_dtype_are_rejected():
     model, micro_batches = made("tied")
     model.model.layers[1] = Shrinking()
     split_layers(model, Mesh({**ALONE, "pipeline": 2}, 0))
-    part = _Part(model, model.stage)
-    part.begin(micro_batches, None, [Hidden((2, 9, 16), torch.float64)] * len(micro_batches))
+    module = _StageModule(model, model.stage)
+    module.micro_batches = micro_batches
+    module.expected = [Hidden((2, 9, 16), torch.float64)] * len(micro_batches)
     with raises(TrainwrightError, "0", "torch.float16"):
-        part(number=torch.tensor([0]))
+        module(number=torch.tensor([0]))
 
 
 def three_stages(mesh):

@@ -176,7 +176,7 @@ def test_a_rank_that_dies_while_it_is_compared_is_named(tmp_path, monkeypatch):
 
     group.start(0, 2, lambda rank: join(facts))
     group.start(1, 2, die)
-    assert group.said()[0].startswith("Rank 1 came and then did not answer within 1 s: it has died at start-up.")
+    assert group.said()[0].startswith("Rank 1 arrived, but did not answer within 1 s: it has died at start-up.")
 
 
 def test_a_second_run_on_the_port_of_another_is_rejected_and_the_first_goes_on(tmp_path):

@@ -79,7 +79,7 @@ def test_two_processes_with_one_number_are_two_runs_on_one_port(client, monkeypa
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    client().set("trainwright/who/1", "process 7 on elsewhere")
+    client().set("trainwright/process/1", "process 7 on elsewhere")
     with raises(ConfigError, "1", "127.0.0.1", "29500", "7", golden=False):
         meet(client(), 1, 2)
 

@@ -44,7 +44,7 @@ def updates(mesh, model):
         x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + ranks.rank))
         gradient_sum.begin_last_backward()
         model(x.requires_grad_()).backward()
-        begun = len(gradient_sum._under_way)
+        begun = len(gradient_sum._pending)
         gradient_sum.reduce(torch.zeros(2))
         seen.append([parameter.grad.clone() for parameter in model.parameters()])
     return seen, begun

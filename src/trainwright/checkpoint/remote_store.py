@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -29,13 +29,12 @@ from trainwright.checkpoint.remote_files import (
     is_address,
     local_path,
 )
-from trainwright.checkpoint.snapshot import EncodedPart, HostSnapshot
+from trainwright.checkpoint.snapshot import HostSnapshot, encode_parts
 from trainwright.checkpoint.store import (
     CheckpointStore,
     OtherWriters,
     check_part_names,
     check_step,
-    encode_each,
     find_intact,
     read_state,
 )
@@ -83,13 +82,39 @@ class RemoteStore:
         When it raises, earlier checkpoints are unchanged and that of `step` is the old one, or this one where only
         the response to the last request was lost.
         """
-        return self._write(step, list(parts), encode_each(parts), metrics=metrics)
+        return self.write_snapshot(step, encode_parts(parts, accepts_shards=False), metrics=metrics)
 
     def write_snapshot(
         self, step: int, snapshot: HostSnapshot, *, metrics: Mapping[str, float], others: OtherWriters | None = None
     ) -> RemotePath:
         """Saves encoded parts, together with the files that the other ranks upload; otherwise as `write`."""
-        return self._write(step, list(snapshot.parts), snapshot, metrics=metrics, others=others)
+        check_part_names(snapshot.parts, where=self.path(step))
+        earlier = self._remote.step_folders(step)
+        # Higher than every existing number, also of leftovers: the files of a folder must be of one write.
+        target = StepFolder(step, 1 + max((folder.number for folder in earlier), default=0))
+        files: dict[str, FileFact] = {}
+        try:
+            if others is not None:
+                others.request_files(target.name)
+            for part, encoded in snapshot.parts.items():
+                # Part by part: the temporary folder holds at most one of them.
+                with tempfile.TemporaryDirectory(prefix="trainwright-") as temporary:
+                    files |= self._upload(Path(temporary), write_part(Path(temporary), part, encoded), target.name)
+            if others is not None:
+                files |= others.wait_for_files()
+            manifest = make_manifest(step=step, parts=list(snapshot.parts), files=files, metrics=metrics)
+            self._remote.put(f"{target.name}/{MANIFEST}", manifest)
+        except BaseException as error:
+            # Ctrl-C included: the uploaded files can be as large as the model.
+            self._delete_folders(step, lambda folder: folder.number == target.number)
+            if isinstance(error, (CheckpointError, OSError)):
+                problem = f"The checkpoint could not be written: {error}".rstrip(".")
+                raise CheckpointError(f"{problem}. Earlier checkpoints are unchanged.", where=self.folder) from error
+            raise
+        self._names[step] = target.name
+        # The checkpoint is committed: a replaced one that cannot be removed now is hidden by the higher number.
+        self._delete_folders(step, lambda folder: folder.is_committed and folder.number < target.number)
+        return self.path(step)
 
     def write_share(self, folder: str, snapshot: HostSnapshot, *, rank: int) -> dict[str, FileFact]:
         """Uploads this rank's files of a checkpoint that rank 0 commits, and returns their manifest entries.
@@ -97,9 +122,9 @@ class RemoteStore:
         `folder` is the argument of `OtherWriters.request_files`.
         """
         files: dict[str, FileFact] = {}
-        for encoded in snapshot:
+        for part, encoded in snapshot.parts.items():
             with tempfile.TemporaryDirectory(prefix="trainwright-") as temporary:
-                files |= self._upload(Path(temporary), write_share(Path(temporary), encoded, rank=rank), folder)
+                files |= self._upload(Path(temporary), write_share(Path(temporary), part, encoded, rank=rank), folder)
         return files
 
     def read(self, step: int, part: str, *, device: str = "cpu") -> Any:
@@ -177,43 +202,6 @@ class RemoteStore:
                     self._remote.delete_folder(folder)
                 except CheckpointError as error:
                     logger.warning("A leftover stays in the checkpoints folder: %s", error)
-
-    def _write(
-        self,
-        step: int,
-        names: list[str],
-        encoded: Iterable[EncodedPart],
-        *,
-        metrics: Mapping[str, float],
-        others: OtherWriters | None = None,
-    ) -> RemotePath:
-        check_part_names(names, where=self.path(step))
-        earlier = self._remote.step_folders(step)
-        # Higher than every existing number, also of leftovers: the files of a folder must be of one write.
-        target = StepFolder(step, 1 + max((folder.number for folder in earlier), default=0))
-        files: dict[str, FileFact] = {}
-        try:
-            if others is not None:
-                others.request_files(target.name)
-            for each in encoded:
-                # Part by part: the temporary folder holds at most one of them.
-                with tempfile.TemporaryDirectory(prefix="trainwright-") as temporary:
-                    files |= self._upload(Path(temporary), write_part(Path(temporary), each), target.name)
-            if others is not None:
-                files |= others.wait_for_files()
-            manifest = make_manifest(step=step, parts=names, files=files, metrics=metrics)
-            self._remote.put(f"{target.name}/{MANIFEST}", manifest)
-        except BaseException as error:
-            # Ctrl-C included: the uploaded files can be as large as the model.
-            self._delete_folders(step, lambda folder: folder.number == target.number)
-            if isinstance(error, (CheckpointError, OSError)):
-                problem = f"The checkpoint could not be written: {error}".rstrip(".")
-                raise CheckpointError(f"{problem}. Earlier checkpoints are unchanged.", where=self.folder) from error
-            raise
-        self._names[step] = target.name
-        # The checkpoint is committed: a replaced one that cannot be removed now is hidden by the higher number.
-        self._delete_folders(step, lambda folder: folder.is_committed and folder.number < target.number)
-        return self.path(step)
 
     def _upload(self, source: Path, files: dict[str, FileFact], target: str) -> dict[str, FileFact]:
         for name in files:

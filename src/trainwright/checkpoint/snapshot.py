@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from trainwright.backends import copy_to_host, host_buffers
-from trainwright.checkpoint.encoding import ShardLocation, SplitTensor, decode, encode_split
-
-
-class EncodedPart(NamedTuple):
-    """One part of a checkpoint, encoded for writing."""
-
-    name: str
-    tree: Any
-    tensors: Mapping[str, torch.Tensor]
-    shard_locations: Mapping[str, ShardLocation]
-    """The location in the full tensor of each tensor that is a shard."""
+from trainwright.checkpoint.encoding import Encoded, SplitTensor, decode, encode
 
 
 @dataclass(frozen=True)
 class HostSnapshot:
     """Encoded parts of a checkpoint, ready to be written."""
 
-    parts: Mapping[str, tuple[Any, Mapping[str, torch.Tensor]]]
-    """By part: the JSON tree and the tensors that it refers to."""
-    shard_locations: Mapping[str, Mapping[str, ShardLocation]] = field(default_factory=dict)
-    """By part and key: the location in the full tensor of each tensor that is this rank's shard."""
-
-    def __iter__(self) -> Iterator[EncodedPart]:
-        return (EncodedPart(part, *encoded, self.shard_locations.get(part, {})) for part, encoded in self.parts.items())
+    parts: Mapping[str, Encoded]
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all tensors."""
-        return sum(tensor.nbytes for _, tensors in self.parts.values() for tensor in tensors.values())
+        return sum(tensor.nbytes for encoded in self.parts.values() for tensor in encoded.tensors.values())
 
     def to_state(self) -> dict[str, Any]:
         """Returns copies of the parts, which a loader may keep and training may change.
@@ -45,21 +29,21 @@ class HostSnapshot:
         A DTensor comes back as a SplitTensor with this rank's shard.
         """
         state = {}
-        for part, tree, tensors, shard_locations in self:
-            copies: dict[str, torch.Tensor | SplitTensor] = {key: tensor.clone() for key, tensor in tensors.items()}
-            for key, location in shard_locations.items():
-                shards = [(location.offsets, tensors[key].clone())]
-                copies[key] = SplitTensor(location.shape, shards, layout=location.layout)
-            state[part] = decode(tree, copies)
+        for part, encoded in self.parts.items():
+            copies: dict[str, torch.Tensor | SplitTensor] = {}
+            for key, tensor in encoded.tensors.items():
+                location = encoded.shard_locations.get(key)
+                copies[key] = copy = tensor.clone()
+                if location is not None:
+                    copies[key] = SplitTensor(location.shape, [(location.offsets, copy)], layout=location.layout)
+            state[part] = decode(encoded.tree, copies)
         return state
 
 
-def encode_parts(parts: Mapping[str, Any]) -> HostSnapshot:
+def encode_parts(parts: Mapping[str, Any], *, accepts_shards: bool = True) -> HostSnapshot:
     """Encodes without copying: the result shares memory with the state, so write it before the next update."""
-    encoded = {part: encode_split(state, name=part) for part, state in parts.items()}
     return HostSnapshot(
-        {part: (each.tree, each.tensors) for part, each in encoded.items()},
-        {part: each.shard_locations for part, each in encoded.items() if each.shard_locations},
+        {part: encode(state, name=part, accepts_shards=accepts_shards) for part, state in parts.items()}
     )
 
 
@@ -78,8 +62,8 @@ class HostBuffers:
         snapshot = parts if isinstance(parts, HostSnapshot) else encode_parts(parts)
         sources = {
             (part, key, tensor.shape, tensor.dtype, tensor.device): tensor
-            for part, (_, tensors) in snapshot.parts.items()
-            for key, tensor in tensors.items()
+            for part, encoded in snapshot.parts.items()
+            for key, tensor in encoded.tensors.items()
         }
         # Unneeded buffers are freed first, so that old and new ones do not exist at the same time.
         self._buffers = {key: self._buffers[key] for key in sources if key in self._buffers}
@@ -89,8 +73,7 @@ class HostBuffers:
         copies = {key[:2]: self._buffers[key] for key in sources}
         return HostSnapshot(
             {
-                part: (tree, {key: copies[part, key] for key in tensors})
-                for part, (tree, tensors) in snapshot.parts.items()
-            },
-            snapshot.shard_locations,
+                part: encoded._replace(tensors={key: copies[part, key] for key in encoded.tensors})
+                for part, encoded in snapshot.parts.items()
+            }
         )

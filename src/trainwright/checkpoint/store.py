@@ -12,7 +12,7 @@ import logging
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -31,7 +31,7 @@ from trainwright.checkpoint.disk import (
     sync_folder,
     write_file,
 )
-from trainwright.checkpoint.encoding import SplitTensor, encode, map_tensors
+from trainwright.checkpoint.encoding import SplitTensor, map_tensors
 from trainwright.checkpoint.manifest import (
     MANIFEST,
     STEP_NAME,
@@ -42,7 +42,7 @@ from trainwright.checkpoint.manifest import (
     make_manifest,
     read_manifest,
 )
-from trainwright.checkpoint.snapshot import EncodedPart, HostSnapshot
+from trainwright.checkpoint.snapshot import HostSnapshot, encode_parts
 from trainwright.checkpoint.tensor_files import THREADED_HASH_BYTES, read_part, share_names, write_part, write_share
 from trainwright.errors import CheckpointError
 
@@ -110,44 +110,14 @@ class CheckpointStore:
         When it returns, the checkpoint survives a power failure. When it raises, earlier checkpoints are unchanged
         and that of `step` is the old one or, where only the last sync failed, this one.
         """
-        return self._write(step, list(parts), encode_each(parts), metrics=metrics)
+        return self.write_snapshot(step, encode_parts(parts, accepts_shards=False), metrics=metrics)
 
     def write_snapshot(
         self, step: int, snapshot: HostSnapshot, *, metrics: Mapping[str, float], others: OtherWriters | None = None
     ) -> Path:
         """Saves encoded parts, together with the files that the other ranks write; otherwise as `write`."""
-        return self._write(step, list(snapshot.parts), snapshot, metrics=metrics, others=others)
-
-    def write_share(self, folder: str, snapshot: HostSnapshot, *, rank: int) -> dict[str, FileFact]:
-        """Writes this rank's files of a checkpoint that rank 0 commits, and returns their manifest entries.
-
-        `folder` is the argument of `OtherWriters.request_files`. When it returns, the files survive a power failure.
-        """
-        staging = self.folder / folder
-        match = HIDDEN_NAME.fullmatch(folder)
-        if match is None or match[1] != STAGING:
-            raise CheckpointError(f"{folder!r} is not a staging folder.", where=self.folder)
-        files: dict[str, FileFact] = {}
-        try:
-            for encoded in snapshot:
-                files |= write_share(staging, encoded, rank=rank)
-            if files:
-                sync_folder(staging)
-        except (OSError, SafetensorError) as error:
-            _raise_unwritten(staging, error)
-        return files
-
-    def _write(
-        self,
-        step: int,
-        names: list[str],
-        encoded: Iterable[EncodedPart],
-        *,
-        metrics: Mapping[str, float],
-        others: OtherWriters | None = None,
-    ) -> Path:
         final = self.path(step)
-        check_part_names(names, where=final)
+        check_part_names(snapshot.parts, where=final)
         try:
             make_folder(self.folder)
             staging = self._hidden(STAGING, step)
@@ -160,12 +130,13 @@ class CheckpointStore:
                 if others is not None:
                     others.request_files(staging.name)
                 files: dict[str, FileFact] = {}
-                for each in encoded:
-                    files |= write_part(staging, each)
+                for part, encoded in snapshot.parts.items():
+                    files |= write_part(staging, part, encoded)
                 if others is not None:
                     files |= others.wait_for_files()
                 # The manifest last: every file that it names is on the disk.
-                write_file(staging / MANIFEST, make_manifest(step=step, parts=names, files=files, metrics=metrics))
+                manifest = make_manifest(step=step, parts=list(snapshot.parts), files=files, metrics=metrics)
+                write_file(staging / MANIFEST, manifest)
                 sync_folder(staging)
                 self._commit(staging, step)
         except BaseException as error:
@@ -179,6 +150,25 @@ class CheckpointStore:
             self._discard_asides(step)
             self._mark(LATEST, max(self.steps(), default=None))
         return final
+
+    def write_share(self, folder: str, snapshot: HostSnapshot, *, rank: int) -> dict[str, FileFact]:
+        """Writes this rank's files of a checkpoint that rank 0 commits, and returns their manifest entries.
+
+        `folder` is the argument of `OtherWriters.request_files`. When it returns, the files survive a power failure.
+        """
+        staging = self.folder / folder
+        match = HIDDEN_NAME.fullmatch(folder)
+        if match is None or match[1] != STAGING:
+            raise CheckpointError(f"{folder!r} is not a staging folder.", where=self.folder)
+        files: dict[str, FileFact] = {}
+        try:
+            for part, encoded in snapshot.parts.items():
+                files |= write_share(staging, part, encoded, rank=rank)
+            if files:
+                sync_folder(staging)
+        except (OSError, SafetensorError) as error:
+            _raise_unwritten(staging, error)
+        return files
 
     def mark_best(self, step: int | None) -> None:
         """Points the link `best`, which is for users, to a committed step; None removes it."""
@@ -366,11 +356,6 @@ def check_part_names(names: Iterable[str], *, where: object) -> None:
         if not PART_NAME.fullmatch(part):
             problem = f"The part name {part!r} cannot be a file name"
             raise CheckpointError(f"{problem}: use a-z, then a-z, 0-9, _ and -.", where=where)
-
-
-def encode_each(parts: Mapping[str, Any]) -> Iterator[EncodedPart]:
-    """Encodes part by part, so that at most one part's copies of non-contiguous tensors exist at a time."""
-    return (EncodedPart(part, *encode(state, name=part), {}) for part, state in parts.items())
 
 
 def read_state(folder: Path, part: str, manifest: Mapping[str, Any], *, where: object, device: str, whole: bool) -> Any:

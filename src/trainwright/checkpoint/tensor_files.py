@@ -20,9 +20,8 @@ import torch
 from safetensors import safe_open
 
 from trainwright.checkpoint.disk import created, write_all, write_file
-from trainwright.checkpoint.encoding import Numbers, ShardLocation, SplitTensor, decode
+from trainwright.checkpoint.encoding import Encoded, ShardLocation, Sizes, SplitTensor, decode
 from trainwright.checkpoint.manifest import FileFact
-from trainwright.checkpoint.snapshot import EncodedPart
 from trainwright.errors import CheckpointError
 
 # In the sort order of safetensors, widest first, so that every tensor is aligned to its element size.
@@ -133,34 +132,33 @@ SHARDING_INFO, OFFSETS, WHOLE_SHAPE = "DCP_SHARDING_INFO", "saved_offsets", "who
 METADATA: Mapping[str, str] = {"format": "pt"}
 
 
-def write_part(folder: Path, encoded: EncodedPart) -> dict[str, FileFact]:
+def write_part(folder: Path, part: str, encoded: Encoded) -> dict[str, FileFact]:
     """Writes and syncs rank 0's files of a part, and returns their manifest entries."""
     files: dict[str, FileFact] = {}
-    part, tree, tensors, shard_locations = encoded
+    tree, tensors, shard_locations, _ = encoded
     whole = {key: tensor for key, tensor in tensors.items() if key not in shard_locations}
     if whole:
         files[f"{part}.safetensors"] = write_tensors(folder / f"{part}.safetensors", whole, metadata=METADATA)
     if shard_locations:
         shards = {key: tensors[key] for key in shard_locations}
-        files |= write_share(folder, encoded._replace(tensors=shards), rank=0)
+        files |= write_share(folder, part, encoded._replace(tensors=shards), rank=0)
     if not _is_flat(tree):
         text = json.dumps(tree, allow_nan=False, separators=(",", ":"))
         files[f"{part}.json"] = write_file(folder / f"{part}.json", text.encode())
     return files
 
 
-def write_share(folder: Path, encoded: EncodedPart, *, rank: int) -> dict[str, FileFact]:
+def write_share(folder: Path, part: str, encoded: Encoded, *, rank: int) -> dict[str, FileFact]:
     """Writes and syncs the file with one rank's tensors of a part; no file if it has none."""
-    part, _, tensors, shard_locations = encoded
-    if not tensors:
+    if not encoded.tensors:
         return {}
     info = {}
-    for key, tensor in tensors.items():
-        location = shard_locations.get(key) or ShardLocation((0,) * tensor.ndim, tuple(tensor.shape))
+    for key, tensor in encoded.tensors.items():
+        location = encoded.shard_locations.get(key) or ShardLocation((0,) * tensor.ndim, tuple(tensor.shape))
         info[key] = {OFFSETS: location.offsets, WHOLE_SHAPE: location.shape}
     metadata = {**METADATA, SHARDING_INFO: json.dumps(info, separators=(",", ":"))}
     name = f"{part}.rank-{rank:05d}.safetensors"
-    return {name: write_tensors(folder / name, tensors, metadata=metadata)}
+    return {name: write_tensors(folder / name, encoded.tensors, metadata=metadata)}
 
 
 def file_names(part: str, files: Collection[str]) -> list[str]:
@@ -190,15 +188,15 @@ def read_part(folder: Path, part: str, files: Collection[str], *, device: str = 
 
 
 def _read_shares(paths: list[Path], *, device: str) -> dict[str, torch.Tensor | SplitTensor]:
-    shapes: dict[str, Numbers] = {}
-    shards: dict[str, list[tuple[Numbers, torch.Tensor]]] = {}
+    shapes: dict[str, Sizes] = {}
+    shards: dict[str, list[tuple[Sizes, torch.Tensor]]] = {}
     for path in paths:
         with safe_open(path, framework="pt", device="cpu") as file:
             try:
                 info = json.loads((file.metadata() or {})[SHARDING_INFO])
                 for key in sorted(file.keys()):
                     shard = file.get_tensor(key)
-                    offsets, shape = _numbers(info[key][OFFSETS]), _numbers(info[key][WHOLE_SHAPE])
+                    offsets, shape = _sizes(info[key][OFFSETS]), _sizes(info[key][WHOLE_SHAPE])
                     _check_shard(shard, offsets, shape, shapes.setdefault(key, shape))
                     shards.setdefault(key, []).append((offsets, shard))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -206,13 +204,13 @@ def _read_shares(paths: list[Path], *, device: str) -> dict[str, torch.Tensor | 
     return {key: _joined(key, shapes[key], found, device=device) for key, found in shards.items()}
 
 
-def _numbers(value: Any) -> Numbers:
+def _sizes(value: Any) -> Sizes:
     if not isinstance(value, list) or not all(type(each) is int and each >= 0 for each in value):
         raise ValueError(f"{value!r} is not a list of sizes")
     return tuple(value)
 
 
-def _check_shard(shard: torch.Tensor, offsets: Numbers, shape: Numbers, first_shape: Numbers) -> None:
+def _check_shard(shard: torch.Tensor, offsets: Sizes, shape: Sizes, first_shape: Sizes) -> None:
     if not len(offsets) == len(shape) == shard.ndim or shape != first_shape:
         raise ValueError(
             f"a shard of {tuple(shard.shape)} at {offsets} of {shape}, but of {first_shape} in another file"
@@ -222,7 +220,7 @@ def _check_shard(shard: torch.Tensor, offsets: Numbers, shape: Numbers, first_sh
 
 
 def _joined(
-    key: str, shape: Numbers, shards: list[tuple[Numbers, torch.Tensor]], *, device: str
+    key: str, shape: Sizes, shards: list[tuple[Sizes, torch.Tensor]], *, device: str
 ) -> torch.Tensor | SplitTensor:
     if len({shard.dtype for _, shard in shards}) != 1:
         raise CheckpointError(f"The shards of {key!r} have different dtypes. Use another step.")

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainwright.checkpoint.encoding import Encoded, encode_split
+from trainwright.checkpoint.encoding import Encoded, encode
 from trainwright.checkpoint.manifest import FileFact
 from trainwright.checkpoint.remote_files import RemoteFolder
 from trainwright.checkpoint.remote_store import AnyStore
@@ -96,7 +96,7 @@ def encode_share(parts: Mapping[str, Any], ranks: Ranks) -> HostSnapshot:
     encoded: dict[str, Encoded] = {}
     failure: CheckpointError | None = None
     try:
-        encoded = {part: encode_split(state, name=part) for part, state in parts.items()}
+        encoded = {part: encode(state, name=part, accepts_shards=True) for part, state in parts.items()}
     except CheckpointError as error:
         failure = error
     split_paths = [[part, each.split_paths] for part, each in encoded.items()]
@@ -110,14 +110,14 @@ def encode_share(parts: Mapping[str, Any], ranks: Ranks) -> HostSnapshot:
     trees = {part: each.tree if ranks.is_first else None for part, each in encoded.items()}
     if stages and ranks.is_first:
         trees |= merge_trees([{part: tree for part, (tree, _) in stage.items()} for stage in stages.values()])
-    written, locations = {}, {}
+    written = {}
     for part, each in encoded.items():
         # A tied weight on two stages is saved by the first of them.
         earlier = {key for stage, sent in stages.items() if stage < first for key in sent[part][1]}
         keys = [key for key in each.tensors if key not in earlier and _is_written_here(each, key, ranks)]
-        written[part] = (trees[part], {key: each.tensors[key] for key in keys})
-        locations[part] = {key: each.shard_locations[key] for key in keys if key in each.shard_locations}
-    return HostSnapshot(written, {part: found for part, found in locations.items() if found})
+        locations = {key: each.shard_locations[key] for key in keys if key in each.shard_locations}
+        written[part] = Encoded(trees[part], {key: each.tensors[key] for key in keys}, locations)
+    return HostSnapshot(written)
 
 
 def _reject_differences(reports: Sequence[_Report]) -> None:

@@ -250,7 +250,7 @@ def collect_parts(trainer: Trainer) -> dict[str, Any]:
         generators=generators,
         step=trainer.step,
         has_unfinished_step=trainer.has_unfinished_step,
-        ended_under=trainer.ended_under,
+        max_steps_at_end=trainer.ended_under,
         unclaimed_hook_state=trainer.unclaimed_hook_state,
     )
 
@@ -273,7 +273,7 @@ def restore_weights(trainer: Trainer, step: int) -> None:
     store = trainer.context.store
     elsewhere = _names_of_all_stages(trainer)
     weights = store.read_split(step, "model")
-    contents.load_model_state(weights, trainer.model, location=str(store.path(step)), elsewhere=elsewhere)
+    contents.load_model_state(weights, trainer.model, source=str(store.path(step)), other_stages=elsewhere)
     hooks = store.read_split(step, "training")["hooks"]
     contents.restore_hooks(hooks, trainer.callbacks.keyed(), model=trainer.model)
 
@@ -284,14 +284,14 @@ def restore_state(trainer: Trainer, read: Callable[[str], Any], *, location: str
     Their tensors may be whole or in pieces, however the trainer's own are laid out.
     """
     keep_settings, elsewhere = trainer.checkpoints.keeps_settings, _names_of_all_stages(trainer)
-    contents.load_model_state(read("model"), trainer.model, location=location, elsewhere=elsewhere)
+    contents.load_model_state(read("model"), trainer.model, source=location, other_stages=elsewhere)
     contents.restore_optimizers(
-        read("optimizers"), trainer.model, trainer.optimizers, keep_settings=keep_settings, elsewhere=elsewhere
+        read("optimizers"), trainer.model, trainer.optimizers, keep_settings=keep_settings, other_stages=elsewhere
     )
     training = read("training")
     trainer.step = trainer.storage.step = int(training["step"])
     trainer.has_unfinished_step = bool(training["has_unfinished_step"])
-    trainer.ended_under = int(training["ended_under"])
+    trainer.ended_under = int(training["max_steps_at_end"])
     assert trainer.train_data is not None
     trainer.train_data.load_state_dict(training["data"], accept_changes=keep_settings)
     trainer.storage.load_state_dict(training["events"], with_window=trainer.ranks.is_first)

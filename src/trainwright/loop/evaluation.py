@@ -516,7 +516,7 @@ def _find_next(trainer: Trainer, seen: set[Weights], *, look: bool) -> Weights |
         return "ended"
     if look:  # one that stopped early says so in its last checkpoint, which it may have written twice
         try:
-            if trainer.context.store.read_split(steps[-1], "training")["ended_under"] >= max_steps:
+            if trainer.context.store.read_split(steps[-1], "training")["max_steps_at_end"] >= max_steps:
                 return "ended"
         except CheckpointError as error:
             logger.debug("Not readable yet: %s", error)
