@@ -246,7 +246,7 @@ def test_a_missing_tensor_and_an_unknown_tag_are_named():
         decode({"$frozenset": []}, {})
 
 
-def test_tensors_from_a_mapping_that_makes_them_anew_are_not_mistaken_for_ties():
+def test_tensors_that_a_mapping_creates_at_each_access_are_not_tied():
     class Fresh(dict):
         def items(self):
             return ((name, torch.full((4,), float(index))) for index, name in enumerate(self))

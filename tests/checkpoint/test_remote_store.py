@@ -105,7 +105,7 @@ def test_both_stores_have_the_same_public_methods():
     assert public(CheckpointStore) == public(RemoteStore)
 
 
-def test_making_a_store_asks_nobody(store):
+def test_creating_a_store_makes_no_request(store):
     Plan.set("rejects", 0)
     again = open_store(store.folder.address)
     assert str(again.path(20)) == f"{store.folder}/step-00000020"
@@ -173,7 +173,7 @@ def test_no_temporary_file_stays(store, tmp_path, monkeypatch):
     assert list(temporary.iterdir()) == []
 
 
-def test_a_replacement_has_a_folder_of_its_own_and_the_old_one_goes(store):
+def test_a_replacement_has_its_own_folder_and_the_old_one_is_deleted(store):
     write(store, 10, 1)
     assert write(store, 10, 2).name == "step-00000010-2"
     assert store.steps() == [10]
@@ -272,7 +272,7 @@ def test_leftovers_go_when_they_are_old_and_replaced_ones_at_once(store, monkeyp
     assert version_of(store, 10) == 1
 
 
-def test_other_people_s_files_are_left_alone(store):
+def test_unknown_files_are_left_alone(store):
     remote = RemoteFolder(store.folder.address)
     for name in ("notes.txt", "step-5/x", "step-000000005/MANIFEST.json", "step-00000007-1/MANIFEST.json"):
         remote.put(name, b"mine")

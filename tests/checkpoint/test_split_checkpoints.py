@@ -107,7 +107,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_every_layout_reads_every_other_and_goes_on_alike(folder):
+def test_every_layout_reads_every_other_and_continues_equally(folder):
     """The fixture has compared them on four ranks; every file is as its manifest says."""
     store = CheckpointStore(folder)
     assert store.steps() == [WHOLE, *NUMBERS.values()]

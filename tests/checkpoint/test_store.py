@@ -146,7 +146,7 @@ def test_a_missing_step_names_the_steps(two):
 
 
 @pytest.mark.parametrize("name", ["../model", "MANIFEST", "a.b", "", "Model"])
-def test_a_part_name_that_is_no_file_name_is_rejected(store, name):
+def test_a_part_name_that_is_not_a_file_name_is_rejected(store, name):
     with raises(CheckpointError):
         store.write(1, {name: {}}, metrics={})
 
@@ -205,7 +205,7 @@ def test_the_link_best_is_moved_and_taken_away(two):
     assert names(two) == ["step-00000010", "step-00000020"]
 
 
-def test_where_links_are_impossible_saving_goes_on(store, monkeypatch, caplog):
+def test_saving_continues_without_links(store, monkeypatch, caplog):
     def reject(*arguments, **options):
         raise OSError(errno.EPERM, "Operation not permitted")
 
@@ -216,7 +216,7 @@ def test_where_links_are_impossible_saving_goes_on(store, monkeypatch, caplog):
     assert {record.levelname for record in caplog.records} == {"DEBUG"}
 
 
-def test_a_folder_in_the_place_of_a_link_is_left_alone(store):
+def test_a_folder_with_the_name_of_a_link_is_left_alone(store):
     (store.folder / "latest").mkdir(parents=True)
     (store.folder / "latest" / "mine").touch()
     store.write(10, parts_of(10), metrics={})
@@ -224,7 +224,7 @@ def test_a_folder_in_the_place_of_a_link_is_left_alone(store):
     assert sorted(path.name for path in store.folder.iterdir()) == ["latest", "step-00000010"]
 
 
-def test_links_that_lie_change_nothing_that_is_read(two):
+def test_wrong_links_do_not_affect_reading(two):
     for link in ("latest", "best"):
         (two.folder / link).unlink(missing_ok=True)
         (two.folder / link).symlink_to("step-00000099")
@@ -416,7 +416,7 @@ def test_clean_leaves_the_staging_of_a_living_writer(two, monkeypatch):
     assert two.newest_intact() == 30
 
 
-def test_clean_removes_what_the_dead_left_and_nothing_else(two):
+def test_clean_removes_the_files_of_dead_writers_and_nothing_else(two):
     for name in (".staging-step-00000030-ab12cd34", ".trash-step-00000005-ab12cd34", "mine", "step-00000040", ".mine"):
         (two.folder / name).mkdir()
         (two.folder / name / "file").touch()
@@ -456,7 +456,7 @@ def test_an_aside_whose_replacement_arrived_is_removed(two):
     assert two.metrics(20) == {"valid/loss": 1 / 20}
 
 
-def test_of_two_asides_the_later_made_comes_back(two):
+def test_of_two_asides_the_newer_one_is_restored(two):
     (two.folder / "step-00000020").rename(two.folder / ".aside-step-00000020-ffffffff")
     two.write(20, {}, metrics={"valid/loss": 9.0})
     shutil.copytree(two.path(20), two.folder / ".aside-step-00000020-00000000")

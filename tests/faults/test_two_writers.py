@@ -243,7 +243,7 @@ def test_a_rank_that_is_stopped_is_given_up_and_may_come_back(tmp_path, meeting)
     saver.save(10, share_of(0, 1), metrics={"version": 1.0})
     saver.wait()
     assert stopped.is_set()
-    with pytest.raises(Exception, match="Rank 1 has not been heard of"):
+    with pytest.raises(Exception, match="Rank 1 has sent no heartbeat"):
         saver.wait(must_succeed=True)
     woken.set()
     other.join()

@@ -102,7 +102,7 @@ def test_one_rank_leaves_the_model_alone():
         nn.CrossEntropyLoss(ignore_index=0),
     ],
 )
-def test_a_criterion_that_is_no_plain_mean_is_rejected(criterion):
+def test_a_criterion_that_is_not_a_plain_mean_is_rejected(criterion):
     model = Toy()
     model.criterion = criterion
     with raises(ConfigError, "CrossEntropyLoss"):

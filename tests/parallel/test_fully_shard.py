@@ -196,7 +196,7 @@ def test_a_listed_method_that_is_none_is_rejected(found):
     assert "Net.forward_methods lists 'los_of'" in found[0]["no_method"]
 
 
-def test_nothing_is_split_where_nobody_shares():
+def test_nothing_is_sharded_with_one_rank():
     model = make_net()
     sync = shard_parameters(model, Mesh(), settings=SplitSettings(), device=CPU)
     sync.begin_backward(is_last=True)

@@ -17,7 +17,7 @@ WAYS = {
 }
 
 
-def test_who_calls_a_part_of_a_split_model_is_told_what_to_call(tmp_path):
+def test_a_direct_call_of_a_submodule_of_a_sharded_model_is_explained(tmp_path):
     def act(mesh):
         model = make_net()
         shard_parameters(model, mesh, settings=SplitSettings(), device=CPU)

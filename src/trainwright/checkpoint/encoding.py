@@ -219,13 +219,24 @@ ALLOWED = (
 )
 
 # The dtypes that safetensors supports since 0.4.5. Others (complex, other floats) are stored as bytes.
-NATIVE_DTYPES = frozenset(
-    {
-        *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-        *(torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
-    }
-)
+# In the sort order of safetensors, widest first, so that every tensor is aligned to its element size.
+DTYPE_NAMES = {
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 # Deeper than any real state and far from Python's recursion limit, so a list that contains itself gets a clear error.
 MAX_DEPTH = 100
@@ -369,7 +380,7 @@ class _Encoder:
         """Encodes this rank's shard of a DTensor; the same one (tied weights) once."""
         location = shard_location_of(value)
         problem = location if isinstance(location, str) else _tensor_problem(local(value))
-        if problem is None and value.dtype not in NATIVE_DTYPES:
+        if problem is None and value.dtype not in DTYPE_NAMES:
             problem = f"a DTensor of dtype {value.dtype}. Save a view of it in another dtype"
         if problem is not None:
             raise self._rejection(path, f"cannot be saved: {problem}", value)
@@ -381,7 +392,7 @@ class _Encoder:
 
     def _store_tensor(self, tensor: torch.Tensor, path: KeyPath) -> dict[str, Any]:
         key = self._free_key(path)
-        if tensor.dtype in NATIVE_DTYPES:
+        if tensor.dtype in DTYPE_NAMES:
             self.tensors[key] = tensor
             return {"$tensor": key}
         self.tensors[key] = tensor.reshape(-1).view(torch.uint8)

@@ -20,28 +20,10 @@ import torch
 from safetensors import safe_open
 
 from trainwright.checkpoint.disk import created, write_all, write_file
-from trainwright.checkpoint.encoding import Encoded, ShardLocation, Sizes, SplitTensor, decode
+from trainwright.checkpoint.encoding import DTYPE_NAMES, Encoded, ShardLocation, Sizes, SplitTensor, decode
 from trainwright.checkpoint.manifest import FileFact
 from trainwright.errors import CheckpointError
 
-# In the sort order of safetensors, widest first, so that every tensor is aligned to its element size.
-DTYPE_NAMES = {
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 _ORDER = {dtype: number for number, dtype in enumerate(DTYPE_NAMES)}
 
 # Large, because a background thread waits for the GIL after each chunk.

@@ -193,9 +193,6 @@ def reject_ungathered(error: RuntimeError, model: torch.nn.Module) -> None:
     ) from error
 
 
-__all__ = ["GradientSync", "SplitSettings", "shard_parameters"]
-
-
 @dataclass(frozen=True)
 class SplitSettings:
     """How sharded parameters are gathered and their gradients reduced."""

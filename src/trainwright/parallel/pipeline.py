@@ -202,8 +202,6 @@ def _is_within(name: str, path: str) -> bool:
     return name == path or name.startswith(f"{path}.")
 
 
-__all__ = ["Pipeline", "reject_pipeline", "split_layers"]
-
 HIDDEN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """The dtypes of hidden states that can be sent."""
 

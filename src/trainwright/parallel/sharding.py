@@ -52,19 +52,19 @@ def read_rules(
     setting: str | Mapping[str, Any],
     *,
     project_dir: Path,
-    origin: Callable[[str], Origin | None] | Origin | None = None,
+    origin: Callable[[str], object | None] = lambda setting: None,
 ) -> ShardingRules:
     """Reads `model.sharding`: a packaged name, a file of the project, or the rules themselves.
 
-    `origin` is the location of the setting, or a function that returns the location of a setting.
+    `origin` returns the location of a setting.
     """
-    origin = origin("model.sharding") if callable(origin) else origin
+    where = origin("model.sharding")
     if isinstance(setting, Mapping):
-        return parse_rules(setting, where=origin)
+        return parse_rules(setting, where=where)
     if not isinstance(setting, str) or not setting:
         raise ConfigError(
             f"model.sharding: must be a packaged name, a file or a mapping of rules, got {describe(setting)}.",
-            where=origin,
+            where=where,
         )
     packaged = packaged_files()
     if setting in packaged:
@@ -72,12 +72,12 @@ def read_rules(
     if setting.endswith((".yaml", ".yml")):
         path = project_dir / setting
         if not path.is_file():
-            raise ConfigError(f"model.sharding: {path} does not exist. Paths start at {project_dir}.", where=origin)
+            raise ConfigError(f"model.sharding: {path} does not exist. Paths start at {project_dir}.", where=where)
         return _read_file(path, shown=setting, is_packaged=False)
     raise ConfigError(
         f"model.sharding: no packaged rules {setting!r}. {suggest(setting, packaged)} "
         "Or use a file such as sharding.yaml.",
-        where=origin,
+        where=where,
     )
 
 
@@ -189,8 +189,6 @@ def _axes(glob: str, value: Any, where: object) -> Axes:
         where=where,
     )
 
-
-__all__ = ["AxisLayout", "ShardingPlan", "ShardingRules", "packaged_rules", "plan_sharding", "read_rules"]
 
 MOST_SHOWN = 8
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -137,17 +138,12 @@ def look_up_rows(self: nn.Embedding, ids: Tensor) -> Tensor:
 
 def drop(self: nn.Dropout, given: Tensor) -> Tensor:
     """The forward of a dropout on states that may be sharded."""
-    if not isinstance(given, DTensor) or not self.training or self.p == 0:
-        return type(self).forward(self, given)
-    return _drop_shard(given, lambda ones: type(self).forward(self, ones))
+    return _drop(given, partial(type(self).forward, self), draws=self.training and self.p > 0)
 
 
 def drop_before_adapter(self: Any, given: Tensor) -> Tensor:
     """The dropout of an adapter's input; `self` is a LoRALinear, which this package cannot import."""
-    plain: Callable[[Any, Tensor], Tensor] = type(self).drop
-    if not isinstance(given, DTensor) or not self.training or self.lora_dropout == 0:
-        return plain(self, given)
-    return _drop_shard(given, lambda ones: plain(self, ones))
+    return _drop(given, partial(type(self).drop, self), draws=self.training and self.lora_dropout > 0)
 
 
 def score(self: nn.Module, logits: Any, *rest: Any, **named: Any) -> Any:
@@ -180,8 +176,10 @@ def return_whole(model: nn.Module, args: Any, outputs: Any) -> Any:
     return {name: each if keeps_shards and name != "loss" else whole(each) for name, each in outputs.items()}
 
 
-def _drop_shard(given: DTensor, drop_all: Callable[[Tensor], Tensor]) -> DTensor:
+def _drop(given: Tensor, drop_all: Callable[[Tensor], Tensor], *, draws: bool) -> Tensor:
     """Drops the same values as one process: ranks draw the same numbers, and each uses those of its shard."""
+    if not draws or not isinstance(given, DTensor):
+        return drop_all(given)
     values = given.to_local()
     kept = drop_all(torch.ones(given.shape, dtype=values.dtype, device=values.device))
     dim = split_dim(given)
@@ -190,8 +188,6 @@ def _drop_shard(given: DTensor, drop_all: Callable[[Tensor], Tensor]) -> DTensor
         values * own, given.device_mesh, given.placements, run_check=False, shape=given.shape, stride=given.stride()
     )
 
-
-__all__ = ["split_tensors", "whole"]
 
 STAGE_METHODS = ("begin", "finish")
 """Methods that the stages of a pipeline call instead of forward."""
