@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from trainwright import AutoModel, RunConfig, load_checkpoint, run_experiment
 from trainwright.checkpoint.encoding import decode
 from trainwright.checkpoint.manifest import read_manifest, render_manifest
-from trainwright.checkpoint.remote_files import RemoteFolder, Take
+from trainwright.checkpoint.remote_files import RemoteFolder, StepFolder
 from trainwright.checkpoint.remote_store import open_store
 from trainwright.cli import app
 from trainwright.data.sources.files import text as text_files
@@ -250,12 +250,12 @@ WHOLE = {"format": 1, "step": 1, "created": "2026-01-01", "metrics": {}, "parts"
     ],
 )
 def test_a_remote_manifest_of_another_shape_is_damaged(change):
-    remote, take = RemoteFolder("memory://security"), Take(1, 1)
+    remote, folder = RemoteFolder("memory://security"), StepFolder(1, 1)
     remote.put("step-00000001/MANIFEST.json", render_manifest(WHOLE))
-    assert remote.manifest(take) == WHOLE
+    assert remote.manifest(folder) == WHOLE
     remote.put("step-00000001/MANIFEST.json", render_manifest({**WHOLE, **change}))
     with raises(CheckpointError, "security/step-00000001/MANIFEST.json"):
-        remote.manifest(take)
+        remote.manifest(folder)
 
 
 # Datasets, models' folders, projects.

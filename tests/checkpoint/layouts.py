@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from trainwright.checkpoint import contents
 from trainwright.checkpoint.background import BackgroundSaver
 from trainwright.checkpoint.retention import Retention
-from trainwright.checkpoint.together import Together, share_of
+from trainwright.checkpoint.together import Together, encode_share
 from trainwright.parallel.collectives import Notes
 
 LAYOUTS = {
@@ -139,7 +139,7 @@ def saver_for(store, ranks, topic, **options):
 
 def save(ranks, store, number, topic):
     """Saves a trained model in this layout as the checkpoint of that step."""
-    share = share_of(parts_of(*trained(ranks.mesh)), ranks)
+    share = encode_share(parts_of(*trained(ranks.mesh)), ranks)
     saver = saver_for(store, ranks, topic)
     saver.save(number, share, metrics={"loss": float(number)})
     saver.wait(must_succeed=True)
@@ -152,8 +152,8 @@ def restored(read, mesh=None, names=()):
     """A model of another seed, brought to what `read` gives."""
     model = Net(seed=7) if mesh is None else place(Net(seed=7), mesh)
     optimizer, averages = make_optimizer(model), Averages()
-    contents.load_model_state(read("model"), model, location="here", elsewhere=names)
-    contents.restore_optimizers(read("optimizers"), model, {"main": optimizer}, elsewhere=names)
+    contents.load_model_state(read("model"), model, source="here", other_stages=names)
+    contents.restore_optimizers(read("optimizers"), model, {"main": optimizer}, other_stages=names)
     training = read("training")
     assert contents.restore_hooks(training["hooks"], {"Averages": averages}, model=model) == {}
     assert training["data"] == {"position": 5}

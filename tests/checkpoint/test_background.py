@@ -100,7 +100,7 @@ def test_what_is_saved_is_the_state_at_the_call(make, store, disk):
     assert store.metrics(10) == {"loss": 0.5}
 
 
-def test_training_goes_on_while_the_disk_is_slow(make, store, disk):
+def test_training_continues_while_the_disk_is_slow(make, store, disk):
     saver = make()
     disk.is_free.clear()
     saver.save(10, parts_of(1), metrics={})
@@ -126,8 +126,8 @@ def test_a_second_save_waits_for_the_first_and_both_are_whole(make, store, disk)
     assert saver.take_committed() == [20]
 
 
-def test_a_long_wait_for_the_save_before_is_told(make, disk, caplog, monkeypatch):
-    monkeypatch.setattr(background_module, "SECONDS_WORTH_A_WORD", 0.01)
+def test_a_long_wait_for_the_previous_save_is_logged(make, disk, caplog, monkeypatch):
+    monkeypatch.setattr(background_module, "REPORTED_WAIT_SECONDS", 0.01)
     saver = make()
     disk.is_free.clear()
     saver.save(10, parts_of(1), metrics={})
@@ -144,7 +144,7 @@ def test_a_synchronous_save_is_there_when_it_returns(make, store):
     assert saver.take_committed() == [10]
 
 
-def test_the_policy_is_applied_before_a_step_is_told_committed(make, store, asynchronous):
+def test_the_policy_is_applied_before_a_step_is_reported_as_committed(make, store, asynchronous):
     saver = make(Retention(2, "loss", "min"), asynchronous=asynchronous)
     for step, loss in [(10, 2.0), (20, 1.0), (30, 3.0), (40, 4.0), (50, 5.0)]:
         saver.save(step, parts_of(step), metrics={"loss": loss})
@@ -181,7 +181,7 @@ def fail_once(saver, disk, step):
     saver.wait()
 
 
-def test_a_save_given_up_names_the_newest_and_the_count_and_training_goes_on(make, store, disk, caplog, asynchronous):
+def test_a_failed_save_names_the_newest_and_the_count_and_training_continues(make, store, disk, caplog, asynchronous):
     saver = make(asynchronous=asynchronous)
     saver.save(10, parts_of(10), metrics={})
     fail_once(saver, disk, 20)
@@ -217,7 +217,7 @@ def test_max_failures_in_a_row_end_saving_with_the_cause(make, store, disk, asyn
     assert store.steps() == [10]
 
 
-def test_a_success_starts_the_count_anew(make, disk, asynchronous):
+def test_a_success_resets_the_count_of_failures(make, disk, asynchronous):
     saver = make(asynchronous=asynchronous, max_failures=2)
     for step in (10, 30, 50):
         fail_once(saver, disk, step)
@@ -249,19 +249,19 @@ def test_a_state_that_cannot_be_saved_is_rejected_at_once_and_counts_for_nothing
     assert store.steps() == [20]
 
 
-def test_from_a_full_disk_goes_what_the_new_one_would_push_out_and_no_more(make, store, disk, caplog):
+def test_on_a_full_disk_only_what_the_new_one_would_replace_is_deleted(make, store, disk, caplog):
     saver = make(Retention(3), asynchronous=False)
     for step in (10, 20, 30):
         saver.save(step, parts_of(step), metrics={})
     (store.folder / ".trash-step-00000005-ab12cd34").mkdir()
     disk.fill(1)
     saver.save(40, parts_of(40), metrics={})
-    assert "Deleted to make room" in caplog.text
+    assert "Deleted to free space" in caplog.text
     assert store.steps() == [20, 30, 40]
     assert not (store.folder / ".trash-step-00000005-ab12cd34").exists()
 
 
-def test_a_disk_that_stays_full_leaves_all_but_one_place(make, store, disk):
+def test_a_disk_that_stays_full_deletes_one_checkpoint_only(make, store, disk):
     saver = make(Retention(3), asynchronous=False)
     for step in (10, 20, 30):
         saver.save(step, parts_of(step), metrics={})
@@ -281,7 +281,7 @@ def test_replacing_a_step_on_a_full_disk_pushes_no_other_out(make, store, disk):
     assert [value_of(store, step) for step in store.steps()] == [10, 21]
 
 
-def test_with_the_whole_folder_lost_saving_fails_in_words_and_recovers(make, store, asynchronous, caplog):
+def test_with_the_whole_folder_lost_saving_fails_clearly_and_recovers(make, store, asynchronous, caplog):
     saver = make(Retention(2), asynchronous=asynchronous)
     saver.save(10, parts_of(1), metrics={})
     saver.wait()

@@ -148,7 +148,7 @@ class Fp32State(torch.optim.Optimizer):
                 parameter -= (group["lr"] * total).to(parameter.dtype)
 
 
-def test_fp32_state_beside_bf16_parameters_keeps_its_bits(store):
+def test_fp32_state_of_bf16_parameters_keeps_its_bits(store):
     model = net(torch.bfloat16)
     before = stepped(model, lambda each: Fp32State(each.parameters()))
     totals = state_by_name(model, before)
@@ -183,7 +183,7 @@ def test_state_for_a_parameter_that_the_optimizer_no_longer_owns_is_rejected_by_
         contents.restore_optimizers(store.read(5, "optimizers"), model, {"main": smaller})
 
 
-def test_another_number_of_parameter_groups_is_rejected_in_words(store):
+def test_another_number_of_parameter_groups_is_rejected(store):
     model = net()
     write(store, model, {"main": stepped(model, adamw)})
     groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}]
@@ -218,13 +218,13 @@ def test_unclaimed_hook_state_is_kept_and_warned_of(store, caplog):
     assert again["hooks"] == {"InfoHook": {"seen": 1}, "InfoHook#2": {"seen": 2}}
 
 
-def test_an_empty_state_without_its_hook_is_no_reason_to_warn(store, caplog):
+def test_an_empty_state_without_its_hook_does_not_warn(store, caplog):
     with caplog.at_level(logging.WARNING, logger="trainwright"):
         assert contents.restore_hooks({"TimeSteps": {}}, {}) == {}
     assert caplog.text == ""
 
 
-def test_the_generators_of_python_and_numpy_go_on_where_they_were(store):
+def test_the_generators_of_python_and_numpy_are_restored(store):
     random.gauss(0, 1)  # leaves a second value in Python's generator, which is state too
     np.random.standard_normal()
     training = write(store, net(), {})

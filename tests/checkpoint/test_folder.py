@@ -96,7 +96,7 @@ def test_a_run_is_found_from_inside(run, monkeypatch):
 
 
 @pytest.mark.parametrize("inside", [".", "checkpoints/step-00000099", "checkpoints/damaged-step-00000012", "nowhere"])
-def test_anything_else_is_no_run(run, inside):
+def test_anything_else_is_not_a_run(run, inside):
     wrong = run.parent / "other" if inside == "." else run / inside
     with raises(CheckpointError, wrong, "runs/NAME"):
         run_folders.find_run(wrong)

@@ -33,7 +33,7 @@ def every_tensor(value):
 def addresses(snapshot):
     return {
         (part, key): tensor.data_ptr()
-        for part, (_, tensors) in snapshot.parts.items()
+        for part, (_, tensors, *_) in snapshot.parts.items()
         for key, tensor in tensors.items()
     }
 
@@ -84,7 +84,7 @@ def test_another_shape_gets_other_memory_and_the_rest_keeps_its_own():
     assert snapshot.parts["model"][1]["half"].data_ptr() == first.parts["model"][1]["half"].data_ptr()
 
 
-def test_what_is_no_longer_saved_is_given_back():
+def test_memory_of_what_is_no_longer_saved_is_freed():
     buffers = HostBuffers()
     buffers.copy_to_host(state(1))
     snapshot = buffers.copy_to_host({"model": {"half": torch.ones(2)}})
@@ -97,7 +97,7 @@ def test_parts_without_tensors_and_no_parts_at_all_are_staged():
     assert HostBuffers().copy_to_host({"training": {"step": 1}}).to_state() == {"training": {"step": 1}}
 
 
-def test_what_cannot_be_saved_is_rejected_with_its_place():
+def test_what_cannot_be_saved_is_rejected_with_its_path():
     with raises(CheckpointError, "training.seen"):
         HostBuffers().copy_to_host({"training": {"seen": {1}}})
 
@@ -107,7 +107,7 @@ def test_encoding_alone_copies_nothing():
     assert encode_parts({"model": {"weight": weight}}).parts["model"][1]["weight"].data_ptr() == weight.data_ptr()
 
 
-def test_an_optimizer_goes_back_in_memory_and_makes_the_same_updates_again():
+def test_an_optimizer_restored_from_memory_repeats_the_same_updates():
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -9,8 +9,7 @@ import torch
 from tests.messages import raises
 
 from trainwright import RunConfig
-from trainwright.checkpoint import folder as run_folders
-from trainwright.checkpoint.listing import CHECKPOINTS, checkpoints_location, list_checkpoints
+from trainwright.checkpoint.listing import checkpoints_location, list_checkpoints
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.errors import CheckpointError
 
@@ -21,10 +20,6 @@ def store(tmp_path):
     for step in (10, 20):
         store.write(step, {"model": {"w": torch.ones(step)}}, metrics={"loss": 1 / step})
     return store
-
-
-def test_the_folder_is_called_as_the_run_calls_it():
-    assert CHECKPOINTS == run_folders.CHECKPOINTS
 
 
 def test_a_run_s_checkpoints_are_where_its_settings_say(tmp_path):

@@ -15,8 +15,8 @@ from tests.checkpoint.hostile import FAULTS, HostileMemory, Plan
 from tests.messages import raises
 
 from trainwright.checkpoint import remote_files
-from trainwright.checkpoint.manifest import render_manifest
-from trainwright.checkpoint.remote_files import RemoteFolder, RemotePath, UnreachableError
+from trainwright.checkpoint.manifest import UnreachableError, render_manifest
+from trainwright.checkpoint.remote_files import RemoteFolder, RemotePath
 from trainwright.checkpoint.remote_store import RemoteStore, open_store
 from trainwright.checkpoint.retention import Retention, metrics_by_step, prune
 from trainwright.checkpoint.snapshot import HostBuffers
@@ -105,7 +105,7 @@ def test_both_stores_have_the_same_public_methods():
     assert public(CheckpointStore) == public(RemoteStore)
 
 
-def test_making_a_store_asks_nobody(store):
+def test_creating_a_store_makes_no_request(store):
     Plan.set("rejects", 0)
     again = open_store(store.folder.address)
     assert str(again.path(20)) == f"{store.folder}/step-00000020"
@@ -140,7 +140,7 @@ def test_a_staged_state_gives_the_same_files(store):
     store.write_snapshot(20, HostBuffers().copy_to_host(parts_of(1)), metrics={"version": 1})
     assert version_of(store, 20) == 1
     remote = RemoteFolder(store.folder.address)
-    plain, snapshot = (remote.manifest(take)["files"] for take in remote.takes())
+    plain, snapshot = (remote.manifest(folder)["files"] for folder in remote.step_folders())
     assert plain == snapshot
 
 
@@ -173,7 +173,7 @@ def test_no_temporary_file_stays(store, tmp_path, monkeypatch):
     assert list(temporary.iterdir()) == []
 
 
-def test_a_replacement_has_a_folder_of_its_own_and_the_old_one_goes(store):
+def test_a_replacement_has_its_own_folder_and_the_old_one_is_deleted(store):
     write(store, 10, 1)
     assert write(store, 10, 2).name == "step-00000010-2"
     assert store.steps() == [10]
@@ -272,7 +272,7 @@ def test_leftovers_go_when_they_are_old_and_replaced_ones_at_once(store, monkeyp
     assert version_of(store, 10) == 1
 
 
-def test_other_people_s_files_are_left_alone(store):
+def test_unknown_files_are_left_alone(store):
     remote = RemoteFolder(store.folder.address)
     for name in ("notes.txt", "step-5/x", "step-000000005/MANIFEST.json", "step-00000007-1/MANIFEST.json"):
         remote.put(name, b"mine")
@@ -449,4 +449,4 @@ def test_a_missing_package_of_a_file_system_is_named_with_its_extra(monkeypatch)
 
     monkeypatch.setattr(fsspec, "url_to_fs", without_package)
     with raises(UnreachableError, "s3fs", "trainwright[s3]", at="s3://bucket/runs"):
-        RemoteFolder("s3://bucket/runs").takes()
+        RemoteFolder("s3://bucket/runs").step_folders()

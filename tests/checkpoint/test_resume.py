@@ -197,7 +197,7 @@ def test_how_many_processes_call_the_function_of_the_data_may_change(tmp_path):
     assert changed_settings(one, three) == {"data.process.version": (None, 3)}
 
 
-def test_a_nan_is_no_change_of_a_nan(tmp_path):
+def test_nan_is_not_a_change_of_nan(tmp_path):
     override = "data.train={type: parts.py:Points, noise: .nan, seed: [.nan, 1]}"
     assert changed_settings(load(tmp_path, override), load(tmp_path, override)) == {}
     assert "data.train.noise" in changed_settings(load(tmp_path, override), load(tmp_path))
@@ -250,14 +250,14 @@ def test_a_rejected_change_says_where_it_is_written_and_what_to_do(tmp_path):
     assert all_files(tmp_path / "small") == before
 
 
-def test_a_change_made_in_python_is_rejected_without_a_place(tmp_path):
+def test_a_change_made_in_python_is_rejected_without_a_location(tmp_path):
     build_trainer(load(tmp_path, "trainer.max_steps=2")).train()
     settings = {**load(tmp_path).to_dict(), "seed": 8}
     with raises(CheckpointError, "7"):
         build_trainer(RunConfig.from_dict(settings, project_dir=PROJECT))
 
 
-def test_accepted_changes_go_on_from_the_checkpoint(tmp_path):
+def test_accepted_changes_resume_from_the_checkpoint(tmp_path):
     build_trainer(load(tmp_path, "trainer.max_steps=4")).train()
     changed = load(tmp_path, "trainer.optimizer={type: adamw, lr: 0.5, weight_decay: 0.25}", "seed=8")
     trainer = build_trainer(changed, accept_changes=True)
@@ -318,7 +318,7 @@ def store(tmp_path):
     return store
 
 
-def test_a_checkpoint_is_picked_by_word_or_number(store):
+def test_a_checkpoint_is_picked_by_name_or_number(store):
     best = KeepBest(metric="valid/loss")
     assert pick_step(store, "latest", best=None) == 30
     assert pick_step(store, "best", best=best) == 20
@@ -351,18 +351,18 @@ def test_a_run_without_checkpoints_is_a_clear_error(tmp_path):
         pick_step(CheckpointStore(tmp_path / "none"), "latest", best=None)
 
 
-def test_another_optimizer_starts_anew_where_the_change_is_accepted(tmp_path, caplog):
+def test_another_optimizer_starts_without_state_where_the_change_is_accepted(tmp_path, caplog):
     build_trainer(load(tmp_path, "trainer.max_steps=4")).train()
     changed = load(tmp_path, "trainer.optimizer={type: sgd, lr: 0.1}")
     with caplog.at_level(logging.INFO, logger="trainwright"):
         trainer = build_trainer(changed, accept_changes=True)
     assert mentions(caplog.text, "adamw", "sgd", "4", "trainer.optimizer.type")
-    assert "it starts anew" in caplog.text
+    assert "it starts without state" in caplog.text
     trainer.train()
     assert trainer.step == 12
 
 
-def test_a_damaged_older_manifest_does_not_stand_in_the_way(tmp_path):
+def test_a_damaged_older_manifest_does_not_prevent_saving(tmp_path):
     keep = ("checkpoint={every_steps: 4, keep_best: {metric: valid/loss}, keep_last: null}", "evaluation.every_steps=4")
     build_trainer(load(tmp_path, *keep)).train()
     (tmp_path / "small" / "checkpoints" / "step-00000004" / "MANIFEST.json").write_text("{")

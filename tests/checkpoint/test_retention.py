@@ -53,7 +53,7 @@ def test_without_keep_last_nothing_is_deleted():
     assert Retention(None, keep_every=7).to_delete(without_metrics(10, 20, 30)) == []
 
 
-def test_one_that_is_coming_takes_a_place_but_not_the_newest_one_s():
+def test_a_coming_checkpoint_counts_but_does_not_replace_the_newest():
     assert Retention(3).to_delete(without_metrics(10, 20, 30), num_coming=1) == [10]
     assert Retention(1).to_delete(without_metrics(10, 20, 30), num_coming=1) == [10, 20]
     assert Retention(1).to_delete(without_metrics(30), num_coming=5) == []

@@ -7,7 +7,7 @@ from tests.messages import raises
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from trainwright.checkpoint.store import CheckpointStore
-from trainwright.checkpoint.together import merge_trees, reject_unshared, share_of
+from trainwright.checkpoint.together import encode_share, merge_trees, reject_unshared_folder
 from trainwright.errors import CheckpointError
 
 
@@ -54,8 +54,8 @@ def writers_of(ranks):
         "hybrid": DTensor.from_local(torch.ones(2), along, [Replicate(), Shard(0)], run_check=False),
         "plain": torch.ones(2),
     }
-    share = share_of({"model": made}, ranks)
-    tree, tensors = share.parts["model"]
+    share = encode_share({"model": made}, ranks)
+    tree, tensors, *_ = share.parts["model"]
     return sorted(tensors), None if tree is None else sorted(tree)
 
 
@@ -63,8 +63,8 @@ def test_of_copies_the_first_is_written(tmp_path):
     def act(ranks):
         writers = writers_of(ranks)
         with raises(CheckpointError, "1", "2", "3"):
-            reject_unshared(CheckpointStore(tmp_path / str(ranks.rank)), ranks, patience=0.0)
-        reject_unshared(CheckpointStore(tmp_path / "shared"), ranks)
+            reject_unshared_folder(CheckpointStore(tmp_path / str(ranks.rank)), ranks, patience=0.0)
+        reject_unshared_folder(CheckpointStore(tmp_path / "shared"), ranks)
         return writers
 
     first = ["copied", "hybrid", "plain", "split"]
@@ -81,8 +81,6 @@ def test_one_process_writes_all():
     from trainwright.parallel.collectives import Ranks
 
     parts = parts_of(*trained())
-    share = share_of(parts, Ranks())
-    assert {part: set(tensors) for part, (_, tensors) in share.parts.items()}["model"] == {
-        *(key for key in parts["model"] if key != "last.weight")
-    }
-    assert share.shard_locations == {}
+    share = encode_share(parts, Ranks())
+    assert set(share.parts["model"].tensors) == {*(key for key in parts["model"] if key != "last.weight")}
+    assert not any(encoded.shard_locations for encoded in share.parts.values())

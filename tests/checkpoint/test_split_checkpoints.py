@@ -31,7 +31,7 @@ from trainwright.checkpoint.encoding import SplitTensor, encode
 from trainwright.checkpoint.remote_store import open_store
 from trainwright.checkpoint.snapshot import HostBuffers
 from trainwright.checkpoint.store import CheckpointStore
-from trainwright.checkpoint.together import reject_unshared, share_of
+from trainwright.checkpoint.together import encode_share, reject_unshared_folder
 from trainwright.errors import CheckpointError
 
 WHOLE = 9
@@ -107,7 +107,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_every_layout_reads_every_other_and_goes_on_alike(folder):
+def test_every_layout_reads_every_other_and_continues_equally(folder):
     """The fixture has compared them on four ranks; every file is as its manifest says."""
     store = CheckpointStore(folder)
     assert store.steps() == [WHOLE, *NUMBERS.values()]
@@ -210,7 +210,7 @@ def rejections(ranks):
     found = []
     for state in cases:
         with raises(CheckpointError):
-            share_of({"model": state}, ranks)
+            encode_share({"model": state}, ranks)
         found.append(True)
     return found
 
@@ -219,7 +219,7 @@ def test_another_model_is_rejected_by_name(folder):
     state = CheckpointStore(folder).read_split(NUMBERS["fsdp"], "model")
     state["blocks.0.weight"] = state["blocks.1.bias"]
     with raises(CheckpointError, "blocks.0.weight", "7", "6"):
-        contents.load_model_state(state, Net(), location="here")
+        contents.load_model_state(state, Net(), source="here")
 
 
 def test_followers_share_the_fate_of_the_save(tmp_path):
@@ -228,7 +228,7 @@ def test_followers_share_the_fate_of_the_save(tmp_path):
 
     def act(ranks):
         store = CheckpointStore(tmp_path / "checkpoints")
-        share = share_of(parts_of(*trained(ranks.mesh)), ranks)
+        share = encode_share(parts_of(*trained(ranks.mesh)), ranks)
         saver = saver_for(store, ranks, "fate")
         write_share, failures = store_module.write_share, [2]
 
@@ -270,13 +270,13 @@ def test_ranks_save_together_behind_an_address(tmp_path):
 
     def act(ranks):
         store = open_store(address)
-        reject_unshared(store, ranks)
+        reject_unshared_folder(store, ranks)
         for topic, number in {"first": 1, "replaced": 1, "next": 2}.items():
             save(ranks, store, number, topic)
         found = restored(lambda part: store.read_split(1, part), ranks.mesh)
         wrong = differences(everything(*found), everything(*trained()))
         with raises(CheckpointError):
-            reject_unshared(open_store("memory://bucket/run"), ranks, patience=0.0)  # each process has its own
+            reject_unshared_folder(open_store("memory://bucket/run"), ranks, patience=0.0)  # each process has its own
         return wrong
 
     assert on_ranks(2, act, fsdp=2) == [[], []]

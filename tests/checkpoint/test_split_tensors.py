@@ -17,9 +17,9 @@ from trainwright.checkpoint.encoding import (
     TensorLayout,
     as_split,
     fill,
-    laid_out_as,
     layout_of,
     map_tensors,
+    shard_like,
     shard_location_of,
 )
 from trainwright.errors import CheckpointError
@@ -125,18 +125,18 @@ def test_state_is_laid_out_as_its_parameter(as_rank):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     like = DTensor.from_local(torch.zeros(3, 4), mesh, [Shard(0)], run_check=False)
     whole = torch.arange(24.0).reshape(6, 4)
-    found = laid_out_as(like, whole)
+    found = shard_like(like, whole)
     assert torch.equal(local(found), whole[3:])
     assert found.shape == (6, 4)
     # Adafactor's factors: of rows split as the rows are, of columns on every rank.
-    assert torch.equal(local(laid_out_as(like, whole[:, :1])), whole[3:, :1])
-    columns = laid_out_as(like, whole[:1])
+    assert torch.equal(local(shard_like(like, whole[:, :1])), whole[3:, :1])
+    columns = shard_like(like, whole[:1])
     assert (columns.placements, local(columns).shape) == ((Replicate(),), (1, 4))
     # A count of steps is no part of anything.
     for other in (torch.tensor(3.0), torch.zeros(1), torch.zeros(1, 1), torch.zeros(6), 5, None):
-        assert laid_out_as(like, other) is other
+        assert shard_like(like, other) is other
     bias = DTensor.from_local(torch.zeros(3), mesh, [Shard(0)], run_check=False)
-    assert laid_out_as(bias, one := torch.zeros(1)) is one
+    assert shard_like(bias, one := torch.zeros(1)) is one
     fill(like, whole)
     assert torch.equal(local(like), whole[3:])
     assert layout_of(like).region((6, 4)) == ((3, 0), (3, 4))
@@ -146,7 +146,7 @@ def test_a_dtensor_that_is_not_what_it_says_is_rejected(as_rank):
     as_rank(0, 2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     odd = DTensor.from_local(torch.zeros(3), mesh, [Shard(0)], run_check=False, shape=torch.Size([4]), stride=(1,))
-    assert "whose part is (3,) instead of (2,)" in shard_location_of(odd)
+    assert "whose shard is (3,) instead of (2,)" in shard_location_of(odd)
     assert isinstance(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]), DTensor)
 
 

@@ -19,6 +19,7 @@ from tests.messages import raises
 
 import trainwright.checkpoint.disk as disk_module
 import trainwright.checkpoint.store as store_module
+from trainwright.checkpoint.manifest import render_manifest
 from trainwright.checkpoint.snapshot import HostBuffers
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.errors import CheckpointError
@@ -145,7 +146,7 @@ def test_a_missing_step_names_the_steps(two):
 
 
 @pytest.mark.parametrize("name", ["../model", "MANIFEST", "a.b", "", "Model"])
-def test_a_part_name_that_is_no_file_name_is_rejected(store, name):
+def test_a_part_name_that_is_not_a_file_name_is_rejected(store, name):
     with raises(CheckpointError):
         store.write(1, {name: {}}, metrics={})
 
@@ -171,8 +172,8 @@ def test_writing_a_step_again_replaces_it(two):
 
 def test_staged_parts_are_written_as_the_state_itself(store):
     by_state = store.write(1, parts_of(7), metrics={"loss": 0.5})
-    by_snapshot = store.write_snapshot(2, HostBuffers().copy_to_host(parts_of(7)), metrics={"loss": 0.5})
-    manifests = [json.loads((folder / "MANIFEST.json").read_text()) for folder in (by_state, by_snapshot)]
+    by_staged = store.write_snapshot(2, HostBuffers().copy_to_host(parts_of(7)), metrics={"loss": 0.5})
+    manifests = [json.loads((folder / "MANIFEST.json").read_text()) for folder in (by_state, by_staged)]
     for key in ("files", "parts", "metrics"):
         assert manifests[0][key] == manifests[1][key]
     store.verify(2)
@@ -204,7 +205,7 @@ def test_the_link_best_is_moved_and_taken_away(two):
     assert names(two) == ["step-00000010", "step-00000020"]
 
 
-def test_where_links_are_impossible_saving_goes_on(store, monkeypatch, caplog):
+def test_saving_continues_without_links(store, monkeypatch, caplog):
     def reject(*arguments, **options):
         raise OSError(errno.EPERM, "Operation not permitted")
 
@@ -215,7 +216,7 @@ def test_where_links_are_impossible_saving_goes_on(store, monkeypatch, caplog):
     assert {record.levelname for record in caplog.records} == {"DEBUG"}
 
 
-def test_a_folder_in_the_place_of_a_link_is_left_alone(store):
+def test_a_folder_with_the_name_of_a_link_is_left_alone(store):
     (store.folder / "latest").mkdir(parents=True)
     (store.folder / "latest" / "mine").touch()
     store.write(10, parts_of(10), metrics={})
@@ -223,7 +224,7 @@ def test_a_folder_in_the_place_of_a_link_is_left_alone(store):
     assert sorted(path.name for path in store.folder.iterdir()) == ["latest", "step-00000010"]
 
 
-def test_links_that_lie_change_nothing_that_is_read(two):
+def test_wrong_links_do_not_affect_reading(two):
     for link in ("latest", "best"):
         (two.folder / link).unlink(missing_ok=True)
         (two.folder / link).symlink_to("step-00000099")
@@ -331,7 +332,7 @@ def test_when_all_are_damaged_none_is_intact_and_all_are_kept(two, caplog):
         (two.path(step) / "model.safetensors").unlink()
     assert two.newest_intact() is None
     assert names(two) == ["damaged-step-00000010", "damaged-step-00000020"]
-    assert caplog.text.count("No intact one is left") == 2
+    assert caplog.text.count("No intact checkpoint is left") == 2
 
 
 def test_reading_a_damaged_file_names_it_as_a_checkpoint_error(two):
@@ -344,7 +345,7 @@ def test_a_checkpoint_of_a_later_format_is_not_taken_for_damage(two):
     path = two.path(20) / "MANIFEST.json"
     content = json.loads(path.read_text())
     del content["sha256"]
-    path.write_bytes(store_module.render_manifest({**content, "format": 2}))
+    path.write_bytes(render_manifest({**content, "format": 2}))
     with raises(CheckpointError, "2", "1"):
         two.newest_intact()
     assert two.path(20).is_dir()
@@ -415,7 +416,7 @@ def test_clean_leaves_the_staging_of_a_living_writer(two, monkeypatch):
     assert two.newest_intact() == 30
 
 
-def test_clean_removes_what_the_dead_left_and_nothing_else(two):
+def test_clean_removes_the_files_of_dead_writers_and_nothing_else(two):
     for name in (".staging-step-00000030-ab12cd34", ".trash-step-00000005-ab12cd34", "mine", "step-00000040", ".mine"):
         (two.folder / name).mkdir()
         (two.folder / name / "file").touch()
@@ -455,7 +456,7 @@ def test_an_aside_whose_replacement_arrived_is_removed(two):
     assert two.metrics(20) == {"valid/loss": 1 / 20}
 
 
-def test_of_two_asides_the_later_made_comes_back(two):
+def test_of_two_asides_the_newer_one_is_restored(two):
     (two.folder / "step-00000020").rename(two.folder / ".aside-step-00000020-ffffffff")
     two.write(20, {}, metrics={"valid/loss": 9.0})
     shutil.copytree(two.path(20), two.folder / ".aside-step-00000020-00000000")

@@ -180,7 +180,7 @@ def test_a_killed_overwrite_leaves_the_old_or_the_new_at_every_moment(tmp_path):
 
 
 @pytest.mark.parametrize("leave_aside", [False, True])
-def test_a_killed_delete_leaves_the_checkpoint_whole_or_gone(tmp_path, leave_aside):
+def test_a_killed_delete_leaves_all_or_nothing_of_the_checkpoint(tmp_path, leave_aside):
     def prepare(store):
         write(store, 10, 1)
         write(store, 20, 2)

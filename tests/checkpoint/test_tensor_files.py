@@ -19,8 +19,8 @@ from tests.messages import raises
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import trainwright.checkpoint.tensor_files as tensor_files
-from trainwright.checkpoint.encoding import NATIVE_DTYPES
-from trainwright.checkpoint.tensor_files import DTYPE_NAMES, write_tensors
+from trainwright.checkpoint.encoding import DTYPE_NAMES
+from trainwright.checkpoint.tensor_files import write_tensors
 from trainwright.errors import CheckpointError
 
 PLAIN = {"format": "pt"}
@@ -34,10 +34,6 @@ def filled(dtype, *shape):
 
 def bits(tensor):
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def test_every_dtype_of_an_encoded_state_has_a_name():
-    assert DTYPE_NAMES.keys() == NATIVE_DTYPES
 
 
 def test_the_bytes_are_those_of_safetensors_for_every_dtype_shape_and_name(tmp_path):
@@ -65,9 +61,9 @@ def test_the_bytes_are_those_of_safetensors(tmp_path, described):
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_file_of_many_chunks_is_hashed_alike_beside_and_within(tmp_path, monkeypatch, beside):
+def test_a_file_of_many_chunks_has_the_same_hash_with_and_without_a_thread(tmp_path, monkeypatch, beside):
     monkeypatch.setattr(tensor_files, "CHUNK_BYTES", 4096)
-    monkeypatch.setattr(tensor_files, "HASH_BESIDE_BYTES", 0 if beside else 2**60)
+    monkeypatch.setattr(tensor_files, "THREADED_HASH_BYTES", 0 if beside else 2**60)
     tensors = {"a": torch.randn(10_000), "b": torch.randint(0, 200, (5_001,), dtype=torch.uint8)}
     fact = write_tensors(tmp_path / "a.safetensors", tensors, metadata=PLAIN)
     written = (tmp_path / "a.safetensors").read_bytes()
@@ -75,7 +71,7 @@ def test_a_file_of_many_chunks_is_hashed_alike_beside_and_within(tmp_path, monke
     assert fact.sha256 == hashlib.sha256(written).hexdigest()
 
 
-def test_a_write_of_fewer_bytes_than_asked_goes_on_with_the_rest(tmp_path, monkeypatch):
+def test_a_partial_write_continues_with_the_rest(tmp_path, monkeypatch):
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, content: write(descriptor, content[:1000]))
     tensors = {"a": torch.randn(5_000)}
@@ -84,7 +80,7 @@ def test_a_write_of_fewer_bytes_than_asked_goes_on_with_the_rest(tmp_path, monke
 
 
 def test_the_hashing_thread_ends_with_a_write_that_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor_files, "HASH_BESIDE_BYTES", 0)
+    monkeypatch.setattr(tensor_files, "THREADED_HASH_BYTES", 0)
     monkeypatch.setattr(os, "write", lambda descriptor, content: 1 / 0)
     threads = set(tensor_files.threading.enumerate())
     with pytest.raises(ZeroDivisionError):

@@ -30,7 +30,7 @@ def test_the_folder_is_written_and_named(run, tmp_path, options):
 def test_a_place_without_a_run_is_an_explained_error(tmp_path):
     done = invoke(tmp_path, "--to", tmp_path / "out")
     assert isinstance(done.exception, CheckpointError)
-    assert "is no run folder" in str(done.exception)
+    assert "is not a run folder" in str(done.exception)
 
 
 def test_an_unknown_format_shows_the_known_ones(run, tmp_path):

@@ -100,7 +100,7 @@ CASES = {
     "no seam": (
         [(LLAMA, VIT), ("language_model", "trainer"), ("{fsdp: 2}", "{context: 2}")],
         "mesh:",
-        "runtime.mesh.context: 2 ranks are to share each sequence, but ViT cannot split its own",
+        "runtime.mesh.context is 2, but ViT cannot split its sequence",
     ),
 }
 

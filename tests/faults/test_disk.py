@@ -242,7 +242,7 @@ def test_a_full_disk_costs_the_saves_until_there_is_room(saving, whole, tmp_path
     bring_back(run)
     log = log_of(run)
     assert "No space left on device" in log
-    assert "Free some space; earlier checkpoints are untouched." in log
+    assert "Free some space; earlier checkpoints are unchanged." in log
     assert "Step 4 is not saved (failure 1 of 3" in log
     assert store_of(run).steps() == [2, 6]
     assert_same_end(whole, run)

@@ -18,7 +18,7 @@ from tests.faults.acts import Acts, telling
 from torch.distributed import TCPStore
 
 from trainwright.checkpoint.background import BackgroundSaver
-from trainwright.checkpoint.encoding import ShardLocation
+from trainwright.checkpoint.encoding import Encoded, ShardLocation
 from trainwright.checkpoint.retention import Retention
 from trainwright.checkpoint.snapshot import HostSnapshot
 from trainwright.checkpoint.store import CheckpointStore
@@ -71,11 +71,13 @@ def meeting():
 def share_of(rank, version):
     """Two values of one tensor on each rank; all else on the first."""
     pieces = {"w": torch.full((2,), float(version))}
-    parts = {"model": (None, pieces), "training": (None, {})}
+    shards = {"w": ShardLocation((2 * rank,), (4,))}
+    parts = {"model": Encoded(None, pieces, shards), "training": Encoded(None, {})}
     if rank == 0:
         tree = {"w": {"$tensor": "w"}, "b": {"$tensor": "b"}}
-        parts = {"model": (tree, {**pieces, "b": torch.tensor([version])}), "training": ({"step": version}, {})}
-    return HostSnapshot(parts, {"model": {"w": ShardLocation((2 * rank,), (4,))}})
+        values = {**pieces, "b": torch.tensor([version])}
+        parts = {"model": Encoded(tree, values, shards), "training": Encoded({"step": version}, {})}
+    return HostSnapshot(parts)
 
 
 def save(rank, store, together, version, *, waits):
@@ -241,7 +243,7 @@ def test_a_rank_that_is_stopped_is_given_up_and_may_come_back(tmp_path, meeting)
     saver.save(10, share_of(0, 1), metrics={"version": 1.0})
     saver.wait()
     assert stopped.is_set()
-    with pytest.raises(Exception, match="Rank 1 has not been heard of"):
+    with pytest.raises(Exception, match="Rank 1 has sent no heartbeat"):
         saver.wait(must_succeed=True)
     woken.set()
     other.join()

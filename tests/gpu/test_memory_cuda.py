@@ -114,7 +114,7 @@ def test_the_report_has_a_snapshot_and_names_the_parameters(tmp_path, small_gpu,
     report = (folder / "report.txt").read_text()
     assert (folder / "memory_snapshot.pickle").stat().st_size > 0
     assert "weight  parameter  (8, 1048576) float32" in report
-    assert "held by torch's allocator" in report
+    assert "reserved by torch's allocator" in report
     assert "memory_snapshot.pickle" in report
     assert "trainer.micro_batch_size=8, or auto" in str(error)
     assert held.numel() == GIB

@@ -14,7 +14,7 @@ from tests.messages import mentions, raises
 
 from trainwright import Hook, Trainer
 from trainwright.checkpoint.background import BackgroundSaver
-from trainwright.checkpoint.remote_files import UnreachableError
+from trainwright.checkpoint.manifest import UnreachableError
 from trainwright.errors import AnomalyError, CheckpointError
 
 BACK = "anomalies={non_finite: rollback}"

@@ -83,7 +83,7 @@ def test_a_budget_is_kept_in_bytes():
         assert saved_bytes(partly, POINTS) > least
 
 
-def test_each_kind_of_layer_has_a_budget_of_its_own():
+def test_each_kind_of_layer_has_its_own_budget():
     model = nn.ModuleDict({"wide": Stack(4), "plain": nn.ModuleList(nn.Linear(2, 2) for _ in range(2))})
     chosen = choose_layers(model, {"layers": ["Layer", "plain.*"], "budget": 0.5})
     assert list(chosen) == ["wide.layers.0", "wide.layers.1", "plain.0"]

@@ -35,13 +35,13 @@ AUTO = {"layers": ["Layer"], "budget": "auto"}
         ({"layers": AUTO}, {"layers": AUTO}, None),
     ],
 )
-def test_a_setting_is_parted_into_what_is_told_and_what_is_to_be_found(given, found, told):
+def test_a_setting_is_split_into_given_and_automatic_budgets(given, found, told):
     assert has_auto(given) is (found is not None)
     assert only_auto(given) == found
     assert without_auto(given) == told
 
 
-def test_one_share_takes_the_place_of_every_auto():
+def test_one_share_replaces_every_auto():
     given = {"encoder": AUTO, "decoder": {"layers": "Block", "budget": 0.25}}
     assert with_budget(given, 0.5) == {"encoder": {**AUTO, "budget": 0.5}, "decoder": given["decoder"]}
     assert given["encoder"]["budget"] == "auto"

@@ -24,20 +24,20 @@ def test_a_setting_without_a_path_is_for_the_whole_model(given):
     assert by_path("activation_checkpointing", given, WORDS) == {"": given}
 
 
-def test_a_mapping_without_any_word_of_a_setting_is_by_path():
+def test_a_mapping_without_any_key_of_a_setting_is_by_path():
     assert by_path("activation_checkpointing", {"a": ["Layer"], "b": {"layers": "Linear"}}, WORDS) == {
         "a": ["Layer"],
         "b": {"layers": "Linear"},
     }
 
 
-def test_a_sub_module_called_like_a_word_is_a_path_where_its_setting_is_a_mapping():
+def test_a_submodule_named_like_a_key_is_a_path_if_its_setting_is_a_mapping():
     assert by_path("activation_checkpointing", {"layers": {"layers": ["Layer"]}}, WORDS) == {
         "layers": {"layers": ["Layer"]}
     }
 
 
-def test_words_and_paths_do_not_mix():
+def test_keys_and_paths_do_not_mix():
     with raises(ConfigError, "layers"):
         by_path("activation_checkpointing", {"layer": ["Layer"], "save": ["mm"]}, WORDS)
 
@@ -61,7 +61,7 @@ def test_inside_of_a_path_only_its_layers_are_meant():
     assert list(layers_of("activation_checkpointing", nested(), "b", ["Linear"])) == ["b.0", "b.1"]
 
 
-def test_a_module_at_two_places_is_meant_once():
+def test_a_module_with_two_paths_is_matched_once():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     model.append(model[0])
     assert list(layers_of("activation_checkpointing", model, "", ["Linear"])) == ["0"]

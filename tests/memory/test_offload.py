@@ -73,7 +73,7 @@ def test_views_of_a_named_tensor_come_back_as_they_were():
     assert squares(["hidden"], act).moved == {"hidden"}
 
 
-def test_other_names_are_heard_and_left_alone():
+def test_other_names_are_recorded_but_not_offloaded():
     watch = squares(["hidden"], lambda x: name_tensor(x * 2, "other").square())
     assert (watch.received, watch.moved) == ({"other"}, set())
 
@@ -114,7 +114,7 @@ def test_a_tensor_that_changed_after_it_was_named_is_saved_as_it_is_then():
     squares(["hidden"], act)
 
 
-def test_a_copy_holds_the_whole_storage_and_gives_each_piece_of_it():
+def test_a_copy_has_the_whole_storage_and_returns_each_view_of_it():
     whole = torch.arange(12.0).reshape(3, 4)
     copies = HostCopies()
     copy_of_it = copies.of(whole)
@@ -132,7 +132,7 @@ def test_without_gradients_nothing_is_watched():
         assert torch.equal(model(**POINTS)["loss"], plain)
 
 
-def test_a_name_that_the_model_does_not_tell_is_rejected_with_the_nearest():
+def test_a_name_that_the_model_does_not_use_is_rejected_with_the_nearest():
     model = make(Stack)
     offload_tensors(model, ["layer_inptu"], where="run.yaml:4")
     with raises(ConfigError, "model.offload", "layer_inptu", "layer_input", at="run.yaml:4"):
@@ -159,7 +159,7 @@ def test_a_name_inside_of_a_recomputed_layer_is_warned_of(caplog):
     assert [text[:57] for text in warnings] == ['model.offload: no tensor named "inside" is saved for the ']
 
 
-def test_a_part_of_the_model_may_have_a_setting_of_its_own():
+def test_a_submodule_may_have_its_own_setting():
     model = make(lambda: nn.ModuleDict({"a": Stack(2), "b": Stack(2)}))
     assert {name: names for name, (_, names) in choose_parts(model, {"a": "layer_input", "b": ["x", "y"]}).items()} == {
         "a": {"layer_input"},

@@ -56,7 +56,7 @@ def caused_by(cause):
         caused_by(torch.OutOfMemoryError("CUDA out of memory.")),
     ],
 )
-def test_a_lack_of_memory_is_known_by_its_type_its_words_or_its_cause(error):
+def test_out_of_memory_is_recognized_by_its_type_its_message_or_its_cause(error):
     assert is_out_of_memory(error)
 
 
@@ -125,7 +125,7 @@ def test_the_error_names_step_rank_device_the_first_thing_to_try_and_the_report(
     assert "What could change" in report.read_text()
 
 
-def test_each_rank_writes_a_report_of_its_own(tmp_path):
+def test_each_rank_writes_its_own_report(tmp_path):
     first, second = (write_report(tmp_path, 3, "text\n", CPU, rank=rank) for rank in (0, 1))
     assert first.parent == second.parent
     assert (first.name, second.name) == ("report.txt", "report-rank-1.txt")
@@ -155,7 +155,7 @@ def test_a_report_that_cannot_be_written_is_part_of_the_error(tmp_path, caplog):
             MemoryError(), step=1, folder=tmp_path, model=model, optimizers=optimizers, config=config(), backend=CPU
         )
     assert "could not be written" in caplog.text
-    assert "What holds the memory" in str(error)
+    assert "Memory use" in str(error)
 
 
 class FailingSnapshot(Backend):

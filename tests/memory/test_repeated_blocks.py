@@ -141,7 +141,7 @@ class Breaking(Layer):
         return super().forward(hidden, scale)
 
 
-def test_a_block_that_is_no_single_graph_is_rejected_with_its_place():
+def test_a_block_that_is_not_a_single_graph_is_rejected_with_its_location():
     model = Stack(2)
     model.layers = nn.ModuleList(Breaking() for _ in range(2))
     compile_stacks(model, "layers", where="run.yaml:3")

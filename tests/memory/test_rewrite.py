@@ -40,7 +40,7 @@ def test_all_three_together_have_the_same_bits(name):
     ],
 )
 @pytest.mark.parametrize("act", [apply_memory_settings, check_memory_settings])
-def test_what_names_nothing_is_rejected_at_its_place(key, setting, act):
+def test_what_matches_nothing_is_rejected_with_its_location(key, setting, act):
     with raises(ConfigError, key, key, at="run.yaml:7"):
         act(Stack(), {key: setting}, origin=origin)
 
@@ -66,7 +66,7 @@ def test_a_stage_of_a_pipeline_need_not_have_what_is_named():
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_the_log_tells_what_was_rewritten(caplog):
+def test_the_log_has_the_applied_settings(caplog):
     with caplog.at_level(logging.INFO, logger="trainwright"):
         apply_memory_settings(
             Stack(),
@@ -75,5 +75,5 @@ def test_the_log_tells_what_was_rewritten(caplog):
         )
     assert [record.getMessage() for record in caplog.records] == [
         "model.activation_checkpointing: 2 of 4 Layer are recomputed in the backward pass.",
-        "model.compile_repeated_blocks: the 4 blocks of layers are compiled as one.",
+        "model.compile_repeated_blocks: the 4 blocks of layers are compiled as one graph.",
     ]

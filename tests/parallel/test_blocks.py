@@ -40,7 +40,7 @@ def test_a_module_that_is_in_a_list_twice_is_one_block():
     assert find_blocks(Net(layers=nn.ModuleList([block, block, block]))) == [block]
 
 
-def test_a_list_in_a_list_is_no_block_for_it_is_never_called():
+def test_a_list_in_a_list_is_not_a_block_because_it_is_never_called():
     first, second = make_block(), make_block()
     assert find_blocks(nn.ModuleList([nn.ModuleList([first]), nn.ModuleDict({"one": nn.ModuleList([second])})])) == [
         first,
@@ -48,7 +48,7 @@ def test_a_list_in_a_list_is_no_block_for_it_is_never_called():
     ]
 
 
-def test_small_layers_are_not_worth_a_message_of_their_own_and_large_ones_are():
+def test_small_layers_are_not_blocks_and_large_ones_are():
     with torch.device("meta"):
         small, large = nn.Linear(8, 8), nn.Linear(SMALLEST_LAYER, 1)
         assert find_blocks(nn.Sequential(small, nn.ReLU(), large)) == [large]

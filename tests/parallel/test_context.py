@@ -13,7 +13,7 @@ from torch import nn
 from trainwright.errors import ConfigError
 from trainwright.models.layers.attention import WholeSequence
 from trainwright.parallel.context import (
-    VERBS,
+    SEQUENCE_METHODS,
     RingKernel,
     SplitSequence,
     draw_apart,
@@ -75,12 +75,12 @@ def test_bounds_hide_positions_that_were_added():
     assert part(0, 2).bounds(7, CPU).tolist() == [[[[True] * 7]]]
 
 
-def test_both_kinds_of_sequence_have_the_same_verbs():
-    for verb in VERBS:
-        assert callable(getattr(WholeSequence, verb))
-        assert callable(getattr(SplitSequence, verb))
+def test_both_kinds_of_sequence_have_the_same_methods():
+    for name in SEQUENCE_METHODS:
+        assert callable(getattr(WholeSequence, name))
+        assert callable(getattr(SplitSequence, name))
     public = {name for name in vars(WholeSequence) if not name.startswith("_")}
-    assert public == {*VERBS, "is_whole"}
+    assert public == {*SEQUENCE_METHODS, "is_whole"}
 
 
 def test_a_model_without_a_sequence_is_rejected_by_name():
@@ -102,7 +102,7 @@ def test_one_rank_leaves_the_model_alone():
         nn.CrossEntropyLoss(ignore_index=0),
     ],
 )
-def test_a_criterion_that_is_no_plain_mean_is_rejected(criterion):
+def test_a_criterion_that_is_not_a_plain_mean_is_rejected(criterion):
     model = Toy()
     model.criterion = criterion
     with raises(ConfigError, "CrossEntropyLoss"):

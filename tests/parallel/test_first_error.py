@@ -18,7 +18,7 @@ from trainwright.parallel.processes import describe_lost_connection
         (dist.DistNetworkError("failed to recv, got 0 bytes. Connection was likely closed."), None),
     ],
 )
-def test_a_collective_that_lost_a_rank_is_known_by_its_words(error, reason):
+def test_a_collective_that_lost_a_rank_is_recognized_by_its_message(error, reason):
     found = describe_lost_connection(error)
     assert found is not None
     assert reason in (None, found)

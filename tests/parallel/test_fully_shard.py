@@ -187,14 +187,16 @@ def test_a_rule_may_name_the_dim_that_is_split(found):
 
 
 def test_another_dim_than_the_first_must_be_even(found):
-    assert found[0]["rejected"].startswith("model.sharding: layers.0.up.weight of shape [5, 7] cannot be split over 2")
+    assert found[0]["rejected"].startswith(
+        "model.sharding: layers.0.up.weight of shape [5, 7] cannot be sharded over 2"
+    )
 
 
 def test_a_listed_method_that_is_none_is_rejected(found):
     assert "Net.forward_methods lists 'los_of'" in found[0]["no_method"]
 
 
-def test_nothing_is_split_where_nobody_shares():
+def test_nothing_is_sharded_with_one_rank():
     model = make_net()
     sync = shard_parameters(model, Mesh(), settings=SplitSettings(), device=CPU)
     sync.begin_backward(is_last=True)

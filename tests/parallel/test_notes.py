@@ -29,7 +29,7 @@ def test_a_note_is_read_by_every_rank(store):
     assert reader.read("a") == "again"
 
 
-def test_of_two_that_come_at_once_the_first_stands(store):
+def test_of_two_concurrent_notes_the_first_is_kept(store):
     one, two = notes_of(store), notes_of(store)
     assert one.write_first("a", "1") == "1"
     assert two.write_first("a", "2") == "1"

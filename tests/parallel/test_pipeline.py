@@ -287,10 +287,11 @@ def test_blocks_that_do_not_keep_the_dtype_are_rejected():
     model, micro_batches = made("tied")
     model.model.layers[1] = Shrinking()
     split_layers(model, Mesh({**ALONE, "pipeline": 2}, 0))
-    part = _StageModule(model, model.stage)
-    part.begin(micro_batches, None, [Hidden((2, 9, 16), torch.float64)] * len(micro_batches))
+    module = _StageModule(model, model.stage)
+    module.micro_batches = micro_batches
+    module.expected = [Hidden((2, 9, 16), torch.float64)] * len(micro_batches)
     with raises(TrainwrightError, "0", "torch.float16"):
-        part(number=torch.tensor([0]))
+        module(number=torch.tensor([0]))
 
 
 def three_stages(mesh):

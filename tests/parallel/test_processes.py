@@ -126,7 +126,7 @@ def test_ranks_of_the_same_run_join_as_often_as_they_like(tmp_path):
     assert group.said() == ["fine"] * 3
 
 
-def test_ranks_with_other_settings_are_told_which_and_one_of_them_says_so(tmp_path):
+def test_ranks_with_other_settings_are_rejected_by_name_and_one_reports_it(tmp_path):
     group, config = Group(tmp_path / "group"), run_config(tmp_path / "project", trainer={"max_steps": 5}, seed=3)
     same, other = facts_of(config), facts_of(config.derive({"trainer.max_steps": 6}))
     for rank, facts in enumerate((same, same, other)):
@@ -139,7 +139,7 @@ def test_ranks_with_other_settings_are_told_which_and_one_of_them_says_so(tmp_pa
     assert said == [error, f"(not shown) {error}", f"(not shown) {error}"]
 
 
-def test_ranks_with_other_code_are_told_which_file(tmp_path):
+def test_ranks_with_other_code_are_rejected_with_the_file(tmp_path):
     group, configs = Group(tmp_path / "group"), [run_config(tmp_path / name) for name in ("here", "there")]
     (tmp_path / "there" / "parts.py").write_text("class Net: pass")
     (tmp_path / "here" / "hooks").mkdir()
@@ -176,10 +176,10 @@ def test_a_rank_that_dies_while_it_is_compared_is_named(tmp_path, monkeypatch):
 
     group.start(0, 2, lambda rank: join(facts))
     group.start(1, 2, die)
-    assert group.said()[0].startswith("Rank 1 came and then did not answer within 1 s: it has died at start-up.")
+    assert group.said()[0].startswith("Rank 1 arrived, but did not answer within 1 s: it has died at start-up.")
 
 
-def test_a_second_run_on_the_port_of_another_is_rejected_and_the_first_goes_on(tmp_path):
+def test_a_second_run_on_the_port_of_another_is_rejected_and_the_first_continues(tmp_path):
     first, facts = Group(tmp_path / "first"), facts_here(tmp_path / "project")
     second = Group(tmp_path / "second", first.port)
 

@@ -41,7 +41,7 @@ def test_all_ranks_get_the_same_name_and_the_next_rendezvous_another(client, lau
     assert first[0] != second[0]
 
 
-def test_what_a_rank_left_that_died_before_the_others_came_holds_nobody_up(client, launched):
+def test_keys_of_a_rank_that_died_earlier_do_not_block_others(client, launched):
     # An attempt in which ranks 0 and 1 came, twice in the case of rank 1, and all died waiting for rank 2.
     for rank in (1, 1, 0):
         with pytest.raises(TrainwrightError):
@@ -65,7 +65,7 @@ def test_a_rank_that_is_restarted_while_the_others_wait_is_taken_by_its_last_nam
         assert host.result(20) == restarted.result(20) == last.result(20)
 
 
-def test_ranks_that_do_not_come_are_named(client, launched):
+def test_missing_ranks_are_named(client, launched):
     with ThreadPoolExecutor(2) as threads:
         host = threads.submit(meet, client(), 0, 4, arrive_seconds=0.3)
         other = threads.submit(meet, client(), 2, 4, arrive_seconds=-9.5)  # rank 0 gives up ten seconds sooner
@@ -79,7 +79,7 @@ def test_two_processes_with_one_number_are_two_runs_on_one_port(client, monkeypa
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    client().set("trainwright/who/1", "process 7 on elsewhere")
+    client().set("trainwright/process/1", "process 7 on elsewhere")
     with raises(ConfigError, "1", "127.0.0.1", "29500", "7", golden=False):
         meet(client(), 1, 2)
 

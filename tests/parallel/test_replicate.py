@@ -44,7 +44,7 @@ def updates(mesh, model):
         x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + ranks.rank))
         gradient_sum.begin_last_backward()
         model(x.requires_grad_()).backward()
-        begun = len(gradient_sum._under_way)
+        begun = len(gradient_sum._pending)
         gradient_sum.reduce(torch.zeros(2))
         seen.append([parameter.grad.clone() for parameter in model.parameters()])
     return seen, begun
@@ -67,13 +67,13 @@ def assert_equal(found, wanted):
             torch.testing.assert_close(one, two)
 
 
-def test_sums_begin_beside_the_backward_and_are_right(tmp_path):
+def test_reductions_start_during_the_backward_and_are_right(tmp_path):
     for found, begun in on_ranks(tmp_path, {"replicate": 2}, lambda mesh: updates(mesh, made(use_reentrant=False))):
         assert begun == 4
         assert_equal(found, expected(made(use_reentrant=False)))
 
 
-def test_a_gradient_that_comes_in_parts_is_summed_when_all_of_it_is_there(tmp_path):
+def test_a_gradient_accumulated_several_times_is_reduced_when_complete(tmp_path):
     for found, begun in on_ranks(tmp_path, {"replicate": 2}, lambda mesh: updates(mesh, made(use_reentrant=True))):
         assert begun == 0
         assert_equal(found, expected(made(use_reentrant=True)))
@@ -97,7 +97,7 @@ def late(mesh):
     return None
 
 
-def test_a_gradient_that_comes_in_parts_after_its_sum_began_is_rejected(tmp_path):
+def test_a_gradient_accumulated_again_after_its_reduction_started_is_rejected(tmp_path):
     for error in on_ranks(tmp_path, {"replicate": 2}, late):
         assert error is not None
         assert "use_reentrant=False" in error

@@ -22,7 +22,7 @@ def test_names_differ_unless_a_clock_has_made_them():
     assert facts("run-11-16-23-59") != facts("another-11-16-23-59")
 
 
-def test_the_code_is_ours_and_what_lies_beside_the_file_and_what_it_names(tmp_path):
+def test_the_code_is_ours_that_next_to_the_file_and_what_it_names(tmp_path):
     for name in ("parts.py", "trainers/mine.py", "my_package/deep/optim.py", "elsewhere/net.py", "data/huge/other.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)

@@ -93,7 +93,7 @@ def test_every_tensor_is_sent_bit_for_bit_and_the_first_rank_lets_go(tmp_path, m
         sent.send_into(model, copy=fill)
         own = tensors_of(model)
         is_equal = all(torch.equal(own[name], value) for name, value in expected.items())
-        return is_equal, model.head.weight is model.table.weight, len(sent._waiting)
+        return is_equal, model.head.weight is model.table.weight, len(sent._unsent)
 
     assert on_ranks(tmp_path, {"fsdp": 2}, act) == [(True, True, 0)] * 2
 

@@ -75,7 +75,7 @@ def test_rules_say_dims_along_tensor_and_data():
     assert (plan.layouts["head.weight"].tensor_dim, plan.layouts["head.weight"].rule) == (None, "head.*")
 
 
-def test_one_dim_may_lie_along_two_axes():
+def test_one_dim_may_be_sharded_along_two_axes():
     plan = plan_of({"parameters": {**UP_AND_DOWN, "block.up.weight": [["fsdp", "tensor"], None]}})
     assert (plan.layouts["block.up.weight"].tensor_dim, plan.data_dim("block.up.weight")) == (0, 0)
 
@@ -97,7 +97,7 @@ def test_a_flat_mapping_is_sorted_by_what_its_globs_name():
     }
 
 
-def test_rules_without_effect_and_parameters_without_rules_are_told_by_name():
+def test_rules_without_effect_and_parameters_without_rules_are_reported_by_name():
     plan = plan_of({"parameters": {**UP_AND_DOWN, "blocks.up.weight": [None]}, "outputs": {"tail": [None]}})
     assert plan.unmatched == ["blocks.up.weight", "tail"]
     assert plan.uncovered == ["block.up.bias", "block.down.bias", "head.weight", "head.bias"]
@@ -105,17 +105,17 @@ def test_rules_without_effect_and_parameters_without_rules_are_told_by_name():
     assert "block.up.bias, block.down.bias, head.weight, head.bias" in plan.remarks()[1]
 
 
-def test_a_flat_rule_that_names_nothing_is_told():
+def test_a_flat_rule_that_matches_nothing_is_reported():
     assert plan_of({**UP_AND_DOWN, "tail": [None]}).unmatched == ["tail"]
 
 
 @pytest.mark.parametrize("extra", [{}, {"**": None, "tail": [None]}], ids=["uncovered", "unmatched"])
-def test_strict_rules_reject_what_else_is_told(extra):
+def test_strict_rules_reject_what_is_otherwise_reported(extra):
     with raises(ConfigError, "model.sharding", *extra.keys() - {"**"}):
         plan_of({"parameters": {**UP_AND_DOWN, **extra}, "strict": True})
 
 
-def test_of_a_stage_with_some_of_the_layers_no_rule_is_told_to_match_nothing():
+def test_on_a_pipeline_stage_unmatched_rules_are_not_reported():
     rules = {"parameters": {**UP_AND_DOWN, "layers.7.weight": [None], "**": None}, "strict": True}
     assert plan_of(rules, sizes={"tensor": 2, "pipeline": 2}).unmatched == []
 
@@ -192,7 +192,7 @@ def test_a_tied_parameter_is_covered_under_all_of_its_names():
     assert "lm_head.weight" not in plan.uncovered
 
 
-def test_adapters_are_split_as_the_weights_that_they_stand_beside():
+def test_adapters_are_sharded_like_their_weights():
     model = SHIPPED["llama"]()
     add_lora(model, match=["q_proj", "o_proj"], rank=2)
     layouts = plan_sharding(model, packaged_rules(model), TWO).layouts
@@ -204,7 +204,7 @@ def test_adapters_are_split_as_the_weights_that_they_stand_beside():
     assert dims == {"q_proj.lora_a": None, "q_proj.lora_b": 0, "o_proj.lora_a": 1, "o_proj.lora_b": None}
 
 
-def test_a_parameter_between_split_layers_needs_a_word_on_what_it_meets():
+def test_a_parameter_between_sharded_layers_needs_a_rule():
     split = {"block.up.weight": ["tensor", None], "block.down.weight": [None, "tensor"]}
     with raises(ConfigError, "block.norm.weight", "on_parts"):
         plan_of({"parameters": split})
@@ -236,7 +236,7 @@ def test_rules_are_read_from_a_file_of_the_project_and_errors_name_it(tmp_path):
         ({"a": 3}, ("run.yaml:3", "model.sharding")),
     ],
 )
-def test_a_setting_that_names_no_rules_is_rejected_with_its_place(setting, message, tmp_path):
+def test_a_setting_that_names_no_rules_is_rejected_with_its_location(setting, message, tmp_path):
     with raises(ConfigError, *message):
         read_rules(setting, project_dir=tmp_path, origin=lambda dotted: "run.yaml:3")
 

@@ -143,7 +143,7 @@ def test_a_subclass_that_computes_the_same_is_taken():
     assert reject_pipeline(Renamed(**SMALL), 2) is None  # as Llama itself
 
 
-def test_own_methods_that_the_schedule_would_not_call_are_rejected_by_name_and_place():
+def test_own_methods_that_the_schedule_would_not_call_are_rejected_by_name_and_location():
     with raises(ConfigError, "MyTrainer.train_step", "MyTask.forward", at="run.yaml:3"):
         reject_pipeline(Llama(**SMALL), 2, own_parts=("MyTrainer.train_step", "MyTask.forward"), where="run.yaml:3")
 

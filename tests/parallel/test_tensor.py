@@ -241,7 +241,7 @@ def test_names_ties_marks_and_frozen_parameters_stay_and_each_rank_holds_its_hal
         }
 
 
-def test_logits_are_whole_but_beside_a_loss_in_training(found):
+def test_logits_are_full_except_next_to_a_loss_in_training(found):
     for each in found:
         assert each["returned"] == {
             "beside_loss": ("Tensor", "DTensor"),

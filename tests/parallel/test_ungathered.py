@@ -17,7 +17,7 @@ WAYS = {
 }
 
 
-def test_who_calls_a_part_of_a_split_model_is_told_what_to_call(tmp_path):
+def test_a_direct_call_of_a_submodule_of_a_sharded_model_is_explained(tmp_path):
     def act(mesh):
         model = make_net()
         shard_parameters(model, mesh, settings=SplitSettings(), device=CPU)
@@ -35,7 +35,7 @@ def test_who_calls_a_part_of_a_split_model_is_told_what_to_call(tmp_path):
         assert list(said) == list(WAYS)
         for text in said.values():
             assert f"{__file__}:" in text
-            assert "a method of Net was called by itself" in text
+            assert "a method of Net was called directly" in text
 
 
 def test_other_errors_and_whole_models_are_left_to_torch():

@@ -151,7 +151,7 @@ def _find_by_counting(steps: TrialSteps, trainer: Trainer, given: Any, size: int
     room = (1.0 - HEADROOM) * rooms[0] / local_size() - used[0]
 
     def held_with(share: float) -> int:
-        recomputed = choose_layers(model, with_budget(given, share), says=False)
+        recomputed = choose_layers(model, with_budget(given, share), logs=False)
         return sum(num_bytes for name, num_bytes in held.items() if name not in recomputed)
 
     logger.debug("The layers would hold %d bytes, and there is room for %d", sum(held.values()), room)

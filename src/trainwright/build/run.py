@@ -24,7 +24,7 @@ from trainwright.checkpoint import folder as run_folders
 from trainwright.checkpoint.listing import checkpoints_location
 from trainwright.checkpoint.remote_files import is_address
 from trainwright.checkpoint.remote_store import open_store
-from trainwright.checkpoint.resume import changed_settings, reject_changes, reject_strangers
+from trainwright.checkpoint.resume import changed_settings, reject_changes, reject_unknown_origin
 from trainwright.compile.graph import reject_ungraphable
 from trainwright.compile.regions import check_mode
 from trainwright.config import BatchPlan, Component, RunConfig, micro_batch_alone, resolve_batch, resolve_mesh
@@ -466,7 +466,7 @@ def _find_checkpoint(trainer: Trainer, *, fresh: bool, accept_changes: bool) -> 
             for name, (before, now) in changed_settings(saved, config).items():
                 logger.info("Accepted from step %d: %s: %r → %r", step, name, before, now)
         elif config.checkpoint.folder and not accept_changes:
-            reject_strangers(store.path(step), folder)
+            reject_unknown_origin(store.path(step), folder)
         return step, saved
 
     return _on_first_rank(trainer.ranks, find)

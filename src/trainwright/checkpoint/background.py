@@ -1,12 +1,12 @@
-"""Writes checkpoints beside training: one at a time, retried, and its failures told to the loop.
+"""Writes checkpoints in a background thread: one at a time, with retries; the loop learns of failures.
 
 ```
-save:    wait for the save before → copy the state (staging.py) → hand it to the thread → return
+save:    wait for the previous save → copy the state (snapshot.py) → pass it to the thread → return
 thread:  write → commit (store.py) → links and deletions by policy (retention.py) → report
-failed:  warn → free by policy → wait → write again, three times in all → give this save up
+failed:  warn → delete by policy → wait → write again, three times in all → give up this save
 ```
-The loop asks `check` and `take_committed` at each step; both read what the thread left and never wait. Where several
-ranks write (together.py), each has a saver: the first one's retries, deletes and counts, the others' follow it.
+The loop calls `check` and `take_committed` at each step; both read what the thread left and never wait. Where several
+ranks write (together.py), each has a saver: that of rank 0 retries, deletes and counts failures, the others follow it.
 """
 
 from __future__ import annotations
@@ -16,30 +16,19 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from trainwright.checkpoint.retention import Retention, Store, delete_all, metrics_by_step, prune
+from trainwright.checkpoint.remote_store import AnyStore
+from trainwright.checkpoint.retention import Retention, delete_all, metrics_by_step, prune
 from trainwright.checkpoint.snapshot import HostBuffers, HostSnapshot, encode_parts
-from trainwright.checkpoint.store import CheckpointStore, OtherWriters, is_disk_full
-from trainwright.checkpoint.together import SharedStore, Together
+from trainwright.checkpoint.store import is_disk_full
+from trainwright.checkpoint.together import Together
 from trainwright.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-SECONDS_WORTH_A_WORD = 1.0
-
-
-class WritableStore(Store, SharedStore, Protocol):
-    """What saving asks of a store, local or remote."""
-
-    def write_snapshot(
-        self, step: int, snapshot: HostSnapshot, /, *, metrics: Mapping[str, float], others: OtherWriters | None = None
-    ) -> object:
-        """Writes and commits a checkpoint, or raises and leaves the earlier ones as they were."""
-
-    def clean(self) -> None:
-        """Removes what dead or failed writers left."""
+REPORTED_WAIT_SECONDS = 1.0
 
 
 def default_backoff(attempt: int) -> float:
@@ -49,7 +38,7 @@ def default_backoff(attempt: int) -> float:
 
 @dataclass
 class _Job:
-    """One save under way; `is_taken` once the thread is at it."""
+    """One pending save; `is_taken` when the thread has started it."""
 
     step: int
     snapshot: HostSnapshot
@@ -58,14 +47,14 @@ class _Job:
 
 
 class BackgroundSaver:
-    """Writes checkpoints beside training: one at a time, retried, and its failures told to the loop.
+    """Writes checkpoints in a background thread, one at a time, with retries.
 
-    With `asynchronous` off it writes before `save` returns, without a copy of the state, with the same retries.
+    Without `asynchronous` it writes before `save` returns, without a copy of the state, with the same retries.
     """
 
     def __init__(
         self,
-        store: WritableStore,
+        store: AnyStore,
         *,
         retention: Retention,
         asynchronous: bool = True,
@@ -73,17 +62,17 @@ class BackgroundSaver:
         backoff: Callable[[int], float] = default_backoff,
         together: Together | None = None,
     ) -> None:
-        """`together` are the ranks that write each checkpoint with this one; None: it writes alone."""
+        """`together` connects the ranks that write each checkpoint; None: this process writes alone."""
         self._store = store
         self._together = together
         if together is not None:
-            together.is_leaving = False
+            together.is_closing = False
         self._retention = retention
         self._asynchronous = asynchronous
         self._max_failures = max_failures
         self._backoff = backoff
         self._buffers = HostBuffers()
-        # The lock guards what follows, and is held for moments only: never while anything is written.
+        # The lock guards the attributes below and is never held while writing.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
@@ -95,30 +84,34 @@ class BackgroundSaver:
         self._end: CheckpointError | None = None
 
     def save(self, step: int, parts: Mapping[str, Any] | HostSnapshot, *, metrics: Mapping[str, float]) -> None:
-        """Begins a save, after the one before has ended; the state may change as soon as this returns.
+        """Starts a save after the previous one has ended; the state may change as soon as this returns.
 
-        `parts` may be encoded already, and then are what this rank writes. A state that cannot be saved is rejected
-        here. A write that fails is `check`'s and `wait`'s to tell.
+        `parts` may be encoded already, and are then what this rank writes. Raises for a state that cannot be saved;
+        `check` and `wait` raise failed writes.
         """
         if self._is_closed:
-            raise CheckpointError(f"The saver is closed; step {step} was not saved. Make another one.")
+            raise CheckpointError(f"The saver is closed; step {step} was not saved. Create another one.")
         start = time.monotonic()
         self.wait()
-        if (waited := time.monotonic() - start) > SECONDS_WORTH_A_WORD:
-            logger.info("Step %d waited %.1f s for the save before; save less often, or faster.", step, waited)
+        if (waited := time.monotonic() - start) > REPORTED_WAIT_SECONDS:
+            logger.info(
+                "Step %d waited %.1f s for the previous save. Save less often, or to a faster disk.", step, waited
+            )
         self.check()
         if not self._asynchronous:
             self._write(step, parts if isinstance(parts, HostSnapshot) else encode_parts(parts), dict(metrics))
             return
         snapshot = self._buffers.copy_to_host(parts)
-        self._start_thread()
-        # One assignment hands it over: Ctrl-C comes before it or after it, and `wait` wakes the thread again.
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="save checkpoints", daemon=True)
+            self._thread.start()
+        # A single assignment: Ctrl-C comes before or after it, and `wait` wakes the thread again.
         with self._lock:
             self._job = _Job(step, snapshot, dict(metrics))
             self._changed.notify_all()
 
     def take_committed(self) -> list[int]:
-        """Returns the steps that were committed since it was last asked, their deletions done; never waits."""
+        """Returns the steps that were committed since the last call, after their deletions; never waits."""
         if not self._committed:
             return []
         with self._lock:
@@ -126,12 +119,12 @@ class BackgroundSaver:
         return steps
 
     def check(self) -> None:
-        """Raises what ended saving for good: too many failures in a row, or an unexpected error. Never waits."""
+        """Raises the error that ended saving: too many failures in a row, or an unexpected error. Never waits."""
         if self._end is not None:
             raise self._end
 
     def wait(self, *, must_succeed: bool = False) -> None:
-        """Waits until nothing is under way. With `must_succeed` a last save that failed is raised."""
+        """Waits until no save is pending. With `must_succeed`, raises if the last save failed."""
         with self._lock:
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._job is None)
@@ -141,40 +134,33 @@ class BackgroundSaver:
                 raise self._last_failure
 
     def close(self) -> None:
-        """Waits for what is under way and ends the thread; raises nothing of it."""
+        """Waits for a pending save and ends the thread; does not raise its failure."""
         if self._together is not None:
-            self._together.is_leaving = True
+            self._together.is_closing = True
         try:
             self.wait()
         finally:
-            # Also after Ctrl-C: the thread ends with what it is at, and as a daemon it holds no exit up.
+            # Also after Ctrl-C: the thread ends after its save, and as a daemon it does not delay the exit.
             with self._lock:
                 self._is_closed = True
                 self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
 
-    def _start_thread(self) -> None:
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, name="save checkpoints", daemon=True)
-            self._thread.start()
-
     def _run(self) -> None:
         while (job := self._take_job()) is not None:
             try:
                 self._write(job.step, job.snapshot, job.metrics)
             except BaseException as error:
-                problem = f"Saving step {job.step} ended unexpectedly: {error!r}"
-                end = CheckpointError(f"{problem}. The newest checkpoint is {self._newest()}.")
-                end.__cause__ = error
-                self._end = end
+                problem = f"Saving step {job.step} raised an unexpected error: {error!r}"
+                self._end_with(f"{problem}. The newest checkpoint is {self._newest()}.", error)
             finally:
                 with self._lock:
                     self._job = None
                     self._changed.notify_all()
 
     def _take_job(self) -> _Job | None:
-        """Waits for a save, or for the end (None). By two threads a save is taken once."""
+        """Waits for a save, or for `close` (None). Of two threads only one gets a save."""
         with self._lock:
             self._changed.wait_for(lambda: self._is_closed or (self._job is not None and not self._job.is_taken))
             job = self._job
@@ -184,51 +170,49 @@ class BackgroundSaver:
             return job
 
     def _write(self, step: int, snapshot: HostSnapshot, metrics: dict[str, float]) -> None:
-        """Writes, alone or with the other ranks; a success or a failure is noted, an unexpected error raised."""
+        """Writes, alone or with the other ranks; records success or failure, raises an unexpected error."""
         self._last_failure = None
-        if self._together is None:
-            self._write_with_retries(step, snapshot, metrics, None)
+        together = self._together
+        if together is None:
+            self._write_with_retries(step, snapshot, metrics)
             return
-        with self._together.saving():
-            if self._together.leads:
-                self._lead(step, snapshot, metrics, self._together)
+        with together.saving():
+            if not together.is_leader:
+                # After a failure rank 0 decides for all whether saving continues.
+                try:
+                    together.write_on_request(self._store, snapshot)
+                except (CheckpointError, OSError) as error:
+                    self._last_failure = error
+                    logger.warning("Step %d is not saved, as far as this rank knows: %s", step, error)
+                return
+            try:
+                self._write_with_retries(step, snapshot, metrics)
+            except BaseException as error:
+                together.announce_failure(f"Saving step {step} raised an unexpected error on rank 0: {error!r}")
+                raise
+            if self._last_failure is None:
+                together.announce_commit()
             else:
-                self._follow(step, snapshot, self._together)
+                together.announce_failure(str(self._last_failure))
 
-    def _lead(self, step: int, snapshot: HostSnapshot, metrics: dict[str, float], together: Together) -> None:
-        try:
-            self._write_with_retries(step, snapshot, metrics, together)
-        except BaseException as error:
-            together.tell_given_up(f"Saving step {step} ended unexpectedly on the first rank: {error!r}")
-            raise
-        if self._last_failure is None:
-            together.tell_committed()
-        else:
-            together.tell_given_up(str(self._last_failure))
-
-    def _follow(self, step: int, snapshot: HostSnapshot, together: Together) -> None:
-        """Writes this rank's share. Whether saving goes on after a failure the first rank says, to all."""
-        try:
-            together.follow(self._store, snapshot)
-        except (CheckpointError, OSError) as error:
-            self._last_failure = error
-            logger.warning("Step %d is not saved, as far as this rank knows: %s", step, error)
-
-    def _write_with_retries(
-        self, step: int, snapshot: HostSnapshot, metrics: dict[str, float], together: Together | None
-    ) -> None:
-        others = {} if together is None else {"others": together}
+    def _write_with_retries(self, step: int, snapshot: HostSnapshot, metrics: dict[str, float]) -> None:
+        together = self._together
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                self._store.write_snapshot(step, snapshot, metrics=metrics, **others)
+                self._store.write_snapshot(step, snapshot, metrics=metrics, others=together)
             except (CheckpointError, OSError) as error:
-                # Nobody waits for ranks that are gone, again and again, when the run has ended.
-                if attempt == ATTEMPTS or (together is not None and together.is_leaving):
+                # When the run has ended, lost ranks are not waited for again.
+                if attempt == ATTEMPTS or (together is not None and together.is_closing):
                     self._give_up(step, error)
                     return
                 seconds = self._backoff(attempt)
                 logger.warning(
-                    "Saving step %d failed, again in %g s (%d of %d): %s", step, seconds, attempt, ATTEMPTS, error
+                    "Saving step %d failed, retrying in %g s (attempt %d of %d): %s",
+                    step,
+                    seconds,
+                    attempt,
+                    ATTEMPTS,
+                    error,
                 )
                 self._free(step, error)
                 time.sleep(seconds)
@@ -248,26 +232,24 @@ class BackgroundSaver:
             *(step, self._failures, self._max_failures, newest, error),
         )
         if self._failures >= self._max_failures:
-            end = CheckpointError(
-                f"{self._failures} saves in a row failed, which is checkpoint.max_failures; the newest checkpoint is "
-                f"{newest}. The last failure: {error}"
-            )
-            end.__cause__ = error
-            self._end = end
+            problem = f"{self._failures} saves in a row failed, which is checkpoint.max_failures"
+            self._end_with(f"{problem}; the newest checkpoint is {newest}. The last failure: {error}", error)
+
+    def _end_with(self, message: str, cause: BaseException) -> None:
+        self._end = CheckpointError(message)
+        self._end.__cause__ = cause
 
     def _apply_policy(self) -> None:
-        """Moves the link `best` and deletes what the policy does not keep. The save stands whatever happens here."""
+        """Moves the link `best` and deletes what the policy does not keep; a failure does not affect the save."""
         try:
             known = metrics_by_step(self._store)
-            # Links are a local folder's.
-            if isinstance(self._store, CheckpointStore):
-                self._store.mark_best(self._retention.best(known))
+            self._store.mark_best(self._retention.best(known))
             delete_all(self._store, self._retention.to_delete(known))
         except (CheckpointError, OSError) as error:
             logger.warning("Old checkpoints stay until the next save: %s", error)
 
     def _free(self, step: int, error: Exception) -> None:
-        """Deletes what the policy does not keep; from a full disk also leftovers and what this save would push out."""
+        """Deletes what the policy does not keep; on a full disk also leftovers and what this save would replace."""
         num_coming = 0
         try:
             if is_disk_full(error):
@@ -275,14 +257,14 @@ class BackgroundSaver:
                 num_coming = int(step not in self._store.steps())
             deleted = prune(self._store, self._retention, num_coming=num_coming)
         except (CheckpointError, OSError) as problem:
-            logger.warning("No room was made: %s", problem)
+            logger.warning("No space was freed: %s", problem)
             return
         if deleted:
-            logger.warning("Deleted to make room, by checkpoint.keep_last: step %s.", ", ".join(map(str, deleted)))
+            logger.warning("Deleted to free space, by checkpoint.keep_last: step %s.", ", ".join(map(str, deleted)))
 
     def _newest(self) -> str:
         try:
             steps = self._store.steps()
         except (CheckpointError, OSError):
-            return "not known: the folder cannot be read"
+            return "not known, because the folder cannot be read"
         return f"step {steps[-1]}" if steps else "none"

@@ -1,8 +1,8 @@
-"""What a checkpoint holds, and how it goes back: the one list of a run's state.
+"""What a checkpoint contains and how it is restored: the only list of a run's state.
 
 Parts: `model` (its state dict, usable on its own), `optimizers` (state by parameter name), `training`
-(step, data position, hooks, events, loss scale, generators). Files and commits are store.py's. What a rank holds a
-part of is a DTensor on both ways: saved in shards, and read as the region that this rank holds.
+(step, data position, hooks, events, loss scale, generators). store.py has files and commits. A sharded tensor is a
+DTensor in both directions: saved in shards, and loaded as the region of this rank's shard.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from trainwright.checkpoint.encoding import SplitTensor, as_whole, encode_split, fill, laid_out_as, map_tensors
+from trainwright.checkpoint.encoding import SplitTensor, as_whole, encode, fill, map_tensors, shard_like
 from trainwright.checkpoint.remote_store import AnyStore
 from trainwright.errors import CheckpointError
 from trainwright.parallel.mesh import is_split
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Stateful(Protocol):
-    """Anything with state that a checkpoint can keep."""
+    """An object with state that a checkpoint saves."""
 
     def state_dict(self) -> Any:
         """Returns the state."""
@@ -48,8 +48,8 @@ def collect(
     max_steps_at_end: int,
     unclaimed_hook_state: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Returns a checkpoint's parts. `generators` has one entry a data rank; `events` counts all ranks."""
-    weights = model.state_dict()  # first: it makes FSDP put its own parameters in place of gathered ones
+    """Returns a checkpoint's parts. `generators` has one entry per data rank; `events` counts all ranks."""
+    weights = model.state_dict()  # first: FSDP replaces gathered parameters by its sharded ones
     names = _names_by_parameter(model)
     return {
         "model": weights,
@@ -69,13 +69,13 @@ def collect(
 
 
 def reject_unsavable(hooks: Mapping[str, Stateful]) -> None:
-    """Rejects a hook whose state no checkpoint can hold, before the run rather than at its first save."""
+    """Rejects a hook whose state cannot be saved, before the run rather than at its first save."""
     for key, hook in hooks.items():
-        encode_split(hook.state_dict(), name=f"hooks.{key}")
+        encode(hook.state_dict(), name=f"hooks.{key}", accepts_shards=True)
 
 
 def generator_state() -> dict[str, Any]:
-    """Returns Python's and numpy's generators. Torch's need no saving: every step seeds them anew."""
+    """Returns the states of Python's and numpy's generators. Torch's are not saved: every step seeds them."""
     return {"python": random.getstate(), "numpy": np.random.get_state()}
 
 
@@ -88,20 +88,20 @@ def restore_generators(state: Mapping[str, Any]) -> None:
 
 def restore_model(store: AnyStore, step: int, model: torch.nn.Module, *, strict: bool = True) -> None:
     """Loads a checkpoint's weights into the model, in place."""
-    load_model_state(store.read_split(step, "model"), model, location=str(store.path(step)), strict=strict)
+    load_model_state(store.read_split(step, "model"), model, source=str(store.path(step)), strict=strict)
 
 
 def load_model_state(
     state: Mapping[str, Any],
     model: torch.nn.Module,
     *,
-    location: str,
+    source: str,
     strict: bool = True,
-    elsewhere: Collection[str] = (),
+    other_stages: Collection[str] = (),
 ) -> None:
-    """Loads weights in place; a mismatch names the keys and both shapes. `place` says where they come from.
+    """Loads weights in place; an error names mismatched keys with both shapes, and the `source` of the weights.
 
-    Keys of `elsewhere` belong to other stages of a pipeline.
+    Keys of `other_stages` belong to other stages of a pipeline.
     """
     own = model.state_dict()
     wrong = [
@@ -109,33 +109,32 @@ def load_model_state(
         for key in state.keys() & own.keys()
         if isinstance(state[key], torch.Tensor | SplitTensor) and state[key].shape != own[key].shape
     ]
-    # A tied weight has several names, of which a state dict may hold one.
+    # A tied weight has several names, of which a state dict may contain one.
     missing = sorted(own.keys() - state.keys())
-    unexpected = sorted(state.keys() - model.state_dict(keep_vars=True).keys() - {*elsewhere})
+    unexpected = sorted(state.keys() - model.state_dict(keep_vars=True).keys() - {*other_stages})
     if wrong or (strict and (missing or unexpected)):
         lines = [*sorted(wrong), *(f"{key}: not in the checkpoint" for key in missing)]
         lines += [f"{key}: not in the model" for key in unexpected]
         raise CheckpointError(
-            f"{location} holds another model: " + "; ".join(lines[:8]) + ("; …" if len(lines) > 8 else "")
+            f"{source} contains another model: " + "; ".join(lines[:8]) + ("; …" if len(lines) > 8 else "")
         )
     if missing or unexpected:
-        logger.warning("Loaded with differences: missing %s; unexpected %s", missing or "none", unexpected or "none")
-    here = {key: value for key, value in state.items() if key in own or key not in elsewhere}
-    model.load_state_dict({key: _placed(value, own.get(key)) for key, value in here.items()}, strict=strict)
+        logger.warning("Loaded with differences. Missing: %s. Unexpected: %s.", missing or "none", unexpected or "none")
+    here = {key: value for key, value in state.items() if key in own or key not in other_stages}
+    model.load_state_dict({key: _fill_shards(value, own.get(key)) for key, value in here.items()}, strict=strict)
 
 
-def _placed(value: Any, own: Any) -> Any:
-    """Returns what load_state_dict is given for a key: of what lies in shards, on disk or here, the model's own.
+def _fill_shards(value: Any, own: Any) -> Any:
+    """Returns the argument of load_state_dict for a key: a tensor that is sharded on disk or here is the model's own.
 
-    That is filled at once, region by region, so that no second copy of a model exists.
+    It is filled region by region, so that no second copy of the model exists.
     """
-    if not isinstance(own, torch.Tensor) or not isinstance(value, torch.Tensor | SplitTensor):
-        return value
-    if not isinstance(value, SplitTensor) and not is_split(own):
-        return value
-    with torch.no_grad():
-        fill(own, value)
-    return own
+    is_tensor = isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor | SplitTensor)
+    if is_tensor and (isinstance(value, SplitTensor) or is_split(own)):
+        with torch.no_grad():
+            fill(own, value)
+        return own
+    return value
 
 
 def restore_optimizers(
@@ -144,15 +143,15 @@ def restore_optimizers(
     optimizers: Mapping[str, torch.optim.Optimizer],
     *,
     keep_settings: bool = False,
-    elsewhere: Collection[str] = (),
+    other_stages: Collection[str] = (),
 ) -> None:
-    """Loads the optimizers' state by parameter name; `keep_settings` leaves their groups as they were built.
+    """Loads the optimizers' state by parameter name; `keep_settings` keeps the settings of their groups.
 
-    Names of `elsewhere` belong to other stages of a pipeline.
+    Names of `other_stages` belong to other stages of a pipeline.
     """
     if state.keys() != optimizers.keys():
         raise CheckpointError(
-            f"The checkpoint holds the optimizers {', '.join(state)}, but the run has {', '.join(optimizers)}. "
+            f"The checkpoint contains the optimizers {', '.join(state)}, but the run has {', '.join(optimizers)}. "
             "Rename them back, or start over with --fresh."
         )
     names = _names_by_parameter(model)
@@ -160,34 +159,37 @@ def restore_optimizers(
         saved = state[name]
         if saved["class"] != type(optimizer).__name__:
             logger.warning(
-                "The state of %s's %s does not fit %s: it starts anew.", name, saved["class"], type(optimizer)
+                "The saved state of optimizer %s is of %s, not of %s: it starts without state.",
+                name,
+                saved["class"],
+                type(optimizer).__name__,
             )
             continue
         if keep_settings:
             saved = {**saved, "groups": optimizer.state_dict()["param_groups"]}
-        if elsewhere:
-            saved = _of_this_stage(saved, optimizer, names, elsewhere, keeps_groups=keep_settings)
+        if other_stages:
+            saved = _select_stage(saved, optimizer, names, other_stages, keep_groups=keep_settings)
         _load_by_name(optimizer, saved, names, label=name)
 
 
-def _of_this_stage(
+def _select_stage(
     saved: Mapping[str, Any],
     optimizer: torch.optim.Optimizer,
     names: Mapping[int, str],
-    elsewhere: Collection[str],
+    other_stages: Collection[str],
     *,
-    keeps_groups: bool,
+    keep_groups: bool,
 ) -> dict[str, Any]:
-    """Returns of an optimizer's saved state what belongs to this stage: its parameters, and a group for each of its."""
-    others = {*elsewhere} - {*_ordered_names(optimizer, names)}
+    """Returns the part of an optimizer's saved state that belongs to this stage: its parameters and groups."""
+    others = {*other_stages} - {*_ordered_names(optimizer, names)}
     state = {name: value for name, value in saved["state"].items() if name not in others}
     groups = saved["groups"]
-    if not keeps_groups:
-        homes = {name: group for group in groups for name in group["params"]}
-        # A group of which this stage has no parameter is found by its number, where all stages have the same groups.
+    if not keep_groups:
+        group_of = {name: group for group in groups for name in group["params"]}
+        # A group without a parameter on this stage is found by its number, if all stages have the same groups.
         by_number = groups if len(groups) == len(optimizer.param_groups) else [None] * len(optimizer.param_groups)
         found = [
-            next((homes[name] for each in own["params"] if (name := names.get(id(each))) in homes), other)
+            next((group_of[name] for each in own["params"] if (name := names.get(id(each))) in group_of), other)
             for own, other in zip(optimizer.param_groups, by_number, strict=True)
         ]
         groups = [group for group in found if group is not None]
@@ -197,16 +199,15 @@ def _of_this_stage(
 def restore_hooks(
     state: Mapping[str, Any], hooks: Mapping[str, Stateful], *, model: torch.nn.Module | None = None
 ) -> dict[str, Any]:
-    """Loads hook states; returns those without a hook, which are kept for the next checkpoint.
+    """Loads hook states; returns those without a hook, which the next checkpoint keeps.
 
-    With `model`, what a hook keeps under a parameter's name and has its shape comes laid out as the parameter.
+    With `model`, a tensor under a parameter's name with the parameter's shape is sharded like the parameter.
     """
     parameters = {} if model is None else dict(model.named_parameters())
 
     def lay_out(value: torch.Tensor | SplitTensor, key: str) -> Any:
         own = parameters.get(key)
-        fits = own is not None and own.shape == value.shape
-        return laid_out_as(own, value) if own is not None and fits else as_whole(value)
+        return as_whole(value) if own is None or own.shape != value.shape else shard_like(own, value)
 
     state = map_tensors(state, lay_out)
     for key, hook in hooks.items():
@@ -214,7 +215,7 @@ def restore_hooks(
             hook.load_state_dict(state[key])
     unclaimed = {key: value for key, value in state.items() if key not in hooks and value}
     if unclaimed:
-        logger.warning("The checkpoint has state of hooks that this run lacks; it is kept: %s", ", ".join(unclaimed))
+        logger.warning("The state of hooks that this run does not have is kept: %s", ", ".join(unclaimed))
     return unclaimed
 
 
@@ -228,7 +229,7 @@ def _ordered_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -
 
 
 def _state_by_name(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """An optimizer's state dict with names in place of numbers, so that it survives another order of parameters."""
+    """Returns an optimizer's state dict by parameter name, so that the order of parameters may change."""
     ordered = _ordered_names(optimizer, names)
     state = optimizer.state_dict()
     groups = [{**group, "params": [ordered[number] for number in group["params"]]} for group in state["param_groups"]]
@@ -246,7 +247,7 @@ def _load_by_name(
     if unknown:
         raise CheckpointError(
             f"The checkpoint's optimizer {label!r} has state for {', '.join(unknown[:5])}, which it does not own now. "
-            "Was `match` or the model changed?"
+            "Undo the change of `match` or of the model, or start over with --fresh."
         )
     extra = {key: value for key, value in saved.items() if key not in ("class", "state", "groups")}
     own_groups = optimizer.state_dict()["param_groups"]
@@ -255,22 +256,18 @@ def _load_by_name(
             f"The checkpoint's optimizer {label!r} has {len(saved['groups'])} parameter groups, but the run's has "
             f"{len(own_groups)}. Build it with the same groups, or start over with --fresh."
         )
-    # What an optimizer has stays its own; the names that were saved may be those of another stage.
+    # The optimizer keeps its own parameters; the saved names may be those of another stage.
     kept = [{key: own[key] for key in ("params", "param_names") if key in own} for own in own_groups]
     groups = [{**group, **own} for group, own in zip(saved["groups"], kept, strict=True)]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {
-        number: map_tensors(values, lambda value, _, own=parameters[number]: laid_out_as(own, value))
+        number: map_tensors(values, lambda value, _, own=parameters[number]: shard_like(own, value))
         for number, values in ((numbers[name], values) for name, values in saved["state"].items())
     }
     optimizer.load_state_dict({"state": state, "param_groups": groups, **extra})
-    _undo_casts(optimizer, state)
-
-
-def _undo_casts(optimizer: torch.optim.Optimizer, saved: Mapping[int, Any]) -> None:
-    """torch casts loaded state to the parameter's dtype, which loses bits of fp32 state beside bf16 weights."""
+    # torch casts loaded state to the parameter's dtype, which loses bits of the fp32 state of bf16 weights.
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, values in saved.items():
+    for number, values in state.items():
         loaded = optimizer.state[parameters[number]]
         for key, value in values.items():
             if isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:

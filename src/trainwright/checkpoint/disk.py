@@ -1,7 +1,7 @@
-"""The few acts on a local disk that a checkpoint is made of: write and sync a file, rename, lock, link.
+"""The operations on a local disk that a checkpoint consists of: write and sync a file, rename, lock, link.
 
-What they are put together to is store.py's, the tensors' file format tensor_files.py's. Each act here is one that a
-test kills the process before.
+store.py combines them; tensor_files.py has the file format of tensors. A test kills the process before each of these
+operations.
 """
 
 from __future__ import annotations
@@ -15,27 +15,18 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+from trainwright.checkpoint.manifest import FileFact
 
 logger = logging.getLogger(__name__)
 
-# Where the file system has no locks, a folder that nobody touched for so long is taken for a dead writer's.
-SECONDS_OF_SILENCE = 3600.0
-
-
-@dataclass(frozen=True)
-class FileFact:
-    """What the manifest says of a file."""
-
-    size: int
-    """Bytes."""
-    sha256: str
-    """The hash of all of them, in hex."""
+# Where the file system has no locks, the writer of a folder without a change for this long is considered dead.
+ABANDONED_SECONDS = 3600.0
 
 
 def write_file(path: Path, content: bytes) -> FileFact:
-    """Write a file that is not there yet, sync it, and return its size and hash."""
+    """Writes a new file, syncs it, and returns its size and hash."""
     with created(path) as descriptor:
         write_all(descriptor, content)
         os.fsync(descriptor)
@@ -44,7 +35,7 @@ def write_file(path: Path, content: bytes) -> FileFact:
 
 @contextmanager
 def created(path: Path) -> Iterator[int]:
-    """Open a file that must not exist, as readable as the umask lets it be, and close it."""
+    """Creates a file that must not exist, with the permissions of the umask; closes it at the end."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
     try:
         yield descriptor
@@ -53,37 +44,37 @@ def created(path: Path) -> Iterator[int]:
 
 
 def write_all(descriptor: int, content: bytes | memoryview) -> None:
-    """Write all of `content`: one write(2) takes at most 2 GiB, and less where a disk is nearly full."""
+    """Writes all of `content`: one write(2) accepts at most 2 GiB, and less if the disk is nearly full."""
     rest = memoryview(content)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
 
 
 def hash_file(path: Path) -> str:
-    """Return a file's sha256 in hex; reads all of it."""
+    """Returns a file's sha256 in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it; its name is then on the disk."""
+    """Creates a folder and its parents, and syncs its name to the disk."""
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         sync_folder(folder.parent)
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a folder; onto another that is not empty it fails, so nothing is ever overwritten."""
+    """Renames a folder; fails if the target is a folder that is not empty, so nothing is overwritten."""
     source.rename(target)
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the names in `folder` on the disk; without it a rename may be undone by a power cut."""
+    """Syncs the names in `folder` to the disk; otherwise a power failure may undo a rename."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network and FUSE mounts cannot sync folders; there a power cut is the server's concern.
+        # Some network and FUSE mounts cannot sync folders; the server is responsible there.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -91,7 +82,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names in a folder, sorted; a folder that is not there is empty."""
+    """Returns the names in a folder, sorted; none if it does not exist."""
     try:
         return sorted(path.name for path in folder.iterdir())
     except FileNotFoundError:
@@ -99,10 +90,10 @@ def names_in(folder: Path) -> list[str]:
 
 
 def point_link(link: Path, target: str | None) -> None:
-    """Make `link` point to `target` beside it, in one act; None removes it.
+    """Points `link` to `target` in the same folder atomically; None removes it.
 
-    Links are for people, so one that cannot be made (no links on this mount, a real folder of that name) is only
-    noted at the debug level.
+    Links are for users, so a failure (no links on this mount, a real folder of that name) is only logged at the debug
+    level.
     """
     temporary = link.with_name(f".{link.name}-{secrets.token_hex(4)}")
     try:
@@ -121,9 +112,9 @@ def point_link(link: Path, target: str | None) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a lock on `folder`, under whatever name, that the kernel lets go when this process dies.
+    """Holds a lock on `folder` that survives a rename and that the kernel releases when this process dies.
 
-    Process ids would not do: a container that starts again often has the same one.
+    A process id would not work: a restarted container often has the same one.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -134,7 +125,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def is_abandoned(folder: Path) -> bool:
-    """Say whether nobody holds the lock of `folder`; where there are no locks, whether it is long untouched."""
+    """Returns True if no process holds the lock of `folder`; without locks, if it has not changed for long."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -143,17 +134,17 @@ def is_abandoned(folder: Path) -> bool:
         free = _try_lock(descriptor)
         if free is None:
             times = [path.stat().st_mtime for path in (folder, *folder.iterdir())]
-            return time.time() - max(times) > SECONDS_OF_SILENCE
+            return time.time() - max(times) > ABANDONED_SECONDS
         return free
     except FileNotFoundError:
-        # It was committed while we looked.
+        # It was committed in the meantime.
         return False
     finally:
         os.close(descriptor)
 
 
 def _try_lock(descriptor: int) -> bool | None:
-    """Return whether the lock was free, or None where the file system has no locks (some NFS and Lustre mounts)."""
+    """Returns whether the lock was free, or None if the file system has no locks (some NFS and Lustre mounts)."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

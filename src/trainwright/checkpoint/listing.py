@@ -1,6 +1,6 @@
-"""What checkpoints a folder or an address holds, by manifests and sizes alone: no tensor is opened, no content read.
+"""Lists the checkpoints in a folder or at an address by their manifests and file sizes, without reading tensors.
 
-For people who ask (`trainwright checkpoints`); a run itself asks its store, which hashes. Imports no torch.
+For `trainwright checkpoints`; a run itself uses its store, which compares hashes. Does not import torch.
 """
 
 from __future__ import annotations
@@ -9,52 +9,52 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from trainwright.checkpoint.manifest import MANIFEST, STEP_NAME, read_manifest
-from trainwright.checkpoint.remote_files import RemoteFolder, UnreachableError, is_address, local_path
+from trainwright.checkpoint.manifest import MANIFEST, STEP_NAME, UnreachableError, read_manifest
+from trainwright.checkpoint.remote_files import RemoteFolder, is_address, local_path
 from trainwright.config import RunConfig
 from trainwright.errors import CheckpointError
 
 CHECKPOINTS = "checkpoints"
-"""As folder.py names it; that imports torch. A test compares."""
+"""The folder of checkpoints in a run folder."""
 
 _SET_ASIDE_NAME = re.compile(r"damaged-step-(\d{8,})(?:-\d+)?")
-_Source = TypeVar("_Source")
 _REPLACED_NAME = re.compile(r"\.aside-step-(\d{8,})-[0-9a-f]+")
 
 
 @dataclass(frozen=True)
 class Listed:
-    """One checkpoint, as its manifest and the sizes of its files say."""
+    """One checkpoint, as described by its manifest and the sizes of its files."""
 
     step: int
     name: str
     size: int
-    """Bytes of all its files, whether or not they are whole."""
+    """Bytes of all its files, intact or not."""
     created: datetime | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     problem: str | None = None
-    """What is wrong with it; None: nothing that can be seen without reading it."""
+    """The damage; None: none that is visible without reading the content."""
     is_unfinished: bool = False
-    """Is it being put to a remote folder, or was left there by a writer that died? It is no checkpoint."""
+    """True while it is uploaded to a remote folder, or if its writer died; it is not a checkpoint."""
     is_set_aside: bool = False
-    """Was it found damaged before, and kept under another name? A run takes no notice of it."""
+    """True if it was found damaged and is kept under another name; a run ignores it."""
 
 
 def checkpoints_location(run: Path, config: RunConfig) -> str | Path:
-    """Returns where a run's checkpoints go: its own folder for them, or one of its name below `checkpoint.folder`."""
+    """Returns the folder or address of a run's checkpoints: in the run folder, or `checkpoint.folder`/name."""
     chosen = config.checkpoint.folder
     if chosen is None:
         return run / CHECKPOINTS
-    # By name, for the runs of a sweep share a setting and must not take up each other's weights.
+    # By name, because the runs of a sweep share the setting and must not load each other's weights.
     return f"{chosen.rstrip('/')}/{config.name}" if is_address(chosen) else local_path(chosen) / config.name
 
 
-def list_checkpoints(place: str | Path) -> list[Listed]:
-    """Returns what lies in a folder or behind an address, ascending by step; those set aside after the others."""
-    found = _list_remote(str(place)) if is_address(place) else _list_local(local_path(place))
+def list_checkpoints(folder: str | Path) -> list[Listed]:
+    """Returns the checkpoints in a folder or at an address, ascending by step; damaged ones set aside come last."""
+    found = _list_remote(str(folder)) if is_address(folder) else _list_local(local_path(folder))
     return sorted(found, key=lambda one: (one.is_set_aside, one.step))
 
 
@@ -67,40 +67,38 @@ def _list_local(folder: Path) -> Iterator[Listed]:
         raise CheckpointError(f"The folder cannot be listed: {error}.", where=folder) from error
     for name, path in paths.items():
         plain, aside, replaced = (one.fullmatch(name) for one in (STEP_NAME, _SET_ASIDE_NAME, _REPLACED_NAME))
-        # A checkpoint that is being replaced counts while nothing bears its own name.
+        # A checkpoint that is being replaced counts while no folder has its final name.
         if replaced and f"step-{replaced[1]}" not in paths:
             plain = replaced
         if plain:
-            yield _describe(int(plain[1]), name, _sizes(path), read_manifest, path)
+            yield _describe(int(plain[1]), name, _sizes(path), partial(read_manifest, path))
         elif aside:
             yield Listed(int(aside[1]), name, _total(_sizes(path)), is_set_aside=True)
 
 
 def _list_remote(address: str) -> Iterator[Listed]:
-    folder = RemoteFolder(address)
-    takes = folder.takes()
-    newest = {take.step: take.number for take in takes if take.is_committed}
-    for take in takes:
-        sizes = {name: file.size for name, file in take.files.items()}
+    remote = RemoteFolder(address)
+    folders = remote.step_folders()
+    newest = {folder.step: folder.number for folder in folders if folder.is_committed}
+    for folder in folders:
+        sizes = {name: file.size for name, file in folder.files.items()}
         total = _total(sizes)
-        if take.is_set_aside:
-            yield Listed(take.step, take.name, total, is_set_aside=True)
-        elif take.files and take.number >= newest.get(take.step, 0):
-            # Below the newest lie those that were replaced, and what dead writers left.
-            if not take.is_committed:
-                yield Listed(take.step, take.name, total, is_unfinished=True)
+        if folder.is_set_aside:
+            yield Listed(folder.step, folder.name, total, is_set_aside=True)
+        elif folder.files and folder.number >= newest.get(folder.step, 0):
+            # Lower numbers were replaced, or are what dead writers left.
+            if not folder.is_committed:
+                yield Listed(folder.step, folder.name, total, is_unfinished=True)
             else:
-                yield _describe(take.step, take.name, sizes, folder.manifest, take)
+                yield _describe(folder.step, folder.name, sizes, partial(remote.manifest, folder))
 
 
-def _describe(
-    step: int, name: str, sizes: Mapping[str, int | None], read: Callable[[_Source], dict[str, Any]], place: _Source
-) -> Listed:
+def _describe(step: int, name: str, sizes: Mapping[str, int | None], read: Callable[[], dict[str, Any]]) -> Listed:
     total = _total(sizes)
     if MANIFEST not in sizes:
         return Listed(step, name, total, problem=f"{MANIFEST} is missing")
     try:
-        manifest = read(place)
+        manifest = read()
         created = datetime.fromisoformat(manifest["created"])
         wrong = [
             f"{file} is missing" if file not in sizes else f"{file} has {sizes[file]} bytes instead of {facts['size']}"
@@ -125,7 +123,7 @@ def _sizes(folder: Path) -> dict[str, int | None]:
         for path in folder.iterdir():
             sizes[path.name] = path.stat().st_size
     except OSError:
-        """Deleted by the run while we look; what is missing is said by the caller."""
+        """Deleted by the run in the meantime; the caller reports what is missing."""
     return sizes
 
 

@@ -1,7 +1,7 @@
 """MANIFEST.json: what makes a folder a checkpoint, with the size and hash of each of its files and its metrics.
 
-How a checkpoint is written, verified and deleted is store.py's. Imports no torch, so that `trainwright runs`
-answers at once.
+store.py and remote_store.py write, verify and delete checkpoints. This module does not import torch, so that
+`trainwright runs` starts fast.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +23,53 @@ STEP_NAME = re.compile(r"step-(\d{8,})")
 
 
 class UnknownFormatError(CheckpointError):
-    """A manifest is whole, but of a format that this trainwright does not read."""
+    """A manifest is intact, but its format is not one that this trainwright reads."""
+
+
+class UnreachableError(CheckpointError):
+    """A remote folder did not answer, or denied access. This says nothing about what it contains."""
+
+
+@dataclass(frozen=True)
+class FileFact:
+    """What the manifest records of a file."""
+
+    size: int
+    """Bytes."""
+    sha256: str
+    """The hash of the content, in hex."""
+
+    def check(self, *, where: object, size: int | None = None, sha256: str | None = None) -> None:
+        """Raises if the size or the hash of the file at `where` differs; None: not known, not compared."""
+        if size is not None and size != self.size:
+            raise CheckpointError(f"The file has {size} bytes instead of {self.size}.", where=where)
+        if sha256 is not None and sha256 != self.sha256:
+            problem = f"The content differs: sha256 {sha256[:12]}… instead of {self.sha256[:12]}…"
+            raise CheckpointError(f"{problem}.", where=where)
+
+
+def make_manifest(*, step: int, parts: list[str], files: Mapping[str, FileFact], metrics: Mapping[str, float]) -> bytes:
+    """Returns the bytes of the manifest of a checkpoint that is created now."""
+    return render_manifest(
+        {
+            "format": FORMAT,
+            "step": step,
+            "created": datetime.now(UTC).isoformat(),
+            "metrics": {name: float(value) for name, value in metrics.items()},
+            "parts": parts,
+            "files": {name: asdict(fact) for name, fact in files.items()},
+        }
+    )
 
 
 def render_manifest(content: Mapping[str, Any]) -> bytes:
-    """Return the manifest's bytes, with a hash of its own: a flipped bit in a metric is damage too."""
+    """Returns the manifest's bytes, including a hash of the content: a flipped bit in a metric is damage too."""
     own = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return (json.dumps({**content, "sha256": own}, indent=2) + "\n").encode()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return what the manifest in `folder` says: format, step, created, metrics, parts, files; or say its damage."""
+    """Returns the entries of the manifest in `folder`: format, step, created, metrics, parts, files; raises damage."""
     path = folder / MANIFEST
     try:
         raw = path.read_bytes()
@@ -41,39 +79,45 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def parse_manifest(raw: bytes, *, where: object) -> dict[str, Any]:
-    """Return what the manifest with these bytes says; `where` is the file that an error names."""
+    """Returns the entries of the manifest with these bytes; `where` is the file that an error names."""
     try:
         content = json.loads(raw)
         content.pop("sha256")
-        # Written anew from its content it must give the same bytes; this covers the hash and every blank between.
-        fits = render_manifest(content) == raw
+        # Rendering the content again must produce the same bytes; this covers the hash and the whitespace.
+        matches = render_manifest(content) == raw
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"The manifest is damaged: {error!r}.", where=where) from error
-    if not fits:
-        raise CheckpointError("The manifest is damaged: it does not fit its own hash.", where=where)
+    if not matches:
+        raise CheckpointError("The manifest is damaged: it does not match its own hash.", where=where)
     if content.get("format") != FORMAT:
         problem = f"The format is {content.get('format')}; this trainwright reads {FORMAT}"
         raise UnknownFormatError(f"{problem}. Use the trainwright that wrote it.", where=where)
-    if not _has_its_shape(content):
-        raise CheckpointError("The manifest is damaged: an entry is missing or of another kind.", where=where)
+    if not _has_valid_entries(content):
+        raise CheckpointError("The manifest is damaged: an entry is missing or has another type.", where=where)
     return dict(content)
 
 
-def _has_its_shape(content: Mapping[str, Any]) -> bool:
-    """Say whether every entry is there and what readers take it for; its own hash anybody can write."""
+def check_manifest_step(manifest: Mapping[str, Any], step: int, *, where: object) -> None:
+    """Raises if the manifest in the folder of `step` belongs to another step."""
+    if manifest["step"] != step:
+        problem = f"The manifest is of step {manifest['step']}, but the folder is named for step {step}"
+        raise CheckpointError(f"{problem}. Rename the folder back.", where=where)
+
+
+def _has_valid_entries(content: Mapping[str, Any]) -> bool:
+    """Returns True if every entry exists with its type; anyone can write a manifest with a valid hash."""
     try:
-        files = content["files"].items()
-        # A name is one of this folder: "../x" and "/x" would have other people's files read.
-        whole = all(
+        # A file is in this folder: "../x" and "/x" would read other files.
+        files = all(
             "/" not in name
             and name not in ("", ".", "..")
             and facts.keys() == {"size", "sha256"}
             and isinstance(facts["size"], int)
             and isinstance(facts["sha256"], str)
-            for name, facts in files
+            for name, facts in content["files"].items()
         )
         numbers = all(isinstance(value, int | float) for value in content["metrics"].values())
         names = isinstance(content["parts"], list) and all(isinstance(part, str) for part in content["parts"])
-        return whole and numbers and names and isinstance(content["step"], int) and isinstance(content["created"], str)
+        return files and numbers and names and isinstance(content["step"], int) and isinstance(content["created"], str)
     except (KeyError, TypeError, AttributeError):
         return False

@@ -1,14 +1,13 @@
-"""A folder behind an address of fsspec (`s3://bucket/run`), as far as checkpoints need one: few verbs, one error.
+"""A folder at an fsspec address (`s3://bucket/run`): list, read, put and delete files, with one kind of error.
 
-Which file means what is remote_store.py's. Nothing here imports torch, so that `trainwright checkpoints` answers at
-once. Object stores know no folders and no renaming; what is put under one name is there whole or not at all.
+remote_store.py decides which file means what. This module does not import torch, so that `trainwright checkpoints`
+starts fast. Object stores have no folders and no rename; a put file exists whole or not at all.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -17,30 +16,26 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainwright.checkpoint.manifest import MANIFEST, read_manifest
+from trainwright.checkpoint.manifest import MANIFEST, UnreachableError, parse_manifest
 from trainwright.data.sources.locations import install_hint
 from trainwright.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 DAMAGED_MANIFEST = "MANIFEST.damaged.json"
-"""What a manifest is called from when its checkpoint was found damaged; it is kept, and counts no more."""
+"""The name of the manifest of a checkpoint that was found damaged; its files are kept, but it no longer counts."""
 
 BLOCK_BYTES = 8 << 20
 
-_TAKE_NAME = re.compile(r"step-(\d{8,})(?:-([2-9]|[1-9]\d+))?")
+_FOLDER_NAME = re.compile(r"step-(\d{8,})(?:-([2-9]|[1-9]\d+))?")
 _LOCAL_SCHEMES = ("file://", "local://")
 _TIMES = ("mtime", "last_modified", "LastModified", "updated", "created")
-_Answer = TypeVar("_Answer")
-
-
-class UnreachableError(CheckpointError):
-    """A remote folder did not answer, or rejected: that says nothing of what lies there."""
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
 class RemotePath:
-    """An address for messages and hooks: joined with `/`, shown without a password. It opens nothing."""
+    """An address for messages and hooks: joined with `/`, printed without a password. It opens no file."""
 
     address: str
 
@@ -57,33 +52,33 @@ class RemotePath:
 
 
 def is_address(folder: str | Path) -> bool:
-    """Says whether `folder` is an address of another machine, rather than a path of this one."""
+    """Returns True if `folder` is an address of another machine rather than a path of this one."""
     return isinstance(folder, str) and "://" in folder and not folder.startswith(_LOCAL_SCHEMES)
 
 
 def local_path(folder: str | Path) -> Path:
-    """Returns the path of a folder on this machine; `file://` in front of it says nothing more."""
+    """Returns the path of a folder on this machine, without a leading `file://`."""
     return Path(re.sub(r"^(?:file|local)://", "", str(folder)))
 
 
 def without_secrets(text: str) -> str:
-    """Returns `text` with the user and password before a host's name left out."""
+    """Returns `text` without the user and password before a host name."""
     return re.sub(r"://[^/@\s]*@", "://…@", text)
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """What a listing says of one file; None where the file system does not tell."""
+    """What a listing reports of one file; None where the file system does not report it."""
 
     size: int | None
     modified: float | None
 
 
 @dataclass(frozen=True)
-class Take:
-    """One folder of a step: `step-00000020`, or `step-00000020-2` for what replaces it.
+class StepFolder:
+    """One folder of a step: `step-00000020`, or `step-00000020-2` for its replacement.
 
-    Nothing can be renamed, so a replacement has a name of its own and the old one stays whole until it is there.
+    Nothing can be renamed, so a replacement has another name and the old one stays whole until it is committed.
     """
 
     step: int
@@ -97,179 +92,145 @@ class Take:
 
     @property
     def is_committed(self) -> bool:
-        """Is its manifest there?"""
+        """True if its manifest exists."""
         return MANIFEST in self.files
 
     @property
     def is_set_aside(self) -> bool:
-        """Was it found damaged, and kept?"""
+        """True if it was found damaged and kept."""
         return DAMAGED_MANIFEST in self.files and not self.is_committed
 
-    def is_silent(self, seconds: float) -> bool:
-        """Says whether no file changed for so long. Where nobody tells the time, it is not."""
+    def is_unchanged_for(self, seconds: float) -> bool:
+        """Returns True if no file changed in this time; False where modification times are not known."""
         times = [file.modified for file in self.files.values()]
-        return all(one is not None and time.time() - one > seconds for one in times)
+        return all(modified is not None and time.time() - modified > seconds for modified in times)
 
 
 class RemoteFolder:
-    """The files below one address. A missing one is FileNotFoundError; whatever else goes wrong, UnreachableError."""
+    """The files below one address. A missing file is FileNotFoundError; any other failure is UnreachableError."""
 
     def __init__(self, address: str) -> None:
         self.path = RemotePath(address)
 
-    def takes(self, step: int | None = None) -> list[Take]:
+    def step_folders(self, step: int | None = None) -> list[StepFolder]:
         """Returns the folders of all steps, or of one, ascending by step and number, each with its files."""
         found = []
-        for name, (kind, _) in self._listed("").items():
-            match = _TAKE_NAME.fullmatch(name)
+        for name, (kind, _) in self._list("").items():
+            match = _FOLDER_NAME.fullmatch(name)
             if match is None or kind != "directory":
                 continue
-            take = Take(int(match[1]), int(match[2] or 1))
-            # "step-000000005" has the wrong width: nobody would find it again.
-            if take.name == name and step in (None, take.step):
-                found.append(take)
-        found.sort(key=lambda take: (take.step, take.number))
-        return [Take(take.step, take.number, self._files_in(take.name)) for take in found]
+            key = (int(match[1]), int(match[2] or 1))
+            # "step-000000005" has the wrong width: its name could not be derived from its step.
+            if StepFolder(*key).name == name and step in (None, key[0]):
+                files = {inner: file for inner, (kind, file) in self._list(name).items() if kind == "file"}
+                found.append(StepFolder(*key, files))
+        return sorted(found, key=lambda folder: (folder.step, folder.number))
 
-    def manifest(self, take: Take) -> dict[str, Any]:
-        """Returns what the manifest of a take says, or raises its damage."""
-        where = self.path / take.name / MANIFEST
+    def manifest(self, folder: StepFolder) -> dict[str, Any]:
+        """Returns the entries of the manifest of a step folder; raises damage."""
+        where = self.path / folder.name / MANIFEST
         try:
-            raw = self.read(f"{take.name}/{MANIFEST}")
+            raw = self.read(f"{folder.name}/{MANIFEST}")
         except FileNotFoundError as error:
             raise CheckpointError("The manifest is missing.", where=where) from error
-        with tempfile.TemporaryDirectory(prefix="trainwright-") as temporary:
-            (Path(temporary) / MANIFEST).write_bytes(raw)
-            try:
-                content = read_manifest(Path(temporary))
-            except CheckpointError as error:
-                # The same error, of the file that was asked for instead of its copy.
-                raise type(error)(error.problem, where=where) from error
-            except (KeyError, RecursionError) as error:
-                raise CheckpointError(f"The manifest is damaged: {error!r}.", where=where) from error
-        if not _has_its_shape(content):
-            raise CheckpointError("The manifest is damaged: an entry is missing or of another kind.", where=where)
-        return content
+        return parse_manifest(raw, where=where)
 
     def read(self, name: str) -> bytes:
         """Returns the content of a small file."""
-        return bytes(self._ask(name, lambda files, path: files.cat_file(path)))
+        return bytes(self._call(name, lambda files, path: files.cat_file(path)))
 
     def blocks(self, name: str) -> Iterator[bytes]:
         """Yields the content of a large file, block by block."""
-        with self._ask(name, lambda files, path: files.open(path, "rb")) as file:
-            while block := self._ask(name, lambda files, path: file.read(BLOCK_BYTES)):
+        with self._call(name, lambda files, path: files.open(path, "rb")) as file:
+            while block := self._call(name, lambda files, path: file.read(BLOCK_BYTES)):
                 yield block
 
-    def size(self, name: str) -> int | None:
-        """Returns a file's size, asked anew; None where the file system does not tell."""
-        return _size_in(self._ask(name, lambda files, path: files.info(path)))
-
     def put(self, name: str, content: bytes) -> None:
-        """Puts a small file and reads it back: what is not there as it was put is an error."""
-        self._ask_with_folder(name, lambda files, path: files.pipe_file(path, content))
+        """Puts a small file and reads it back; raises if it differs."""
+        self._put(name, lambda files, path: files.pipe_file(path, content))
         try:
             arrived = self.read(name)
         except FileNotFoundError as error:
-            raise UnreachableError("The file was put, but is not there.", where=self.path / name) from error
+            raise UnreachableError("The file was put, but does not exist.", where=self.path / name) from error
         if arrived != content:
-            problem = f"The file was put with {len(content)} bytes, but reads back otherwise ({len(arrived)} bytes)"
+            problem = f"The file was put with {len(content)} bytes, but reads back differently ({len(arrived)} bytes)"
             raise UnreachableError(f"{problem}.", where=self.path / name)
 
     def upload(self, source: Path, name: str) -> None:
-        """Puts a large file and asks for its size: a part of it, or nothing, is an error."""
-        self._ask_with_folder(name, lambda files, path: files.put_file(str(source), path))
+        """Puts a large file and asks for its size; raises if it differs."""
+        self._put(name, lambda files, path: files.put_file(str(source), path))
         expected = source.stat().st_size
         try:
-            size = self.size(name)
+            size = _size_in(self._call(name, lambda files, path: files.info(path)))
         except FileNotFoundError as error:
-            raise UnreachableError("The file was put, but is not there.", where=self.path / name) from error
+            raise UnreachableError("The file was put, but does not exist.", where=self.path / name) from error
         if size is not None and size != expected:
-            raise UnreachableError(f"Of {expected} bytes, {size} arrived.", where=self.path / name)
+            raise UnreachableError(f"Only {size} of {expected} bytes arrived.", where=self.path / name)
 
     def delete(self, name: str) -> None:
-        """Removes a file; one that is not there is none to remove."""
+        """Removes a file, if it exists."""
         with suppress(FileNotFoundError):
-            self._ask(name, lambda files, path: files.rm_file(path))
+            self._call(name, lambda files, path: files.rm_file(path))
 
-    def delete_take(self, take: Take) -> None:
-        """Removes a folder, its manifest first: from then on it is none any more, wherever this is cut short."""
-        self.delete(f"{take.name}/{MANIFEST}")
-        for name in take.files:
+    def delete_folder(self, folder: StepFolder) -> None:
+        """Removes a step folder, its manifest first: from then on it is not a checkpoint, even if interrupted."""
+        self.delete(f"{folder.name}/{MANIFEST}")
+        for name in folder.files:
             if name != MANIFEST:
-                self.delete(f"{take.name}/{name}")
+                self.delete(f"{folder.name}/{name}")
         try:
-            self._ask(take.name, lambda files, path: files.rmdir(path))
+            self._call(folder.name, lambda files, path: files.rmdir(path))
         except (OSError, CheckpointError) as error:
             logger.debug("%s has no folders to remove: %s", self.path, error)
 
-    def _files_in(self, name: str) -> dict[str, RemoteFile]:
-        return {inner: file for inner, (kind, file) in self._listed(name).items() if kind == "file"}
+    def _list(self, name: str) -> dict[str, tuple[str, RemoteFile]]:
+        """Returns the entries of a folder; none if it does not exist.
 
-    def _listed(self, name: str) -> dict[str, tuple[str, RemoteFile]]:
-        """Returns the entries of a folder; none where there is no such folder.
-
-        By `ls`, not `find`: that leaves out what it cannot list, and a checkpoint that is not seen is lost.
+        Uses `ls`, not `find`, which omits what it cannot list: a checkpoint that is not listed is lost.
         """
         try:
-            entries = self._ask(name, lambda files, path: files.ls(path, detail=True))
+            entries = self._call(name, lambda files, path: files.ls(path, detail=True))
         except FileNotFoundError:
             return {}
-        found = {}
-        for entry in entries:
-            own_name = str(entry["name"]).rstrip("/").rpartition("/")[2]
-            found[own_name] = (str(entry["type"]), RemoteFile(_size_in(entry), _time_in(entry)))
-        return found
+        return {
+            str(entry["name"]).rstrip("/").rpartition("/")[2]: (
+                str(entry["type"]),
+                RemoteFile(_size_in(entry), _time_in(entry)),
+            )
+            for entry in entries
+        }
 
-    def _ask_with_folder(self, name: str, act: Callable[[Any, str], _Answer]) -> _Answer:
-        """Acts, and where a folder is missing makes it and acts again; object stores need none."""
+    def _put(self, name: str, operation: Callable[[Any, str], object]) -> None:
+        """Puts a file; if its folder is missing, creates the folder and tries again. Object stores need none."""
         try:
-            return self._ask(name, act)
+            self._call(name, operation)
+            return
         except FileNotFoundError:
             parent = name.rpartition("/")[0]
-            self._ask(parent, lambda files, path: files.makedirs(path, exist_ok=True))
+            self._call(parent, lambda files, path: files.makedirs(path, exist_ok=True))
         try:
-            return self._ask(name, act)
+            self._call(name, operation)
         except FileNotFoundError as error:
             raise UnreachableError(f"The file cannot be put: {error}.", where=self.path / name) from error
 
-    def _ask(self, name: str, act: Callable[[Any, str], _Answer]) -> _Answer:
+    def _call(self, name: str, operation: Callable[[Any, str], _Result]) -> _Result:
         path = self.path / name if name else self.path
         try:
-            import fsspec  # type: ignore[import-untyped]  # it comes without types
+            import fsspec  # type: ignore[import-untyped]  # it has no type hints
 
-            # Asked for anew at each use: file systems with an event loop do not survive a fork.
+            # Looked up at each use: file systems with an event loop do not survive a fork.
             files, inner = fsspec.url_to_fs(path.address)
-            # A listing that was kept from before an upload would say that it failed.
+            # A listing cached before an upload would make the upload look failed.
             files.invalidate_cache()
-            return act(files, inner)
+            return operation(files, inner)
         except FileNotFoundError:
             raise
-        except Exception as error:  # each file system has errors of its own
-            told = without_secrets(f"{type(error).__name__}: {error}").rstrip(".")
+        except Exception as error:  # each file system has its own errors
+            problem = without_secrets(f"{type(error).__name__}: {error}").rstrip(".")
             advice = "Check the address, the access to it and the network."
             if isinstance(error, ImportError):
                 advice = install_hint(path.address)
-            raise UnreachableError(f"It cannot be reached: {told}. {advice}", where=path) from error
-
-
-def _has_its_shape(content: Mapping[str, Any]) -> bool:
-    """Says whether every entry is there and what readers take it for; its own hash anybody can write."""
-    try:
-        # A name is one of this folder: "../x" and "/x" would have other people's files read.
-        whole = all(
-            "/" not in name
-            and name not in ("", ".", "..")
-            and facts.keys() == {"size", "sha256"}
-            and isinstance(facts["size"], int)
-            and isinstance(facts["sha256"], str)
-            for name, facts in content["files"].items()
-        )
-        numbers = all(isinstance(value, int | float) for value in content["metrics"].values())
-        names = isinstance(content["parts"], list) and all(isinstance(part, str) for part in content["parts"])
-        return whole and numbers and names and isinstance(content["step"], int) and isinstance(content["created"], str)
-    except (KeyError, TypeError, AttributeError):
-        return False
+            raise UnreachableError(f"It cannot be reached: {problem}. {advice}", where=path) from error
 
 
 def _size_in(entry: Mapping[str, Any]) -> int | None:
@@ -280,11 +241,11 @@ def _size_in(entry: Mapping[str, Any]) -> int | None:
 def _time_in(entry: Mapping[str, Any]) -> float | None:
     for key in _TIMES:
         value = entry.get(key)
+        if isinstance(value, str):
+            with suppress(ValueError):
+                value = datetime.fromisoformat(value)
         if isinstance(value, datetime):
             return value.timestamp()
         if isinstance(value, int | float):
             return float(value)
-        if isinstance(value, str):
-            with suppress(ValueError):
-                return datetime.fromisoformat(value).timestamp()
     return None

@@ -1,7 +1,7 @@
-"""Whether a run goes on from its folder: which settings may have changed, and from which checkpoint.
+"""Resuming a run from its folder: which settings may have changed, and from which checkpoint.
 
-Running the same command again continues the run. What leaves the mathematics alone may change; any other
-change is rejected by name.
+Running the same command again resumes the run. Settings that do not affect the math may change; any other change
+raises by name.
 """
 
 from __future__ import annotations
@@ -18,59 +18,35 @@ from trainwright.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 FREE_SETTINGS = (
-    "name",
-    "output_dir",
-    "imports",
-    "trainer.max_steps",
-    "trainer.max_epochs",
-    "trainer.max_samples",
-    "trainer.max_tokens",
-    "trainer.micro_batch_size",
-    "trainer.gradient_accumulation_steps",
-    "data.process.num_workers",
-    "data.num_workers",
-    "data.loader",
-    "data.eval",
-    "data.test",
-    "data.on_error",
-    "data.max_skipped",
-    "evaluation",
-    "checkpoint",
-    "hooks",
-    "writers",
-    "log",
-    "anomalies",
-    "preemption",
-    "watchdog",
-    "model.sharding",
-    "model.activation_checkpointing",
-    "model.compile_repeated_blocks",
-    "model.offload",
-    "runtime.mesh",
-    "runtime.reshard_after_forward",
-    "runtime.accumulate_unsharded",
-    "runtime.mode",
-    "runtime.compile_backend",
-    "runtime.compile_memory_budget",
-    "runtime.deterministic",
-    "runtime.max_graph_breaks",
-    "runtime.device",
+    *("name", "output_dir", "imports", "evaluation", "checkpoint", "hooks", "writers", "log", "anomalies"),
+    *("preemption", "watchdog"),
+    *("data.process.num_workers", "data.num_workers", "data.loader", "data.eval", "data.test", "data.on_error"),
+    *("data.max_skipped",),
+    *("trainer.max_steps", "trainer.max_epochs", "trainer.max_samples", "trainer.max_tokens"),
+    *("trainer.micro_batch_size", "trainer.gradient_accumulation_steps"),
+    *("model.sharding", "model.activation_checkpointing", "model.compile_repeated_blocks", "model.offload"),
+    *("runtime.mesh", "runtime.reshard_after_forward", "runtime.accumulate_unsharded", "runtime.mode"),
+    *("runtime.compile_backend", "runtime.compile_memory_budget", "runtime.deterministic"),
+    *("runtime.max_graph_breaks", "runtime.device"),
 )
-"""Settings, with all below them, that change no loss and no weight of the updates to come."""
+"""Settings, with all below them, that do not affect the losses and weights of further updates."""
 
 
 def changed_settings(saved: RunConfig, config: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Returns the settings that change the mathematics and differ: dotted name → (then, now)."""
+    """Returns the settings that affect the math and differ: dotted name → (saved value, current value)."""
     then, now = dict(_flatten(saved.to_dict())), dict(_flatten(config.to_dict()))
     return {
         name: (then.get(name), now.get(name))
         for name in dict.fromkeys([*then, *now])
-        if _differ(then.get(name), now.get(name)) and not _is_free(name)
+        # By repr as well: nan is not equal to itself, also within a list.
+        if then.get(name) != now.get(name)
+        and repr(then.get(name)) != repr(now.get(name))
+        and not any(name == free or name.startswith(f"{free}.") for free in FREE_SETTINGS)
     }
 
 
 def reject_changes(saved: RunConfig, config: RunConfig, folder: object) -> None:
-    """Raises an error that lists every changed setting with where it is written now."""
+    """Raises if settings changed; the error lists each with the location where it is set now."""
     changes = changed_settings(saved, config)
     if not changes:
         return
@@ -80,15 +56,15 @@ def reject_changes(saved: RunConfig, config: RunConfig, folder: object) -> None:
         lines.append(f"  {'' if where is None else f'{where}: '}{name}: {then!r} → {now!r}")
     raise CheckpointError(
         f"{folder} was trained with other settings:\n" + "\n".join(lines) + "\n"
-        "Set them back, choose another name, go on with the new ones by --accept-changes, or start over with --fresh."
+        "Set them back, choose another name, keep the new ones with --accept-changes, or start over with --fresh."
     )
 
 
-def reject_strangers(checkpoint: object, folder: object) -> None:
-    """Raises an error for checkpoints that no settings are known of: they may be another run's of the same name."""
+def reject_unknown_origin(checkpoint: object, folder: object) -> None:
+    """Raises for checkpoints whose settings are not known: another run of the same name may have written them."""
     raise CheckpointError(
-        f"{checkpoint} is there, but {folder} does not say with which settings it was trained: maybe by another run. "
-        "Choose another name, go on from it by --accept-changes, or start over with --fresh."
+        f"{checkpoint} exists, but {folder} does not contain the settings that it was trained with. Another run may "
+        "have written it. Choose another name, resume from it with --accept-changes, or start over with --fresh."
     )
 
 
@@ -96,40 +72,29 @@ def pick_step(store: AnyStore, step: int | str, *, best: KeepBest | None) -> int
     """Returns the checkpoint that `step` names: "latest" (the newest intact one), "best", or a number."""
     steps = store.steps()
     if not steps:
-        raise CheckpointError(f"{store.folder} holds no checkpoint. Train first, or give another run.")
+        raise CheckpointError(f"{store.folder} holds no checkpoint. Train first, or choose another run.")
     if step == "latest":
         newest = store.newest_intact(set_aside=False)
         if newest is None:
             raise CheckpointError(
-                f"{store.folder} holds no intact checkpoint. The next training sets the damaged ones aside."
+                f"{store.folder} holds no intact checkpoint. The next training run renames the damaged ones."
             )
         return newest
     if step == "best":
-        chosen = None
-        if best is not None:
-            chosen = best_step(metrics_by_step(store), metric=best.metric, mode=best.mode)
+        chosen = None if best is None else best_step(metrics_by_step(store), metric=best.metric, mode=best.mode)
         if chosen is None:
             raise CheckpointError(
-                f"{store.folder}: no checkpoint is known as the best. Set checkpoint.keep_best, or name a step: "
+                f"{store.folder}: the best checkpoint is not known. Set checkpoint.keep_best, or choose a step: "
                 f"{', '.join(map(str, steps))}."
             )
     elif not str(step).isdecimal():
-        raise CheckpointError(f"step: {step!r} is neither latest, nor best, nor a number.")
+        raise CheckpointError(f"step: {step!r} is not latest, best or a number.")
     elif int(step) not in steps:
         raise CheckpointError(f"{store.folder} has no step {step}. It has {', '.join(map(str, steps))}.")
     else:
         chosen = int(step)
     store.verify(chosen)
     return chosen
-
-
-def _differ(then: Any, now: Any) -> bool:
-    """Are these two settings? A nan is no change of a nan, though it is not equal to itself; nor one in a list."""
-    return bool(then != now) and repr(then) != repr(now)
-
-
-def _is_free(name: str) -> bool:
-    return any(name == free or name.startswith(f"{free}.") for free in FREE_SETTINGS)
 
 
 def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

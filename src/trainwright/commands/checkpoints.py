@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from trainwright.checkpoint.listing import CHECKPOINTS, Listed, checkpoints_location, list_checkpoints
-from trainwright.checkpoint.manifest import STEP_NAME
+from trainwright.checkpoint.manifest import STEP_NAME, UnreachableError
 from trainwright.checkpoint.remote_files import is_address, local_path, without_secrets
 from trainwright.checkpoint.retention import Retention, delete_all
 from trainwright.commands.runs import CONFIG_FILE, ago
@@ -107,7 +107,6 @@ def _read_config(path: Path, *, is_needed: bool) -> RunConfig | None:
 
 def _verify(place: CheckpointFolder, found: Sequence[Listed]) -> list[Listed]:
     """Returns the checkpoints with what reading them showed; those already known as damaged are not read."""
-    from trainwright.checkpoint.remote_files import UnreachableError
     from trainwright.checkpoint.remote_store import open_store
 
     store = open_store(place.checkpoints)

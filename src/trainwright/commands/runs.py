@@ -158,7 +158,7 @@ def _has_ended(path: Path, step: int, max_steps: int) -> bool:
     training: Any = None
     try:
         training = json.loads((path / CHECKPOINTS / f"step-{step:08d}" / "training.json").read_bytes())
-        return max(step, training["ended_under"]) >= max_steps and not training["has_unfinished_step"]
+        return max(step, training["max_steps_at_end"]) >= max_steps and not training["has_unfinished_step"]
     except (OSError, ValueError, TypeError, KeyError):
         return step >= max_steps
 

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from trainwright.build.data import DatasetBuilder
-from trainwright.checkpoint.folder import CHECKPOINTS, read_config
+from trainwright.checkpoint.folder import read_config
+from trainwright.checkpoint.listing import CHECKPOINTS
 from trainwright.config import RunConfig
 from trainwright.config.yaml_text import absolute
 from trainwright.data.tokenizer import TextTokenizer, tokenizer_of

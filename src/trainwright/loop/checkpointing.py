@@ -16,7 +16,7 @@ from trainwright.checkpoint.background import BackgroundSaver
 from trainwright.checkpoint.remote_files import RemotePath
 from trainwright.checkpoint.remote_store import AnyStore
 from trainwright.checkpoint.retention import Retention, best_step, is_better
-from trainwright.checkpoint.together import Together, reject_unshared, share_of
+from trainwright.checkpoint.together import Together, encode_share, reject_unshared_folder
 from trainwright.config import CheckpointSection, KeepBest
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.parallel.collectives import Notes, Ranks
@@ -92,7 +92,7 @@ class Checkpointing:
         """
         if not self._ranks.mesh.is_split or self._together is not None:
             return
-        reject_unshared(self._store, self._ranks)
+        reject_unshared_folder(self._store, self._ranks)
         # A unique topic: a process may train several times, and notes stay.
         self._notes = Notes(self._ranks.broadcast(f"checkpoints-{secrets.token_hex(4)}"))
         self._together = Together(self._ranks.rank, self._ranks.size, self._notes)
@@ -154,7 +154,7 @@ class Checkpointing:
 
     def start_save(self, step: int, parts: Mapping[str, Any], *, metrics: Mapping[str, float]) -> None:
         """Copies the state of all ranks and begins to write it; the previous save must be finished."""
-        share = parts if self._together is None else share_of(parts, self._ranks)
+        share = parts if self._together is None else encode_share(parts, self._ranks)
         failure: CheckpointError | None = None
         if self._saver is not None:
             try:

@@ -695,7 +695,7 @@ class Trainer:
         store = self.context.store
         other_stages = self._names_of_all_stages()
         weights = store.read_split(step, "model")
-        contents.load_model_state(weights, self.model, location=str(store.path(step)), elsewhere=other_stages)
+        contents.load_model_state(weights, self.model, source=str(store.path(step)), other_stages=other_stages)
         hooks = store.read_split(step, "training")["hooks"]
         contents.restore_hooks(hooks, self._hook_calls.keyed(), model=self.model)
         self.state.step = step
@@ -944,9 +944,9 @@ class Trainer:
         state, data, ranks = self.state, self.train_data, self.ranks
         assert data is not None
         keep_settings, other_stages = self._keeps_optimizer_settings, self._names_of_all_stages()
-        contents.load_model_state(read("model"), self.model, location=source, elsewhere=other_stages)
+        contents.load_model_state(read("model"), self.model, source=source, other_stages=other_stages)
         contents.restore_optimizers(
-            read("optimizers"), self.model, self.optimizers, keep_settings=keep_settings, elsewhere=other_stages
+            read("optimizers"), self.model, self.optimizers, keep_settings=keep_settings, other_stages=other_stages
         )
         training = read("training")
         state.step = self.storage.step = int(training["step"])

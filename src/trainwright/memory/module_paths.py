@@ -1,4 +1,4 @@
-"""How memory settings name modules of a model, and how a module's forward is wrapped in place."""
+"""Module paths of the memory settings, and wrappers of a module's forward."""
 
 from __future__ import annotations
 
@@ -9,102 +9,110 @@ from typing import Any
 
 from torch import nn
 
-from trainwright.config.problems import nearest
+from trainwright.config.problems import describe, nearest
 from trainwright.errors import ConfigError
 from trainwright.models.names import names_module, unmatched
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
-def by_path(label: str, given: Any, words: Collection[str]) -> dict[str, Any]:
-    """Tells one setting from a mapping of settings by path; the path of a setting for the whole model is "".
+def by_path(label: str, given: Any, keys: Collection[str]) -> dict[str, Any]:
+    """Returns the settings by module path; the path of a setting for the whole model is "".
 
-    A mapping is one setting if it has one of the setting's `words` (such as `layers` and `save`). As none of these
-    is ever a mapping itself, `{layers: {layers: [Block]}}` is a setting for a sub-module that is called so.
+    A mapping is one setting if it has one of the setting's `keys` (such as `layers` and `save`). The values of these
+    are never mappings, so `{layers: {layers: [Block]}}` is a setting for a submodule of that name.
     """
     if not isinstance(given, Mapping):
         return {"": given}
-    own = [str(key) for key, value in given.items() if key in words and not isinstance(value, Mapping)]
+    own = [str(key) for key, value in given.items() if key in keys and not isinstance(value, Mapping)]
     others = [str(key) for key in given if key not in own]
     if own and others:
-        found = nearest(others[0], words, cutoff=0.5)
+        found = nearest(others[0], keys, cutoff=0.5)
         guess = f' Did you mean "{found}"?' if found else ""
         raise ConfigError(
-            f"{label}: {others[0]} is none of {', '.join(words)}, and a path has no place beside {own[0]}.{guess} "
-            f"Give one setting with those words, or a mapping from paths to settings."
+            f"{label}: {others[0]} is not one of {', '.join(keys)}, and a path cannot be next to {own[0]}.{guess} "
+            "Use one setting with those keys, or a mapping from paths to settings."
         )
     return {"": given} if own else {str(path): setting for path, setting in given.items()}
 
 
 def parts_of(label: str, model: nn.Module, path: str, *, is_whole: bool = True) -> dict[str, nn.Module]:
-    """Returns the outermost sub-modules that a path names; the model itself for ""."""
+    """Returns the outermost submodules that a path matches; the model itself for ""."""
     if not path:
         return {"": model}
-    places = {name: module for name, module in model.named_modules() if name}
-    found = {name: module for name, module in places.items() if names_module(path, name)}
+    modules = {name: module for name, module in model.named_modules() if name}
+    found = {name: module for name, module in modules.items() if names_module(path, name)}
     if not found and is_whole:
-        raise ConfigError(f"{label}: {unmatched(path, places, 'module')}")
+        raise ConfigError(f"{label}: {unmatched(path, modules, 'module')}")
     return dict(_outermost(found))
 
 
 def layers_of(
-    label: str, model: nn.Module, part: str, wanted: Iterable[str], *, is_whole: bool = True
+    label: str, model: nn.Module, path: str, wanted: Iterable[str], *, is_whole: bool = True
 ) -> dict[str, nn.Module]:
-    """Returns the layers in a part of a model (its name, "" for all) that are of a class or match a glob, in order.
+    """Returns the layers in a submodule (its path, "" for all) that are of a class or match a glob, in order.
 
-    A class also stands for those derived from it, and a list of modules, which is never called, for its members.
-    Where one that is named is inside of another, the outer one is meant. A module that stands at two places is
-    returned once. A class or glob that matches nothing is rejected, unless the model is not whole: a pipeline's stage.
+    A class matches its subclasses, and a list of modules, which is never called, its members. Of nested matches the
+    outer one is returned, and a module with two paths once. A class or glob that matches nothing raises, unless the
+    model is not whole: a pipeline stage.
     """
-    prefix = f"{part}." if part else ""
-    places = {name: module for name, module in model.named_modules() if name == part or name.startswith(prefix)}
+    prefix = f"{path}." if path else ""
+    modules = {name: module for name, module in model.named_modules() if name == path or name.startswith(prefix)}
     found: dict[str, nn.Module] = {}
     for word in wanted:
-        matched = {name: module for name, module in places.items() if _is_named(word, name, module)}
+        matched = {name: module for name, module in modules.items() if _is_match(word, name, module)}
         if not matched and is_whole:
-            classes = dict.fromkeys(type(module).__name__ for module in places.values())
-            names = [*classes, *(name for name in places if name)]
+            classes = dict.fromkeys(type(module).__name__ for module in modules.values())
+            names = [*classes, *(name for name in modules if name)]
             raise ConfigError(f"{label}: {unmatched(word, names, 'class or module')}")
         found |= dict(_members(matched))
-    return {name: module for name, module in _outermost(found) if name in places}
+    return {name: module for name, module in _outermost(found) if name in modules}
 
 
-def _is_named(word: str, name: str, module: nn.Module) -> bool:
-    # nn.Module itself is no answer: everything derives from it.
+def _is_match(word: str, name: str, module: nn.Module) -> bool:
+    # Not nn.Module itself: every module derives from it.
     classes = {each.__name__ for each in type(module).__mro__ if each not in (nn.Module, object)}
     return word in classes or (bool(name) and names_module(word, name))
 
 
-def _members(places: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in places.items():
+def _members(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in modules.items():
         if isinstance(module, _LISTS):
             yield from _members({f"{name}.{child}": member for child, member in module.named_children()})
         else:
             yield name, module
 
 
-def _outermost(places: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def _outermost(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     seen: set[int] = set()
-    for name, module in places.items():
+    for name, module in modules.items():
         parts = name.split(".")
         outer = {".".join(parts[:end]) for end in range(1, len(parts))} | ({""} if name else set())
-        if not outer & places.keys() and id(module) not in seen:
+        if not outer & modules.keys() and id(module) not in seen:
             seen.add(id(module))
             yield name, module
+
+
+def read_names(label: str, given: Any, *, expected: str = "a name or a list of names") -> tuple[str, ...]:
+    """Returns a name or a list of names as a tuple; rejects anything else."""
+    names = (given,) if isinstance(given, str) else given
+    if not isinstance(names, list | tuple) or not names or not all(isinstance(each, str) and each for each in names):
+        raise ConfigError(f"{label}: must be {expected}; got {describe(given)}.")
+    return tuple(names)
 
 
 Forward = Callable[..., Any]
 
 
 class Around:
-    """A forward around another, whose signature it shows. A subclass defines `__call__`."""
+    """A wrapper of a forward, with its signature. A subclass defines `__call__`."""
 
     def __init__(self, forward: Forward) -> None:
         update_wrapper(self, forward)
         self.inner: Forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the forward that was given."""
+        """Calls the wrapped forward."""
         return self.inner(*args, **kwargs)
 
 
@@ -112,14 +120,14 @@ def put_around(module: nn.Module, around: Callable[[Forward], Around]) -> None:
     """Replaces the forward of this object alone."""
     forward = module.forward
     if not hasattr(module, "_original_forward"):
-        # Kept beside, as accelerate does: by it models/saving.py knows that the mathematics are the class's own.
+        # Stored as accelerate does: models/saving.py checks by it that the forward is the class's own.
         vars(module)["_original_forward"] = forward
     module.forward = around(forward)
 
 
 @contextmanager
 def forwards_put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Takes away again what is put around these modules within."""
+    """Restores the forwards of these modules at the end."""
     keys = ("forward", "_original_forward")
     kept = [(vars(module), {key: vars(module)[key] for key in keys if key in vars(module)}) for module in modules]
     try:
@@ -132,12 +140,12 @@ def forwards_put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def has_around(module: nn.Module, kind: type[Around]) -> bool:
-    """Has this module, or one inside of it, a forward of this kind around its own?"""
+    """Returns True if this module or a submodule has a wrapper of this kind."""
     return any(isinstance(layer, kind) for each in module.modules() for layer in arounds_of(each))
 
 
 def arounds_of(module: nn.Module) -> list[Around]:
-    """Returns what was put around this module's forward, the outermost first."""
+    """Returns the wrappers of this module's forward, the outermost first."""
     found, forward = [], vars(module).get("forward")
     while isinstance(forward, Around):
         found.append(forward)

@@ -1,4 +1,4 @@
-"""What to report when memory runs out: what uses it, and which settings would need less."""
+"""The report when memory runs out: what uses it, and which settings need less."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -22,10 +23,10 @@ KINDS = (PARAMETER, GRADIENT, STATE, BUFFER)
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """One tensor that a run keeps from step to step."""
+    """One tensor that a run keeps between steps."""
 
     name: str
-    """The parameter or buffer that it is, or belongs to."""
+    """The parameter or buffer that it is or belongs to."""
     kind: str
     shape: tuple[int, ...]
     dtype: str
@@ -35,19 +36,20 @@ class HeldTensor:
 def held_tensors(
     model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], device: torch.device
 ) -> list[HeldTensor]:
-    """Returns what model and optimizers hold on a device, the largest first; shared tensors count once."""
+    """Returns the tensors of model and optimizers on a device, the largest first; shared tensors count once."""
     found: list[HeldTensor] = []
     seen: set[int] = set()
     for name, kind, tensor in _tensors(model, optimizers):
         if id(tensor) in seen or tensor.device != device:
             continue
         seen.add(id(tensor))
-        found.append(_describe(name, kind, tensor))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        found.append(HeldTensor(name, kind, tuple(tensor.shape), dtype, tensor.nbytes))
     return sorted(found, key=lambda each: -each.num_bytes)
 
 
 def bytes_by_kind(tensors: Iterable[HeldTensor]) -> dict[str, int]:
-    """Returns the sum of each kind."""
+    """Returns the number of bytes of each kind."""
     sums = dict.fromkeys(KINDS, 0)
     for each in tensors:
         sums[each.kind] += each.num_bytes
@@ -55,9 +57,9 @@ def bytes_by_kind(tensors: Iterable[HeldTensor]) -> dict[str, int]:
 
 
 def bytes_by_module(tensors: Iterable[HeldTensor]) -> dict[str, dict[str, int]]:
-    """Returns the sum of each kind for every top module, the largest first.
+    """Returns the number of bytes of each kind for every top module, the largest first.
 
-    The top modules are the first names in which tensors differ: with everything below `model.`, its children.
+    The top modules are the first names in which tensors differ: if all are below `model.`, its children.
     """
     tensors = list(tensors)
     paths = [each.name.split(".") for each in tensors]
@@ -89,24 +91,20 @@ def _tensors(
                     yield name, STATE, tensor
 
 
-def _describe(name: str, kind: str, tensor: torch.Tensor) -> HeldTensor:
-    return HeldTensor(name, kind, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.nbytes)
-
-
 FOLDER = "out_of_memory"
-_WORDS = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
+_MESSAGES = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
 _LARGEST = 20
-_FRAGMENTED = 0.1  # of the device: what torch holds without using it, beyond which that is worth a word
+_FRAGMENTED = 0.1  # of the device's memory: the unused memory of torch's allocator that is reported
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Is this error, or what caused it, a lack of memory on the device or the machine?"""
+    """Returns True if an error or its cause is a lack of memory on the device or the machine."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, (torch.OutOfMemoryError, MemoryError)):
             return True
-        # Older kernels, libraries below torch and the CPU's allocator have no type of their own for it.
-        if isinstance(cause, RuntimeError) and any(words in str(cause).lower() for words in _WORDS):
+        # Older kernels, other libraries and the CPU's allocator do not have their own error type.
+        if isinstance(cause, RuntimeError) and any(message in str(cause).lower() for message in _MESSAGES):
             return True
         cause = cause.__cause__
     return False
@@ -124,21 +122,20 @@ def out_of_memory(
     rank: int = 0,
     in_evaluation: bool = False,
 ) -> OutOfMemory:
-    """Returns the error to raise from `error`, having written the report; a report that cannot be written is no error.
+    """Writes the report and returns the error to raise from `error`, also if the report cannot be written.
 
-    Call it while `error` is being handled: what its frames still hold is what filled the memory.
+    Call it while `error` is handled: its frames still have the tensors that filled the memory.
     """
     text = explain(error, model, optimizers, config, backend, in_evaluation=in_evaluation)
-    advice = next(iter(_advice(config, {}, in_evaluation=in_evaluation)), None)
     message = f"Out of memory at step {step} on rank {rank}, {backend.describe()}."
-    if advice is not None:
+    for advice in advice_for(config, in_evaluation=in_evaluation)[:1]:
         message += f" First to try: {advice}"
     try:
         path = write_report(folder, step, text, backend, rank=rank)
     except OSError as failure:
-        logger.warning("The report on memory could not be written: %s", failure)
+        logger.warning("The memory report could not be written: %s", failure)
         return OutOfMemory(f"{message}\n{text}")
-    return OutOfMemory(f"{message} What holds the memory, and what else could change: {path}")
+    return OutOfMemory(f"{message} The report on memory, with further advice: {path}")
 
 
 def explain(
@@ -150,37 +147,42 @@ def explain(
     *,
     in_evaluation: bool = False,
 ) -> str:
-    """Returns the report: memory by kind, by top module and by tensor, and what the config could change."""
+    """Returns the report: memory by kind, by top module and by tensor, and settings that need less."""
     tensors = held_tensors(model, optimizers, backend.device)
     kinds = bytes_by_kind(tensors)
-    lines = [f"Out of memory on {backend.describe()}", "", *_indented(str(error)), "", "What holds the memory"]
-    lines += _table([(f"{kind}s" if kind != STATE else kind, num_bytes) for kind, num_bytes in kinds.items()])
-    lines += _table(_rest(backend, sum(kinds.values())))
-    lines += ["", "By module: " + ", ".join(f"{kind}" for kind in KINDS)]
+    lines = [f"Out of memory on {backend.describe()}", ""]
+    lines += [f"  {line}" for line in str(error).strip().splitlines()]
+    rows = [(f"{kind}s" if kind != STATE else kind, num_bytes) for kind, num_bytes in kinds.items()]
+    rows += _device_rows(backend, sum(kinds.values()))
+    lines += ["", "Memory use", *(f"  {_size(num_bytes)}  {name}" for name, num_bytes in rows)]
+    lines += ["", "By module: " + ", ".join(KINDS)]
     for name, sums in bytes_by_module(tensors).items():
-        lines.append(
-            f"  {_size(sum(sums.values()))}  {name}  ({' + '.join(_size(sums[kind]).strip() for kind in KINDS)})"
-        )
+        by_kind = " + ".join(_size(sums[kind]).strip() for kind in KINDS)
+        lines.append(f"  {_size(sum(sums.values()))}  {name}  ({by_kind})")
     lines += ["", f"The largest of {len(tensors)} tensors"]
     lines += [
         f"  {_size(each.num_bytes)}  {each.name}  {each.kind}  {each.shape} {each.dtype}" for each in tensors[:_LARGEST]
     ]
-    held = {**kinds, "unused": _unused(backend)}
-    advice = list(_advice(config, held, in_evaluation=in_evaluation))
+    facts = backend.memory()
+    unused = 0
+    if facts.reserved is not None and facts.in_use is not None and facts.total is not None:
+        unused = facts.reserved - facts.in_use
+        unused = unused if unused > _FRAGMENTED * facts.total else 0
+    advice = advice_for(config, {**kinds, "unused": unused}, in_evaluation=in_evaluation)
     lines += ["", "What could change", *(f"  - {each}" for each in advice)]
     return "\n".join(lines) + "\n"
 
 
 def write_report(folder: Path, step: int, text: str, backend: Backend, *, rank: int = 0) -> Path:
-    """Writes the report and the device's snapshot into RUN/out_of_memory/step-…; returns the report's path."""
+    """Writes the report and the memory snapshot to RUN/out_of_memory/step-…; returns the path of the report."""
     where = folder / FOLDER / f"step-{step:08d}"
     where.mkdir(parents=True, exist_ok=True)
     path = where / ("report.txt" if rank == 0 else f"report-rank-{rank}.txt")
     path.write_text(text, encoding="utf-8")
     try:
         snapshot = backend.write_memory_snapshot(where)
-    except Exception as failure:  # torch's dump is private and may fail as it likes; the report is there
-        logger.warning("The snapshot of the device's memory could not be written: %s", failure)
+    except Exception as failure:  # torch's dump is private and may fail; the report is written
+        logger.warning("The memory snapshot could not be written: %s", failure)
         return path
     if snapshot is not None:
         note = f"\n{snapshot.name} shows every block of the device's memory at pytorch.org/memory_viz.\n"
@@ -188,44 +190,48 @@ def write_report(folder: Path, step: int, text: str, backend: Backend, *, rank: 
     return path
 
 
-def advice_for(config: RunConfig) -> list[str]:
-    """Returns what the config could change so that a step needs less memory, the least costly first."""
-    return list(_advice(config, {}))
+def advice_for(
+    config: RunConfig, held: Mapping[str, int] = MappingProxyType({}), *, in_evaluation: bool = False
+) -> list[str]:
+    """Returns the settings that need less memory and are not used yet, the cheapest first.
+
+    `held` are the bytes of each kind, if they are known.
+    """
+    return list(_advice(config, held, in_evaluation=in_evaluation))
 
 
-def _advice(config: RunConfig, held: Mapping[str, int], *, in_evaluation: bool = False) -> Iterator[str]:
-    """Yields settings that exist and are not used yet; `held` has the bytes of each kind, where they are known."""
+def _advice(config: RunConfig, held: Mapping[str, int], *, in_evaluation: bool) -> Iterator[str]:
     micro = config.trainer.micro_batch_size
     if in_evaluation:
         yield "evaluation.batch_size: fewer samples per forward of an evaluation; its result is the same."
     elif isinstance(micro, int) and micro > 1:
         yield (
-            f"trainer.micro_batch_size={micro // 2}, or auto (now {micro}): the batch of an update and its loss stay "
-            "as they are, only in smaller pieces."
+            f"trainer.micro_batch_size={micro // 2}, or auto (now {micro}): smaller micro-batches; the batch of an "
+            "update and its loss stay the same."
         )
     if held.get("unused", 0):
         yield (
-            f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment: torch holds "
-            f"{_size(held['unused']).strip()} in pieces that are too small to use."
+            f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment: torch has "
+            f"{_size(held['unused']).strip()} in blocks that are too small to use."
         )
     if config.runtime.precision == "fp32":
-        yield "runtime.precision=bf16: most activations take half; parameters stay in fp32."
+        yield "runtime.precision=bf16: most activations need half; parameters stay in fp32."
     if config.model is not None and "activation_checkpointing" not in config.model.reserved and not in_evaluation:
         yield (
-            "model.activation_checkpointing, with the class of the model's blocks: their activations are computed "
-            "again instead of held, "
-            "for about a quarter more time; losses stay as they are, to the bit."
+            "model.activation_checkpointing, with the class of the model's blocks: their activations are recomputed, "
+            "for about a quarter more time; losses stay equal, bit for bit."
         )
     for label, optimizer in _optimizers(config):
         if optimizer.type == "adamw" and optimizer.arguments.get("state_dtype") != "bf16":
-            yield f"{label}.state_dtype=bf16: {_saving(held, STATE, 0.5)}both moments take half."
+            yield f"{label}.state_dtype=bf16: {_saving(held, STATE, 0.5)}both moments need half."
     if config.model is not None and not {"freeze", "lora"} & config.model.reserved.keys():
         yield (
-            f"model.freeze, or model.lora: {_saving(held, GRADIENT, 1.0)}what is not trained needs no gradient and "
+            f"model.freeze, or model.lora: {_saving(held, GRADIENT, 1.0)}frozen parameters need no gradient and "
             "no optimizer state."
         )
     if any(hook.type == "ema" for hook in config.hooks):
-        yield f"hooks: ema keeps a copy of the weights{_of(held, PARAMETER)}, and in evaluations a second."
+        size = f" ({_size(held[PARAMETER]).strip()})" if held.get(PARAMETER) else ""
+        yield f"hooks: ema keeps a copy of the weights{size}, and in evaluations a second."
 
 
 def _optimizers(config: RunConfig) -> Iterator[tuple[str, Component]]:
@@ -237,14 +243,10 @@ def _optimizers(config: RunConfig) -> Iterator[tuple[str, Component]]:
 
 def _saving(held: Mapping[str, int], kind: str, share: float) -> str:
     num_bytes = int(held.get(kind, 0) * share)
-    return f"up to {_size(num_bytes).strip()} less, for " if num_bytes else ""
+    return f"up to {_size(num_bytes).strip()} less: " if num_bytes else ""
 
 
-def _of(held: Mapping[str, int], kind: str) -> str:
-    return f" ({_size(held[kind]).strip()})" if held.get(kind) else ""
-
-
-def _rest(backend: Backend, known: int) -> Iterator[tuple[str, int]]:
+def _device_rows(backend: Backend, known: int) -> Iterator[tuple[str, int]]:
     facts = backend.memory()
     if facts.peak is not None:
         yield "the rest of the peak: activations, batches, temporary memory", max(facts.peak - known, 0)
@@ -252,22 +254,9 @@ def _rest(backend: Backend, known: int) -> Iterator[tuple[str, int]]:
     if facts.in_use is not None:
         yield "in use when memory ran out", facts.in_use
     if facts.reserved is not None:
-        yield "held by torch's allocator", facts.reserved
+        yield "reserved by torch's allocator", facts.reserved
     if facts.total is not None:
-        yield "there is in all", facts.total
-
-
-def _unused(backend: Backend) -> int:
-    """What the allocator holds in unusable pieces, if that is much."""
-    facts = backend.memory()
-    if facts.reserved is None or facts.in_use is None or facts.total is None:
-        return 0
-    unused = facts.reserved - facts.in_use
-    return unused if unused > _FRAGMENTED * facts.total else 0
-
-
-def _table(rows: Iterator[tuple[str, int]] | list[tuple[str, int]]) -> list[str]:
-    return [f"  {_size(num_bytes)}  {name}" for name, num_bytes in rows]
+        yield "total", facts.total
 
 
 def _size(num_bytes: int) -> str:
@@ -275,7 +264,3 @@ def _size(num_bytes: int) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:7.2f} {unit}"
     return f"{num_bytes / 2**10:7.2f} KiB"
-
-
-def _indented(text: str) -> list[str]:
-    return [f"  {line}" for line in text.strip().splitlines()]

@@ -1,4 +1,4 @@
-"""Compiles a stack of equal blocks once: the first is captured as one graph, and all others run it."""
+"""Compiles a stack of equal blocks once: the first is captured as one graph, which all others run."""
 
 from __future__ import annotations
 
@@ -18,51 +18,61 @@ from trainwright.backends.private_torch import graph_break_error, side_effects_o
 from trainwright.config.problems import describe, nearest
 from trainwright.errors import ConfigError
 from trainwright.memory.activation_checkpointing import Recomputed
-from trainwright.memory.module_paths import Around, Forward, arounds_of, by_path, has_around, parts_of, put_around
+from trainwright.memory.module_paths import (
+    Around,
+    Forward,
+    arounds_of,
+    by_path,
+    has_around,
+    parts_of,
+    put_around,
+    read_names,
+)
 from trainwright.parallel.mesh import is_split
 
 logger = logging.getLogger(__name__)
 
 LABEL = "compile_repeated_blocks"
-WORDS = ("path", "backend")
+KEYS = ("path", "backend")
 APART = "a block of model.compile_repeated_blocks is compiled by itself"
-"""What torch gives as the reason of a graph that ends where such a block begins."""
+"""torch's reason for a graph that ends where such a block begins."""
+_EXPECTED = "the path of a list of blocks, such as model.layers"
 _PLAIN = (Tensor, bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
 class BlockStack:
-    """One stack of blocks, or several that a glob names."""
+    """One stack of blocks, or several that a glob matches."""
 
     path: str
     backend: str | None = None
-    """A backend of torch.compile. None: inductor on a GPU, and aot_eager, which keeps every bit, on a CPU, where
-    inductor gains next to nothing."""
+    """A backend of torch.compile. None: inductor on a GPU; aot_eager, which is exact, on a CPU, where inductor is
+    hardly faster."""
 
 
 def compile_stacks(model: nn.Module, given: Any, *, is_whole: bool = True, where: object | None = None) -> list[str]:
-    """Has every block of the stacks that a setting names run one compiled graph; returns the stacks' names."""
+    """Makes all blocks of each stack run one compiled graph; returns the names of the stacks."""
     stacks = choose_stacks(model, given, is_whole=is_whole)
     for name, (blocks, setting) in stacks.items():
         is_recomputed = any(has_around(block, Recomputed) for block in blocks)
         if is_recomputed and any(is_split(weight) for block in blocks for weight in block.parameters()):
-            # Torch's partitioner would save the mesh for the backward pass as if it were a tensor, and fail.
+            # torch's partitioner would save the mesh for the backward pass like a tensor, and fail.
             raise ConfigError(
-                f"{LABEL}: the blocks of {name} are recomputed and split along tensor, which torch.compile cannot do "
-                "at once. Remove model.compile_repeated_blocks or model.activation_checkpointing, or use another axis "
-                "of runtime.mesh."
+                f"{LABEL}: the blocks of {name} are recomputed and sharded along tensor, which torch.compile does not "
+                "support together. Remove model.compile_repeated_blocks or model.activation_checkpointing, or use "
+                "another axis of runtime.mesh."
             )
         graph = _Graph(name, setting.backend, is_recomputed=is_recomputed)
         for block in blocks:
             put_around(block, partial(Compiled, graph=graph, where=where))
-        logger.info("model.compile_repeated_blocks: the %d blocks of %s are compiled as one.", len(blocks), name)
+        logger.info("model.compile_repeated_blocks: the %d blocks of %s are compiled as one graph.", len(blocks), name)
     return list(stacks)
 
 
 def keep_apart(model: nn.Module) -> bool:
-    """Lets whoever compiles the whole forward leave such blocks to their own graph; returns whether there are any.
+    """Excludes such blocks from a compiled forward of the whole model; returns whether there are any.
 
-    Inlined into the code around them, each block would be compiled again, and the time would grow with the depth.
+    Inlined, each block would be compiled again, and the compile time would grow with the depth.
     """
     found = [each for module in model.modules() for each in arounds_of(module) if isinstance(each, Compiled)]
     if not found:
@@ -74,12 +84,12 @@ def keep_apart(model: nn.Module) -> bool:
 
 
 def compile_gathered(model: nn.Module, backend: str) -> bool:
-    """Compiles each block whose parameters are gathered for its use, inside of the hooks that gather them.
+    """Compiles each FSDP block, inside of the hooks that gather its parameters.
 
-    Returns whether there are any: the code around them then runs as it is, for those hooks are in no graph. Equal
-    blocks share one. Blocks of `model.compile_repeated_blocks` have theirs already.
+    Returns whether there are any: the code around them is then not compiled, because the hooks are in no graph. Equal
+    blocks share one. Blocks of `model.compile_repeated_blocks` already have theirs.
     """
-    if "torch.distributed.fsdp" not in sys.modules:  # it imports much of torch, and without it there are none
+    if "torch.distributed.fsdp" not in sys.modules:  # slow to import, and without it there are none
         return False
     from torch.distributed.fsdp import FSDPModule
 
@@ -102,18 +112,18 @@ def compile_gathered(model: nn.Module, backend: str) -> bool:
 def choose_stacks(
     model: nn.Module, given: Any, *, is_whole: bool = True
 ) -> dict[str, tuple[list[nn.Module], BlockStack]]:
-    """Returns the blocks of each stack, by its name, changing nothing; rejects what is no stack of equal blocks."""
+    """Returns the blocks of each stack, by name, without a change; rejects a stack without equal blocks."""
     stacks: dict[str, tuple[list[nn.Module], BlockStack]] = {}
     for setting in read_repeated_blocks(given):
         for name, stack in parts_of(LABEL, model, setting.path, is_whole=is_whole).items():
             if not isinstance(stack, nn.ModuleList | nn.Sequential) or not len(stack):
-                raise ConfigError(f"{LABEL}: {name} is a {type(stack).__name__}, not a list of blocks. Name the list.")
+                raise ConfigError(f"{LABEL}: {name} is a {type(stack).__name__}. Use the path of a list of blocks.")
             blocks = dict(stack.named_children())
-            if not is_whole:  # in a pipeline, identities stand for the blocks of other stages
+            if not is_whole:  # in a pipeline, nn.Identity replaces the blocks of other stages
                 blocks = {number: block for number, block in blocks.items() if type(block) is not nn.Identity}
             _reject_unequal(name, blocks)
             if name in stacks:
-                raise ConfigError(f"{LABEL}: {name} is named twice. Keep one of the two.")
+                raise ConfigError(f"{LABEL}: {name} is set twice. Keep one of the two.")
             stacks[name] = (list(blocks.values()), setting)
     return stacks
 
@@ -122,14 +132,13 @@ def read_repeated_blocks(given: Any) -> list[BlockStack]:
     """Reads a path, a list of paths, {path: …, backend: …}, or a mapping from paths to backends or {backend: …}."""
     if isinstance(given, str | list | tuple):
         paths = (given,) if isinstance(given, str) else given
-        return [BlockStack(_text(LABEL, path)) for path in paths] or _reject(given)
-    if not isinstance(given, Mapping) or not given:
-        return _reject(given)
-    settings = by_path(LABEL, given, WORDS)
-    if "" in settings:
-        if "path" not in given:
-            return _reject(given)
-        return [BlockStack(_text(f"{LABEL}.path", given["path"]), _backend(f"{LABEL}.backend", given.get("backend")))]
+        return [BlockStack(path) for path in read_names(LABEL, paths, expected=_EXPECTED)]
+    settings = by_path(LABEL, given, KEYS) if isinstance(given, Mapping) else {}
+    if "" in settings and "path" in given:
+        [path] = read_names(f"{LABEL}.path", [given["path"]], expected=_EXPECTED)
+        return [BlockStack(path, known_backend(f"{LABEL}.backend", given.get("backend")))]
+    if not settings or "" in settings:
+        raise ConfigError(f"{LABEL}: must be {_EXPECTED}, or {{path: …, backend: …}}; got {describe(given)}.")
     read = []
     for path, setting in settings.items():
         label = f'{LABEL}."{path}"'
@@ -138,7 +147,7 @@ def read_repeated_blocks(given: Any) -> list[BlockStack]:
             if unknown is not None:
                 raise ConfigError(f"{label}: {unknown} is unknown. Known: backend.")
             setting = setting.get("backend")
-        read.append(BlockStack(path, _backend(label, setting)))
+        read.append(BlockStack(path, known_backend(label, setting)))
     return read
 
 
@@ -150,10 +159,10 @@ class Compiled(Around):
         self._graph = graph
         self._where = where
         self.apart: Callable[..., Any] | None = None
-        """What runs the block out of the graph of the code around it; None where it may be a part of that."""
+        """Runs the block outside of the graph of the model; None: inside."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the graph; with an argument that no graph can hold, such as a cache of generation, the block itself."""
+        """Runs the graph; the block itself for arguments that a graph cannot have, such as a cache of generation."""
         return self.run(args, kwargs) if self.apart is None else self.apart(self, args, kwargs)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -176,7 +185,7 @@ class Compiled(Around):
 
 
 class _Graph:
-    """The compiled form of one stack's block, made when it is first run."""
+    """The compiled block of one stack, compiled at the first run."""
 
     def __init__(self, name: str, backend: str | None, *, is_recomputed: bool, is_whole: bool = True) -> None:
         self.name = name
@@ -187,20 +196,16 @@ class _Graph:
 
     def run(self, device: torch.device, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the forward of any block of the stack."""
-        compiled = self._compiled(device)
-        # Inside of another graph the setting is that graph's.
-        if not self._is_recomputed or torch.compiler.is_compiling():
-            return compiled(forward, args, kwargs)
-        with side_effects_once():  # at each call, for each may compile again
-            return compiled(forward, args, kwargs)
-
-    def _compiled(self, device: torch.device) -> Callable[..., Any]:
         if self._run is None:
             backend = self._backend or ("inductor" if waits_for_memory(device) else "aot_eager")
-            # Torch counts graphs by code object, and gives up at eight: each stack counts its own.
+            # torch limits graphs per code object to eight: each stack has its own.
             code = _run_block.__code__.replace(co_name=f"run_block_of_{self.name}")
             self._run = torch.compile(FunctionType(code, globals()), backend=backend, fullgraph=self.is_whole)
-        return self._run
+        # Inside of another graph that graph's setting applies.
+        if not self._is_recomputed or torch.compiler.is_compiling():
+            return self._run(forward, args, kwargs)
+        with side_effects_once():  # at each call, because each may compile again
+            return self._run(forward, args, kwargs)
 
 
 def _run_apart(block: Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -212,24 +217,22 @@ def _run_block(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _reject_unequal(stack: str, blocks: Mapping[str, nn.Module]) -> None:
-    """Rejects a stack whose blocks differ, with the first difference."""
+    """Rejects a stack whose blocks differ; the error has the first difference."""
     numbers = list(blocks)
-    if not numbers:
-        return
-    first = _structure(blocks[numbers[0]])
+    first = _structure(blocks[numbers[0]]) if numbers else {}
     for number in numbers[1:]:
         other = _structure(blocks[number])
-        for place in [*first, *(place for place in other if place not in first)]:
-            if first.get(place) != other.get(place):
-                shown = [each.get(place) or "nothing" for each in (first, other)]
+        for path in dict.fromkeys([*first, *other]):
+            if first.get(path) != other.get(path):
+                shown = [each.get(path) or "nothing" for each in (first, other)]
                 raise ConfigError(
-                    f"{LABEL}: the blocks of {stack} differ: {place or 'the block'} is {shown[0]} in "
+                    f"{LABEL}: the blocks of {stack} differ: {path or 'the block'} is {shown[0]} in "
                     f"{stack}.{numbers[0]} and {shown[1]} in {stack}.{number}. Remove the setting, or make them equal."
                 )
 
 
 def _structure(block: nn.Module) -> dict[str, str]:
-    """Returns what a graph of the block depends on, by name: modules with their sizes, weights, buffers."""
+    """Returns everything that a graph of the block depends on, by name: modules with their sizes, weights, buffers."""
     found = {name: f"{type(module).__name__}({module.extra_repr()})" for name, module in block.named_modules()}
     for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
         found[name] = f"{tuple(tensor.shape)} in {str(tensor.dtype).removeprefix('torch.')}"
@@ -237,37 +240,12 @@ def _structure(block: nn.Module) -> dict[str, str]:
 
 
 def known_backend(label: str, given: Any, *, where: object | None = None) -> str | None:
-    """Returns a setting that names a backend of torch.compile; rejects one that torch does not have."""
-    try:
-        return _backend(label, given)
-    except ConfigError as error:
-        raise ConfigError(error.problem, where=where) from error
-
-
-def _backend(label: str, given: Any) -> str | None:
-    if given is None:
-        return None
+    """Returns a setting that is a backend of torch.compile, or None; rejects one that torch does not have."""
     # The list is torch's own; "eager" is not in it, and runs recomputed blocks with other random numbers.
     known = [*torch.compiler.list_backends(), "aot_eager"]
-    if not isinstance(given, str) or given not in known:
+    if given is not None and given not in known:
         found = nearest(given, known) if isinstance(given, str) else None
         guess = f' Did you mean "{found}"?' if found else ""
-        raise ConfigError(
-            f"{label}: {describe(given)} is no backend of torch.compile that trains.{guess} Known: {', '.join(known)}."
-        )
-    return given
-
-
-def _text(label: str, given: Any) -> str:
-    if not isinstance(given, str) or not given:
-        raise ConfigError(
-            f"{label}: must be the path of a list of blocks, such as model.layers; got {describe(given)}."
-        )
-    return given
-
-
-def _reject(given: Any) -> list[BlockStack]:
-    raise ConfigError(
-        f"{LABEL}: give the path of a list of blocks, such as model.layers, or {{path: …, backend: …}}; "
-        f"got {describe(given)}."
-    )
+        problem = f"{describe(given)} is not a backend of torch.compile for training.{guess}"
+        raise ConfigError(f"{label}: {problem} Known: {', '.join(known)}.", where=where)
+    return None if given is None else str(given)

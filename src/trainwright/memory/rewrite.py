@@ -1,7 +1,7 @@
-"""Rewrites a model by the memory settings of its own section.
+"""Applies the memory settings of the model section.
 
-The order is `offload`, `activation_checkpointing`, `compile_repeated_blocks`. Each is a file of its own.
-Names of modules and parameters stay as they are, so that checkpoints fit with and without.
+The order is `offload`, `activation_checkpointing`, `compile_repeated_blocks`; each has its own file. Names of modules
+and parameters stay, so that checkpoints load with and without them.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from trainwright.memory.offload import choose_parts, offload_tensors
 from trainwright.memory.repeated_blocks import choose_stacks, compile_stacks
 
 Origin = Callable[[str], object | None]
-"""Where a setting such as `model.activation_checkpointing` was written, or None."""
+"""Returns the location of a setting such as `model.activation_checkpointing`, or None."""
 
 
 def apply_memory_settings(
     model: nn.Module, reserved: Mapping[str, Any], *, origin: Origin, is_whole: bool = True
 ) -> None:
-    """Applies what the model section says, in place: after a model is split by rules, before FSDP splits it.
+    """Applies the memory settings in place: after tensor parallelism, before FSDP.
 
-    A class, glob or path that names nothing is rejected, unless the model is not whole, as a pipeline's stage: then
-    have `check_memory_settings` look at the whole model before.
+    A class, glob or path that matches nothing raises, unless the model is not whole (a pipeline stage): then call
+    `check_memory_settings` with the whole model before.
     """
     if "offload" in reserved:
         with _located("offload", origin) as where:
             offload_tensors(model, reserved["offload"], is_whole=is_whole, where=where)
-    # Inside of a compiled block, so that the graph knows what is recomputed.
+    # Inside of a compiled block, so that the graph contains the recomputation.
     if "activation_checkpointing" in reserved:
         with _located("activation_checkpointing", origin):
             recompute_layers(model, reserved["activation_checkpointing"], is_whole=is_whole)
@@ -42,7 +42,7 @@ def apply_memory_settings(
 
 
 def check_memory_settings(model: nn.Module, reserved: Mapping[str, Any], *, origin: Origin) -> None:
-    """Rejects what `apply_memory_settings` would reject of a whole model, and changes nothing."""
+    """Raises the errors of `apply_memory_settings` for a whole model, and changes nothing."""
     for key, choose in (
         ("offload", choose_parts),
         ("activation_checkpointing", choose_layers),
@@ -55,7 +55,7 @@ def check_memory_settings(model: nn.Module, reserved: Mapping[str, Any], *, orig
 
 @contextmanager
 def _located(key: str, origin: Origin) -> Iterator[object | None]:
-    """Gives the place of a setting, and says it of errors inside."""
+    """Yields the location of a setting, and adds it to errors."""
     where = origin(f"model.{key}")
     try:
         yield where

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import traceback
 import weakref
 from collections import Counter
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
@@ -24,19 +24,16 @@ from trainwright.parallel.mesh import Mesh, is_split
 logger = logging.getLogger(__name__)
 
 SMALLEST_LAYER = 2**20
-"""How many elements a layer without layers of its own must have to be a block: one collective each costs more."""
+"""The minimal number of elements of a block without submodules: smaller ones are not worth a collective."""
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Returns the blocks in the order of the model's modules, each once; none where the model has no such lists."""
-    found: dict[int, nn.Module] = {}
-    for module in _outermost(model):
-        found.setdefault(id(module), module)
-    return list(found.values())
+    """Returns the blocks in the order of the model's modules, each once; none if the model has no lists of modules."""
+    return list(dict.fromkeys(_outermost(model)))
 
 
 def _outermost(module: nn.Module) -> Iterator[nn.Module]:
-    members = [child for child in module.children() if _has_parameters(child)]
+    members = [child for child in module.children() if next(child.parameters(), None) is not None]
     is_list = isinstance(module, nn.ModuleList) or (type(module) is nn.Sequential and len(members) > 1)
     for member in members:
         if is_list and _can_be_block(member):
@@ -46,25 +43,19 @@ def _outermost(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _can_be_block(member: nn.Module) -> bool:
-    if not _has_forward(member) or type(member) is nn.Sequential:
-        return False  # a list in a list: its members are called, not it; the blocks are further down
+    # nn.Module.forward only raises; lists and dicts of modules inherit it. In a list of lists the inner members are
+    # called, so that the blocks are further down.
+    has_forward = getattr(type(member), "forward", None) is not nn.Module.forward
+    if not has_forward or type(member) is nn.Sequential:
+        return False
     is_layer = next(member.children(), None) is None
     return not is_layer or sum(parameter.numel() for parameter in member.parameters()) >= SMALLEST_LAYER
 
 
-def _has_forward(module: nn.Module) -> bool:
-    # nn.Module's own forward only raises; lists and dictionaries of modules have that one.
-    return getattr(type(module), "forward", None) is not nn.Module.forward
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
 class GradientSync:
-    """Steers the reductions of one update: `begin_backward` before each backward, `finish` after the last.
+    """Controls the reductions of one update: `begin_backward` before each backward, `finish` after the last.
 
-    `averaging` is what gradients are divided by on their way: the ranks that share along fsdp, context and replicate.
+    `averaging` is the divisor of the reduced gradients: the number of ranks along fsdp, context and replicate.
     """
 
     def __init__(
@@ -79,22 +70,20 @@ class GradientSync:
         self._whole = list(whole)
         self._groups = list(groups)
         self._waits_for_last = reduces_last
-        self.averaging = 1
-        for group in self._groups:
-            self.averaging *= dist.get_world_size(group)
+        self.averaging = math.prod(dist.get_world_size(group) for group in self._groups)
         self._split = [one for module in self._modules for group in _groups_of(module) for one in group.fsdp_params]
         self._touched: set[int] = set()
         """The parameters, by id, that got a gradient on this rank since the last `finish`."""
         self._finished: dict[int, weakref.ref[torch.Tensor]] = {}
-        """The gradients that were there at the last `finish`. Whoever clears them does not tell; a dead one is gone."""
+        """The gradients after the last `finish`, weakly referenced: they may be cleared."""
         for module in self._modules:
             for group in _groups_of(module):
-                group.post_backward = self._with_zeros(group, group.post_backward)
+                group.post_backward = self._filling_zeros(group, group.post_backward)
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """Says before a micro-batch's backward, best before its forward, whether the update follows it.
+        """Sets before a micro-batch's backward, preferably before its forward, whether it is the last of the update.
 
-        Where that is not known, say True each time: reductions add up, and cost more.
+        If this is not known, pass True each time: reductions accumulate, and cost more.
         """
         for module in self._modules:
             if self._waits_for_last:
@@ -104,37 +93,38 @@ class GradientSync:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Makes the gradients of this update whole; collective. Parameters are in their parts afterwards.
+        """Completes the reduction of this update's gradients; collective. Parameters are sharded afterwards.
 
-        Called after the last backward and before any gradient is read; again where a step has several updates.
+        Called after the last backward and before any gradient is read, for each update of a step.
         """
         for module in self._modules:
-            # A forward that no backward followed leaves its block gathered: the update would not reach those weights.
+            # A forward without a backward leaves its block gathered, and the update would not reach those weights.
             module.reshard()
         if not self._groups:
             return
         parameters = [one.sharded_param for one in self._split]
-        present = [id(parameter) in self._touched or self._was_finished(parameter) for parameter in parameters]
+        present = [id(parameter) in self._touched or self._is_unchanged(parameter) for parameter in parameters]
         present += [parameter.grad is not None for parameter in self._whole]
         self._touched.clear()
         device = (parameters or self._whole)[0].device
         flags = torch.tensor(present, dtype=torch.int32).to(device, non_blocking=True)
         self._reduce(flags)
         for some in _by_dtype(self._whole):
-            flat = torch.cat([_gradient_or_zeros(parameter).reshape(-1) for parameter in some])
+            gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in some]
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             self._reduce(flat)
             flat.div_(self.averaging)
-            for parameter, piece in zip(some, flat.split([each.numel() for each in some]), strict=True):  # type: ignore[no-untyped-call]
-                parameter.grad = piece.view(parameter.shape)
-        # Only a rank that lacks a gradient needs to know whether another has it; reading that waits for the device.
+            for parameter, chunk in zip(some, flat.split([each.numel() for each in some]), strict=True):  # type: ignore[no-untyped-call]
+                parameter.grad = chunk.view(parameter.shape)
+        # Only a rank without a gradient needs to know whether another has it; reading that synchronizes the device.
         if not all(present):
             for parameter, count in zip([*parameters, *self._whole], flags.tolist(), strict=True):
                 if count == 0:
                     parameter.grad = None
         self._finished = {id(each): weakref.ref(each.grad) for each in parameters if each.grad is not None}
 
-    def _was_finished(self, parameter: nn.Parameter) -> bool:
-        """Is this gradient, apart from zeros, the one of the last `finish`?"""
+    def _is_unchanged(self, parameter: nn.Parameter) -> bool:
+        """Returns True if the gradient is the one of the last `finish`."""
         known = self._finished.get(id(parameter))
         return known is not None and parameter.grad is not None and known() is parameter.grad
 
@@ -142,10 +132,10 @@ class GradientSync:
         for group in self._groups:
             dist.all_reduce(tensor, group=group)
 
-    def _with_zeros(self, group: Any, post_backward: Callable[..., None]) -> Callable[..., None]:
-        """Returns FSDP2's act after a block's backward, with zeros for what got no gradient.
+    def _filling_zeros(self, group: Any, post_backward: Callable[..., None]) -> Callable[..., None]:
+        """Returns FSDP2's hook after a block's backward, with zeros for parameters without a gradient.
 
-        torch has a setting for it from 2.13 on, which does not tell which gradients were zeros.
+        torch has a setting for it from 2.13 on, which does not record which gradients were zeros.
         """
 
         def fill_and_reduce(*unused: Any) -> None:
@@ -177,62 +167,43 @@ def _by_dtype(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(kinds.values())
 
 
-def _gradient_or_zeros(parameter: nn.Parameter) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-
 def reject_ungathered(error: RuntimeError, model: torch.nn.Module) -> None:
-    """Raises what a user can act on if the error is of a split parameter that was used by itself; else nothing."""
+    """Raises a clear error if `error` comes from a sharded parameter used outside of its forward."""
     if "mixed torch.Tensor and DTensor" not in str(error):
         return
     if not any(is_split(parameter) for parameter in model.parameters()):
         return
-    raise TrainwrightError(
-        "A parameter that is split over ranks was used outside of the forward that gathers it: a layer or a method of "
-        f"{_own_name(model)} was called by itself. Call the model (or a whole member of its ModuleList), or list the "
-        'method in the model\'s class: forward_methods = ("encode",). replicate in place of data keeps it whole.'
-        f"{_advice_on_outputs(model)}",
-        where=_place(error),
-    ) from error
-
-
-def _advice_on_outputs(model: torch.nn.Module) -> str:
-    """Says what else it may be where rules lay out what modules return: that meets only what is laid out as well."""
-    meshes = [getattr(parameter, "device_mesh", None) for parameter in model.parameters()]
-    if not any("tensor" in (mesh.mesh_dim_names or ()) for mesh in meshes if mesh is not None):
-        return ""
-    return (
-        " Or what a rule under outputs lays out was added to what none does: give what is added here (an embedding, "
-        "the last layer of a block) a rule as well, as trainwright/configs/sharding/llama.yaml does."
-    )
-
-
-def _own_name(model: torch.nn.Module) -> str:
-    """Returns the name of the user's class, of which torch makes one of its own when it splits it."""
+    # torch's FSDP replaces the class of the user by a subclass.
     kinds = [kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch.distributed")]
-    return next((kind.__name__ for kind in kinds if not kind.__name__.startswith("FSDP")), type(model).__name__)
-
-
-def _place(error: RuntimeError) -> str | None:
-    """Returns the last line of the error's way that is not torch's."""
+    name = next((kind.__name__ for kind in kinds if not kind.__name__.startswith("FSDP")), type(model).__name__)
+    advice = ""
+    meshes = [getattr(parameter, "device_mesh", None) for parameter in model.parameters()]
+    if any("tensor" in (mesh.mesh_dim_names or ()) for mesh in meshes if mesh is not None):
+        advice = (
+            " Or a module's output with a rule under outputs was added to one without. Add a rule for the latter (an "
+            "embedding, the last layer of a block), as in trainwright/configs/sharding/llama.yaml."
+        )
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
-
-
-__all__ = ["GradientSync", "SplitSettings", "shard_parameters"]
+    raise TrainwrightError(
+        "A sharded parameter was used outside of the forward that gathers it: a layer or a method of "
+        f"{name} was called directly. Call the model (or a whole member of its ModuleList), or list the "
+        'method in the model\'s class: forward_methods = ("encode",). With replicate instead of fsdp parameters are '
+        f"not sharded.{advice}",
+        where=f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None,
+    ) from error
 
 
 @dataclass(frozen=True)
 class SplitSettings:
-    """How split parameters are gathered and their gradients reduced."""
+    """How sharded parameters are gathered and their gradients reduced."""
 
     reshard_after_forward: bool = True
-    """Let a block go after its forward and gather it again for its backward; False keeps it, for less talk."""
+    """Free a block after its forward and gather it again for its backward; False keeps it, for less communication."""
     accumulate_unsharded: bool = False
-    """Keep whole gradients over the micro-batches of an update and reduce them once, for memory of the whole model."""
+    """Accumulate full gradients over the micro-batches of an update and reduce them once, which needs more memory."""
     gather_dtype: torch.dtype | None = None
-    """What parameters are gathered in, under autocast of that dtype; None: as they are. Gradients are then summed in
-    the parameters' own dtype all the same."""
+    """The dtype of gathered parameters, under autocast of that dtype; None: their own. Gradients are summed in the
+    parameters' own dtype in any case."""
 
 
 def shard_parameters(
@@ -243,22 +214,25 @@ def shard_parameters(
     device: torch.device,
     data_dim: Callable[[str], int | None] = lambda name: None,
 ) -> GradientSync:
-    """Splits the parameters in place, block by block, and moves the model to the device as it goes.
+    """Shards the parameters in place, block by block, and moves the model to the device.
 
-    `data_dim` says along which dim a parameter is split, by name; None is dim 0, whose parts may be uneven. Names,
-    and what was set on a parameter as an attribute, stay. Where nobody shares along fsdp and context nothing is
-    split. A model may list methods beside forward that use its parameters, as `forward_methods`.
+    `data_dim` returns the dim of a parameter to shard, by name; None is dim 0, whose shards may be uneven. Names and
+    attributes of parameters stay. Nothing is sharded if fsdp and context have one rank. A model may list methods in
+    addition to forward that use its parameters, as `forward_methods`.
     """
     shard = mesh.along("shard")
     if shard is None:
         model.to(device)
         return GradientSync([], [], groups=(), reduces_last=False)
     replicate = mesh.group("replicate")
-    along = shard if replicate is None else _hybrid(mesh)
+    along = shard
+    if replicate is not None:
+        assert mesh.layers is not None
+        along = mesh.layers["replicate", "shard"]
     methods = _forward_methods(model)
     blocks = find_blocks(model)
     whole = _kept_whole(model, blocks)
-    marks = {name: _attributes_of(parameter) for name, parameter in model.named_parameters()}
+    attributes = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
     options: dict[str, Any] = {
         "mesh": along,
         "shard_placement_fn": _placement(model, data_dim, shard.size()),
@@ -268,28 +242,23 @@ def shard_parameters(
         if any(parameter not in options["ignored_params"] for parameter in block.parameters()):
             policy = _precision(block, settings, options["ignored_params"])
             fully_shard(block, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy, **options)
-    # What is outside of blocks is used first and last: letting it go in between would only gather it twice.
+    # Parameters outside of blocks are used first and last: freeing them in between would gather them twice.
     fully_shard(model, reshard_after_forward=False, mp_policy=_precision(model, settings, set(whole)), **options)
     for parameter in whole:
         parameter.data = parameter.data.to(device)
     for name, parameter in model.named_parameters():
-        vars(parameter).update(marks[name])
+        vars(parameter).update(attributes[name])
     for method in methods:
-        _gather_around(model, method)
-    # Training lets go of the model in its backward; an evaluation has none, and averaged weights would stay behind.
-    model.register_forward_hook(torch.compiler.disable(_let_go_without_backward))  # type: ignore[no-untyped-call]
+        _gather_for(model, method)
+    # The backward frees the model; an evaluation has none, and averaged weights would stay gathered.
+    model.register_forward_hook(torch.compiler.disable(_reshard_without_backward))  # type: ignore[no-untyped-call]
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     groups = [shard.get_group()] + ([] if replicate is None else [replicate])
     return GradientSync(modules, whole, groups=groups, reduces_last=settings.accumulate_unsharded)
 
 
-def _hybrid(mesh: Mesh) -> DeviceMesh:
-    assert mesh.layers is not None  # there is a group along replicate
-    return mesh.layers["replicate", "shard"]
-
-
 def _kept_whole(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Returns what torch cannot split: scalars, what several blocks share, and what has not its block's dtype."""
+    """Returns the parameters that torch cannot shard: scalars, shared ones, and those of a minority dtype."""
     owners: Counter[nn.Parameter] = Counter()
     groups: list[list[nn.Parameter]] = []
     inside: set[nn.Module] = set()
@@ -310,18 +279,16 @@ def _kept_whole(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Parame
     if whole:
         names = [name for name, parameter in model.named_parameters() if parameter in whole]
         logger.info(
-            "%d parameters (%d elements) stay whole on every rank, for they are scalars, shared by several blocks, or "
-            "of another dtype than the rest of their block: %s%s.",
-            len(names),
-            sum(parameter.numel() for parameter in whole),
-            ", ".join(names[:4]),
-            ", …" if len(names) > 4 else "",
+            "%d parameters (%d elements) are not sharded, because they are scalars, shared by several blocks, or of "
+            "another dtype than the rest of their block: %s%s.",
+            *(len(names), sum(parameter.numel() for parameter in whole)),
+            *(", ".join(names[:4]), ", …" if len(names) > 4 else ""),
         )
     return list(whole)
 
 
 def _of_other_dtypes(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Returns the trained parameters that are not of the dtype most elements have: one reduction has one dtype."""
+    """Returns the trained parameters that do not have the most common dtype: one reduction has one dtype."""
     sizes: Counter[torch.dtype] = Counter()
     for parameter in parameters:
         if parameter.requires_grad:
@@ -342,9 +309,9 @@ def _placement(
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             if dim >= local.ndim or local.shape[dim] % num_ranks:
                 raise ConfigError(
-                    f"model.sharding: {name} of shape {list(parameter.shape)} cannot be split over {num_ranks} ranks "
-                    f"along dim {dim}, for its length there is not a multiple of them. Name data on dim 0, which may "
-                    "be uneven, or on no dim."
+                    f"model.sharding: {name} of shape {list(parameter.shape)} cannot be sharded over {num_ranks} "
+                    f"ranks along dim {dim}, whose size is not a multiple of them. Set fsdp on dim 0, which may be "
+                    "uneven, or on no dim."
                 )
             dims[parameter] = dim
     return (lambda parameter: Shard(dims.get(parameter, 0))) if dims else None
@@ -354,8 +321,8 @@ def _precision(module: nn.Module, settings: SplitSettings, whole: set[nn.Paramet
     if settings.gather_dtype is None:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     dtypes = [p.dtype for p in module.parameters() if p not in whole and p.requires_grad and p.is_floating_point()]
-    # The inputs are left alone, for a float that is no activation (an angle, a weight) would lose bits: autocast
-    # knows which are which.
+    # Inputs are not cast, because a float that is not an activation (an angle, a weight) would lose bits: autocast
+    # casts the right ones.
     return MixedPrecisionPolicy(settings.gather_dtype, dtypes[0] if dtypes else None, cast_forward_inputs=False)
 
 
@@ -364,30 +331,26 @@ def _forward_methods(model: nn.Module) -> tuple[str, ...]:
     for name in names:
         if not callable(getattr(model, name, None)):
             raise ConfigError(
-                f"{type(model).__name__}.forward_methods lists {name!r}, which is no method of the model. Correct the "
-                "name, or remove it."
+                f"{type(model).__name__}.forward_methods lists {name!r}, which is not a method of the model. "
+                "Correct the name, or remove it."
             )
     return names
 
 
-def _gather_around(model: nn.Module, name: str) -> None:
-    """Lets a method gather as forward does, and let go where no backward will."""
+def _gather_for(model: nn.Module, name: str) -> None:
+    """Makes a method gather parameters like forward, and free them without a backward."""
     register_fsdp_forward_method(model, name)
     gathering = getattr(model, name)
 
     @functools.wraps(gathering)
     def method(*args: Any, **kwargs: Any) -> Any:
         outputs = gathering(*args, **kwargs)
-        _let_go_without_backward(model, args, outputs)
+        _reshard_without_backward(model, args, outputs)
         return outputs
 
     setattr(model, name, method)
 
 
-def _let_go_without_backward(model: nn.Module, inputs: Any, outputs: Any) -> None:
+def _reshard_without_backward(model: nn.Module, inputs: Any, outputs: Any) -> None:
     if not torch.is_grad_enabled():
         model.reshard()  # type: ignore[operator]  # FSDP2 made it an FSDPModule
-
-
-def _attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
-    return dict(vars(parameter))

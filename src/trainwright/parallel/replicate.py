@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from itertools import zip_longest
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,119 +21,107 @@ logger = logging.getLogger(__name__)
 
 @torch.no_grad()
 def make_equal(model: torch.nn.Module, ranks: Ranks) -> None:
-    """Compares the ranks' models and, where they differ, copies the first rank's; before the model is split."""
+    """Compares the models of the ranks and copies rank 0's if they differ; called before the model is sharded."""
     tensors = [*model.parameters(), *model.buffers()]
     if ranks.size == 1 or any(tensor.is_meta for tensor in tensors):
         return
     on_host = [tensor.detach().to("cpu") for tensor in tensors]
-    everybodys = ranks.gather([_checksum(each) for each in on_host])
-    if all(each == everybodys[0] for each in everybodys):
+    checksums = ranks.gather([_checksum(each) for each in on_host])
+    if all(each == checksums[0] for each in checksums):
         return
-    logger.info("The ranks have built different models, though from one seed: the first rank's weights are used.")
+    logger.info("The ranks have built different models from one seed: the weights of rank 0 are used.")
     for tensor, copy in zip(tensors, on_host, strict=True):
         ranks.copy_from_first_(copy)
         tensor.copy_(copy)
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    """A sum of the bits: fast, and different for other draws, which is all that is asked."""
+    """Returns a sum of the bits: fast, and different for other random values."""
     values = tensor.contiguous().reshape(-1)
     wide = torch.int32 if values.element_size() >= 4 else torch.uint8
     return int(values.view(wide).sum(dtype=torch.int64))
 
 
 CHUNK_BYTES = 1 << 28
-"""How much is sent at once: the largest tables have more bytes than every transport takes in one message."""
-
-
-class _Whole(NamedTuple):
-    """A tensor of the whole model, under all of its names; without memory on all ranks but the first."""
-
-    names: tuple[str, ...]
-    tensor: Tensor
+"""The size of one message: the largest tables have more bytes than every transport accepts."""
 
 
 class SentWeights:
-    """The tensors of a model before it is split, buffers too. Collective: the ranks must have built the same model."""
+    """The parameters and buffers of a model before it is sharded. Collective: all ranks must build the same model."""
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         names: dict[int, list[str]] = {}
         tensors: dict[int, Tensor] = {}
         for name, tensor in named_tensors(model):
             names.setdefault(id(tensor), []).append(name)
-            # Not the parameter itself, which may be moved to the device while the model is split.
+            # Not the parameter itself, which may be moved to the device while the model is sharded.
             tensors.setdefault(id(tensor), tensor.detach())
         self._ranks = ranks
-        self._waiting = deque(_Whole(tuple(names[key]), tensor) for key, tensor in tensors.items())
-        own = [(whole.names, tuple(whole.tensor.shape), str(whole.tensor.dtype)) for whole in self._waiting]
-        firsts = ranks.broadcast(own)
-        if own != firsts:
-            other = next(
-                (pair for pair in zip(own, firsts, strict=False) if pair[0] != pair[1]), (len(own), len(firsts))
-            )
+        # Full tensors with all of their names; without memory on all ranks but rank 0.
+        self._unsent = deque((tuple(names[key]), tensor) for key, tensor in tensors.items())
+        own = [(names, tuple(tensor.shape), str(tensor.dtype)) for names, tensor in self._unsent]
+        expected = ranks.broadcast(own)
+        if own != expected:
+            pairs = zip_longest(own, expected, fillvalue="nothing")
+            found, wanted = next(pair for pair in pairs if pair[0] != pair[1])
             raise TrainwrightError(
-                f"Rank {ranks.rank} has built another model than rank 0, which was to send it the weights: {other[0]} "
-                f"instead of {other[1]}. Let all ranks have the same settings and the same code."
+                f"Rank {ranks.rank} has built another model than rank 0, which sends it the weights: {found} instead "
+                f"of {wanted}. Use the same settings and the same code on all ranks."
             )
 
     @torch.no_grad()
     def send_into(self, model: nn.Module, *, copy: Callable[[Tensor, Tensor], None]) -> None:
-        """Sends all tensors to the split model's ranks, once; the first lets go of each that it has sent.
+        """Sends all tensors to the ranks of the sharded model, once; rank 0 frees each that it has sent.
 
-        `copy(target, whole)` copies into a tensor that may be split this rank's part of a whole one.
+        `copy(target, full)` copies this rank's shard of a full tensor into a tensor that may be a DTensor.
         """
         targets = dict(named_tensors(model))
         filled: set[int] = set()
-        while self._waiting:
-            names, whole = self._waiting.popleft()
+        while self._unsent:
+            names, full = self._unsent.popleft()
             if self._ranks.is_first:
-                self._send(whole.contiguous())
+                self._broadcast(full.contiguous())
                 continue
+            full = torch.empty(full.shape, dtype=full.dtype)
+            self._broadcast(full)
             target = next((targets[name] for name in names if name in targets), None)
-            self._receive(whole, target, copy)
-            filled.add(id(target))
+            if target is not None:  # otherwise another stage has it
+                copy(target, full)
+                filled.add(id(target))
         empty = [name for name, target in targets.items() if id(target) not in filled]
-        assert self._ranks.is_first or not empty, f"nobody has sent {empty}"
+        assert self._ranks.is_first or not empty, f"no values were sent for {empty}"
 
-    def _receive(self, like: Tensor, target: Tensor | None, copy: Callable[[Tensor, Tensor], None]) -> None:
-        """Receives one tensor and lets go of it before there is the next; without a target another stage has it."""
-        received = torch.empty(like.shape, dtype=like.dtype)
-        self._send(received)
-        if target is not None:
-            copy(target, received)
-
-    def _send(self, tensor: Tensor) -> None:
-        """Copies the first rank's values into this tensor of the others."""
-        # As bytes, for a transport need not know every dtype.
+    def _broadcast(self, tensor: Tensor) -> None:
+        # As bytes, because a transport may not support every dtype.
         for chunk in torch.split(tensor.view(-1).view(torch.uint8), CHUNK_BYTES):
             self._ranks.copy_from_first_(chunk)
 
 
 @torch.no_grad()
 def give_memory(model: nn.Module, device: torch.device) -> None:
-    """Gives all tensors of a model that have none memory on the device, with any values in it.
+    """Allocates memory on the device for all meta tensors of a model, uninitialized.
 
-    The objects stay, whoever refers to them (tied modules, FSDP), and so do their attributes and hooks: torch's
-    `to_empty` makes other parameters, each name its own. Call `model.to(device)` next, for FSDP to take notice.
+    The tensor objects stay the same (for tied modules and FSDP), and so do their attributes and hooks: torch's
+    `to_empty` creates other parameters, one per name. Call `model.to(device)` next, which updates FSDP.
     """
     for tensor in {id(tensor): tensor for _, tensor in named_tensors(model)}.values():
         if not local(tensor).is_meta:
             continue
-        made = torch.empty_like(tensor.detach(), device=device)
+        allocated = torch.empty_like(tensor.detach(), device=device)
         if isinstance(tensor, nn.Parameter):
-            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-        vars(made).update(vars(tensor))
+            allocated = nn.Parameter(allocated, requires_grad=tensor.requires_grad)
+        vars(allocated).update(vars(tensor))
         hooks = list((tensor._backward_hooks or {}).values())
-        tensor._backward_hooks = None  # torch keeps them beside what is swapped, and would not call them any more
-        torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]  # torch has no types here
+        tensor._backward_hooks = None  # torch does not swap them and would no longer call them
+        torch.utils.swap_tensors(tensor, allocated)  # type: ignore[no-untyped-call]  # torch has no types here
         for hook in hooks:
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 class GradientNorm:
-    """Measures the gradients of a model that is split over ranks.
+    """Measures the gradients of a sharded model.
 
-    `num_stages` says of parameters, by their id, how many stages of a pipeline hold them, where that is not one.
+    `num_stages` maps the id of a parameter to the number of pipeline stages that have it, if that is not one.
     """
 
     def __init__(
@@ -143,20 +132,20 @@ class GradientNorm:
         self._copies = [num_copies(each, mesh) * stages.get(id(each), 1) for each in self._parameters]
 
     def gradients(self) -> list[torch.Tensor]:
-        """Returns what of the gradients lies on this rank, laid out as the parameters are."""
+        """Returns this rank's shards of the gradients, sharded like the parameters."""
         return [gradient for each in self._parameters if (gradient := own_gradient(each)) is not None]
 
     @torch.no_grad()
     def measure(self) -> torch.Tensor:
-        """Returns the 2-norm of all gradients together; every rank of the run must ask."""
-        held: dict[int, list[torch.Tensor]] = {}
+        """Returns the 2-norm of all gradients together; collective over all ranks."""
+        by_copies: dict[int, list[torch.Tensor]] = {}
         for parameter, copies in zip(self._parameters, self._copies, strict=True):
             gradient = own_gradient(parameter)
             if gradient is not None:
-                held.setdefault(copies, []).append(gradient)
+                by_copies.setdefault(copies, []).append(gradient)
         first = self._parameters[0]
         total = torch.zeros((), dtype=torch.float64, device=first.device)
-        for copies, gradients in held.items():
+        for copies, gradients in by_copies.items():
             norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
             total += norms.square().sum() / copies
         dist.all_reduce(total)
@@ -164,7 +153,7 @@ class GradientNorm:
 
 
 def num_copies(parameter: torch.Tensor, mesh: Mesh) -> int:
-    """Returns how many ranks hold the same values of a parameter as this one."""
+    """Returns how many ranks have the same shard of a parameter as this one."""
     copies = mesh.size("replicate", "fsdp", "context", "tensor")
     if is_split(parameter):
         layout = parameter.device_mesh  # type: ignore[attr-defined]  # a DTensor
@@ -175,17 +164,16 @@ def num_copies(parameter: torch.Tensor, mesh: Mesh) -> int:
 
 
 FIRST_BYTES = 2**20
-"""The first bucket is small, so that ranks begin to talk early."""
+"""The first bucket is small, so that communication starts early."""
 BUCKET_BYTES = 25 * 2**20
 SMALL_BYTES = 2**16
 
 
 class GradientSum:
-    """Sums `.grad` of the parameters over the copies of the model, in place.
+    """Sums `.grad` of the parameters over the replicas of the model, in place.
 
-    `enter` is told "reduce" before the ranks talk to each other and "update" afterwards; nothing with one process.
-    Where each rank holds a part of the model (FSDP) gradients are summed elsewhere, and here only what `reduce` is
-    given.
+    `enter` is called with "reduce" before the ranks communicate and with "update" afterwards; not in one process.
+    If the model is sharded (FSDP), fully_shard.py sums the gradients, and this class only the argument of `reduce`.
     """
 
     def __init__(
@@ -196,7 +184,7 @@ class GradientSum:
         sums_gradients: bool = True,
         enter: Callable[[str], None] | None = None,
     ) -> None:
-        # Frozen ones too: a hook may unfreeze them later, and one without a gradient costs a flag.
+        # Frozen ones too: a hook may unfreeze them later, and one without a gradient costs one flag.
         self._parameters = list(parameters)
         self._ranks = ranks
         self._group = ranks.mesh.group("replicate")
@@ -204,32 +192,32 @@ class GradientSum:
         self._sums_gradients = sums_gradients and ranks.mesh.size("replicate") > 1
         self._buckets = self._make_buckets() if self._sums_gradients else []
         self._hooks: list[Any] = []
-        self._homes: list[int] = []
+        self._bucket_of: list[int] = []
         """The bucket of each parameter."""
         self._left: list[int] = []
-        """How many gradients each bucket waits for in the last backward."""
+        """How many gradients of each bucket are missing in the last backward."""
         self._is_last = False
         self._seen: set[int] = set()
-        """The parameters whose gradients have come in the last backward."""
+        """The parameters whose gradients the last backward has computed."""
         self._overlaps: bool | None = None
-        """Do sums run beside the backward? None until one has shown that no gradient comes in several parts. Ranks
-        may answer differently: the order of the sums is the same."""
-        self._under_way: list[tuple[torch.Tensor, Any]] = []
+        """True if reductions run during the backward; None until a backward has shown that each gradient is
+        accumulated once. Ranks may differ: the order of the reductions is the same."""
+        self._pending: list[tuple[torch.Tensor, Any]] = []
 
     def begin_last_backward(self) -> None:
-        """Lets the sums of this update begin while its last backward still runs, bucket after bucket.
+        """Lets the reductions of this update start during its last backward, bucket by bucket.
 
-        Only for who is sure that no further backward follows: a gradient is not to be added to once it is summed.
+        Call it only if no further backward follows: a gradient must not be accumulated once its reduction has started.
         """
         if not self._sums_gradients:
             return
         if not self._hooks:
             numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
-            homes = {number: home for home, bucket in enumerate(self._buckets) for number in bucket}
-            self._homes = [homes[number] for number in range(len(self._parameters))]
+            bucket_of = {number: index for index, bucket in enumerate(self._buckets) for number in bucket}
+            self._bucket_of = [bucket_of[number] for number in range(len(self._parameters))]
             self._hooks = [
                 parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    lambda each: self._note(numbers[id(each)])
+                    lambda each: self._count_gradient(numbers[id(each)])
                 )
                 for parameter in self._parameters
                 if parameter.requires_grad
@@ -238,45 +226,45 @@ class GradientSum:
         self._seen.clear()
         self._is_last = True
 
-    def _note(self, number: int) -> None:
-        """A gradient is whole: begins the sums of the buckets that are, in their order, for all ranks keep it."""
+    def _count_gradient(self, number: int) -> None:
+        """Called for a complete gradient: starts the reductions of complete buckets, in the same order on all ranks."""
         if not self._is_last:
             return
-        home = self._homes[number]
+        bucket = self._bucket_of[number]
         if number in self._seen:
             self._overlaps = False
-            if home < len(self._under_way):
+            if bucket < len(self._pending):
                 raise TrainwrightError(
-                    f"A parameter of shape {list(self._parameters[number].shape)} got its gradient in several parts in "
-                    "one backward, after ranks had begun to sum it. torch.utils.checkpoint with use_reentrant=True "
-                    "around a layer that is used twice does that: use use_reentrant=False."
+                    f"The gradient of a parameter of shape {list(self._parameters[number].shape)} was accumulated "
+                    "several times in one backward, after its reduction had started. torch.utils.checkpoint with "
+                    "use_reentrant=True around a layer that is used twice does that. Use use_reentrant=False."
                 )
             return
         self._seen.add(number)
-        self._left[home] -= 1
-        while self._overlaps and len(self._under_way) < len(self._buckets) and self._left[len(self._under_way)] == 0:
-            self._begin_next()
+        self._left[bucket] -= 1
+        while self._overlaps and len(self._pending) < len(self._buckets) and self._left[len(self._pending)] == 0:
+            self._start_next()
 
-    def _begin_next(self) -> None:
-        flat = self._pack(self._buckets[len(self._under_way)])
-        self._under_way.append((flat, dist.all_reduce(flat, group=self._group, async_op=True)))
+    def _start_next(self) -> None:
+        flat = self._pack(self._buckets[len(self._pending)])
+        self._pending.append((flat, dist.all_reduce(flat, group=self._group, async_op=True)))
 
     def reduce(self, totals: torch.Tensor) -> None:
-        """Sums the gradients over the copies, and `totals` over all ranks. With one process it does nothing.
+        """Sums the gradients over the replicas, and `totals` over all ranks. Does nothing in one process.
 
-        A parameter that has a gradient on any rank gets the sum on every rank; one that has it nowhere
-        keeps None, so that optimizers leave it alone.
+        A parameter with a gradient on any rank gets the sum on every rank; one without a gradient on all ranks keeps
+        None, so that optimizers skip it.
         """
         if self._ranks.size == 1:
             return
         self._is_last = False
         if self._enter is not None:
             self._enter("reduce")
-        while len(self._under_way) < len(self._buckets):
-            self._begin_next()
-        sums, self._under_way = self._under_way, []
+        while len(self._pending) < len(self._buckets):
+            self._start_next()
+        sums, self._pending = self._pending, []
         if self._overlaps is None and self._seen:
-            self._overlaps = True  # a whole backward has gone by, and each gradient came once
+            self._overlaps = True  # each gradient was accumulated once in a whole backward
         waiting = [dist.all_reduce(totals, async_op=True)]
         present = [parameter.grad is not None for parameter in self._parameters]
         flags = torch.ones(len(present), dtype=torch.int32, device=totals.device)
@@ -286,7 +274,7 @@ class GradientSum:
             waiting.append(dist.all_reduce(flags, group=self._group, async_op=True))
         for work in [*(work for _, work in sums), *waiting]:
             work.wait()
-        # Only a rank that lacks a gradient needs to know whether another has it; reading that waits for the device.
+        # Only a rank without a gradient needs to know whether another has it; reading that synchronizes the device.
         absent = [] if all(present) else (flags == 0).tolist()
         for bucket, (flat, _) in zip(self._buckets, sums, strict=True):
             self._unpack(bucket, flat, absent)
@@ -296,7 +284,7 @@ class GradientSum:
     def _make_buckets(self) -> list[list[int]]:
         """Returns parameter numbers of one dtype and device, in buckets of at most BUCKET_BYTES.
 
-        The last parameters come first, for their gradients do.
+        The last parameters come first, because their gradients do.
         """
         groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for number, parameter in reversed(list(enumerate(self._parameters))):
@@ -317,22 +305,22 @@ class GradientSum:
 
     @torch.no_grad()
     def _pack(self, bucket: list[int]) -> torch.Tensor:
-        pieces = []
+        flat = []
         for number in bucket:
             gradient = own_gradient(self._parameters[number])
             if gradient is None:
                 gradient = torch.zeros_like(local(self._parameters[number]))
-            pieces.append(gradient.reshape(-1))
-        return torch.cat(pieces)
+            flat.append(gradient.reshape(-1))
+        return torch.cat(flat)
 
     @torch.no_grad()
     def _unpack(self, bucket: list[int], flat: torch.Tensor, absent: list[bool]) -> None:
         sizes = [local(self._parameters[number]).numel() for number in bucket]
-        for number, piece in zip(bucket, torch.split(flat, sizes), strict=True):
+        for number, chunk in zip(bucket, torch.split(flat, sizes), strict=True):
             parameter = self._parameters[number]
             if absent and absent[number]:
                 continue
-            summed = piece.view(local(parameter).shape)
+            summed = chunk.view(local(parameter).shape)
             if not is_split(parameter):
                 parameter.grad = summed  # a view: one copy less
             else:
@@ -343,7 +331,7 @@ class GradientSum:
 
 @torch.no_grad()
 def copy_from_first(tensors: Iterable[torch.Tensor], ranks: Ranks) -> None:
-    """Gives every rank the values of the first with the same layers: running means before they are used."""
+    """Copies the values of the first rank of the pipeline stage to its other ranks: running means before their use."""
     if ranks.size == 1:
         return
     source, group = ranks.mesh.first_of_stage, ranks.mesh.stage
@@ -353,9 +341,9 @@ def copy_from_first(tensors: Iterable[torch.Tensor], ranks: Ranks) -> None:
             dist.broadcast(tensor.data, src=source, group=group)
         else:
             small.setdefault((tensor.dtype, tensor.device), []).append(tensor.data)
-    for same in small.values():  # one message for many: running means are small and numerous
+    for same in small.values():  # one message for all: running means are small and numerous
         flat = torch.cat([tensor.reshape(-1) for tensor in same])
         dist.broadcast(flat, src=source, group=group)
         if ranks.rank != source:
-            for tensor, piece in zip(same, torch.split(flat, [tensor.numel() for tensor in same]), strict=True):
-                tensor.copy_(piece.view(tensor.shape))
+            for tensor, chunk in zip(same, torch.split(flat, [tensor.numel() for tensor in same]), strict=True):
+                tensor.copy_(chunk.view(tensor.shape))

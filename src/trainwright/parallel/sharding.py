@@ -1,4 +1,4 @@
-"""Sharding rules, and what they make of a model: which rank holds which shard, before anything is sharded."""
+"""Sharding rules, and the plan that they define for a model before anything is sharded."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from trainwright.errors import ConfigError
 
 PARAMETER_AXES = ("fsdp", "tensor")
 OUTPUT_AXES = ("replicate", "fsdp", "context", "tensor")
-"""Along `tensor` rules split activations; along the others the batch and the sequence are split already."""
+"""Along `tensor` rules shard activations; along the others the batch and the sequence are split already."""
 
 SECTIONS = ("parameters", "outputs", "inputs", "fused", "on_parts", "strict")
 
 Axes = tuple[tuple[str, ...], ...]
-"""The axes of each dim, none where it is not split."""
+"""The axes of each dim; empty for a dim that is not sharded."""
 
 
 @dataclass(frozen=True)
 class ShardingRules:
-    """What the rules say, before they meet a model.
+    """Parsed rules, independent of a model.
 
-    `fused` names linear layers whose rows are several projections one below the other, and how many. `on_parts` names
-    parameters that are copied, but used on what only a rank has (a norm of its heads): their gradients are summed.
-    `flat` has rules that stand under no section: whether one is of parameters or of modules, the model tells.
-    `strict` rejects rules that match nothing and parameters that no rule covers, which else are reported.
-    `is_packaged` rules are written for all variants of a model, so that some may match nothing.
+    `fused` maps linear layers with several stacked projections to their number. `on_parts` are parameters that are
+    replicated, but used on this rank's shard only (a norm of its heads): their gradients are summed. `flat` are rules
+    without a section: the model decides whether they are of parameters or of modules. `strict` rejects rules that
+    match nothing and parameters without a rule, which are otherwise logged. `is_packaged` rules are for all variants
+    of a model, so that some may match nothing.
     """
 
     parameters: Mapping[str, Axes] = field(default_factory=dict)
@@ -52,19 +52,19 @@ def read_rules(
     setting: str | Mapping[str, Any],
     *,
     project_dir: Path,
-    origin: Callable[[str], Origin | None] | Origin | None = None,
+    origin: Callable[[str], object | None] = lambda setting: None,
 ) -> ShardingRules:
     """Reads `model.sharding`: a packaged name, a file of the project, or the rules themselves.
 
-    `origin` is where that stands, or tells where a setting stands.
+    `origin` returns the location of a setting.
     """
-    origin = origin("model.sharding") if callable(origin) else origin
+    where = origin("model.sharding")
     if isinstance(setting, Mapping):
-        return parse_rules(setting, where=origin)
+        return parse_rules(setting, where=where)
     if not isinstance(setting, str) or not setting:
         raise ConfigError(
             f"model.sharding: must be a packaged name, a file or a mapping of rules, got {describe(setting)}.",
-            where=origin,
+            where=where,
         )
     packaged = packaged_files()
     if setting in packaged:
@@ -72,23 +72,23 @@ def read_rules(
     if setting.endswith((".yaml", ".yml")):
         path = project_dir / setting
         if not path.is_file():
-            raise ConfigError(f"model.sharding: there is no file {path}. Paths start from {project_dir}.", where=origin)
+            raise ConfigError(f"model.sharding: {path} does not exist. Paths start at {project_dir}.", where=where)
         return _read_file(path, shown=setting, is_packaged=False)
     raise ConfigError(
         f"model.sharding: no packaged rules {setting!r}. {suggest(setting, packaged)} "
-        "Or give a file such as sharding.yaml.",
-        where=origin,
+        "Or use a file such as sharding.yaml.",
+        where=where,
     )
 
 
 def packaged_rules(model: Any) -> ShardingRules | None:
-    """Returns the shipped rules for a shipped model, also for a subclass of one; None where there are none.
+    """Returns the packaged rules of a packaged model or of its subclass; None if there are none.
 
-    Rules are named as the file is that the model is written in.
+    Rules have the name of the file that defines the model.
     """
     files = packaged_files()
-    for one in type(model).__mro__:
-        package, _, file = one.__module__.rpartition(".")
+    for kind in type(model).__mro__:
+        package, _, file = kind.__module__.rpartition(".")
         if package == "trainwright.models" and file in files:
             return _read_file(files[file], shown=f"trainwright/configs/sharding/{file}.yaml", is_packaged=True)
     return None
@@ -96,7 +96,7 @@ def packaged_rules(model: Any) -> ShardingRules | None:
 
 @cache
 def packaged_files() -> dict[str, Path]:
-    """Returns the shipped files of rules, by name."""
+    """Returns the packaged files of rules, by name."""
     folder = Path(str(importlib.resources.files("trainwright"))) / "configs" / "sharding"
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
@@ -108,19 +108,27 @@ def parse_rules(setting: Mapping[str, Any], *, where: object = None, is_packaged
     if flat and set(known) - {"strict"}:
         first = next(iter(flat))
         raise ConfigError(
-            f"model.sharding: {first!r} stands beside the sections {', '.join(known)}. Put it under parameters or "
+            f"model.sharding: {first!r} is next to the sections {', '.join(known)}. Move it to parameters or "
             f"outputs. {suggest(str(first), SECTIONS)}",
             where=where,
         )
     strict = known.get("strict", False)
     if not isinstance(strict, bool):
         raise ConfigError(f"model.sharding.strict: must be true or false, got {describe(strict)}.", where=where)
+    fused = {} if known.get("fused") is None else known["fused"]
+    if not isinstance(fused, Mapping) or not all(type(count) is int and count > 1 for count in fused.values()):
+        problem = f"must map globs to the number of projections of a layer, such as {{attn.qkv: 3}}; got {fused!r}"
+        raise ConfigError(f"model.sharding.fused: {problem}.", where=where)
+    globs = () if known.get("on_parts") is None else known["on_parts"]
+    globs = (globs,) if isinstance(globs, str) else globs
+    if not isinstance(globs, Sequence) or not all(isinstance(glob, str) for glob in globs):
+        raise ConfigError(f"model.sharding.on_parts: must be a list of globs, got {globs!r}.", where=where)
     return ShardingRules(
         parameters=_axes_by_glob("parameters", known.get("parameters"), PARAMETER_AXES, where),
         outputs=_axes_by_glob("outputs", known.get("outputs"), OUTPUT_AXES, where),
         inputs=_axes_by_glob("inputs", known.get("inputs"), OUTPUT_AXES, where),
-        fused=_counts(known.get("fused"), where),
-        on_parts=_globs(known.get("on_parts"), where),
+        fused=fused,
+        on_parts=tuple(globs),
         flat=_axes_by_glob("", flat, OUTPUT_AXES, where),
         strict=strict,
         is_packaged=is_packaged,
@@ -138,13 +146,13 @@ def compiled(glob: str) -> re.Pattern[str]:
 
 
 def check_axes(label: str, axes: Axes, allowed: Sequence[str], where: object) -> None:
-    """Rejects axes that the mesh does not have, or that cannot split this, and an axis on two dims."""
+    """Rejects axes that are not allowed here, and an axis on two dims."""
     used = [axis for dim in axes for axis in dim]
     for axis in used:
         if axis not in allowed:
             raise ConfigError(f"model.sharding: {label}: no axis {axis!r} here. {suggest(axis, allowed)}", where=where)
         if used.count(axis) > 1:
-            raise ConfigError(f"model.sharding: {label}: the axis {axis} splits two dims. Use it once.", where=where)
+            raise ConfigError(f"model.sharding: {label}: the axis {axis} is on two dims. Use it once.", where=where)
 
 
 def _read_file(path: Path, *, shown: str, is_packaged: bool) -> ShardingRules:
@@ -163,14 +171,13 @@ def _axes_by_glob(section: str, given: Any, allowed: Sequence[str], where: objec
         )
     found = {}
     for glob, value in rules.items():
-        axes = _axes(str(glob), value, where)
-        check_axes(str(glob), axes, allowed, where)
-        found[str(glob)] = axes
+        found[str(glob)] = _axes(str(glob), value, where)
+        check_axes(str(glob), found[str(glob)], allowed, where)
     return found
 
 
 def _axes(glob: str, value: Any, where: object) -> Axes:
-    """Reads `[tensor, null]`, `[[fsdp, tensor], null]`, or null for nothing split."""
+    """Reads `[tensor, null]`, `[[fsdp, tensor], null]`, or null for no sharding."""
     dims = () if value is None else value
     if isinstance(dims, Sequence) and not isinstance(dims, str):
         read = [(dim,) if isinstance(dim, str) else () if dim is None else dim for dim in dims]
@@ -183,57 +190,34 @@ def _axes(glob: str, value: Any, where: object) -> Axes:
     )
 
 
-def _counts(given: Any, where: object) -> dict[str, int]:
-    rules = {} if given is None else given
-    are_right = isinstance(rules, Mapping) and all(
-        isinstance(count, int) and not isinstance(count, bool) and count > 1 for count in rules.values()
-    )
-    if not are_right:
-        raise ConfigError(
-            f"model.sharding.fused: must say of globs how many projections a layer holds, such as {{attn.qkv: 3}}; "
-            f"got {given!r}.",
-            where=where,
-        )
-    return {str(glob): count for glob, count in rules.items()}
-
-
-def _globs(given: Any, where: object) -> tuple[str, ...]:
-    globs = () if given is None else (given,) if isinstance(given, str) else given
-    if not isinstance(globs, Sequence) or not all(isinstance(glob, str) for glob in globs):
-        raise ConfigError(f"model.sharding.on_parts: must be a list of globs, got {given!r}.", where=where)
-    return tuple(globs)
-
-
-__all__ = ["AxisLayout", "ShardingPlan", "ShardingRules", "packaged_rules", "plan_sharding", "read_rules"]
-
 MOST_SHOWN = 8
 
 
 @dataclass(frozen=True)
 class AxisLayout:
-    """The axes of each dim of one parameter, and the rule that says so; None: no rule does."""
+    """The axes of each dim of one parameter, and their rule; None: no rule."""
 
     axes: Axes
     rule: str | None = None
 
     @property
     def tensor_dim(self) -> int | None:
-        """The dim that is split along the tensor axis; None: every rank along it has a copy."""
+        """The dim that is sharded along the tensor axis; None: replicated."""
         return next((dim for dim, axes in enumerate(self.axes) if "tensor" in axes), None)
 
     @property
     def data_dim(self) -> int | None:
-        """The dim that FSDP splits; None: no rule says which."""
+        """The dim that FSDP shards; None: not set by a rule."""
         return next((dim for dim, axes in enumerate(self.axes) if "fsdp" in axes), None)
 
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """What becomes of each parameter and of the activations.
+    """The layout of each parameter and of the activations.
 
-    `outputs` maps a module to the layout of what it returns: {None: the only output} or {number: that one of several}.
-    `uncovered` are parameters of which no rule speaks: copied along tensor, split by FSDP in their first dim.
-    `unmatched` are rules that speak of nothing in the model.
+    `outputs` maps a module to the layout of its outputs: {None: the only output} or {number: one of several}.
+    `uncovered` are parameters without a rule: replicated along tensor, sharded by FSDP along dim 0. `unmatched` are
+    rules that match nothing in the model.
     """
 
     layouts: dict[str, AxisLayout]
@@ -246,60 +230,61 @@ class ShardingPlan:
     unmatched: list[str] = field(default_factory=list)
 
     def data_dim(self, name: str) -> int | None:
-        """Returns the dim of a parameter that FSDP splits; None: the first."""
+        """Returns the dim of a parameter that FSDP shards; None: dim 0."""
         layout = self.layouts.get(name)
         if layout is None or layout.data_dim is not None:
             return None if layout is None else layout.data_dim
-        # A vocabulary that does not divide is split unevenly along tensor; FSDP then takes the other dim.
+        # A vocabulary that is not a multiple is sharded unevenly along tensor; FSDP then shards the other dim.
         return 1 if name in self.uneven and len(layout.axes) > 1 else None
 
     def remarks(self) -> list[str]:
-        """Returns what a user should know: rules without effect, parameters without rules."""
+        """Returns warnings for the user: rules without effect, parameters without rules."""
         found = []
         if self.unmatched:
             found.append(f"these rules match nothing in the model: {_some(self.unmatched)}.")
         if self.uncovered:
-            found.append(f"no rule covers these parameters, which are copied along tensor: {_some(self.uncovered)}.")
+            found.append(f"no rule covers these parameters, replicated along tensor: {_some(self.uncovered)}.")
         return found
 
 
 def plan_sharding(model: nn.Module, rules: ShardingRules | None, sizes: Mapping[str, int]) -> ShardingPlan:
-    """Returns what the rules make of a model on a mesh of these sizes; what cannot be is rejected by name."""
-    num_parts = sizes.get("tensor", 1)
+    """Returns the plan of the rules for a model on a mesh of these sizes; rejects impossible rules by name."""
+    num_shards = sizes.get("tensor", 1)
     if rules is None:
-        if num_parts > 1:
+        if num_shards > 1:
             raise ConfigError(
-                f"runtime.mesh: tensor is {num_parts}, but {type(model).__name__} has no sharding rules, so that every "
-                "rank would do the same. Give rules in model.sharding, or use the axis fsdp."
+                f"runtime.mesh: tensor is {num_shards}, but {type(model).__name__} has no sharding rules, so every "
+                "rank would compute the same. Set rules in model.sharding, or use the axis fsdp."
             )
         rules = ShardingRules()
     parameters = dict(model.named_parameters(remove_duplicate=False))
     modules = dict(model.named_modules())
-    rules, lost = _sort_flat(rules, parameters, modules)
+    rules, unmatched = _sort_flat(rules, parameters, modules)
+    layouts, outputs = _layouts(rules, parameters, modules), _outputs(rules, modules)
     plan = ShardingPlan(
-        layouts=_layouts(rules, parameters, modules),
-        outputs=_outputs(rules, modules),
+        layouts=layouts,
+        outputs=outputs,
         inputs={name: axes for name, _, axes in _matches(rules.inputs, modules)},
         fused={name: count for name, _, count in _matches(rules.fused, modules)},
         on_parts=frozenset(name for name, _, _ in _matches(dict.fromkeys(rules.on_parts), parameters)),
-        uneven=_uneven(rules, parameters, modules, num_parts),
+        uneven=_uneven(layouts, outputs, parameters, modules, num_shards),
     )
-    plan.unmatched.extend([*lost, *_unmatched(rules, parameters, modules, sizes)])
+    plan.unmatched.extend([*unmatched, *_unmatched(rules, parameters, modules, sizes)])
     plan.uncovered.extend(_uncovered(rules, plan, parameters))
     if rules.strict and plan.remarks():
         raise ConfigError(f"model.sharding: strict is true, but {' Also, '.join(plan.remarks())} Change the rules.")
-    if num_parts > 1:
-        _check_sizes(model, plan, parameters, modules, num_parts)
+    if num_shards > 1:
+        _check_sizes(model, plan, parameters, modules, num_shards)
     return plan
 
 
 def _sort_flat(
     rules: ShardingRules, parameters: Mapping[str, Any], modules: Mapping[str, Any]
 ) -> tuple[ShardingRules, list[str]]:
-    """Returns the rules with the flat ones under parameters or outputs, and those that name neither."""
+    """Returns the rules with the flat ones moved to parameters or outputs, and those that match neither."""
     if not rules.flat:
         return rules, []
-    of_parameters, of_outputs, lost = dict(rules.parameters), dict(rules.outputs), []
+    of_parameters, of_outputs, unmatched = dict(rules.parameters), dict(rules.outputs), []
     for glob, axes in rules.flat.items():
         if any(compiled(glob).fullmatch(name) for name in parameters):
             check_axes(glob, axes, PARAMETER_AXES, None)
@@ -307,27 +292,27 @@ def _sort_flat(
         elif any(compiled(_path_of(glob)[0]).fullmatch(name) for name in modules):
             of_outputs[glob] = axes
         else:
-            lost.append(glob)
-    return ShardingRules(parameters=of_parameters, outputs=of_outputs, strict=rules.strict), lost
+            unmatched.append(glob)
+    return ShardingRules(parameters=of_parameters, outputs=of_outputs, strict=rules.strict), unmatched
 
 
 def _matches(rules: Mapping[str, Any], names: Iterable[str]) -> Iterable[tuple[str, str, Any]]:
-    """Yields each name with the first rule that matches it and what that says."""
-    patterns = [(compiled(glob), glob, said) for glob, said in rules.items()]
+    """Yields each name with the first rule that matches it and the value of the rule."""
+    patterns = [(compiled(glob), glob, value) for glob, value in rules.items()]
     for name in names:
-        for pattern, glob, said in patterns:
+        for pattern, glob, value in patterns:
             if pattern.fullmatch(name):
-                yield name, glob, said
+                yield name, glob, value
                 break
 
 
 def _path_of(glob: str) -> tuple[str, int | None]:
-    """Splits `path[2]`, the third of several outputs, into path and number; None: there is one output."""
+    """Splits `path[2]`, the third of several outputs, into path and number; None: a single output."""
     path, bracket, number = glob.partition("[")
     if not bracket:
         return glob, None
     if not number.removesuffix("]").isdigit():
-        raise ConfigError(f"model.sharding: {glob}: one of several outputs is named path[0], path[1] and so on.")
+        raise ConfigError(f"model.sharding: {glob}: write one of several outputs as path[0], path[1] and so on.")
     return path, int(number.removesuffix("]"))
 
 
@@ -345,14 +330,14 @@ def _outputs(rules: ShardingRules, modules: Mapping[str, Any]) -> dict[str, dict
 def _layouts(
     rules: ShardingRules, parameters: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module]
 ) -> dict[str, AxisLayout]:
-    """Returns the layout of each parameter; one that has several names is laid out as its first name with a rule."""
+    """Returns the layout of each parameter; one with several names has the layout of its first name with a rule."""
     named = {}
     for name, glob, axes in _matches(rules.parameters, parameters):
         dims = parameters[name].dim()
         if axes and len(axes) != dims:
             shape = list(parameters[name].shape)
             raise ConfigError(
-                f"model.sharding: {glob}: has {len(axes)} dims, but {name} has the shape {shape}. Give null or an axis "
+                f"model.sharding: {glob}: has {len(axes)} dims, but {name} has the shape {shape}. Use null or an axis "
                 "for each dim."
             )
         named[name] = AxisLayout(axes or ((),) * dims, glob)
@@ -361,7 +346,7 @@ def _layouts(
         earlier = by_identity.setdefault(id(parameters[name]), layout)
         if earlier.axes != layout.axes:
             raise ConfigError(
-                f"model.sharding: {earlier.rule} and {layout.rule} lay out one tied parameter ({name}) in two ways. "
+                f"model.sharding: {earlier.rule} and {layout.rule} differ for one tied parameter ({name}). "
                 "Make them equal."
             )
     layouts = {}
@@ -372,29 +357,30 @@ def _layouts(
 
 
 def _adapter_layout(name: str, named: Mapping[str, AxisLayout], modules: Mapping[str, nn.Module]) -> AxisLayout | None:
-    """Returns how an adapter beside a split weight is split: B by rows as the weight is, A by columns as it is."""
+    """Returns the layout of a LoRA adapter of a sharded weight: B by rows or A by columns, like the weight."""
     path, _, last = name.rpartition(".")
     weight = named.get(f"{path}.weight")
     if weight is None or last not in ("lora_a", "lora_b") or not isinstance(modules[path], nn.Linear):
         return None
     dim = 0 if last == "lora_b" else 1
-    is_split = weight.tensor_dim == dim
-    return AxisLayout(tuple(("tensor",) if is_split and each == dim else () for each in range(2)), weight.rule)
+    return AxisLayout(tuple(("tensor",) if weight.tensor_dim == dim == each else () for each in range(2)), weight.rule)
 
 
 def _uneven(
-    rules: ShardingRules, parameters: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module], num_parts: int
+    layouts: Mapping[str, AxisLayout],
+    outputs: Mapping[str, Mapping[int | None, Axes]],
+    parameters: Mapping[str, nn.Parameter],
+    modules: Mapping[str, nn.Module],
+    num_shards: int,
 ) -> frozenset[str]:
-    """Returns the tables and heads whose vocabulary may be split unevenly, and is: nothing is counted by their rows."""
-    outputs = _outputs(rules, modules)
+    """Returns the embeddings and heads whose vocabulary is sharded unevenly."""
     free = set()
     for path, module in modules.items():
-        said = outputs.get(path, {}).get(None, ())
-        is_head = isinstance(module, nn.Linear) and bool(said) and "tensor" in said[-1]
+        axes = outputs.get(path, {}).get(None, ())
+        is_head = isinstance(module, nn.Linear) and bool(axes) and "tensor" in axes[-1]
         if is_head or isinstance(module, nn.Embedding):
-            free |= {id(each) for each in module.parameters(recurse=False) if each.shape[0] % num_parts}
-    layouts = _layouts(rules, parameters, modules)
-    return frozenset(name for name, one in parameters.items() if id(one) in free and layouts[name].tensor_dim == 0)
+            free |= {id(each) for each in module.parameters(recurse=False) if each.shape[0] % num_shards}
+    return frozenset(name for name, each in parameters.items() if id(each) in free and layouts[name].tensor_dim == 0)
 
 
 def _unmatched(
@@ -404,7 +390,7 @@ def _unmatched(
     sizes: Mapping[str, int],
 ) -> list[str]:
     if rules.is_packaged or sizes.get("pipeline", 1) > 1:
-        return []  # written for all variants of a model; or the layers that a rule speaks of are on another stage
+        return []  # rules for all variants of a model, or for layers of another stage
     sections = ((rules.parameters, parameters), (rules.outputs, modules), (rules.inputs, modules))
     more = ((rules.fused, modules), (rules.on_parts, parameters))
     return [
@@ -421,9 +407,9 @@ def _uncovered(rules: ShardingRules, plan: ShardingPlan, parameters: Mapping[str
     covered = {id(parameters[name]) for name, layout in plan.layouts.items() if layout.rule is not None}
     covered |= {id(parameters[name]) for name in plan.on_parts}
     missing: dict[int, str] = {}
-    for name, one in parameters.items():
-        if id(one) not in covered:
-            missing.setdefault(id(one), name)
+    for name, parameter in parameters.items():
+        if id(parameter) not in covered:
+            missing.setdefault(id(parameter), name)
     return list(missing.values())
 
 
@@ -432,13 +418,13 @@ def _check_sizes(
     plan: ShardingPlan,
     parameters: Mapping[str, nn.Parameter],
     modules: Mapping[str, nn.Module],
-    num_parts: int,
+    num_shards: int,
 ) -> None:
-    """Rejects dims and heads that the tensor axis does not divide, and parameters that could be meant in two ways."""
+    """Rejects dims and heads that the tensor axis does not divide, and ambiguous parameters."""
     if all(layout.tensor_dim is None for layout in plan.layouts.values()):
         raise ConfigError(
-            f"runtime.mesh: tensor is {num_parts}, but model.sharding splits no parameter along it, so that every rank "
-            "would do the same. Give rules such as **.up_proj.weight: [tensor, null], or use the axis fsdp."
+            f"runtime.mesh: tensor is {num_shards}, but model.sharding shards no parameter along it, so every rank "
+            "would compute the same. Set rules such as **.up_proj.weight: [tensor, null], or use the axis fsdp."
         )
     for name, layout in plan.layouts.items():
         dim, (path, _, _) = layout.tensor_dim, name.rpartition(".")
@@ -448,17 +434,17 @@ def _check_sizes(
         parent = modules[path.rpartition(".")[0]] if isinstance(modules[path], nn.Linear) else None
         head_size, count = getattr(parent, "head_size", None), plan.fused.get(path, 1)
         heads = size // head_size // count if isinstance(head_size, int) and size % (head_size * count) == 0 else None
-        if heads is not None and heads % num_parts:
+        if heads is not None and heads % num_shards:
             raise ConfigError(
-                f"{_setting_of(model, heads)} is {heads}, which tensor: {num_parts} ranks cannot share "
+                f"{_setting_of(model, heads)} is {heads}, which {num_shards} tensor ranks cannot share "
                 f"({name}). Use a tensor axis that divides {heads}, or another number of heads."
             )
-        if size % (num_parts * count):
+        if size % (num_shards * count):
             raise ConfigError(
-                f"model.sharding: {layout.rule}: dim {dim} of {name} {list(parameters[name].shape)} does not divide "
-                f"over tensor: {num_parts} ranks. Use another axis size, or another size of the model."
+                f"model.sharding: {layout.rule}: dim {dim} of {name} {list(parameters[name].shape)} is not a "
+                f"multiple of {num_shards} tensor ranks. Use another axis size, or another size of the model."
             )
-    _reject_doubtful(plan, modules)
+    _reject_ambiguous(plan, modules)
 
 
 def _setting_of(model: nn.Module, heads: int) -> str:
@@ -468,30 +454,26 @@ def _setting_of(model: nn.Module, heads: int) -> str:
     return f"model.{names[0]}" if names else "the number of heads"
 
 
-def _reject_doubtful(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> None:
-    """Rejects parameters between split layers of which no rule says whether they meet whole states or a rank's part."""
+def _reject_ambiguous(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> None:
+    """Rejects parameters between sharded layers without a rule: they may be used on full states or on a shard."""
     for path, module in modules.items():
-        dims = {child: _split_dim(plan, _join(path, child)) for child, _ in module.named_children()}
+        weights = {child: plan.layouts.get(f"{_join(path, child)}.weight") for child, _ in module.named_children()}
+        dims = {child: None if layout is None else layout.tensor_dim for child, layout in weights.items()}
         if not {0, 1} <= set(dims.values()):
             continue
-        beside = ["", *(child for child, dim in dims.items() if dim is None)]
+        others = ["", *(child for child, dim in dims.items() if dim is None)]
         names = [
             _join(_join(path, child), last)
-            for child in beside
+            for child in others
             for last, _ in module.get_submodule(child).named_parameters(recurse=False)
         ]
         for name in names:
             if plan.layouts[name].rule is None and name not in plan.on_parts:
                 raise ConfigError(
-                    f"model.sharding: {name} stands between layers that are split along tensor, and no rule speaks "
-                    "of it. If it is used on what one rank has (such as its heads), name it under on_parts, so "
-                    "that its gradients are summed; else give it a rule of its own, such as [null]."
+                    f"model.sharding: {name} is between layers that are sharded along tensor, and has no rule. If "
+                    "it is used on one rank's shard (such as its heads), list it under on_parts, so that its gradients "
+                    "are summed; otherwise set a rule, such as [null]."
                 )
-
-
-def _split_dim(plan: ShardingPlan, path: str) -> int | None:
-    layout = plan.layouts.get(f"{path}.weight")
-    return None if layout is None else layout.tensor_dim
 
 
 def _join(path: str, child: str) -> str:
