@@ -113,7 +113,7 @@ def test_a_lost_process_restarts_the_group_which_goes_on_as_if_nothing_had_happe
     process = start(tmp_path, *overrides, "--fresh", "--max-restarts", "1", project=project)
     assert process.wait() == 0, process.said
     errors = process.said
-    lost = r"^Rank 1 \(process \d+\) was ended by SIGKILL\. Restart 1 of 1: all ranks are started again\.$"
+    lost = r"^Rank 1 \(process \d+\) was ended by SIGKILL\. Restart 1 of 1: starting all ranks again\.$"
     assert len(re.findall(lost, errors, re.MULTILINE)) == 1
     assert "Traceback" not in errors, "the other rank only says that it lost a connection"
     assert errors.count("Restart 1: the run goes on from its newest checkpoint.") == 1
@@ -133,7 +133,7 @@ def test_a_rank_that_dies_at_start_up_ends_all_and_is_named(tmp_path):
     process = start(tmp_path, "imports=[dies.py]", project=tmp_path / "project")
     assert process.wait() == 9
     errors = process.said
-    (pid,) = re.findall(r"^Rank 1 \(process (\d+)\) left with exit code 9, without a word\.$", errors, re.MULTILINE)
+    (pid,) = re.findall(r"^Rank 1 \(process (\d+)\) exited with code 9\. It printed no error\.$", errors, re.MULTILINE)
     assert not Path(f"/proc/{pid}").exists()
     alive = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=False).stdout
     assert str(tmp_path) not in alive, "an orphan is left"

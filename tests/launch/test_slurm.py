@@ -15,7 +15,7 @@ from tests.messages import mentions, raises
 from trainwright import cli
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.errors import ConfigError, TrainwrightError
-from trainwright.launch.slurm import follow, job_of, read_settings, submit
+from trainwright.launch.slurm import SlurmJob, follow, read_settings, submit
 
 PROJECT = Path(__file__).parents[1] / "project"
 
@@ -107,7 +107,7 @@ def test_the_job_file_is_shell_that_a_person_can_read(in_tmp, monkeypatch, capsy
 
 
 def test_a_job_without_cores_says_what_that_means_and_how_to_set_them():
-    text = job_of("big", ["trainwright", "train", "run.yaml"], {"nodes": "2"}).text()
+    text = SlurmJob("big", ["trainwright", "train", "run.yaml"], {"nodes": "2"}).text()
     assert "# No cpus= was given: on many clusters a task then gets one CPU" in text
     assert mentions(text, "--cpus-per-task=N", "srun")
 
@@ -161,7 +161,7 @@ def test_settings_that_are_none_are_rejected(word, message):
 
 
 def test_a_name_cannot_write_lines_into_the_job():
-    text = job_of("a\nrm -r $HOME", ["trainwright", "train", "run.yaml"], {}).text()
+    text = SlurmJob("a\nrm -r $HOME", ["trainwright", "train", "run.yaml"], {}).text()
     assert "rm -r" not in text
     assert "#SBATCH --job-name=a-rm--r-HOME\n" in text
 
