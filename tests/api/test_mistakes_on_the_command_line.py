@@ -85,11 +85,11 @@ def line_of(text):
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("model.widht=5", 'model: Net takes no argument "widht".'),
+        ("model.widht=5", 'model: Net has no argument "widht".'),
         ("model.width=abc", "model: parts.py:Net could not be built: TypeError"),
-        ("data.train.sizee=5", 'data.train: Points takes no argument "sizee".'),
-        ("data.eval.valid.sizee=5", 'data.eval.valid: Points takes no argument "sizee".'),
-        ("trainer.optimizer.lrr=1", 'trainer.optimizer: AdamW takes no argument "lrr".'),
+        ("data.train.sizee=5", 'data.train: Points has no argument "sizee".'),
+        ("data.eval.valid.sizee=5", 'data.eval.valid: Points has no argument "sizee".'),
+        ("trainer.optimizer.lrr=1", 'trainer.optimizer: AdamW has no argument "lrr".'),
         ("trainer.micro_batch_size=3", "trainer.global_batch_size: 4 is not micro_batch_size 3"),
         ("trainer.global_batch_size=100", "trainer.global_batch_size: 100 is more than the 20 samples"),
     ],
@@ -102,20 +102,20 @@ def test_a_wrong_override_inside_of_a_nested_component_is_blamed(project):
     text = RUN.replace("Component(Points, size=20)", "Component(Twice, source=Component(Points, size=20))")
     (project / "run.py").write_text(text.replace("Net, Points", "Net, Points, Twice"), "utf-8")
     text = answer("run.py", "data.train.source.sizee=5")
-    assert text.startswith('override data.train.source.sizee=5: data.train.source: Points takes no argument "sizee".')
+    assert text.startswith('override data.train.source.sizee=5: data.train.source: Points has no argument "sizee".')
 
 
 def test_what_the_file_has_wrong_is_blamed_on_its_line(project):
     wrong = RUN.replace("Component(Points, size=20)", "Component(Points, sizee=20)")
     (project / "run.py").write_text(wrong, "utf-8")
     text = answer("run.py", "model.width=3")
-    assert text.startswith(f"run.py:{line_of('size=20')}: data.train: Points takes no argument")
+    assert text.startswith(f"run.py:{line_of('size=20')}: data.train: Points has no argument")
 
 
 def test_an_argument_of_its_own_line_in_yaml_is_blamed_there(project):
     text = "model: parts.py:Net\ndata:\n  train:\n    type: parts.py:Points\n    sizee: 5\ntrainer: {max_steps: 1}\n"
     (project / "run.yaml").write_text(text, "utf-8")
-    assert answer("run.yaml").startswith('run.yaml:5: data.train: Points takes no argument "sizee".')
+    assert answer("run.yaml").startswith('run.yaml:5: data.train: Points has no argument "sizee".')
 
 
 # Python configs

@@ -138,4 +138,4 @@ def test_a_wrong_argument_of_a_class_names_the_line_of_its_component(project):
     (project / "run.py").write_text(RUN.replace("width=8", "widht=8"), "utf-8")
     line = next(number for number, text in enumerate(RUN.splitlines(), 1) if "width=8" in text)
     done = invoke("train", "run.py")
-    assert str(done.exception).startswith(f'run.py:{line}: model: Counting takes no argument "widht".')
+    assert str(done.exception).startswith(f'run.py:{line}: model: Counting has no argument "widht".')

@@ -150,7 +150,7 @@ def test_a_missing_file_is_rejected_with_the_nearest(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "models" / "net.py", "")
     text = rejection_of(find, "model", "models/nett.py:Net", project_dir=tmp_path)
-    assert text == f'there is no file models/nett.py. Did you mean "net.py"? Paths are relative to {tmp_path}.'
+    assert text == f'no file models/nett.py. Did you mean "net.py"? Paths are relative to {tmp_path}.'
 
 
 def test_an_error_in_the_users_file_names_its_line_and_is_kept(tmp_path, monkeypatch):
@@ -232,7 +232,7 @@ def test_a_taken_name_is_rejected_with_both_places():
         pass
 
     text = rejection_of(register("optimizer", "tiger"), Other)
-    assert text.startswith('The optimizer "tiger" is registered already, by ')
+    assert text.startswith('The optimizer "tiger" is already registered by ')
     assert "Lion (" in text
     assert "Other (" in text
     assert "test_resolve.py:" in text
@@ -251,7 +251,7 @@ def test_imported_modules_register_from_the_path_or_the_project(tmp_path):
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("not_there.parts", 'there is no module "not_there.parts", neither on Python\'s path nor in '),
+        ("not_there.parts", 'no module "not_there.parts" on Python\'s path or in '),
         ("my-parts", '"my-parts" is not the name of a module'),
         ("broken_parts", "broken_parts.py cannot be imported: ValueError: inside"),
         ("needy_parts", "No module named 'not_installed_anywhere'"),
@@ -295,14 +295,14 @@ def test_a_wrong_argument_is_rejected_with_parameters_and_nearest():
         check_arguments, Inherits, {"lrr": 1}, label="trainer.optimizer", where="run.yaml:4", provided=["params"]
     )
     assert text == (
-        'run.yaml:4: trainer.optimizer: Inherits takes no argument "lrr". Did you mean "lr"? '
+        'run.yaml:4: trainer.optimizer: Inherits has no argument "lrr". Did you mean "lr"? '
         "Its parameters: lr=0.001, betas=(0.9, 0.95), width=None."
     )
 
 
 def test_a_missing_argument_is_named():
     text = rejection_of(check_arguments, Adam, {"lr": 1}, label="trainer.optimizer")
-    assert text.startswith('trainer.optimizer: Adam needs the argument "params". Give it beside type.')
+    assert text.startswith('trainer.optimizer: Adam needs the argument "params". Add it next to type.')
 
 
 def test_any_argument_fits_where_the_signature_says_so_or_is_not_known():

@@ -57,12 +57,18 @@ def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
     return plain[found[0]] if found else None
 
 
+def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return ` Did you mean "x"?` with a leading space, or "" if no known word is similar."""
+    match = nearest(word, known, cutoff=cutoff)
+    return f' Did you mean "{match}"?' if match else ""
+
+
 def suggest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return `Did you mean "x"? Known: …`, or only the known words where none is near."""
+    """Return `Did you mean "x"? Known: …`, or only the known words if none is similar."""
     names = list(known)
-    match = nearest(word, names, cutoff=cutoff)
-    guess = f'Did you mean "{match}"? ' if match else ""
-    return f"{guess}Known: {', '.join(names)}." if names else "Nothing can be set here; remove it."
+    if not names:
+        return "Nothing can be set here; remove it."
+    return f"{did_you_mean(word, names, cutoff=cutoff)} Known: {', '.join(names)}.".lstrip()
 
 
 def reject(path: KeyPath, text: str, value: Any = None) -> ValidationError:

@@ -155,7 +155,7 @@ def _run(path: Path, shown: str) -> ModuleType:
     package = f"trainwright_project_{hashlib.sha256(str(path.parent.resolve()).encode()).hexdigest()[:8]}"
     for name in [name for name in sys.modules if f"{name}.".startswith(f"{package}.")]:
         del sys.modules[name]
-    sys.modules[package] = _package(package, path.parent)
+    sys.modules[package] = folder_package(package, path.parent)
     name = f"{package}.{path.stem}"
     loader = _Uncached(name, str(path))
     spec = spec_from_file_location(name, path, loader=loader)
@@ -182,8 +182,9 @@ class _Uncached(SourceFileLoader):
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
-def _package(name: str, folder: Path) -> ModuleType:
-    package = ModuleType(name, "The folder of a config file.")
+def folder_package(name: str, folder: Path) -> ModuleType:
+    """Return a package whose modules are the files of `folder`."""
+    package = ModuleType(name, f"The files in {folder}.")
     package.__spec__ = ModuleSpec(name, None, is_package=True)
     package.__spec__.submodule_search_locations = [str(folder)]
     package.__path__ = [str(folder)]
