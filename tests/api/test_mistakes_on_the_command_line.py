@@ -126,7 +126,7 @@ def test_settings_under_another_name_than_config_are_pointed_out(project, others
     (project / "run.py").write_text(others + RUN.replace("config =", "cfg ="), "utf-8")
     line = others.count("\n") + line_of("config =")
     text = answer("run.py")
-    assert text == f"run.py:{line}: cfg: holds settings, but the variable that is read is called config. Call it that."
+    assert text == f"run.py:{line}: cfg: has settings, but only the variable config is read. Rename it to config."
 
 
 def test_a_file_of_sections_may_have_other_settings_beside(project):

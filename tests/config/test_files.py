@@ -48,7 +48,7 @@ def test_a_circle_is_rejected_with_its_chain(tmp_path, monkeypatch):
     with pytest.raises(ConfigError) as rejection:
         RunConfig.load("a.yaml")
     assert str(rejection.value) == (
-        "b.yaml:2: extends: the files extend each other: a.yaml → b.yaml → a.yaml. Break the circle."
+        "b.yaml:2: extends: the files extend each other: a.yaml → b.yaml → a.yaml. Remove one of these extends."
     )
 
 
@@ -77,8 +77,8 @@ def test_packaged_configs_are_extended_by_name(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "run.yaml:1: the file is empty. A run has at least data and trainer."),
-        ("# nothing\n", "run.yaml:1: the file is empty. A run has at least data and trainer."),
+        ("", "run.yaml:1: the file is empty. A run needs at least data and trainer."),
+        ("# nothing\n", "run.yaml:1: the file is empty. A run needs at least data and trainer."),
         ("- a\n", "run.yaml:1: the file must be a mapping (key: value), got a list of 1."),
         ("hello\n", 'run.yaml:1: the file must be a mapping (key: value), got the text "hello".'),
         ("seed: 1\nextends: 3\n", "run.yaml:2: extends: must be a name, a file or a list of them; got 3."),

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from trainwright import Component, RunConfig
-from trainwright.config.python_files import SECTIONS
 from trainwright.errors import ConfigError
 
 BASE = {"trainer": {"max_steps": 3}}
@@ -18,10 +17,6 @@ def write(folder, name, text):
     path.parent.mkdir(exist_ok=True)
     path.write_text(text, "utf-8")
     return path
-
-
-def test_the_variables_that_are_taken_are_the_settings_of_a_run():
-    assert set(SECTIONS) == {*RunConfig.model_fields, "extends"}
 
 
 @pytest.mark.parametrize(

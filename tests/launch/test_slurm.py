@@ -122,7 +122,7 @@ def test_a_job_without_cores_says_what_that_means_and_how_to_set_them():
         ),
         (
             ["runtime.device=auto", "runtime.mesh={tensor: 5, fsdp: -1}"],
-            "fsdp ? × tensor 5 cannot be 32 ranks: 32 is not a multiple of 5.",
+            "fsdp ? × tensor 5 cannot have 32 ranks: 32 is not a multiple of 5.",
         ),
     ],
 )
