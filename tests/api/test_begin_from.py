@@ -7,7 +7,7 @@ import pytest
 from tests.api.function_runs import lines, run, same, weights
 from tests.messages import raises
 
-from trainwright.api.training_main import begun_from
+from trainwright.api.training_main import copied_start
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.config import RunConfig
 from trainwright.errors import CheckpointError
@@ -49,7 +49,7 @@ def test_another_load_after_a_rejected_one_is_taken():
 def test_a_copy_that_a_killed_process_left_is_not_taken_for_the_run_s_own():
     make("one"), make("two", seed="2")
     config = RunConfig.from_dict({"name": "rest", "output_dir": "runs"})
-    with begun_from(Path("runs/one"), config):
+    with copied_start(Path("runs/one"), config):
         assert CheckpointStore(Path("runs/rest/checkpoints")).steps() == [2]
     # It ended there: nothing has been built, and nobody took the copy away.
     go_on("runs/two", "--seed", "2")

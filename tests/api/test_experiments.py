@@ -163,9 +163,7 @@ def test_two_experiments_of_one_name_name_both_files_and_lines(project):
     (project / "experiments" / "second.py").write_text("\n" + POINTS, "utf-8")
     text = rejection(load_experiment, "points")
     first, second = Path("experiments/points.py"), Path("experiments/second.py")
-    assert text == (
-        f'{second}:5: there is an experiment "points" already, at {first}:4. Give one of the two another name.'
-    )
+    assert text == (f'{second}:5: the experiment "points" is already defined at {first}:4. Rename one of the two.')
 
 
 def test_a_file_that_is_run_again_registers_the_same_experiment(project):

@@ -172,7 +172,7 @@ def test_a_metric_with_rows_that_is_not_finite_skips_the_update():
 
 def test_wrong_flags_are_answered_on_the_line_that_reads_them():
     text = rejection(lambda: get_args(["--split", "80,abc"]))  # wrong split
-    assert text.startswith(place(__file__, "  # wrong split") + "--split: '80,abc' is no list")
+    assert text.startswith(place(__file__, "  # wrong split") + "--split: '80,abc' is not a list")
     text = rejection(lambda: get_args(["--device", "gpu"]))  # wrong device
     assert text == place(__file__, "  # wrong device") + (
         "--device: runtime.device: no device 'gpu'. Use auto, cpu, cuda, cuda:N or tpu."
@@ -187,8 +187,8 @@ def main_of(**values):
 @pytest.mark.parametrize(
     ("values", "answer"),
     [
-        ({"batch_size": 0}, "--batch-size: must be a whole number from 1 on; got 0."),
-        ({"batch_size": 2.5}, "--batch-size: must be a whole number from 1 on; got 2.5."),
+        ({"batch_size": 0}, "--batch-size: must be a whole number of at least 1; got 0."),
+        ({"batch_size": 2.5}, "--batch-size: must be a whole number of at least 1; got 2.5."),
         (
             {"batch_size": 100},
             "--batch-size × --gradient-accumulation-steps × ranks: trainer.global_batch_size: 100 is more than the 24",
@@ -196,16 +196,16 @@ def main_of(**values):
         ({"lr": "fast"}, "--lr: must be a number above 0; got 'fast'."),
         ({"warmup": 20}, "--warmup: must be a fraction from 0 to 1; got 20."),
         ({"fp16": "no"}, "--fp16: must be True or False; got 'no'."),
-        ({"split": "80,abc"}, "--split: '80,abc' is no list"),
-        ({"train_data": None}, "--train-data: there is none."),
+        ({"split": "80,abc"}, "--split: '80,abc' is not a list"),
+        ({"train_data": None}, "--train-data is required"),
         ({"train_data_weights": [0]}, "--train-data-weights: must be a number above 0; got [0]."),
         ({"load": "nowhere"}, "--load: nowhere is no run folder: there is no such folder."),
         ({"load": "nowhere", "mode": "finetune"}, "--load: nowhere is no run folder: there is no such folder."),
         ({"load": "nowhere", "mode": "inference"}, "--load: nowhere is no run folder: there is no such folder."),
-        ({"experiment_name": "../x"}, "--experiment-name: name: names the run's folder under output_dir"),
+        ({"experiment_name": "../x"}, "--experiment-name: name: must be a relative path without .."),
         ({"save": ""}, "--save: output_dir: must be text that is not empty"),
         ({"epochs": 0.001}, "--epochs: trainer.max_epochs: 0.001 of 24 samples is none."),
-        ({"mode": "inference", "fresh": True}, "--fresh: has no effect, for --mode inference trains nothing."),
+        ({"mode": "inference", "fresh": True}, "--fresh: has no effect, because --mode inference does not train."),
     ],
 )
 def test_a_namespace_made_by_hand_is_answered_in_flags_on_the_line_of_training_main(values, answer):

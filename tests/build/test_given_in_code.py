@@ -85,7 +85,7 @@ def test_a_trainer_that_is_given_to_build_trainer_is_told_of_and_may_change(tmp_
     run_experiment(saved(tmp_path), mode="eval", trainer=local_class())
     build_trainer(load(tmp_path, "trainer.max_steps=3")).train()  # goes on without it, and is told of no more
     run_experiment(saved(tmp_path), mode="eval")
-    assert "was trained by" not in caplog.text
+    assert "was trained with" not in caplog.text
 
 
 def test_a_trainer_that_nothing_finds_again_is_rejected_by_name_and_the_model_is_still_loaded(tmp_path):
@@ -131,9 +131,9 @@ def test_a_task_that_was_made_with_something_is_rejected_by_name(tmp_path):
 def test_evaluating_by_another_trainer_than_the_run_s_says_so(tmp_path, caplog):
     run_experiment(load(tmp_path), trainer=Marked)
     run_experiment(load(tmp_path), mode="eval", trainer=Marked)
-    assert "was trained by" not in caplog.text
+    assert "was trained with" not in caplog.text
     run_experiment(load(tmp_path), mode="eval")
-    assert "Marked, but is evaluated by trainer" in caplog.text
+    assert "Marked, but is evaluated with trainer" in caplog.text
 
 
 def test_a_run_that_a_built_trainer_trained_is_evaluated_by_its_class_without_a_word(tmp_path, caplog):
@@ -141,9 +141,9 @@ def test_a_run_that_a_built_trainer_trained_is_evaluated_by_its_class_without_a_
     run_experiment(config, trainer=build_trainer(config, Marked))
     for build in (build_evaluator, build_trainer):
         run_experiment(config, mode="eval", trainer=build(config, Marked))
-    assert "was trained by" not in caplog.text
+    assert "was trained with" not in caplog.text
     run_experiment(config, mode="eval", trainer=build_evaluator(config))
-    assert "Marked, but is evaluated by trainer" in caplog.text
+    assert "Marked, but is evaluated with trainer" in caplog.text
 
 
 def test_what_the_config_names_already_stays_as_it_is_written(tmp_path):

@@ -140,7 +140,7 @@ def _run(path: Path, shown: str) -> ModuleType:
     sys.modules[name] = module
     importlib.invalidate_caches()
     try:
-        with files_beside(path.parent, package):
+        with folder_modules(path.parent, package):
             loader.exec_module(module)
     except TrainwrightError:
         raise
@@ -176,7 +176,7 @@ def _explained(error: BaseException, path: Path, shown: str) -> ConfigError:
 
 
 @contextmanager
-def files_beside(folder: Path, package: str) -> Iterator[None]:
+def folder_modules(folder: Path, package: str) -> Iterator[None]:
     """Let `import base` find base.py in the folder, as for a script there; removes these modules afterwards."""
     beside = {file.stem for file in folder.glob("*.py")} | {file.parent.name for file in folder.glob("*/__init__.py")}
     beside -= sys.stdlib_module_names
