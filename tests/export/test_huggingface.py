@@ -229,7 +229,7 @@ def test_an_export_without_its_tokenizer_is_told(run, tmp_path, caplog):
     text = (copy / "config.yaml").read_text()
     (copy / "config.yaml").write_text(text.replace("type: text", "type: nowhere.py:Text"))
     export_run(copy, tmp_path / "hf")
-    assert "tokenizer is not in the export" in caplog.text
+    assert "The export has no tokenizer" in caplog.text
 
 
 def test_adapters_are_merged(tmp_path):
