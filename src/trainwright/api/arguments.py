@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -33,10 +34,11 @@ class _Number:
     description: str
 
     def __call__(self, text: str) -> float:
-        number = self.kind(text)
-        if not self.minimum <= number <= self.maximum:
-            raise ValueError
-        return number
+        with suppress(ValueError):
+            number = self.kind(text)
+            if self.minimum <= number <= self.maximum:
+                return number
+        raise argparse.ArgumentTypeError(f"must be {self.description}; got {text!r}")
 
 
 _LARGEST = sys.float_info.max
@@ -178,9 +180,9 @@ def _checked(flag: str, settings: Mapping[str, Any], value: Any) -> Any:
             wanted = "text"
             # Paths of datasets may have any type. A torch.device has a text form, but no fspath.
             return value if "nargs" in settings or isinstance(value, str) else _text(value)
-        wanted = _describe_type(kind)
+        wanted = getattr(kind, "description", "a whole number" if kind is int else "text, such as 95,5,5")
         return [_convert(kind, each) for each in as_list(value)] if "nargs" in settings else _convert(kind, value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, argparse.ArgumentTypeError):
         raise ConfigError(f"{flag}: must be {wanted}; got {value!r}.", where=caller()) from None
 
 
@@ -197,22 +199,12 @@ def _text(value: Any) -> str:
     return text
 
 
-def _describe_type(kind: Any) -> str:
-    return getattr(kind, "description", "a whole number" if kind is int else "text, such as 95,5,5")
-
-
 class _Parser(argparse.ArgumentParser):
     """Raises ConfigError where argparse prints a message and exits."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message[0].upper()}{message[1:]}.", where=caller())
-
-    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        try:
-            return super()._get_value(action, arg_string)
-        except argparse.ArgumentError as error:
-            problem = f"{action.option_strings[0]}: must be {_describe_type(action.type)}; got {arg_string!r}."
-            raise ConfigError(problem, where=caller()) from error
+        text = message.removeprefix("argument ")
+        raise ConfigError(f"{text[0].upper()}{text[1:]}.", where=caller())
 
 
 def _parser() -> _Parser:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.resources
 import os
 import re
-import tempfile
+import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,19 +67,15 @@ def save_document(path: str | os.PathLike[str], settings: dict[str, Any]) -> Non
     """Write `settings` as YAML, atomically."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    text = yaml_text.write(settings)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(yaml_text.write(settings))
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp creates a private file; a run's config has the permissions of other files of the run.
-        Path(temporary).chmod(0o666 & ~_umask())
-        Path(temporary).replace(target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _read(
@@ -168,9 +164,3 @@ def _relative_to(project_dir: Path, base: ConfigDocument) -> Node:
         return f"{Path(os.path.relpath(base.project_dir / match['file'], project_dir)).as_posix()}:{match['name']}"
 
     return map_strings(base.settings, rewrite)
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
