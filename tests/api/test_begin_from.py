@@ -37,7 +37,7 @@ def test_a_rejected_load_leaves_nothing_behind():
     assert [line["step"] for line in lines("rest")] == [1]
 
 
-def test_another_load_after_a_rejected_one_is_taken():
+def test_another_load_after_a_rejected_one_is_accepted():
     make("one"), make("two", seed="2")
     with raises(CheckpointError):
         go_on("runs/one", "--seed", "2")
@@ -46,7 +46,7 @@ def test_another_load_after_a_rejected_one_is_taken():
     assert same(two, weights(go_on("runs/two", "--seed", "2")))
 
 
-def test_a_copy_that_a_killed_process_left_is_not_taken_for_the_run_s_own():
+def test_the_copy_of_a_killed_process_is_not_used_as_a_checkpoint_of_the_run():
     make("one"), make("two", seed="2")
     config = RunConfig.from_dict({"name": "rest", "output_dir": "runs"})
     with copied_start(Path("runs/one"), config):
@@ -56,7 +56,7 @@ def test_a_copy_that_a_killed_process_left_is_not_taken_for_the_run_s_own():
     assert [line["step"] for line in lines("rest")] == [3]
 
 
-def test_the_same_load_goes_on_and_another_one_is_rejected_by_name():
+def test_the_same_load_resumes_and_another_one_is_rejected_by_name():
     make("one"), make("two", seed="1")
     go_on("runs/one", "--seed", "1")
     shutil.rmtree("runs/one")  # what was copied is needed no more

@@ -69,13 +69,13 @@ def test_a_function_of_other_arguments_is_rejected_where_it_is_written(role, fun
     assert not list(tmp_path.iterdir())  # nothing was built
 
 
-def test_what_is_no_function_is_rejected_on_the_line_that_gives_it():
+def test_a_value_that_is_not_a_function_is_rejected_on_the_line_that_passes_it():
     given = flags(*ONE)
     text = rejection(lambda: training_main(given, Classifier, None, Points))  # no step
     assert text.startswith(place(__file__, "  # no step") + "forward_step_function is None, not a function.")
 
 
-def test_functions_with_defaults_stars_or_a_class_are_taken():
+def test_functions_with_defaults_stars_or_a_class_are_accepted():
     def loose(*given, **more):
         return forward_step(*given)
 
@@ -135,7 +135,7 @@ def handle_with_text(metrics):
     return {"verdict": "good"}
 
 
-def test_a_final_metric_that_is_no_number_names_handle_metrics_function():
+def test_a_final_metric_that_is_not_a_number_names_handle_metrics_function():
     text = rejection(run, *EVALUATED, handle_metrics_function=handle_with_matrix)
     assert text.startswith(place(__file__, "def handle_with_matrix"))
     assert mentions(text, "confusion", "2", "tensor")
@@ -170,7 +170,7 @@ def test_a_metric_with_rows_that_is_not_finite_skips_the_update():
 # flags
 
 
-def test_wrong_flags_are_answered_on_the_line_that_reads_them():
+def test_wrong_flags_are_rejected_on_the_line_that_parses_them():
     text = rejection(lambda: get_args(["--split", "80,abc"]))  # wrong split
     assert text.startswith(place(__file__, "  # wrong split") + "--split: '80,abc' is not a list")
     text = rejection(lambda: get_args(["--device", "gpu"]))  # wrong device
@@ -208,7 +208,7 @@ def main_of(**values):
         ({"mode": "inference", "fresh": True}, "--fresh: has no effect, because --mode inference does not train."),
     ],
 )
-def test_a_namespace_made_by_hand_is_answered_in_flags_on_the_line_of_training_main(values, answer):
+def test_a_custom_namespace_is_rejected_by_flag_on_the_line_of_training_main(values, answer):
     assert rejection(main_of, **values).startswith(place(__file__, "  # by hand") + answer)
 
 
@@ -220,7 +220,7 @@ def test_settings_that_changed_are_named_with_their_flags():
     assert f"{called}args.margin: trainer.arguments.margin: 1 → 2" in text
 
 
-def test_a_dictionary_is_no_namespace():
+def test_a_dictionary_is_not_a_namespace():
     text = rejection(training_main, {"train_iters": 1}, Classifier, forward_step, Points)
     assert mentions(text, "get_args")
 
@@ -233,7 +233,7 @@ def test_numbers_of_numpy_are_numbers():
     assert isinstance(given.train_iters, np.int64)  # the user's own is left alone
 
 
-def test_flags_without_effect_are_said(caplog):
+def test_flags_without_effect_are_logged(caplog):
     words = ("--eval-interval", "1", "--eval-iters", "2", "--train-data-weights", "2", "--mode", "finetune")
     with caplog.at_level(logging.WARNING, logger="trainwright"):
         run(*ONE, *words)

@@ -129,7 +129,7 @@ def test_settings_under_another_name_than_config_are_pointed_out(project, others
     assert text == f"run.py:{line}: cfg: has settings, but only the variable config is read. Rename it to config."
 
 
-def test_a_file_of_sections_may_have_other_settings_beside(project):
+def test_a_file_of_sections_may_have_other_variables(project):
     (project / "run.py").write_text(RUN.replace("config =", "base =") + "\nmodel = base['model']\n", "utf-8")
     assert RunConfig.load("run.py").model.width == 4
 
@@ -213,5 +213,5 @@ def test_eval_only_with_resume_evaluates_the_newest_checkpoint_as_libai_does(pro
         (["."], ". is no run folder: it has no config.yaml. Give one such as runs/NAME, or a YAML file."),
     ],
 )
-def test_evaluate_answers_in_its_own_words(words, problem):
+def test_evaluate_rejects_wrong_arguments(words, problem):
     assert str(CliRunner().invoke(app, ["evaluate", *words]).exception) == problem

@@ -309,7 +309,7 @@ def test_actions_run_before_the_save_so_that_a_bad_state_is_never_saved(tmp_path
     assert store_of(tmp_path / "run").steps() == [2]
 
 
-def test_a_preempted_run_saves_its_step_and_goes_on_to_the_same_end(tmp_path):
+def test_a_preempted_run_saves_its_step_and_resumes_to_the_same_end(tmp_path):
     class Preempted(Trainer):
         def train_step(self, batch):
             if self.step == 2:
@@ -346,7 +346,7 @@ def test_the_lock_is_deep(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", ["trainer.max_steps=many", "seed=1.5", "trainer.max_grad_norm=yes", "log=3"])
-def test_a_value_of_the_wrong_type_is_rejected_with_its_place(tmp_path, wrong):
+def test_a_value_of_the_wrong_type_is_rejected_with_its_location(tmp_path, wrong):
     with raises(ConfigError, wrong):
         load(tmp_path, wrong)
 

@@ -96,7 +96,7 @@ def test_a_run_s_own_config_is_that_of_the_file_with_its_derived_values(project)
     assert RunConfig.load(project / "runs/run/config.yaml") == config
 
 
-def test_the_same_command_again_goes_on(project):
+def test_the_same_command_again_resumes(project):
     assert invoke("train", "run.py", "trainer.max_steps=2").exit_code == 0
     assert invoke("train", "run.py", "trainer.max_steps=4").exit_code == 0
     whole = RunConfig.load("run.py", ["name=whole"])

@@ -22,7 +22,7 @@ def _in_tmp(in_tmp):
     """Runs land in an empty folder."""
 
 
-def test_finetune_takes_the_weights_of_a_run_and_begins_at_0():
+def test_finetune_loads_the_weights_of_a_run_and_starts_at_0():
     first = weights(run("--train-iters", "3", "--experiment-name", "first"))
     begun = []
     words = ("--train-iters", "2", "--experiment-name", "second", "--mode", "finetune", "--load")
@@ -60,7 +60,7 @@ def test_finetune_may_have_another_head_and_inference_may_not():
         run(*words, "finetune", "--experiment-name", "other", model_cls=Other)
 
 
-def test_finetune_takes_a_folder_of_safetensors():
+def test_finetune_loads_a_folder_of_safetensors():
     torch.manual_seed(3)
     saved = Classifier()
     Path("exported").mkdir()
@@ -71,7 +71,7 @@ def test_finetune_takes_a_folder_of_safetensors():
     assert same(begun[0], saved.state_dict())
 
 
-def test_pretrain_goes_on_from_another_run_with_all_of_its_state():
+def test_pretrain_resumes_from_another_run_with_all_of_its_state():
     words = ("--lr-decay-style", "constant", "--warmup", "0", "--experiment-name")
     run("--train-iters", "3", *words, "half")
     rest = run("--train-iters", "6", *words, "rest", "--load", "runs/half")
@@ -109,7 +109,7 @@ def test_load_checkpoint_says_how_such_a_run_is_loaded():
         load_checkpoint("runs/run")
 
 
-def test_from_pretrained_takes_a_leading_namespace(tmp_path):
+def test_from_pretrained_accepts_a_leading_namespace(tmp_path):
     torch.manual_seed(0)
     settings = {"vocab_size": 11, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "max_positions": 8}
     Bert(**settings).save_pretrained(tmp_path / "home" / "tiny")
@@ -129,7 +129,7 @@ def test_from_pretrained_takes_a_leading_namespace(tmp_path):
         Bert.from_pretrained("other", "tiny")
 
 
-def test_a_config_beside_the_weights_is_all_that_from_pretrained_needs(tmp_path):
+def test_from_pretrained_needs_only_a_config_with_the_weights(tmp_path):
     """What model_config.json is there, config.json is here; the former speaks of weights that no model here has."""
     settings = {"vocab_size": 11, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "max_positions": 8}
     saved = Bert(**settings)

@@ -72,7 +72,7 @@ def test_the_models_reserved_keys_are_not_arguments():
     assert pickle.loads(pickle.dumps(model)).reserved == model.reserved
 
 
-def test_a_reserved_key_of_the_model_is_taken_back_by_null(tmp_path):
+def test_null_removes_a_reserved_key_of_the_model(tmp_path):
     (tmp_path / "base.yaml").write_text("model: {type: llama, width: 3, lora: {match: a}, freeze: b, pretrained: c}\n")
     file = tmp_path / "run.yaml"
     file.write_text("extends: base.yaml\nmodel: {lora: null, pretrained: null}\ntrainer: {max_steps: 1}\n")
@@ -108,7 +108,7 @@ def test_a_wrong_setting_of_process_is_named_with_its_line(tmp_path, key, value)
         ({"type": 3}, "task.type: must be text, such as adamw or my_file.py:Name; got 3."),
     ],
 )
-def test_what_is_no_component_is_rejected(written, message):
+def test_a_value_that_is_not_a_component_is_rejected(written, message):
     with pytest.raises(ConfigError) as rejection:
         RunConfig.from_dict({"task": written})
     assert str(rejection.value) == message
@@ -144,7 +144,7 @@ def test_pickles_and_copies():
     assert copy.deepcopy(settings) == copy.copy(settings) == settings
 
 
-def test_to_dict_gives_containers_that_may_be_changed():
+def test_to_dict_returns_mutable_containers():
     settings = Frozen({"a": {"b": [1]}})
     plain = settings.to_dict()
     plain["a"]["b"].append(2)

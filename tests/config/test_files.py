@@ -85,7 +85,7 @@ def test_packaged_configs_are_extended_by_name(tmp_path, monkeypatch):
         ("seed: 1\nproject_dir: 3\n", "run.yaml:2: project_dir: must be text, got 3."),
     ],
 )
-def test_a_file_that_is_no_config_is_rejected(tmp_path, monkeypatch, text, message):
+def test_a_file_that_is_not_a_config_is_rejected(tmp_path, monkeypatch, text, message):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "run.yaml", text)
     with pytest.raises(ConfigError) as rejection:

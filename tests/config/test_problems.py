@@ -40,5 +40,5 @@ def test_problems_are_raised_together_in_the_order_of_the_file():
     assert rejection.value.where == Origin("run.yaml", 9)
 
 
-def test_no_problem_is_no_error():
+def test_without_a_problem_nothing_is_raised():
     assert raise_all([], lambda path: None) is None

@@ -137,7 +137,7 @@ def test_with_auto_the_plan_is_the_largest_that_could_be(trainer, plan):
     assert resolve_batch(with_trainer(micro_batch_size="auto", **trainer), 2) == BatchPlan(*plan)
 
 
-def test_auto_beside_an_accumulation_or_an_uneven_batch_is_rejected():
+def test_auto_with_gradient_accumulation_or_an_uneven_batch_is_rejected():
     with raises(ConfigError, "trainer.gradient_accumulation_steps", "4", "micro_batch_size"):
         resolve_batch(with_trainer(micro_batch_size="auto", gradient_accumulation_steps=4), 1)
     with raises(ConfigError, "10", "3"):

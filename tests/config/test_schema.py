@@ -166,7 +166,7 @@ def test_an_override_may_empty_the_evaluation_sets(example):
     assert RunConfig.load("run.yaml", ["data.eval={}", "checkpoint.keep_best=null"]).data.eval == {}
 
 
-def test_a_dict_without_a_file_has_no_places(tmp_path):
+def test_a_dict_without_a_file_has_no_origins(tmp_path):
     with pytest.raises(ConfigError) as rejection:
         RunConfig.from_dict({"seed": "x"})
     assert str(rejection.value) == 'seed: must be a whole number, got the text "x".'

@@ -112,7 +112,7 @@ def test_every_key_of_every_section_has_a_docstring():
 
 
 @pytest.mark.parametrize("trainer", [{}, {"type": "trainer"}, {"type": "language_model"}, {"type": "classification"}])
-def test_a_built_in_trainer_takes_no_unknown_key(trainer):
+def test_a_built_in_trainer_rejects_unknown_keys(trainer):
     text = rejection_of({"trainer": {**trainer, "temperature": 2}})
     assert text.startswith("trainer.temperature: there is no such setting.")
     assert text.endswith("Only a trainer of your own has further options.")
@@ -179,6 +179,6 @@ def test_keep_best_accepts_declared_sets_and_those_that_code_may_build(settings)
     assert RunConfig.from_dict(settings).checkpoint.keep_best.mode == "min"
 
 
-def test_only_one_axis_takes_what_is_left():
+def test_only_one_axis_can_be_the_remaining_ranks():
     text = rejection_of({"runtime": {"mesh": {"fsdp": -1, "tensor": -1}}})
     assert text == ("runtime.mesh.tensor: only one axis can be -1, got fsdp and tensor. Set the others to a number.")

@@ -48,7 +48,7 @@ def parse(text):
         ("[1, a]", [1, "a"]),
     ],
 )
-def test_plain_words_mean_what_yaml_1_2_says(text, value):
+def test_plain_scalars_are_those_of_yaml_1_2(text, value):
     read = parse(f"key: {text}").plain()["key"]
     assert read == value
     assert type(read) is type(value)
@@ -83,7 +83,7 @@ def test_what_cannot_be_read_is_rejected_at_its_line(text, line, words):
     assert words in str(rejection.value)
 
 
-def test_deep_nesting_is_an_error_in_words():
+def test_deep_nesting_is_a_config_error():
     with raises(ConfigError):
         parse("a: " + "[" * 1200 + "]" * 1200)
 
@@ -112,7 +112,7 @@ def test_what_is_written_is_read_back_the_same(settings):
 
 
 @given(st.from_regex(r"[-+.0-9eE_xo:]{1,8}", fullmatch=True) | st.sampled_from(["on", "no", "null", "True", "<<", "="]))
-def test_words_that_look_like_something_else_stay_text(word):
+def test_text_that_looks_like_another_type_stays_text(word):
     assert parse(yaml_text.write({"key": word})).plain() == {"key": word}
 
 

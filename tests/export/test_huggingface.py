@@ -69,7 +69,7 @@ def run(tmp_path_factory):
     return train_run(tmp_path_factory.mktemp("project"))[0]
 
 
-def test_transformers_reads_an_export_and_gives_equal_logits(run, tmp_path):
+def test_transformers_loads_an_export_with_equal_logits(run, tmp_path):
     transformers = pytest.importorskip("transformers")
     folder = export_run(run, tmp_path / "hf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -92,7 +92,7 @@ def test_weights_can_be_rounded_and_split(run, tmp_path):
     assert len(list(folder.glob("model-*.safetensors"))) > 1
 
 
-def test_an_export_may_lie_in_the_run_but_not_over_it(run):
+def test_an_export_may_be_in_the_run_but_not_replace_it(run):
     assert export_run(run, run / "exports" / "hf").is_dir()
     for place in (run, run.parent):
         with raises(CheckpointError):
@@ -156,7 +156,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_plain_weights_only(tmp_path):
     assert (written / "model.safetensors").is_file()
 
 
-def test_a_replaced_part_is_plain_weights_only(tmp_path):
+def test_a_replaced_module_is_plain_weights_only(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     text = RUN.replace("max_positions: 64}", 'max_positions: 64, replace: {"*.norm": {type: mine.py:Norm, width: 32}}}')
     folder, _ = train_run(tmp_path, text, ["trainer.max_steps=2"])
@@ -166,7 +166,7 @@ def test_a_replaced_part_is_plain_weights_only(tmp_path):
     assert yaml.safe_load((written / "model.yaml").read_text())["model"]["replace"]
 
 
-def test_the_settings_beside_plain_weights_build_the_model_again(run, tmp_path):
+def test_the_settings_of_plain_weights_build_the_model_again(run, tmp_path):
     written = export_run(run, tmp_path / "plain", file_format="safetensors")
     section = yaml.safe_load((written / "model.yaml").read_text())["model"]
     assert section.pop("type") == "llama"
@@ -223,7 +223,7 @@ def test_the_tokenizer_of_the_data_goes_along(tmp_path):
     assert (export_run(folder, tmp_path / "hf") / "tokenizer.json").exists()  # no data is read for it
 
 
-def test_an_export_without_its_tokenizer_is_told(run, tmp_path, caplog):
+def test_an_export_without_its_tokenizer_is_logged(run, tmp_path, caplog):
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     text = (copy / "config.yaml").read_text()

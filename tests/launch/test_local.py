@@ -99,7 +99,7 @@ def untimed_lines(tmp_path):
     return [{name: value for name, value in line.items() if not timed.search(name)} for line in lines]
 
 
-def test_a_lost_process_restarts_the_group_which_goes_on_as_if_nothing_had_happened(tmp_path, monkeypatch):
+def test_a_lost_process_restarts_the_group_which_repeats_the_same_losses(tmp_path, monkeypatch):
     project = tmp_path / "project"
     shutil.copytree(PROJECT, project)
     (project / "hooks").mkdir()
@@ -155,7 +155,7 @@ def test_options_of_a_launcher_that_do_not_fit_are_rejected(options, message, in
     assert message in capsys.readouterr().err
 
 
-def test_a_launcher_inside_of_a_launcher_is_rejected(in_tmp, monkeypatch, capsys):
+def test_a_launcher_inside_a_launcher_is_rejected(in_tmp, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(sys, "argv", ["trainwright", "train", str(PROJECT / "run.yaml"), "--nproc", "2"])
     with pytest.raises(SystemExit) as left:

@@ -155,7 +155,7 @@ def test_a_cluster_must_be_named(in_tmp, monkeypatch, capsys):
         ("account=a\n#SBATCH --uid=0", ()),
     ],
 )
-def test_settings_that_are_none_are_rejected(word, message):
+def test_invalid_settings_are_rejected(word, message):
     with raises(ConfigError, *message):
         read_settings([word])
 
@@ -166,7 +166,7 @@ def test_a_name_cannot_write_lines_into_the_job():
     assert "#SBATCH --job-name=a-rm--r-HOME\n" in text
 
 
-def test_two_machines_meet_train_save_before_the_time_limit_and_are_queued_again(slurm, monkeypatch):
+def test_two_machines_train_save_before_the_time_limit_and_are_requeued(slurm, monkeypatch):
     slurm("srun", SRUN)
     slurm("scontrol", SCONTROL)
     slurm("trainwright", "from trainwright.cli import main\nmain()\n")
@@ -213,7 +213,7 @@ def test_without_sbatch_the_file_is_there_and_the_error_says_where_to_take_it(in
         submit(Path("run.slurm"))
 
 
-def test_what_sbatch_rejects_is_said_in_its_words(slurm):
+def test_an_error_of_sbatch_is_shown(slurm):
     slurm("sbatch", "import sys\nsys.exit('invalid partition')")
     with raises(TrainwrightError, "run.slurm"):
         submit(Path("run.slurm"))

@@ -180,7 +180,7 @@ def test_an_absolute_import_within_the_project_is_explained(tmp_path):
     assert "import each other relatively" in rejection_of(find, "model", "net.Net", project_dir=tmp_path)
 
 
-def test_a_failed_file_can_be_mended_and_loaded(tmp_path):
+def test_a_failed_file_can_be_fixed_and_loaded(tmp_path):
     file = write(tmp_path / "models" / "net.py", "1 / 0\n")
     rejection_of(find, "model", "net.Net", project_dir=tmp_path)
     write(file, "class Net: pass  # mended\n")
@@ -223,7 +223,7 @@ def test_a_registered_class_or_function_is_found_by_name(tmp_path):
     assert register("optimizer", "tiger")(Lion) is Lion
 
 
-def test_a_taken_name_is_rejected_with_both_places():
+def test_a_registered_name_is_rejected_with_both_locations():
     @register("optimizer", "tiger")
     class Lion:
         pass
@@ -323,12 +323,12 @@ def test_an_argument_in_the_config_wins_over_one_provided(tmp_path):
     assert built.given["lr"] == 0.1
 
 
-def test_a_constructor_that_takes_anything_gets_all_that_is_provided(tmp_path):
+def test_a_constructor_that_accepts_any_argument_receives_all_that_is_provided(tmp_path):
     built = instantiate("optimizer", Component(TakesAny, a=1), project_dir=tmp_path, label="x", b=2)
     assert built.given == {"a": 1, "b": 2}
 
 
-def test_an_error_in_the_constructor_names_component_place_and_line(tmp_path, monkeypatch):
+def test_an_error_in_the_constructor_names_component_location_and_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "models" / "net.py", "import json\nclass Net:\n    def __init__(self):\n        json.loads('{')\n")
     component = Component("net.Net").located_at(Origin("run.yaml", 7))
@@ -343,7 +343,7 @@ def reject_to_build():
     raise DataError("there are no samples.")
 
 
-def test_an_error_that_is_already_in_words_is_not_wrapped(tmp_path):
+def test_a_trainwright_error_is_not_wrapped(tmp_path):
     with raises(DataError):
         instantiate("dataset", Component(reject_to_build), project_dir=tmp_path, label="data.train")
 
