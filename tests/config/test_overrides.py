@@ -6,12 +6,12 @@ from tests.messages import raises
 from trainwright.config import yaml_text
 from trainwright.config.frozen import same
 from trainwright.config.overrides import apply_overrides, parse_override
-from trainwright.config.yaml_text import plant
+from trainwright.config.yaml_text import to_tree
 from trainwright.errors import ConfigError
 
 
 def overridden(settings, *overrides):
-    return apply_overrides(plant(settings, {}), overrides).plain()
+    return apply_overrides(to_tree(settings, {}), overrides).plain()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from tests.messages import raises
 
 from trainwright.config import yaml_text
 from trainwright.config.frozen import same
-from trainwright.config.yaml_text import Origin, merge, plant
+from trainwright.config.yaml_text import Origin, merge, to_tree
 from trainwright.errors import ConfigError
 from trainwright.tracebacks import shown_path
 
@@ -122,12 +122,12 @@ trees = st.dictionaries(keys, st.recursive(leaves, lambda inner: st.lists(inner)
 
 
 def merged(first, second):
-    return merge(plant(first, {}), plant(second, {})).plain()
+    return merge(to_tree(first, {}), to_tree(second, {})).plain()
 
 
 @given(trees)
-def test_planting_keeps_the_value(tree):
-    assert plant(tree, {}).plain() == tree
+def test_a_tree_keeps_the_value(tree):
+    assert to_tree(tree, {}).plain() == tree
 
 
 @given(trees)
@@ -167,8 +167,8 @@ def test_a_bare_evaluation_set_replaces_named_ones():
 
 
 def test_each_merged_value_keeps_its_own_origin():
-    first = plant({"a": {"x": 1, "y": 1}}, {("a", "x"): Origin("base.yaml", 1), ("a", "y"): Origin("base.yaml", 2)})
-    second = plant({"a": {"y": 2}}, {("a", "y"): Origin("run.yaml", 9)})
+    first = to_tree({"a": {"x": 1, "y": 1}}, {("a", "x"): Origin("base.yaml", 1), ("a", "y"): Origin("base.yaml", 2)})
+    second = to_tree({"a": {"y": 2}}, {("a", "y"): Origin("run.yaml", 9)})
     origins = dict(merge(first, second).origins())
     assert (str(origins["a", "x"]), str(origins["a", "y"])) == ("base.yaml:1", "run.yaml:9")
 

@@ -97,12 +97,12 @@ def load_experiment(
     found = _registered.get(name)
     if found is None:
         raise ConfigError(_unknown(name))
-    made = found.function()
-    if not isinstance(made, RunConfig | Mapping):
-        problem = f'the experiment "{name}" returned {describe(made)}. Return a RunConfig or a dict of settings.'
+    result = found.function()
+    if not isinstance(result, RunConfig | Mapping):
+        problem = f'the experiment "{name}" returned {describe(result)}. Return a RunConfig or a dict of settings.'
         raise ConfigError(problem, where=found.where)
     return layered_config(
-        made,
+        result,
         name=name,
         folder=_project_folder(absolute(found.file)),
         where=found.where,

@@ -48,7 +48,7 @@ class Component(Frozen[Any]):
     @property
     def type(self) -> str:
         """The registered name, `package.module:Name`, `file.py:Name` or `file.Name`."""
-        return self._values["type"]  # type: ignore[no-any-return]  # the constructor made it a string
+        return self._values["type"]  # type: ignore[no-any-return]  # the constructor converts it
 
     @property
     def arguments(self) -> Frozen[Any]:

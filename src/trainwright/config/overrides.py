@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from trainwright.config import yaml_text
 from trainwright.config.problems import describe
-from trainwright.config.yaml_text import Node, Origin, spelled_out
+from trainwright.config.yaml_text import Node, Origin, expand_shorthand
 from trainwright.errors import ConfigError
 
 
@@ -63,7 +63,7 @@ def replace_at(settings: Node, path: tuple[str, ...], value: Node, *, done: tupl
 
 def _branch(settings: Node, done: tuple[str, ...], value: Node) -> dict[str, Node]:
     """Return the mapping that receives a key; a missing one is empty, a bare component becomes a mapping."""
-    settings = spelled_out(settings, done)
+    settings = expand_shorthand(settings, done)
     if settings.value is None:
         return {}
     if isinstance(settings.value, dict):

@@ -25,7 +25,7 @@ from trainwright.config.component import type_of
 from trainwright.config.frozen import plain_scalar
 from trainwright.config.problems import Problem, describe, raise_all
 from trainwright.config.sections import Section
-from trainwright.config.yaml_text import KeyPath, Node, Origin, map_strings, nearest_origin, plant
+from trainwright.config.yaml_text import KeyPath, Node, Origin, map_strings, nearest_origin, to_tree
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.tracebacks import shown_path, user_location
 
@@ -55,7 +55,7 @@ def read_python(path: Path, source: str, shown: str) -> Node:
         numbers = {(): 1, **{key: number for name in found for key, number in lines.below(name, (name,))}}
     origins = {key: Origin(shown, number) for key, number in numbers.items()}
     settings = as_settings(found, origins)
-    return map_strings(plant(settings, origins), lambda text: _relative(text, path.parent))
+    return map_strings(to_tree(settings, origins), lambda text: _relative(text, path.parent))
 
 
 def _reject_other_name(values: Mapping[str, Any], found: Mapping[str, Any], lines: _Lines, shown: str) -> None:
@@ -178,15 +178,15 @@ def _explained(error: BaseException, path: Path, shown: str) -> ConfigError:
 @contextmanager
 def folder_modules(folder: Path, package: str) -> Iterator[None]:
     """Let `import base` find base.py in the folder, as for a script there; removes these modules afterwards."""
-    beside = {file.stem for file in folder.glob("*.py")} | {file.parent.name for file in folder.glob("*/__init__.py")}
-    beside -= sys.stdlib_module_names
+    modules = {file.stem for file in folder.glob("*.py")} | {file.parent.name for file in folder.glob("*/__init__.py")}
+    modules -= sys.stdlib_module_names
     # A folder without __init__.py, such as datasets/, must not hide an installed package: it is searched last.
-    others = {each.name for each in folder.iterdir() if each.is_dir()} - beside - sys.stdlib_module_names
+    others = {each.name for each in folder.iterdir() if each.is_dir()} - modules - sys.stdlib_module_names
     stale = {name for name in others if name in sys.modules and not _would_be_found(name)}
-    foreign = {name for name in beside | stale if name in sys.modules and not _is_in(name, folder)}
+    foreign = {name for name in modules | stale if name in sys.modules and not _is_in(name, folder)}
     hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in foreign}
     found: list[str] = []
-    first, last = _Finder(package, beside, found), _Finder(package, others, found)
+    first, last = _Finder(package, modules, found), _Finder(package, others, found)
     sys.meta_path.insert(0, first)
     sys.meta_path.append(last)
     try:

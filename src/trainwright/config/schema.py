@@ -36,7 +36,7 @@ from trainwright.config.sections import (
     Whole,
     empty_section,
 )
-from trainwright.config.yaml_text import KeyPath, Node, Origin, absolute, merge, nearest_origin, plant
+from trainwright.config.yaml_text import KeyPath, Node, Origin, absolute, merge, nearest_origin, to_tree
 from trainwright.errors import ConfigError
 
 # Defaults that an override can change in detail: `writers.0.…=…` also works without `writers` in the file.
@@ -95,7 +95,7 @@ class RunConfig(Section):
     def load(cls, path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> RunConfig:
         """Read a YAML file, all that it extends and the overrides (`a.b=value`), and validate the result."""
         document = read_document(path)
-        named = merge(plant({"name": Path(path).stem}, {}), document.settings)
+        named = merge(to_tree({"name": Path(path).stem}, {}), document.settings)
         return cls._assemble(ConfigDocument(named, document.project_dir), overrides)
 
     @classmethod
@@ -113,15 +113,15 @@ class RunConfig(Section):
         if not isinstance(settings, Mapping):
             raise ConfigError(f"A config must be a mapping (key: value), got {describe(settings)}.")
         folder = absolute(project_dir)
-        tree = plant(Node(as_yaml_value(settings, (), {} if where is None else {(): where}), where), {})
+        tree = to_tree(Node(as_yaml_value(settings, (), {} if where is None else {(): where}), where), {})
         return cls._assemble(resolve_document(tree, folder), overrides)
 
     def derive(self, values: Mapping[str, Any]) -> RunConfig:
         """Return a validated copy with the values at these dotted paths replaced; origins are kept."""
-        tree = plant(self.to_dict(), self._origins)
+        tree = to_tree(self.to_dict(), self._origins)
         for dotted, value in values.items():
             path = tuple(dotted.split("."))
-            tree = replace_at(tree, path, plant(as_yaml_value(value, path, {}), self._origins, path))
+            tree = replace_at(tree, path, to_tree(as_yaml_value(value, path, {}), self._origins, path))
         return self._assemble(ConfigDocument(tree, self.project_dir), ())
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -144,14 +144,14 @@ class RunConfig(Section):
 
     def written_at(self, path: KeyPath) -> Origin | None:
         """Return where exactly this setting is written; None for a default or a config created in Python."""
-        words = tuple(map(str, path))
-        if words[:3] == ("data", "eval", "eval") and words[:3] not in self._origins:
-            words = ("data", "eval", *words[3:])  # a bare component, which is named eval
-        if words in self._origins:
-            return self._origins[words]
+        keys = tuple(map(str, path))
+        if keys[:3] == ("data", "eval", "eval") and keys[:3] not in self._origins:
+            keys = ("data", "eval", *keys[3:])  # a bare component, which is named eval
+        if keys in self._origins:
+            return self._origins[keys]
         # A component written as a bare type: `writers: [console]`.
-        is_bare_type = words[-1:] == ("type",) and words != ("trainer", "type")
-        return self._origins.get(words[:-1]) if is_bare_type else None
+        is_bare_type = keys[-1:] == ("type",) and keys != ("trainer", "type")
+        return self._origins.get(keys[:-1]) if is_bare_type else None
 
     def __eq__(self, other: object) -> bool:
         return same(self.to_dict(), other.to_dict()) if isinstance(other, RunConfig) else NotImplemented
@@ -161,7 +161,7 @@ class RunConfig(Section):
     @classmethod
     def _assemble(cls, document: ConfigDocument, overrides: Iterable[str]) -> RunConfig:
         """Validate a tree and return its config; raises all problems in one error."""
-        tree = apply_overrides(merge(plant(_DEFAULT_COMPONENTS, {}), document.settings), overrides)
+        tree = apply_overrides(merge(to_tree(_DEFAULT_COMPONENTS, {}), document.settings), overrides)
         origins = dict(tree.origins())
         settings = tree.plain()
         problems = _check_trainer_keys(settings.get("trainer"))
@@ -249,7 +249,7 @@ def _worth_writing(section: Section) -> dict[str, Any]:
 
 
 def layered_config(
-    made: Any,
+    result: Any,
     *,
     name: str,
     folder: Path,
@@ -262,8 +262,8 @@ def layered_config(
     `name` is the default name of the run, and `folder` the default project folder. Overrides are `a.b=value`, or YAML
     mappings, which are merged first.
     """
-    known = made._origins if isinstance(made, RunConfig) else {}  # of the files that it was loaded from
-    settings = merge(plant({"name": name}, {}), plant(as_settings(made, {(): where}), {(): where, **known}))
+    known = result._origins if isinstance(result, RunConfig) else {}  # of the files that it was loaded from
+    settings = merge(to_tree({"name": name}, {}), to_tree(as_settings(result, {(): where}), {(): where, **known}))
     document, single = merge_files(resolve_document(settings, folder), files), []
     for text in overrides:
         if text.lstrip().startswith("{"):

@@ -81,22 +81,22 @@ class Node:
 
 def nearest_origin(origins: Mapping[KeyPath, Origin], path: KeyPath) -> Origin | None:
     """Return the origin of the setting at `path`, or of the nearest key above it."""
-    words = tuple(map(str, path))
-    return next((origins[words[:end]] for end in range(len(words), -1, -1) if words[:end] in origins), None)
+    keys = tuple(map(str, path))
+    return next((origins[keys[:end]] for end in range(len(keys), -1, -1) if keys[:end] in origins), None)
 
 
-def plant(value: Any, origins: Mapping[KeyPath, Origin], path: KeyPath = ()) -> Node:
+def to_tree(value: Any, origins: Mapping[KeyPath, Origin], path: KeyPath = ()) -> Node:
     """Return the tree of a plain value, with the origin that `origins` has for the path of each node.
 
     A value may be a node, which keeps its origin.
     """
     if isinstance(value, Node):
-        return Node(plant(value.value, origins, path).value, value.origin)
+        return Node(to_tree(value.value, origins, path).value, value.origin)
     grown: Any = value
     if isinstance(value, Mapping):
-        grown = {key: plant(item, origins, (*path, key)) for key, item in value.items()}
+        grown = {key: to_tree(item, origins, (*path, key)) for key, item in value.items()}
     elif isinstance(value, (list, tuple)):
-        grown = tuple(plant(item, origins, (*path, str(index))) for index, item in enumerate(value))
+        grown = tuple(to_tree(item, origins, (*path, str(index))) for index, item in enumerate(value))
     return Node(grown, origins.get(path))
 
 
@@ -106,7 +106,7 @@ def merge(earlier: Node, later: Node, path: KeyPath = ()) -> Node:
     A mapping that changes `type` replaces the earlier one, whose arguments belong to another class.
     """
     if isinstance(later.value, dict):
-        earlier = spelled_out(earlier, path)
+        earlier = expand_shorthand(earlier, path)
     if not isinstance(earlier.value, dict) or not isinstance(later.value, dict) or _types_differ(earlier, later, path):
         return later
     merged = dict(earlier.value)
@@ -115,7 +115,7 @@ def merge(earlier: Node, later: Node, path: KeyPath = ()) -> Node:
     return Node(merged, later.origin)
 
 
-def spelled_out(node: Node, path: KeyPath) -> Node:
+def expand_shorthand(node: Node, path: KeyPath) -> Node:
     """Return a bare `model.pretrained` as a mapping with `folder`; any other node unchanged."""
     is_short = path == ("model", "pretrained") and isinstance(node.value, str)
     return Node({"folder": node}, node.origin) if is_short else node
