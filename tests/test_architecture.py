@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.config.checks import BUILT_IN_TRAINERS
+from trainwright.config.sections import BUILT_IN_TRAINERS
 from trainwright.registry import builtin as built_ins
 from trainwright.registry import resolve as registry
 
@@ -228,7 +228,7 @@ def test_every_function_is_annotated():
 
 
 def test_module_globals_are_constants_the_logger_and_the_two_stacks():
-    allowed = {"logger", "app", "_stack", "_registered", "_left_projects", "_update_parameters"}
+    allowed = {"logger", "app", "_stack", "_registered", "_other_projects", "_update_parameters"}
     mutable = []
     for file, tree in SOURCES.items():
         for node in tree.body:

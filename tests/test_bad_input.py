@@ -110,7 +110,7 @@ def test_a_collator_that_returns_lists(tmp_path):
     assert "x (a list of 8 Tensors)" in message
 
 
-def test_a_metric_that_no_evaluation_gives(tmp_path):
+def test_a_metric_that_no_evaluation_returns(tmp_path):
     message = fails(tmp_path, "checkpoint.keep_best={metric: valid/f1}", error=ConfigError)
     assert mentions(message, "valid/f1", "checkpoint.keep_best.metric", "valid/loss")
     assert "override checkpoint.keep_best=" in message
@@ -239,7 +239,7 @@ def test_a_sample_that_cannot_be_read_is_named(tmp_path):
     assert re.fullmatch(r"while reading sample \d+ of Broken", caught.value.__notes__[0])
 
 
-def test_a_rate_that_is_no_number(tmp_path):
+def test_a_rate_that_is_not_a_number(tmp_path):
     message = fails(tmp_path, "trainer.optimizer.lr=fast", error=ConfigError)
     text = "override trainer.optimizer.lr=fast: trainer.optimizer.lr: must be a number, got the text 'fast'."
     assert message == text
@@ -269,7 +269,7 @@ def test_an_eval_step_that_returns_no_mapping(tmp_path):
     assert mentions(fails(tmp_path, trainer=Mine), "eval_step")
 
 
-def test_a_batch_that_is_no_mapping(tmp_path):
+def test_a_batch_that_is_not_a_mapping(tmp_path):
     class Tuples(Trainer):
         @classmethod
         def build_collator(cls, build):
@@ -356,7 +356,7 @@ def check_mutated(folder, text):
 
 @settings(max_examples=400)
 @given(text=mutated())
-def test_mutated_files_give_a_config_or_an_error_with_its_place(tmp_path_factory, text):
+def test_mutated_files_are_a_config_or_an_error_with_its_location(tmp_path_factory, text):
     check_mutated(tmp_path_factory.getbasetemp(), text)
 
 

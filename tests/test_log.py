@@ -31,7 +31,7 @@ def test_a_higher_level_is_quiet(package, capsys):
     assert capsys.readouterr().err == "the loss is nan\n"
 
 
-def test_other_ranks_are_heard_only_when_they_fail(package, capsys, monkeypatch):
+def test_other_ranks_log_only_errors(package, capsys, monkeypatch):
     package.handlers.clear()
     monkeypatch.setenv("RANK", "1")
     show_log()
@@ -54,7 +54,7 @@ def test_what_a_quiet_terminal_does_not_show_still_reaches_other_handlers(packag
     assert capsys.readouterr().err == ""
 
 
-def test_the_files_of_a_run_have_what_was_said_before_they_were_opened(package, tmp_path):
+def test_the_files_of_a_run_have_what_was_logged_before_they_were_opened(package, tmp_path):
     whole, own = tmp_path / "log.txt", rank_log(tmp_path, 3)
     with run_log() as open_files:
         package.info("building")

@@ -1,6 +1,6 @@
 """trainwright trains any PyTorch model, lets its user change any part of the training, and never loses a step.
 
-The public names are loaded when they are first used, so that `import trainwright` costs no `import torch`.
+Public names are imported on first use, so that `import trainwright` does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From argv to one call into commands/. Imports no torch, so that `--help` answers at once."""
+"""Maps argv to one function of commands/. Does not import torch, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ app.command()(runs)
 app.command()(checkpoints)
 
 
-def _show_version(is_asked: bool) -> None:
-    if is_asked:
+def _show_version(is_requested: bool) -> None:
+    if is_requested:
         try:
             torch = version("torch")
         except PackageNotFoundError:
@@ -71,20 +71,20 @@ def _show_version(is_asked: bool) -> None:
 def _root(
     version: Annotated[
         bool,
-        typer.Option("--version", help="Show the versions of what runs here.", callback=_show_version, is_eager=True),
+        typer.Option("--version", help="Show versions and platform.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
-    """Makes `trainwright` a group of commands; what stands before the command is read here."""
+    """Defines the options before the command."""
 
 
 def main() -> None:
-    """Runs the command line; an explained error is shown without a traceback and exits with 2."""
+    """Runs the command line; a TrainwrightError is shown without a traceback and exits with 2."""
     show_log()
     try:
         app()
     except TrainwrightError as error:
         if _is_first_to_fail(error):
-            # What is wrong in a file or an override is so on every rank.
+            # An error in a file or an override is the same on every rank.
             rank_prefix = "" if isinstance(error, ConfigError) and error.where is not None else _rank_prefix()
             print(f"{rank_prefix}error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def _is_first_to_fail(error: Exception) -> bool:
-    """Of several ranks one shows its error: the others' follow from it, or are the same."""
+    """Returns True on the rank that shows its error: errors of other ranks follow from it, or are the same."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return True
     from trainwright.parallel.processes import note_failure
@@ -106,7 +106,7 @@ def _is_first_to_fail(error: Exception) -> bool:
 
 
 def _lost_rank(error: Exception) -> str | None:
-    """Returns the line for an error that only says that another rank is gone; the launcher says how it ended."""
+    """Returns a message for an error caused by the loss of another rank, which the launcher reports; else None."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return None
     from trainwright.parallel.processes import describe_lost_connection

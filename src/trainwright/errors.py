@@ -1,7 +1,7 @@
-"""The errors that a user meets: what is wrong, what we got, where it came from, what to do.
+"""Errors for users: what is wrong, what was given, where it was set, what to do.
 
-Each takes the whole message and, where one is known, the place (`run.yaml:14`, `override trainer.lr=x`)
-that the message starts with. Nothing here imports the rest of the package.
+Each has the full message and, if it is known, the source location (`run.yaml:14`, `override trainer.lr=x`), with which
+the message starts. This module does not import the rest of the package.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import sys
 from types import TracebackType
 
 HANG_EXIT_CODE = 75
-"""How every rank of a run leaves in which one was stuck: sysexits.h's "temporary failure, try again".
+"""The exit code of all ranks if one is stuck: "temporary failure, try again" in sysexits.h.
 
-A launcher that restarts on it goes on from the newest checkpoint (hooks/watchdog.py).
+A launcher that restarts on it resumes from the newest checkpoint (hooks/watchdog.py).
 """
 
 
 def exit_code_of(signal_name: str) -> int:
-    """How a run leaves that was told to by a signal and has saved its step: as a shell would say it."""
+    """Returns the exit code of a run that a signal has interrupted, as a shell reports it."""
     return 128 + signal.Signals[signal_name].value
 
 
 class TrainwrightError(Exception):
-    """An error that is explained to the user in words; the command line shows it without a traceback."""
+    """An error with a message for the user; the command line shows it without a traceback."""
 
     def __init__(self, problem: str, *, where: object | None = None) -> None:
         self.problem = problem
@@ -34,17 +34,16 @@ class TrainwrightError(Exception):
 
 
 def shorten_tracebacks() -> None:
-    """Lets a script that ends with an explained error show its one line, as the command line does.
+    """Makes a script that ends with a TrainwrightError print one line, as the command line does.
 
-    Where somebody else shows errors (a debugger, a service) nothing changes. A log level of DEBUG shows tracebacks.
+    Has no effect if another excepthook is installed (a debugger, a service). Log level DEBUG shows tracebacks.
     """
     if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _show_in_words
+        sys.excepthook = _print_error
 
 
-def _show_in_words(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-    is_explained = isinstance(error, TrainwrightError)
-    if not is_explained or logging.getLogger("trainwright").getEffectiveLevel() <= logging.DEBUG:
+def _print_error(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+    if not isinstance(error, TrainwrightError) or logging.getLogger("trainwright").getEffectiveLevel() <= logging.DEBUG:
         sys.__excepthook__(kind, error, frames)
         return
     rank = os.environ.get("RANK", "0")
@@ -56,7 +55,7 @@ class ConfigError(TrainwrightError):
 
 
 class ComponentError(ConfigError):
-    """A component cannot be found, or its arguments do not fit its constructor."""
+    """A component cannot be found, or its arguments do not match its constructor."""
 
 
 class CheckpointError(TrainwrightError):
@@ -68,12 +67,12 @@ class DataError(TrainwrightError):
 
 
 class AnomalyError(TrainwrightError):
-    """An update went wrong (a loss that is not finite, a spike) and the config says that the run ends."""
+    """An anomaly (a loss that is not finite, a spike) for which the config ends the run."""
 
 
 class HostReadError(TrainwrightError):
-    """A step that is being recorded asked for something that differs from step to step, such as a tensor's value."""
+    """A step that is being captured reads a value that differs between steps, such as a tensor's value."""
 
 
-class OutOfMemory(TrainwrightError):  # noqa: N818  # the words that everybody has for it
-    """The device or the machine has no memory left for a step; the message says what holds it and what to change."""
+class OutOfMemory(TrainwrightError):  # noqa: N818  # the common term
+    """The device or the host has no memory left for a step; the message says what uses it and what to change."""

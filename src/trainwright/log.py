@@ -1,6 +1,6 @@
-"""What the package says while it works: on stderr for those who have not set up logging, and in the run's files.
+"""The package's log: on stderr, unless the program configures logging, and in the run's files.
 
-Of several ranks the first is shown, others only when they fail; logs/rank-N.txt in the run folder has what each said.
+Rank 0 logs to stderr, other ranks only errors; logs/rank-N.txt in the run folder has the log of each rank.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-_KEPT_RECORDS = 10_000
+_MAX_BUFFERED_RECORDS = 10_000
 
 
-class _ToStderr(logging.StreamHandler[TextIO]):
-    """Writes to what `sys.stderr` is at the time, as notebooks and tests exchange it."""
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to the current `sys.stderr`, which notebooks and tests replace."""
 
     @property
     def stream(self) -> TextIO:
@@ -25,45 +25,45 @@ class _ToStderr(logging.StreamHandler[TextIO]):
 
     @stream.setter
     def stream(self, _: TextIO) -> None:
-        """Logging sets it; there is nothing to keep."""
+        """Ignores the assignment by logging."""
 
 
 def show_log(level: int = logging.INFO) -> None:
-    """Shows the package's messages from `level` on, once; of ranks other than the first only errors."""
+    """Shows the package's messages from `level` on stderr; ranks other than 0 show only errors."""
     package = logging.getLogger("trainwright")
-    package.setLevel(min(level, logging.INFO))  # a quiet run's log.txt tells all the same what happened
-    shown = next((handler for handler in package.handlers if isinstance(handler, _ToStderr)), None)
+    package.setLevel(min(level, logging.INFO))  # log.txt also has INFO in a quiet run
+    shown = next((handler for handler in package.handlers if isinstance(handler, _StderrHandler)), None)
     if shown is None:
-        shown = _ToStderr()
+        shown = _StderrHandler()
         shown.setFormatter(logging.Formatter("%(message)s"))
         package.addHandler(shown)
-    # The first rank speaks for all: a warning that thousands of ranks show hides everything else.
+    # A warning that thousands of ranks print would hide everything else.
     shown.setLevel(level if os.environ.get("RANK", "0") == "0" else max(level, logging.ERROR))
 
 
 def flush_log() -> None:
-    """Writes out what handlers still hold, before a process leaves without saying good-bye."""
+    """Flushes all handlers, for a process that exits without cleanup."""
     for handler in logging.getLogger("trainwright").handlers:
         handler.flush()
 
 
 def rank_log(folder: Path, rank: int) -> Path:
-    """Returns where a rank of a run of several processes writes all that it says."""
+    """Returns the log file of a rank in a run with several processes."""
     return folder / "logs" / f"rank-{rank}.txt"
 
 
 @contextmanager
 def run_log() -> Iterator[Callable[..., None]]:
-    """Keeps the package's log until the run's files are known: yields the call that takes their paths and opens them.
+    """Buffers the package's log until the run's files are known; yields a function that opens these paths.
 
-    It is called once, or never. An error that ends the context is written to the files, with its traceback.
+    The function is called at most once. An error that ends the context is written to the files with its traceback.
     """
     package = logging.getLogger("trainwright")
     level = package.level
     if level == logging.NOTSET:
-        package.setLevel(logging.INFO)  # a script need not set up logging to get a log
-    kept = _Kept()
-    package.addHandler(kept)
+        package.setLevel(logging.INFO)  # a script without logging configuration
+    buffer = _Buffer()
+    package.addHandler(buffer)
     files: list[logging.FileHandler] = []
 
     def open_files(*paths: Path) -> None:
@@ -71,32 +71,32 @@ def run_log() -> Iterator[Callable[..., None]]:
             path.parent.mkdir(exist_ok=True)
             file = logging.FileHandler(path, encoding="utf-8")
             file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-            for record in kept.records:
+            for record in buffer.records:
                 file.handle(record)
             package.addHandler(file)
             files.append(file)
-        package.removeHandler(kept)
+        package.removeHandler(buffer)
 
     try:
         yield open_files
     except Exception as error:
-        for file in files:  # the terminal gets it from whoever called us
+        for file in files:  # the caller shows it on the terminal
             file.handle(logging.LogRecord("trainwright", logging.ERROR, __file__, 0, "%s", (error,), sys.exc_info()))
         raise
     finally:
         package.setLevel(level)
-        for handler in (kept, *files):
+        for handler in (buffer, *files):
             package.removeHandler(handler)
             handler.close()
 
 
-class _Kept(logging.Handler):
-    """Keeps what was said at the start of a run: the model, the data, what was found of an earlier run."""
+class _Buffer(logging.Handler):
+    """Buffers records until the run's files are open."""
 
     def __init__(self) -> None:
         super().__init__()
         self.records: list[logging.LogRecord] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if len(self.records) < _KEPT_RECORDS:
+        if len(self.records) < _MAX_BUFFERED_RECORDS:
             self.records.append(record)

@@ -1,6 +1,6 @@
-"""A traceback for the one who can act on it: the user's frames with their source, everybody else's folded.
+"""Tracebacks with the user's frames in full and all other frames folded, for the command line.
 
-Used by the command line. Errors that we explain in words (TrainwrightError) need no traceback at all.
+A TrainwrightError is shown without a traceback.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "
 
 
 def fold(error: BaseException) -> str:
-    """Returns the traceback with frames that are not the user's folded into a line per stretch.
+    """Returns the traceback with consecutive frames that are not the user's folded into one line.
 
-    Without a frame of the user's nothing is folded, for then the mistake is ours.
+    Nothing is folded if no frame is the user's, because then the error is in the package.
     """
     whole = traceback.TracebackException.from_exception(error)
     frames = list(whole.stack)
@@ -27,13 +27,13 @@ def fold(error: BaseException) -> str:
         return "".join(whole.format())
     lines = ["Traceback (most recent call last; -v shows every frame):\n"]
     for is_user, group in groupby(frames, key=lambda frame: _owner(frame) is None):
-        stretch = list(group)
-        lines += traceback.StackSummary.from_list(stretch).format() if is_user else [_count(stretch)]
+        block = list(group)
+        lines += traceback.StackSummary.from_list(block).format() if is_user else [_count(block)]
     return "".join([*lines, *whole.format_exception_only()])
 
 
 def user_location(error: BaseException) -> str | None:
-    """Returns `file:line` of the user's innermost frame in an error's traceback, or in that of what led to it."""
+    """Returns `file:line` of the user's innermost frame in an error's traceback, or in that of its cause."""
     each: BaseException | None = error
     while each is not None:
         frames = traceback.extract_tb(each.__traceback__)
@@ -50,7 +50,7 @@ def _count(frames: list[traceback.FrameSummary]) -> str:
 
 
 def _owner(frame: traceback.FrameSummary) -> str | None:
-    """Returns the package whose code a frame runs, or None for the user's own."""
+    """Returns the package of a frame's code, or None for user code."""
     path = Path(frame.filename)
     if path.is_relative_to(_PACKAGE):
         return "trainwright"
@@ -64,7 +64,7 @@ def _owner(frame: traceback.FrameSummary) -> str | None:
 
 
 def shown_path(path: str | os.PathLike[str]) -> str:
-    """Returns the path as the user gave it, or relative to the current folder where that is shorter."""
+    """Returns the path, or the path relative to the current directory if that is shorter."""
     given = os.fspath(path)
     relative = os.path.relpath(given)
     return relative if len(relative) < len(given) else given

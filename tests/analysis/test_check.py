@@ -107,11 +107,11 @@ writers: [consle]
 """
     report = check(run=run)
     assert errors_of(report) == [
-        ("run.yaml:3", 'model: Net takes no argument "widht".'),
-        ("run.yaml:4", 'model: Net takes no argument "depth".'),
+        ("run.yaml:3", 'model: Net has no argument "widht".'),
+        ("run.yaml:4", 'model: Net has no argument "depth".'),
         ("run.yaml:6", 'data.train.type: parts.py has no "Pints".'),
         ("run.yaml:9", 'trainer.optimizer.type: no optimizer "adamv".'),
-        ("run.yaml:10", 'trainer.schedule: Cosine takes no argument "warmup_step".'),
+        ("run.yaml:10", 'trainer.schedule: Cosine has no argument "warmup_step".'),
         ("run.yaml:12", 'hooks.0: EarlyStopping needs the argument "metric".'),
         ("run.yaml:13", 'writers.0.type: no writer "consle".'),
     ]

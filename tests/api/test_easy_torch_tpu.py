@@ -286,7 +286,7 @@ def test_several_named_optimizers_own_different_parameters_with_their_own_schedu
     assert owned[0] | owned[1] == {id(one) for one in trainer.model.parameters()}
 
 
-def test_adamw_counts_and_repairs_nans_and_keeps_its_state_in_bf16_if_told(project):
+def test_adamw_counts_and_repairs_nans_and_keeps_its_state_in_bf16_if_set(project):
     broken = """
         import torch
 
@@ -423,7 +423,7 @@ def test_a_run_has_as_many_epochs_as_it_is_given(project):
     assert trainer.epoch == 2
 
 
-def test_an_error_in_the_data_is_raised_at_once_with_its_place(project):
+def test_an_error_in_the_data_is_raised_at_once_with_its_location(project):
     broken = """
         from .points import Points
 

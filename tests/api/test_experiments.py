@@ -90,7 +90,7 @@ def test_experiments_may_be_split_over_two_files(project, line):
     assert not left & {"base", "experiments", "experiments.base"}
 
 
-def test_a_file_that_is_named_finds_those_beside_it(project):
+def test_a_named_file_imports_modules_of_its_folder(project):
     (project / "elsewhere").mkdir()
     (project / "elsewhere" / "base.py").write_text("SEED = 8\n", "utf-8")
     text = "from base import SEED\nfrom trainwright import experiment\n\n\n@experiment('named')\ndef named():\n"
@@ -163,9 +163,7 @@ def test_two_experiments_of_one_name_name_both_files_and_lines(project):
     (project / "experiments" / "second.py").write_text("\n" + POINTS, "utf-8")
     text = rejection(load_experiment, "points")
     first, second = Path("experiments/points.py"), Path("experiments/second.py")
-    assert text == (
-        f'{second}:5: there is an experiment "points" already, at {first}:4. Give one of the two another name.'
-    )
+    assert text == (f'{second}:5: the experiment "points" is already defined at {first}:4. Rename one of the two.')
 
 
 def test_a_file_that_is_run_again_registers_the_same_experiment(project):
@@ -284,7 +282,7 @@ def test_continuous_eval_from_the_command_line_ends_with_the_training(project):
     assert json.loads(done.stdout).keys() == {"valid/loss"}
 
 
-def test_resume_goes_on_and_says_when_nothing_is_there(project, caplog):
+def test_resume_continues_and_logs_if_there_is_no_checkpoint(project, caplog):
     invoke("train", "--experiment", "points", "--resume", "trainer.max_steps=2")
     assert mentions(caplog.text, "--resume", "0", Path("runs/points"))
     caplog.clear()

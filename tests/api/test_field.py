@@ -247,7 +247,7 @@ def test_rules_put_two_axes_on_one_dim_and_pick_one_of_several_outputs(project):
     )
 
 
-def test_rules_that_do_not_fit_a_model_s_outputs_are_told_by_name(project):
+def test_rules_that_do_not_match_a_model_s_outputs_are_named(project):
     write(project, {"models/blocks.py": BLOCKS, "third.yaml": RULES.replace("[0]", "[2]")})
     write(project, {"alone.yaml": RULES.replace("embed:", "head:")})
 

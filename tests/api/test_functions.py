@@ -42,7 +42,7 @@ def test_every_flag_of_swissarmytransformer_is_there():
     assert names <= vars(get_args([])).keys()
 
 
-def test_get_args_reads_the_command_line_and_says_where_this_process_stands(monkeypatch):
+def test_get_args_parses_the_command_line_and_adds_rank_and_device(monkeypatch):
     monkeypatch.setattr("sys.argv", ["finetune.py", "--train-iters", "7", "--train-data", "a", "b"])
     args = get_args()
     assert (args.train_iters, args.train_data) == (7, ["a", "b"])
@@ -113,7 +113,7 @@ def test_what_yaml_cannot_hold_is_left_out_of_the_config_and_ranks_too():
 
 
 @pytest.mark.parametrize("text", ["", "a", "-1,2", "0,1", "1,2,3,4", "5,nan"])
-def test_a_split_that_is_no_list_of_ratios_is_rejected(text):
+def test_a_split_that_is_not_a_list_of_ratios_is_rejected(text):
     with raises(ConfigError, "--split"):
         read_ratios(text)
 
@@ -232,7 +232,7 @@ def test_a_forward_step_that_returns_three_values_is_rejected():
     fails_at("def step_three", call, "step_three", "3")
 
 
-def test_a_forward_step_whose_loss_is_no_number_is_rejected():
+def test_a_forward_step_whose_loss_is_not_a_number_is_rejected():
     def step_scores(data_iterator, model, args, timers):
         return model(next(data_iterator)[0]), {}
 
@@ -249,7 +249,7 @@ def test_a_second_next_in_one_forward_step_is_rejected():
     fails_at("  # once more", call)
 
 
-def test_a_forward_step_that_takes_no_batch_is_rejected():
+def test_a_forward_step_that_does_not_use_its_batch_is_rejected():
     def idle(data_iterator, model, args, timers):
         return model(torch.ones(1, 4)).sum()
 

@@ -227,7 +227,7 @@ def test_fast_dev_run_tries_everything_and_keeps_nothing_and_overrides_come_last
     assert lines(project)[-1]["lr"] == 0.5
 
 
-def test_eval_only_evaluates_the_newest_checkpoint_and_resume_goes_on(project, monkeypatch):
+def test_eval_only_evaluates_the_newest_checkpoint_and_resume_continues(project, monkeypatch):
     monkeypatch.chdir(project)
     invoke = CliRunner().invoke
     assert invoke(app, ["train", "run.yaml", "-q", "trainer.max_steps=4"]).exit_code == 0
@@ -300,7 +300,7 @@ def test_models_load_hugging_faces_weights_and_agree_in_numbers(tmp_path):
 # what broke there
 
 
-def test_a_resumed_run_goes_on_in_its_data(project):
+def test_a_resumed_run_continues_its_data_order(project):
     whole = train(project, "name=whole")
     train(project, "trainer.max_steps=3")
     resumed = train(project)

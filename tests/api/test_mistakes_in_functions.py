@@ -69,13 +69,13 @@ def test_a_function_of_other_arguments_is_rejected_where_it_is_written(role, fun
     assert not list(tmp_path.iterdir())  # nothing was built
 
 
-def test_what_is_no_function_is_rejected_on_the_line_that_gives_it():
+def test_a_value_that_is_not_a_function_is_rejected_on_the_line_that_passes_it():
     given = flags(*ONE)
     text = rejection(lambda: training_main(given, Classifier, None, Points))  # no step
     assert text.startswith(place(__file__, "  # no step") + "forward_step_function is None, not a function.")
 
 
-def test_functions_with_defaults_stars_or_a_class_are_taken():
+def test_functions_with_defaults_stars_or_a_class_are_accepted():
     def loose(*given, **more):
         return forward_step(*given)
 
@@ -135,7 +135,7 @@ def handle_with_text(metrics):
     return {"verdict": "good"}
 
 
-def test_a_final_metric_that_is_no_number_names_handle_metrics_function():
+def test_a_final_metric_that_is_not_a_number_names_handle_metrics_function():
     text = rejection(run, *EVALUATED, handle_metrics_function=handle_with_matrix)
     assert text.startswith(place(__file__, "def handle_with_matrix"))
     assert mentions(text, "confusion", "2", "tensor")
@@ -170,9 +170,9 @@ def test_a_metric_with_rows_that_is_not_finite_skips_the_update():
 # flags
 
 
-def test_wrong_flags_are_answered_on_the_line_that_reads_them():
+def test_wrong_flags_are_rejected_on_the_line_that_parses_them():
     text = rejection(lambda: get_args(["--split", "80,abc"]))  # wrong split
-    assert text.startswith(place(__file__, "  # wrong split") + "--split: '80,abc' is no list")
+    assert text.startswith(place(__file__, "  # wrong split") + "--split: '80,abc' is not a list")
     text = rejection(lambda: get_args(["--device", "gpu"]))  # wrong device
     assert text == place(__file__, "  # wrong device") + (
         "--device: runtime.device: no device 'gpu'. Use auto, cpu, cuda, cuda:N or tpu."
@@ -187,8 +187,8 @@ def main_of(**values):
 @pytest.mark.parametrize(
     ("values", "answer"),
     [
-        ({"batch_size": 0}, "--batch-size: must be a whole number from 1 on; got 0."),
-        ({"batch_size": 2.5}, "--batch-size: must be a whole number from 1 on; got 2.5."),
+        ({"batch_size": 0}, "--batch-size: must be a whole number of at least 1; got 0."),
+        ({"batch_size": 2.5}, "--batch-size: must be a whole number of at least 1; got 2.5."),
         (
             {"batch_size": 100},
             "--batch-size × --gradient-accumulation-steps × ranks: trainer.global_batch_size: 100 is more than the 24",
@@ -196,19 +196,19 @@ def main_of(**values):
         ({"lr": "fast"}, "--lr: must be a number above 0; got 'fast'."),
         ({"warmup": 20}, "--warmup: must be a fraction from 0 to 1; got 20."),
         ({"fp16": "no"}, "--fp16: must be True or False; got 'no'."),
-        ({"split": "80,abc"}, "--split: '80,abc' is no list"),
-        ({"train_data": None}, "--train-data: there is none."),
+        ({"split": "80,abc"}, "--split: '80,abc' is not a list"),
+        ({"train_data": None}, "--train-data is required"),
         ({"train_data_weights": [0]}, "--train-data-weights: must be a number above 0; got [0]."),
-        ({"load": "nowhere"}, "--load: nowhere is not a run folder: it does not exist."),
-        ({"load": "nowhere", "mode": "finetune"}, "--load: nowhere is not a run folder: it does not exist."),
-        ({"load": "nowhere", "mode": "inference"}, "--load: nowhere is not a run folder: it does not exist."),
-        ({"experiment_name": "../x"}, "--experiment-name: name: names the run's folder under output_dir"),
+        ({"load": "nowhere"}, "--load: nowhere is no run folder: there is no such folder."),
+        ({"load": "nowhere", "mode": "finetune"}, "--load: nowhere is no run folder: there is no such folder."),
+        ({"load": "nowhere", "mode": "inference"}, "--load: nowhere is no run folder: there is no such folder."),
+        ({"experiment_name": "../x"}, "--experiment-name: name: must be a relative path without .."),
         ({"save": ""}, "--save: output_dir: must be text that is not empty"),
         ({"epochs": 0.001}, "--epochs: trainer.max_epochs: 0.001 of 24 samples is none."),
-        ({"mode": "inference", "fresh": True}, "--fresh: has no effect, for --mode inference trains nothing."),
+        ({"mode": "inference", "fresh": True}, "--fresh: has no effect, because --mode inference does not train."),
     ],
 )
-def test_a_namespace_made_by_hand_is_answered_in_flags_on_the_line_of_training_main(values, answer):
+def test_a_custom_namespace_is_rejected_by_flag_on_the_line_of_training_main(values, answer):
     assert rejection(main_of, **values).startswith(place(__file__, "  # by hand") + answer)
 
 
@@ -220,7 +220,7 @@ def test_settings_that_changed_are_named_with_their_flags():
     assert f"{called}args.margin: trainer.arguments.margin: 1 → 2" in text
 
 
-def test_a_dictionary_is_no_namespace():
+def test_a_dictionary_is_not_a_namespace():
     text = rejection(training_main, {"train_iters": 1}, Classifier, forward_step, Points)
     assert mentions(text, "get_args")
 
@@ -233,7 +233,7 @@ def test_numbers_of_numpy_are_numbers():
     assert isinstance(given.train_iters, np.int64)  # the user's own is left alone
 
 
-def test_flags_without_effect_are_said(caplog):
+def test_flags_without_effect_are_logged(caplog):
     words = ("--eval-interval", "1", "--eval-iters", "2", "--train-data-weights", "2", "--mode", "finetune")
     with caplog.at_level(logging.WARNING, logger="trainwright"):
         run(*ONE, *words)

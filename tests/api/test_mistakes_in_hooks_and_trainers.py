@@ -77,7 +77,7 @@ def test_a_misspelt_event_names_its_line():
     assert "Did you mean after_step?" in text
 
 
-def test_events_with_stars_or_defaults_and_those_of_plain_objects_are_taken():
+def test_events_with_stars_or_defaults_and_those_of_plain_objects_are_accepted():
     class Loose:
         def after_eval(self, *told):
             pass
@@ -163,7 +163,7 @@ class Verbose(Silent):
         return {"confusion": torch.ones(2, 2)}
 
 
-def test_logs_that_are_no_numbers_name_eval_end():
+def test_logs_that_are_not_numbers_name_eval_end():
     text = rejection(build_trainer(settings(), Silent).train)
     assert text == place(__file__, "def eval_end") + "Silent.eval_end returned None. Return the logs by name."
     text = rejection(build_trainer(settings(name="other"), Verbose).train)
@@ -184,7 +184,7 @@ class OfTask(Complete):
         return Measured()
 
 
-def test_what_is_no_metric_is_rejected_before_anything_is_trained():
+def test_a_value_that_is_not_a_metric_is_rejected_before_training():
     metrics = {"mine": {"type": "torch.nn:Identity"}}
     text = rejection(build_trainer, settings(evaluation={"metrics": metrics}), Complete)
     assert mentions(text, "evaluation.metrics.mine")

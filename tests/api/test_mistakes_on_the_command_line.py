@@ -85,11 +85,11 @@ def line_of(text):
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("model.widht=5", 'model: Net takes no argument "widht".'),
+        ("model.widht=5", 'model: Net has no argument "widht".'),
         ("model.width=abc", "model: parts.py:Net could not be built: TypeError"),
-        ("data.train.sizee=5", 'data.train: Points takes no argument "sizee".'),
-        ("data.eval.valid.sizee=5", 'data.eval.valid: Points takes no argument "sizee".'),
-        ("trainer.optimizer.lrr=1", 'trainer.optimizer: AdamW takes no argument "lrr".'),
+        ("data.train.sizee=5", 'data.train: Points has no argument "sizee".'),
+        ("data.eval.valid.sizee=5", 'data.eval.valid: Points has no argument "sizee".'),
+        ("trainer.optimizer.lrr=1", 'trainer.optimizer: AdamW has no argument "lrr".'),
         ("trainer.micro_batch_size=3", "trainer.global_batch_size: 4 is not micro_batch_size 3"),
         ("trainer.global_batch_size=100", "trainer.global_batch_size: 100 is more than the 20 samples"),
     ],
@@ -102,20 +102,20 @@ def test_a_wrong_override_inside_of_a_nested_component_is_blamed(project):
     text = RUN.replace("Component(Points, size=20)", "Component(Twice, source=Component(Points, size=20))")
     (project / "run.py").write_text(text.replace("Net, Points", "Net, Points, Twice"), "utf-8")
     text = answer("run.py", "data.train.source.sizee=5")
-    assert text.startswith('override data.train.source.sizee=5: data.train.source: Points takes no argument "sizee".')
+    assert text.startswith('override data.train.source.sizee=5: data.train.source: Points has no argument "sizee".')
 
 
 def test_what_the_file_has_wrong_is_blamed_on_its_line(project):
     wrong = RUN.replace("Component(Points, size=20)", "Component(Points, sizee=20)")
     (project / "run.py").write_text(wrong, "utf-8")
     text = answer("run.py", "model.width=3")
-    assert text.startswith(f"run.py:{line_of('size=20')}: data.train: Points takes no argument")
+    assert text.startswith(f"run.py:{line_of('size=20')}: data.train: Points has no argument")
 
 
 def test_an_argument_of_its_own_line_in_yaml_is_blamed_there(project):
     text = "model: parts.py:Net\ndata:\n  train:\n    type: parts.py:Points\n    sizee: 5\ntrainer: {max_steps: 1}\n"
     (project / "run.yaml").write_text(text, "utf-8")
-    assert answer("run.yaml").startswith('run.yaml:5: data.train: Points takes no argument "sizee".')
+    assert answer("run.yaml").startswith('run.yaml:5: data.train: Points has no argument "sizee".')
 
 
 # Python configs
@@ -126,10 +126,10 @@ def test_settings_under_another_name_than_config_are_pointed_out(project, others
     (project / "run.py").write_text(others + RUN.replace("config =", "cfg ="), "utf-8")
     line = others.count("\n") + line_of("config =")
     text = answer("run.py")
-    assert text == f"run.py:{line}: cfg: holds settings, but the variable that is read is called config. Call it that."
+    assert text == f"run.py:{line}: cfg: has settings, but only the variable config is read. Rename it to config."
 
 
-def test_a_file_of_sections_may_have_other_settings_beside(project):
+def test_a_file_of_sections_may_have_other_variables(project):
     (project / "run.py").write_text(RUN.replace("config =", "base =") + "\nmodel = base['model']\n", "utf-8")
     assert RunConfig.load("run.py").model.width == 4
 
@@ -213,5 +213,5 @@ def test_eval_only_with_resume_evaluates_the_newest_checkpoint_as_libai_does(pro
         (["."], ". is no run folder: it has no config.yaml. Give one such as runs/NAME, or a YAML file."),
     ],
 )
-def test_evaluate_answers_in_its_own_words(words, problem):
+def test_evaluate_rejects_wrong_arguments(words, problem):
     assert str(CliRunner().invoke(app, ["evaluate", *words]).exception) == problem

@@ -102,33 +102,22 @@ def test_every_override_point_of_an_orbit_trainer_is_called_with_its_meaning(tmp
 
 
 class Whole(Trainer):
-    """A trainer whose constructor has all that Model Garden's has, and hands it on by place."""
+    """A trainer whose constructor has Model Garden's arguments, and passes them on by position."""
 
-    def __init__(self, config, task, model, optimizer, train_dataset, validation_dataset, checkpoint_exporter, **rest):
-        self.given = [config, task, model, optimizer, train_dataset, validation_dataset, checkpoint_exporter]
+    def __init__(self, config, task, model, optimizer, train_dataset, validation_dataset, **rest):
+        self.given = [config, task, model, optimizer, train_dataset, validation_dataset]
         super().__init__(*self.given, **rest)
 
 
-def test_the_whole_constructor_is_called_and_the_exporter_of_the_best_checkpoint_is_a_setting(tmp_path):
+def test_the_whole_constructor_is_called_and_the_best_checkpoint_is_kept_by_a_setting(tmp_path):
     best = "checkpoint.keep_best={metric: valid/loss, mode: max}"
     config = load(tmp_path, best, "checkpoint.keep_last=1", "checkpoint.every_steps=1", "evaluation.every_steps=1")
     trainer = build_trainer(config, Whole)
-    own = [trainer.config, trainer.task, trainer.model, trainer.optimizers, trainer.train_data, trainer.eval_data, None]
+    own = [trainer.config, trainer.task, trainer.model, trainer.optimizers, trainer.train_data, trainer.eval_data]
     assert trainer.given == own
     trainer.train()
     assert trainer.best.step == 1
     assert store_of(tmp_path / "small").steps() == [1, 6]
-
-
-def test_an_exporter_of_one_s_own_is_rejected_for_it_would_have_no_effect(tmp_path):
-    class Exports(Whole):
-        def __init__(self, *, checkpoint_exporter=None, **given):
-            super().__init__(checkpoint_exporter=object(), **given)
-
-    line = Exports.__init__.__code__.co_firstlineno
-    with raises(ConfigError, __file__, line, "__init__", "checkpoint_exporter", "keep_best"):
-        build_trainer(load(tmp_path), Exports)
-    assert not (tmp_path / "small").exists()
 
 
 def test_passthrough_logs_stay_on_the_host_and_join_the_step_s_logs(tmp_path):
@@ -320,7 +309,7 @@ def test_actions_run_before_the_save_so_that_a_bad_state_is_never_saved(tmp_path
     assert store_of(tmp_path / "run").steps() == [2]
 
 
-def test_a_preempted_run_saves_its_step_and_goes_on_to_the_same_end(tmp_path):
+def test_a_preempted_run_saves_its_step_and_resumes_to_the_same_end(tmp_path):
     class Preempted(Trainer):
         def train_step(self, batch):
             if self.step == 2:
@@ -357,7 +346,7 @@ def test_the_lock_is_deep(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", ["trainer.max_steps=many", "seed=1.5", "trainer.max_grad_norm=yes", "log=3"])
-def test_a_value_of_the_wrong_type_is_rejected_with_its_place(tmp_path, wrong):
+def test_a_value_of_the_wrong_type_is_rejected_with_its_location(tmp_path, wrong):
     with raises(ConfigError, wrong):
         load(tmp_path, wrong)
 

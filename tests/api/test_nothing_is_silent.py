@@ -42,7 +42,7 @@ def test_inference_undoes_no_training_by_the_init_function():
         assert same(weights(inferred), trained)
 
 
-def test_finetune_still_gives_the_loaded_weights_to_the_init_function():
+def test_init_function_receives_the_loaded_weights_in_finetune():
     trained = weights(run("--train-iters", "2", "--experiment-name", "first"))
     words = ("--train-iters", "1", "--lr", "1e-9", "--mode", "finetune", "--load", "runs/first")
     tuned = weights(run(*words, init_function=begin_anew))
@@ -141,7 +141,7 @@ def test_a_flag_that_is_misspelt_in_a_namespace_is_rejected_with_the_nearest():
     assert config_of(both).trainer.arguments.batch_sizes == 3
 
 
-def test_stopwatches_are_no_metrics_of_an_evaluation():
+def test_timers_are_not_metrics_of_an_evaluation():
     run("--train-iters", "1", "--valid-data", "9", forward_step_function=forward_step)
     (line,) = lines()
     assert mentions(line, "time/batch")

@@ -110,7 +110,7 @@ def test_the_config_defines_everything_is_immutable_and_is_serializable(project)
 
 
 @pytest.mark.parametrize("name", ["Indexed", "Streamed", "Both"])
-def test_a_dataset_is_map_style_iterable_or_both_and_a_data_loader_takes_it(project, name):
+def test_a_dataset_is_map_style_iterable_or_both_and_a_data_loader_accepts_it(project, name):
     sets = [f"data.train.type=rows.{name}", f"data.eval.valid.type=rows.{name}"]
     trainer = train(project, *sets, "trainer.max_steps=4")
     assert lines(project)[-1].keys() >= {"loss", "valid/loss", "valid/accuracy"}
@@ -366,7 +366,7 @@ def test_trainers_collators_and_hooks_are_registered_by_imports_and_named_on_the
 # what its users ask for
 
 
-def test_installing_needs_no_heavy_package_beside_torch():
+def test_installing_needs_no_heavy_package_except_torch():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = {requirement.partition(">")[0].partition("=")[0] for requirement in project["dependencies"]}
     assert not names & {"transformers", "datasets", "accelerate", "pandas", "pyarrow", "wandb", "tensorboard", "ray"}

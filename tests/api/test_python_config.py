@@ -96,7 +96,7 @@ def test_a_run_s_own_config_is_that_of_the_file_with_its_derived_values(project)
     assert RunConfig.load(project / "runs/run/config.yaml") == config
 
 
-def test_the_same_command_again_goes_on(project):
+def test_the_same_command_again_resumes(project):
     assert invoke("train", "run.py", "trainer.max_steps=2").exit_code == 0
     assert invoke("train", "run.py", "trainer.max_steps=4").exit_code == 0
     whole = RunConfig.load("run.py", ["name=whole"])
@@ -138,4 +138,4 @@ def test_a_wrong_argument_of_a_class_names_the_line_of_its_component(project):
     (project / "run.py").write_text(RUN.replace("width=8", "widht=8"), "utf-8")
     line = next(number for number, text in enumerate(RUN.splitlines(), 1) if "width=8" in text)
     done = invoke("train", "run.py")
-    assert str(done.exception).startswith(f'run.py:{line}: model: Counting takes no argument "widht".')
+    assert str(done.exception).startswith(f'run.py:{line}: model: Counting has no argument "widht".')

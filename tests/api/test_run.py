@@ -49,7 +49,7 @@ def test_a_finished_experiment_returns_the_same_again(tmp_path):
     assert first == second != {}
 
 
-def test_evaluating_gives_what_training_logged(tmp_path):
+def test_evaluation_equals_what_training_logged(tmp_path):
     run_experiment(load(tmp_path))
     _, logs = run_experiment(load(tmp_path), mode="eval")
     assert logs == last_evaluation(tmp_path / "small")
@@ -62,7 +62,7 @@ def test_evaluating_changes_nothing(tmp_path):
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_evaluating_averaged_weights_gives_what_training_logged(tmp_path):
+def test_evaluation_of_averaged_weights_equals_what_training_logged(tmp_path):
     hooks = "hooks=[{type: ema, decay: 0.9}]"
     run_experiment(load(tmp_path, hooks))
     _, logs = run_experiment(load(tmp_path, hooks), mode="eval")
@@ -139,7 +139,7 @@ def test_the_log_is_copied_into_the_run_folder_and_only_there(tmp_path):
     assert (list(package.handlers), package.level) == before
 
 
-def test_an_interrupted_experiment_says_so_and_goes_on_later(tmp_path):
+def test_an_interrupted_experiment_raises_and_resumes_later(tmp_path):
     class Leaves(Trainer):
         def train_step(self, batch):
             if self.step == 2:
@@ -170,7 +170,7 @@ print("never reached")
 """
 
 
-def test_a_program_that_is_told_to_leave_ends_as_the_command_line_does(tmp_path):
+def test_an_interrupted_program_exits_as_the_command_line_does(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(file=str(PROJECT / "run.yaml"), folder=tmp_path))
     done = run_script(program)
@@ -321,7 +321,7 @@ def test_another_config_than_the_trainer_s_own_is_rejected(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", ["Doubled", torch.nn.Linear, object()])
-def test_what_is_no_trainer_is_rejected(tmp_path, wrong):
+def test_a_value_that_is_not_a_trainer_is_rejected(tmp_path, wrong):
     with raises(ConfigError, "build_trainer"):
         run_experiment(load(tmp_path), trainer=wrong)
 
@@ -352,7 +352,7 @@ def test_a_task_is_given_as_an_instance(tmp_path, trainer):
     assert run_experiment(config, task=Regression(), mode="eval")[1] == logs
 
 
-def test_a_task_is_no_class(tmp_path):
+def test_a_task_is_not_a_class(tmp_path):
     with raises(ConfigError, "MyTask"):
         run_experiment(load(tmp_path), task=Regression)
 
@@ -418,7 +418,7 @@ def results_of(folder):
     return [json.loads(line) for line in (folder / "evaluations.json").read_text().splitlines()]
 
 
-def test_continuous_evaluation_takes_each_checkpoint_once_and_ends_with_the_training(tmp_path):
+def test_continuous_evaluation_evaluates_each_checkpoint_once_and_ends_with_the_training(tmp_path):
     config = load(tmp_path, "checkpoint.every_steps=2", "checkpoint.keep_last=null", "evaluation.every_steps=2")
     run_experiment(config)
     logged = [{key: line[key] for key in ("step", "valid/loss", "valid/accuracy")} for line in lines_of_sets(tmp_path)]
@@ -436,7 +436,7 @@ def lines_of_sets(tmp_path):
     return [line for line in lines_of(tmp_path / "small") if "valid/loss" in line]
 
 
-def test_continuous_evaluation_of_averaged_weights_gives_what_training_logged(tmp_path):
+def test_continuous_evaluation_of_averaged_weights_equals_what_training_logged(tmp_path):
     hooks = "hooks=[{type: ema, decay: 0.9}]"
     config = load(tmp_path, hooks, "checkpoint.every_steps=2", "evaluation.every_steps=2", "checkpoint.keep_last=null")
     run_experiment(config)
@@ -474,7 +474,7 @@ def test_continuous_evaluation_follows_a_training_to_its_end(tmp_path, stop_at, 
     assert {"step": steps[-1], **logs} == results_of(folder)[-1]
 
 
-def test_continuous_evaluation_takes_the_checkpoints_of_a_run_that_was_started_over(tmp_path):
+def test_continuous_evaluation_evaluates_the_checkpoints_of_a_run_that_was_started_over(tmp_path):
     config = load(tmp_path, "checkpoint.every_steps=6", "trainer.max_steps=6")
     other = load(tmp_path, "checkpoint.every_steps=6", "trainer.max_steps=6", "seed=5")
     measured = []
@@ -495,7 +495,7 @@ def test_continuous_evaluation_takes_the_checkpoints_of_a_run_that_was_started_o
     assert measured[0] != measured[1]
 
 
-def test_continuous_evaluation_waits_no_longer_than_it_is_told(tmp_path, caplog):
+def test_continuous_evaluation_waits_no_longer_than_its_timeout(tmp_path, caplog):
     with raises(CheckpointError, "0.1"):
         run_experiment(load(tmp_path), mode="continuous_eval", poll_seconds=0.02, timeout_seconds=0.1)
 
@@ -512,7 +512,7 @@ def test_continuous_evaluation_waits_no_longer_than_it_is_told(tmp_path, caplog)
     assert "the last one evaluated is step 4" in caplog.text
 
 
-def test_a_checkpoint_that_is_deleted_before_it_is_read_is_skipped_in_words(tmp_path, monkeypatch, caplog):
+def test_a_checkpoint_that_is_deleted_before_it_is_read_is_skipped_with_a_message(tmp_path, monkeypatch, caplog):
     config = load(tmp_path, "checkpoint.every_steps=2", "checkpoint.keep_last=null")
     run_experiment(config)
     read_split = CheckpointStore.read_split
@@ -547,7 +547,7 @@ def line_of(method):
     return f"{method.__code__.co_filename}:{method.__code__.co_firstlineno}"
 
 
-def test_a_trainer_that_forgets_the_constructor_of_trainer_is_told_so_with_its_line(tmp_path):
+def test_a_trainer_that_does_not_call_the_constructor_of_trainer_is_rejected_with_its_line(tmp_path):
     class Forgets(Trainer):
         def __init__(self, config, task, model, optimizer, train_dataset, **rest):
             self.config, self.model = config, model
@@ -559,7 +559,7 @@ def test_a_trainer_that_forgets_the_constructor_of_trainer_is_told_so_with_its_l
         assert mentions(str(rejected.value), "__init__", "train_dataset")
 
 
-def test_a_trainer_that_reads_an_attribute_too_early_is_told_so(tmp_path):
+def test_a_trainer_that_reads_an_attribute_too_early_is_rejected(tmp_path):
     class Early(Trainer):
         def __init__(self, config, task, model, optimizer, train_dataset, **rest):
             self.first = self.device
@@ -569,7 +569,7 @@ def test_a_trainer_that_reads_an_attribute_too_early_is_told_so(tmp_path):
         build_trainer(load(tmp_path), Early)
 
 
-def test_a_trainer_that_keeps_the_rest_to_itself_is_told_so_with_its_line(tmp_path):
+def test_a_trainer_that_does_not_pass_on_the_rest_is_rejected_with_its_line(tmp_path):
     class Keeps(Trainer):
         def __init__(self, config, task, model, optimizer, train_dataset, **rest):
             super().__init__(config, task, model, optimizer, train_dataset)

@@ -197,7 +197,7 @@ def test_split_ratios_are_renormalised_and_two_parts_of_a_few_samples_are_enough
     assert sorted(got["train"] + got["valid"]) == list(range(10))
 
 
-def test_split_of_95_5_5_gives_a_test_set_and_split_1_cuts_nothing():
+def test_split_95_5_5_has_a_test_set_and_split_1_has_none():
     run("--train-iters", "1", "--train-data", "42", "--split", "95,5,5")
     assert {"valid/loss", "test/loss"} <= lines()[-1].keys()
     run("--train-iters", "1", "--split", "1", "--valid-data", "4", "--fresh")
@@ -418,7 +418,7 @@ def test_running_it_again_continues_bit_for_bit_and_the_schedule_does_not_rewind
     assert losses("broken") == losses("unbroken")
 
 
-def test_a_process_that_is_told_to_leave_saves_its_step_and_exits():
+def test_an_interrupted_process_saves_its_step_and_exits():
     words = ("--train-iters", "6", "--experiment-name")
     unbroken = weights(run(*words, "unbroken"))
 
@@ -436,7 +436,7 @@ def test_a_process_that_is_told_to_leave_saves_its_step_and_exits():
     assert same(weights(run(*words, "told")), unbroken)
 
 
-def test_a_run_that_goes_on_with_other_arguments_is_rejected_by_name():
+def test_a_run_that_resumes_with_other_arguments_is_rejected_by_name():
     def with_own(value):
         return argparse.Namespace(**vars(flags("--train-iters", "2")), margin=value)
 

@@ -12,7 +12,9 @@ from tests.api.function_runs import Classifier, lines, losses, run, same, weight
 from tests.messages import raises
 from torch.nn.functional import cross_entropy
 
-from trainwright import AutoModel, load_checkpoint, load_hf_dataset
+from trainwright import AutoModel, RunConfig, load_checkpoint, load_hf_dataset
+from trainwright.api.training_main import copied_start
+from trainwright.checkpoint.store import CheckpointStore
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.models.bert import Bert
 
@@ -22,7 +24,7 @@ def _in_tmp(in_tmp):
     """Runs land in an empty folder."""
 
 
-def test_finetune_takes_the_weights_of_a_run_and_begins_at_0():
+def test_finetune_loads_the_weights_of_a_run_and_starts_at_0():
     first = weights(run("--train-iters", "3", "--experiment-name", "first"))
     begun = []
     words = ("--train-iters", "2", "--experiment-name", "second", "--mode", "finetune", "--load")
@@ -60,7 +62,7 @@ def test_finetune_may_have_another_head_and_inference_may_not():
         run(*words, "finetune", "--experiment-name", "other", model_cls=Other)
 
 
-def test_finetune_takes_a_folder_of_safetensors():
+def test_finetune_loads_a_folder_of_safetensors():
     torch.manual_seed(3)
     saved = Classifier()
     Path("exported").mkdir()
@@ -71,7 +73,7 @@ def test_finetune_takes_a_folder_of_safetensors():
     assert same(begun[0], saved.state_dict())
 
 
-def test_pretrain_goes_on_from_another_run_with_all_of_its_state():
+def test_pretrain_resumes_from_another_run_with_all_of_its_state():
     words = ("--lr-decay-style", "constant", "--warmup", "0", "--experiment-name")
     run("--train-iters", "3", *words, "half")
     rest = run("--train-iters", "6", *words, "rest", "--load", "runs/half")
@@ -109,7 +111,7 @@ def test_load_checkpoint_says_how_such_a_run_is_loaded():
         load_checkpoint("runs/run")
 
 
-def test_from_pretrained_takes_a_leading_namespace(tmp_path):
+def test_from_pretrained_accepts_a_leading_namespace(tmp_path):
     torch.manual_seed(0)
     settings = {"vocab_size": 11, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "max_positions": 8}
     Bert(**settings).save_pretrained(tmp_path / "home" / "tiny")
@@ -129,7 +131,7 @@ def test_from_pretrained_takes_a_leading_namespace(tmp_path):
         Bert.from_pretrained("other", "tiny")
 
 
-def test_a_config_beside_the_weights_is_all_that_from_pretrained_needs(tmp_path):
+def test_from_pretrained_needs_only_a_config_with_the_weights(tmp_path):
     """What model_config.json is there, config.json is here; the former speaks of weights that no model here has."""
     settings = {"vocab_size": 11, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "max_positions": 8}
     saved = Bert(**settings)
@@ -170,3 +172,56 @@ def test_load_hf_dataset_processes_a_file_once_and_keeps_the_samples(tmp_path):
     run(*words, "--fresh", create=create(rebuild=True), forward_step_function=step)
     assert len(calls) == 48
     assert len(losses()) == 6
+
+
+# --load in --mode pretrain: a copy is a checkpoint of the run once the run has started from it
+
+STEADY = ("--lr-decay-style", "constant", "--warmup", "0")
+
+
+def make(name, seed="1"):
+    return weights(run("--train-iters", "2", *STEADY, "--seed", seed, "--experiment-name", name))
+
+
+def resume_from(load, *words):
+    return run("--train-iters", "3", *STEADY, "--experiment-name", "rest", "--load", load, *words)
+
+
+def test_a_rejected_load_leaves_nothing_behind():
+    make("one")
+    with raises(CheckpointError):
+        resume_from("runs/one", "--seed", "1", "--lr", "0.5")
+    assert not Path("runs/rest").exists()
+    run("--train-iters", "1", "--experiment-name", "rest")  # begins at step 0, not with the copy
+    assert [line["step"] for line in lines("rest")] == [1]
+
+
+def test_another_load_after_a_rejected_one_is_accepted():
+    make("one"), make("two", seed="2")
+    with raises(CheckpointError):
+        resume_from("runs/one", "--seed", "2")
+    two = weights(resume_from("runs/two", "--seed", "2"))
+    shutil.rmtree("runs/rest")
+    assert same(two, weights(resume_from("runs/two", "--seed", "2")))
+
+
+def test_the_copy_of_a_killed_process_is_not_used_as_a_checkpoint_of_the_run():
+    make("one"), make("two", seed="2")
+    config = RunConfig.from_dict({"name": "rest", "output_dir": "runs"})
+    with copied_start(Path("runs/one"), config):
+        assert CheckpointStore(Path("runs/rest/checkpoints")).steps() == [2]
+    # It ended there: nothing has been built, and nobody took the copy away.
+    resume_from("runs/two", "--seed", "2")
+    assert [line["step"] for line in lines("rest")] == [3]
+
+
+def test_the_same_load_resumes_and_another_one_is_rejected_by_name():
+    make("one"), make("two", seed="1")
+    resume_from("runs/one", "--seed", "1")
+    shutil.rmtree("runs/one")  # what was copied is needed no more
+    resume_from("runs/one", "--seed", "1", "--train-iters", "4")
+    assert [line["step"] for line in lines("rest")] == [3, 4]
+    with raises(CheckpointError, "--load", "runs/two", "4"):
+        resume_from("runs/two", "--seed", "1", "--train-iters", "5")
+    with raises(CheckpointError, "0", "2"):
+        run("--train-iters", "3", *STEADY, "--seed", "1", "--experiment-name", "two", "--load", "runs/rest")

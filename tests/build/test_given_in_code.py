@@ -85,7 +85,7 @@ def test_a_trainer_given_to_build_trainer_is_reported_and_may_change(tmp_path, c
     run_experiment(saved(tmp_path), mode="eval", trainer=local_class())
     build_trainer(load(tmp_path, "trainer.max_steps=3")).train()  # continues without it, and it is no longer reported
     run_experiment(saved(tmp_path), mode="eval")
-    assert "was trained by" not in caplog.text
+    assert "was trained with" not in caplog.text
 
 
 def test_a_trainer_that_cannot_be_imported_is_rejected_by_name_but_the_model_can_be_loaded(tmp_path):
@@ -131,9 +131,9 @@ def test_a_task_with_constructor_arguments_is_rejected_by_name(tmp_path):
 def test_evaluating_by_another_trainer_than_the_run_s_says_so(tmp_path, caplog):
     run_experiment(load(tmp_path), trainer=Marked)
     run_experiment(load(tmp_path), mode="eval", trainer=Marked)
-    assert "was trained by" not in caplog.text
+    assert "was trained with" not in caplog.text
     run_experiment(load(tmp_path), mode="eval")
-    assert "Marked, but is evaluated by trainer" in caplog.text
+    assert "Marked, but is evaluated with trainer" in caplog.text
 
 
 def test_a_run_of_a_built_trainer_is_evaluated_by_its_class_without_a_warning(tmp_path, caplog):
@@ -141,9 +141,9 @@ def test_a_run_of_a_built_trainer_is_evaluated_by_its_class_without_a_warning(tm
     run_experiment(config, trainer=build_trainer(config, Marked))
     for build in (build_evaluator, build_trainer):
         run_experiment(config, mode="eval", trainer=build(config, Marked))
-    assert "was trained by" not in caplog.text
+    assert "was trained with" not in caplog.text
     run_experiment(config, mode="eval", trainer=build_evaluator(config))
-    assert "Marked, but is evaluated by trainer" in caplog.text
+    assert "Marked, but is evaluated with trainer" in caplog.text
 
 
 def test_a_config_that_names_the_class_does_not_change(tmp_path):

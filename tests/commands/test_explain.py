@@ -381,7 +381,7 @@ def test_a_pretrained_folder_is_told_with_its_files(llama):
     [
         ("model.preset=tinny", "llama has no preset 'tinny'. Did you mean \"tiny\"?"),
         ("model.num_heads=5", "model: hidden_size 64 does not split into 5 heads"),
-        ("model.wide=5", 'model: Llama takes no argument "wide"'),
+        ("model.wide=5", 'model: Llama has no argument "wide"'),
         ("model.freeze=nope", "model.freeze: no parameter matches 'nope'"),
         ("model.lora=3", "model.lora: must be a mapping, got 3"),
         ('model.lora={match: "*.no_proj"}', "model.lora.match: "),

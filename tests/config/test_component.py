@@ -1,4 +1,5 @@
 import collections
+import copy
 import pickle
 import subprocess
 import sys
@@ -6,7 +7,7 @@ import sys
 import pytest
 from tests.messages import raises
 
-from trainwright.config import Component, ModelSection, Origin, ProcessSection, RunConfig
+from trainwright.config import Component, Frozen, ModelSection, Origin, ProcessSection, RunConfig
 from trainwright.errors import ConfigError
 
 
@@ -44,7 +45,7 @@ def test_a_class_inside_a_function_is_rejected():
 
 
 def test_two_types_are_rejected():
-    with pytest.raises(TypeError, match="given once"):
+    with pytest.raises(TypeError, match="has one type"):
         Component("a", **{"type": "b"})
 
 
@@ -71,7 +72,7 @@ def test_the_models_reserved_keys_are_not_arguments():
     assert pickle.loads(pickle.dumps(model)).reserved == model.reserved
 
 
-def test_a_reserved_key_of_the_model_is_taken_back_by_null(tmp_path):
+def test_null_removes_a_reserved_key_of_the_model(tmp_path):
     (tmp_path / "base.yaml").write_text("model: {type: llama, width: 3, lora: {match: a}, freeze: b, pretrained: c}\n")
     file = tmp_path / "run.yaml"
     file.write_text("extends: base.yaml\nmodel: {lora: null, pretrained: null}\ntrainer: {max_steps: 1}\n")
@@ -107,7 +108,50 @@ def test_a_wrong_setting_of_process_is_named_with_its_line(tmp_path, key, value)
         ({"type": 3}, "task.type: must be text, such as adamw or my_file.py:Name; got 3."),
     ],
 )
-def test_what_is_no_component_is_rejected(written, message):
+def test_a_value_that_is_not_a_component_is_rejected(written, message):
     with pytest.raises(ConfigError) as rejection:
         RunConfig.from_dict({"task": written})
     assert str(rejection.value) == message
+
+
+def test_nested_values_read_as_attributes_and_items():
+    settings = Frozen({"a": {"b": [1, {"c": 2}]}})
+    assert settings.a.b[1].c == settings["a"]["b"][1]["c"] == 2
+    assert settings.a.b == (1, {"c": 2})
+
+
+def test_equals_plain_mappings_with_lists():
+    assert Frozen({"a": [1, 2]}) == {"a": [1, 2]} == Frozen({"a": (1, 2)})
+    assert Frozen({"a": 1}) != {"a": 2}
+    assert Frozen({"a": 1}) != {"a": True}
+    assert Frozen({"a": float("nan")}) == {"a": float("nan")}
+
+
+@pytest.mark.parametrize("change", ["s.a = 2", "s['a'] = 2", "del s.a", "del s['a']", "s.n.b = 2", "s.n['b'] = 2"])
+def test_any_change_is_rejected_with_advice(change):
+    with pytest.raises((TypeError, AttributeError), match=r"read-only.*derive"):
+        exec(change, {"s": Frozen({"a": 1, "n": {"b": 1}})})
+
+
+def test_a_missing_attribute_names_the_known_ones():
+    with pytest.raises(AttributeError, match=r"no setting 'c' here\. Known: a, b"):
+        _ = Frozen({"a": 1, "b": 2}).c
+
+
+def test_pickles_and_copies():
+    settings = Frozen({"a": {"b": [1]}})
+    assert pickle.loads(pickle.dumps(settings)) == settings
+    assert copy.deepcopy(settings) == copy.copy(settings) == settings
+
+
+def test_to_dict_returns_mutable_containers():
+    settings = Frozen({"a": {"b": [1]}})
+    plain = settings.to_dict()
+    plain["a"]["b"].append(2)
+    assert plain == {"a": {"b": [1, 2]}}
+    assert settings.a.b == (1,)
+
+
+def test_a_key_that_is_not_text_is_rejected():
+    with pytest.raises(TypeError, match="key is text, got 1"):
+        Frozen({1: 2})

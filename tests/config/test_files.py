@@ -48,7 +48,7 @@ def test_a_circle_is_rejected_with_its_chain(tmp_path, monkeypatch):
     with pytest.raises(ConfigError) as rejection:
         RunConfig.load("a.yaml")
     assert str(rejection.value) == (
-        "b.yaml:2: extends: the files extend each other: a.yaml → b.yaml → a.yaml. Break the circle."
+        "b.yaml:2: extends: the files extend each other: a.yaml → b.yaml → a.yaml. Remove one of these extends."
     )
 
 
@@ -77,15 +77,15 @@ def test_packaged_configs_are_extended_by_name(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "run.yaml:1: the file is empty. A run has at least data and trainer."),
-        ("# nothing\n", "run.yaml:1: the file is empty. A run has at least data and trainer."),
+        ("", "run.yaml:1: the file is empty. A run needs at least data and trainer."),
+        ("# nothing\n", "run.yaml:1: the file is empty. A run needs at least data and trainer."),
         ("- a\n", "run.yaml:1: the file must be a mapping (key: value), got a list of 1."),
         ("hello\n", 'run.yaml:1: the file must be a mapping (key: value), got the text "hello".'),
         ("seed: 1\nextends: 3\n", "run.yaml:2: extends: must be a name, a file or a list of them; got 3."),
         ("seed: 1\nproject_dir: 3\n", "run.yaml:2: project_dir: must be text, got 3."),
     ],
 )
-def test_a_file_that_is_no_config_is_rejected(tmp_path, monkeypatch, text, message):
+def test_a_file_that_is_not_a_config_is_rejected(tmp_path, monkeypatch, text, message):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "run.yaml", text)
     with pytest.raises(ConfigError) as rejection:

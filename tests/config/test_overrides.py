@@ -6,12 +6,12 @@ from tests.messages import raises
 from trainwright.config import yaml_text
 from trainwright.config.frozen import same
 from trainwright.config.overrides import apply_overrides, parse_override
-from trainwright.config.yaml_text import plant
+from trainwright.config.yaml_text import to_tree
 from trainwright.errors import ConfigError
 
 
 def overridden(settings, *overrides):
-    return apply_overrides(plant(settings, {}), overrides).plain()
+    return apply_overrides(to_tree(settings, {}), overrides).plain()
 
 
 @pytest.mark.parametrize(
@@ -44,10 +44,10 @@ def test_later_overrides_see_earlier_ones():
     ("override", "message"),
     [
         ("a", "an override is written key=value, such as trainer.max_steps=5; it has no =."),
-        ("=1", "an override is written key=value, such as trainer.max_steps=5; a part of the key is empty."),
-        ("a..b=1", "an override is written key=value, such as trainer.max_steps=5; a part of the key is empty."),
-        ("seed.x=1", "seed: is 42, so nothing can be set below it. Replace it whole: seed=…."),
-        ("name.x=1", 'name: is the text "n", so nothing can be set below it. Replace it whole: name=….'),
+        ("=1", "an override is written key=value, such as trainer.max_steps=5; a component of the key is empty."),
+        ("a..b=1", "an override is written key=value, such as trainer.max_steps=5; a component of the key is empty."),
+        ("seed.x=1", "seed: is 42, so it has no keys. Replace it whole: seed=…."),
+        ("name.x=1", 'name: is the text "n", so it has no keys. Replace it whole: name=….'),
         (
             "hooks.3.x=1",
             "hooks: is a list of 2, so there is no index 3 (known: 0 to 1). Replace the list whole: hooks=[…].",
@@ -56,12 +56,12 @@ def test_later_overrides_see_earlier_ones():
         ("extends=[x]", "extends: is read from the file only. Set it there."),
         (
             "model.lora.match=*.query",
-            "model.lora.match: a value that begins with * is an alias in YAML. Put it in quotes, and the override as "
+            "model.lora.match: a value that begins with * is an alias in YAML. Quote the value, and the override as "
             """well: 'model.lora.match="*.query"'.""",
         ),
         (
             "model.freeze.x=1",
-            'model.freeze: is the text "a", so nothing can be set below it. Replace it whole: model.freeze=….',
+            'model.freeze: is the text "a", so it has no keys. Replace it whole: model.freeze=….',
         ),
     ],
 )

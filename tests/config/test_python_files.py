@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from trainwright import Component, RunConfig
-from trainwright.config.python_files import SECTIONS
 from trainwright.errors import ConfigError
 
 BASE = {"trainer": {"max_steps": 3}}
@@ -18,10 +17,6 @@ def write(folder, name, text):
     path.parent.mkdir(exist_ok=True)
     path.write_text(text, "utf-8")
     return path
-
-
-def test_the_variables_that_are_taken_are_the_settings_of_a_run():
-    assert set(SECTIONS) == {*RunConfig.model_fields, "extends"}
 
 
 @pytest.mark.parametrize(
@@ -40,7 +35,7 @@ def test_a_file_defines_its_config_in_any_of_three_forms(tmp_path, text):
     assert config.project_dir == tmp_path
 
 
-def test_what_else_a_file_holds_is_no_setting(tmp_path):
+def test_other_variables_of_a_file_are_not_settings(tmp_path):
     text = "import data\nlr = 1e-3\ndef helper(): pass\ntrainer = {'max_steps': 3}\nseed = None\n"
     write(tmp_path, "data.py", "")
     assert RunConfig.load(write(tmp_path, "mine.py", text)) == RunConfig.from_dict({"name": "mine", **BASE})
@@ -54,7 +49,7 @@ def test_a_run_config_keeps_its_own_name_and_project(tmp_path):
     assert config.project_dir == tmp_path / "other"
 
 
-def test_each_read_runs_the_files_anew(tmp_path):
+def test_each_read_executes_the_files_again(tmp_path):
     path = write(tmp_path, "mine.py", "from base import steps\nconfig = {'trainer': {'max_steps': steps}}")
     write(tmp_path, "base.py", "steps = 3")
     assert RunConfig.load(path).trainer.max_steps == 3
@@ -94,7 +89,7 @@ def test_reading_leaves_python_s_path_and_modules_as_they_were(tmp_path, monkeyp
     assert "inner" not in sys.modules
 
 
-def test_what_a_run_in_another_folder_has_imported_is_not_taken_for_a_folder_beside_the_file(tmp_path, monkeypatch):
+def test_imports_of_a_run_in_another_folder_do_not_hide_a_folder_next_to_the_file(tmp_path, monkeypatch):
     for folder, name, text in (
         ("first", "parts/__init__.py", ""),
         ("first", "parts/base.py", "steps = 1"),
@@ -199,7 +194,7 @@ def test_each_problem_names_the_line_that_it_is_written_on(tmp_path, monkeypatch
         ("config = {'seed': {3: 4}}", "mine.py:1: seed: a key must be text, got 3. Use '3'."),
     ],
 )
-def test_a_file_that_gives_no_config_says_why(tmp_path, monkeypatch, text, message):
+def test_a_file_without_a_config_is_rejected_with_the_reason(tmp_path, monkeypatch, text, message):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "base.py", "x = 1\nnothing")
     write(tmp_path, "mine.py", text)

@@ -35,7 +35,7 @@ def test_the_mesh_fills_the_world(mesh, sizes):
         (
             {"fsdp": 2, "tensor": 2},
             "runtime.mesh: fsdp 2 × tensor 2 is 4 ranks, but the run has 8. "
-            "Run on 4 ranks, or set runtime.mesh.replicate: -1 to take what is left.",
+            "Run on 4 ranks, or set runtime.mesh.replicate: -1 for the remaining ranks.",
         ),
         (
             {"fsdp": 3},
@@ -43,7 +43,7 @@ def test_the_mesh_fills_the_world(mesh, sizes):
         ),
         (
             {"fsdp": -1, "tensor": 3},
-            "runtime.mesh: fsdp ? × tensor 3 cannot be 8 ranks: 8 is not a multiple of 3. "
+            "runtime.mesh: fsdp ? × tensor 3 cannot have 8 ranks: 8 is not a multiple of 3. "
             "Run on a multiple of 3 ranks, or change the other axes.",
         ),
     ],
@@ -88,7 +88,7 @@ def test_a_contradiction_is_rejected_with_file_line_and_arithmetic(tmp_path, mon
         (
             {"global_batch_size": 100, "micro_batch_size": 8, "gradient_accumulation_steps": 2},
             "100 is not micro_batch_size 8 × 3 data ranks × gradient_accumulation_steps 2 = 48. "
-            "Use 48, or leave one of the three out.",
+            "Use 48, or remove one of the three.",
         ),
         (
             {"global_batch_size": 2},
@@ -137,7 +137,7 @@ def test_with_auto_the_plan_is_the_largest_that_could_be(trainer, plan):
     assert resolve_batch(with_trainer(micro_batch_size="auto", **trainer), 2) == BatchPlan(*plan)
 
 
-def test_auto_beside_an_accumulation_or_an_uneven_batch_is_rejected():
+def test_auto_with_gradient_accumulation_or_an_uneven_batch_is_rejected():
     with raises(ConfigError, "trainer.gradient_accumulation_steps", "4", "micro_batch_size"):
         resolve_batch(with_trainer(micro_batch_size="auto", gradient_accumulation_steps=4), 1)
     with raises(ConfigError, "10", "3"):

@@ -33,7 +33,7 @@ def test_a_wrong_name_of_a_set_is_rejected(name):
         ({"collate_fn": "x"}, "data.loader.collate_fn: is not set here. Set data.collator."),
         (
             {"pin_memry": True},
-            'data.loader.pin_memry: the loader takes no such argument. Did you mean "pin_memory"? Known: '
+            'data.loader.pin_memry: the loader has no such argument. Did you mean "pin_memory"? Known: '
             "prefetch_factor, pin_memory, timeout, multiprocessing_context.",
         ),
         ({"pin_memory": "yes"}, 'data.loader.pin_memory: must be true or false, got the text "yes".'),
@@ -109,3 +109,76 @@ def test_every_key_of_every_section_has_a_docstring():
     for section in public:
         for name, field in section.model_fields.items():
             assert field.description, f"{section.__name__}.{name}"
+
+
+@pytest.mark.parametrize("trainer", [{}, {"type": "trainer"}, {"type": "language_model"}, {"type": "classification"}])
+def test_a_built_in_trainer_rejects_unknown_keys(trainer):
+    text = rejection_of({"trainer": {**trainer, "temperature": 2}})
+    assert text.startswith("trainer.temperature: there is no such setting.")
+    assert text.endswith("Only a trainer of your own has further options.")
+
+
+@pytest.mark.parametrize("type_name", ["mine.MyTrainer", "trainers/mine.py:MyTrainer", "my_pkg:T", "registered"])
+def test_a_users_trainer_keeps_further_keys(type_name):
+    more = {"temperature": 2, "num_steps": 3, "warmup_steps": 4, "margin": {"a": [1]}, "alpha": None}
+    config = RunConfig.from_dict({"trainer": {"type": type_name, **more}})
+    assert config.trainer.options == more
+    assert config.trainer.margin.a == (1,)
+
+
+@pytest.mark.parametrize(
+    ("key", "known"),
+    [("max_step", "max_steps"), ("optimiser", "optimizer"), ("scheduler", "schedule"), ("max-steps", "max_steps")],
+)
+def test_a_users_trainer_rejects_keys_that_look_misspelt(key, known):
+    text = rejection_of({"trainer": {"type": "mine.T", key: 1}})
+    assert text.startswith(f'trainer.{key}: looks like a misspelt "{known}".')
+
+
+def test_optimizer_and_optimizers_exclude_each_other():
+    several = {"a": {"optimizer": "sgd"}}
+    text = rejection_of({"trainer": {"optimizer": "adamw", "schedule": "cosine", "optimizers": several}})
+    assert text.splitlines() == [
+        "trainer.optimizer: is set together with trainer.optimizers (a). Keep one of the two.",
+        "trainer.schedule: has no effect: each of trainer.optimizers (a) has its own schedule. Move it there.",
+    ]
+
+
+def keep_best(metric, **data):
+    return {"data": {"train": "digits", **data}, "checkpoint": {"keep_best": {"metric": metric}}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (
+            keep_best("test/loss", test="digits"),
+            "the test set cannot select a checkpoint. Use an evaluation set, such as",
+        ),
+        (keep_best("vald/loss", eval={"valid": "digits"}), 'there is no evaluation set "vald". Did you mean "valid"?'),
+        (keep_best("vald/loss", split=[9, 1]), 'there is no evaluation set "vald". Did you mean "valid"?'),
+        (keep_best("loss", eval={"val": "x"}), 'must be a set and its metric, such as val/loss; got the text "loss".'),
+        (keep_best("valid/loss"), 'there is no evaluation set "valid". Add it to data.eval, or set data.split.'),
+    ],
+)
+def test_keep_best_needs_an_evaluation_set(settings, problem):
+    assert rejection_of(settings).startswith(f"checkpoint.keep_best.metric: {problem}")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        keep_best("valid/loss", eval={"valid": "digits"}),
+        keep_best("eval/loss", eval="digits"),
+        keep_best("valid/loss", split=[90, 5, 5]),
+        {**keep_best("valid/loss"), "task": "mine.Task"},
+        {**keep_best("valid/loss"), "trainer": {"type": "mine.T"}},
+    ],
+)
+def test_keep_best_accepts_declared_sets_and_those_that_code_may_build(settings):
+    assert RunConfig.from_dict(settings).checkpoint.keep_best.mode == "min"
+
+
+def test_only_one_axis_can_be_the_remaining_ranks():
+    text = rejection_of({"runtime": {"mesh": {"fsdp": -1, "tensor": -1}}})
+    assert text == ("runtime.mesh.tensor: only one axis can be -1, got fsdp and tensor. Set the others to a number.")

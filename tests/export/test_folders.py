@@ -117,7 +117,7 @@ def test_an_export_that_was_killed_between_any_two_moves_can_be_made_again(tmp_p
         assert json.loads((folder / "export.json").read_text())["files"] == ["config.json", "export.json", "new.json"]
 
 
-def test_what_a_killed_first_export_left_in_an_empty_folder_is_no_file_of_others(tmp_path):
+def test_leftovers_of_a_killed_first_export_are_not_files_of_others(tmp_path):
     left = tmp_path / "out" / ".out.writing-0123abcd"
     left.mkdir(parents=True)
     (left / "config.json").write_text("{}")
@@ -154,7 +154,7 @@ def test_another_export_json_is_not_ours(tmp_path, content):
     assert earlier_files(tmp_path) is None
 
 
-def test_an_export_in_the_place_of_a_run_is_told_from_one(tmp_path):
+def test_an_export_is_distinguished_from_a_run(tmp_path):
     write(tmp_path / "hf", "config.json", "model.safetensors")
     write(tmp_path / "plain", "model.yaml", "model.safetensors")
     (tmp_path / "other").mkdir()
@@ -164,13 +164,13 @@ def test_an_export_in_the_place_of_a_run_is_told_from_one(tmp_path):
             find_source(tmp_path / name)
 
 
-def test_a_file_is_no_folder(tmp_path):
+def test_a_file_is_not_a_folder(tmp_path):
     (tmp_path / "out").write_text("")
     with raises(CheckpointError):
         write(tmp_path / "out", overwrite=True)
 
 
-def test_places_are_cut_to_their_last_part_and_taken_out_of_config_files(tmp_path):
+def test_absolute_paths_are_shortened_and_removed_from_config_files(tmp_path):
     given = {"type": "/home/me/net.py:Net", "paths": [Path("/a/b.txt"), r"C:\\me\\c.txt"], "name": "org/model", "n": 3}
     assert without_paths(given) == {"type": "net.py:Net", "paths": ["b.txt", "c.txt"], "name": "org/model", "n": 3}
     assert is_path("~/models")

@@ -14,9 +14,10 @@ from tests.export.runs import RUN, train_run
 from tests.messages import raises
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from trainwright import AutoModel, load_checkpoint
+from trainwright import AutoModel, RunConfig, load_checkpoint
+from trainwright.data.tokenizer import TextTokenizer, load_tokenizer
 from trainwright.errors import CheckpointError, ConfigError
-from trainwright.export.huggingface import export_run
+from trainwright.export.huggingface import export_run, find_tokenizer, save_tokenizer
 from trainwright.models.llama import Llama
 
 PROJECT = Path(__file__).parents[1] / "project"
@@ -69,7 +70,7 @@ def run(tmp_path_factory):
     return train_run(tmp_path_factory.mktemp("project"))[0]
 
 
-def test_transformers_reads_an_export_and_gives_equal_logits(run, tmp_path):
+def test_transformers_loads_an_export_with_equal_logits(run, tmp_path):
     transformers = pytest.importorskip("transformers")
     folder = export_run(run, tmp_path / "hf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -92,7 +93,7 @@ def test_weights_can_be_rounded_and_split(run, tmp_path):
     assert len(list(folder.glob("model-*.safetensors"))) > 1
 
 
-def test_an_export_may_lie_in_the_run_but_not_over_it(run):
+def test_an_export_may_be_in_the_run_but_not_replace_it(run):
     assert export_run(run, run / "exports" / "hf").is_dir()
     for place in (run, run.parent):
         with raises(CheckpointError):
@@ -156,7 +157,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_plain_weights_only(tmp_path):
     assert (written / "model.safetensors").is_file()
 
 
-def test_a_replaced_part_is_plain_weights_only(tmp_path):
+def test_a_replaced_module_is_plain_weights_only(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     text = RUN.replace("max_positions: 64}", 'max_positions: 64, replace: {"*.norm": {type: mine.py:Norm, width: 32}}}')
     folder, _ = train_run(tmp_path, text, ["trainer.max_steps=2"])
@@ -166,7 +167,7 @@ def test_a_replaced_part_is_plain_weights_only(tmp_path):
     assert yaml.safe_load((written / "model.yaml").read_text())["model"]["replace"]
 
 
-def test_the_settings_beside_plain_weights_build_the_model_again(run, tmp_path):
+def test_the_settings_of_plain_weights_build_the_model_again(run, tmp_path):
     written = export_run(run, tmp_path / "plain", file_format="safetensors")
     section = yaml.safe_load((written / "model.yaml").read_text())["model"]
     assert section.pop("type") == "llama"
@@ -223,13 +224,13 @@ def test_the_tokenizer_of_the_data_goes_along(tmp_path):
     assert (export_run(folder, tmp_path / "hf") / "tokenizer.json").exists()  # no data is read for it
 
 
-def test_an_export_without_its_tokenizer_is_told(run, tmp_path, caplog):
+def test_an_export_without_its_tokenizer_is_logged(run, tmp_path, caplog):
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     text = (copy / "config.yaml").read_text()
     (copy / "config.yaml").write_text(text.replace("type: text", "type: nowhere.py:Text"))
     export_run(copy, tmp_path / "hf")
-    assert "tokenizer is not in the export" in caplog.text
+    assert "The export has no tokenizer" in caplog.text
 
 
 def test_adapters_are_merged(tmp_path):
@@ -259,3 +260,61 @@ def test_an_unknown_format_and_dtype_are_rejected(run, tmp_path):
         export_run(run, tmp_path / "x", file_format="onnx")
     with raises(ConfigError, "int4"):
         export_run(run, tmp_path / "x", dtype="int4")
+
+
+# tokenizers
+
+
+def config_with(tmp_path, data):
+    (tmp_path / "run.yaml").write_text(f"model: {{type: llama, vocab_size: 9}}\ndata: {data}\n")
+    return RunConfig.load(tmp_path / "run.yaml")
+
+
+@pytest.fixture
+def words():
+    return Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "{train: {type: pack, length: 8, tokenizer: bytes, source: {type: text, path: no.txt}}}",
+        "{train: {type: text, path: no.txt}, collator: {type: tokenize, tokenizer: bytes}}",
+    ],
+)
+def test_a_tokenizer_is_found_in_the_data_or_the_collator_though_no_data_is_there(tmp_path, data):
+    found = find_tokenizer(config_with(tmp_path, data))
+    assert isinstance(found, TextTokenizer)
+    assert found.name == "bytes"
+
+
+def test_a_run_without_a_tokenizer_has_none(tmp_path):
+    assert find_tokenizer(config_with(tmp_path, "{train: {type: digits}}")) is None
+    assert find_tokenizer(config_with(tmp_path, "{}")) is None
+
+
+def test_each_kind_of_tokenizer_is_saved_as_files(tmp_path, words):
+    first, second, third = (tmp_path / name for name in "abc")
+    for folder in (first, second, third):
+        folder.mkdir()
+    assert save_tokenizer(words, first) == [first / "tokenizer.json"]
+    (first / "tokenizer_config.json").write_text('{"unk_token": "[UNK]"}')
+    assert len(save_tokenizer(load_tokenizer(first), second)) == 2
+    assert load_tokenizer(second).encode("a") == [0]
+    save_tokenizer(load_tokenizer(second / "tokenizer.json"), third)
+    assert load_tokenizer(third).encode("a") == [0]
+    assert save_tokenizer(load_tokenizer("bytes"), tmp_path) == []
+    assert save_tokenizer(object(), tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["", "tokenizer.json"])
+def test_the_template_of_conversations_and_added_tokens_go_along(tmp_path, words, name):
+    (tmp_path / "from").mkdir()
+    (tmp_path / "to").mkdir()
+    words.save(str(tmp_path / "from" / "tokenizer.json"))
+    (tmp_path / "from" / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "from" / "added_tokens.json").write_text("{}")
+    (tmp_path / "from" / "notes.txt").write_text("mine")
+    save_tokenizer(load_tokenizer(tmp_path / "from" / name), tmp_path / "to")
+    written = {path.name for path in (tmp_path / "to").iterdir()}
+    assert written == {"tokenizer.json", "chat_template.jinja", "added_tokens.json"}

@@ -92,7 +92,7 @@ def test_a_step_that_is_not_there_is_a_clear_error(trained, step, problem):
         load_checkpoint(trained[0], step)
 
 
-def test_a_folder_that_is_no_run_is_a_clear_error(tmp_path):
+def test_a_folder_that_is_not_a_run_is_a_clear_error(tmp_path):
     with raises(CheckpointError, "config.yaml"):
         load_checkpoint(tmp_path)
     with raises(CheckpointError):
@@ -105,7 +105,7 @@ def test_a_run_without_checkpoints_is_a_clear_error(tmp_path):
         load_checkpoint(tmp_path / "small")
 
 
-def test_a_step_beside_a_checkpoint_that_names_another_is_rejected(trained):
+def test_a_step_with_a_checkpoint_of_another_step_is_rejected(trained):
     with raises(CheckpointError, "00000004", "6"):
         load_checkpoint(trained[0] / "checkpoints" / "step-00000004", 6)
 

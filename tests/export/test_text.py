@@ -45,7 +45,7 @@ PAIRS = pair_tokenizer()
 
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=30), st.integers(0, 10), st.sampled_from([BYTES, PAIRS]))
-def test_pieces_are_whole_characters_and_add_up_to_the_text(text, cut, tokenizer):
+def test_chunks_are_complete_characters_and_add_up_to_the_text(text, cut, tokenizer):
     tokens = encode_prompt(tokenizer, text)
     stream = TextStream(tokenizer, tokens[:0])
     pieces = [stream.push(token) for token in tokens]
@@ -61,7 +61,7 @@ def test_a_character_is_kept_back_until_it_is_whole():
     assert [stream.push(byte) for byte in "a€!".encode()] == ["a", "", "", "€", "!"]
 
 
-def test_bytes_that_are_no_character_come_out_at_the_end():
+def test_incomplete_bytes_are_returned_at_the_end():
     stream = TextStream(BYTES, [])
     assert stream.push(0xFF) == ""
     assert stream.push(ord("a")) == "\ufffda"
@@ -101,7 +101,7 @@ def test_what_has_no_tokenizer_says_how_to_name_one(run, tmp_path):
         load_text_model(folder)
 
 
-def test_plain_weights_are_no_text_model_and_an_export_is_not_exported(run, tmp_path):
+def test_plain_weights_are_not_a_text_model_and_an_export_is_not_exported(run, tmp_path):
     with raises(CheckpointError):
         load_text_model(export_run(run, tmp_path / "plain", file_format="safetensors"))
     with raises(CheckpointError):
@@ -126,7 +126,7 @@ def test_an_empty_prompt_and_an_encoder_are_rejected(run):
         next(stream_text(Pair(), tokenizer, "a", max_new_tokens=3))
 
 
-def test_a_run_that_is_no_decoder_is_named_before_its_tokenizer_is_missed(tmp_path):
+def test_a_run_without_a_decoder_is_rejected_before_its_tokenizer(tmp_path):
     shutil.copy(PROJECT / "parts.py", tmp_path / "parts.py")
     folder, _ = train_run(tmp_path, (PROJECT / "run.yaml").read_text(), ["trainer.max_steps=2"])
     with raises(ConfigError, "input_ids"):

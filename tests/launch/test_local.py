@@ -99,7 +99,7 @@ def untimed_lines(tmp_path):
     return [{name: value for name, value in line.items() if not timed.search(name)} for line in lines]
 
 
-def test_a_lost_process_restarts_the_group_which_goes_on_as_if_nothing_had_happened(tmp_path, monkeypatch):
+def test_a_lost_process_restarts_the_group_which_repeats_the_same_losses(tmp_path, monkeypatch):
     project = tmp_path / "project"
     shutil.copytree(PROJECT, project)
     (project / "hooks").mkdir()
@@ -113,7 +113,7 @@ def test_a_lost_process_restarts_the_group_which_goes_on_as_if_nothing_had_happe
     process = start(tmp_path, *overrides, "--fresh", "--max-restarts", "1", project=project)
     assert process.wait() == 0, process.said
     errors = process.said
-    lost = r"^Rank 1 \(process \d+\) was ended by SIGKILL\. Restart 1 of 1: all ranks are started again\.$"
+    lost = r"^Rank 1 \(process \d+\) was ended by SIGKILL\. Restart 1 of 1: starting all ranks again\.$"
     assert len(re.findall(lost, errors, re.MULTILINE)) == 1
     assert "Traceback" not in errors, "the other rank only says that it lost a connection"
     assert errors.count("Restart 1: the run goes on from its newest checkpoint.") == 1
@@ -133,7 +133,7 @@ def test_a_rank_that_dies_at_start_up_ends_all_and_is_named(tmp_path):
     process = start(tmp_path, "imports=[dies.py]", project=tmp_path / "project")
     assert process.wait() == 9
     errors = process.said
-    (pid,) = re.findall(r"^Rank 1 \(process (\d+)\) left with exit code 9, without a word\.$", errors, re.MULTILINE)
+    (pid,) = re.findall(r"^Rank 1 \(process (\d+)\) exited with code 9\. It printed no error\.$", errors, re.MULTILINE)
     assert not Path(f"/proc/{pid}").exists()
     alive = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=False).stdout
     assert str(tmp_path) not in alive, "an orphan is left"
@@ -155,7 +155,7 @@ def test_options_of_a_launcher_that_do_not_fit_are_rejected(options, message, in
     assert message in capsys.readouterr().err
 
 
-def test_a_launcher_inside_of_a_launcher_is_rejected(in_tmp, monkeypatch, capsys):
+def test_a_launcher_inside_a_launcher_is_rejected(in_tmp, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(sys, "argv", ["trainwright", "train", str(PROJECT / "run.yaml"), "--nproc", "2"])
     with pytest.raises(SystemExit) as left:

@@ -15,7 +15,7 @@ from tests.messages import mentions, raises
 from trainwright import cli
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.errors import ConfigError, TrainwrightError
-from trainwright.launch.slurm import follow, job_of, read_settings, submit
+from trainwright.launch.slurm import SlurmJob, follow, read_settings, submit
 
 PROJECT = Path(__file__).parents[1] / "project"
 
@@ -107,7 +107,7 @@ def test_the_job_file_is_shell_that_a_person_can_read(in_tmp, monkeypatch, capsy
 
 
 def test_a_job_without_cores_says_what_that_means_and_how_to_set_them():
-    text = job_of("big", ["trainwright", "train", "run.yaml"], {"nodes": "2"}).text()
+    text = SlurmJob("big", ["trainwright", "train", "run.yaml"], {"nodes": "2"}).text()
     assert "# No cpus= was given: on many clusters a task then gets one CPU" in text
     assert mentions(text, "--cpus-per-task=N", "srun")
 
@@ -122,7 +122,7 @@ def test_a_job_without_cores_says_what_that_means_and_how_to_set_them():
         ),
         (
             ["runtime.device=auto", "runtime.mesh={tensor: 5, fsdp: -1}"],
-            "fsdp ? × tensor 5 cannot be 32 ranks: 32 is not a multiple of 5.",
+            "fsdp ? × tensor 5 cannot have 32 ranks: 32 is not a multiple of 5.",
         ),
     ],
 )
@@ -155,18 +155,18 @@ def test_a_cluster_must_be_named(in_tmp, monkeypatch, capsys):
         ("account=a\n#SBATCH --uid=0", ()),
     ],
 )
-def test_settings_that_are_none_are_rejected(word, message):
+def test_invalid_settings_are_rejected(word, message):
     with raises(ConfigError, *message):
         read_settings([word])
 
 
 def test_a_name_cannot_write_lines_into_the_job():
-    text = job_of("a\nrm -r $HOME", ["trainwright", "train", "run.yaml"], {}).text()
+    text = SlurmJob("a\nrm -r $HOME", ["trainwright", "train", "run.yaml"], {}).text()
     assert "rm -r" not in text
     assert "#SBATCH --job-name=a-rm--r-HOME\n" in text
 
 
-def test_two_machines_meet_train_save_before_the_time_limit_and_are_queued_again(slurm, monkeypatch):
+def test_two_machines_train_save_before_the_time_limit_and_are_requeued(slurm, monkeypatch):
     slurm("srun", SRUN)
     slurm("scontrol", SCONTROL)
     slurm("trainwright", "from trainwright.cli import main\nmain()\n")
@@ -213,7 +213,7 @@ def test_without_sbatch_the_file_is_there_and_the_error_says_where_to_take_it(in
         submit(Path("run.slurm"))
 
 
-def test_what_sbatch_rejects_is_said_in_its_words(slurm):
+def test_an_error_of_sbatch_is_shown(slurm):
     slurm("sbatch", "import sys\nsys.exit('invalid partition')")
     with raises(TrainwrightError, "run.slurm"):
         submit(Path("run.slurm"))

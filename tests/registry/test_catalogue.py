@@ -56,7 +56,7 @@ def test_a_built_in_s_parameters_are_those_of_its_real_signature(built_ins, kind
 
 
 @pytest.mark.parametrize(("kind", "name"), BUILT_INS)
-def test_every_built_in_has_a_place_and_a_word_on_what_it_is(built_ins, kind, name):
+def test_every_built_in_has_a_location_and_a_summary(built_ins, kind, name):
     entry = built_ins[kind, name]
     target = registry.find(kind, name, project_dir=".")
     file, _, line = entry.location.rpartition(":")

@@ -150,7 +150,7 @@ def test_a_missing_file_is_rejected_with_the_nearest(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "models" / "net.py", "")
     text = rejection_of(find, "model", "models/nett.py:Net", project_dir=tmp_path)
-    assert text == f'there is no file models/nett.py. Did you mean "net.py"? Paths are relative to {tmp_path}.'
+    assert text == f'no file models/nett.py. Did you mean "net.py"? Paths are relative to {tmp_path}.'
 
 
 def test_an_error_in_the_users_file_names_its_line_and_is_kept(tmp_path, monkeypatch):
@@ -180,7 +180,7 @@ def test_an_absolute_import_within_the_project_is_explained(tmp_path):
     assert "import each other relatively" in rejection_of(find, "model", "net.Net", project_dir=tmp_path)
 
 
-def test_a_failed_file_can_be_mended_and_loaded(tmp_path):
+def test_a_failed_file_can_be_fixed_and_loaded(tmp_path):
     file = write(tmp_path / "models" / "net.py", "1 / 0\n")
     rejection_of(find, "model", "net.Net", project_dir=tmp_path)
     write(file, "class Net: pass  # mended\n")
@@ -223,7 +223,7 @@ def test_a_registered_class_or_function_is_found_by_name(tmp_path):
     assert register("optimizer", "tiger")(Lion) is Lion
 
 
-def test_a_taken_name_is_rejected_with_both_places():
+def test_a_registered_name_is_rejected_with_both_locations():
     @register("optimizer", "tiger")
     class Lion:
         pass
@@ -232,7 +232,7 @@ def test_a_taken_name_is_rejected_with_both_places():
         pass
 
     text = rejection_of(register("optimizer", "tiger"), Other)
-    assert text.startswith('The optimizer "tiger" is registered already, by ')
+    assert text.startswith('The optimizer "tiger" is already registered by ')
     assert "Lion (" in text
     assert "Other (" in text
     assert "test_resolve.py:" in text
@@ -251,7 +251,7 @@ def test_imported_modules_register_from_the_path_or_the_project(tmp_path):
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("not_there.parts", 'there is no module "not_there.parts", neither on Python\'s path nor in '),
+        ("not_there.parts", 'no module "not_there.parts" on Python\'s path or in '),
         ("my-parts", '"my-parts" is not the name of a module'),
         ("broken_parts", "broken_parts.py cannot be imported: ValueError: inside"),
         ("needy_parts", "No module named 'not_installed_anywhere'"),
@@ -295,14 +295,14 @@ def test_a_wrong_argument_is_rejected_with_parameters_and_nearest():
         check_arguments, Inherits, {"lrr": 1}, label="trainer.optimizer", where="run.yaml:4", provided=["params"]
     )
     assert text == (
-        'run.yaml:4: trainer.optimizer: Inherits takes no argument "lrr". Did you mean "lr"? '
+        'run.yaml:4: trainer.optimizer: Inherits has no argument "lrr". Did you mean "lr"? '
         "Its parameters: lr=0.001, betas=(0.9, 0.95), width=None."
     )
 
 
 def test_a_missing_argument_is_named():
     text = rejection_of(check_arguments, Adam, {"lr": 1}, label="trainer.optimizer")
-    assert text.startswith('trainer.optimizer: Adam needs the argument "params". Give it beside type.')
+    assert text.startswith('trainer.optimizer: Adam needs the argument "params". Add it next to type.')
 
 
 def test_any_argument_fits_where_the_signature_says_so_or_is_not_known():
@@ -323,12 +323,12 @@ def test_an_argument_in_the_config_wins_over_one_provided(tmp_path):
     assert built.given["lr"] == 0.1
 
 
-def test_a_constructor_that_takes_anything_gets_all_that_is_provided(tmp_path):
+def test_a_constructor_that_accepts_any_argument_receives_all_that_is_provided(tmp_path):
     built = instantiate("optimizer", Component(TakesAny, a=1), project_dir=tmp_path, label="x", b=2)
     assert built.given == {"a": 1, "b": 2}
 
 
-def test_an_error_in_the_constructor_names_component_place_and_line(tmp_path, monkeypatch):
+def test_an_error_in_the_constructor_names_component_location_and_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "models" / "net.py", "import json\nclass Net:\n    def __init__(self):\n        json.loads('{')\n")
     component = Component("net.Net").located_at(Origin("run.yaml", 7))
@@ -343,7 +343,7 @@ def reject_to_build():
     raise DataError("there are no samples.")
 
 
-def test_an_error_that_is_already_in_words_is_not_wrapped(tmp_path):
+def test_a_trainwright_error_is_not_wrapped(tmp_path):
     with raises(DataError):
         instantiate("dataset", Component(reject_to_build), project_dir=tmp_path, label="data.train")
 

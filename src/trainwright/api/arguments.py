@@ -1,11 +1,14 @@
-"""`get_args`: the flags by which SwissArmyTransformer's users describe a run, as a plain Namespace."""
+"""`get_args`: the flags of `training_main`, with SwissArmyTransformer's names, as a plain Namespace."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from trainwright.backends import pick_backend
@@ -21,39 +24,29 @@ DECAY_STYLES = ("constant", "linear", "cosine")
 ZERO_STAGES = (0, 1, 2, 3)
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
+@dataclass(frozen=True)
+class _Number:
+    """The `type` of a flag: a number in a range."""
+
+    kind: type[int] | type[float]
+    minimum: float
+    maximum: float
+    description: str
+
+    def __call__(self, text: str) -> float:
+        with suppress(ValueError):
+            number = self.kind(text)
+            if self.minimum <= number <= self.maximum:
+                return number
+        raise argparse.ArgumentTypeError(f"must be {self.description}; got {text!r}")
 
 
-def _whole(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise ValueError
-    return number
-
-
-def _number(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < float("inf"):
-        raise ValueError
-    return number
-
-
-def _positive(text: str) -> float:
-    number = _number(text)
-    if number == 0:
-        raise ValueError
-    return number
-
-
-def _fraction(text: str) -> float:
-    number = float(text)
-    if not 0 <= number <= 1:
-        raise ValueError
-    return number
+_LARGEST = sys.float_info.max
+_COUNT = _Number(int, 1, _LARGEST, "a whole number of at least 1")
+_WHOLE = _Number(int, 0, _LARGEST, "a whole number of at least 0")
+_NUMBER = _Number(float, 0, _LARGEST, "a number of at least 0")
+_POSITIVE = _Number(float, sys.float_info.min, _LARGEST, "a number above 0")
+_FRACTION = _Number(float, 0, 1, "a fraction from 0 to 1")
 
 
 def _ratios(text: str) -> str:
@@ -61,87 +54,90 @@ def _ratios(text: str) -> str:
     return text
 
 
-_WANTED: Mapping[Callable[[str], Any], str] = {
-    _count: "a whole number from 1 on",
-    _whole: "a whole number from 0 on",
-    int: "a whole number",
-    _number: "a number from 0 on",
-    _positive: "a number above 0",
-    _fraction: "a fraction from 0 to 1",
-    _ratios: "text, such as 95,5,5",
-}
-
 _FLAGS: Mapping[str, Mapping[str, Any]] = {
-    "--train-iters": {"type": _count, "help": "Updates, whatever the number of forwards in each."},
-    "--epochs": {"type": _positive, "help": "Passes over the training data; with --train-iters, the first limit ends."},
-    "--batch-size": {"type": _count, "default": 4, "help": "Samples of one forward on one rank."},
-    "--gradient-accumulation-steps": {"type": _count, "default": 1, "help": "Forwards of one update on one rank."},
-    "--lr": {"type": _positive, "default": 1e-4, "help": "The learning rate after the warm-up."},
-    "--warmup": {"type": _fraction, "default": 0.01, "help": "The part of the updates in which the rate rises."},
-    "--lr-decay-style": {"choices": DECAY_STYLES, "default": "linear", "help": "How the rate falls afterwards."},
-    "--lr-decay-ratio": {"type": _fraction, "default": 0.1, "help": "The last rate, as a part of --lr."},
-    "--weight-decay": {"type": _number, "default": 0.01, "help": "Of AdamW."},
-    "--clip-grad": {"type": _number, "default": 1.0, "help": "Gradients are scaled down to this norm; 0: never."},
-    "--seed": {"type": _whole, "default": 1234, "help": "All randomness and the order of data follow from it."},
+    "--train-iters": {"type": _COUNT, "help": "Optimizer updates."},
+    "--epochs": {
+        "type": _POSITIVE,
+        "help": "Passes over the training data; with --train-iters, the lower limit applies.",
+    },
+    "--batch-size": {"type": _COUNT, "default": 4, "help": "Samples per forward on one rank."},
+    "--gradient-accumulation-steps": {"type": _COUNT, "default": 1, "help": "Forwards per update on one rank."},
+    "--lr": {"type": _POSITIVE, "default": 1e-4, "help": "The learning rate after the warm-up."},
+    "--warmup": {"type": _FRACTION, "default": 0.01, "help": "Fraction of the updates in which the rate increases."},
+    "--lr-decay-style": {"choices": DECAY_STYLES, "default": "linear", "help": "How the rate decreases afterwards."},
+    "--lr-decay-ratio": {"type": _FRACTION, "default": 0.1, "help": "The final rate as a fraction of --lr."},
+    "--weight-decay": {"type": _NUMBER, "default": 0.01, "help": "Weight decay of AdamW."},
+    "--clip-grad": {"type": _NUMBER, "default": 1.0, "help": "Maximum gradient norm; 0: no limit."},
+    "--seed": {"type": _WHOLE, "default": 1234, "help": "Determines all random numbers and the order of the data."},
     "--zero-stage": {
         "type": int,
         "choices": ZERO_STAGES,
         "default": 0,
-        "help": "What ranks share out: 0 nothing, 1 and 2 gradients and the optimizer's state, 3 parameters too.",
+        "help": "What is sharded over ranks: 0 nothing, 1 and 2 gradients and optimizer state, 3 also parameters.",
     },
-    "--checkpoint-activations": {"action": "store_true", "help": "Layers are recomputed in the backward pass."},
-    "--checkpoint-num-layers": {"type": _count, "default": 1, "help": "Layers that are recomputed together: 1."},
-    "--fp16": {"action": "store_true", "help": "Forwards in float16, with a scaled loss."},
-    "--bf16": {"action": "store_true", "help": "Forwards in bfloat16."},
-    "--device": {"default": "auto", "help": "auto, cpu, cuda or tpu; in the Namespace it is this rank's own device."},
-    "--save": {"default": "runs", "help": "Where run folders are: this run's is SAVE/EXPERIMENT_NAME."},
-    "--experiment-name": {"default": "run", "help": "The run's name. The same name again continues the run."},
-    "--save-interval": {"type": _count, "default": 5000, "help": "Updates between checkpoints, all of which are kept."},
+    "--checkpoint-activations": {"action": "store_true", "help": "Recompute layers in the backward pass."},
+    "--checkpoint-num-layers": {
+        "type": _COUNT,
+        "default": 1,
+        "help": "Layers that are recomputed together; only 1 is supported.",
+    },
+    "--fp16": {"action": "store_true", "help": "Autocast to float16, with loss scaling."},
+    "--bf16": {"action": "store_true", "help": "Autocast to bfloat16."},
+    "--device": {"default": "auto", "help": "auto, cpu, cuda or tpu; the Namespace has this rank's device."},
+    "--save": {"default": "runs", "help": "The folder of run folders; the run's is SAVE/EXPERIMENT_NAME."},
+    "--experiment-name": {"default": "run", "help": "The run's name. The same name resumes the run."},
+    "--save-interval": {"type": _COUNT, "default": 5000, "help": "Updates between checkpoints, all of which are kept."},
     "--load": {"help": "A run, one of its checkpoints, or a folder of safetensors; see --mode."},
     "--mode": {
         "choices": MODES,
         "default": "pretrain",
-        "help": "pretrain goes on from --load with all of its state; finetune takes its weights and begins at 0; "
-        "inference evaluates them and trains nothing.",
+        "help": "pretrain resumes from the full state of --load; finetune loads its weights and starts at step 0; "
+        "inference evaluates them without training.",
     },
-    "--fresh": {"action": "store_true", "help": "Sets an earlier run of this name aside and starts over."},
-    "--accept-changes": {"action": "store_true", "help": "Continues a run although its settings have changed."},
-    "--train-data": {"nargs": "+", "help": "Paths, each given to create_dataset_function."},
-    "--train-data-weights": {"nargs": "+", "type": _positive, "help": "The share of each; without: by their sizes."},
+    "--fresh": {"action": "store_true", "help": "Rename an earlier run of this name and start over."},
+    "--accept-changes": {"action": "store_true", "help": "Resume a run although its settings have changed."},
+    "--train-data": {"nargs": "+", "help": "Paths for create_dataset_function."},
+    "--train-data-weights": {"nargs": "+", "type": _POSITIVE, "help": "The weight of each path; default: by size."},
     "--valid-data": {"nargs": "+", "help": "Paths of the set valid."},
-    "--test-data": {"nargs": "+", "help": "Paths of the set test, which is evaluated once, at the end."},
-    "--split": {"type": _ratios, "help": "Ratios, such as 95,5,5: cuts the training data into train, valid and test."},
-    "--num-workers": {"type": _whole, "default": 0, "help": "Processes that load data; 0: none but the run's own."},
-    "--eval-interval": {"type": _count, "help": "Updates between evaluations; without: once, at the end."},
-    "--eval-iters": {"type": _count, "help": "Batches of an evaluation; without: the whole set."},
-    "--eval-batch-size": {"type": _count, "help": "Samples of an evaluation's forward on one rank; as in training."},
-    "--strict-eval": {"action": "store_true", "help": "Evaluates whole sets, whatever --eval-iters says."},
-    "--log-interval": {"type": _count, "default": 50, "help": "Updates per line of metrics.json."},
+    "--test-data": {"nargs": "+", "help": "Paths of the set test, evaluated once, at the end."},
+    "--split": {
+        "type": _ratios,
+        "help": "Ratios, such as 95,5,5, that split the training data into train, valid and test.",
+    },
+    "--num-workers": {"type": _WHOLE, "default": 0, "help": "Processes that load data; 0: the run's process loads."},
+    "--eval-interval": {"type": _COUNT, "help": "Updates between evaluations; default: once, at the end."},
+    "--eval-iters": {"type": _COUNT, "help": "Batches per evaluation; default: the whole set."},
+    "--eval-batch-size": {
+        "type": _COUNT,
+        "help": "Samples per forward of an evaluation on one rank; default: as in training.",
+    },
+    "--strict-eval": {"action": "store_true", "help": "Evaluate whole sets and ignore --eval-iters."},
+    "--log-interval": {"type": _COUNT, "default": 50, "help": "Updates per line of metrics.json."},
 }
 
 FACTS = ("rank", "world_size", "local_rank", "device")
-"""What get_args adds: where this process stands among those of the run."""
+"""The attributes that get_args adds: this process's rank and device."""
 
 
 def get_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the flags of a run, of this process's command line or of a list.
+    """Parses the flags of a run, from the command line or from a list.
 
-    Flags of your own are read before, by a parser of your own, whose rest is given here:
+    Parse your own flags first, and pass the rest:
 
         known, rest = parser.parse_known_args()
         args = argparse.Namespace(**vars(get_args(rest)), **vars(known))
 
-    The Namespace also has `rank`, `world_size`, `local_rank` and `device`. It is never changed afterwards.
+    The Namespace also has `rank`, `world_size`, `local_rank` and `device`. training_main does not change it.
     """
     shorten_tracebacks()
     args, unknown = _parser().parse_known_args(argv)
     if unknown:
         flag = unknown[0].partition("=")[0]
         if not flag.startswith("-"):
-            raise ConfigError(f"{flag!r} follows no flag. Write --flag value.", where=caller())
+            raise ConfigError(f"{flag!r} does not follow a flag. Write --flag value.", where=caller())
         raise ConfigError(
-            f"{flag}: there is no such flag. {suggest(flag, [*_FLAGS, '--help'])} Flags of your own are read before, "
-            "by parse_known_args of a parser of your own.",
+            f"{flag}: there is no such flag. {suggest(flag, [*_FLAGS, '--help'])} Parse your own flags first, with "
+            "parse_known_args of your own parser.",
             where=caller(),
         )
     args.rank, args.world_size = processes.rank_and_size()
@@ -152,12 +148,12 @@ def get_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
-    """Returns a copy in which every flag has a value, for a Namespace that was made by hand.
+    """Returns a copy in which every flag has a value, for a Namespace that get_args did not create.
 
-    Its values are checked as those of a command line are, and numpy's numbers become plain ones.
+    The values are validated like those of a command line, and numpy's scalars become Python numbers.
     """
     if not hasattr(args, "__dict__"):
-        raise ConfigError(f"args is a {type(args).__name__}. Give what get_args() returns.", where=caller())
+        raise ConfigError(f"args is a {type(args).__name__}. Pass the Namespace of get_args().", where=caller())
     values = {**vars(_parser().parse_args([])), **vars(args)}
     for flag, settings in _FLAGS.items():
         values[attribute_of(flag)] = _checked(flag, settings, values[attribute_of(flag)])
@@ -165,47 +161,38 @@ def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def flag_names() -> list[str]:
-    """Returns the names of the flags as attributes of the Namespace."""
+    """Returns the attributes of the Namespace for all flags."""
     return [attribute_of(flag) for flag in _FLAGS]
 
 
 def _checked(flag: str, settings: Mapping[str, Any], value: Any) -> Any:
-    """Returns a value of a Namespace as the command line would have given it, or rejects it in the flag's name."""
-    read: Callable[[Any], Any]
-    if settings.get("action") == "store_true":
-        wanted, read = "True or False", _bool
-    elif "type" in settings:
-        wanted, read = _WANTED[settings["type"]], _reader(settings["type"])
-    else:
-        wanted, read = "text", _text
+    """Returns a value of a Namespace with the type that the command line produces; rejects other values."""
     if value is None and settings.get("default") is None and "action" not in settings:
         return None
+    kind = settings.get("type")
     try:
-        if settings.get("nargs") != "+":
-            return read(value)
-        # A path is whatever create_dataset_function takes.
-        return value if "type" not in settings else [read(each) for each in as_list(value)]
-    except (TypeError, ValueError):
+        if "action" in settings:
+            wanted = "True or False"
+            if isinstance(value, bool):
+                return value
+            raise TypeError
+        if kind is None:
+            wanted = "text"
+            # Paths of datasets may have any type. A torch.device has a text form, but no fspath.
+            return value if "nargs" in settings or isinstance(value, str) else _text(value)
+        wanted = getattr(kind, "description", "a whole number" if kind is int else "text, such as 95,5,5")
+        return [_convert(kind, each) for each in as_list(value)] if "nargs" in settings else _convert(kind, value)
+    except (TypeError, ValueError, argparse.ArgumentTypeError):
         raise ConfigError(f"{flag}: must be {wanted}; got {value!r}.", where=caller()) from None
 
 
-def _reader(kind: Callable[[str], Any]) -> Callable[[Any], Any]:
-    """Reads a value by its text, so that 2.5 is no whole number; a float's has every bit of it."""
-
-    def read(value: Any) -> Any:
-        return kind(str(value if (plain := plain_scalar(value)) is None else plain))
-
-    return read
-
-
-def _bool(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError
-    return value
+def _convert(kind: Any, value: Any) -> Any:
+    # By way of text, so that 2.5 is not a whole number; repr keeps every bit of a float.
+    plain = plain_scalar(value)
+    return kind(str(value if plain is None else plain))
 
 
 def _text(value: Any) -> str:
-    # A torch.device is a device's name, and a Path one of a folder.
     text = str(value) if type(value).__name__ == "device" else os.fspath(value)
     if not isinstance(text, str):
         raise TypeError
@@ -213,18 +200,11 @@ def _text(value: Any) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises what argparse would print before it leaves the process."""
+    """Raises ConfigError where argparse prints a message and exits."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message[0].upper()}{message[1:]}.", where=caller())
-
-    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        try:
-            return super()._get_value(action, arg_string)
-        except argparse.ArgumentError as error:
-            wanted = _WANTED[action.type] if callable(action.type) else "something else"
-            flag = action.option_strings[0]
-            raise ConfigError(f"{flag}: must be {wanted}; got {arg_string!r}.", where=caller()) from error
+        text = message.removeprefix("argument ")
+        raise ConfigError(f"{text[0].upper()}{text[1:]}.", where=caller())
 
 
 def _parser() -> _Parser:
@@ -234,34 +214,34 @@ def _parser() -> _Parser:
     return parser
 
 
-PARTS = ("train", "valid", "test")
-"""The sets that `--split` makes, in its order."""
+SETS = ("train", "valid", "test")
+"""The sets of `--split`, in its order."""
 
 
 def attribute_of(flag: str) -> str:
-    """Returns the name by which a Namespace has a flag."""
+    """Returns the attribute of a Namespace for a flag."""
     return flag.removeprefix("--").replace("-", "_")
 
 
 def read_ratios(text: str | None) -> tuple[float, ...] | None:
-    """Reads `95,5,5` or `95,5`; None where nothing is cut off (`1`, `100,0,0`)."""
+    """Parses `95,5,5` or `95,5`; returns None if nothing is split off (`1`, `100,0,0`)."""
     if text is None:
         return None
     try:
         ratios = tuple(float(word) for word in str(text).replace("/", ",").split(","))
     except ValueError:
         ratios = ()
-    if not 1 <= len(ratios) <= len(PARTS) or not all(0 <= ratio < math.inf for ratio in ratios) or not ratios[0]:
+    if not 1 <= len(ratios) <= len(SETS) or not all(0 <= ratio < math.inf for ratio in ratios) or not ratios[0]:
         raise ConfigError(
-            f"--split: {text!r} is no list of one to three ratios, the first of them above 0. Write 95,5,5 for train, "
-            "valid and test.",
+            f"--split: {text!r} is not a list of one to three ratios, the first of them above 0. Write 95,5,5 for "
+            "train, valid and test.",
             where=caller(),
         )
     return ratios if sum(ratios[1:]) > 0 else None
 
 
 def as_list(paths: Any) -> Sequence[Any]:
-    """Returns the paths of a flag: none, one that stands alone, or several."""
+    """Returns the paths of a flag as a list: none, one that is not in a list, or several."""
     if paths is None:
         return []
     return paths if isinstance(paths, list | tuple) else [paths]

@@ -1,19 +1,19 @@
-"""Named experiments: `@experiment("name")` on a function that returns a config, found again by its name."""
+"""Named experiments: `@experiment("name")` registers a function that returns a config."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trainwright.config import Origin, RunConfig
-from trainwright.config.problems import describe, nearest
-from trainwright.config.python_files import files_beside
+from trainwright.config.problems import describe, did_you_mean
+from trainwright.config.python_files import folder_modules
 from trainwright.config.schema import layered_config
 from trainwright.config.yaml_text import absolute
 from trainwright.errors import ConfigError, shorten_tracebacks
@@ -24,12 +24,12 @@ from trainwright.user_code.locations import location_of
 Function = TypeVar("Function", bound=Callable[[], Any])
 
 EXPERIMENTS = "experiments"
-"""The folder and (with .py) the file in the current folder where experiments are looked for."""
+"""The folder, and with .py the file, in the current directory that define experiments."""
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A function that returns a config, and the place where it is written."""
+    """A function that returns a config, and its source location."""
 
     name: str
     function: Callable[[], Any]
@@ -38,22 +38,21 @@ class Experiment:
 
     @property
     def where(self) -> Origin:
-        """The place, for messages."""
+        """The source location, for messages."""
         return Origin(shown_path(self.file), self.line)
 
-    @property
-    def folder(self) -> Path:
-        """Where the relative files of its config start: its own folder, or the one that holds `experiments/`."""
-        folder = absolute(self.file).parent
-        return folder.parent if folder.name == EXPERIMENTS else folder
+
+def _project_folder(file: Path) -> Path:
+    """Returns the project folder of a file with experiments: its folder, or the parent of `experiments/`."""
+    return file.parent.parent if file.parent.name == EXPERIMENTS else file.parent
 
 
-# Filled by @experiment when users' modules are imported; like sys.modules, it lives as long as the process.
+# Filled by @experiment when user modules are imported; it exists as long as the process, as sys.modules does.
 _registered: dict[str, Experiment] = {}
 
 
 def experiment(name: str) -> Callable[[Function], Function]:
-    """Makes a function known as an experiment: it takes nothing, and returns a RunConfig or a dict of settings."""
+    """Registers a function without arguments that returns a RunConfig or a dict of settings."""
     if not isinstance(name, str) or not name:
         shown = getattr(name, "__name__", "mine")
         raise ConfigError(
@@ -67,11 +66,11 @@ def experiment(name: str) -> Callable[[Function], Function]:
             inspect.signature(function).bind()
         except TypeError as error:
             problem = f'the experiment "{name}" is called without arguments, but {function.__name__} needs some'
-            raise ConfigError(f"{problem}: {error}. Give them defaults.", where=found.where) from error
+            raise ConfigError(f"{problem}: {error}. Add defaults.", where=found.where) from error
         taken = _registered.get(name)
         if taken is not None and not _is_same(taken, found):
             raise ConfigError(
-                f'there is an experiment "{name}" already, at {taken.where}. Give one of the two another name.',
+                f'the experiment "{name}" is already defined at {taken.where}. Rename one of the two.',
                 where=found.where,
             )
         _registered[name] = found
@@ -87,28 +86,33 @@ def load_experiment(
     overrides: Iterable[str] = (),
     imports: Iterable[str] = (),
 ) -> RunConfig:
-    """Returns the config of an experiment, with the files laid over it, later ones last, and then the overrides.
+    """Returns the config of an experiment, with the files merged into it in order, and then the overrides.
 
-    An override is `a.b=value`, or a YAML mapping that is laid over like a file. `imports` names the modules or files
-    that define experiments; without any, those of `experiments/` and `experiments.py` in the current folder are
-    imported. What the program has defined itself is known anyway.
+    An override is `a.b=value`, or a YAML mapping that is merged like a file. `imports` names the modules or files that
+    define experiments; the default is `experiments/` and `experiments.py` in the current directory. Experiments that
+    the program defines are always known.
     """
     shorten_tracebacks()
     _import(list(imports))
     found = _registered.get(name)
     if found is None:
         raise ConfigError(_unknown(name))
-    made = found.function()
-    if not isinstance(made, RunConfig | Mapping):
-        problem = f'the experiment "{name}" returned {describe(made)}. Return a RunConfig or a dict of settings.'
+    result = found.function()
+    if not isinstance(result, RunConfig | Mapping):
+        problem = f'the experiment "{name}" returned {describe(result)}. Return a RunConfig or a dict of settings.'
         raise ConfigError(problem, where=found.where)
     return layered_config(
-        made, name=name, folder=found.folder, where=found.where, files=config_files, overrides=overrides
+        result,
+        name=name,
+        folder=_project_folder(absolute(found.file)),
+        where=found.where,
+        files=config_files,
+        overrides=overrides,
     )
 
 
 def split_overrides(text: str) -> list[str]:
-    """Returns the overrides in `a.b=1,c=[2, 3]` one by one; a YAML mapping such as `{a: {b: 1}}` is one."""
+    """Splits `a.b=1,c=[2, 3]` into overrides; a YAML mapping such as `{a: {b: 1}}` is a single one."""
     if text.lstrip().startswith("{"):
         return [text]
     parts = [""]
@@ -123,7 +127,7 @@ def split_overrides(text: str) -> list[str]:
             parts[-1] += letter
     overrides: list[str] = []
     for part in parts:
-        # A comma in a value, such as a list without brackets, begins no override.
+        # A comma in a value, such as a list without brackets, does not start an override.
         if "=" in part or not overrides:
             overrides.append(part.strip())
         else:
@@ -139,47 +143,37 @@ def _import(imports: list[str]) -> None:
     ]
     for name in names:
         file = absolute(name)
-        # The folder that an experiment's config starts from is its project: the file is then run once.
-        folder = (
-            (file.parent.parent if file.parent.name == EXPERIMENTS else file.parent) if file.suffix == ".py" else here
-        )
+        is_file = file.suffix == ".py"
+        folder = _project_folder(file) if is_file else here
         try:
-            with _siblings(file, folder) if file.suffix == ".py" else nullcontext():
-                registry.import_modules(
-                    [str(file.relative_to(folder)) if file.suffix == ".py" else name], project_dir=folder
-                )
+            # Files with experiments import their siblings: `from .base import …`, or `import base`, as a script does.
+            with ExitStack() as modules:
+                inner = file.parent.relative_to(folder).parts if is_file else ()
+                for depth in range(len(inner) + 1) if is_file else ():
+                    below = folder.joinpath(*inner[:depth])
+                    if below.is_dir():
+                        package = ".".join((registry.PROJECT_PACKAGE, *inner[:depth]))
+                        modules.enter_context(folder_modules(below, package))
+                registry.import_modules([str(file.relative_to(folder)) if is_file else name], project_dir=folder)
         except ConfigError as error:
-            # What @experiment rejects is explained; that an import failed with it would only hide it.
+            # An error of @experiment needs no "import failed" around it.
             raise (error.__cause__ if isinstance(error.__cause__, ConfigError) else error) from None
-
-
-@contextmanager
-def _siblings(file: Path, folder: Path) -> Iterator[None]:
-    """Lets a file with experiments import those beside it: `from .base import …`, `import base`, as a script could."""
-    inner = file.parent.relative_to(folder).parts
-    with ExitStack() as names:
-        for depth in range(len(inner) + 1):
-            below = folder.joinpath(*inner[:depth])
-            if below.is_dir():
-                names.enter_context(files_beside(below, ".".join((registry.PROJECT_PACKAGE, *inner[:depth]))))
-        yield
 
 
 def _unknown(name: str) -> str:
     if not _registered:
         return (
-            f'experiment: there is no "{name}", for none is defined. Put @experiment("{name}") before a function that '
-            f"returns a config, in {EXPERIMENTS}.py or a file of {EXPERIMENTS}/ in the current folder, or name its "
+            f'experiment: there is no "{name}", because none is defined. Add @experiment("{name}") to a function that '
+            f"returns a config, in {EXPERIMENTS}.py or a file of {EXPERIMENTS}/ in the current directory, or set its "
             "module with --imports."
         )
-    near = nearest(name, _registered)
-    guess = f' Did you mean "{near}"?' if near else ""
     known = ", ".join(f"{each.name} ({each.where})" for _, each in sorted(_registered.items()))
-    return f'experiment: there is no "{name}".{guess} Known: {known}. Other modules are named with --imports.'
+    problem = f'experiment: there is no "{name}".{did_you_mean(name, _registered)}'
+    return f"{problem} Known: {known}. Set other modules with --imports."
 
 
 def _is_same(first: Experiment, second: Experiment) -> bool:
-    """Is it one function, whose file was run again? A notebook's cells are a file each; there the name decides."""
+    """Returns True for one function whose file was executed again. Each cell of a notebook is a file: compare names."""
     if (first.file, first.line) == (second.file, second.line):
         return True
     is_notebook = not hasattr(sys.modules.get("__main__"), "__file__")

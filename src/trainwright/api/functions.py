@@ -1,6 +1,6 @@
 """`train(model, data, …)`: training from a notebook or a short script.
 
-`training_main` and `get_args`, SwissArmyTransformer's form, are in training_main.py and arguments.py.
+training_main.py and arguments.py have `training_main` and `get_args`, SwissArmyTransformer's form.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class FunctionTask(Task):
 
 
 class PartsTrainer(Trainer):
-    """Stands in the config of a run that `train` made, for parts that only the program has."""
+    """The trainer in the config of a run of `train`, whose model and data exist in the program only."""
 
     @classmethod
     def build_model(cls, build: Builder) -> torch.nn.Module:
-        """Rejects, where the program is not there."""
+        """Raises if the run is loaded from its config."""
         raise ConfigError(
-            "This run was made by train(model, data, …), whose parts no config holds. Call it again with the same "
-            "arguments: of a run that has ended it trains nothing, and the trainer that it returns has the trained "
-            "model and evaluates it with .evaluate().",
+            "This run was created by train(model, data, …), whose model and data are not in the config. Call train "
+            "again with the same arguments: if the run has ended, it returns the trainer without training, with the "
+            "trained model and .evaluate().",
             where=build.config.origin("trainer.type"),
         )
 
@@ -66,12 +66,12 @@ def train(
     overrides: Sequence[str] = (),
     fresh: bool = False,
 ) -> Trainer:
-    """Trains a model on a dataset and returns the trainer, which holds the model, the step and the storage.
+    """Trains a model on a dataset and returns the trainer, which has the model, the step and the storage.
 
-    `forward(model, batch)` returns a loss, or (loss, metrics); without it the model is called with the
-    batch. `eval_data` is a dataset, or several by name. Any other setting goes into `overrides`, as on
-    the command line: `overrides=["trainer.schedule={type: cosine}"]`. Calling it again continues the run
-    of that name; `fresh=True` starts over.
+    `forward(model, batch)` returns a loss, or (loss, metrics); by default the model is called with the batch.
+    `eval_data` is a dataset, or several by name. `overrides` sets any other setting, as on the command line:
+    `overrides=["trainer.schedule={type: cosine}"]`. Calling `train` again resumes the run of that name;
+    `fresh=True` starts over.
     """
     shorten_tracebacks()
     if forward is not None:
@@ -115,7 +115,10 @@ def train(
 def _config_of(name: str, *, max_steps: int, batch_size: int, lr: float, overrides: Sequence[str]) -> RunConfig:
     settings = {
         "name": _given("name", name),
-        "data": {"train": _given("data", None), "eval": _given("eval_data", {})},  # the program's own, for errors
+        "data": {
+            "train": _given("data", None),
+            "eval": _given("eval_data", {}),
+        },  # in the program; the origins are for errors
         "trainer": {
             "type": TRAINER,
             "max_steps": _given("max_steps", max_steps),
@@ -126,13 +129,13 @@ def _config_of(name: str, *, max_steps: int, batch_size: int, lr: float, overrid
     config = RunConfig.from_dict(settings, overrides, where=Origin.parse(caller()))
     if config.trainer.type != TRAINER:
         raise ConfigError(
-            f"trainer.type: {config.trainer.type} has no effect, for train(…) has a trainer of its own. Leave it out, "
-            "or use run_experiment(config, trainer=MyTrainer).",
+            f"trainer.type: {config.trainer.type} has no effect, because train(…) defines the trainer. Remove it, or "
+            "use run_experiment(config, trainer=MyTrainer).",
             where=config.origin("trainer.type"),
         )
     return config
 
 
 def _given(argument: str, value: Any) -> Node:
-    """Returns a setting that remembers the argument of `train` which gave it, for errors."""
+    """Returns a setting whose origin is an argument of `train`."""
     return Node(value, Origin.parse(caller(), f"train({argument}=…)"))

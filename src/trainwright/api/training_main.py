@@ -1,4 +1,7 @@
-"""`training_main`: SwissArmyTransformer's entry point. Functions and a Namespace become one Trainer and one Task."""
+"""`training_main`: SwissArmyTransformer's entry point, on one Trainer and one Task for the user's functions.
+
+arguments.py has the flags of the Namespace.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,7 +27,7 @@ from trainwright.api.arguments import (
     DECAY_STYLES,
     FACTS,
     MODES,
-    PARTS,
+    SETS,
     ZERO_STAGES,
     as_list,
     attribute_of,
@@ -63,9 +67,11 @@ from trainwright.user_code.signatures import reject_wrong_call
 
 logger = logging.getLogger(__name__)
 
+_TIMER_PREFIX = "time/"
+
 
 class Timer:
-    """One stopwatch. It measures the host: what a device still has to do when `stop` is called is not waited for."""
+    """A timer of the host. `stop` does not wait for the device."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -73,25 +79,25 @@ class Timer:
         self._seconds = 0.0
 
     def start(self) -> None:
-        """Begins a stretch."""
+        """Starts the timer."""
         if self._started is not None:
-            raise TrainwrightError(f"timers({self._name!r}) runs already. Stop it first.", where=caller())
+            raise TrainwrightError(f"timers({self._name!r}) is already running. Stop it first.", where=caller())
         self._started = time.perf_counter()
 
     def stop(self) -> None:
-        """Ends the stretch and puts its seconds among the step's events."""
+        """Stops the timer and puts the seconds into the event storage."""
         if self._started is None:
-            raise TrainwrightError(f"timers({self._name!r}) does not run. Start it first.", where=caller())
+            raise TrainwrightError(f"timers({self._name!r}) is not running. Start it first.", where=caller())
         seconds, self._started = time.perf_counter() - self._started, None
         self._seconds += seconds
-        get_event_storage().put_scalar(f"time/{self._name}", seconds)
+        get_event_storage().put_scalar(f"{_TIMER_PREFIX}{self._name}", seconds)
 
     def reset(self) -> None:
-        """Forgets all stretches, also one that has begun."""
+        """Stops the timer and sets it to 0."""
         self._started, self._seconds = None, 0.0
 
     def elapsed(self, reset: bool = True) -> float:
-        """Returns the seconds of all stretches since the last reset."""
+        """Returns the seconds since the last reset."""
         seconds = self._seconds
         if reset:
             self._seconds = 0.0
@@ -99,13 +105,13 @@ class Timer:
 
 
 class Timers:
-    """The stopwatches by name: `timers("data loader").start()`."""
+    """Timers by name: `timers("data loader").start()`."""
 
     def __init__(self) -> None:
         self._timers: dict[str, Timer] = {}
 
     def __call__(self, name: str) -> Timer:
-        """Returns the stopwatch of that name, a new one at first."""
+        """Returns the timer of that name, which is created on first use."""
         return self._timers.setdefault(name, Timer(name))
 
 
@@ -113,20 +119,20 @@ ForwardStep = Callable[[Iterator[Any], torch.nn.Module, argparse.Namespace, Time
 
 
 class OneBatch(Iterator[Any]):
-    """The data_iterator of one call: it has one micro-batch. The next one is for the next call."""
+    """The data_iterator of one forward step: it has one micro-batch."""
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
-        self.is_taken = False
+        self.is_used = False
 
     def __next__(self) -> Any:
-        if self.is_taken:
+        if self.is_used:
             raise TrainwrightError(
-                "A forward step takes one batch, but next(data_iterator) is called again. For larger batches raise "
-                "--batch-size or --gradient-accumulation-steps.",
+                "A forward step has one batch, but next(data_iterator) is called again. Use a larger --batch-size or "
+                "--gradient-accumulation-steps.",
                 where=caller(),
             )
-        self.is_taken = True
+        self.is_used = True
         return self._batch
 
 
@@ -140,61 +146,46 @@ def run_step(
     num_samples: int,
     is_training: bool,
 ) -> Any:
-    """Calls a forward step and returns (loss, metrics), or an object with a loss, as the loop reads it."""
+    """Calls a forward step and returns a result that the loop accepts: (loss, metrics) or an object with a loss."""
     iterator = OneBatch(batch)
     returned = function(iterator, model, args, timers)
-    if not iterator.is_taken:
+    if not iterator.is_used:
         raise TrainwrightError(
-            f"{name_of(function)} took no batch, which would count as trained on. Call next(data_iterator) once.",
-            where=location_of(function),
+            f"{name_of(function)} did not use its batch. Call next(data_iterator) once.", where=location_of(function)
         )
     if isinstance(returned, Mapping) or (hasattr(returned, "loss") and not isinstance(returned, torch.Tensor)):
-        _reject_without_loss(function, returned, batch, model)
+        loss = returned.get("loss") if isinstance(returned, Mapping) else returned.loss
+        has_labels = isinstance(batch, Mapping) and batch.get("labels") is not None
+        has_criterion = has_labels and getattr(model, "criterion", None) is not None
+        if not _is_loss(loss) and not (loss is None and has_criterion):
+            raise _reject_result(function, f"{_describe(returned)} whose loss is {_describe(loss)}")
         return returned
-    loss, metrics = _read(function, returned)
-    if is_training:
-        loss = _spoiled(loss, metrics)
-        metrics = _averaged(function, metrics, num_samples)
-    return loss, metrics
-
-
-def _read(function: ForwardStep, returned: Any) -> tuple[torch.Tensor | Mean, dict[str, Any]]:
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not _is_loss(loss) or not isinstance(metrics, Mapping):
-        raise _no_loss(function, _describe(returned))
-    return loss, {name: value for name, value in metrics.items() if name != "loss"}
-
-
-def _reject_without_loss(function: ForwardStep, returned: Any, batch: Any, model: torch.nn.Module) -> None:
-    """Rejects outputs of which the loop can take no loss: neither theirs nor one that the model's criterion makes."""
-    loss = returned.get("loss") if isinstance(returned, Mapping) else returned.loss
-    if _is_loss(loss):
-        return
-    has_labels = isinstance(batch, Mapping) and batch.get("labels") is not None
-    if loss is None and has_labels and getattr(model, "criterion", None) is not None:
-        return
-    shown = ", ".join(map(str, returned)) if isinstance(returned, Mapping) else ""
-    what = f"{_describe(returned)}{f' with {shown}' * bool(shown)}"
-    raise _no_loss(function, f"{what}, but no loss" if loss is None else f"{what}, whose loss is {_describe(loss)}")
+        raise _reject_result(function, _describe(returned))
+    metrics = {name: value for name, value in metrics.items() if name != "loss"}
+    if is_training:
+        loss = _skip_if_not_finite(loss, metrics)
+        metrics = _averaged(function, metrics, num_samples)
+    return loss, metrics
 
 
 def _is_loss(loss: Any) -> bool:
     return isinstance(loss, Mean) or (isinstance(loss, torch.Tensor) and loss.numel() == 1)
 
 
-def _no_loss(function: ForwardStep, what: str) -> TrainwrightError:
+def _reject_result(function: ForwardStep, what: str) -> TrainwrightError:
     return TrainwrightError(
-        f"{name_of(function)} returned {what}. Return a loss, which is one number in a tensor, or "
-        "(loss, {name: metric}).",
+        f"{name_of(function)} returned {what}. Return a loss, a tensor with one element, or (loss, {{name: metric}}).",
         where=location_of(function),
     )
 
 
 def _averaged(function: ForwardStep, metrics: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
-    """Returns the metrics of a training step: of one a sample the mean, as in an evaluation.
+    """Returns the metrics of a training step, with per-sample metrics averaged, as in an evaluation.
 
-    Several values a sample are for handle_metrics_function alone; what has another length is rejected here already,
-    and not first in an evaluation, hours later.
+    Metrics with several values per sample are for handle_metrics_function only. A wrong length raises here, so that
+    it does not first raise in an evaluation.
     """
     averaged: dict[str, Any] = {}
     for name, value in metrics.items():
@@ -209,17 +200,17 @@ def _averaged(function: ForwardStep, metrics: Mapping[str, Any], num_samples: in
 
 def _wrong_length(function: ForwardStep, name: str, value: Any, num_samples: int) -> TrainwrightError:
     return TrainwrightError(
-        f"{name_of(function)}: the metric {name} is {_describe(value)}, and the batch has {num_samples} samples. "
-        "Return one number, or a tensor with one row for each sample.",
+        f"{name_of(function)}: the metric {name} is {_describe(value)}, but the batch has {num_samples} samples. "
+        "Return one number, or a tensor with one row per sample.",
         where=location_of(function),
     )
 
 
-def _spoiled(loss: torch.Tensor | Mean, metrics: Mapping[str, Any]) -> torch.Tensor | Mean:
-    """Returns the loss, as nan where a metric is not finite: the update is then skipped, on all ranks together.
-
-    Computed on the device, so that nothing waits for it.
-    """
+def _skip_if_not_finite(loss: torch.Tensor | Mean, metrics: Mapping[str, Any]) -> torch.Tensor | Mean:
+    """Returns the loss, or nan if a metric is not finite, so that all ranks skip the update; does not synchronize."""
+    total = loss.total if isinstance(loss, Mean) else loss
+    if not isinstance(total, torch.Tensor):
+        return loss
     finite: torch.Tensor | bool = True
     for value in metrics.values():
         number = value.total if isinstance(value, Mean) else value
@@ -229,46 +220,39 @@ def _spoiled(loss: torch.Tensor | Mean, metrics: Mapping[str, Any]) -> torch.Ten
             finite = False
     if finite is True:
         return loss
-    total = loss.total if isinstance(loss, Mean) else loss
-    if not isinstance(total, torch.Tensor):
-        return loss
-    spoiled = torch.where(torch.as_tensor(finite, device=total.device), total, math.nan)
-    return Mean(spoiled, loss.count) if isinstance(loss, Mean) else spoiled
+    checked = torch.where(torch.as_tensor(finite, device=total.device), total, math.nan)
+    return Mean(checked, loss.count) if isinstance(loss, Mean) else checked
 
 
 def per_sample(logs: Mapping[str, Any], num_samples: int, function: ForwardStep) -> EvalLogs:
-    """Gives each metric one entry a sample: a number is repeated, and what has another length is rejected.
+    """Returns the metrics with one entry per sample: a number is repeated, another length raises.
 
-    A Mean knows its own weight and is averaged beside them.
+    A Mean has its own weight and is returned unchanged.
     """
     spread = EvalLogs()
     spread.outputs = getattr(logs, "outputs", None)
     for name, value in logs.items():
-        if name == "loss" or isinstance(value, Mean):
-            spread[name] = value
-        elif isinstance(value, Real):
-            spread[name] = torch.full((num_samples,), float(value))
-        elif isinstance(value, torch.Tensor) and value.ndim == 0:
-            spread[name] = value.expand(num_samples)
-        elif isinstance(value, torch.Tensor | list) and len(value) == num_samples:
-            spread[name] = value
-        elif isinstance(value, torch.Tensor) and value.numel() == 1:
-            spread[name] = value.reshape(()).expand(num_samples)
-        else:
-            raise _wrong_length(function, name, value, num_samples)
+        if name != "loss" and not isinstance(value, Mean):
+            if isinstance(value, Real):
+                value = torch.tensor(float(value))
+            if isinstance(value, torch.Tensor) and value.numel() == 1 and value.shape[:1] != (num_samples,):
+                value = value.reshape(()).expand(num_samples)
+            if not isinstance(value, torch.Tensor | list) or len(value) != num_samples:
+                raise _wrong_length(function, name, value, num_samples)
+        spread[name] = value
     return spread
 
 
 def final_metrics(function: Callable[..., Any], final: Any) -> dict[str, Any]:
-    """Reads what handle_metrics_function returned: one number a name."""
+    """Returns the result of handle_metrics_function, which must be one number per name."""
     if not isinstance(final, Mapping):
-        problem = f"{name_of(function)} returned {_describe(final)}. Return the final metrics by name."
+        problem = f"{name_of(function)} returned {_describe(final)}. Return the final metrics in a dict."
         raise TrainwrightError(problem, where=location_of(function))
     for name, value in final.items():
         is_number = isinstance(value, Real | Mean) or (isinstance(value, torch.Tensor) and value.numel() == 1)
         if not isinstance(name, str) or not is_number:
             raise TrainwrightError(
-                f"{name_of(function)}: the final metric {name!r} is {_describe(value)}. Return one number for each.",
+                f"{name_of(function)}: the final metric {name!r} is {_describe(value)}. Return one number per name.",
                 where=location_of(function),
             )
     return dict(final)
@@ -282,36 +266,23 @@ def _describe(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-class CutBatches:
-    """Calls a collate_fn and rejects a batch with an object in it that cannot be cut."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any], num_micro_batches: int) -> None:
-        self._collate = collate
-        self._num_micro_batches = num_micro_batches
-
-    def __call__(self, samples: list[Any]) -> Any:
-        """Returns the batch of the samples."""
-        batch = self._collate(samples)
-        for leaf in tree_leaves(batch):
-            if not isinstance(leaf, (torch.Tensor, *SCALARS)):
-                raise DataError(
-                    f"{name_of(self._collate)} returned a batch with a {type(leaf).__name__}, which cannot be cut into "
-                    f"the {self._num_micro_batches} micro-batches of --gradient-accumulation-steps: return tensors, "
-                    f"texts and "
-                    "numbers in dicts, lists or tuples, or give it a method `split(batch, n)`.",
-                    where=location_of(self._collate),
-                )
-        return batch
-
-
-def cut_batches(collate: Callable[[list[Any]], Any], num_micro_batches: int) -> Callable[[list[Any]], Any]:
-    """Returns the collate_fn as it is where nothing is cut, or where it says itself how to."""
-    return collate if num_micro_batches == 1 or hasattr(collate, "split") else CutBatches(collate, num_micro_batches)
+def check_can_split(collate: Callable[[list[Any]], Any], num_micro_batches: int, samples: list[Any]) -> Any:
+    """Returns the batch of a collate_fn, and rejects an object in it that cannot be split into micro-batches."""
+    batch = collate(samples)
+    for leaf in tree_leaves(batch):
+        if not isinstance(leaf, (torch.Tensor, *SCALARS)):
+            raise DataError(
+                f"{name_of(collate)} returned a batch with a {type(leaf).__name__}, which cannot be split into the "
+                f"{num_micro_batches} micro-batches of --gradient-accumulation-steps. Return tensors, text and numbers "
+                "in dicts, lists or tuples, or give it a method `split(batch, n)`.",
+                where=location_of(collate),
+            )
+    return batch
 
 
 _FORWARD_STEP = ("data_iterator", "model", "args", "timers")
 
-CALLED_WITH: Mapping[str, tuple[str, ...]] = {
+_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "forward_step_function": _FORWARD_STEP,
     "create_dataset_function": ("path", "args"),
     "handle_metrics_function": ("metrics",),
@@ -319,18 +290,7 @@ CALLED_WITH: Mapping[str, tuple[str, ...]] = {
     "collate_fn": ("samples",),
     "forward_step_eval": _FORWARD_STEP,
 }
-"""The parameters of training_main that are functions, and what each is called with."""
-
-_REQUIRED = ("forward_step_function", "create_dataset_function")
-
-
-def reject_wrong_functions(functions: Mapping[str, Any]) -> None:
-    """Rejects a function that does not take what it is called with; `functions` are training_main's, by their names."""
-    for role, arguments in CALLED_WITH.items():
-        function = functions.get(role)
-        if function is not None or role in _REQUIRED:
-            reject_wrong_call(function, arguments, role=role)
-
+"""The functions of training_main, and the arguments of each."""
 
 TRAINER = "trainwright.api.training_main:FunctionTrainer"
 
@@ -339,13 +299,13 @@ _KEPT_FLAGS: Mapping[str, str] = {
     "train_data_weights": "--train-data-weights",
     "split": "--split",
 }
-"""Flags that no section of the config holds, and that change what is learned."""
+"""Flags that affect training and have no setting in the config."""
 
 MAX_SKIPPED_UPDATES = 100
 
 
 def config_of(args: argparse.Namespace) -> RunConfig:
-    """Returns the config of the run that the flags describe."""
+    """Returns the config of a run with these flags."""
     flags = with_defaults(args)
     _reject_misspelt(args)
     _reject_contradictions(flags)
@@ -357,7 +317,7 @@ def config_of(args: argparse.Namespace) -> RunConfig:
         "seed": _given("--seed", flags.seed),
         "data": {
             "num_workers": _given("--num-workers", flags.num_workers),
-            # Made by create_dataset_function, not from the config.
+            # create_dataset_function builds the datasets; the origins are for errors.
             "train": _given("--train-data", None),
             "eval": _given("--valid-data", {}),
             "test": _given("--test-data", None),
@@ -371,14 +331,14 @@ def config_of(args: argparse.Namespace) -> RunConfig:
         "checkpoint": {"every_steps": _given("--save-interval", flags.save_interval), "keep_last": None},
         "log": {"every_steps": _given("--log-interval", flags.log_interval)},
         "runtime": _runtime(flags),
-        # As there: an update with a loss or metric that is not finite is left out, on all ranks together.
+        # As in SwissArmyTransformer, all ranks skip an update with a loss or metric that is not finite.
         "anomalies": {"non_finite": "skip", "max_anomalies": MAX_SKIPPED_UPDATES},
     }
     return RunConfig.from_dict(settings, where=Origin.parse(caller()))
 
 
 def _given(flag: str, value: Any) -> Node:
-    """Returns a setting that remembers the flag which gave it, for errors."""
+    """Returns a setting whose origin is a flag."""
     return Node(value, Origin.parse(caller(), flag))
 
 
@@ -415,13 +375,13 @@ def _runtime(flags: argparse.Namespace) -> dict[str, Any]:
     }
     if flags.zero_stage:
         runtime["mesh"] = _given("--zero-stage", {"fsdp": -1})
-        # Of stages 1 and 2 the parameters stay whole between a forward and its backward.
+        # In stages 1 and 2 the parameters stay unsharded between a forward and its backward.
         runtime["reshard_after_forward"] = _given("--zero-stage", flags.zero_stage == max(ZERO_STAGES))
     return runtime
 
 
 def _kept_arguments(flags: argparse.Namespace) -> dict[str, Any]:
-    """Returns the user's own arguments, those that YAML can hold, and the flags that have no section."""
+    """Returns the user's arguments that YAML can represent, and the flags without a setting."""
     left_out = {*flag_names(), *FACTS} - {*_KEPT_FLAGS}
     return {
         name: _given(_KEPT_FLAGS.get(name, f"args.{name}"), value)
@@ -440,62 +400,60 @@ def _is_plain(value: Any) -> bool:
 
 def _reject_contradictions(flags: argparse.Namespace) -> None:
     problems = []
-    if flags.mode not in MODES:
-        problems.append(f"--mode: {flags.mode!r} is none of {', '.join(MODES)}.")
-    if flags.lr_decay_style not in DECAY_STYLES:
-        problems.append(f"--lr-decay-style: {flags.lr_decay_style!r} is none of {', '.join(DECAY_STYLES)}.")
-    if flags.zero_stage not in ZERO_STAGES:
-        problems.append(f"--zero-stage: {flags.zero_stage!r} is none of 0, 1, 2 and 3.")
+    for name, choices in (("mode", MODES), ("lr_decay_style", DECAY_STYLES), ("zero_stage", ZERO_STAGES)):
+        if getattr(flags, name) not in choices:
+            shown = ", ".join(map(str, choices))
+            problems.append(f"--{name.replace('_', '-')}: {getattr(flags, name)!r} is not one of {shown}.")
     if flags.fp16 and flags.bf16:
-        problems.append("--fp16 and --bf16 are both given. Keep one of them.")
+        problems.append("--fp16 and --bf16 exclude each other. Keep one of them.")
     if flags.train_iters is None and flags.epochs is None and flags.mode != "inference":
-        problems.append("Neither --train-iters nor --epochs is given: nobody knows when the run ends. Give one.")
+        problems.append("--train-iters or --epochs is required.")
     if flags.checkpoint_num_layers > 1:
         problems.append(
-            f"--checkpoint-num-layers: {flags.checkpoint_num_layers}, but layers are recomputed one at a time, which "
-            "needs the least memory while one of them is. Leave it out."
+            f"--checkpoint-num-layers: {flags.checkpoint_num_layers} is not supported: layers are recomputed one at a "
+            "time, which needs the least memory. Remove it."
         )
     if flags.fresh and flags.load is not None and flags.mode == "pretrain":
         problems.append(
-            "--fresh starts over, but --load in --mode pretrain goes on from what it names. Leave one out, or take "
-            "its weights alone with --mode finetune."
+            "--fresh starts over, but --load in --mode pretrain resumes. Remove one of them, or load only the weights "
+            "with --mode finetune."
         )
     if problems:
         raise ConfigError(" ".join(problems), where=caller())
 
 
 def _reject_misspelt(args: argparse.Namespace) -> None:
-    """Rejects what is almost a flag in a Namespace made by hand, which lacks that flag: it would have no effect."""
+    """Rejects an attribute that resembles a flag which the Namespace lacks: it would have no effect."""
     given = vars(args)
     for name in given.keys() - {*flag_names(), *FACTS}:
         meant = nearest(name, [flag for flag in flag_names() if flag not in given], cutoff=0.8)
         if meant is not None:
             raise ConfigError(
-                f"args.{name}: there is no such flag. Did you mean {meant}? An argument of your own may have this name "
-                f"where args has {meant} too, as those of get_args() do.",
+                f"args.{name}: there is no such flag. Did you mean {meant}? Your own argument may have this name if "
+                f"args also has {meant}, as the Namespace of get_args() does.",
                 where=caller(),
             )
 
 
 NOTE = "begun_from.json"
-"""In the run folder: what --load named, and the step that was copied."""
+"""A file in the run folder: the path of --load, and the step that was copied."""
 
 
-def is_spent(load: Path, config: RunConfig) -> bool:
-    """Is what --load names gone, and needed no more, because the run has a checkpoint of its own to go on from?"""
+def is_load_obsolete(load: Path, config: RunConfig) -> bool:
+    """Returns True if the path of --load is gone and the run has a checkpoint to resume from."""
     if load.exists():
         return False
     return open_store(checkpoints_location(run_folder(config), config)).newest_intact(set_aside=False) is not None
 
 
 @contextmanager
-def begun_from(load: Path, config: RunConfig) -> Iterator[None]:
-    """Lets a run without a checkpoint begin with a copy of another run's: all of its state, and its settings.
+def copied_start(load: Path, config: RunConfig) -> Iterator[None]:
+    """Copies the checkpoint and settings of another run into a run without a checkpoint.
 
-    If what is done within fails before the run has begun, the copy goes.
+    The copy is deleted if the body fails before the run has started.
     """
     folder = absolute(run_folder(config))
-    _begin(load, folder)
+    _copy_start(load, folder)
     try:
         yield
     except BaseException:
@@ -503,46 +461,46 @@ def begun_from(load: Path, config: RunConfig) -> Iterator[None]:
         raise
 
 
-def _begin(load: Path, folder: Path) -> None:
+def _copy_start(load: Path, folder: Path) -> None:
     _discard_copy(folder)
     note = _read_note(folder)
     own = open_store(folder / CHECKPOINTS).steps()
     if own and note is not None and note["load"] == str(absolute(load)):
-        logger.info("--load %s: the run has begun from it, and goes on from step %d.", load, own[-1])
+        logger.info("--load %s: the run started from it and resumes from step %d.", load, own[-1])
         return
     store, step = find_checkpoint(load)
     source = Path(str(store.path(step)))
     if source.parent == folder / CHECKPOINTS:
-        return  # the run's own: it goes on from there anyway
+        return  # a checkpoint of the run itself
     if own:
-        begun = "at step 0" if note is None else f"with {note['load']}"
+        start = "at step 0" if note is None else f"from {note['load']}"
         raise CheckpointError(
-            f"{load} has no effect, for {folder} has begun {begun} and is at step {own[-1]}. Leave it out to go on "
-            "from there, or give the run another --experiment-name.",
+            f"{load} has no effect, because {folder} started {start} and is at step {own[-1]}. Remove it to resume the "
+            "run, or use another --experiment-name.",
             where=Origin.parse(caller(), "--load"),
         )
     if not source.is_dir():
-        problem = f"{source} lies on no disk of this machine. Copy it here, or name a copy of it."
+        problem = f"{source} is not on a local disk. Copy it to this machine, and pass the copy."
         raise CheckpointError(problem, where=Origin.parse(caller(), "--load"))
     _copy(load, source, folder, step)
-    logger.info("The run begins with a copy of %s", source)
+    logger.info("Starting from a copy of %s", source)
 
 
 def _copy(load: Path, source: Path, folder: Path, step: int) -> None:
-    """Copies a checkpoint under another name and renames it, so that a run that dies meanwhile finds none."""
+    """Copies a checkpoint under a temporary name and renames it, so that a killed run leaves no partial one."""
     staging = folder / CHECKPOINTS / f".copying-{source.name}"
     shutil.rmtree(staging, ignore_errors=True)
     shutil.copytree(source, staging)
-    # The note and the settings come first: a checkpoint without them could be anybody's.
+    # The note and the settings first: without them the source of the checkpoint is unknown.
     note = {"load": str(absolute(load)), "step": step}
     (folder / NOTE).write_text(json.dumps(note) + "\n", encoding="utf-8")
-    (folder / ENVIRONMENT_FILE).unlink(missing_ok=True)  # of one that died before its first checkpoint
+    (folder / ENVIRONMENT_FILE).unlink(missing_ok=True)  # of a run that ended before its first checkpoint
     shutil.copy2(find_run(load)[0] / CONFIG_FILE, folder / CONFIG_FILE)
     staging.rename(folder / CHECKPOINTS / source.name)
 
 
 def _discard_copy(folder: Path) -> None:
-    """Takes a copy away from which no run has begun: one that has says where, in environment.json."""
+    """Deletes a copy from which no run has started; a started run has an environment.json."""
     note = _read_note(folder)
     if note is None or (folder / ENVIRONMENT_FILE).exists():
         return
@@ -551,7 +509,7 @@ def _discard_copy(folder: Path) -> None:
         store.delete(note["step"])
         (folder / CONFIG_FILE).unlink(missing_ok=True)
     (folder / NOTE).unlink()
-    with suppress(OSError):  # there may be more in them
+    with suppress(OSError):  # not empty
         (folder / CHECKPOINTS).rmdir()
         folder.rmdir()
 
@@ -564,43 +522,43 @@ def _read_note(folder: Path) -> dict[str, Any] | None:
         note = json.loads(path.read_text(encoding="utf-8"))
         return {name: note[name] for name in ("load", "step")}
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged. Delete it to go on with the run as it is.") from error
+        raise CheckpointError(f"{path} is damaged. Delete it to resume the run as it is.") from error
 
 
 CreateDataset = Callable[[Any, argparse.Namespace], Any]
 
 
 class FunctionData:
-    """Makes the sets train, valid and test when they are asked for; each path is given to the function once."""
+    """Builds the sets train, valid and test on request; the function is called once per path."""
 
     def __init__(self, create: CreateDataset, args: argparse.Namespace, flags: argparse.Namespace) -> None:
         self._create = create
         self._args = args
         self._flags = flags
         self._ratios = read_ratios(flags.split)
-        self._cut: dict[str, dict[str, Any]] | None = None
+        self._split: dict[str, dict[str, Any]] | None = None
         self._reject_contradictions()
 
-    def dataset(self, part: str) -> Any:
-        """Returns a set, or None where neither a path nor the split gives one."""
-        if self._ratios is not None and (part == "train" or self._is_cut_off(part)):
-            sources = self._cut_sources()[part]
+    def dataset(self, name: str) -> Any:
+        """Returns a set, or None if neither a path nor the split defines it."""
+        if self._ratios is not None and (name == "train" or self._is_split_off(name)):
+            sources = self._split_sources()[name]
         else:
-            sources = self._sources(getattr(self._flags, f"{part}_data"))
+            sources = self._sources(getattr(self._flags, f"{name}_data"))
         if not sources:
             return None
         if len(sources) == 1:
             return next(iter(sources.values()))
-        weights = self._flags.train_data_weights if part == "train" else None
+        weights = self._flags.train_data_weights if name == "train" else None
         shares = None if weights is None else dict(zip(sources, weights, strict=True))
         return mix(sources, shares, run_seed=self._flags.seed)
 
-    def _is_cut_off(self, part: str) -> bool:
-        number = PARTS.index(part)
-        return self._ratios is not None and 0 < number < len(self._ratios) and self._ratios[number] > 0
+    def _is_split_off(self, name: str) -> bool:
+        index = SETS.index(name)
+        return self._ratios is not None and 0 < index < len(self._ratios) and self._ratios[index] > 0
 
     def _sources(self, paths: Any) -> dict[str, Any]:
-        """Returns the dataset of each path, by the path; one that is given twice has a number the second time."""
+        """Returns the dataset of each path by the path; a repeated path gets a suffix."""
         sources: dict[str, Any] = {}
         for path in as_list(paths):
             name = str(path)
@@ -609,25 +567,25 @@ class FunctionData:
             sources[name] = self._checked(self._create(path, self._args))
         return sources
 
-    def _cut_sources(self) -> dict[str, dict[str, Any]]:
-        """Cuts each path's dataset by itself, so that every one is in every part."""
-        if self._cut is None:
+    def _split_sources(self) -> dict[str, dict[str, Any]]:
+        """Splits the dataset of each path separately, so that each is in every set."""
+        if self._split is None:
             assert self._ratios is not None
-            self._cut = {part: {} for part in PARTS}
+            self._split = {part: {} for part in SETS}
             for name, whole in self._sources(self._flags.train_data).items():
                 if is_stream(whole) or hasattr(type(whole), "make_order"):
                     raise ConfigError(
-                        f"--split: {name} is a stream or a mixture, which is not cut. Give --valid-data.",
+                        f"--split: {name} is a stream or a mixture, which cannot be split. Use --valid-data.",
                         where=location_of(self._create),
                     )
                 sizes = sizes_by_ratio(len(whole), self._ratios)
-                for part, cut in zip(PARTS, split(whole, sizes, seed=self._flags.seed), strict=False):
-                    if len(cut):
-                        self._cut[part][name] = cut
-            for part in PARTS[1 : len(self._ratios)]:
-                if not self._cut[part] and self._is_cut_off(part):
-                    logger.warning("--split: there are too few samples for a set %s: there is none.", part)
-        return self._cut
+                for part, subset in zip(SETS, split(whole, sizes, seed=self._flags.seed), strict=False):
+                    if len(subset):
+                        self._split[part][name] = subset
+            for part in SETS[1:]:
+                if not self._split[part] and self._is_split_off(part):
+                    logger.warning("--split: too few samples for the set %s, which is omitted.", part)
+        return self._split
 
     def _checked(self, dataset: Any) -> Any:
         is_dataset = is_stream(dataset) or (has_index(dataset) and hasattr(dataset, "__len__"))
@@ -646,38 +604,37 @@ class FunctionData:
         paths, weights = as_list(flags.train_data), flags.train_data_weights
         if weights is not None and len(weights) != len(paths):
             raise ConfigError(
-                f"--train-data-weights: there are {len(weights)} weights for {len(paths)} paths of --train-data. "
-                "Give one for each.",
+                f"--train-data-weights: {len(weights)} weights for {len(paths)} paths of --train-data. Set one each.",
                 where=caller(),
             )
-        for part in PARTS[1:]:
-            if self._is_cut_off(part) and getattr(flags, f"{part}_data"):
+        for part in SETS[1:]:
+            if self._is_split_off(part) and getattr(flags, f"{part}_data"):
                 raise ConfigError(
-                    f"--{part}-data and --split {flags.split} both give the set {part}. Leave one out, or cut off "
-                    "no such part: --split 1.",
+                    f"--{part}-data and --split {flags.split} both define the set {part}. Remove one of them, or use "
+                    "--split 1.",
                     where=caller(),
                 )
         if not paths and flags.mode != "inference":
-            problem = "--train-data: there is none. Give the path that create_dataset_function reads."
+            problem = "--train-data is required: the paths for create_dataset_function."
             raise ConfigError(problem, where=caller())
         if flags.mode == "inference":
             for flag in (flag for flag in ("--fresh", "--accept-changes") if getattr(flags, attribute_of(flag))):
-                problem = f"{flag}: has no effect, for --mode inference trains nothing. Leave it out."
+                problem = f"{flag}: has no effect, because --mode inference does not train. Remove it."
                 raise ConfigError(problem, where=caller())
         else:
-            self._warn_of_idle_flags()
+            self._warn_of_unused_flags()
 
-    def _warn_of_idle_flags(self) -> None:
-        """Says which flags have no effect here. They are no mistake: scripts give one line of flags to many runs."""
+    def _warn_of_unused_flags(self) -> None:
+        """Logs which flags have no effect; they do not raise, because scripts pass the same flags to many runs."""
         flags = self._flags
-        sets = [part for part in PARTS[1:] if self._is_cut_off(part) or getattr(flags, f"{part}_data")]
+        sets = [part for part in SETS[1:] if self._is_split_off(part) or getattr(flags, f"{part}_data")]
         needed = {"--eval-interval": "valid" in sets, "--eval-iters": sets, "--eval-batch-size": sets}
-        idle = {flag: "without a set to evaluate. Give --valid-data or --split" for flag in needed if not needed[flag]}
+        unused = {flag: "without an evaluation set. Use --valid-data or --split" for flag in needed if not needed[flag]}
         if getattr(self._args, "load", None) is None and flags.mode == "finetune":
-            idle["--mode"] = "as finetune without --load: the model begins as it was made"
+            unused["--mode"] = "as finetune without --load"
         if len(as_list(flags.train_data)) == 1:
-            idle["--train-data-weights"] = "on one path"
-        for flag, why in idle.items():
+            unused["--train-data-weights"] = "on one path"
+        for flag, why in unused.items():
             if getattr(flags, attribute_of(flag)) is not None:
                 logger.warning("%s: has no effect %s.", flag, why)
 
@@ -688,8 +645,8 @@ InitFunction = Callable[[argparse.Namespace, torch.nn.Module], Any]
 def make_model(
     model_cls: Any, args: argparse.Namespace, flags: argparse.Namespace, init_function: InitFunction | None
 ) -> torch.nn.Module:
-    """Returns the model as it is just before training; a checkpoint of the run itself is restored after this."""
-    model = model_cls.train() if isinstance(model_cls, torch.nn.Module) else _constructed(model_cls, args)
+    """Returns the model before training; a checkpoint of the run is loaded afterwards."""
+    model = model_cls.train() if isinstance(model_cls, torch.nn.Module) else _construct(model_cls, args)
     if flags.load is not None and flags.mode == "finetune":
         load_into(model, Path(flags.load), strict=False)
     if init_function is not None:
@@ -698,36 +655,39 @@ def make_model(
         load_into(model, Path(flags.load), strict=True)
     disable_untrainable_params(model)
     if flags.checkpoint_activations:
-        _recompute(model)
+        names = list(_layers(model))
+        if not names:
+            raise ConfigError(
+                f"--checkpoint-activations: {type(model).__name__} has no ModuleList of layers to recompute. Remove "
+                "it, or put the layers into a ModuleList.",
+                where=caller(),
+            )
+        recompute_layers(model, names)
     return model
 
 
-def _constructed(model_cls: Any, args: argparse.Namespace) -> torch.nn.Module:
+def _construct(model_cls: Any, args: argparse.Namespace) -> torch.nn.Module:
     if not callable(model_cls):
-        problem = f"model_cls is {model_cls!r}. Give a class, a function that makes a model, or a model."
+        problem = f"model_cls is {model_cls!r}. Pass a class, a function that returns a model, or a model."
         raise ConfigError(problem, where=caller())
-    given = (args,) if _takes_args(model_cls) else ()
+    parameters = parameters_of(model_cls)
+    first = next(iter((parameters or {}).values()), None)
+    accepts_args = first is not None and first.name == "args" and first.kind is not first.VAR_POSITIONAL
+    given = (args,) if accepts_args else ()
     try:
-        inspect.signature(model_cls).bind(*given)
+        if parameters is not None:
+            inspect.signature(model_cls).bind(*given)
     except TypeError as error:
         raise ConfigError(
-            f"{name_of(model_cls)} is called with {'args' if given else 'nothing'}, and that does not fit: {error}. "
-            "Call its first parameter args, give the others defaults, or pass a model that is made already.",
+            f"{name_of(model_cls)} is called with {'args' if given else 'no arguments'}, which raises: {error}. "
+            "Name its first parameter args, add defaults to the others, or pass a model instead.",
             where=location_of(model_cls),
         ) from error
-    except ValueError:
-        """Python knows no signature of it: it will say itself what it lacks."""
     model = model_cls(*given)
     if not isinstance(model, torch.nn.Module):
-        problem = f"{name_of(model_cls)} made a {type(model).__name__}, which is no torch.nn.Module."
+        problem = f"{name_of(model_cls)} returned a {type(model).__name__}, which is not a torch.nn.Module."
         raise ConfigError(problem, where=location_of(model_cls))
     return model
-
-
-def _takes_args(model_cls: Any) -> bool:
-    """Is the first parameter called args? `*args` is not: it stands for any."""
-    first = next(iter((parameters_of(model_cls) or {}).values()), None)
-    return first is not None and first.name == "args" and first.kind is not first.VAR_POSITIONAL
 
 
 def _recompute(model: torch.nn.Module) -> None:
@@ -742,7 +702,7 @@ def _recompute(model: torch.nn.Module) -> None:
 
 
 def _layers(module: torch.nn.Module, prefix: str = "") -> Iterator[str]:
-    """Yields the names of the members of the outermost ModuleLists."""
+    """Yields the module paths of the members of the outermost ModuleLists."""
     for name, child in module.named_children():
         if isinstance(module, torch.nn.ModuleList) and type(child).forward is not torch.nn.Module.forward:
             yield f"{prefix}{name}"
@@ -751,12 +711,12 @@ def _layers(module: torch.nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def load_into(model: torch.nn.Module, path: Path, *, strict: bool) -> None:
-    """Gives a model the weights of a run, of one of its checkpoints, or of a folder of safetensors.
+    """Loads the weights of a run, of one of its checkpoints, or of a folder of safetensors into a model.
 
-    Without `strict` a model may have other parts, such as a new head: what is missing or too much is said. A file
-    that has nothing of the model is rejected all the same.
+    Without `strict` the model may differ, such as in a new head, and the differences are logged. A source without any
+    weight of the model raises in both cases.
     """
-    if _holds_weights_alone(path):
+    if _has_only_weights(path):
         key_map = type(model).key_map() if isinstance(model, Model) else None
         missing = load_weights(model, path, key_map=key_map, strict=strict).missing
     else:
@@ -766,50 +726,47 @@ def load_into(model: torch.nn.Module, path: Path, *, strict: bool) -> None:
             contents.restore_model(store, step, model, strict=strict)
         path = Path(str(store.path(step)))
     if len(missing) == len(model.state_dict()):
-        problem = f"{path} holds no weight of {type(model).__name__}. Name another, or leave it out."
+        problem = f"{path} has no weight of {type(model).__name__}. Use another path, or remove the flag."
         raise CheckpointError(problem, where=Origin.parse(caller(), "--load"))
     logger.info("Loaded the weights of %s", path)
 
 
 def find_checkpoint(path: Path) -> tuple[AnyStore, int]:
-    """Returns where the checkpoint lies that --load names: the newest of a run, or the one itself."""
-    if _holds_weights_alone(path):
+    """Returns the store and step of the checkpoint of --load: the newest one of a run, or a given one."""
+    if _has_only_weights(path):
         raise CheckpointError(
-            f"{path} holds weights alone, and --mode pretrain goes on from a whole state. Use --mode finetune.",
+            f"{path} has only weights, but --mode pretrain resumes from a full state. Use --mode finetune.",
             where=Origin.parse(caller(), "--load"),
         )
     folder, step = find_run(path, where=Origin.parse(caller(), "--load"))
     config = read_config(folder)
-    assert config is not None  # find_run saw it
+    assert config is not None  # find_run has checked it
     store = open_store(checkpoints_location(folder, config))
     return store, pick_step(store, "latest" if step is None else step, best=None)
 
 
-def _holds_weights_alone(path: Path) -> bool:
+def _has_only_weights(path: Path) -> bool:
     has_weights = (path / WEIGHTS_FILE).is_file() or (path / INDEX_FILE).is_file()
     return has_weights and not (path / MANIFEST).exists()
 
-
-SECONDS = "time/"
-"""What the names of stopwatches begin with (timers.py)."""
 
 HandleMetrics = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class UserFunctions:
-    """What a user hands to training_main, and the Namespace that all of it gets."""
+    """The functions of training_main, and the Namespace that they receive."""
 
     args: argparse.Namespace
     flags: argparse.Namespace
-    """The same with a value for every flag."""
+    """A copy with a value for every flag."""
     model_cls: Any
-    forward_step: ForwardStep
-    forward_step_eval: ForwardStep
-    create_dataset: CreateDataset
-    handle_metrics: HandleMetrics | None
-    init: InitFunction | None
-    collate: Callable[[list[Any]], Any] | None
+    forward_step_function: ForwardStep
+    create_dataset_function: CreateDataset
+    handle_metrics_function: HandleMetrics | None
+    init_function: InitFunction | None
+    collate_fn: Callable[[list[Any]], Any] | None
+    forward_step_eval: ForwardStep | None
 
 
 def training_main(
@@ -822,46 +779,44 @@ def training_main(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     forward_step_eval: ForwardStep | None = None,
 ) -> torch.nn.Module:
-    """Trains a model as the flags of `get_args` say, and returns it. Calling it again continues the run.
+    """Trains a model with the flags of `get_args` and returns it. Calling it again resumes the run.
 
-    `model_cls`: a class, called with `args` if that is its first parameter's name, or a model that exists.
-    `forward_step_function(data_iterator, model, args, timers)`: a loss, or (loss, {name: metric}); it calls
-    `next(data_iterator)` once, which is one micro-batch on the device. A metric is one number, or one a sample; one
-    called loss is left out, for the loss itself has that name.
-    `create_dataset_function(path, args)`: the dataset of a path of --train-data, --valid-data or --test-data.
-    `handle_metrics_function({name: tensor over all samples})`: the final metrics of an evaluation. A metric that is
-    one number for its batch is repeated for each sample of it.
-    `init_function(args, model)`: changes the model, once, just before training.
-    `collate_fn(samples)`: a batch; without it samples that are dicts or tuples are stacked.
-    `forward_step_eval`: what an evaluation calls in place of the forward step.
+    `model_cls`: a model, or a class, which is called with `args` if its first parameter has that name.
+    `forward_step_function(data_iterator, model, args, timers)` returns a loss, or (loss, {name: metric}), and calls
+    `next(data_iterator)` once, which returns one micro-batch on the device. A metric is one number, or one per
+    sample; a metric called loss is ignored.
+    `create_dataset_function(path, args)` returns the dataset of a path of --train-data, --valid-data or --test-data.
+    `handle_metrics_function({name: tensor over all samples})` returns the final metrics of an evaluation. A metric
+    that is one number per batch is repeated for each sample.
+    `init_function(args, model)` changes the model once before training.
+    `collate_fn(samples)` returns a batch; the default stacks samples that are dicts or tuples.
+    `forward_step_eval` replaces the forward step in evaluations.
 
-    `args` is passed on as it is and never changed. A process that is told to leave saves its step and exits.
+    The functions receive `args` unchanged. On SIGTERM, SIGUSR1 or Ctrl-C the process saves its step and exits.
     """
-    reject_wrong_functions(locals())
+    given = locals()
+    for role, arguments in _ARGUMENTS.items():
+        if given[role] is not None or role in ("forward_step_function", "create_dataset_function"):
+            reject_wrong_call(given[role], arguments, role=role)
     shorten_tracebacks()
     show_log()
     config = config_of(args)
     flags = with_defaults(args)
-    if flags.mode == "finetune" and flags.load is not None and not flags.fresh and is_spent(Path(flags.load), config):
+    if (
+        flags.mode == "finetune"
+        and flags.load is not None
+        and not flags.fresh
+        and is_load_obsolete(Path(flags.load), config)
+    ):
         flags.load = None
 
     class GivenFunctions(FunctionTrainer):
-        functions = UserFunctions(
-            args=args,
-            flags=flags,
-            model_cls=model_cls,
-            forward_step=forward_step_function,
-            forward_step_eval=forward_step_eval or forward_step_function,
-            create_dataset=create_dataset_function,
-            handle_metrics=handle_metrics_function,
-            init=init_function,
-            collate=collate_fn,
-        )
+        functions = UserFunctions(flags=flags, **given)
 
     if flags.mode == "inference":
         return _infer(GivenFunctions, config, flags.load)
     copies = flags.mode == "pretrain" and flags.load is not None and processes.rank_and_size().rank == 0
-    with begun_from(Path(flags.load), config) if copies else nullcontext():
+    with copied_start(Path(flags.load), config) if copies else nullcontext():
         model, _ = run_experiment(
             config, trainer=GivenFunctions, fresh=flags.fresh, accept_changes=flags.accept_changes
         )
@@ -869,37 +824,38 @@ def training_main(
 
 
 class FunctionTrainer(Trainer):
-    """A trainer whose forward is the user's forward step; training_main makes a subclass that has the functions."""
+    """A trainer whose forward is the user's forward step; training_main creates a subclass with the functions."""
 
     functions: ClassVar[UserFunctions | None] = None
 
     @classmethod
     def build_task(cls, build: Builder) -> Task:
-        """Returns the task that makes the model and the datasets by the user's functions."""
+        """Returns the task that builds the model and the datasets with the user's functions."""
         functions = cls._given()
-        return FunctionsTask(functions) if functions.handle_metrics is None else MeasuredTask(functions)
+        return FunctionsTask(functions) if functions.handle_metrics_function is None else MeasuredTask(functions)
 
     @classmethod
     def build_collator(cls, build: Builder) -> Any:
-        """Returns the user's collate_fn, or the one that stacks."""
-        collate = cls._given().collate
-        return (
-            build.collator()
-            if collate is None
-            else cut_batches(collate, build.config.trainer.gradient_accumulation_steps or 1)
-        )
+        """Returns the user's collate_fn, or the default one."""
+        collate = cls._given().collate_fn
+        if collate is None:
+            return build.collator()
+        num_micro_batches = build.config.trainer.gradient_accumulation_steps or 1
+        if num_micro_batches == 1 or hasattr(collate, "split"):
+            return collate
+        return partial(check_can_split, collate, num_micro_batches)
 
     @classmethod
     def _given(cls) -> UserFunctions:
         if cls.functions is None:
             raise ConfigError(
-                "This run was made by training_main, whose functions no config holds. Call training_main with the "
-                "same arguments; --mode inference evaluates and returns the trained model."
+                "This run was created by training_main, whose functions are not in the config. Call training_main with "
+                "the same arguments; --mode inference evaluates and returns the trained model."
             )
         return cls.functions
 
     def post_init(self) -> None:
-        """Makes the stopwatches that forward steps are given."""
+        """Creates the timers of forward steps."""
         self.timers = Timers()
 
     def forward(self, **batch: Any) -> Any:
@@ -909,45 +865,47 @@ class FunctionTrainer(Trainer):
     def forward_batch(self, batch: Any) -> Any:
         """Returns the loss and metrics of the user's forward step, for a batch of any kind."""
         given, is_training = self._given(), self.eval_name is None
-        function = given.forward_step if is_training else given.forward_step_eval
+        function = (None if is_training else given.forward_step_eval) or given.forward_step_function
         call = (self.model, given.args, self.timers)
         return run_step(function, batch, *call, num_samples=self.batch.num_samples, is_training=is_training)
 
     def eval_step(self, batch: Any) -> Mapping[str, Any]:
-        """Returns a batch's loss and metrics; for handle_metrics_function, one value a sample of each metric."""
+        """Returns a batch's loss and metrics; for handle_metrics_function, each metric has one value per sample."""
         logs = super().eval_step(batch)
         given = self._given()
-        if given.handle_metrics is None or not self.batch.num_samples:
+        if given.handle_metrics_function is None or not self.batch.num_samples:
             return logs
-        return per_sample(logs, self.batch.num_samples, given.forward_step_eval)
+        return per_sample(logs, self.batch.num_samples, given.forward_step_eval or given.forward_step_function)
 
     def eval_end(self, aggregated: Any) -> dict[str, Any]:
-        """Returns the logs of a set without the seconds of stopwatches, which measure no model."""
-        return {name: value for name, value in super().eval_end(aggregated).items() if not name.startswith(SECONDS)}
+        """Returns the logs of a set without timers."""
+        return {
+            name: value for name, value in super().eval_end(aggregated).items() if not name.startswith(_TIMER_PREFIX)
+        }
 
 
 class FunctionsTask(Task):
-    """Makes the model and the datasets by the user's functions."""
+    """Builds the model and the datasets with the user's functions."""
 
     def __init__(self, functions: UserFunctions) -> None:
         self._functions = functions
-        self._data = FunctionData(functions.create_dataset, functions.args, functions.flags)
+        self._data = FunctionData(functions.create_dataset_function, functions.args, functions.flags)
 
     def build_model(self) -> torch.nn.Module:
-        """Makes or takes the model, and changes it as the flags and the init_function say."""
+        """Returns the model, with weights of --load and the changes of init_function."""
         given = self._functions
-        return make_model(given.model_cls, given.args, given.flags, given.init)
+        return make_model(given.model_cls, given.args, given.flags, given.init_function)
 
     def build_dataset(self, split: str) -> Any:
-        """Returns the set train, valid or test; None where there is none."""
+        """Returns the set train, valid or test, or None."""
         return self._data.dataset(split)
 
 
 class MeasuredTask(FunctionsTask):
-    """Gathers the metrics of all samples, and lets the user's function make the final ones of them."""
+    """Collects the metrics of all samples and calls handle_metrics_function with them."""
 
     def aggregate_logs(self, state: Any, outputs: Mapping[str, Any]) -> Any:
-        """Adds a batch's values, which have one entry a sample."""
+        """Adds a batch's values, which have one entry per sample."""
         state = {} if state is None else state
         for name, values in outputs.items():
             if isinstance(values, torch.Tensor | list):
@@ -956,28 +914,28 @@ class MeasuredTask(FunctionsTask):
 
     def reduce_aggregated_logs(self, state: Any, step: int) -> dict[str, Any]:
         """Calls handle_metrics_function with the metrics over all samples."""
-        handle = self._functions.handle_metrics
+        handle = self._functions.handle_metrics_function
         assert handle is not None
-        return final_metrics(handle, handle({name: self._joined(name, parts) for name, parts in state.items()}))
+        return final_metrics(handle, handle({name: self._concatenate(name, values) for name, values in state.items()}))
 
-    def _joined(self, name: str, parts: list[Any]) -> Any:
-        if isinstance(parts[0], list):
-            return [item for part in parts for item in part]
-        shapes = {tuple(part.shape[1:]) for part in parts}
+    def _concatenate(self, name: str, values: list[Any]) -> Any:
+        if isinstance(values[0], list):
+            return [item for each in values for item in each]
+        shapes = {tuple(each.shape[1:]) for each in values}
         if len(shapes) > 1:
             raise TrainwrightError(
                 f"The metric {name} has rows of shapes {' and '.join(map(str, sorted(shapes)))} in different batches, "
-                "which make no tensor over all samples. Pad them to one shape.",
-                where=location_of(self._functions.forward_step_eval),
+                "which cannot be concatenated. Pad them to one shape.",
+                where=location_of(self._functions.forward_step_eval or self._functions.forward_step_function),
             )
-        return torch.cat(parts)
+        return torch.cat(values)
 
 
 def _infer(trainer_class: type[FunctionTrainer], config: RunConfig, load: str | None) -> torch.nn.Module:
-    """Evaluates the sets that are given with loaded weights, and returns the model; trains and writes nothing."""
+    """Evaluates the sets with loaded weights and returns the model; does not train or write."""
     with start_up():
         trainer = build_evaluator(config, trainer_class)
-        # Without --load the weights are the run's own.
+        # Without --load the weights are those of the run.
         logs = evaluate_checkpoint(trainer, sets_of(trainer), "latest" if load is None else None)
         if logs:
             logger.info("%s", ", ".join(f"{name} {value:.4g}" for name, value in logs.items()))

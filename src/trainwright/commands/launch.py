@@ -10,7 +10,7 @@ import typer
 
 from trainwright.config import RunConfig, resolve_batch, resolve_mesh
 from trainwright.errors import ConfigError
-from trainwright.launch.slurm import SETTINGS, SlurmJob, file_stem, follow, job_of, read_settings, submit
+from trainwright.launch.slurm import SETTINGS, SlurmJob, file_stem, follow, read_settings, submit
 
 _TOP_SETTINGS = {*RunConfig.model_fields, "extends"}
 
@@ -44,7 +44,7 @@ def launch(
     settings = read_settings([word for word in words or [] if not _is_override(word)])
     config = RunConfig.load(run, overrides)  # a mistake is cheaper here than after hours in a queue
     command = ["trainwright", "train", str(run), *overrides]
-    job = job_of(config.name, command, settings)
+    job = SlurmJob(config.name, command, settings)
     _reject_what_the_ranks_would(config, job, has_gpus="gpus" in settings)
     path = file or Path(f"{file_stem(config.name)}.slurm")
     path.write_text(job.text(), encoding="utf-8")

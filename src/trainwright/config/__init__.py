@@ -1,7 +1,7 @@
-"""What a run is: `RunConfig`, its sections, and the values that are derived from them.
+"""The typed, frozen settings of a run: `RunConfig`, its sections, and the values that are derived from them.
 
-schema.py holds the whole, sections.py the parts, files.py reads and saves, overrides.py reads `a.b=1`,
-checks.py holds the rules across sections, resolve.py derives mesh and batch sizes. No torch here.
+schema.py has RunConfig and the rules across sections, sections.py the sections, files.py reads and saves YAML,
+python_files.py reads Python, overrides.py `a.b=1`, resolve.py derives mesh and batch sizes. Does not import torch.
 """
 
 from trainwright.config.component import Component, ModelSection

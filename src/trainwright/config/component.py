@@ -1,7 +1,6 @@
-"""A component in a config: `type` and the constructor's keyword arguments beside it.
+"""A component in a config: `type` and the constructor's keyword arguments.
 
-This file knows how a component is written, not what it stands for: the registry finds the class and
-checks the arguments against its signature.
+This file parses components. The registry finds the class and checks the arguments against its signature.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from trainwright.errors import ConfigError
 
 
 class Component(Frozen[Any]):
-    """A read-only mapping of `type` and the arguments beside it; arguments also read as attributes.
+    """A read-only mapping of `type` and the arguments, which are also attributes.
 
     `Component("adamw", lr=1e-3)`, or with a real class: `Component(AdamW, lr=1e-3)`. In YAML it is a mapping
     with `type`, or the bare type (`console` is `{type: console}`).
@@ -33,13 +32,15 @@ class Component(Frozen[Any]):
     _origin: Origin | None
 
     reserved_keys: ClassVar[tuple[str, ...]] = ()
-    """Keys that stand beside the arguments but are not passed to the constructor."""
+    """Keys that are not passed to the constructor."""
 
     def __init__(self, type_: str | Callable[..., Any], /, **arguments: Any) -> None:
         if "type" in arguments:
-            raise TypeError(f"A component's type is given once, first: {type_!r}; got type={arguments['type']!r} too.")
+            raise TypeError(
+                f"A component has one type, the first argument: {type_!r}; got type={arguments['type']!r} as well."
+            )
         name = type_ if isinstance(type_, str) else type_of(type_)
-        # null takes a reserved key back that an extended file has: it is as if it were not given.
+        # null removes a reserved key of an extended file.
         given = {key: value for key, value in arguments.items() if value is not None or key not in self.reserved_keys}
         super().__init__({"type": name, **given})
         object.__setattr__(self, "_origin", None)
@@ -47,33 +48,33 @@ class Component(Frozen[Any]):
     @property
     def type(self) -> str:
         """The registered name, `package.module:Name`, `file.py:Name` or `file.Name`."""
-        return self._values["type"]  # type: ignore[no-any-return]  # the constructor made it a string
+        return self._values["type"]  # type: ignore[no-any-return]  # the constructor converts it
 
     @property
     def arguments(self) -> Frozen[Any]:
-        """What is passed to the constructor: everything but `type` and the reserved keys."""
+        """The arguments of the constructor: all keys except `type` and the reserved ones."""
         left_out = {"type", *self.reserved_keys}
         return Frozen({key: value for key, value in self._values.items() if key not in left_out})
 
     @property
     def reserved(self) -> Frozen[Any]:
-        """The reserved keys that were given."""
+        """The reserved keys that are set."""
         return Frozen({key: self._values[key] for key in self.reserved_keys if key in self._values})
 
     @property
     def origin(self) -> Origin | None:
-        """Where the component was written; None when it was made in Python. Not part of `==`."""
+        """Where the component is written; None if it was created in Python. Not compared by `==`."""
         return self._origin
 
     def located_at(self, origin: Origin | None) -> Component:
-        """Return the same component, written at `origin`."""
+        """Return the same component with this origin."""
         copy = type(self).from_mapping(self._values)
         object.__setattr__(copy, "_origin", origin)
         return copy
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Component:
-        """Make a component from a mapping that holds `type`."""
+        """Create a component from a mapping with `type`."""
         return cls(values["type"], **{key: value for key, value in values.items() if key != "type"})
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -81,11 +82,11 @@ class Component(Frozen[Any]):
 
     def __repr__(self) -> str:
         arguments = {key: value for key, value in self._values.items() if key != "type"}
-        words = [repr(self.type)]
-        words += [f"{key}={value!r}" for key, value in arguments.items() if key.isidentifier()]
+        shown = [repr(self.type)]
+        shown += [f"{key}={value!r}" for key, value in arguments.items() if key.isidentifier()]
         odd = {key: value for key, value in arguments.items() if not key.isidentifier()}
-        words += [f"**{odd!r}"] if odd else []
-        return f"{type(self).__name__}({', '.join(words)})"
+        shown += [f"**{odd!r}"] if odd else []
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -93,7 +94,7 @@ class Component(Frozen[Any]):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Leave a mark: json_schema.py knows of which kind the component at each place is."""
+        """Add a marker that json_schema.py replaces with the kind of the component."""
         return {"component": cls.__name__}
 
     @classmethod
@@ -115,7 +116,7 @@ class Component(Frozen[Any]):
 
 
 class ModelSection(Component):
-    """The model: a component that has reserved keys beside its arguments, such as `freeze` and `sharding`."""
+    """The model: a component with reserved keys in addition to its arguments, such as `freeze` and `sharding`."""
 
     __slots__ = ()
 
@@ -137,24 +138,24 @@ def _rebuild(cls: type[Component], values: dict[str, Any], origin: Origin | None
 
 
 def type_of(target: Callable[..., Any]) -> str:
-    """Return the words by which the registry finds `target` again, in this process and in a later one."""
+    """Return the `type` with which the registry finds `target`, in this and in a later process."""
     name = getattr(target, "__qualname__", None)
     if name is None or not (inspect.isclass(target) or inspect.isroutine(target)):
         raise ConfigError(f"A component's type is text, a class or a function; got {target!r}.")
     if "<" in name:
         raise ConfigError(
-            f"{name} is defined inside a function, where a saved run cannot find it again. "
+            f"{name} is defined inside a function, where a saved run cannot find it. "
             "Move it to the top level of its file."
         )
     module = target.__module__
     file = getattr(sys.modules.get(module), "__file__", None)
-    if file is not None and (module.startswith(("__main__", "trainwright_project")) or _is_beside_script(module, file)):
+    if file is not None and (module.startswith(("__main__", "trainwright_project")) or _is_script_module(module, file)):
         return f"{absolute(file)}:{name}"
     return f"{module}:{name}"
 
 
-def _is_beside_script(module: str, file: str) -> bool:
-    """Is it a file that only this program finds by its name? Like that of __main__, its path is what lasts."""
+def _is_script_module(module: str, file: str) -> bool:
+    """Return True for a top-level module that only this program can import by name, from the script's folder."""
     if "." in module or file.endswith("__init__.py"):
         return False
     libraries = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))

@@ -1,7 +1,7 @@
-"""Config files: reading one with everything that it `extends`, and saving one whole.
+"""Reads a config file with all files that it `extends`, and saves one.
 
-A file is read into a tree of settings (tree.py) that remembers its lines. Nothing is checked here but the
-file itself: what the settings mean is in schema.py. How a Python file becomes settings is in python_files.py.
+A file becomes a tree of settings with line numbers (yaml_text.py); schema.py validates the settings.
+python_files.py executes config files in Python.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.resources
 import os
 import re
-import tempfile
+import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,26 +23,26 @@ from trainwright.errors import ConfigError
 from trainwright.tracebacks import shown_path
 
 _FILE_REFERENCE = re.compile(r"(?P<file>[^:]+\.py):(?P<name>[A-Za-z_][\w.]*)")
-"""A component in a file: `hooks/info.py:InfoHook`."""
+"""A component in a file, such as `hooks/info.py:InfoHook`."""
 
 
 @dataclass(frozen=True)
 class ConfigDocument:
-    """The settings of a file and of all that it extends, and the folder that relative paths start from."""
+    """The settings of a file merged with those it extends, and the folder that relative paths start from."""
 
     settings: Node
     project_dir: Path
 
 
 def read_document(path: str | os.PathLike[str]) -> ConfigDocument:
-    """Return the file at `path`, laid over the files that it extends."""
+    """Return the file at `path` merged with the files that it extends."""
     return _read(Path(path), (), shown=shown_path(path))
 
 
 def resolve_document(settings: Node, folder: Path, chain: tuple[Path, ...] = ()) -> ConfigDocument:
-    """Return `settings`, which were written in `folder`, laid over all that they extend.
+    """Return `settings`, which are written in `folder`, merged with all that they extend.
 
-    A saved run's `project_dir` takes the place of `folder`. `chain` holds the files being read, outermost first.
+    A saved run's `project_dir` replaces `folder`. `chain` has the files being read, outermost first.
     """
     given = settings.value.get("project_dir")
     if given is not None and not isinstance(given.value, str):
@@ -55,8 +55,8 @@ def resolve_document(settings: Node, folder: Path, chain: tuple[Path, ...] = ())
     return ConfigDocument(merge(merged, settings.without("extends", "project_dir")), project_dir)
 
 
-def lay_over(document: ConfigDocument, paths: Iterable[str | os.PathLike[str]]) -> ConfigDocument:
-    """Return `document` with the files laid over it, each over the ones before; the folder stays its own."""
+def merge_files(document: ConfigDocument, paths: Iterable[str | os.PathLike[str]]) -> ConfigDocument:
+    """Return `document` with the files merged into it in order; the project folder does not change."""
     settings = document.settings
     for path in paths:
         settings = merge(settings, _relative_to(document.project_dir, read_document(path)))
@@ -64,22 +64,18 @@ def lay_over(document: ConfigDocument, paths: Iterable[str | os.PathLike[str]]) 
 
 
 def save_document(path: str | os.PathLike[str], settings: dict[str, Any]) -> None:
-    """Write `settings` as YAML; a reader finds the earlier file or the whole of this one, never a part."""
+    """Write `settings` as YAML, atomically."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    text = yaml_text.write(settings)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(yaml_text.write(settings))
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp makes a private file; a run's config is as readable as any other file of the run.
-        Path(temporary).chmod(0o666 & ~_umask())
-        Path(temporary).replace(target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _read(
@@ -89,13 +85,15 @@ def _read(
     shown = shown or shown_path(file)
     if file in chain:
         names = " → ".join(shown_path(one) for one in (*chain, file))
-        raise ConfigError(f"extends: the files extend each other: {names}. Break the circle.", where=extended_at)
+        raise ConfigError(
+            f"extends: the files extend each other: {names}. Remove one of these extends.", where=extended_at
+        )
     text = _text_of(path, shown)
     if file.suffix == ".py":
         return resolve_document(read_python(file, text, shown), file.parent, (*chain, file))
     settings = yaml_text.parse(text, lambda line: Origin(shown, line))
     if settings.value is None:
-        raise ConfigError("the file is empty. A run has at least data and trainer.", where=Origin(shown, 1))
+        raise ConfigError("the file is empty. A run needs at least data and trainer.", where=Origin(shown, 1))
     if not isinstance(settings.value, dict):
         problem = f"the file must be a mapping (key: value), got {describe(settings.plain())}."
         raise ConfigError(problem, where=settings.origin)
@@ -129,7 +127,7 @@ def _extended(settings: Node) -> Iterator[Node]:
 
 
 def _find_extended(entry: Node, folder: Path) -> Path:
-    """Return the file beside the extending one, or else the packaged one, that `entry` names."""
+    """Return the file in the folder of the extending one, or else the packaged one, that `entry` names."""
     name: str = entry.value
     if (folder / name).is_file():
         return folder / name
@@ -142,20 +140,20 @@ def _find_extended(entry: Node, folder: Path) -> Path:
     if found:
         return packaged[found[0]]
     names = [Path(path).stem for path in packaged]
-    beside = sorted(file.name for file in folder.glob("*.yaml"))
+    in_folder = sorted(file.name for file in folder.glob("*.yaml"))
     problem = f'extends: no file "{name}" in {shown_path(folder)}, and no packaged config of that name.'
-    raise ConfigError(f"{problem} {suggest(name, [*names, *beside])}", where=entry.origin)
+    raise ConfigError(f"{problem} {suggest(name, [*names, *in_folder])}", where=entry.origin)
 
 
 def _packaged_files() -> dict[str, Path]:
-    """Return the packaged configs: `experiments/digits.yaml` → where it lies. Sharding rules are no config."""
+    """Return the paths of packaged configs by name (`experiments/digits.yaml`), without sharding rules."""
     folder = Path(str(importlib.resources.files("trainwright"))) / "configs"
     paths = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.yaml"))
     return {path: folder / path for path in paths if not path.startswith("sharding/")}
 
 
 def _relative_to(project_dir: Path, base: ConfigDocument) -> Node:
-    """Return the settings of an extended file with its `file.py:Name` made relative to the given file's folder."""
+    """Return the settings of an extended file with `file.py:Name` relative to `project_dir`."""
     if base.project_dir == project_dir:
         return base.settings
 
@@ -166,9 +164,3 @@ def _relative_to(project_dir: Path, base: ConfigDocument) -> Node:
         return f"{Path(os.path.relpath(base.project_dir / match['file'], project_dir)).as_posix()}:{match['name']}"
 
     return map_strings(base.settings, rewrite)
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current

@@ -1,7 +1,6 @@
-"""Read-only settings: `Frozen`, and the way between it and plain dicts and lists.
+"""Read-only settings: `Frozen`, and the conversion to and from plain dicts and lists.
 
-Whatever YAML can hold becomes deeply read-only here, so that nothing can change a run's settings behind
-its back. What a setting means is not known here: see component.py and sections.py.
+Values of any YAML type become deeply read-only. component.py and sections.py define the settings.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ Value_co = TypeVar("Value_co", covariant=True)
 
 
 class Frozen(Mapping[str, Value_co]):
-    """A read-only mapping whose values also read as attributes: `settings.a.b`.
+    """A read-only mapping whose values are also attributes: `settings.a.b`.
 
-    Nested mappings become Frozen and lists become tuples. A key that is also the name of a method
-    (`items`, `get`) is reached by `settings["items"]` only.
+    Nested mappings become Frozen and lists become tuples. A key with the name of a method (`items`, `get`) is only
+    available as `settings["items"]`.
     """
 
     __slots__ = ("_values",)
@@ -36,7 +35,7 @@ class Frozen(Mapping[str, Value_co]):
         object.__setattr__(self, "_values", frozen)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as plain, mutable dicts and lists; later changes to them do not come back."""
+        """Return a copy of the settings as plain, mutable dicts and lists."""
         return {key: thaw(value) for key, value in self._values.items()}
 
     def __getitem__(self, key: str) -> Value_co:
@@ -49,7 +48,7 @@ class Frozen(Mapping[str, Value_co]):
         return len(self._values)
 
     def __getattr__(self, name: str) -> Any:
-        # Private names are never settings; asking _values for them would recurse while an object is unpickled.
+        # Private names are not settings; reading _values for them would recurse during unpickling.
         if name.startswith("_"):
             raise AttributeError(name)
         if name in self._values:
@@ -85,7 +84,7 @@ class Frozen(Mapping[str, Value_co]):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Let `Frozen[Component]` be a field: the values are checked one by one, then frozen."""
+        """Support fields such as `Frozen[Component]`: values are validated one by one, then frozen."""
         arguments = get_args(source)
         values = handler.generate_schema(arguments[0]) if arguments else core_schema.any_schema()
         mapping = core_schema.dict_schema(core_schema.str_schema(strict=True), values)
@@ -94,11 +93,11 @@ class Frozen(Mapping[str, Value_co]):
         )
 
 
-_READ_ONLY = "settings are read-only. Make a changed copy with config.derive({'trainer.max_steps': 100})."
+_READ_ONLY = "settings are read-only. Create a changed copy with config.derive({'trainer.max_steps': 100})."
 
 
 def freeze(value: Any) -> Any:
-    """Return `value` with every mapping made Frozen and every list made a tuple."""
+    """Return `value` with mappings as Frozen and lists as tuples, recursively."""
     if isinstance(value, Frozen):
         return value
     if isinstance(value, Mapping):
@@ -109,7 +108,7 @@ def freeze(value: Any) -> Any:
 
 
 def thaw(value: Any) -> Any:
-    """Return `value` as plain dicts and lists, however deep."""
+    """Return `value` as plain dicts and lists, recursively."""
     if isinstance(value, Frozen) or hasattr(value, "to_dict"):
         return value.to_dict()
     if isinstance(value, Mapping):
@@ -120,9 +119,9 @@ def thaw(value: Any) -> Any:
 
 
 def plain_scalar(value: Any) -> bool | int | float | str | None:
-    """Return a number or text as the plain one that YAML holds; None for anything else.
+    """Return a number or text as the built-in type that YAML has; None for anything else.
 
-    Subclasses (a str enum) and numpy's scalars are such numbers and texts.
+    Accepts subclasses (a str enum) and numpy's scalars.
     """
     if isinstance(value, str):
         return str.__str__(value)
@@ -130,12 +129,12 @@ def plain_scalar(value: Any) -> bool | int | float | str | None:
         return bool(value)
     if isinstance(value, Integral):
         return int(value)
-    # A fraction is a Real too, but no float is it.
+    # A Fraction is Real as well, but a float cannot represent it.
     return float(value) if isinstance(value, Real) and not isinstance(value, Rational) else None
 
 
 def same(first: Any, second: Any) -> bool:
-    """Say whether two settings are the same: lists equal tuples, nan equals nan, true does not equal 1."""
+    """Return True if two settings are equal: lists equal tuples, nan equals nan, true does not equal 1."""
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
     if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
@@ -148,7 +147,7 @@ def same(first: Any, second: Any) -> bool:
 
 
 def _one_level_dict(value: Any) -> Any:
-    # An empty key in YAML (`eval:` with everything below commented out) is null, and means nothing given.
+    # An empty key in YAML (`eval:` with everything below it commented out) is null and means an empty mapping.
     if value is None:
         return {}
     return dict(value) if isinstance(value, Mapping) else value

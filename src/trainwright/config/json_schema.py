@@ -1,7 +1,7 @@
-"""The JSON Schema of a run file, by which editors complete, explain and check the YAML while it is written.
+"""The JSON Schema of a run file, with which editors complete, explain and validate the YAML.
 
-It follows from the sections (schema.py, sections.py) and rejects nothing that `RunConfig.load` accepts. What needs
-several settings at once, or a component's class, is left to `load` and `check`.
+It is derived from the sections (schema.py, sections.py) and accepts every file that `RunConfig.load` accepts. Rules
+across settings and the arguments of components are checked by `load` and `check` only.
 """
 
 from __future__ import annotations
@@ -10,42 +10,36 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from trainwright.config.checks import BUILT_IN_TRAINERS
 from trainwright.config.schema import RunConfig
-from trainwright.config.sections import LoaderArguments, ProcessOptions
+from trainwright.config.sections import BUILT_IN_TRAINERS, LoaderArguments, ProcessOptions, Section
 
 Json: TypeAlias = dict[str, Any]
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
-_KINDS: Mapping[str, Mapping[str, str]] = {
-    "RunConfig": {"task": "task", "model": "model", "hooks": "hook", "writers": "writer"},
-    "DataSection": {
-        "train": "dataset",
-        "eval": "dataset",
-        "test": "dataset",
-        "process": "process",
-        "collator": "collator",
-    },
-    "OptimizerSection": {"optimizer": "optimizer", "schedule": "schedule"},
-    "TrainerSection": {"optimizer": "optimizer", "schedule": "schedule"},
-    "EvaluationSection": {"metrics": "metric"},
+_KINDS: Mapping[str, str] = {
+    "train": "dataset",
+    "eval": "dataset",
+    "test": "dataset",
+    "hooks": "hook",
+    "writers": "writer",
+    "metrics": "metric",
 }
-"""Which kind of component stands at which key of which section."""
+"""The kind of component at a key; other keys are named like the kind."""
 
-# How pydantic names a limit where a validator of ours stands before its own.
+# pydantic's names of limits on fields that have a BeforeValidator.
 _LIMITS: Mapping[str, str] = {"gt": "exclusiveMinimum", "ge": "minimum"}
 
 
 def run_schema(type_names: Mapping[str, Sequence[str]]) -> Json:
-    """Return the schema of a run file; `type_names` gives the built-in components of each kind, to complete."""
+    """Return the schema of a run file; `type_names` has the built-in components of each kind, for completion."""
     whole = RunConfig.model_json_schema()
     sections = {**whole.pop("$defs"), "RunConfig": whole}
     sections = {name: _clean(section) for name, section in sections.items()}
-    for name, kinds in _KINDS.items():
-        for key, kind in kinds.items():
-            properties = sections[name]["properties"]
-            properties[key] = _insert_components(properties[key], kind)
+    for section in sections.values():
+        properties = section["properties"]
+        for key in properties:
+            properties[key] = _insert_components(properties[key], _KINDS.get(key, key))
     _widen(sections, type_names)
     run = sections.pop("RunConfig")
     run["properties"] = {**_file_keys(), **run["properties"]}
@@ -55,7 +49,7 @@ def run_schema(type_names: Mapping[str, Sequence[str]]) -> Json:
 
 
 def _clean(schema: Any) -> Any:
-    """Return pydantic's schema without its own titles, with standard words, and with null where Python says None."""
+    """Return pydantic's schema without titles, with standard keywords, and with null instead of None."""
     if isinstance(schema, list):
         return [_clean(item) for item in schema]
     if not isinstance(schema, dict):
@@ -73,7 +67,7 @@ def _clean(schema: Any) -> Any:
 
 
 def _insert_components(schema: Any, kind: str) -> Any:
-    """Put a reference to the component's kind where Component left its mark."""
+    """Replace Component's marker with a reference to the component's kind."""
     if isinstance(schema, list):
         return [_insert_components(item, kind) for item in schema]
     if not isinstance(schema, dict):
@@ -97,13 +91,13 @@ def _component(kind: str, type_names: Sequence[str]) -> Json:
         }
     whole = {"type": "object", "properties": properties, "required": ["type"], "additionalProperties": True}
     return {
-        "description": f"A {kind}: its type, with the constructor's arguments beside it; or the type alone.",
+        "description": f"A {kind}: its type and the constructor's arguments; or the type alone.",
         "anyOf": [whole, type_],
     }
 
 
 def _process() -> Json:
-    """Return the schema of `data.process`: a function's name, its arguments, and the settings beside them."""
+    """Return the schema of `data.process`: a function's name, its arguments and the settings of ProcessOptions."""
     options = _clean(ProcessOptions.model_json_schema())
     type_ = {
         "description": "The function: file.name for one in datasets/, file.py:name, or package.module:name.",
@@ -111,7 +105,7 @@ def _process() -> Json:
         "minLength": 1,
     }
     properties = {"type": type_, **options["properties"]}
-    about = "A function with its arguments beside these settings; or its name alone."
+    about = "A function with its arguments and these settings; or its name alone."
     return {
         "description": about,
         "type": "object",
@@ -122,16 +116,17 @@ def _process() -> Json:
 
 
 def _widen(sections: Json, type_names: Mapping[str, Sequence[str]]) -> None:
-    """Add what our validators accept beyond the types of the fields, and what they reject."""
+    """Add what validators accept in addition to the types of the fields, and what they reject."""
     properties = {name: section["properties"] for name, section in sections.items()}
     run, data, trainer = properties["RunConfig"], properties["DataSection"], properties["TrainerSection"]
-    for key in ("data", "trainer", "evaluation", "checkpoint", "log", "runtime"):
-        # pydantic leaves a key's description out where its section says the same words.
-        run[key] = {"description": RunConfig.model_fields[key].description, **_or_null(run[key])}
+    for key, field in RunConfig.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            # pydantic omits a key's description if its section has the same.
+            run[key] = {"description": field.description, **_or_null(run[key])}
     runtime = properties["RuntimeSection"]
     runtime["mesh"] = _or_null(runtime["mesh"])
     run["writers"]["default"] = [each.type for each in RunConfig().writers]
-    del run["name"]["default"]  # it is the file's own name
+    del run["name"]["default"]  # it is the name of the file
     data["collator"]["default"] = RunConfig().data.collator.type
     sets = {**data["eval"], "propertyNames": {"pattern": "^[a-z][a-z0-9_-]*$", "not": {"enum": ["train", "type"]}}}
     data["eval"] = _any_of(sets, {"$ref": "#/$defs/dataset"}, {"type": "null"})
@@ -153,7 +148,7 @@ def _widen(sections: Json, type_names: Mapping[str, Sequence[str]]) -> None:
         axes[name] = {**axis, "anyOf": one}
     known = [*trainer]
     trainer["type"]["anyOf"] = [{"enum": [*type_names["trainer"]]}, {"type": trainer["type"].pop("type")}]
-    # With a trainer of one's own further keys are options of one's own; a built-in one has none.
+    # A user's trainer may have further keys, its options; a built-in one has none.
     sections["TrainerSection"] |= {
         "additionalProperties": True,
         "if": {"properties": {"type": {"enum": [*BUILT_IN_TRAINERS]}}},
@@ -166,16 +161,16 @@ def _or_null(schema: Json) -> Json:
 
 
 def _any_of(first: Json, *others: Json) -> Json:
-    """Return the schema that any of these fits; the words about the setting stay outside."""
+    """Return the schema that accepts any of these; description and default stay outside."""
     about = {key: value for key, value in first.items() if key in ("description", "default")}
     rest = {key: value for key, value in first.items() if key not in about}
     return {**about, "anyOf": [rest, *others]}
 
 
 def _file_keys() -> Json:
-    """Return the keys that only the file has: they are resolved when it is read."""
+    """Return the keys that are resolved when the file is read and are not in RunConfig."""
     names = {"type": "array", "items": {"type": "string"}}
-    extends = "Packaged names or files, relative to this one, that this file is laid over; later ones win."
+    extends = "Packaged names or files, relative to this one, that this file extends; later ones win."
     project = "The folder that component files are relative to. Default: the folder of this file."
     return {
         "extends": {"description": extends, "anyOf": [{"type": "string"}, names, {"type": "null"}]},

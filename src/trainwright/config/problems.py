@@ -1,7 +1,6 @@
-"""Rejections in words: what is wrong with a setting, what we got, what to do.
+"""Error messages about settings: what is wrong, what was given, what to do.
 
-Pydantic finds most problems; here each becomes one sentence for the user. Where the setting was written
-is added by schema.py, which knows the origins.
+Most errors come from pydantic and become one sentence each here. schema.py adds where the setting is written.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from trainwright.errors import ConfigError
 
 
 class Problem(NamedTuple):
-    """What is wrong with the setting at `path`; `text` is a whole sentence, without the path."""
+    """What is wrong with the setting at `path`; `text` is a full sentence without the path."""
 
     path: KeyPath
     text: str
 
 
 def dotted(path: KeyPath) -> str:
-    """Return the path as users write it: `hooks.0.steps`."""
+    """Return the path in the form of overrides: `hooks.0.steps`."""
     return ".".join(map(str, path))
 
 
 def describe(value: Any) -> str:
-    """Return `value` as a reader of YAML would name it, in a few words."""
+    """Return a short description of `value` in YAML terms."""
     if value is None:
         return "null (nothing)"
     if isinstance(value, bool):
@@ -48,25 +47,31 @@ def describe(value: Any) -> str:
 
 
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the known word that looks most like `word`, or None where none looks like it."""
+    """Return the known word that is most similar to `word`, or None."""
     plain = {name.lower().replace("-", "_"): name for name in known}
     wanted = word.lower().replace("-", "_")
     found = difflib.get_close_matches(wanted, plain, cutoff=cutoff)
-    # One wrong letter is likelier than one too many: adamv is adamw, though difflib finds adam nearer.
+    # A wrong letter is more likely than an extra one: adamv means adamw, although difflib ranks adam higher.
     found.sort(key=lambda name: len(name) != len(wanted) or sum(map(str.__ne__, name, wanted)) > 1)
     return plain[found[0]] if found else None
 
 
+def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return ` Did you mean "x"?` with a leading space, or "" if no known word is similar."""
+    match = nearest(word, known, cutoff=cutoff)
+    return f' Did you mean "{match}"?' if match else ""
+
+
 def suggest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return `Did you mean "x"? Known: …`, or only the known words where none is near."""
+    """Return `Did you mean "x"? Known: …`, or only the known words if none is similar."""
     names = list(known)
-    match = nearest(word, names, cutoff=cutoff)
-    guess = f'Did you mean "{match}"? ' if match else ""
-    return f"{guess}Known: {', '.join(names)}." if names else "Nothing can be set here; remove it."
+    if not names:
+        return "Nothing can be set here; remove it."
+    return f"{did_you_mean(word, names, cutoff=cutoff)} Known: {', '.join(names)}.".lstrip()
 
 
 def reject(path: KeyPath, text: str, value: Any = None) -> ValidationError:
-    """Return the error by which a validator rejects `value` at `path`, relative to its own field."""
+    """Return the error with which a validator rejects `value` at `path`, relative to its field."""
     return reject_all([Problem(path, text)], value)
 
 
@@ -74,7 +79,7 @@ def reject_all(problems: Iterable[Problem], value: Any = None) -> ValidationErro
     """Return one error for several problems of one field."""
     details = [
         InitErrorDetails(
-            # The sentence travels as an argument: braces in it would be taken for placeholders.
+            # Passed as an argument, because pydantic formats braces in the message.
             type=PydanticCustomError("rejected", "{sentence}", {"sentence": problem.text}),
             loc=problem.path,
             input=value,
@@ -85,12 +90,12 @@ def reject_all(problems: Iterable[Problem], value: Any = None) -> ValidationErro
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> list[Problem]:
-    """Return what pydantic found wrong while it read a `root`, one sentence each."""
+    """Return the errors of a validation of `root`, one sentence each."""
     return [_explain_one(details, root) for details in error.errors(include_url=False)]
 
 
 def raise_all(problems: list[Problem], origin_of: Callable[[KeyPath], Origin | None]) -> None:
-    """Raise one ConfigError for all problems, a line each, in the order of the file; none is no error."""
+    """Raise one ConfigError for all problems, a line each, in the order of the file; returns if there are none."""
     found = [(origin_of(problem.path), problem) for problem in problems]
     found.sort(key=lambda pair: (pair[0] is None, pair[0] or Origin("", 0)))
     lines = [_sentence(problem) for _, problem in found]
@@ -124,9 +129,8 @@ _EXPECTED: Mapping[str, str] = {
 
 
 def _explain_one(details: ErrorDetails, root: type[BaseModel]) -> Problem:
-    # Pydantic marks a wrong key of a mapping with "[key]"; for the user it is the mapping's own problem.
-    # What pydantic adds in brackets ("[key]", the tags of a union) is no part of the file.
-    path = tuple(part for part in details["loc"] if not str(part).startswith("["))
+    # Entries in brackets ("[key]" for a wrong key, the tags of a union) are pydantic's, not keys of the file.
+    path = tuple(key for key in details["loc"] if not str(key).startswith("["))
     kind, value = details["type"], details["input"]
     if kind == "rejected":
         return Problem(path, details["msg"])
@@ -158,11 +162,11 @@ def _is_number(text: str) -> bool:
 
 
 def _known_keys(path: KeyPath, root: type[BaseModel]) -> list[str]:
-    """Return the fields of the section that stands at `path` below `root`."""
+    """Return the fields of the section at `path` of `root`."""
     section = root
-    for part in path:
-        field = section.model_fields.get(str(part))
-        # A name that is no field is a key of a mapping of sections, such as one of trainer.optimizers.
+    for key in path:
+        field = section.model_fields.get(str(key))
+        # A name that is not a field is a key of a mapping of sections, such as trainer.optimizers.
         section = (_section_in(field.annotation) if field is not None else None) or section
     return list(section.model_fields)
 
@@ -170,4 +174,4 @@ def _known_keys(path: KeyPath, root: type[BaseModel]) -> list[str]:
 def _section_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for part in get_args(annotation) if (found := _section_in(part))), None)
+    return next((found for each in get_args(annotation) if (found := _section_in(each))), None)

@@ -1,8 +1,8 @@
-"""Config files in Python: running one, and taking its settings with the line of each.
+"""Config files in Python: executes one and returns its settings with the line of each.
 
-A file defines `config` (a RunConfig or a dict), or a variable for each section. It and the files beside it that it
-imports are run anew whenever it is read, as YAML is read anew; nothing stays on Python's path. Components hold the
-words by which the registry finds their classes, so that nothing is built here (component.py).
+A file defines `config` (a RunConfig or a dict), or a variable for each section. It and the modules in its folder that
+it imports are executed each time it is read; sys.path does not change. Nothing is built here: components hold the
+names by which the registry finds their classes (component.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import hashlib
 import importlib
 import os
 import sys
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
@@ -20,130 +19,106 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from trainwright.config.component import type_of
 from trainwright.config.frozen import plain_scalar
-from trainwright.config.problems import describe, dotted
+from trainwright.config.problems import Problem, describe, raise_all
 from trainwright.config.sections import Section
-from trainwright.config.yaml_text import KeyPath, Node, Origin, map_strings, plant
+from trainwright.config.yaml_text import KeyPath, Node, Origin, map_strings, nearest_origin, to_tree
 from trainwright.errors import ConfigError, TrainwrightError
-from trainwright.tracebacks import shown_path
+from trainwright.tracebacks import shown_path, user_location
 
-SECTIONS = (
-    "name",
-    "output_dir",
-    "seed",
-    "extends",
-    "imports",
-    "task",
-    "model",
-    "data",
-    "trainer",
-    "evaluation",
-    "checkpoint",
-    "hooks",
-    "writers",
-    "log",
-    "runtime",
-    "anomalies",
-    "preemption",
-    "watchdog",
-)
-"""The variables that are taken from a file without a `config`."""
-
-_ESSENTIAL = {"task", "model", "data", "trainer"}  # a file without any of these says nothing of what is trained
-_DEFAULT_NAME = "run"  # of a RunConfig that was given none: it gets the file's, as a YAML file's run does
+_ESSENTIAL = {"task", "model", "data", "trainer"}  # a file without any of these does not define a run
+_DEFAULT_NAME = "run"  # a RunConfig with this default is named after the file, as for YAML
 
 
 def read_python(path: Path, source: str, shown: str) -> Node:
-    """Run the file at `path`, whose text is `source`, and return its settings; `shown` is its name in messages."""
-    where = Origin(shown, 1)
+    """Execute the file at `path`, whose text is `source`, and return its settings; messages call it `shown`."""
+    from trainwright.config.schema import RunConfig  # it imports this file
+
     values = vars(_run(path, shown))
     lines = _Lines(source)
     if "config" in values:
-        found, line = values["config"], lines.of("config")
-        if not isinstance(found, Mapping) and not _is_run_config(found):
+        found: Any = values["config"]
+        if not isinstance(found, Mapping | RunConfig):
             problem = f"config: must be a RunConfig or a dict, got {describe(found)}."
-            raise ConfigError(problem, where=Origin(shown, line))
-        places = dict(lines.below("config"))
+            raise ConfigError(problem, where=Origin(shown, lines.of("config")))
+        numbers = {(): lines.of("config"), **dict(lines.below("config"))}
     else:
-        found = {name: values[name] for name in SECTIONS if _is_setting(values.get(name))}
+        given = {name: values.get(name) for name in (*RunConfig.model_fields, "extends")}
+        found = {name: each for name, each in given.items() if each is not None and not isinstance(each, ModuleType)}
         _reject_other_name(values, found, lines, shown)
         if not found:
             problem = "the file defines neither `config` nor a section such as `trainer`. Add config = {…}."
-            raise ConfigError(problem, where=where)
-        line, places = 1, {key: number for name in found for key, number in lines.below(name, (name,))}
-    origins = {(): Origin(shown, line), **{key: Origin(shown, number) for key, number in places.items()}}
+            raise ConfigError(problem, where=Origin(shown, 1))
+        numbers = {(): 1, **{key: number for name in found for key, number in lines.below(name, (name,))}}
+    origins = {key: Origin(shown, number) for key, number in numbers.items()}
     settings = as_settings(found, origins)
-    return map_strings(plant(settings, origins), lambda text: _relative(text, path.parent))
+    return map_strings(to_tree(settings, origins), lambda text: _relative(text, path.parent))
 
 
 def _reject_other_name(values: Mapping[str, Any], found: Mapping[str, Any], lines: _Lines, shown: str) -> None:
-    """Rejects settings in a variable of another name than `config`, where nothing else says what a run is."""
+    """Reject settings in a variable that is not called `config`, in a file that does not define a run otherwise."""
     if found.keys() & _ESSENTIAL:
         return
     for name, value in values.items():
+        is_config = isinstance(value, Section) and type(value).model_fields.keys() >= _ESSENTIAL
         is_mapping = isinstance(value, Mapping) and bool(value.keys() & _ESSENTIAL)
-        if not name.startswith("_") and (is_mapping or _is_run_config(value)):
-            problem = f"{name}: holds settings, but the variable that is read is called config. Call it that."
+        if not name.startswith("_") and (is_mapping or is_config):
+            problem = f"{name}: has settings, but only the variable config is read. Rename it to config."
             raise ConfigError(problem, where=Origin(shown, lines.of(name)))
 
 
 def as_settings(found: Any, origins: Mapping[KeyPath, Origin]) -> dict[str, Any]:
-    """Return a RunConfig or a mapping that Python code has made as plain settings.
+    """Return a RunConfig or a mapping that Python code has created as plain settings.
 
-    `origins` says where that code is, at (), and which lines of it hold single settings. Of a RunConfig the project's
-    folder is kept, unless it is only the current one.
+    `origins` has the location of that code at (), and the lines of single settings. The project folder of a RunConfig
+    is kept, unless it is the current one.
     """
-    if not _is_run_config(found):
-        return _plain(found, (), origins)  # type: ignore[no-any-return]  # a mapping gives a dict
+    if isinstance(found, Mapping):
+        return as_yaml_value(found, (), origins)  # type: ignore[no-any-return]  # a dict, as for every mapping
     settings: dict[str, Any] = found.to_dict()
     if settings["name"] == _DEFAULT_NAME:
         del settings["name"]
     return settings if found.project_dir == Path.cwd() else {**settings, "project_dir": str(found.project_dir)}
 
 
-def _is_run_config(found: Any) -> bool:
-    return isinstance(found, Section) and hasattr(found, "project_dir")  # its own file imports this one
+def as_yaml_value(value: Any, path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Any:
+    """Return a Python value as plain dicts, lists and scalars; a class or function may be a `type`.
 
-
-def _is_setting(value: Any) -> bool:
-    return value is not None and not isinstance(value, ModuleType)
-
-
-def _plain(value: Any, path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Any:
-    """Return a value as YAML would hold it; a class or function may stand as a `type`."""
+    A Node keeps its origin. A value that YAML cannot represent raises: a saved run must load back equal.
+    """
+    if isinstance(value, Node):
+        known = origins if value.origin is None else {**origins, path: value.origin}
+        return Node(as_yaml_value(value.value, path, known), value.origin)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):
-        wrong = next((key for key in value if not isinstance(key, str)), None)
-        if wrong is not None:
-            problem = f"a key must be text, got {wrong!r}. Use {str(wrong)!r}."
-            raise ConfigError(f"{dotted(path)}: {problem}" if path else problem, where=_nearest(path, origins))
+        for key in (key for key in value if not isinstance(key, str)):
+            _reject(path, f"a key must be text, got {key!r}. Use {str(key)!r}.", origins)
         return {
-            key: type_of(item) if key == "type" and callable(item) else _plain(item, (*path, key), origins)
+            str(key): type_of(item) if key == "type" and callable(item) else as_yaml_value(item, (*path, key), origins)
             for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [_plain(item, (*path, str(index)), origins) for index, item in enumerate(value)]
+        return [as_yaml_value(item, (*path, str(index)), origins) for index, item in enumerate(value)]
     if isinstance(value, Section):
-        return _plain(value.to_dict(), path, origins)
+        return as_yaml_value(value.to_dict(), path, origins)
     plain = plain_scalar(value)
     if value is not None and plain is None:
-        problem = f"a {type(value).__name__} cannot be saved as YAML: {value!r}."
-        advice = "Write a class or function as Component(…), and else text, numbers, lists or mappings."
-        raise ConfigError(f"{dotted(path)}: {problem} {advice}", where=_nearest(path, origins))
+        advice = "Use text, numbers, lists or mappings, and Component(…) for a class or function."
+        _reject(path, f"a {type(value).__name__} cannot be saved as YAML: {value!r}. {advice}", origins)
     return plain
 
 
-def _nearest(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Origin | None:
-    """Return where a setting is written, or the nearest one above it."""
-    return next((origins[path[:end]] for end in range(len(path), -1, -1) if path[:end] in origins), None)
+def _reject(path: KeyPath, text: str, origins: Mapping[KeyPath, Origin]) -> NoReturn:
+    raise_all([Problem(path, text)], lambda path: nearest_origin(origins, path))
+    raise AssertionError  # raise_all has raised
 
 
 def _relative(text: str, folder: Path) -> str:
-    """Return a component of a file below the config's folder as a path from there: the folder may be moved."""
+    """Return `file.py:Name` with a path relative to the config's folder, so that the folder can be moved."""
     file, colon, name = text.rpartition(":")
     if not colon or not file.endswith(".py") or not Path(file).is_relative_to(folder):
         return text
@@ -151,21 +126,21 @@ def _relative(text: str, folder: Path) -> str:
 
 
 def _run(path: Path, shown: str) -> ModuleType:
-    """Run the file as a module of a package that is its folder."""
+    """Execute the file as a module of a package that represents its folder."""
     package = f"trainwright_project_{hashlib.sha256(str(path.parent.resolve()).encode()).hexdigest()[:8]}"
     for name in [name for name in sys.modules if f"{name}.".startswith(f"{package}.")]:
         del sys.modules[name]
-    sys.modules[package] = _package(package, path.parent)
+    sys.modules[package] = folder_package(package, path.parent)
     name = f"{package}.{path.stem}"
     loader = _Uncached(name, str(path))
     spec = spec_from_file_location(name, path, loader=loader)
     assert spec is not None  # a loader was given
     module = module_from_spec(spec)
-    # The registry takes classes from here rather than run the file once more.
+    # The registry finds classes here instead of executing the file again.
     sys.modules[name] = module
     importlib.invalidate_caches()
     try:
-        with files_beside(path.parent, package):
+        with folder_modules(path.parent, package):
             loader.exec_module(module)
     except TrainwrightError:
         raise
@@ -175,15 +150,16 @@ def _run(path: Path, shown: str) -> ModuleType:
 
 
 class _Uncached(SourceFileLoader):
-    """Compiles the file as it is now: bytecode is compared by seconds, and a config may change twice in one."""
+    """Ignores cached bytecode, whose timestamp has a resolution of a second: a config may change twice in one."""
 
     def get_code(self, fullname: str) -> Any:
         """Return the code of the file."""
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
-def _package(name: str, folder: Path) -> ModuleType:
-    package = ModuleType(name, "The folder of a config file.")
+def folder_package(name: str, folder: Path) -> ModuleType:
+    """Return a package whose modules are the files of `folder`."""
+    package = ModuleType(name, f"The files in {folder}.")
     package.__spec__ = ModuleSpec(name, None, is_package=True)
     package.__spec__.submodule_search_locations = [str(folder)]
     package.__path__ = [str(folder)]
@@ -194,26 +170,23 @@ def _explained(error: BaseException, path: Path, shown: str) -> ConfigError:
     if isinstance(error, SyntaxError):
         file = shown if error.filename == str(path) else shown_path(error.filename or shown)
         return ConfigError(f"cannot be read as Python: {error.msg}.", where=Origin(file, error.lineno or 1))
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).is_relative_to(path.parent)]
     text = f"running it failed: {type(error).__name__}: {error}".rstrip(".")
-    last = own[-1] if own else None
-    file = shown if last is None or last.filename == str(path) else shown_path(last.filename)
-    return ConfigError(f"{text}.", where=Origin(file, 1 if last is None else last.lineno or 1))
+    location = user_location(error)
+    return ConfigError(f"{text}.", where=Origin(shown, 1) if location is None else shown_path(location))
 
 
 @contextmanager
-def files_beside(folder: Path, package: str) -> Iterator[None]:
-    """Let `import base` find base.py in the folder, as a script there would; afterwards nothing of it is left."""
-    beside = {file.stem for file in folder.glob("*.py")} | {file.parent.name for file in folder.glob("*/__init__.py")}
-    beside -= sys.stdlib_module_names
-    # A folder without __init__.py, such as datasets/, must not hide an installed package: it is looked at last.
-    others = {each.name for each in folder.iterdir() if each.is_dir()} - beside - sys.stdlib_module_names
-    left = {name for name in others if name in sys.modules and not _would_be_found(name)}
-    strange = {name for name in beside | left if name in sys.modules and not _is_in(name, folder)}
-    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in strange}
+def folder_modules(folder: Path, package: str) -> Iterator[None]:
+    """Let `import base` find base.py in the folder, as for a script there; removes these modules afterwards."""
+    modules = {file.stem for file in folder.glob("*.py")} | {file.parent.name for file in folder.glob("*/__init__.py")}
+    modules -= sys.stdlib_module_names
+    # A folder without __init__.py, such as datasets/, must not hide an installed package: it is searched last.
+    others = {each.name for each in folder.iterdir() if each.is_dir()} - modules - sys.stdlib_module_names
+    stale = {name for name in others if name in sys.modules and not _would_be_found(name)}
+    foreign = {name for name in modules | stale if name in sys.modules and not _is_in(name, folder)}
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in foreign}
     found: list[str] = []
-    first, last = _Finder(package, beside, found), _Finder(package, others, found)
+    first, last = _Finder(package, modules, found), _Finder(package, others, found)
     sys.meta_path.insert(0, first)
     sys.meta_path.append(last)
     try:
@@ -227,61 +200,61 @@ def files_beside(folder: Path, package: str) -> Iterator[None]:
 
 
 def _is_in(name: str, folder: Path) -> bool:
-    """Has the program itself imported this very file? Then there is one module of it, not two."""
+    """Return True if the program has imported this module from the folder; it is then used as it is."""
     file = getattr(sys.modules[name], "__file__", None)
     return file is not None and Path(file).is_relative_to(folder)
 
 
 def _would_be_found(name: str) -> bool:
-    """Does Python's path still lead to a loaded module, if it ever did? Else a run in another folder has left it."""
+    """Return False for a loaded module that a config in another folder has left and that Python would not find."""
     finders = (getattr(each, "find_spec", None) for each in sys.meta_path)
     specs = (find(name, None) for find in finders if find is not None)
     found = next((spec for spec in specs if spec is not None), None)
     loaded = getattr(sys.modules[name], "__spec__", None)
     if loaded is None:
-        return True  # a program has made it, and nothing else can stand for it
+        return True  # created by a program, not imported
     return found is not None and bool(found.origin == loaded.origin)
 
 
 class _Finder(MetaPathFinder):
-    """Finds top-level names, and what is below them, in the package that a config's folder is."""
+    """Finds top-level modules and their submodules in the package that represents a config's folder."""
 
     def __init__(self, package: str, names: set[str], found: list[str]) -> None:
         self._package = package
         self._names = names
-        self._found = found  # by this finder or the other one
+        self._found = found  # shared with the other finder
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return how to import `fullname`, if its first part is a file or folder beside the config."""
+        """Return the spec of `fullname` if its first component is a file or folder next to the config."""
         first = fullname.partition(".")[0]
         if first not in self._names and (first == fullname or first not in self._found):
             return None
         self._found.append(fullname)
-        return ModuleSpec(fullname, _Same(f"{self._package}.{fullname}"))
+        return ModuleSpec(fullname, _Alias(f"{self._package}.{fullname}"))
 
 
-class _Same(Loader):
-    """Gives a module a second name for a while."""
+class _Alias(Loader):
+    """Gives a module a second name temporarily."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module itself."""
+        """Import the module under its first name."""
         module = importlib.import_module(self._name)
         self._spec = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give it back its own spec, which Python has just replaced; it has been run."""
+        """Restore its spec, which Python has replaced; the module is already executed."""
         module.__spec__ = self._spec
 
 
 class _Lines:
-    """Where a Python file writes what its variables hold, as far as its text shows it."""
+    """The lines on which a Python file assigns its variables and their settings."""
 
     def __init__(self, source: str) -> None:
         self._assigned: dict[str, tuple[int, ast.expr]] = {}
@@ -293,7 +266,7 @@ class _Lines:
                     self._assigned[target.id] = (node.lineno, value)
 
     def of(self, name: str) -> int:
-        """Return the line on which a variable is assigned; 1 where it is imported."""
+        """Return the line on which a variable is assigned; 1 if it is imported."""
         return self._assigned[name][0] if name in self._assigned else 1
 
     def below(self, name: str, path: KeyPath = ()) -> Iterator[tuple[KeyPath, int]]:

@@ -1,6 +1,6 @@
-"""Derived settings: the mesh for a world size, and the three batch sizes from those that were given.
+"""Derives the mesh from the world size, and the three batch sizes from those that are set.
 
-Nothing here changes a config: the results are written into the run's copy by `config.derive`.
+A config is not changed: build/ puts the results into the run's copy with `config.derive`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass
 
 from trainwright.config.schema import RunConfig
-from trainwright.config.yaml_text import Origin
 from trainwright.errors import ConfigError
 
 DEFAULT_GLOBAL_BATCH_SIZE = 32
@@ -37,93 +36,75 @@ def resolve_mesh(config: RunConfig, world_size: int) -> dict[str, int]:
     shown = " × ".join(f"{axis} {'?' if size == -1 else size}" for axis, size in given.items())
     rest = next((axis for axis, size in given.items() if size == -1), None)
     if rest is not None:
-        problem = f"{shown} cannot be {world_size} ranks: {world_size} is not a multiple of {fixed}."
+        problem = f"{shown} cannot have {world_size} ranks: {world_size} is not a multiple of {fixed}."
         advice = f"Run on a multiple of {fixed} ranks, or change the other axes."
     else:
         problem = f"{shown} is {fixed} ranks, but the run has {world_size}."
         free = next((axis for axis in ("replicate", "fsdp") if axis not in given), None)
         spare = free is not None and world_size % fixed == 0
-        other = f"set runtime.mesh.{free}: -1 to take what is left" if spare else "change the axes to match"
+        other = f"set runtime.mesh.{free}: -1 for the remaining ranks" if spare else "change the axes to match"
         advice = f"Run on {fixed} ranks, or {other}."
     raise ConfigError(f"runtime.mesh: {problem} {advice}", where=config.origin("runtime.mesh"))
 
 
 def known_data_ranks(config: RunConfig) -> int:
-    """Return replicate × fsdp as far as the mesh fixes them; an axis that takes what is left counts as one."""
+    """Return replicate × fsdp as far as the mesh fixes them; an axis that is -1 or not set counts as 1."""
     axes = (config.runtime.mesh.replicate, config.runtime.mesh.fsdp)
     return math.prod(size for size in axes if size is not None and size > 0)
 
 
 def resolve_batch(config: RunConfig, data_ranks: int) -> BatchPlan:
-    """Return the three batch sizes; what was left out is derived, a contradiction is rejected.
+    """Return the three batch sizes: missing ones are derived, a contradiction raises.
 
-    With micro_batch_size: auto it is the largest that could be: the rank's whole batch in one forward.
+    With micro_batch_size: auto it is the upper limit: the rank's whole batch in one forward.
     """
     trainer = config.trainer
-    total, micro, gradient_accumulation_steps = (
-        trainer.global_batch_size,
-        _given_micro_batch(config),
-        trainer.gradient_accumulation_steps,
-    )
-    if trainer.micro_batch_size == "auto" and gradient_accumulation_steps is not None:
-        raise ConfigError(
-            f"trainer.gradient_accumulation_steps: {gradient_accumulation_steps} leaves micro_batch_size: auto nothing "
-            f"to find. Remove one of them.",
-            where=config.origin("trainer.gradient_accumulation_steps"),
-        )
+    total, micro, steps = trainer.global_batch_size, _given_micro_batch(config), trainer.gradient_accumulation_steps
+    if trainer.micro_batch_size == "auto" and steps is not None:
+        problem = f"trainer.gradient_accumulation_steps: {steps} fixes the size that micro_batch_size: auto searches."
+        where = config.origin("trainer.gradient_accumulation_steps")
+        raise ConfigError(f"{problem} Remove one of them.", where=where)
     if total is None and micro is not None:
-        gradient_accumulation_steps = gradient_accumulation_steps or 1
-        return BatchPlan(micro * data_ranks * gradient_accumulation_steps, micro, gradient_accumulation_steps)
+        return BatchPlan(micro * data_ranks * (steps or 1), micro, steps or 1)
     total = total or DEFAULT_GLOBAL_BATCH_SIZE
     if micro is None:
-        gradient_accumulation_steps = gradient_accumulation_steps or 1
-        micro = total // (data_ranks * gradient_accumulation_steps)
-    elif gradient_accumulation_steps is None:
-        gradient_accumulation_steps = total // (micro * data_ranks)
-    if micro * data_ranks * gradient_accumulation_steps != total:
+        steps = steps or 1
+        micro = total // (data_ranks * steps)
+    elif steps is None:
+        steps = total // (micro * data_ranks)
+    if micro * data_ranks * steps != total:
+        names = ("global_batch_size", "micro_batch_size", "gradient_accumulation_steps")
+        origins = [origin for name in names if (origin := config.origin(f"trainer.{name}")) is not None]
         raise ConfigError(
-            f"trainer.global_batch_size: {_contradiction(config, total, data_ranks)}",
-            where=_overridden(config, "global_batch_size", "micro_batch_size", "gradient_accumulation_steps"),
+            f"trainer.global_batch_size: {_explain_mismatch(config, total, data_ranks)}",
+            where=next((origin for origin in origins if origin.is_override), origins[0] if origins else None),
         )
-    return BatchPlan(total, micro, gradient_accumulation_steps)
+    return BatchPlan(total, micro, steps)
 
 
 def micro_batch_alone(config: RunConfig) -> int:
-    """Return how many samples a forward gets where nothing is accumulated: in an evaluation without training."""
+    """Return the number of samples per forward without accumulation, for an evaluation without training."""
     return _given_micro_batch(config) or config.trainer.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
 
 
 def _given_micro_batch(config: RunConfig) -> int | None:
-    """Return the number that was given; None where it is derived or to be found."""
+    """Return the number that is set; None if it is derived or `auto`."""
     micro = config.trainer.micro_batch_size
     return None if micro == "auto" else micro
 
 
-def _overridden(config: RunConfig, *names: str) -> Origin | None:
-    """Return where the first of these settings of the trainer was given that an override gives; else the first one."""
-    places = [place for name in names if (place := config.origin(f"trainer.{name}")) is not None]
-    return next((place for place in places if place.is_override), places[0] if places else None)
-
-
-def _contradiction(config: RunConfig, total: int, data_ranks: int) -> str:
-    """Say which arithmetic fails, in terms of the settings that were given."""
-    micro, gradient_accumulation_steps = _given_micro_batch(config), config.trainer.gradient_accumulation_steps
+def _explain_mismatch(config: RunConfig, total: int, data_ranks: int) -> str:
+    micro, steps = _given_micro_batch(config), config.trainer.gradient_accumulation_steps
+    is_given = config.trainer.global_batch_size is not None
     factors = [f"micro_batch_size {micro}"] if micro is not None else []
     factors.append(f"{data_ranks} data rank{'s' if data_ranks > 1 else ''}")
-    factors += (
-        [f"gradient_accumulation_steps {gradient_accumulation_steps}"]
-        if gradient_accumulation_steps is not None
-        else []
-    )
-    unit = (micro or 1) * data_ranks * (gradient_accumulation_steps or 1)
-    shown = f"{total}" if config.trainer.global_batch_size is not None else f"the default, {total},"
-    if micro is not None and gradient_accumulation_steps is not None:
-        return f"{shown} is not {' × '.join(factors)} = {unit}. Use {unit}, or leave one of the three out."
+    factors += [f"gradient_accumulation_steps {steps}"] if steps is not None else []
+    unit = (micro or 1) * data_ranks * (steps or 1)
+    shown = f"{total}" if is_given else f"the default, {total},"
+    if micro is not None and steps is not None:
+        return f"{shown} is not {' × '.join(factors)} = {unit}. Use {unit}, or remove one of the three."
     problem = f"{shown} is not {' × '.join(factors)} × a whole number. Use a multiple of {unit}"
-    is_given = config.trainer.global_batch_size is not None
     if config.trainer.micro_batch_size == "auto" or (is_given and total % data_ranks):
-        return f"{problem}."  # not even one sample a forward would be a solution
-    other = (
-        "gradient_accumulation_steps" if is_given and gradient_accumulation_steps is not None else "micro_batch_size"
-    )
+        return f"{problem}."  # a micro-batch of one sample would not help
+    other = "gradient_accumulation_steps" if is_given and steps is not None else "micro_batch_size"
     return f"{problem}, or set {other}."

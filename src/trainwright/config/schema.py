@@ -1,4 +1,4 @@
-"""`RunConfig`: a run in one read-only object, and the ways to get one: a file, a dict, Python code, a saved run.
+"""`RunConfig`: all settings of a run in one read-only object, from a file, a dict, Python code or a saved run.
 
 Files are read in files.py and python_files.py, overrides in overrides.py; the sections are declared in sections.py.
 """
@@ -13,14 +13,14 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 
 from trainwright.config import yaml_text
-from trainwright.config.checks import check_across, check_trainer_keys
 from trainwright.config.component import Component, ModelSection
-from trainwright.config.files import ConfigDocument, lay_over, read_document, resolve_document, save_document
-from trainwright.config.frozen import Frozen, plain_scalar, same, thaw
-from trainwright.config.overrides import apply_overrides, replace_at
-from trainwright.config.problems import Problem, describe, explain, raise_all, reject
-from trainwright.config.python_files import as_settings
+from trainwright.config.files import ConfigDocument, merge_files, read_document, resolve_document, save_document
+from trainwright.config.frozen import Frozen, same, thaw
+from trainwright.config.overrides import apply_overrides, parse_mapping, replace_at
+from trainwright.config.problems import Problem, describe, explain, nearest, raise_all, reject, suggest
+from trainwright.config.python_files import as_settings, as_yaml_value
 from trainwright.config.sections import (
+    BUILT_IN_TRAINERS,
     AnomaliesSection,
     CheckpointSection,
     Components,
@@ -36,66 +36,66 @@ from trainwright.config.sections import (
     Whole,
     empty_section,
 )
-from trainwright.config.yaml_text import KeyPath, Node, Origin, absolute, merge, plant
+from trainwright.config.yaml_text import KeyPath, Node, Origin, absolute, merge, nearest_origin, to_tree
 from trainwright.errors import ConfigError
 
-# Defaults that an override may reach into: `writers.0.…=…` works whether or not the file has the key.
+# Defaults that an override can change in detail: `writers.0.…=…` also works without `writers` in the file.
 _DEFAULT_COMPONENTS: Mapping[str, Any] = {"writers": ["console", "json"], "data": {"collator": "stack"}}
 
 
 def _folder_name(name: Any) -> Any:
     if isinstance(name, str) and (not name.strip() or Path(name).is_absolute() or ".." in Path(name).parts):
-        text = f"names the run's folder under output_dir, so it is a relative path without ..; got {describe(name)}."
+        text = f"must be a relative path without .., for the run's folder in output_dir; got {describe(name)}."
         raise reject((), text, name)
     return name
 
 
 class RunConfig(Section):
-    """What a run is: every setting, checked and read-only, with the place where each was written."""
+    """All settings of a run, validated and read-only, with the origin of each."""
 
     name: Annotated[str, BeforeValidator(_folder_name)] = "run"
     """The run's folder is output_dir/name. Default: the YAML file's name without .yaml."""
     output_dir: Annotated[str, Field(min_length=1)] = "runs"
-    """Where run folders are; relative to the current folder."""
+    """The folder of run folders, relative to the current directory."""
     seed: Annotated[Whole, Field(ge=0)] = 42
-    """All randomness and the order of data follow from it."""
+    """Determines all random numbers and the order of the data."""
     imports: Texts = ()
-    """Modules to import first, because they register components."""
+    """Modules that register components; they are imported first."""
     task: Component | None = None
-    """What is learned, apart from how; None: the trainer's own forward."""
+    """Defines model, datasets and forward independently of the trainer; None: the trainer's forward."""
     model: ModelSection | None = None
-    """The architecture; None where a task or a trainer builds it."""
+    """The model; None if a task or a trainer builds it."""
     data: Annotated[DataSection, BeforeValidator(empty_section)] = Field(default_factory=DataSection)
     """Where samples come from and how they become batches."""
     trainer: Annotated[TrainerSection, BeforeValidator(empty_section)] = Field(default_factory=TrainerSection)
     """How the model is updated."""
     evaluation: Annotated[EvaluationSection, BeforeValidator(empty_section)] = Field(default_factory=EvaluationSection)
-    """When the evaluation sets are measured, and by what."""
+    """When the evaluation sets are evaluated, and with which metrics."""
     checkpoint: Annotated[CheckpointSection, BeforeValidator(empty_section)] = Field(default_factory=CheckpointSection)
     """When checkpoints are written and which are kept."""
     hooks: Components = ()
-    """Optional acts around the steps, called in this order."""
+    """Callbacks around the steps, called in this order."""
     writers: Components = Field(default_factory=lambda: (Component("console"), Component("json")))
-    """Who is told what happened."""
+    """The writers that receive the metrics."""
     log: Annotated[LogSection, BeforeValidator(empty_section)] = Field(default_factory=LogSection)
     """How often a line is written."""
     runtime: Annotated[RuntimeSection, BeforeValidator(empty_section)] = Field(default_factory=RuntimeSection)
-    """On what and how the steps run."""
+    """Device, precision, execution mode and mesh."""
     anomalies: Annotated[AnomaliesSection, BeforeValidator(empty_section)] = Field(default_factory=AnomaliesSection)
-    """What happens when a loss or gradient goes wrong."""
+    """The response to losses and gradients that are not finite, and to loss spikes."""
     preemption: Annotated[PreemptionSection, BeforeValidator(empty_section)] = Field(default_factory=PreemptionSection)
-    """How the run leaves when it is told to."""
+    """How the run exits on a signal."""
     watchdog: Annotated[WatchdogSection, BeforeValidator(empty_section)] = Field(default_factory=WatchdogSection)
-    """When a rank is taken for stuck."""
+    """When a rank counts as stuck."""
 
     _project_dir: Path = PrivateAttr(default_factory=Path.cwd)
     _origins: dict[KeyPath, Origin] = PrivateAttr(default_factory=dict)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> RunConfig:
-        """Read a YAML file, all that it extends and the overrides (`a.b=value`), and check everything."""
+        """Read a YAML file, all that it extends and the overrides (`a.b=value`), and validate the result."""
         document = read_document(path)
-        named = merge(plant({"name": Path(path).stem}, {}), document.settings)
+        named = merge(to_tree({"name": Path(path).stem}, {}), document.settings)
         return cls._assemble(ConfigDocument(named, document.project_dir), overrides)
 
     @classmethod
@@ -106,52 +106,52 @@ class RunConfig(Section):
         project_dir: str | os.PathLike[str] = ".",
         where: Origin | None = None,
     ) -> RunConfig:
-        """Make a config from plain settings, under the same checks; components may be `Component`s.
+        """Create a config from plain settings, with the same validation; components may be `Component`s.
 
-        `where` is the origin of the settings, for errors. A value may be a `Node` with an origin of its own.
+        `where` is the origin of the settings, for errors. A value may be a `Node` with another origin.
         """
         if not isinstance(settings, Mapping):
             raise ConfigError(f"A config must be a mapping (key: value), got {describe(settings)}.")
         folder = absolute(project_dir)
-        tree = plant(Node(_plain(settings, where=where), where), {})
+        tree = to_tree(Node(as_yaml_value(settings, (), {} if where is None else {(): where}), where), {})
         return cls._assemble(resolve_document(tree, folder), overrides)
 
     def derive(self, values: Mapping[str, Any]) -> RunConfig:
-        """Return a copy with the values at these dotted paths, checked again; origins are kept."""
-        tree = plant(self.to_dict(), self._origins)
+        """Return a validated copy with the values at these dotted paths replaced; origins are kept."""
+        tree = to_tree(self.to_dict(), self._origins)
         for dotted, value in values.items():
             path = tuple(dotted.split("."))
-            tree = replace_at(tree, path, plant(_plain(value, path), self._origins, path))
+            tree = replace_at(tree, path, to_tree(as_yaml_value(value, path, {}), self._origins, path))
         return self._assemble(ConfigDocument(tree, self.project_dir), ())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write every setting and the project's folder as YAML; `load` reads an equal config back."""
+        """Write every setting and the project's folder as YAML; `load` returns an equal config."""
         save_document(path, {"project_dir": str(self.project_dir), **_worth_writing(self)})
 
     def to_yaml(self) -> str:
-        """Return every setting as YAML text, defaults included."""
+        """Return every setting as YAML, including defaults."""
         return yaml_text.write(_worth_writing(self))
 
     @property
     def project_dir(self) -> Path:
-        """The folder of the YAML file that was given: components' files are relative to it."""
+        """The folder of the YAML file; component files are relative to it."""
         return self._project_dir
 
     def origin(self, dotted: str) -> Origin | None:
-        """Return where the setting was written, or the nearest key above it; None for a config made in Python."""
+        """Return where the setting, or the nearest key above it, is written; None for a config created in Python."""
         path = tuple(dotted.split("."))
-        return self.written_at(path) or _nearest_origin(self._origins, path)
+        return self.written_at(path) or nearest_origin(self._origins, path)
 
     def written_at(self, path: KeyPath) -> Origin | None:
-        """Return where exactly this setting was written; None where it has its default, or was made in Python."""
-        words = tuple(map(str, path))
-        if words[:3] == ("data", "eval", "eval") and words[:3] not in self._origins:
-            words = ("data", "eval", *words[3:])  # one bare component, which was given its name here
-        if words in self._origins:
-            return self._origins[words]
-        # A component written as its bare type: `writers: [console]`.
-        is_bare_type = words[-1:] == ("type",) and words != ("trainer", "type")
-        return self._origins.get(words[:-1]) if is_bare_type else None
+        """Return where exactly this setting is written; None for a default or a config created in Python."""
+        keys = tuple(map(str, path))
+        if keys[:3] == ("data", "eval", "eval") and keys[:3] not in self._origins:
+            keys = ("data", "eval", *keys[3:])  # a bare component, which is named eval
+        if keys in self._origins:
+            return self._origins[keys]
+        # A component written as a bare type: `writers: [console]`.
+        is_bare_type = keys[-1:] == ("type",) and keys != ("trainer", "type")
+        return self._origins.get(keys[:-1]) if is_bare_type else None
 
     def __eq__(self, other: object) -> bool:
         return same(self.to_dict(), other.to_dict()) if isinstance(other, RunConfig) else NotImplemented
@@ -160,43 +160,70 @@ class RunConfig(Section):
 
     @classmethod
     def _assemble(cls, document: ConfigDocument, overrides: Iterable[str]) -> RunConfig:
-        """Check a whole tree and return its config; all problems are raised in one error."""
-        tree = apply_overrides(merge(plant(_DEFAULT_COMPONENTS, {}), document.settings), overrides)
+        """Validate a tree and return its config; raises all problems in one error."""
+        tree = apply_overrides(merge(to_tree(_DEFAULT_COMPONENTS, {}), document.settings), overrides)
         origins = dict(tree.origins())
         settings = tree.plain()
-        problems = check_trainer_keys(settings.get("trainer"))
+        problems = _check_trainer_keys(settings.get("trainer"))
         try:
             config = cls.model_validate(settings)
         except ValidationError as error:
             problems += explain(error, cls)
         else:
-            problems += check_across(
-                data=config.data,
-                trainer=config.trainer,
-                keep_best=config.checkpoint.keep_best,
-                mesh=config.runtime.mesh,
-                task=config.task,
-            )
-        raise_all(problems, lambda path: _nearest_origin(origins, path))
-        return config._remembering(origins, document.project_dir)
-
-    def _remembering(self, origins: dict[KeyPath, Origin], project_dir: Path) -> RunConfig:
-        """Return the same settings, with each component knowing where it was written."""
-        located = _locate(self, (), lambda path: _nearest_origin(origins, path))
+            problems += _check_keep_best(config)
+        raise_all(problems, lambda path: nearest_origin(origins, path))
+        located = _locate(config, (), lambda path: nearest_origin(origins, path))
         located._origins = origins
-        located._project_dir = project_dir
-        return located  # type: ignore[no-any-return]  # _locate returns what it is given
+        located._project_dir = document.project_dir
+        return located  # type: ignore[no-any-return]  # _locate returns the type that it receives
 
 
-def _nearest_origin(origins: Mapping[KeyPath, Origin], path: KeyPath) -> Origin | None:
-    words = tuple(map(str, path))
-    return next((origins[words[:end]] for end in range(len(words), -1, -1) if words[:end] in origins), None)
+# Determined from real misspellings: max_step and optimiser are above, options such as num_steps or warmup_steps below.
+_MISSPELLING = 0.8
+
+
+def _check_trainer_keys(trainer: Any) -> list[Problem]:
+    """Reject unknown keys of the raw trainer section; a user's trainer may have options with dissimilar names."""
+    if not isinstance(trainer, Mapping):
+        return []
+    known = list(TrainerSection.model_fields)
+    problems = []
+    for key in (key for key in trainer if key not in known):
+        match = nearest(key, known, cutoff=_MISSPELLING)
+        if trainer.get("type", "trainer") in BUILT_IN_TRAINERS:
+            text = f"there is no such setting. {suggest(key, known)} Only a trainer of your own has further options."
+            problems.append(Problem(("trainer", key), text))
+        elif match is not None:
+            text = f'looks like a misspelt "{match}". Use that name, or a less similar one for your own option.'
+            problems.append(Problem(("trainer", key), text))
+    return problems
+
+
+def _check_keep_best(config: RunConfig) -> list[Problem]:
+    if config.checkpoint.keep_best is None:
+        return []
+    path = ("checkpoint", "keep_best", "metric")
+    set_name, slash, metric = config.checkpoint.keep_best.metric.partition("/")
+    data = config.data
+    sets = list(data.eval) or [name for name in data.cut_off if name != "test"]
+    example = f"{sets[0] if sets else 'valid'}/loss"
+    if not slash or not set_name or not metric:
+        got = describe(config.checkpoint.keep_best.metric)
+        return [Problem(path, f"must be a set and its metric, such as {example}; got {got}.")]
+    if set_name == "test":
+        return [Problem(path, f"the test set cannot select a checkpoint. Use an evaluation set, such as {example}.")]
+    # A task or a trainer of the user may build further sets; build/ then checks the name.
+    sets_are_known = config.trainer.type in BUILT_IN_TRAINERS and config.task is None and data.train is not None
+    if set_name in sets or not (sets or sets_are_known):
+        return []
+    advice = suggest(set_name, sets) if sets else "Add it to data.eval, or set data.split."
+    return [Problem(path, f'there is no evaluation set "{set_name}". {advice}')]
 
 
 def _locate(value: Any, path: KeyPath, origin_of: Callable[[KeyPath], Origin | None]) -> Any:
-    """Return `value` with every Component in it located; arguments are left alone."""
+    """Return `value` with the origin of every Component; arguments of components are not changed."""
     if isinstance(value, Component):
-        return value.located_at(origin_of((*path, "type")))  # an override may have named another class
+        return value.located_at(origin_of((*path, "type")))  # an override may have replaced the class
     if isinstance(value, tuple):
         return tuple(_locate(item, (*path, index), origin_of) for index, item in enumerate(value))
     if isinstance(value, Frozen):
@@ -208,7 +235,7 @@ def _locate(value: Any, path: KeyPath, origin_of: Callable[[KeyPath], Origin | N
 
 
 def _worth_writing(section: Section) -> dict[str, Any]:
-    """Return what a saved file holds: everything but what is empty and would be read as the same by default."""
+    """Return the settings of a saved file: all except None and empty mappings that are the default."""
     fresh = type(section).model_fields
     written: dict[str, Any] = {}
     for name, value in section:
@@ -221,31 +248,8 @@ def _worth_writing(section: Section) -> dict[str, Any]:
     return written
 
 
-def _plain(value: Any, path: KeyPath = (), where: Origin | None = None) -> Any:
-    """Return a Python value as YAML would hold it, or reject it by name: a saved run must read back equal."""
-    if isinstance(value, Node):
-        return Node(_plain(value.value, path, value.origin), value.origin)
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, Mapping):
-        wrong = [key for key in value if not isinstance(key, str)]
-        raise_all(
-            [Problem(path, f"a key must be text, got {key!r}. Use {str(key)!r}.") for key in wrong], lambda _: where
-        )
-        return {str(key): _plain(item, (*path, key), where) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, (*path, index), where) for index, item in enumerate(value)]
-    if isinstance(value, Section):
-        return _plain(value.to_dict(), path, where)
-    plain = plain_scalar(value)
-    if value is not None and plain is None:
-        text = f"a {type(value).__name__} cannot be saved as YAML: {value!r}. Use text, numbers, lists or mappings."
-        raise_all([Problem(path, text)], lambda _: where)
-    return plain
-
-
 def layered_config(
-    made: Any,
+    result: Any,
     *,
     name: str,
     folder: Path,
@@ -253,22 +257,17 @@ def layered_config(
     files: Iterable[str | os.PathLike[str]] = (),
     overrides: Iterable[str] = (),
 ) -> RunConfig:
-    """Return what code at `where` has made, a RunConfig or a mapping, with files and overrides over it.
+    """Return the config of a RunConfig or a mapping, created by code at `where`, with files and overrides merged.
 
-    `name` is for a run that gives none, and `folder` is where relative files start, unless the RunConfig has its own.
-    Overrides are `a.b=value`, or YAML mappings, which are laid over before those.
+    `name` is the default name of the run, and `folder` the default project folder. Overrides are `a.b=value`, or YAML
+    mappings, which are merged first.
     """
-    known = made._origins if isinstance(made, RunConfig) else {}  # those of the files that it was loaded from
-    settings = merge(plant({"name": name}, {}), plant(as_settings(made, {(): where}), {(): where, **known}))
-    document, single = lay_over(resolve_document(settings, folder), files), []
+    known = result._origins if isinstance(result, RunConfig) else {}  # of the files that it was loaded from
+    settings = merge(to_tree({"name": name}, {}), to_tree(as_settings(result, {(): where}), {(): where, **known}))
+    document, single = merge_files(resolve_document(settings, folder), files), []
     for text in overrides:
         if text.lstrip().startswith("{"):
-            document = ConfigDocument(merge(document.settings, _mapping(text)), document.project_dir)
+            document = ConfigDocument(merge(document.settings, parse_mapping(text)), document.project_dir)
         else:
             single.append(text)
     return RunConfig._assemble(document, single)
-
-
-def _mapping(text: str) -> Node:
-    where = Origin(f"override {text}", 0)
-    return yaml_text.parse(text, lambda line: where)

@@ -1,6 +1,6 @@
-"""The sections of a run's config: their keys, types and defaults, each with a sentence on what it means.
+"""The sections of a run's config: keys, types, defaults and their documentation.
 
-A section only declares. Rules between sections are in checks.py; `RunConfig`, which holds them all, is in schema.py.
+`RunConfig`, which has all of them, and the rules across sections are in schema.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainwright.config.problems import Problem, describe, reject, reject_all, s
 
 
 class Section(BaseModel):
-    """A part of the config: read-only, every key known, nothing converted behind the user's back."""
+    """A section of the config: read-only, without unknown keys and without implicit conversions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
@@ -27,7 +27,7 @@ class Section(BaseModel):
 
 
 def _whole(value: Any) -> Any:
-    # 1e3 is a float to YAML and a whole number to its writer.
+    # 1e3 is a float in YAML.
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -40,7 +40,7 @@ def _tuple_or_one(value: Any) -> Any:
 
 
 def empty_section(value: Any) -> Any:
-    """Read a section whose keys are all commented out (null to YAML) as an empty one."""
+    """Return an empty section for null, which YAML has if all keys are commented out."""
     return {} if value is None else value
 
 
@@ -64,7 +64,7 @@ _SET_NAME = re.compile(r"[a-z][a-z0-9_-]*")
 
 
 def _named_sets(value: Any) -> Any:
-    """Name a bare component `eval`, and check the names of the sets."""
+    """Name a bare component `eval`, and validate the names of the sets."""
     if isinstance(value, str) or (isinstance(value, Mapping) and isinstance(value.get("type"), str)):
         return {"eval": value}
     if not isinstance(value, Mapping):
@@ -80,14 +80,14 @@ def _named_sets(value: Any) -> Any:
 
 
 class LoaderArguments(Section):
-    """What a user may pass on to the DataLoader."""
+    """Arguments for the DataLoader."""
 
     prefetch_factor: Count | None = None
-    """Batches that each worker loads ahead."""
+    """Batches that each worker prefetches."""
     pin_memory: bool | None = None
-    """Whether batches lie in memory that the device can copy from by itself."""
+    """Whether batches are in pinned (page-locked) memory."""
     timeout: Annotated[float, Field(ge=0)] | None = None
-    """Seconds to wait for a worker; 0: for ever."""
+    """Seconds to wait for a worker; 0: no limit."""
     multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = None
     """How workers are started: fork, spawn or forkserver."""
 
@@ -95,7 +95,7 @@ class LoaderArguments(Section):
 _LOADER_KEYS_ELSEWHERE: Mapping[str, str] = {
     "batch_size": "Set trainer.global_batch_size and trainer.micro_batch_size.",
     "shuffle": "Set data.shuffle.",
-    "sampler": "The order is a pure function of the seed, so that a run resumes exactly; data.shuffle turns it off.",
+    "sampler": "The order is a pure function of the seed, so that a run resumes exactly. See data.shuffle.",
     "batch_sampler": "The order is a pure function of the seed, so that a run resumes exactly.",
     "drop_last": "A batch may straddle epochs, so no sample is dropped.",
     "collate_fn": "Set data.collator.",
@@ -106,7 +106,7 @@ _LOADER_KEYS_ELSEWHERE: Mapping[str, str] = {
 
 
 def _loader_arguments(value: Any) -> Any:
-    """Check the DataLoader's arguments; what has its own setting elsewhere is rejected with that setting."""
+    """Validate the DataLoader's arguments; those with a setting elsewhere are rejected with its name."""
     if not isinstance(value, Mapping):
         return value
     known = list(LoaderArguments.model_fields)
@@ -115,7 +115,7 @@ def _loader_arguments(value: Any) -> Any:
         if key in _LOADER_KEYS_ELSEWHERE:
             wrong.append(Problem((key,), f"is not set here. {_LOADER_KEYS_ELSEWHERE[key]}"))
         elif key not in known:
-            wrong.append(Problem((key,), f"the loader takes no such argument. {suggest(str(key), known)}"))
+            wrong.append(Problem((key,), f"the loader has no such argument. {suggest(str(key), known)}"))
     if wrong:
         raise reject_all(wrong, value)
     checked = LoaderArguments.model_validate(thaw(value))
@@ -123,17 +123,17 @@ def _loader_arguments(value: Any) -> Any:
 
 
 class SplitSizes(Section):
-    """How many samples are cut from train for evaluation; the rest is for training."""
+    """Numbers of samples that are split off from train."""
 
     valid: Count | None = None
-    """Samples of the set `valid`; None: there is none."""
+    """Samples of the set `valid`; None: no such set."""
     test: Count | None = None
-    """Samples of the test set; None: there is none."""
+    """Samples of the test set; None: no such set."""
 
     @model_validator(mode="after")
     def _cuts_something(self) -> SplitSizes:
         if self.valid is None and self.test is None:
-            raise reject((), "cuts nothing off. Give valid, test or both: {valid: 100, test: 100}.", {})
+            raise reject((), "splits off nothing. Set valid, test or both: {valid: 100, test: 100}.", {})
         return self
 
 
@@ -157,13 +157,13 @@ class ProcessOptions(Section):
     """The settings of `data.process` that are not arguments of its function."""
 
     version: Annotated[str | int | float | None, BeforeValidator(_version)] = None
-    """Part of the cache's key beside the function's source and arguments; change it when code that it calls changes."""
+    """Part of the cache key, with the function's source and arguments; change it if code that it calls changes."""
     num_workers: Annotated[Whole, Field(ge=0)] = 0
-    """Processes that call the function; 0 calls it in the run's own process."""
+    """Processes that call the function; 0: the run's process calls it."""
 
 
 class ProcessSection(Component):
-    """A function that rows go through, with its arguments and the settings of ProcessOptions beside them."""
+    """A function that is applied to rows, with its arguments and the settings of ProcessOptions."""
 
     __slots__ = ()
 
@@ -182,85 +182,88 @@ class ProcessSection(Component):
 
 
 class DataSection(Section):
-    """Where samples come from and how they become batches."""
+    """Datasets, and how samples become batches."""
 
     train: Component | None = None
-    """The training set; None where a task or a trainer builds it."""
+    """The training set; None if a task or a trainer builds it."""
     eval: Annotated[Frozen[Component], BeforeValidator(_named_sets)] = Field(default_factory=Frozen)
     """The named evaluation sets. One bare component is named `eval`. Empty: no evaluation."""
     test: Component | None = None
-    """Evaluated once, at the end; it never chooses a checkpoint."""
+    """Evaluated once, at the end; it does not select a checkpoint."""
     split: Annotated[Ratios | Sizes, Discriminator(_kind_of_split)] | None = None
-    """Cuts train into train, valid and test: by ratios, or with the sizes of valid and test. None: it is used whole."""
+    """Splits train into train, valid and test by ratios, or by the sizes of valid and test. None: no split."""
     process: ProcessSection | None = None
-    """A function that each row goes through once; the result is kept on disk and shared by all runs that need it."""
+    """A function that is applied to each row once; the result is cached on disk and shared between runs."""
     collator: Component = Field(default_factory=lambda: Component("stack"))
-    """Makes one batch of a list of samples."""
+    """Converts a list of samples to a batch."""
     num_workers: Annotated[Whole, Field(ge=0)] = 0
-    """Processes that load data; 0 loads in the run's own process."""
+    """Processes that load data; 0: the run's process loads."""
     loader: Annotated[Frozen[Any], BeforeValidator(_loader_arguments)] = Field(default_factory=Frozen)
     """Further arguments of the DataLoader, such as prefetch_factor."""
     shuffle: bool = True
-    """Whether each epoch has its own order, drawn from the seed."""
+    """Whether each epoch has a different order, derived from the seed."""
     group_by_length: bool = False
-    """Whether a batch holds samples of about equal length, which needs less padding."""
+    """Whether a batch has samples of similar length, which reduces padding."""
     shuffle_buffer: Count = 1000
-    """Rows of a stream that are shuffled with each other; at most as many are read again when a run goes on."""
+    """Rows in the shuffle buffer of a stream; at most this many are read again when a run resumes."""
     on_error: Literal["raise", "skip"] = "raise"
-    """What a row that cannot be read does: ends the run, or is left out and listed in skipped_rows.json."""
+    """Whether a row that cannot be read ends the run, or is skipped and listed in skipped_rows.json."""
     max_skipped: Count = 100
-    """Rows that may be left out before the run ends after all."""
+    """Skipped rows after which the run ends."""
 
     @property
     def cut_off(self) -> tuple[str, ...]:
-        """The names of the sets that `split` cuts off from train."""
+        """The names of the sets that `split` splits off from train."""
         if isinstance(self.split, SplitSizes):
             return tuple(name for name, size in self.split if size is not None)
         return ("valid", "test")[: len(self.split) - 1] if self.split else ()
 
 
 class OptimizerSection(Section):
-    """One of several optimizers: its parameters, its update, its schedule."""
+    """One of several optimizers, with its schedule and its parameters."""
 
     optimizer: Component
     """The optimizer's type and arguments."""
     schedule: Component | None = None
-    """Its learning rate over the steps; None keeps the optimizer's own."""
+    """The learning-rate schedule; None: the optimizer's constant rate."""
     match: Annotated[tuple[str, ...], BeforeValidator(_tuple_or_one), Field(min_length=1)] = ("*",)
-    """Globs over parameter names: what this optimizer updates."""
+    """Globs of the names of the parameters that this optimizer updates."""
+
+
+BUILT_IN_TRAINERS = ("trainer", "language_model", "classification", "sequence_to_sequence")
 
 
 class TrainerSection(Section):
-    """How the model is updated. With a user's trainer, further keys are kept and read as attributes."""
+    """How the model is updated. Further keys are options of a user's trainer."""
 
-    # Unknown keys are judged in checks.py: whether they are allowed depends on `type`.
+    # schema.py checks unknown keys: whether they are allowed depends on `type`.
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Annotated[Any, BeforeValidator(freeze)]] = Field(init=False)
 
     type: Annotated[str, Field(min_length=1)] = "trainer"
-    """A built-in trainer's name, or where yours is: `trainers/mine.py:MyTrainer`."""
+    """A built-in trainer's name, or your class: `trainers/mine.py:MyTrainer`."""
     max_steps: Count | None = None
     """Optimizer updates; None: from max_epochs, max_samples or max_tokens."""
     max_epochs: Positive | None = None
-    """Passes over the training set; a part of one is allowed."""
+    """Passes over the training set; may be fractional."""
     max_samples: Count | None = None
-    """Samples seen by all ranks together."""
+    """Samples over all ranks."""
     max_tokens: Count | None = None
-    """Tokens seen by all ranks together."""
+    """Tokens over all ranks."""
     global_batch_size: Count | None = None
-    """Samples per update over all ranks; None: derived from the two below, or 32."""
+    """Samples per update over all ranks; None: derived from the next two, or 32."""
     micro_batch_size: MicroBatch = None
-    """Samples per forward on one rank; auto: as many as the memory allows; None: derived."""
+    """Samples per forward on one rank; auto: the largest that fits into memory; None: derived."""
     gradient_accumulation_steps: Count | None = None
     """Forwards per update on one rank; None: derived, or 1."""
     max_grad_norm: Positive | None = None
-    """Gradients are scaled down to this norm; None: never."""
+    """Maximum norm of the gradients, which are scaled down to it; None: no limit."""
     max_grad_value: Positive | None = None
-    """Each gradient is cut to ± this value; None: never."""
+    """Maximum absolute value of each gradient element, which is clamped; None: no limit."""
     optimizer: Component | None = None
-    """The optimizer of all parameters; None where `optimizers`, a task or a trainer gives it."""
+    """The optimizer of all parameters; None if `optimizers`, a task or a trainer defines it."""
     schedule: Component | None = None
-    """Its learning rate over the steps; None keeps the optimizer's own."""
+    """The learning-rate schedule; None: the optimizer's constant rate."""
     optimizers: Frozen[OptimizerSection] = Field(default_factory=Frozen)
     """Several optimizers by name, instead of `optimizer`."""
 
@@ -269,14 +272,28 @@ class TrainerSection(Section):
         """The further keys, which only a user's trainer has."""
         return Frozen(self.__pydantic_extra__)
 
+    @model_validator(mode="after")
+    def _reject_both_optimizers(self) -> TrainerSection:
+        names = ", ".join(self.optimizers)
+        problems = []
+        if names and self.optimizer is not None:
+            text = f"is set together with trainer.optimizers ({names}). Keep one of the two."
+            problems.append(Problem(("optimizer",), text))
+        if names and self.schedule is not None:
+            text = f"has no effect: each of trainer.optimizers ({names}) has its own schedule. Move it there."
+            problems.append(Problem(("schedule",), text))
+        if problems:
+            raise reject_all(problems)
+        return self
+
 
 class EvaluationSection(Section):
-    """When the evaluation sets are measured, and by what."""
+    """When the evaluation sets are evaluated, and with which metrics."""
 
     every_steps: Count | None = None
     """Steps between evaluations; None: once, at the end."""
     metrics: Frozen[Component] = Field(default_factory=Frozen)
-    """Metrics by name, beside what the trainer's eval_step returns."""
+    """Metrics by name, in addition to those that the trainer's eval_step returns."""
     batch_size: Count | None = None
     """Samples per forward over all ranks; None: as in training."""
     max_batches: Count | None = None
@@ -284,36 +301,36 @@ class EvaluationSection(Section):
 
 
 class KeepBest(Section):
-    """Which checkpoint is kept for being the best."""
+    """Which checkpoint is the best."""
 
     metric: str
     """The set and its metric: `valid/loss`."""
     mode: Literal["min", "max"] = "min"
-    """Whether smaller or larger is better."""
+    """Whether lower or higher values are better."""
 
 
 class CheckpointSection(Section):
     """When checkpoints are written and which are kept."""
 
     folder: Annotated[str, Field(min_length=1)] | None = None
-    """Where they go, below it in a folder of the run's name: a folder, or an address such as s3://bucket/runs; None:
+    """A folder or a URL such as s3://bucket/runs, in which checkpoints are stored under the run's name; None:
     `checkpoints` in the run folder."""
     every_steps: Count | None = 500
-    """Steps between checkpoints; None: not by steps. There is always one at the end."""
+    """Steps between checkpoints; None: not by steps. The last step is always saved."""
     every_minutes: Positive | None = None
     """Minutes between checkpoints; None: not by time."""
     every_samples: Count | None = None
     """Samples between checkpoints; None: not by samples."""
     keep_last: Count | None = 3
-    """How many of the newest are kept; None: all."""
+    """Number of newest checkpoints to keep; None: all."""
     keep_best: KeepBest | None = None
-    """Also keep the best one; None: only the newest."""
+    """Also keep the best checkpoint; None: only the newest."""
     keep_every: Count | None = None
-    """Also keep those of every so many steps; None: only the newest."""
+    """Also keep the checkpoints of every Nth step; None: only the newest."""
     asynchronous: bool = True
-    """Whether files are written beside training, from a copy in main memory as large as the state."""
+    """Whether files are written in the background, from a host copy of the state."""
     max_failures: Count = 3
-    """Saves in a row that may fail (a full disk, a lost mount) before the run ends."""
+    """Consecutive failed saves (a full disk, a lost mount) after which the run ends."""
 
 
 class LogSection(Section):
@@ -327,93 +344,100 @@ def _axis(value: Any) -> Any:
     number = _whole(value)
     if number is None or (isinstance(number, int) and not isinstance(number, bool) and (number > 0 or number == -1)):
         return number
-    raise reject((), f"must be a positive whole number, or -1 for what is left; got {describe(value)}.", value)
+    raise reject((), f"must be a positive whole number, or -1 for the remaining ranks; got {describe(value)}.", value)
 
 
 Axis: TypeAlias = Annotated[int | None, BeforeValidator(_axis)]
 
 
 class MeshSection(Section):
-    """How many ranks along each axis of the mesh. -1 takes what is left; None: not given, so 1."""
+    """The number of ranks along each mesh axis. -1: the remaining ranks; None: 1."""
 
     replicate: Axis = None
-    """Copies of the whole model; takes every rank when no axis is given."""
+    """Ranks with a full replica of the model; all ranks if no axis is set."""
     fsdp: Axis = None
-    """Ranks that share the model's parameters between them, each with its own data."""
+    """Ranks over which parameters, gradients and optimizer state are sharded, each with its own data."""
     tensor: Axis = None
-    """Ranks that share each layer's matrices."""
+    """Ranks over which the matrices of each layer are sharded."""
     context: Axis = None
-    """Ranks that share each sequence."""
+    """Ranks over which each sequence is sharded."""
     pipeline: Axis = None
-    """Ranks that share the layers."""
+    """Ranks over which the layers are distributed."""
+
+    @model_validator(mode="after")
+    def _reject_second_remainder(self) -> MeshSection:
+        rest = [axis for axis, size in self if size == -1]
+        if len(rest) > 1:
+            text = f"only one axis can be -1, got {' and '.join(rest)}. Set the others to a number."
+            raise reject((rest[1],), text)
+        return self
 
 
 class RuntimeSection(Section):
-    """On what and how the steps run."""
+    """Device, precision, execution mode and mesh."""
 
     device: Annotated[str, Field(min_length=1)] = "auto"
-    """auto, cpu, cuda or tpu; auto takes the best there is."""
+    """auto, cpu, cuda or tpu; auto: the fastest one that is available."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """The type of the forward's arithmetic; parameters stay as they are: fp32 unless model.dtype says otherwise."""
+    """The autocast dtype of the forward; parameters are fp32 unless model.dtype is set."""
     mode: Literal["eager", "compile", "graph"] = "eager"
-    """How a step runs; its meaning is the same in each."""
+    """How a step is executed; the result is the same in each mode."""
     compile_backend: Annotated[str, Field(min_length=1)] | None = None
     """In mode compile, and in mode graph on a GPU, the backend of torch.compile; None: inductor. On a CPU mode graph
     compiles nothing."""
     compile_memory_budget: Annotated[float, Field(ge=0, le=1)] | None = None
-    """In mode compile, and in mode graph on a GPU, the share of the activations that is kept for the backward pass; the
-    compiler computes the cheapest of the rest again. None: as many as it likes."""
+    """In mode compile, and in mode graph on a GPU, the fraction of the activations that is kept for the backward pass;
+    the cheapest others are recomputed. None: the compiler decides."""
     max_graph_breaks: Annotated[int, Field(ge=0)] | None = None
-    """In mode compile, and in mode graph on a GPU, how many places may break the graph: one more ends the run; None:
-    any number."""
+    """In mode compile, and in mode graph on a GPU, the maximum number of graph breaks: one more ends the run; None: no
+    limit."""
     deterministic: bool = False
-    """Whether torch may use only kernels that give the same bits every time, slower on a GPU; it rejects an operation
-    that has none."""
+    """Whether torch uses deterministic kernels only, which is slower on a GPU; an operation without one raises."""
     mesh: Annotated[MeshSection, BeforeValidator(empty_section)] = Field(default_factory=MeshSection)
-    """How the ranks are laid out."""
+    """The sizes of the mesh axes."""
     reshard_after_forward: bool = True
-    """Along fsdp, whether a block's parameters are dropped after its forward and gathered again for its backward."""
+    """With fsdp, whether a block's parameters are resharded after its forward and gathered again for its backward."""
     accumulate_unsharded: bool = False
-    """Along fsdp, whether gradients of several micro-batches are added up whole and reduced once; more memory."""
+    """With fsdp, whether unsharded gradients accumulate over micro-batches and are reduced once; needs more memory."""
     gather_precision: Literal["fp32", "bf16"] | None = None
-    """Along fsdp, the type in which parameters are gathered and computed with; None: as they are."""
+    """With fsdp, the dtype in which parameters are gathered and used; None: their dtype."""
 
 
 class AnomaliesSection(Section):
-    """What an update does whose loss or gradient is not finite, or far from those before it."""
+    """The response to losses and gradients that are not finite, and to loss spikes."""
 
     non_finite: Literal["raise", "skip", "rollback"] = "raise"
-    """A loss or gradient norm that is nan or infinite: ends the run, is not applied, or is undone."""
+    """For a loss or gradient norm that is nan or infinite: end the run, skip the update, or undo it."""
     spike: Literal["ignore", "raise", "skip", "rollback"] = "ignore"
-    """A loss far above those of the steps before: ignored, ends the run, is not applied, or is undone."""
+    """For a loss far above those of recent steps: ignore it, end the run, skip the update, or undo it."""
     spike_window: Annotated[Count, Field(ge=8)] = 100
-    """Good steps whose losses a spike is measured against; a quarter of them, at least five, must be there."""
+    """Recent good steps that a loss is compared with; at least a quarter of them and five are needed."""
     spike_threshold: Positive = 10.0
-    """How many robust standard deviations above the window's median a loss is a spike."""
+    """Robust standard deviations above the window's median from which a loss is a spike."""
     max_anomalies: Count = 10
-    """Updates that may be skipped or undone before the run ends after all."""
+    """Skipped or undone updates after which the run ends."""
     skip_batches: Count = 1
-    """Batches that are left out after an undone update: the offending one and those after it."""
+    """Batches that are skipped after a rollback, starting with the one that caused it."""
     snapshot_every_steps: Count | None = None
-    """Steps between copies of the state in main memory, to go back to; None: back to the newest checkpoint."""
+    """Steps between host snapshots for rollbacks; None: roll back to the newest checkpoint."""
 
 
 class PreemptionSection(Section):
-    """How the run leaves when it is told to: by SIGTERM, SIGUSR1 or Ctrl-C, to any one rank."""
+    """How the run exits when a rank receives SIGTERM, SIGUSR1 or Ctrl-C."""
 
     deadline_seconds: Positive = 25.0
-    """Seconds from SIGTERM or SIGUSR1 until the process leaves without saving, if no step's end came meanwhile.
-    Clusters commonly kill after 30."""
+    """Seconds after SIGTERM or SIGUSR1 until the process exits without saving if the step has not ended. Clusters
+    commonly kill after 30."""
     requeue: bool = False
-    """Whether a SLURM job that was told to leave asks to be queued again, by `scontrol requeue`."""
+    """Whether an interrupted SLURM job requeues itself with `scontrol requeue`."""
 
 
 class WatchdogSection(Section):
-    """When a rank that does not move is taken for stuck; a report is written and the run leaves."""
+    """When a rank counts as stuck; the run then writes a report and exits."""
 
     watch: bool = True
-    """Whether anybody looks."""
+    """Whether the watchdog is active."""
     factor: Positive = 20.0
-    """Stuck is a phase that takes so many times its median."""
+    """A phase is stuck after this multiple of its median duration."""
     min_seconds: Positive = 600.0
-    """No phase is stuck before so many seconds, whatever its median."""
+    """Minimum seconds before a phase counts as stuck."""

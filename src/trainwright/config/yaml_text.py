@@ -1,6 +1,6 @@
-"""YAML text to a tree of settings that remembers the line of each value, and plain settings to YAML text.
+"""Parses YAML into a tree of settings with the line of each value, and writes plain settings as YAML.
 
-The tree is what files and overrides are merged in (files.py, overrides.py) before schema.py validates it.
+files.py and overrides.py merge trees; schema.py validates the result.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 
 
 class Origin(NamedTuple):
-    """Where a setting was written.
+    """Where a setting is written.
 
-    Reads as `run.yaml:14`, `override trainer.max_steps=5` (line 0) or `script.py:8: --train-iters`.
+    Shown as `run.yaml:14`, `override trainer.max_steps=5` (line 0) or `script.py:8: --train-iters`.
     """
 
     file: str
     line: int
     given_as: str = ""
-    """The flag or argument by which a program gave the setting; empty in a file and in an override."""
+    """The flag or argument of a program that sets it; empty for a file and an override."""
 
     def __str__(self) -> str:
-        place = f"{self.file}:{self.line}" if self.line else self.file
-        return f"{place}: {self.given_as}" if self.given_as else place
+        location = f"{self.file}:{self.line}" if self.line else self.file
+        return f"{location}: {self.given_as}" if self.given_as else location
 
     @classmethod
     def parse(cls, text: str | None, given_as: str = "") -> Origin | None:
-        """Return the origin that `file:line` names; None where the text is no such thing."""
+        """Return the origin for `file:line`; None for other text."""
         file, colon, line = (text or "").rpartition(":")
         return cls(file, int(line), given_as) if colon and line.isdecimal() else None
 
     @property
     def is_override(self) -> bool:
-        """Was it given on the command line, and not in a file?"""
+        """True for an override on the command line."""
         return self.line == 0
 
 
 @dataclass(frozen=True)
 class Node:
-    """One value: a scalar, a tuple of nodes or a dict of nodes; `origin` is None where it is not known."""
+    """One value: a scalar, a tuple of nodes or a dict of nodes; `origin` is None if it is not known."""
 
     value: Any
     origin: Origin | None = None
@@ -63,7 +63,7 @@ class Node:
         return self.value
 
     def origins(self, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Origin]]:
-        """Yield the path (an index as text) and the origin of this node and of each one below it."""
+        """Yield the path (an index as text) and the origin of this node and of all nodes below it."""
         if self.origin is not None:
             yield path, self.origin
         below: Any = ()
@@ -75,32 +75,38 @@ class Node:
             yield from node.origins((*path, key))
 
     def without(self, *keys: str) -> Node:
-        """Return this mapping less `keys`."""
+        """Return this mapping without `keys`."""
         return Node({key: node for key, node in self.value.items() if key not in keys}, self.origin)
 
 
-def plant(value: Any, origins: Mapping[KeyPath, Origin], path: KeyPath = ()) -> Node:
-    """Return the tree of a plain value; each node gets the origin that `origins` has for its path.
+def nearest_origin(origins: Mapping[KeyPath, Origin], path: KeyPath) -> Origin | None:
+    """Return the origin of the setting at `path`, or of the nearest key above it."""
+    keys = tuple(map(str, path))
+    return next((origins[keys[:end]] for end in range(len(keys), -1, -1) if keys[:end] in origins), None)
 
-    A value may be a node, which has its own origin.
+
+def to_tree(value: Any, origins: Mapping[KeyPath, Origin], path: KeyPath = ()) -> Node:
+    """Return the tree of a plain value, with the origin that `origins` has for the path of each node.
+
+    A value may be a node, which keeps its origin.
     """
     if isinstance(value, Node):
-        return Node(plant(value.value, origins, path).value, value.origin)
+        return Node(to_tree(value.value, origins, path).value, value.origin)
     grown: Any = value
     if isinstance(value, Mapping):
-        grown = {key: plant(item, origins, (*path, key)) for key, item in value.items()}
+        grown = {key: to_tree(item, origins, (*path, key)) for key, item in value.items()}
     elif isinstance(value, (list, tuple)):
-        grown = tuple(plant(item, origins, (*path, str(index))) for index, item in enumerate(value))
+        grown = tuple(to_tree(item, origins, (*path, str(index))) for index, item in enumerate(value))
     return Node(grown, origins.get(path))
 
 
 def merge(earlier: Node, later: Node, path: KeyPath = ()) -> Node:
-    """Return `earlier` with `later` laid over it: mappings merge, anything else replaces.
+    """Return `earlier` with `later` merged into it: mappings merge, any other value replaces.
 
-    A mapping that changes `type` replaces the earlier one whole: its arguments would be wrong for another class.
+    A mapping that changes `type` replaces the earlier one, whose arguments belong to another class.
     """
     if isinstance(later.value, dict):
-        earlier = spelled_out(earlier, path)
+        earlier = expand_shorthand(earlier, path)
     if not isinstance(earlier.value, dict) or not isinstance(later.value, dict) or _types_differ(earlier, later, path):
         return later
     merged = dict(earlier.value)
@@ -109,8 +115,8 @@ def merge(earlier: Node, later: Node, path: KeyPath = ()) -> Node:
     return Node(merged, later.origin)
 
 
-def spelled_out(node: Node, path: KeyPath) -> Node:
-    """Return a bare `model.pretrained` as the mapping that it is short for; any other node as it is."""
+def expand_shorthand(node: Node, path: KeyPath) -> Node:
+    """Return a bare `model.pretrained` as a mapping with `folder`; any other node unchanged."""
     is_short = path == ("model", "pretrained") and isinstance(node.value, str)
     return Node({"folder": node}, node.origin) if is_short else node
 
@@ -118,14 +124,14 @@ def spelled_out(node: Node, path: KeyPath) -> Node:
 def _types_differ(earlier: Node, later: Node, path: KeyPath) -> bool:
     first, second = earlier.value.get("type"), later.value.get("type")
     if path == ("trainer",):
-        return False  # its limits, batches and optimizer are no constructor's arguments: they hold for any trainer
+        return False  # its limits, batch sizes and optimizer apply to any trainer
     if path == ("data", "eval") and (first is None) != (second is None):
-        return True  # one bare component over named sets, or the other way: they cannot be mixed
+        return True  # a bare component and named sets cannot be merged
     return first is not None and second is not None and bool(first.value != second.value)
 
 
 def map_strings(node: Node, change: Callable[[str], str]) -> Node:
-    """Return the tree with each text value replaced by `change` of it."""
+    """Return the tree with `change` applied to each text value."""
     value = node.value
     if isinstance(value, str):
         value = change(value)
@@ -137,16 +143,16 @@ def map_strings(node: Node, change: Callable[[str], str]) -> Node:
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """Return the absolute path. Links are kept, as resolve() would not: a user knows a folder by the link's name."""
+    """Return the absolute path without resolving links, so that messages show the link's name."""
     return Path(os.path.abspath(path))  # noqa: PTH100
 
 
 _TAG = "tag:yaml.org,2002:"
 _MERGE = _TAG + "merge"
 
-# PyYAML speaks YAML 1.1, where `on` is true, 1e-4 is text and 12:30 is 750. Reader and writer share this
-# table, so whatever is written is read back the same. A thousands separator stands every three digits:
-# 2024_01_02 is a name.
+# PyYAML implements YAML 1.1, where `on` is true, 1e-4 is text and 12:30 is 750. Reader and writer share this
+# table, so that a written value is read back equal. A thousands separator is allowed every three digits only:
+# 2024_01_02 is text.
 _PLAIN_WORDS: tuple[tuple[str, str, str], ...] = (
     ("bool", r"true|True|false|False", "tTfF"),
     ("null", r"~|null|Null|NULL|", "~nN\0"),
@@ -177,12 +183,12 @@ class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers = _resolvers()
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Write every value in full: an alias would read as a link between settings."""
+        """Write every value in full instead of using aliases."""
         return True
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> ScalarNode:
-    # Line breaks and invisible characters survive in double quotes only.
+    # Only double quotes preserve line breaks and invisible characters.
     return dumper.represent_scalar(_TAG + "str", text, style=None if text.isprintable() else '"')
 
 
@@ -190,7 +196,7 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def parse(text: str, origin_at: Callable[[int], Origin | None]) -> Node:
-    """Return the settings in `text`; `origin_at(line)` gives what a node on that line (from 1) remembers."""
+    """Return the settings in `text`; `origin_at(line)` returns the origin of a node on that line (from 1)."""
     try:
         root = yaml.compose(text, Loader=_Loader)
         return Node(None, origin_at(1)) if root is None else _Reader(origin_at).read(root)
@@ -211,15 +217,15 @@ def write(settings: dict[str, Any]) -> str:
 
 
 def write_inline(value: Any) -> str:
-    """Return one value as YAML on one line, as it may stand after `key: `."""
+    """Return one value as YAML on one line, as it is written after `key: `."""
     if isinstance(value, dict | list):
         return _dump(value, is_flow=True).rstrip("\n")
-    # A bare text or number would be followed by the mark of a document's end.
+    # yaml.dump adds an end-of-document marker to a bare scalar.
     return _dump({"key": value}, is_flow=False).removeprefix("key: ").rstrip("\n")
 
 
 def _dump(value: Any, *, is_flow: bool) -> str:
-    # Folding long text over lines would only hide it from grep.
+    # Long text stays on one line, so that grep finds it.
     text: str = yaml.dump(
         value, Dumper=_Dumper, default_flow_style=is_flow, sort_keys=False, allow_unicode=True, width=2**31
     )
@@ -229,27 +235,27 @@ def _dump(value: Any, *, is_flow: bool) -> str:
 def _explain_syntax(error: yaml.MarkedYAMLError) -> str:
     problem = error.problem or "it cannot be read"
     if "'\\t'" in problem:
-        return "not valid YAML: a tab stands where only spaces may. Indent with spaces."
+        return "not valid YAML: a tab where only spaces are allowed. Indent with spaces."
     if "alias" in f"{error.context} {problem}":
         return f'not valid YAML: {problem}. A value that begins with * is an alias. Put a glob in quotes: "*.q_proj".'
     context = f" {error.context}" if error.context else ""
-    begun = f" (begun at line {error.context_mark.line + 1})" if error.context and error.context_mark else ""
-    return f"not valid YAML:{context}{begun}: {problem}. Check brackets, quotes, colons and indentation here."
+    started = f" (started at line {error.context_mark.line + 1})" if error.context and error.context_mark else ""
+    return f"not valid YAML:{context}{started}: {problem}. Check brackets, quotes, colons and indentation here."
 
 
 class _Reader:
-    """Turns PyYAML's nodes into ours, rejecting what a config may not hold."""
+    """Converts PyYAML's nodes to Node, and rejects what a config cannot contain."""
 
     def __init__(self, origin_at: Callable[[int], Origin | None]) -> None:
         self.origin_at = origin_at
-        self.open: list[yaml.Node] = []  # the nodes being read, outermost first: an alias to one of them is a loop
+        self.open: list[yaml.Node] = []  # the nodes being read, outermost first: an alias of one of them is a cycle
 
     def read(self, node: yaml.Node, origin: Origin | None = None) -> Node:
         origin = origin or self.origin_of(node)
         if isinstance(node, ScalarNode):
             return Node(self.scalar(node), origin)
         if any(node is other for other in self.open):
-            raise ConfigError("not valid here: an alias (*name) stands inside what it names.", where=origin)
+            raise ConfigError("not valid here: an alias (*name) inside the value that it names.", where=origin)
         self.open.append(node)
         try:
             if isinstance(node, MappingNode) and node.tag == _TAG + "map":
@@ -274,20 +280,19 @@ class _Reader:
                 problem = f'a key must be text, got {shown or "nothing"}. Put it in quotes: "{shown}": …'
                 raise ConfigError(problem, where=origin)
             if key in given:
-                problem = f'the key "{key}" is given twice here, first at {given[key].origin}. Remove one.'
+                problem = f'the key "{key}" is set twice, first at {given[key].origin}. Remove one.'
                 raise ConfigError(problem, where=origin)
-            # A setting's place is the line of its key, also where the value begins on the next one.
+            # The origin is the line of the key, even if the value starts on the next line.
             given[key] = self.read(value_node, origin)
         return {**merged, **given}
 
     def merged(self, node: yaml.Node) -> dict[str, Node]:
-        """Return what `<<: *name` or `<<: [*first, *second]` brings in; the first one wins."""
-        parts = node.value if isinstance(node, SequenceNode) else [node]
+        """Return the mappings of `<<: *name` or `<<: [*first, *second]`, merged; the first one wins."""
         merged: dict[str, Node] = {}
-        for part in parts:
-            value = self.read(part).value
+        for each in node.value if isinstance(node, SequenceNode) else [node]:
+            value = self.read(each).value
             if not isinstance(value, dict):
-                raise ConfigError("<< takes an alias of a mapping, such as <<: *defaults.", where=self.origin_of(part))
+                raise ConfigError("<< needs an alias of a mapping, such as <<: *defaults.", where=self.origin_of(each))
             merged = {**value, **merged}
         return merged
 
@@ -312,7 +317,9 @@ class _Reader:
 
     def unknown_tag(self, node: yaml.Node) -> ConfigError:
         shown = node.tag.replace(_TAG, "!!")
-        problem = f"the tag {shown} is not read: a config holds text, numbers, true, false, null, lists and mappings."
+        problem = (
+            f"the tag {shown} is not supported: a config has text, numbers, true, false, null, lists and mappings."
+        )
         return ConfigError(f"{problem} Remove the tag.", where=self.origin_of(node))
 
     def origin_of(self, node: yaml.Node) -> Origin | None:

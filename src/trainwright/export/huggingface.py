@@ -1,4 +1,4 @@
-"""Writes the model of a run as a folder that others read, in Hugging Face's layout or as plain safetensors."""
+"""Exports the model of a run to a folder, in Hugging Face's layout or as plain safetensors."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from torch import nn
 from trainwright.build.data import DatasetBuilder
 from trainwright.checkpoint.folder import read_config
 from trainwright.checkpoint.listing import CHECKPOINTS
-from trainwright.config import RunConfig
+from trainwright.config import ModelSection, RunConfig
+from trainwright.config.files import save_document
 from trainwright.config.yaml_text import absolute
 from trainwright.data.tokenizer import TextTokenizer, tokenizer_of
 from trainwright.errors import CheckpointError, ConfigError, TrainwrightError
-from trainwright.export.load import FORMATS, export_folder, find_source, load_checkpoint, without_paths, write_settings
+from trainwright.export.load import FORMATS, export_folder, find_source, load_checkpoint, without_paths
 from trainwright.models.key_map import KeyMap
 from trainwright.models.lora import merge_lora
 from trainwright.models.model import Model
-from trainwright.models.pretrained import as_dtype, listed
+from trainwright.models.pretrained import SECTION_FILE, as_dtype, listed
 from trainwright.models.pretrained_facts import GENERATION_FILE, read_facts
 from trainwright.models.saving import changes_of_theirs, write_json, write_weights
 from trainwright.models.transformers_models import is_transformers_class
@@ -41,13 +42,13 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "merges.txt",
 )
-"""What transformers may keep of a tokenizer."""
-FILES_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-"""What may say more of a tokenizer that is one file: names of its tokens, and how a conversation becomes a text."""
+"""Files of a tokenizer of transformers."""
+FURTHER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+"""Files next to a tokenizer.json: the names of its tokens, and the chat template."""
 
 
 def find_tokenizer(config: RunConfig) -> Any:
-    """Returns the tokenizer of a run's training data, or of its collator; None where neither has one."""
+    """Returns the tokenizer of a run's training data, or of its collator, or None."""
     registry.import_modules(config.imports, project_dir=config.project_dir, where=config.origin("imports"))
     if config.data.train is not None:
         builder = DatasetBuilder(project_dir=config.project_dir, seed=config.seed)
@@ -61,21 +62,17 @@ def find_tokenizer(config: RunConfig) -> Any:
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> list[Path]:
-    """Writes a tokenizer's files into a folder and returns them; one that is not kept in files has none."""
+    """Writes a tokenizer's files into a folder and returns their paths; the list is empty for one without files."""
     if isinstance(tokenizer, TextTokenizer):
         source = tokenizer.path
-        if source.is_file():
-            beside = [source.parent / name for name in FILES_BESIDE]
-            files = {source: TOKENIZER_FILE, **{path: path.name for path in beside}}
-        else:
-            files = {source / name: name for name in dict.fromkeys((*TOKENIZER_FILES, *FILES_BESIDE))}
-        present = {path: name for path, name in files.items() if path.is_file()}
-        for path, name in present.items():
-            shutil.copyfile(path, folder / name)
-        return [folder / name for name in present.values()]
-    if hasattr(tokenizer, "save_pretrained"):  # transformers' own
+        files = {TOKENIZER_FILE: source, **{name: source.parent / name for name in FURTHER_FILES}}
+        if not source.is_file():
+            files = {name: source / name for name in (*TOKENIZER_FILES, *FURTHER_FILES)}
+        files = {name: path for name, path in files.items() if path.is_file()}
+        return [Path(shutil.copyfile(path, folder / name)) for name, path in files.items()]
+    if hasattr(tokenizer, "save_pretrained"):  # of transformers
         return [Path(path) for path in tokenizer.save_pretrained(folder) if Path(path).is_file()]
-    if hasattr(tokenizer, "save"):  # the tokenizers library's
+    if hasattr(tokenizer, "save"):  # of the tokenizers library
         tokenizer.save(str(folder / TOKENIZER_FILE))
         return [folder / TOKENIZER_FILE]
     return []
@@ -94,21 +91,21 @@ def export_run(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
 ) -> Path:
-    """Writes the model of a run, as it was at a step, into a folder, with the run's tokenizer; returns the folder.
+    """Writes the model of a run at a step into a folder, with the run's tokenizer; returns the folder.
 
-    "huggingface" is what transformers and AutoModel read; "safetensors" is any model's weights under their own names,
-    with the model's settings beside them. Adapters are merged into the weights. `dtype` (bf16, fp16, fp32) rounds them.
+    transformers and AutoModel read "huggingface"; "safetensors" is any model's weights under their own names, with the
+    model's settings. Adapters are merged into the weights. `dtype` (bf16, fp16, fp32) converts them.
 
-    An earlier export is replaced; files that others have put beside it are kept. Any other folder that has files is
-    rejected unless `overwrite`, which replaces files of the same names and keeps the rest, too.
+    An earlier export is replaced; other files are kept. Any other folder that is not empty raises unless `overwrite`
+    is set, which replaces files of the same names and keeps the others.
     """
     if file_format not in FORMATS:
-        raise ConfigError(f"There is no format {file_format!r}. Use one of: {', '.join(FORMATS)}.", where="format")
+        raise ConfigError(f"Unknown format {file_format!r}. Use one of: {', '.join(FORMATS)}.", where="format")
     wanted = as_dtype(dtype)
     folder, run_folder = Path(folder), find_source(Path(run))[0]
     _check_outside(folder, run_folder)
     config = read_config(run_folder)
-    assert config is not None  # find_source saw it
+    assert config is not None  # find_source has checked it
     with export_folder(folder, run=config.name, file_format=file_format, overwrite=overwrite) as staging:
         model = load_checkpoint(run, step)
         merge_lora(model)
@@ -120,40 +117,39 @@ def export_run(
             _add_generation(model, run_folder, staging)
         else:
             write_weights(model, staging, key_map=KeyMap(), max_shard_bytes=max_shard_bytes)
-            write_settings(staging, _model_settings(model, config))
+            if config.model is not None:
+                save_document(staging / SECTION_FILE, _model_settings(model, config.model))
         _add_tokenizer(config, staging)
     return folder
 
 
 def write_hugging_face(model: nn.Module, folder: Path, *, max_shard_bytes: int) -> None:
-    """Writes a model that knows Hugging Face's layout (ours, or a class of transformers) into an empty folder."""
+    """Writes a Model, or a model of transformers, in Hugging Face's layout into an empty folder."""
     if isinstance(model, Model):
         model.save_pretrained(folder, max_shard_bytes=max_shard_bytes)
         return
     save: Any = getattr(model, "save_pretrained", None)
     if save is None:
         raise CheckpointError(
-            f"{type(model).__name__} has no save_pretrained, so it has no form in Hugging Face's layout. Export its "
-            "weights under their own names: --format safetensors."
+            f"{type(model).__name__} has no save_pretrained, which Hugging Face's layout needs. Export the weights "
+            "under their own names: --format safetensors."
         )
     changed = changes_of_theirs(model) if is_transformers_class(type(model)) else []
     if changed:
         raise CheckpointError(
-            f"Hugging Face's layout cannot hold this {type(model).__name__}, which transformers would compute "
-            f"differently: {'; '.join(changed[:4])}. Export its weights under their own names: "
-            "--format safetensors."
+            f"Hugging Face's layout cannot represent this {type(model).__name__}, which transformers would compute "
+            f"differently: {'; '.join(changed[:4])}. Export the weights under their own names: --format safetensors."
         )
-    with (
-        contextlib.redirect_stdout(sys.stderr),
-        _generation_aside(model, folder),
-    ):  # its bars are not what was asked for
+    with contextlib.redirect_stdout(sys.stderr), _without_generation_config(model, folder):  # it prints progress bars
         save(folder, max_shard_size=max_shard_bytes)
 
 
 @contextlib.contextmanager
-def _generation_aside(model: nn.Module, folder: Path) -> Iterator[None]:
-    """Writes a generation_config.json as it was read: transformers reads what it then rejects to write (sampling
-    settings without sampling, in many published folders), and with it the whole model.
+def _without_generation_config(model: nn.Module, folder: Path) -> Iterator[None]:
+    """Writes generation_config.json as it was read.
+
+    transformers reads settings that it refuses to write (sampling settings without sampling, in many published
+    folders), and then does not write the model either.
     """
     settings: Any = getattr(model, "generation_config", None)
     if settings is None:
@@ -164,12 +160,12 @@ def _generation_aside(model: nn.Module, folder: Path) -> Iterator[None]:
         yield
     finally:
         model.generation_config = settings
-    if (folder / GENERATION_FILE).is_file():  # not for a class without generation
+    if (folder / GENERATION_FILE).is_file():  # a class without generation has none
         settings.to_json_file(folder / GENERATION_FILE)
 
 
 def _reject_overflow(model: nn.Module, dtype: torch.dtype) -> None:
-    """Rejects to round weights that a dtype has no numbers for: they would be infinite."""
+    """Raises if weights would be infinite in a dtype."""
     lost = [
         f"{name} (up to {float(weight.abs().nan_to_num(posinf=0.0).max()):.3g})"
         for name, weight in model.state_dict().items()
@@ -177,48 +173,46 @@ def _reject_overflow(model: nn.Module, dtype: torch.dtype) -> None:
     ]
     if lost:
         raise CheckpointError(
-            f"As {str(dtype).removeprefix('torch.')} these weights would be infinite, for it ends at "
-            f"{torch.finfo(dtype).max:.3g}: {listed(lost, at_most=8)}. Use bf16 or fp32, or leave the dtype out."
+            f"These weights would be infinite as {str(dtype).removeprefix('torch.')}, whose maximum is "
+            f"{torch.finfo(dtype).max:.3g}: {listed(lost, at_most=8)}. Use bf16 or fp32, or remove the dtype."
         )
 
 
-def _model_settings(model: nn.Module, config: RunConfig) -> dict[str, Any]:
-    """Returns the `model` section that builds this model, as far as it can be told without places of this machine.
+def _model_settings(model: nn.Module, section: ModelSection) -> dict[str, Any]:
+    """Returns the `model` section that builds this model, without absolute paths of this machine.
 
-    What is in the weights already (pretrained ones, merged adapters) or matters in training alone is left out.
+    Settings that are part of the weights (pretrained ones, merged adapters) or only affect training are omitted.
     """
-    if config.model is None:
-        return {}  # a task or a trainer of the user's made it
-    arguments: Mapping[str, Any] = config.model.arguments
-    settings = {"type": config.model.type, **(model.settings if isinstance(model, Model) else arguments)}
-    if "replace" in config.model.reserved:
-        settings["replace"] = config.model.reserved["replace"]
+    arguments: Mapping[str, Any] = section.arguments
+    settings = {"type": section.type, **(model.settings if isinstance(model, Model) else arguments)}
+    if "replace" in section.reserved:
+        settings["replace"] = section.reserved["replace"]
     return {"model": without_paths(settings)}
 
 
 def _add_tokenizer(config: RunConfig, folder: Path) -> None:
-    """Saves the tokenizer of the run's data; weights are worth having without it, so a failure is only told."""
+    """Saves the tokenizer of the run's data; a failure is only a warning."""
     try:
         tokenizer = find_tokenizer(config)
         if tokenizer is not None:
             save_tokenizer(tokenizer, folder)
     except (TrainwrightError, OSError) as error:
-        logger.warning("The run's tokenizer is not in the export: %s", error)
+        logger.warning("The export has no tokenizer: %s", error)
 
 
 def _add_generation(model: nn.Module, run_folder: Path, folder: Path) -> None:
-    """Writes how a run's pretrained folder said to continue a text, beside a model of ours, which keeps none of it."""
+    """Writes the generation settings of a run's pretrained folder, which a Model does not keep."""
     facts = read_facts(run_folder) if isinstance(model, Model) else None
     if facts is not None and facts.generation is not None:
         write_json(folder / GENERATION_FILE, facts.generation)
 
 
 def _check_outside(folder: Path, run: Path) -> None:
-    """Rejects the run's own folder, those that hold it, and its checkpoints; another folder inside is welcome.
+    """Rejects the run folder, its parents and its checkpoints; other folders in the run are allowed.
 
-    A link is looked at by its own place and by the one that it leads to.
+    Both the path of a link and its target are checked.
     """
-    for place, home in ((absolute(folder), run), (folder.resolve(), run.resolve())):
-        if home.is_relative_to(place) or place.is_relative_to(home / CHECKPOINTS):
-            what = "holds the run itself" if home.is_relative_to(place) else "is where the run keeps its checkpoints"
+    for path, home in ((absolute(folder), run), (folder.resolve(), run.resolve())):
+        if home.is_relative_to(path) or path.is_relative_to(home / CHECKPOINTS):
+            what = "contains the run" if home.is_relative_to(path) else "contains the checkpoints of the run"
             raise CheckpointError(f"{folder} {what}. Choose another folder, such as {run / 'exports' / 'hf'}.")

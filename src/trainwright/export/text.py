@@ -1,4 +1,4 @@
-"""Text from a model, as it is made: a prompt to tokens, tokens to pieces of text that end at whole characters."""
+"""Streams generated text from a model: encodes a prompt, and decodes tokens to text of complete characters."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from trainwright.models.generation import generate, reject_non_decoder, room_aft
 from trainwright.models.model import AutoModel, Model
 from trainwright.models.pretrained import CONFIG_FILE
 
-USUAL_LENGTH = 200
-"""How many tokens are made at most where nobody says."""
+DEFAULT_MAX_NEW_TOKENS = 200
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""What stands for bytes that are no character, or none yet."""
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""Decoders return it for bytes that are not a complete character."""
 
 
 def load_text_model(
@@ -34,86 +33,88 @@ def load_text_model(
 ) -> tuple[nn.Module, Any]:
     """Returns the model of a run or of a folder in Hugging Face's layout, and its tokenizer.
 
-    A run's tokenizer is that of its data or collator, a folder's is the one beside its weights; `tokenizer` names
-    another (a tokenizer.json, a folder with one, or "bytes").
+    The default tokenizer is that of the run's data or collator, or the one in the folder; `tokenizer` names another (a
+    tokenizer.json, a folder with one, or "bytes").
     """
-    place = Path(run_or_folder)
-    is_folder = (place / CONFIG_FILE).is_file()
+    path = Path(run_or_folder)
+    is_folder = (path / CONFIG_FILE).is_file()
     if is_folder and step != "latest":
-        raise ConfigError(f"{place} is a model folder, which has no steps. Leave --step out, or give the run.")
+        raise ConfigError(f"{path} is a model folder, which has no steps. Remove --step, or pass the run folder.")
     model: nn.Module
     if is_folder:
-        model = AutoModel.from_pretrained(place, device=device).eval()
+        model = AutoModel.from_pretrained(path, device=device).eval()
     else:
-        model = load_checkpoint(place, step, device=device)
-    reject_non_decoder(model)  # before its tokenizer is missed: a model of images has none
-    return model, load_tokenizer(tokenizer) if tokenizer is not None else _own_tokenizer(place, is_folder=is_folder)
+        model = load_checkpoint(path, step, device=device)
+    reject_non_decoder(model)  # before the tokenizer, which a model for images does not have
+    return model, load_tokenizer(tokenizer) if tokenizer is not None else _default_tokenizer(path, is_folder=is_folder)
 
 
 def stream_text(
     model: nn.Module, tokenizer: Any, prompt: str, *, max_new_tokens: int | None = None, **sampling: Any
 ) -> Iterator[str]:
-    """Yields the text that a model continues a prompt with, in pieces of whole characters, as it is made.
+    """Yields the continuation of a prompt in chunks of complete characters, while it is generated.
 
-    Without `max_new_tokens` it makes at most 200 tokens, or as many as the model has positions for.
-    `sampling` is what generation.py's `generate` takes beside: temperature, top_k, top_p, generator. The
-    text ends at the tokenizer's end token. A token that the tokenizer does not have, which a model with a larger
-    vocabulary may draw, is shown by its number: <50300>.
+    The default of `max_new_tokens` is 200, or the number of positions that the model has left. `sampling` has the
+    further arguments of generation.py's `generate`: temperature, top_k, top_p, generator. The text ends at the
+    tokenizer's end token. A token that the tokenizer does not have, which a model with a larger vocabulary may
+    sample, is shown by its number: <50300>.
     """
     reject_non_decoder(model)
     tokens = encode_prompt(tokenizer, prompt)
     if not tokens:
-        raise DataError("The prompt has no tokens. Give at least one character.")
+        raise DataError("The prompt has no tokens. Pass at least one character.")
     _reject_foreign_tokens(model, tokens)
     stops = end_tokens(tokenizer)
     device = next((one.device for one in model.parameters()), torch.device("cpu"))
     text = TextStream(tokenizer, tokens)
     if max_new_tokens is None:
         room = room_after(model, len(tokens))
-        max_new_tokens = USUAL_LENGTH if not room else min(USUAL_LENGTH, room)  # none left: generate says so
+        max_new_tokens = (
+            DEFAULT_MAX_NEW_TOKENS if not room else min(DEFAULT_MAX_NEW_TOKENS, room)
+        )  # generate raises for 0
     prompt_ids = torch.tensor([tokens], device=device)
     for [token] in generate(model, prompt_ids, max_new_tokens=max_new_tokens, stop_ids=stops, **sampling):
         if int(token) in stops:
             break
-        piece = text.push(int(token))
-        if piece:
-            yield piece
+        chunk = text.push(int(token))
+        if chunk:
+            yield chunk
     rest = text.finish()
     if rest:
         yield rest
 
 
 class TextStream:
-    """Turns tokens into text one by one; what does not yet end at a whole character is kept back.
+    """Decodes tokens one by one; text that does not end at a complete character is held back.
 
-    A token may hold some bytes of a character only, and may look different after another one (a space before it), so
-    that each piece is the difference of two decodings. Those begin at the piece before, so a token costs the same
-    however long the text is.
+    A token may contain only some bytes of a character, and may decode differently after another token (with a leading
+    space), so each chunk is the difference of two decodings. Both start at the previous chunk, so the cost per token
+    does not depend on the length of the text.
     """
 
     def __init__(self, tokenizer: Any, before: list[int]) -> None:
         self._tokenizer = tokenizer
         self._size = num_tokens_of(tokenizer)
         self._tokens = list(before)
-        self._start = 0  # where both decodings begin
-        self._shown = len(self._tokens)  # up to where the text is out already
+        self._start = 0  # where both decodings start
+        self._shown = len(self._tokens)  # up to where the text has been returned
 
     def push(self, token: int) -> str:
-        """Takes the next token and returns the text that is certain by now, which may be none."""
+        """Adds a token and returns the text that is complete now, which may be empty."""
         if self._size is not None and token >= self._size:
             return self.finish() + f"<{token}>"
         self._tokens.append(token)
         text = self._pending()
-        if not text or text.endswith(BROKEN):
+        if not text or text.endswith(INCOMPLETE):
             return ""
         self._start, self._shown = self._shown, len(self._tokens)
         return text
 
     def finish(self) -> str:
-        """Returns what was kept back."""
+        """Returns the text that is held back."""
         text = self._pending()
-        # What follows is decoded behind this piece, unless it breaks off inside of a character.
-        self._start = len(self._tokens) if text.endswith(BROKEN) else self._shown
+        # Decode later tokens after this chunk, unless it ends inside a character.
+        self._start = len(self._tokens) if text.endswith(INCOMPLETE) else self._shown
         self._shown = len(self._tokens)
         return text
 
@@ -126,7 +127,7 @@ class TextStream:
 
 
 def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
-    """Returns the tokens of a text that goes on: with those that begin a text, without those that end one."""
+    """Returns the tokens of a prompt, with the start tokens and without the end tokens of the tokenizer."""
     if isinstance(tokenizer, TextTokenizer):
         [tokens] = tokenizer.encode_batch([prompt], add_special_tokens=False)
         return [*tokenizer.affixes[0], *tokens]
@@ -136,7 +137,7 @@ def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
 
 def end_tokens(tokenizer: Any) -> Collection[int]:
     """Returns the tokens that end a text."""
-    if hasattr(tokenizer, "token_to_id"):  # the tokenizers library's
+    if hasattr(tokenizer, "token_to_id"):  # of the tokenizers library
         ids = [tokenizer.token_to_id(name) for name in USUAL_NAMES["eos"]]
     else:
         ids = [getattr(tokenizer, "eos_id", None), getattr(tokenizer, "eos_token_id", None)]
@@ -144,33 +145,33 @@ def end_tokens(tokenizer: Any) -> Collection[int]:
 
 
 def num_tokens_of(tokenizer: Any) -> int | None:
-    """Returns one more than the largest token of a tokenizer; None where it does not say."""
+    """Returns one more than the largest token of a tokenizer; None if it is unknown."""
     if isinstance(tokenizer, TextTokenizer):
         return tokenizer.vocab_size
-    vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}  # tokenizers' and transformers'
+    vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}  # of tokenizers and transformers
     return max(vocabulary.values(), default=-1) + 1 or None
 
 
 def _reject_foreign_tokens(model: nn.Module, tokens: list[int]) -> None:
-    """Rejects a prompt with tokens that the model has no embedding for: its tokenizer is another model's."""
+    """Rejects a prompt with tokens that the model has no embedding for."""
     if isinstance(model, Model):
         size = model.settings.get("vocab_size")
     else:
         size = getattr(getattr(model, "config", None), "vocab_size", None)
     if isinstance(size, int) and max(tokens) >= size:
         raise DataError(
-            f"The prompt has the token {max(tokens)}, but the model knows {size} tokens (0 … {size - 1}). Name the "
+            f"The prompt has the token {max(tokens)}, but the model has {size} tokens (0 … {size - 1}). Set the "
             "tokenizer that it was trained with: --tokenizer."
         )
 
 
-def _own_tokenizer(place: Path, *, is_folder: bool) -> Any:
+def _default_tokenizer(path: Path, *, is_folder: bool) -> Any:
     if is_folder:
-        if any((place / name).is_file() for name in TOKENIZER_FILES):
-            return load_tokenizer(place)
+        if any((path / name).is_file() for name in TOKENIZER_FILES):
+            return load_tokenizer(path)
     else:
-        config = read_config(find_run(place)[0])
+        config = read_config(find_run(path)[0])
         found = None if config is None else find_tokenizer(config)
         if found is not None:
             return found
-    raise CheckpointError(f"{place} has no tokenizer that is known. Name one: --tokenizer tokenizer.json, or bytes.")
+    raise CheckpointError(f"{path} has no known tokenizer. Set one: --tokenizer tokenizer.json, or bytes.")

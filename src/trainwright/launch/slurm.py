@@ -1,6 +1,6 @@
-"""SLURM: writes the job file of a run, submits it, follows its log, and queues a job again. Imports no torch.
+"""Writes the SLURM job file of a run, submits it, follows its log and requeues a job. Does not import torch.
 
-The job file is for people to read and change: it says in plain shell what happens on which machine.
+The job file is plain shell that users read and edit.
 """
 
 from __future__ import annotations
@@ -14,82 +14,82 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.errors import ConfigError, TrainwrightError
 
 logger = logging.getLogger(__name__)
 
-SETTINGS: Mapping[str, str] = {
-    "nodes": "how many machines",
-    "gpus": "GPUs, and so processes, on each machine; without it one process runs on the CPU of each",
-    "cpus": "cores for each machine",
-    "memory": "main memory of each machine, such as 200G",
-    "time": "the time limit, such as 24:00:00; the run saves before it and is queued again",
-    "partition": "the partition",
-    "account": "who pays",
-    "qos": "the quality of service",
-    "constraint": "features that the machines must have",
-    "reservation": "a reservation",
-    "nodelist": "machines to use",
-    "exclude": "machines to leave out",
-    "dependency": "jobs to wait for",
-    "restarts": "how often the processes are started again after one is lost, 3",
-    "before": "seconds before the time limit at which the run is told to save, 120",
+SETTINGS: Mapping[str, str | None] = {
+    "nodes": "nodes",
+    "gpus": "gpus-per-node",
+    "cpus": "cpus-per-task",
+    "memory": "mem",
+    "time": "time",
+    "partition": "partition",
+    "account": "account",
+    "qos": "qos",
+    "constraint": "constraint",
+    "reservation": "reservation",
+    "nodelist": "nodelist",
+    "exclude": "exclude",
+    "dependency": "dependency",
+    "restarts": None,
+    "before": None,
 }
-"""What may stand after --slurm, as name=value."""
+"""The settings that may follow --slurm as NAME=VALUE, and sbatch's option for each; docs/launching.md explains them."""
 
-# How sbatch spells what we call otherwise; the rest is spelled alike.
-_SPELLED = {"gpus": "gpus-per-node", "cpus": "cpus-per-task", "memory": "mem"}
-_OWN = ("restarts", "before")
 _FOLLOW_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A run as a job: which command, on how many machines, with which options of sbatch."""
+    """A run as a SLURM job. `command` is `trainwright train run.yaml …` without options of a launcher."""
 
     name: str
     command: Sequence[str]
-    """`trainwright train run.yaml …`, without options of a launcher."""
-    nodes: int = 1
-    processes: int = 1
-    """On each machine."""
-    restarts: int = 3
-    before: int = 120
-    """Seconds before the time limit at which the run is told to leave."""
-    options: Mapping[str, str] = field(default_factory=dict)
-    """Further options of sbatch, by its own spelling."""
+    settings: Mapping[str, str]
+    """The values that follow --slurm (`read_settings`)."""
+
+    @property
+    def nodes(self) -> int:
+        """The number of machines."""
+        return int(self.settings.get("nodes", 1))
+
+    @property
+    def processes(self) -> int:
+        """The number of processes on each machine."""
+        return int(self.settings.get("gpus", 1))
 
     def text(self) -> str:
         """Returns the job file."""
-        name = file_stem(self.name)
+        before = self.settings.get("before", "120")
         options = {
-            "job-name": name,
+            "job-name": file_stem(self.name),
             "nodes": str(self.nodes),
             "ntasks-per-node": "1",
-            **self.options,
+            **{option: self.settings[name] for name, option in SETTINGS.items() if option and name in self.settings},
             "output": self.log_name("%j"),
             "open-mode": "append",
             "requeue": "",
-            "signal": f"USR1@{self.before}",
+            "signal": f"USR1@{before}",
         }
-        lines = [f"#SBATCH --{name}{'=' + value if value else ''}" for name, value in options.items()]
+        cpus = self.settings.get("cpus")
         return _JOB.format(
-            name=name,
-            # srun does not take this one over from sbatch.
-            cores=" --cpus-per-task=" + self.options["cpus-per-task"] if "cpus-per-task" in self.options else "",
-            options="\n".join(lines),
-            remark="" if "cpus-per-task" in self.options else _NO_CPUS,
-            before=self.before,
-            command=" \\\n        ".join(_wrapped(self.command)),
+            name=file_stem(self.name),
+            options="\n".join(f"#SBATCH --{name}{'=' + value if value else ''}" for name, value in options.items()),
+            # srun does not inherit this option from sbatch.
+            cores="" if cpus is None else f" --cpus-per-task={cpus}",
+            remark=_NO_CPUS if cpus is None else "",
+            before=before,
+            command=" \\\n        ".join(_command_lines(self.command)),
             processes=self.processes,
-            restarts=self.restarts,
+            restarts=self.settings.get("restarts", "3"),
         )
 
     def log_name(self, job_id: str) -> str:
-        """Returns the file that the job writes, in the folder where it is submitted."""
+        """Returns the name of the job's log file, in the folder where the job is submitted."""
         return f"{file_stem(self.name)}-{job_id}.log"
 
 
@@ -102,28 +102,28 @@ _JOB = """\
 #!/bin/bash
 # Trains the run "{name}". Written by `trainwright launch`; change what you like, and submit it with: sbatch THIS_FILE
 {options}
-# Above: all attempts write one log (open-mode), the job may be queued again (requeue), and {before} s before the time
-# limit every process is told to leave (signal): the run finishes its step and saves it.
+# Above: all attempts write one log (open-mode), SLURM may requeue the job (requeue), and every process receives USR1
+# {before} s before the time limit (signal): the run finishes its step and saves a checkpoint.
 {remark}
-# Lines that prepare the environment belong here, such as: module load cuda; source .venv/bin/activate
+# Add lines that prepare the environment here, such as: module load cuda; source .venv/bin/activate
 
-# One launcher on each machine; they meet at the first one, at a port of this job's own.
+# One launcher per machine; the rendezvous is on the first machine, at a port derived from the job id.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 20000))
 echo "Attempt $((${{SLURM_RESTART_COUNT:-0}} + 1)) of job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"
 
-meet=()
+rendezvous=()
 if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
-    meet=(--nnodes "$SLURM_JOB_NUM_NODES" --rendezvous "$first:$port")
+    rendezvous=(--nnodes "$SLURM_JOB_NUM_NODES" --rendezvous "$first:$port")
 fi
-# --wait: when a machine has ended, the others have a minute to end too.
+# --wait: after one machine ends, the others have a minute to end as well.
 srun --ntasks-per-node=1{cores} --wait=60 \\
     {command} \\
-        --nproc {processes} --max-restarts {restarts} "${{meet[@]}}"
+        --nproc {processes} --max-restarts {restarts} "${{rendezvous[@]}}"
 code=$?
 
 case $code in
-    # 138: the time is up and the step is saved. 75: a rank was stuck. Both go on where they were, in another turn.
+    # 138: the time limit is near and the step is saved. 75: a rank was stuck. Both resume when the job runs again.
     138 | 75) scontrol requeue "$SLURM_JOB_ID" ;;
 esac
 exit $code
@@ -131,7 +131,7 @@ exit $code
 
 
 def read_settings(words: Sequence[str]) -> dict[str, str]:
-    """Returns what stands after --slurm as name → value; unknown names and numbers that are none are rejected."""
+    """Returns the NAME=VALUE words after --slurm as a dict; rejects unknown names and invalid numbers."""
     settings: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -140,7 +140,7 @@ def read_settings(words: Sequence[str]) -> dict[str, str]:
             hint = f' Did you mean "{near[0]}"?' if near else ""
             raise ConfigError(
                 f'--slurm: no setting "{name}".{hint} Known: {", ".join(SETTINGS)}. '
-                "Other options of sbatch can be written into the job file by hand."
+                "Add other options of sbatch to the job file by hand."
             )
         if not equals or not value.strip() or "\n" in value:
             raise ConfigError(f"--slurm: {word!r} is not NAME=VALUE, such as nodes=4.")
@@ -148,34 +148,20 @@ def read_settings(words: Sequence[str]) -> dict[str, str]:
     for name in ("nodes", "gpus", "cpus", "restarts", "before"):
         smallest = 0 if name == "restarts" else 1
         if name in settings and not (settings[name].isdecimal() and int(settings[name]) >= smallest):
-            raise ConfigError(f"--slurm: {name}={settings[name]} is not a whole number from {smallest} on.")
+            raise ConfigError(f"--slurm: {name}={settings[name]} is not a whole number of at least {smallest}.")
     return settings
 
 
-def job_of(name: str, command: Sequence[str], settings: Mapping[str, str]) -> SlurmJob:
-    """Returns the job that runs a command with these settings (`read_settings`)."""
-    options = {_SPELLED.get(key, key): value for key, value in settings.items() if key not in ("nodes", *_OWN)}
-    return SlurmJob(
-        name=name,
-        command=command,
-        nodes=int(settings.get("nodes", 1)),
-        processes=int(settings.get("gpus", 1)),
-        restarts=int(settings.get("restarts", 3)),
-        before=int(settings.get("before", 120)),
-        options=options,
-    )
-
-
 def file_stem(name: str) -> str:
-    """Returns a run's name as the name of a file."""
+    """Returns a run's name with the characters replaced that do not belong in a file name."""
     return re.sub(r"[^\w.-]+", "-", name)
 
 
 def submit(path: Path) -> str:
-    """Submits a job file and returns the job's number."""
+    """Submits a job file and returns the job id."""
     if shutil.which("sbatch") is None:
         raise TrainwrightError(
-            f"--submit: there is no sbatch here. Take {path} to a machine of the cluster: sbatch {path}"
+            f"--submit: sbatch is not installed here. Copy {path} to a machine of the cluster and run: sbatch {path}"
         )
     done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -184,7 +170,7 @@ def submit(path: Path) -> str:
 
 
 def follow(job_id: str, log: Path, *, pause_seconds: float = _FOLLOW_SECONDS) -> Iterator[str]:
-    """Yields what the job writes, as it comes, until SLURM knows nothing more of it."""
+    """Yields new text of the job's log until the job is neither pending nor running."""
     position, is_over = 0, False
     while True:
         if log.exists():
@@ -196,36 +182,36 @@ def follow(job_id: str, log: Path, *, pause_seconds: float = _FOLLOW_SECONDS) ->
                 yield fresh.decode("utf-8", errors="replace")
         if is_over:
             return
-        is_over = not _is_known(job_id)  # then what it wrote last is read once more
+        is_over = not _is_active(job_id)  # the log is read once more after the job has ended
         if not is_over:
             time.sleep(pause_seconds)
 
 
-def _is_known(job_id: str) -> bool:
-    """Is the job waiting or running? A finished one is forgotten after minutes, or shown without a state of these."""
-    asked = ["squeue", "--noheader", "--format=%T", f"--jobs={job_id}"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+def _is_active(job_id: str) -> bool:
+    """Returns True if the job is pending or running. SLURM drops an ended job from the list after some minutes."""
+    command = ["squeue", "--noheader", "--format=%T", f"--jobs={job_id}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
     return any(line.strip() not in ended for line in done.stdout.splitlines())
 
 
-def _wrapped(command: Sequence[str]) -> list[str]:
-    """The command's words as a shell takes them; the program and its file on one line, each override on its own."""
+def _command_lines(command: Sequence[str]) -> list[str]:
+    """Returns the quoted command: the program and its file on one line, each override on a line of its own."""
     words = [shlex.quote(word) for word in command]
-    head = next((place for place, word in enumerate(words) if word.endswith((".yaml", ".yml"))), len(words) - 1) + 1
+    head = next((index for index, word in enumerate(words) if word.endswith((".yaml", ".yml"))), len(words) - 1) + 1
     return [" ".join(words[:head]), *words[head:]]
 
 
 def requeue() -> None:
-    """Puts this job back into the queue; a warning says why where that fails, for the run itself is safe."""
+    """Requeues this job. A failure is only a warning, because the run is saved."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
-        logger.warning("preemption.requeue: this is no job of SLURM (SLURM_JOB_ID is not set). Start it again by hand.")
+        logger.warning("preemption.requeue: this is not a SLURM job (SLURM_JOB_ID is not set). Start it again by hand.")
         return
     try:
         subprocess.run(["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.SubprocessError) as error:
         why = (getattr(error, "stderr", None) or str(error)).strip()
-        logger.warning("preemption.requeue: job %s could not be queued again: %s. Start it again by hand.", job, why)
+        logger.warning("preemption.requeue: cannot requeue job %s: %s. Start it again by hand.", job, why)
     else:
-        logger.info("Job %s is queued again.", job)
+        logger.info("Requeued job %s.", job)

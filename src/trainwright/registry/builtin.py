@@ -1,25 +1,11 @@
-"""The table of built-in component names. Holds strings only, so nothing heavy is imported before it is needed.
+"""The table of built-in component names. It holds import paths, so that a class is imported when it is used.
 
-resolve.py turns a name into a class. `tests/test_architecture.py` looks up every entry.
+resolve.py turns a name into a class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-KIND_FOLDERS: Mapping[str, str] = {
-    "trainer": "trainers",
-    "model": "models",
-    "optimizer": "optimizers",
-    "schedule": "schedules",
-    "dataset": "datasets",
-    "collator": "collators",
-    "hook": "hooks",
-    "writer": "writers",
-    "metric": "metrics",
-    "task": "tasks",
-}
-"""Each kind of component, and the folder beside the YAML file where its files are looked for."""
 
 BUILT_INS: Mapping[str, Mapping[str, str]] = {
     "trainer": {
@@ -92,3 +78,6 @@ BUILT_INS: Mapping[str, Mapping[str, str]] = {
     "metric": {"accuracy": "trainwright.loop.metrics:Accuracy"},
     "task": {"task": "trainwright.loop.task:Task"},
 }
+
+KIND_FOLDERS: Mapping[str, str] = {kind: f"{kind}s" for kind in BUILT_INS}
+"""Each kind of component, and the folder next to the YAML file with the project's components of that kind."""

@@ -1,4 +1,4 @@
-"""Lists every component that a run file can name, with its parameters, from source files; runs none of them."""
+"""Lists the components that a run file can name, with their parameters. Files are parsed, not executed."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ PROVIDED: Mapping[str, tuple[str, ...]] = {
     "writer": ("folder",),
     "dataset": ("run_seed",),
 }
-"""What the builder itself passes to a kind of component, beside `project_dir`: no argument of a run file."""
+"""The arguments that build/ passes to a kind of component, in addition to `project_dir`; a run file cannot set them."""
 
-# Reading torch's largest files would only say that these take no argument of a run file.
+# These bases have no arguments of a run file; their files are among the largest of torch.
 _EMPTY_BASES = {"torch.nn.Module", "torch.utils.data.Dataset", "torch.utils.data.IterableDataset"}
-# Classes that stand beside components in a file, and that no run file can name.
-_BESIDE = ("Error", "Exception", "Enum", "Protocol", "TypedDict")
+# Bases of classes that are not components.
+_NOT_COMPONENTS = ("Error", "Exception", "Enum", "Protocol", "TypedDict")
 
 
 class Parameter(NamedTuple):
-    """An argument of a constructor. `default` is Python text, or None where the argument is required."""
+    """An argument of a constructor. `default` is Python source, or None for a required argument."""
 
     name: str
     default: str | None
@@ -42,7 +42,7 @@ class Parameter(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """The arguments that a run file may give; `open_to` says, where not all are known, who takes the rest."""
+    """The arguments that a run file can set; `open_to` names what receives further ones, or is ""."""
 
     parameters: tuple[Parameter, ...]
     open_to: str = ""
@@ -50,7 +50,7 @@ class Signature(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """One component: what to write as its `type`, and what is known of it."""
+    """One component; `type` is its name in a run file."""
 
     kind: str
     type: str
@@ -60,7 +60,7 @@ class Entry:
     """The whole docstring, or ""."""
     signature: Signature
     registered: tuple[str, ...] = ()
-    """Short names that its file registers; they hold once `imports` names that file."""
+    """Short names that its file registers; a run file can use them if `imports` names that file."""
 
     @property
     def summary(self) -> str:
@@ -69,14 +69,14 @@ class Entry:
 
 
 class Unreadable(NamedTuple):
-    """A file that is no Python, and so hides its components."""
+    """A file that cannot be parsed."""
 
     location: str
     problem: str
 
 
 class Catalogue(NamedTuple):
-    """All components, kind by kind, and the project's files that could not be read."""
+    """All components, kind by kind, and the project files that cannot be parsed."""
 
     entries: tuple[Entry, ...]
     unreadable: tuple[Unreadable, ...]
@@ -92,30 +92,29 @@ def read_catalogue(project_dir: Path, kinds: Iterable[str] = tuple(KIND_FOLDERS)
         for path in sorted((project_dir / KIND_FOLDERS[kind]).glob("*.py")):
             if path.name.startswith("_"):
                 continue
-            try:
-                module = library.open(path)
-            except _UnreadableError as error:
-                unreadable.append(error.unreadable)
-                continue
-            entries += [_users(library, kind, module, each) for each in module.components()]
+            module = library.open(path)
+            if isinstance(module, Unreadable):
+                unreadable.append(module)
+            else:
+                entries += [_project_entry(library, kind, module, each) for each in module.components()]
     return Catalogue(tuple(entries), tuple(unreadable))
 
 
 def _built_in(library: _Library, kind: str, type_name: str, reference: str) -> Entry:
     module_name, _, name = reference.partition(":")
-    found = library.find(module_name, name)
-    if found is None:  # a library that is not installed, or that defines the class otherwise
+    found = library.find(f"{module_name}.{name}")
+    if found is None:  # not installed, or not defined by a class statement
         dotted = f"{module_name}.{name}"
         return Entry(kind, type_name, dotted, f"See {dotted}.", Signature((), dotted))
     module, definition = found
     doc = module.doc_of(definition)
     if not module.name.startswith("trainwright."):
-        # Another library's docstring is written for its own pages, formulas included.
+        # Docstrings of other libraries contain markup and formulas.
         doc = f"{doc.partition(chr(10))[0]}\n\nSee {module_name}.{name}."
     return Entry(kind, type_name, module.location(definition), doc, library.signature(kind, module, definition))
 
 
-def _users(library: _Library, kind: str, module: _Module, definition: _Definition) -> Entry:
+def _project_entry(library: _Library, kind: str, module: _Module, definition: _Definition) -> Entry:
     return Entry(
         kind,
         f"{module.path.stem}.{definition.name}",
@@ -130,22 +129,16 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-class _UnreadableError(Exception):
-    def __init__(self, unreadable: Unreadable) -> None:
-        self.unreadable = unreadable
-        super().__init__(*unreadable)
-
-
 @dataclass
 class _Module:
-    """A parsed file: its definitions, and what its names stand for."""
+    """A parsed file: its definitions, imports and constants."""
 
     name: str
     path: Path
     tree: ast.Module
     definitions: dict[str, _Definition] = field(default_factory=dict)
     imported: dict[str, str] = field(default_factory=dict)
-    """A name in this file → the dotted name that it was imported from."""
+    """A name in this file and the dotted name that it is imported from."""
     constants: dict[str, ast.expr] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -171,22 +164,21 @@ class _Module:
         return ".".join([*above, *([node.module] if node.module else [])])
 
     def components(self) -> Iterator[_Definition]:
-        """Yield what a run file may name: the public classes, and functions that are registered."""
-        listed = self.constants.get("__all__")
-        names = _literal(listed) if listed is not None else None
-        public = {*map(str, names)} if isinstance(names, (list, tuple)) else None
+        """Yield the definitions that a run file can name: public classes and registered functions."""
+        names = _literal(self.constants.get("__all__", ast.Constant(None)))
+        public = names if isinstance(names, list | tuple) else [*self.definitions]
         for name, definition in self.definitions.items():
-            if name.startswith("_") or (public is not None and name not in public):
+            if name.startswith("_") or name not in public:
                 continue
             if isinstance(definition, ast.ClassDef):
                 bases = [ast.unparse(base) for base in definition.bases]
-                if not any(base.endswith(_BESIDE) for base in bases):
+                if not any(base.endswith(_NOT_COMPONENTS) for base in bases):
                     yield definition
             elif any(_registrations(definition)):
                 yield definition
 
     def dotted(self, expression: ast.expr) -> str:
-        """Return what an expression such as `nn.Module` or `Dataset[int]` stands for, with its module's full name."""
+        """Return the full dotted name of an expression such as `nn.Module` or `Dataset[int]`."""
         if isinstance(expression, ast.Subscript):
             return self.dotted(expression.value)
         first, dot, rest = ast.unparse(expression).partition(".")
@@ -195,28 +187,24 @@ class _Module:
         return f"{self.imported.get(first, first)}{dot}{rest}"
 
     def default(self, expression: ast.expr) -> str:
-        """Return a default as Python text; a constant of this file by its value."""
+        """Return a default as Python source; a constant of this file is replaced by its value."""
         if isinstance(expression, ast.Name) and expression.id in self.constants:
-            named = self.constants[expression.id]
-            return ast.unparse(named) if _is_literal(named) else expression.id
+            constant = self.constants[expression.id]
+            return expression.id if _literal(constant, default=self) is self else ast.unparse(constant)
         return ast.unparse(expression)
 
     def location(self, definition: _Definition) -> str:
         return f"{shown_path(self.path)}:{definition.lineno}"
 
     def doc_of(self, definition: _Definition) -> str:
-        """Return the docstring, also one that is assigned after the class, as torch does."""
-        doc = ast.get_docstring(definition)
-        if doc is not None:
-            return doc
-        for node in self.tree.body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == f"{definition.name}.__doc__":
-                return _first_text(node.value)
-        return ""
+        """Return the docstring, also one that is assigned to `__doc__` after the class, as in torch."""
+        assigned = [node for node in self.tree.body if isinstance(node, ast.Assign)]
+        assigned = [node for node in assigned if ast.unparse(node.targets[0]) == f"{definition.name}.__doc__"]
+        return ast.get_docstring(definition) or (_first_text(assigned[0].value) if assigned else "")
 
 
 class _Library:
-    """Finds and parses files by module name, each once, and reads constructors along their bases."""
+    """Finds and parses files by module name, each once, and reads constructors including those of bases."""
 
     def __init__(self, project_dir: Path) -> None:
         self._project_dir = project_dir
@@ -226,42 +214,34 @@ class _Library:
             "trainwright": Path(trainwright.__file__).parent,
         }
 
-    def open(self, path: Path, name: str | None = None) -> _Module:
-        """Return the parsed file, or raise where it is no Python."""
+    def open(self, path: Path, name: str | None = None) -> _Module | Unreadable:
+        """Return the parsed file."""
         if path not in self._modules:
             if name is None:
                 name = ".".join((PROJECT_PACKAGE, *path.relative_to(self._project_dir).with_suffix("").parts))
             try:
                 tree = ast.parse(path.read_bytes(), filename=str(path))
             except SyntaxError as error:
-                location = f"{shown_path(path)}:{error.lineno or 1}"
-                raise _UnreadableError(Unreadable(location, f"not valid Python: {error.msg}")) from error
+                return Unreadable(f"{shown_path(path)}:{error.lineno or 1}", f"not valid Python: {error.msg}")
             except (OSError, ValueError, RecursionError) as error:
-                raise _UnreadableError(Unreadable(f"{shown_path(path)}:1", f"cannot be read: {error}")) from error
+                return Unreadable(f"{shown_path(path)}:1", f"cannot be read: {error}")
             self._modules[path] = _Module(name, path, tree)
         return self._modules[path]
 
-    def find(self, module_name: str, name: str) -> tuple[_Module, _Definition] | None:
-        """Return the definition of `module.name`, along re-exports; None where no file tells."""
-        return self._find(f"{module_name}.{name}", seen=set())
-
-    def _find(self, dotted: str, seen: set[str]) -> tuple[_Module, _Definition] | None:
+    def find(self, dotted: str, seen: frozenset[str] = frozenset()) -> tuple[_Module, _Definition] | None:
+        """Return the definition of `module.name`, following re-exports; None if no file has it."""
         module_name, _, name = dotted.rpartition(".")
         if dotted in seen or not module_name:
             return None
-        seen.add(dotted)
         if module_name == "trainwright" and name in trainwright.__all__:
-            module_name = trainwright._PUBLIC[name]  # loaded lazily there, so no import statement says it
+            module_name = trainwright._PUBLIC[name]  # imported lazily, without an import statement
         path = self._path(module_name)
-        if path is None:
-            return None
-        try:
-            module = self.open(path, module_name)
-        except _UnreadableError:
+        module = None if path is None else self.open(path, module_name)
+        if not isinstance(module, _Module):
             return None
         if name in module.definitions:
             return module, module.definitions[name]
-        return self._find(module.imported[name], seen) if name in module.imported else None
+        return self.find(module.imported[name], seen | {dotted}) if name in module.imported else None
 
     def _path(self, module_name: str) -> Path | None:
         first, *rest = module_name.split(".")
@@ -275,44 +255,43 @@ class _Library:
         return None
 
     def _root(self, package: str) -> Path | None:
-        """Return the folder of a package; a top-level name is located without importing anything."""
+        """Return the folder of a top-level package, which is not imported."""
         if package not in self._roots:
             try:
                 spec = importlib.util.find_spec(package)
             except (ImportError, ValueError):
                 spec = None
-            self._roots[package] = (
-                Path(spec.origin).parent if spec and spec.submodule_search_locations and spec.origin else None
-            )
+            folders = spec.submodule_search_locations if spec is not None else None
+            self._roots[package] = Path(folders[0]) if folders else None
         return self._roots[package]
 
     def signature(self, kind: str, module: _Module, definition: _Definition) -> Signature:
-        """Return what a run file may give to this component."""
+        """Return the arguments that a run file can set."""
         hidden = {"self", "cls", "project_dir", *PROVIDED.get(kind, ())}
         if kind == "trainer":
-            # Its constructor is called by the builder; what a run file may add is what its code reads of the section.
+            # build/ calls the constructor; a run file can add the options that the code reads from the section.
             return Signature(tuple(self._trainer_options(module, definition)))
         if isinstance(definition, _Function):
             found = _arguments(module, definition)
         else:
             found = self._constructor(module, definition, seen=set()) or Signature(())
-            # Muon's word that the builder is to say what each parameter is.
+            # Set by Muon: build/ passes the kind of each parameter.
             hidden |= {"kinds"} if "needs_parameter_kinds" in _assigned(definition) else set()
         return Signature(tuple(one for one in found.parameters if one.name not in hidden), found.open_to)
 
     def _trainer_options(self, module: _Module, definition: _Definition) -> Iterator[Parameter]:
-        """Yield the options that a user's trainer reads, those of its own bases first."""
+        """Yield the options that a user's trainer reads, those of its bases first."""
         if module.name.startswith("trainwright.") or not isinstance(definition, ast.ClassDef):
             return
         own = _options_read(definition)
         for base in definition.bases:
-            found = self._find(module.dotted(base), seen=set())
+            found = self.find(module.dotted(base))
             if found is not None and found[1] is not definition:
                 yield from (one for one in self._trainer_options(*found) if one.name not in own)
         yield from own.values()
 
     def _constructor(self, module: _Module, definition: ast.ClassDef, seen: set[str]) -> Signature | None:
-        """Return the constructor's arguments; None where neither the class nor a known base has one."""
+        """Return the constructor's arguments; None if neither the class nor a known base has a constructor."""
         seen.add(f"{module.name}.{definition.name}")
         for node in definition.body:
             if isinstance(node, _Function) and node.name == "__init__":
@@ -330,22 +309,19 @@ class _Library:
     def _passed_on(
         self, module: _Module, definition: ast.ClassDef, init: _Function, own: Signature, seen: set[str]
     ) -> Signature:
-        """Return the arguments of a constructor with **rest, followed to the base that gets the rest."""
+        """Return the arguments of a constructor with **rest, including those of the base that receives **rest."""
         rest = init.args.kwarg.arg if init.args.kwarg else ""
-        calls = [
-            one for one in ast.walk(init) if isinstance(one, ast.Call) and ast.unparse(one.func) == "super().__init__"
-        ]
-        passes = [
-            one for one in calls if any(word.arg is None and ast.unparse(word.value) == rest for word in one.keywords)
-        ]
-        if not passes:
+        calls = [one for one in ast.walk(init) if isinstance(one, ast.Call)]
+        calls = [one for one in calls if ast.unparse(one.func) == "super().__init__"]
+        call = next((one for one in calls if rest in _unpacked(one)), None)
+        if call is None:
             return own
-        given = {word.arg for word in passes[0].keywords if word.arg} | {one.name for one in own.parameters}
+        given = {word.arg for word in call.keywords if word.arg} | {one.name for one in own.parameters}
         for base in definition.bases:
             inherited = self._inherited(module.dotted(base), seen)
             if inherited is not None:
-                # What the call gives by position has no name there: the first parameters of the base.
-                left = inherited.parameters[len(passes[0].args) :]
+                # Positional arguments of the call set the first parameters of the base.
+                left = inherited.parameters[len(call.args) :]
                 added = tuple(one for one in left if one.name not in given)
                 return Signature((*own.parameters, *added), inherited.open_to)
         return Signature(own.parameters)
@@ -353,7 +329,7 @@ class _Library:
     def _inherited(self, dotted: str, seen: set[str]) -> Signature | None:
         if dotted in _EMPTY_BASES or dotted in seen or dotted.partition(".")[0] in sys.stdlib_module_names:
             return None
-        found = self._find(dotted, seen=set())
+        found = self.find(dotted)
         if found is None:
             return Signature((), dotted) if "." in dotted else None
         module, definition = found
@@ -362,8 +338,13 @@ class _Library:
         return self._constructor(module, definition, seen)
 
 
+def _unpacked(call: ast.Call) -> list[str]:
+    """Return the names that a call unpacks as keywords: `**rest`."""
+    return [ast.unparse(word.value) for word in call.keywords if word.arg is None]
+
+
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of a file, also those under `if` and `try`: a class may be defined there."""
+    """Yield the statements of a file, including those in `if` and `try`."""
     for node in body:
         if isinstance(node, ast.If):
             yield from _statements([*node.body, *node.orelse])
@@ -374,7 +355,7 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _arguments(module: _Module, function: _Function) -> Signature:
-    """Return the parameters of a function that can be given by name."""
+    """Return the parameters of a function."""
     arguments = function.args
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
@@ -392,7 +373,7 @@ def _arguments(module: _Module, function: _Function) -> Signature:
 
 
 def _is_record(module: _Module, definition: ast.ClassDef) -> bool:
-    """Say whether the fields in the class's body are its arguments."""
+    """Return True for a dataclass or a NamedTuple, whose fields are its arguments."""
     words = [one.func if isinstance(one, ast.Call) else one for one in definition.decorator_list]
     is_dataclass = any(module.dotted(word) == "dataclasses.dataclass" for word in words)
     return is_dataclass or any(module.dotted(base) == "typing.NamedTuple" for base in definition.bases)
@@ -402,8 +383,7 @@ def _fields(module: _Module, definition: ast.ClassDef) -> Iterator[Parameter]:
     for node in definition.body:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
-        annotation = ast.unparse(node.annotation)
-        value = node.value
+        annotation, value = ast.unparse(node.annotation), node.value
         if "ClassVar" in annotation:
             continue
         if isinstance(value, ast.Call) and ast.unparse(value.func).endswith("field"):
@@ -415,7 +395,7 @@ def _fields(module: _Module, definition: ast.ClassDef) -> Iterator[Parameter]:
 
 
 def _options_read(definition: ast.ClassDef) -> dict[str, Parameter]:
-    """Return the settings of its own that a trainer's code reads: `self.config.trainer.NAME`."""
+    """Return the options that a trainer's code reads: `self.config.trainer.NAME`."""
     known = {*TrainerSection.model_fields, "options"}
     options: dict[str, str | None] = {}
     nodes = [node for node in ast.walk(definition) if isinstance(node, ast.Attribute | ast.Call)]
@@ -430,7 +410,7 @@ def _options_read(definition: ast.ClassDef) -> dict[str, Parameter]:
 
 
 def _assigned(definition: ast.ClassDef) -> set[str]:
-    """Return the names of a class's own attributes."""
+    """Return the names of a class's attributes, without those of bases."""
     assignments = [node for node in definition.body if isinstance(node, ast.Assign)]
     return {target.id for node in assignments for target in node.targets if isinstance(target, ast.Name)}
 
@@ -445,19 +425,15 @@ def _registrations(definition: _Definition) -> Iterator[tuple[str, str]]:
 
 
 def _first_text(expression: ast.expr) -> str:
-    """Return the beginning of a text that is put together: `"…" + f"…"`."""
+    """Return the first constant of a concatenated string: `"…" + f"…"`."""
     while isinstance(expression, (ast.BinOp, ast.JoinedStr)):
         expression = expression.left if isinstance(expression, ast.BinOp) else expression.values[0]
     return str(expression.value).strip() if isinstance(expression, ast.Constant) else ""
 
 
-def _is_literal(expression: ast.expr) -> bool:
+def _literal(expression: ast.expr, default: object = None) -> object:
+    """Return the value of a literal, or `default` for any other expression."""
     try:
-        ast.literal_eval(expression)
+        return ast.literal_eval(expression)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return False
-    return True
-
-
-def _literal(expression: ast.expr) -> object:
-    return ast.literal_eval(expression) if _is_literal(expression) else None
+        return default

@@ -9,55 +9,47 @@ import importlib.util
 import inspect
 import os
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from trainwright.config import Component, Origin
 from trainwright.config.frozen import thaw
-from trainwright.config.problems import nearest
+from trainwright.config.problems import did_you_mean
+from trainwright.config.python_files import folder_package
 from trainwright.config.yaml_text import absolute
 from trainwright.errors import ComponentError, TrainwrightError
 from trainwright.registry.builtin import BUILT_INS, KIND_FOLDERS
 from trainwright.tracebacks import shown_path
-from trainwright.user_code.locations import parameters_of
+from trainwright.user_code.locations import UserFiles, location_of, parameters_of
 
 PROJECT_PACKAGE = "trainwright_project"
-"""The package whose folder is the project's: its files import each other relatively, without a sys.path entry."""
+"""The package of the project's folder: its files import each other relatively, without a sys.path entry."""
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 OriginOf = Callable[[str], Origin | None]
-"""Where a setting such as `trainer.optimizer.lr` was written: `RunConfig.origin`."""
+"""`RunConfig.origin`: where a setting such as `trainer.optimizer.lr` is written."""
 
 
-class _Project(NamedTuple):
-    modules: dict[str, ModuleType]
-    registered: list[tuple[str, str, Callable[..., Any]]]
-
-
-# Filled by @register when users' modules are imported; like sys.modules, it lives as long as the process.
+# Filled by @register when user modules are imported; it exists as long as the process, as sys.modules does.
 _registered: dict[str, dict[str, Callable[..., Any]]] = {kind: {} for kind in KIND_FOLDERS}
-# Projects that were left for another one in this process: their modules and what these registered, by folder.
-_left_projects: dict[str, _Project] = {}
+# The modules and the registered components of projects that this process used before the current one, by folder.
+_other_projects: dict[str, tuple[dict[str, ModuleType], dict[str, dict[str, Callable[..., Any]]]]] = {}
 
 
 def register(kind: str, name: str) -> Callable[[Target], Target]:
-    """Make a class or function known under a short name: `@register("optimizer", "lion")`."""
+    """Register a class or function under a short name: `@register("optimizer", "lion")`."""
     _check_kind(kind)
 
     def decorate(target: Target) -> Target:
         taken: Any = _registered[kind].get(name) or BUILT_INS[kind].get(name)
-        location = taken if isinstance(taken, str) or taken is None else _location_of(taken)
-        if taken is not None and taken is not target and location not in (_reference(target), _location_of(target)):
-            raise ComponentError(
-                f'The {kind} "{name}" is registered already, by {location}; '
-                f"{_location_of(target)} cannot take the name too. "
-                "Choose another name."
-            )
+        location = taken if isinstance(taken, str) or taken is None else _describe_target(taken)
+        own = _describe_target(target)
+        if taken is not None and taken is not target and location not in (_reference(target), own):
+            problem = f'The {kind} "{name}" is already registered by {location}; {own} needs another name.'
+            raise ComponentError(problem)
         _registered[kind][name] = target
         return target
 
@@ -67,7 +59,7 @@ def register(kind: str, name: str) -> Callable[[Target], Target]:
 def find(
     kind: str, type_name: str, *, project_dir: str | os.PathLike[str], where: object | None = None, label: str = ""
 ) -> Callable[..., Any]:
-    """Return the class or function that `type_name` names; `where` and `label` say who asks, for the error."""
+    """Return the class or function that `type_name` names; errors mention `where` and the setting `label`."""
     _check_kind(kind)
     folder = absolute(project_dir)
     enter_project(folder)
@@ -83,13 +75,13 @@ def find(
 
 
 def project_folder() -> Path | None:
-    """Return the folder of the project whose files are loaded, if any."""
+    """Return the folder of the current project, or None."""
     package = sys.modules.get(PROJECT_PACKAGE)
     return None if package is None else Path(next(iter(package.__path__)))
 
 
 def import_modules(names: Iterable[str], *, project_dir: str | os.PathLike[str], where: object | None = None) -> None:
-    """Import the modules that register components: from Python's path, or else from the project's folder."""
+    """Import modules that register components, from Python's path or else from the project's folder."""
     folder = absolute(project_dir)
     enter_project(folder)
     for name in names:
@@ -111,31 +103,35 @@ def check_arguments(
     provided: Iterable[str] = (),
     origin_of: OriginOf | None = None,
 ) -> None:
-    """Reject arguments that `target` does not take, or that it needs and nobody gives.
+    """Reject arguments that `target` does not accept, and missing ones.
 
-    `provided` names what the caller adds by itself, such as the parameters of an optimizer. With `origin_of` an error
-    about an argument names the line of that argument, and not `where`, that of the component.
+    `provided` names the arguments that the caller adds, such as the parameters of an optimizer. With `origin_of`, an
+    error about an argument names the line of that argument instead of `where`, the line of the component.
     """
-    parameters, provided = parameters_of(target), set(provided)
-    if parameters is None:
-        return  # the call itself will tell
-    by_name = {
-        name: one for name, one in parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-    }
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    by_name, accepts_any = _keyword_parameters(target)
+    provided = set(provided)
     name = getattr(target, "__name__", repr(target))
-    problems = []
-    unknown = [] if takes_any else [argument for argument in arguments if argument not in by_name]
-    for argument in unknown:
-        problems.append(f'{name} takes no argument "{argument}".{_did_you_mean(argument, by_name)}')
+    unknown = [] if accepts_any else [argument for argument in arguments if argument not in by_name]
+    problems = [f'{name} has no argument "{argument}".{did_you_mean(argument, by_name)}' for argument in unknown]
     for parameter in by_name.values():
         if parameter.default is parameter.empty and parameter.name not in {*arguments, *provided}:
-            problems.append(f'{name} needs the argument "{parameter.name}". Give it beside type.')
+            problems.append(f'{name} needs the argument "{parameter.name}". Add it next to type.')
     if problems:
         if unknown and origin_of is not None:
             where = origin_of(f"{label}.{unknown[0]}")
-        signature = ", ".join(_show_parameter(one) for one in by_name.values() if one.name not in provided) or "none"
+        shown = [one.replace(annotation=one.empty) for one in by_name.values() if one.name not in provided]
+        signature = ", ".join(map(str, shown)) or "none"
         raise _labelled(f"{' '.join(problems)} Its parameters: {signature}.", label, where)
+
+
+def _keyword_parameters(target: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
+    """Return the parameters that can be given by name, and True if `target` accepts any further name."""
+    parameters = parameters_of(target)
+    if parameters is None:  # Python has no signature for it, as for a builtin
+        return {}, True
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    by_name = {name: one for name, one in parameters.items() if one.kind in kinds}
+    return by_name, any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def instantiate(
@@ -149,25 +145,26 @@ def instantiate(
 ) -> Any:
     """Find the component's class, check its arguments and call it.
 
-    Of `provided` it gets what its signature accepts; an argument in the config wins over one provided. With
-    `origin_of` errors name the line or the override of the argument that they are about.
+    The class receives those of `provided` that its signature accepts; arguments of the config take precedence. With
+    `origin_of`, errors name the line or the override of the argument in question.
     """
     where = component.origin
     target = find(kind, component.type, project_dir=project_dir, where=where, label=label)
     arguments = thaw(component.arguments)
     names = (*provided, "project_dir")
     check_arguments(target, arguments, label=label, where=where, provided=names, origin_of=origin_of)
-    accepted = {name: value for name, value in provided.items() if _accepts(target, name)}
-    if "project_dir" in (parameters_of(target) or {}):
+    by_name, accepts_any = _keyword_parameters(target)
+    accepted = {name: value for name, value in provided.items() if accepts_any or name in by_name}
+    if "project_dir" in by_name:
         accepted["project_dir"] = project_dir
     try:
         return target(**{**accepted, **arguments})
     except TrainwrightError:
-        raise  # it already says in words what is wrong
+        raise
     except Exception as error:
         folder = absolute(project_dir)
         problem = f"{component.type} could not be built: {_explain(error, folder)}"
-        # Which argument it is about is not known; one that an override has changed is likelier than those of the file.
+        # The error does not name an argument; one that an override has changed is the likeliest.
         locations = [origin_of(f"{label}.{name}") for name in arguments] if origin_of is not None else []
         overridden = next((location for location in locations if location is not None and location.is_override), None)
         raise _labelled(problem, label, overridden or where) from error
@@ -194,12 +191,12 @@ def _find(kind: str, type_name: str, folder: Path) -> Any:
 def _unknown(kind: str, type_name: str, folder: Path) -> str:
     kind_folder = folder / KIND_FOLDERS[kind]
     names = sorted({*BUILT_INS[kind], *_registered[kind]})
-    beside = [f"{path.stem}.{name}" for path in sorted(kind_folder.glob("*.py")) for name in _defined_in(path)]
-    hint = _did_you_mean(type_name, [*names, *beside])
+    in_project = [f"{path.stem}.{name}" for path in sorted(kind_folder.glob("*.py")) for name in _defined_in(path)]
+    hint = did_you_mean(type_name, [*names, *in_project])
     if not hint and type_name.count(".") > 1 and ":" not in type_name:
         hint = ' Did you mean "{}:{}"?'.format(*type_name.rsplit(".", 1))
     known = f" Known: {', '.join(names)};" if names else ""
-    in_folder = f" in {KIND_FOLDERS[kind]}/: {', '.join(beside)};" if beside else ""
+    in_folder = f" in {KIND_FOLDERS[kind]}/: {', '.join(in_project)};" if in_project else ""
     return (
         f'no {kind} "{type_name}".{hint}{known}{in_folder} or give an import path such as my_pkg.module:Name, '
         f"a file such as {KIND_FOLDERS[kind]}/mine.py:Name, or mine.Name for a file in {kind_folder}."
@@ -216,14 +213,14 @@ def _member(module: ModuleType, name: str) -> Any:
             listed = f" It defines: {', '.join(defined)}." if defined else ""
             file = getattr(module, "__file__", None)
             source = shown_path(file) if file else f"The module {module.__name__}"
-            # A package that imports its parts when they are asked for (transformers) lists them by dir alone.
-            near = _did_you_mean(name, [word for word in {**public, **dict.fromkeys(dir(module))} if word[0] != "_"])
+            # dir() lists the members that a package such as transformers imports on first access.
+            near = did_you_mean(name, [word for word in {**public, **dict.fromkeys(dir(module))} if word[0] != "_"])
             raise ComponentError(f'{source} has no "{name}".{near}{listed}')
     return value
 
 
 def _defined_in(path: Path) -> list[str]:
-    """Return the public classes of a file, read without running it."""
+    """Return the public classes of a file, which is parsed but not executed."""
     try:
         body = ast.parse(path.read_text(encoding="utf-8")).body
     except (OSError, ValueError, SyntaxError):
@@ -239,22 +236,26 @@ def _import(name: str, folder: Path) -> ModuleType:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        # The module itself is missing, rather than one that it imports: the project may have it.
+        # If the module itself is missing, rather than one that it imports, the project may have it.
         if not isinstance(error, ModuleNotFoundError) or not f"{name}.".startswith(f"{error.name}."):
             raise ComponentError(f"importing {name} failed: {_explain(error, folder)}") from error
     path = folder.joinpath(*name.split("."))
     for file in (path.with_suffix(".py"), path / "__init__.py"):
         if file.is_file():
             return _load_file(file, folder)
-    raise ComponentError(f'there is no module "{name}", neither on Python\'s path nor in {folder}. Check its name.')
+    raise ComponentError(f'no module "{name}" on Python\'s path or in {folder}. Check its name.')
 
 
 def _load_file(path: Path, folder: Path) -> ModuleType:
     """Return the module of a file; the file is executed at most once in a process."""
     if not path.is_file():
-        near = _did_you_mean(path.name, [file.name for file in sorted(path.parent.glob("*.py"))])
-        raise ComponentError(f"there is no file {shown_path(path)}.{near} Paths are relative to {folder}.")
-    _reject_hidden_datasets(folder)
+        near = did_you_mean(path.name, [file.name for file in sorted(path.parent.glob("*.py"))])
+        raise ComponentError(f"no file {shown_path(path)}.{near} Paths are relative to {folder}.")
+    if (folder / "datasets" / "__init__.py").exists():
+        raise ComponentError(
+            f"{shown_path(folder / 'datasets' / '__init__.py')} makes the folder a package that hides Hugging Face's "
+            "`datasets`. Delete that file; the folder works without it."
+        )
     real = path.resolve()
     name = _project_name(path, folder)
     loaded = _loaded_from(real, likely_name=name)
@@ -263,7 +264,7 @@ def _load_file(path: Path, folder: Path) -> ModuleType:
     importlib.invalidate_caches()
     try:
         module = importlib.import_module(name) if name else _execute(path)
-        # A folder of the same name hides the file from the import system; then the file is meant.
+        # A folder of the same name hides the file from the import system.
         return module if name is None or _is_from(module, real) else _execute(path)
     except (Exception, SystemExit) as error:
         problem = f"{shown_path(path)} cannot be imported: {_explain(error, folder)}{_relative_hint(error, folder)}"
@@ -271,52 +272,36 @@ def _load_file(path: Path, folder: Path) -> ModuleType:
 
 
 def enter_project(folder: Path) -> None:
-    """Make `trainwright_project` this folder; another project's parts are set aside until it comes back."""
+    """Make `trainwright_project` the package of this folder; modules of another project are kept for its return."""
     package = sys.modules.get(PROJECT_PACKAGE)
     if package is not None and list(package.__path__) == [str(folder)]:
         return
     if package is not None:
         modules = {name: module for name, module in sys.modules.items() if _is_project_name(name)}
-        registered = [
-            (kind, name, target)
-            for kind, names in _registered.items()
-            for name, target in names.items()
-            if _is_project_name(target.__module__)
-        ]
+        registered = {
+            kind: {name: target for name, target in targets.items() if _is_project_name(target.__module__)}
+            for kind, targets in _registered.items()
+        }
         for module_name in modules:
             del sys.modules[module_name]
-        for kind, name, _ in registered:
-            del _registered[kind][name]
-        _left_projects[package.__path__[0]] = _Project(modules, registered)
-    entered = _left_projects.pop(str(folder), _Project({PROJECT_PACKAGE: _project_package(folder)}, []))
-    sys.modules.update(entered.modules)
-    for kind, name, target in entered.registered:
-        _registered[kind][name] = target
+        for kind, targets in registered.items():
+            for name in targets:
+                del _registered[kind][name]
+        _other_projects[package.__path__[0]] = (modules, registered)
+    modules, registered = _other_projects.pop(
+        str(folder), ({PROJECT_PACKAGE: folder_package(PROJECT_PACKAGE, folder)}, {})
+    )
+    sys.modules.update(modules)
+    for kind, targets in registered.items():
+        _registered[kind].update(targets)
 
 
 def _is_project_name(module_name: str | None) -> bool:
     return f"{module_name}.".startswith(f"{PROJECT_PACKAGE}.")
 
 
-def _reject_hidden_datasets(folder: Path) -> None:
-    file = folder / "datasets" / "__init__.py"
-    if file.exists():
-        raise ComponentError(
-            f"{shown_path(file)} makes the folder a package that hides Hugging Face's `datasets`. "
-            "Delete that file; the folder works without it."
-        )
-
-
-def _project_package(folder: Path) -> ModuleType:
-    package = ModuleType(PROJECT_PACKAGE, "The files beside the YAML file of the run.")
-    package.__spec__ = ModuleSpec(PROJECT_PACKAGE, None, is_package=True)
-    package.__spec__.submodule_search_locations = [str(folder)]
-    package.__path__ = [str(folder)]
-    return package
-
-
 def _project_name(path: Path, folder: Path) -> str | None:
-    """Return the file's module name below `trainwright_project`; None where it cannot have one."""
+    """Return the file's module name in `trainwright_project`; None if it is outside or its path is not a name."""
     inside = Path(os.path.normpath(path))
     if not inside.is_relative_to(folder):
         return None
@@ -326,14 +311,14 @@ def _project_name(path: Path, folder: Path) -> str | None:
 
 
 def _execute(path: Path) -> ModuleType:
-    """Run a file that has no place in the project's package, under a name that no other file has."""
+    """Execute a file outside the project's package under a unique module name."""
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
     name = f"{PROJECT_PACKAGE}_{''.join(letter if letter.isalnum() else '_' for letter in path.stem)}_{digest}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before running it: dataclasses and pickle look their module up by name
+    sys.modules[name] = module  # before execution: dataclasses and pickle look the module up by name
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -343,7 +328,7 @@ def _execute(path: Path) -> ModuleType:
 
 
 def _loaded_from(real: Path, *, likely_name: str | None) -> ModuleType | None:
-    # Under its likely name first: a look at each of the thousands of modules of torch takes milliseconds.
+    # The likely name first: checking the thousands of modules of torch takes milliseconds.
     likely = sys.modules.get(likely_name) if likely_name else None
     if likely is not None and _is_from(likely, real):
         return likely
@@ -352,43 +337,28 @@ def _loaded_from(real: Path, *, likely_name: str | None) -> ModuleType | None:
 
 def _is_from(module: ModuleType, real: Path) -> bool:
     file = getattr(module, "__file__", None)
-    # Its end first, as a text: making and resolving a path for every module that torch loads would take a second.
+    # Compare the end of the text first: resolving the path of every loaded module would take a second.
     return isinstance(file, str) and file.endswith(real.name) and Path(file).resolve() == real
 
 
 def _check_kind(kind: str) -> None:
     if kind not in KIND_FOLDERS:
-        raise ComponentError(f'no kind "{kind}".{_did_you_mean(kind, KIND_FOLDERS)} Known: {", ".join(KIND_FOLDERS)}.')
+        raise ComponentError(f'no kind "{kind}".{did_you_mean(kind, KIND_FOLDERS)} Known: {", ".join(KIND_FOLDERS)}.')
 
 
 def _labelled(problem: str, label: str, where: object | None) -> ComponentError:
     return ComponentError(f"{label}: {problem}" if label else problem, where=where)
 
 
-def _did_you_mean(word: str, known: Iterable[str]) -> str:
-    near = nearest(word, known)
-    return f' Did you mean "{near}"?' if near else ""
-
-
 def _explain(error: BaseException, folder: Path) -> str:
-    """Return the error in one line, with the place in the user's own code that led to it."""
+    """Return the error in one line, with the location in user code that caused it."""
     text = f"{type(error).__name__}: {error}".removesuffix(".")
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({shown_path(error.filename or '?')}:{error.lineno})."
     frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != __file__]
-    users = [one for one in frames if not _is_library(one.filename, folder)]
-    location = next(reversed(users or frames), None)
+    user_files = UserFiles(folder)
+    location = next(reversed([one for one in frames if one.filename in user_files] or frames), None)
     return f"{text} ({shown_path(location.filename)}:{location.lineno})." if location else f"{text}."
-
-
-def _is_library(file: str, folder: Path) -> bool:
-    if file.startswith("<"):
-        return True
-    path = Path(file)
-    if path.is_relative_to(folder) and "site-packages" not in path.parts:
-        return False
-    roots = (sysconfig.get_path("stdlib"), Path(__file__).parents[1])
-    return "site-packages" in path.parts or any(path.is_relative_to(root) for root in roots)
 
 
 def _relative_hint(error: BaseException, folder: Path) -> str:
@@ -398,27 +368,10 @@ def _relative_hint(error: BaseException, folder: Path) -> str:
     return f' Files of a project import each other relatively: "from .{first} import …" or "from ..{first} import …".'
 
 
-def _location_of(target: Any) -> str:
-    code = inspect.unwrap(target)
-    try:
-        return f"{_reference(target)} ({shown_path(inspect.getfile(code))}:{inspect.getsourcelines(code)[1]})"
-    except (TypeError, OSError):
-        return _reference(target)
+def _describe_target(target: Any) -> str:
+    location = location_of(target)
+    return f"{_reference(target)} ({shown_path(location)})" if location else _reference(target)
 
 
 def _reference(target: Any) -> str:
     return f"{getattr(target, '__module__', '?')}:{getattr(target, '__qualname__', repr(target))}"
-
-
-def _accepts(target: Callable[..., Any], name: str) -> bool:
-    parameters = parameters_of(target)
-    if parameters is None or any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        return True
-    found = parameters.get(name)
-    return found is not None and found.kind in (found.POSITIONAL_OR_KEYWORD, found.KEYWORD_ONLY)
-
-
-def _show_parameter(parameter: inspect.Parameter) -> str:
-    if parameter.default is parameter.empty:
-        return parameter.name
-    return f"{parameter.name}={parameter.default!r}"
