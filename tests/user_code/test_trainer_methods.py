@@ -7,7 +7,7 @@ from tests.messages import mentions
 
 from trainwright import Trainer
 from trainwright.errors import ConfigError
-from trainwright.user_code.methods import OF_OTHERS, OVERRIDE_POINTS, TRAINER_METHODS_ELSEWHERE, reject_wrong_methods
+from trainwright.user_code.methods import ALTERNATIVES, OVERRIDE_POINTS, TRAINER_METHODS_ELSEWHERE, reject_wrong_methods
 
 
 def rejection_of(trainer_class):
@@ -32,16 +32,16 @@ def test_another_frameworks_name_is_answered_with_ours(theirs, ours):
     assert mentions(rejection_of(mine), theirs, ours)
 
 
-@pytest.mark.parametrize("theirs", OF_OTHERS)
+@pytest.mark.parametrize("theirs", ALTERNATIVES)
 def test_what_only_another_framework_has_is_answered_with_what_is_done_instead(theirs):
     mine = type("Mine", (Trainer,), {theirs: lambda self, *given: None})
-    assert mentions(rejection_of(mine), theirs, OF_OTHERS[theirs])
+    assert mentions(rejection_of(mine), theirs, ALTERNATIVES[theirs])
     as_class_method = type("Mine", (Trainer,), {theirs: classmethod(lambda cls, *given: None)})
     assert mentions(rejection_of(as_class_method), theirs)
 
 
 def test_orbit_s_and_libai_s_methods_are_not_left_out_in_silence():
-    assert {"eval_reduce", "initialize", "build_train_loader"} <= {*TRAINER_METHODS_ELSEWHERE, *OF_OTHERS}
+    assert {"eval_reduce", "initialize", "build_train_loader"} <= {*TRAINER_METHODS_ELSEWHERE, *ALTERNATIVES}
 
 
 def test_what_a_trainer_calls_itself_is_its_own():

@@ -6,7 +6,6 @@ Every problem is reported at once, with its line and what to write instead (find
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import linecache
 import logging
@@ -27,7 +26,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from trainwright.analysis import findings as locations
 from trainwright.analysis.findings import (
     AlreadyReported,
     Case,
@@ -35,8 +33,9 @@ from trainwright.analysis.findings import (
     Findings,
     Report,
     Severity,
-    culprits,
-    from_words,
+    line_of_setting,
+    marked_words,
+    message_finding,
 )
 from trainwright.backends.private_torch import compile_counters, explain_graph
 from trainwright.build.components import Build
@@ -59,7 +58,15 @@ from trainwright.models.model import Model
 from trainwright.models.transformers_models import is_transformers_class
 from trainwright.registry import resolve as registry
 from trainwright.tracebacks import shown_path
-from trainwright.user_code.locations import SourceLocation, UserFiles, parameters_of
+from trainwright.user_code.locations import (
+    SourceLocation,
+    UserFiles,
+    line_of_attribute,
+    line_of_function,
+    line_of_return,
+    line_of_traceback,
+    parameters_of,
+)
 
 _LOCATED = re.compile(r"(?P<file>.+?):(?P<line>\d+): (?P<words>.*)")
 
@@ -81,10 +88,10 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str], findings
     except ConfigError as error:
         first, *others = error.problem.split("\n")
         where = error.where if isinstance(error.where, Origin) else None
-        findings.add(from_words("error", first, locations.of_setting(where, culprits(first))))
+        findings.add(message_finding(first, line_of_setting(where, marked_words(first))))
         for line in others:
             origin, words = _split_origin(line, overrides)
-            findings.add(from_words("error", words, locations.of_setting(origin, culprits(words))))
+            findings.add(message_finding(words, line_of_setting(origin, marked_words(words))))
         return None
 
 
@@ -221,7 +228,7 @@ def check_batch(
         dataset = dataset.dataset
     source = _source_of(dataset)
     reads = "__iter__" if is_stream(source) else "__getitem__"
-    at_sample = locations.of_return(getattr(type(source), reads, type(source)), case.users)
+    at_sample = line_of_return(getattr(type(source), reads, type(source)), case.users)
     try:
         samples = _first_samples(dataset, batch_size, label)
     except Exception as error:
@@ -232,7 +239,7 @@ def check_batch(
         batch = collator(samples)
     except Exception as error:
         difference = _first_difference(samples)
-        if difference is None or locations.of_traceback(error, case.users) is not None:
+        if difference is None or line_of_traceback(error, case.users) is not None:
             case.note(error, label="data.collator", location=at_sample)
         if difference is not None:
             advice = "Make them equal, or write a collator that pads them (data.collator)."
@@ -317,7 +324,7 @@ def _is_of_numbers(values: Any) -> bool:
 
 def _location_of(collator: Callable[[list[Any]], Any], case: Case) -> SourceLocation | None:
     function: Any = collator if hasattr(collator, "__code__") else type(collator).__call__
-    return locations.of_return(function, case.users) or case.setting("data.collator", ["collator"])
+    return line_of_return(function, case.users) or case.setting("data.collator", ["collator"])
 
 
 def _quoted(names: list[Any]) -> str:
@@ -334,12 +341,12 @@ def loss_function(trainer: Trainer, case: Case) -> Callable[..., Any]:
         type(trainer.task).forward,
         type(trainer.model).forward,
     ]
-    return next((each for each in candidates if _is_users(each, case)), candidates[-1])
+    return next((each for each in candidates if case.users.code_of(each)), candidates[-1])
 
 
 def location_of_loss(trainer: Trainer, case: Case) -> SourceLocation | None:
     """Returns the line where the loss is returned, or that of the model in the config."""
-    return locations.of_return(loss_function(trainer, case), case.users) or case.setting("model.type", ["model"])
+    return line_of_return(loss_function(trainer, case), case.users) or case.setting("model.type", ["model"])
 
 
 def check_signature(trainer: Trainer, batch: Any, case: Case) -> None:
@@ -349,7 +356,7 @@ def check_signature(trainer: Trainer, batch: Any, case: Case) -> None:
     keys = [str(key) for key in batch]
     if overrides(trainer, "forward", Trainer):
         _compare(trainer.forward, type(trainer).__name__, keys, case)
-    passes_on = not _is_users(type(trainer).forward, case)
+    passes_on = case.users.code_of(type(trainer).forward) is None
     if passes_on and not overrides(trainer.task, "forward", Task):
         # The default task keeps labels from a model that does not take them: its criterion gets them.
         parameters = _by_keyword(trainer.model.forward)
@@ -379,7 +386,7 @@ def _compare(forward: Callable[..., Any], owner: str, keys: list[str], case: Cas
     else:
         advice = f"Add a parameter {_quoted(extra)} (or **rest) to forward, or leave it out in the dataset or collator."
     both = f"The batch has {', '.join(keys) or 'nothing'}; forward takes {', '.join(names) or 'nothing'}."
-    location = locations.of_function(forward, case.users, lacking) or case.setting("model.type", ["model"])
+    location = line_of_function(forward, case.users, lacking) or case.setting("model.type", ["model"])
     case.add("error", f"{', and '.join(parts)}.", f"{both} {advice}", location)
     raise AlreadyReported
 
@@ -477,7 +484,7 @@ def check_ownership(trainer: Trainer, case: Case) -> None:
     left = [name for name, one in trainer.model.named_parameters() if one.requires_grad and id(one) not in owned]
     if left:
         users_class: Any = type(trainer).__mro__[1]  # below the trial's own, which only records
-        location = locations.of_function(users_class.build_optimizers, case.users) or case.setting("trainer.optimizer")
+        location = line_of_function(users_class.build_optimizers, case.users) or case.setting("trainer.optimizer")
         advice = "Pass them to an optimizer, or freeze them (model.freeze, requires_grad_(False))."
         case.add("remark", f"no optimizer owns {_listed(left)}: these parameters are never updated.", advice, location)
 
@@ -487,7 +494,7 @@ def check_gradients(trainer: Trainer, without: list[str], case: Case) -> None:
     if not without:
         return
     root = without[0].partition(".")[0]
-    location = locations.of_attribute(type(trainer.model), root, case.users) or case.setting("model.type", ["model"])
+    location = line_of_attribute(type(trainer.model), root, case.users) or case.setting("model.type", ["model"])
     problem = f"no gradient reached {_listed(without)} in the first step."
     advice = "Use them in forward, or freeze or remove them; parts that only some steps use may stay."
     case.add("remark", problem, advice, location)
@@ -498,15 +505,6 @@ def without_gradient(model: torch.nn.Module) -> list[str]:
     trainable = {name: one for name, one in model.named_parameters() if one.requires_grad}
     missing = [name for name, one in trainable.items() if one.grad is None]
     return [] if len(missing) == len(trainable) else missing
-
-
-def _is_users(function: Callable[..., Any], case: Case) -> bool:
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return code is not None and code.co_filename in case.users
-
-
-def _quoted_names(names: Iterable[str]) -> str:
-    return " and ".join(f'"{name}"' for name in names)
 
 
 def _listed(names: list[str]) -> str:
@@ -963,7 +961,7 @@ class Trial:
         except TrainwrightError as error:
             self.case.note(error, label="trainer.optimizer")
         except Exception as error:
-            found = locations.of_traceback(error, self.case.users) or location
+            found = line_of_traceback(error, self.case.users) or location
             problem = f"a checkpoint cannot be read back: {type(error).__name__}: {error}."
             self.case.add("error", problem, advice, found)
         else:
@@ -1007,7 +1005,7 @@ class Trial:
         in_forward = self.doing in ("step", "evaluation") and not isinstance(error, AlreadyReported)
         location = location_of_loss(self.trainer, self.case) if in_forward else None
         if isinstance(error, CriterionError):
-            location = locations.of_attribute(type(self.trainer.model), "criterion", self.case.users) or location
+            location = line_of_attribute(type(self.trainer.model), "criterion", self.case.users) or location
         self.case.note(error, label=label, location=location)
 
 

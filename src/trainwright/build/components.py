@@ -43,7 +43,7 @@ from trainwright.optim.param_groups import (
 )
 from trainwright.parallel.collectives import Ranks
 from trainwright.registry import resolve as registry
-from trainwright.user_code.locations import location_of
+from trainwright.user_code.locations import defining_class, is_user_code, location_of
 from trainwright.user_code.methods import reject_wrong_methods
 from trainwright.writers.writer import Writer
 
@@ -213,8 +213,8 @@ class Build:
         """Notes the class that asks for the model: a `build_model` of a user's may read the weights that it gets."""
         reject_wrong_methods(trainer_class, Trainer)
         reject_wrong_constructor(trainer_class)
-        owner = next(each for each in trainer_class.__mro__ if "build_model" in vars(each))
-        if not owner.__module__.startswith("trainwright."):
+        owner = defining_class(trainer_class, "build_model")
+        if is_user_code(owner):
             self._reader = f"{owner.__name__}.build_model"
 
     def take_task(self, task: Task) -> None:
@@ -414,7 +414,7 @@ class Build:
 
 def _takes_samples(target: Callable[..., Any], given: Mapping[str, Any]) -> bool:
     """Is it a user's function that lacks one argument, which is the list of samples? Then it is the collator itself."""
-    if not inspect.isfunction(target) or target.__module__.startswith("trainwright."):
+    if not inspect.isfunction(target) or not is_user_code(target):
         return False
     named = inspect.signature(target).parameters.values()
     missing = [each for each in named if each.default is each.empty and each.name not in given]

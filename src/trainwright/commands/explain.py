@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 WIDEST = 60  # a longer name pushes its own line, not those of all others
 SHORTEST = 20  # of a remark that has less room nothing is shown
-COLOURS = {"heading": None, "phase": None, "act": "green", "problem": "red"}  # None: readable on any background
+COLOURS = {"heading": None, "phase": None, "call": "green", "problem": "red"}  # None: readable on any background
 
 
 def explain(
@@ -48,17 +48,17 @@ def render(lines: list[Line], *, in_colour: bool = False, columns: int | None = 
     With `columns` an act's remark is cut to what is left of the line; names and places never are.
     """
     left = [f"{'  ' * line.depth}{_mark(line)}{line.text}" for line in lines]
-    with_columns = [number for number, line in enumerate(lines) if line.kind in ("act", "phase") and _has_more(line)]
+    with_columns = [number for number, line in enumerate(lines) if line.kind in ("call", "phase") and _has_more(line)]
     text_width = max((len(left[number]) for number in with_columns if len(left[number]) <= WIDEST), default=0)
     location_width = max((len(line.location) for line in lines if len(line.location) <= WIDEST), default=0)
     texts = []
     for words, line in zip(left, lines, strict=True):
         if line.kind == "heading":
             texts.append("")
-        location = f"  {line.location:<{location_width}}" if line.kind == "act" else ""
+        location = f"  {line.location:<{location_width}}" if line.kind == "call" else ""
         text = f"{words:<{text_width}}{location}" if _has_more(line) else words
         remark = line.remark
-        if columns is not None and line.kind == "act" and len(text) + 2 + len(remark) > columns:
+        if columns is not None and line.kind == "call" and len(text) + 2 + len(remark) > columns:
             remark = f"{remark[: max(columns - len(text) - 3, 0)]}…" if columns - len(text) > SHORTEST else ""
         text = _paint(text, line) if in_colour else text
         texts.append(f"{text}  {remark}".rstrip() if remark else text.rstrip())
@@ -70,12 +70,12 @@ def _has_more(line: Line) -> bool:
 
 
 def _mark(line: Line) -> str:
-    if line.kind == "act":
-        return "* " if line.is_users else "- "
+    if line.kind == "call":
+        return "* " if line.is_user_code else "- "
     return "! " if line.kind == "problem" else ""
 
 
 def _paint(text: str, line: Line) -> str:
-    if line.kind == "act" and not line.is_users:
+    if line.kind == "call" and not line.is_user_code:
         return typer.style(text, dim=True)
-    return typer.style(text, fg=COLOURS[line.kind], bold=line.kind != "act")
+    return typer.style(text, fg=COLOURS[line.kind], bold=line.kind != "call")

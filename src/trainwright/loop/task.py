@@ -12,7 +12,7 @@ import torch
 
 from trainwright.backends.private_torch import constant_in_compiled_code
 from trainwright.errors import DataError
-from trainwright.user_code.signatures import reject_mismatch, takes
+from trainwright.user_code.signatures import accepts_argument, reject_mismatch
 
 
 class Task:
@@ -66,7 +66,7 @@ class Task:
 
 @constant_in_compiled_code
 def _takes_labels(forward: Callable[..., Any]) -> bool:
-    return takes(forward, "labels")
+    return accepts_argument(forward, "labels")
 
 
 def overrides(task: object, method: str, contract: type) -> bool:

@@ -9,7 +9,6 @@ import importlib.util
 import inspect
 import os
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from importlib.machinery import ModuleSpec
@@ -24,7 +23,7 @@ from trainwright.config.yaml_text import absolute
 from trainwright.errors import ComponentError, TrainwrightError
 from trainwright.registry.builtin import BUILT_INS, KIND_FOLDERS
 from trainwright.tracebacks import shown_path
-from trainwright.user_code.locations import parameters_of
+from trainwright.user_code.locations import is_user_file, location_of, parameters_of
 
 PROJECT_PACKAGE = "trainwright_project"
 """The package whose folder is the project's: its files import each other relatively, without a sys.path entry."""
@@ -376,19 +375,9 @@ def _explain(error: BaseException, folder: Path) -> str:
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({shown_path(error.filename or '?')}:{error.lineno})."
     frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != __file__]
-    users = [one for one in frames if not _is_library(one.filename, folder)]
+    users = [one for one in frames if is_user_file(one.filename, folder)]
     location = next(reversed(users or frames), None)
     return f"{text} ({shown_path(location.filename)}:{location.lineno})." if location else f"{text}."
-
-
-def _is_library(file: str, folder: Path) -> bool:
-    if file.startswith("<"):
-        return True
-    path = Path(file)
-    if path.is_relative_to(folder) and "site-packages" not in path.parts:
-        return False
-    roots = (sysconfig.get_path("stdlib"), Path(__file__).parents[1])
-    return "site-packages" in path.parts or any(path.is_relative_to(root) for root in roots)
 
 
 def _relative_hint(error: BaseException, folder: Path) -> str:
@@ -399,11 +388,8 @@ def _relative_hint(error: BaseException, folder: Path) -> str:
 
 
 def _location_of(target: Any) -> str:
-    code = inspect.unwrap(target)
-    try:
-        return f"{_reference(target)} ({shown_path(inspect.getfile(code))}:{inspect.getsourcelines(code)[1]})"
-    except (TypeError, OSError):
-        return _reference(target)
+    where = location_of(target)
+    return _reference(target) if where is None else f"{_reference(target)} ({shown_path(where)})"
 
 
 def _reference(target: Any) -> str:
