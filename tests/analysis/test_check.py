@@ -227,7 +227,7 @@ def test_lists_of_tensors_may_be_meant_unless_they_would_have_to_be_cut(check, s
     right, wrong = "self.inner(x)", "self.inner(torch.stack(x))"
     collator = "data.collator=parts.py:Collator"
     report = spoilt(right, wrong, collator, "trainer.micro_batch_size=8", more=COLLATOR % "")
-    words = 'the collator returns lists of tensors for "x", which are never cut into micro-batches.'
+    words = 'the collator returns lists of tensors for "x", which are not split into micro-batches.'
     assert (report.is_ok, [problem for _, problem in remarks_of(report)]) == (True, [words])
     report = spoilt(right, wrong, collator, more=COLLATOR % "")
     assert words in [problem for _, problem in errors_of(report)]
@@ -247,15 +247,15 @@ def test_a_forward_that_requires_what_the_batch_lacks_names_both(spoilt, at):
     (finding,) = report.findings
     assert marked(finding) == "mask"
     assert finding.advice == (
-        "The batch has x, labels; forward takes x, mask, labels. "
-        'Let the dataset or collator give "mask", or give the parameter a default.'
+        "The batch has x, labels; forward accepts x, mask, labels. "
+        'Return "mask" from the dataset or collator, or give the parameter a default.'
     )
 
 
 def test_a_forward_that_lacks_what_the_batch_has_names_both(spoilt, at):
     report = spoilt('{"x":', '{"weight": 1.0, "x":')
     assert errors_of(report) == [
-        (at("def forward"), 'the batch has "weight", which Net.forward does not take.'),
+        (at("def forward"), 'the batch has "weight", which Net.forward does not accept.'),
     ]
 
 
@@ -265,7 +265,7 @@ def test_names_that_differ_on_both_sides_are_one_finding(spoilt, at):
         (
             at("def forward"),
             'Net.forward requires "image", which the batch lacks, and the batch has "x", '
-            "which Net.forward does not take.",
+            "which Net.forward does not accept.",
         )
     ]
 
@@ -277,7 +277,7 @@ def test_a_trainer_s_own_forward_is_compared_with_the_batch_too(check, at):
         (
             at("target):"),
             'Own.forward requires "target", which the batch lacks, and the batch has "labels", '
-            "which Own.forward does not take.",
+            "which Own.forward does not accept.",
         )
     ]
 
@@ -312,7 +312,7 @@ def test_labels_outside_the_classes_are_an_error_with_both_numbers(check, at):
     ((location, problem),) = errors_of(report)
     assert location == at("cross_entropy(logits")
     assert problem.startswith("the labels of data.train go from ")
-    assert problem.endswith(", but the logits have 2 classes (shape (4, 2)): labels must lie in 0 … 1.")
+    assert problem.endswith(", but the logits have 2 classes (shape (4, 2)): labels must be in 0 … 1.")
     assert marked(next(iter(report.findings))) == "nn.functional.cross_entropy(logits, labels)"
 
 
@@ -333,7 +333,7 @@ def test_token_ids_outside_an_embedding_name_the_embedding(spoilt, at):
     problems = errors_of(report)
     assert {location for location, _ in problems} == {at("self.words(x.long())")}
     assert problems[0][1].startswith("the token ids of data.train go from ")
-    assert problems[0][1].endswith("but the embedding words has num_embeddings = 5: ids must lie in 0 … 4.")
+    assert problems[0][1].endswith("but the embedding words has num_embeddings = 5: ids must be in 0 … 4.")
 
 
 def test_a_metric_without_its_output_is_shown_at_its_setting(check):

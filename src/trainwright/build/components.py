@@ -43,7 +43,7 @@ from trainwright.optim.param_groups import (
 )
 from trainwright.parallel.collectives import Ranks
 from trainwright.registry import resolve as registry
-from trainwright.user_code.locations import defining_class, is_user_code, location_of
+from trainwright.user_code.locations import is_user_code, location_of
 from trainwright.user_code.methods import reject_wrong_methods
 from trainwright.writers.writer import Writer
 
@@ -213,7 +213,7 @@ class Build:
         """Notes the class that asks for the model: a `build_model` of a user's may read the weights that it gets."""
         reject_wrong_methods(trainer_class, Trainer)
         reject_wrong_constructor(trainer_class)
-        owner = defining_class(trainer_class, "build_model")
+        owner = next(each for each in trainer_class.__mro__ if "build_model" in vars(each))
         if is_user_code(owner):
             self._reader = f"{owner.__name__}.build_model"
 

@@ -18,7 +18,7 @@ from trainwright.loop.trainer import Trainer
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import Mesh
 from trainwright.parallel.replicate import SentWeights, give_memory, make_equal
-from trainwright.user_code.locations import defining_class, is_user_code
+from trainwright.user_code.locations import is_user_code
 
 if TYPE_CHECKING:
     from trainwright.parallel.fully_shard import GradientSync
@@ -135,7 +135,7 @@ def reject_own_steps(
         (trainer_class, name) for name in ("forward", "run_forward", "train_step", "eval_step")
     ]
     methods.append((type(task), "forward"))
-    own = [f"{kind.__name__}.{name}" for kind, name in methods if is_user_code(defining_class(kind, name))]
+    own = [f"{kind.__name__}.{name}" for kind, name in methods if is_user_code(getattr(kind, name))]
     where = config.origin("runtime.mesh.pipeline")
     reject_pipeline(model, mesh.size("pipeline"), own_parts=own, where=where)
 

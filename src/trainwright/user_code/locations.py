@@ -39,11 +39,6 @@ def is_user_code(target: Any) -> bool:
     return not f"{getattr(target, '__module__', None)}.".startswith("trainwright.")
 
 
-def defining_class(kind: type, name: str) -> type:
-    """Returns the class whose own attribute `kind.name` is."""
-    return next(each for each in kind.__mro__ if name in vars(each))
-
-
 def is_user_file(file: str, project_dir: Path | None = None) -> bool:
     """Returns True for a file outside this package, torch, the standard library and installed packages."""
     path = Path(file)
