@@ -19,7 +19,7 @@ from trainwright.checkpoint.listing import checkpoints_location
 from trainwright.checkpoint.manifest import read_manifest, render_manifest
 from trainwright.checkpoint.remote_store import open_store
 from trainwright.cli import app
-from trainwright.commands.checkpoints import size_text
+from trainwright.commands.terminal import size_text
 from trainwright.errors import CheckpointError, ConfigError
 
 LOSSES = {10: 0.5, 20: 0.25, 30: 0.75, 40: 1.0}

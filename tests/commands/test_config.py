@@ -112,13 +112,13 @@ def test_a_run_folder_may_be_given(project):
     assert "max_steps: 12" in ask("runs/mine").stdout
     assert ask("run.yaml", "--diff", "runs/mine").exit_code == 0
     (project / "runs" / "other").mkdir()
-    assert "folder without config.yaml" in str(ask("runs/other").exception)
+    assert "it has no config.yaml" in str(ask("runs/other").exception)
 
 
 def test_a_wrong_file_is_explained_and_no_file_too(project):
     (project / "bad.yaml").write_text("trainer: {max_step: 3}\n")
     assert "bad.yaml:1: trainer.max_step: " in str(ask("bad.yaml").exception)
-    assert "which run?" in str(ask().exception)
+    assert "config needs a run" in str(ask().exception)
 
 
 # differences

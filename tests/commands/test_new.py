@@ -95,8 +95,7 @@ def test_a_folder_that_holds_something_is_rejected_by_name_and_left_alone(in_tmp
     Path("mine/run.yaml").write_text("mine")
     done = invoke("new", "mine")
     assert str(done.exception) == (
-        "mine is not empty: it holds run.yaml. Nothing was written. "
-        "Name a folder that does not exist yet, or an empty one."
+        "mine is not empty: it has run.yaml. Nothing was written. Use a folder that does not exist, or an empty one."
     )
     assert [path.name for path in Path("mine").iterdir()] == ["run.yaml"]
     assert Path("mine/run.yaml").read_text() == "mine"
@@ -104,7 +103,7 @@ def test_a_folder_that_holds_something_is_rejected_by_name_and_left_alone(in_tmp
 
 def test_a_file_is_rejected_by_name(in_tmp):
     Path("mine").write_text("")
-    assert "mine is there already and is not a folder" in str(invoke("new", "mine").exception)
+    assert "mine exists and is not a folder" in str(invoke("new", "mine").exception)
 
 
 def test_a_folder_below_a_file_says_what_cannot_be_written(in_tmp):

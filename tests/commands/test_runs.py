@@ -17,9 +17,11 @@ from typer.testing import CliRunner
 
 from trainwright import RunConfig, Trainer, build_trainer
 from trainwright.checkpoint import folder as run_folders
+from trainwright.checkpoint import listing
 from trainwright.cli import app
 from trainwright.commands import runs as command
-from trainwright.commands.runs import ago, find_runs, summarise
+from trainwright.commands.runs import find_runs, summarize
+from trainwright.commands.terminal import age_text
 from trainwright.writers import json_lines
 
 RUN = str(Path(__file__).parents[1] / "project" / "run.yaml")
@@ -53,7 +55,7 @@ def grow_old(folder, seconds=7300):
 
 
 def state_of(root, name):
-    return summarise(root / name, root)
+    return summarize(root / name, root)
 
 
 def rows(root):
@@ -225,7 +227,7 @@ def test_nothing_is_changed_and_torch_is_not_imported(root):
 def test_the_names_of_files_are_those_that_a_run_writes():
     assert command.CONFIG_FILE == run_folders.CONFIG_FILE
     assert command.LOG_FILE == run_folders.LOG_FILE
-    assert command.CHECKPOINTS == run_folders.CHECKPOINTS
+    assert listing.CHECKPOINTS == run_folders.CHECKPOINTS
     assert command.METRICS_FILE == json_lines.FILE_NAME
 
 
@@ -241,4 +243,4 @@ def test_the_names_of_files_are_those_that_a_run_writes():
     ],
 )
 def test_an_age_is_told_in_its_largest_unit(seconds, words):
-    assert ago(seconds) == words
+    assert age_text(seconds) == words

@@ -60,7 +60,7 @@ def test_how_a_step_runs_given_as_what_to_do_is_told_its_place(in_tmp, mode):
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [(["--fast-dev-run"], "keeps nothing"), (["--eval-only"], "for steps of training")],
+    [(["--fast-dev-run"], "keeps nothing"), (["--eval-only"], "trains nothing")],
 )
 def test_a_profile_that_nobody_would_see_is_rejected(in_tmp, flags, message):
     done = invoke("--profile", *flags)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainwright.commands.checkpoints import size_text
-from trainwright.commands.config import load_run
 from trainwright.commands.shard import Length, Rank, World, describe_batch, describe_ranks
-from trainwright.commands.table import show_rows
+from trainwright.commands.terminal import AsJson, Overrides, RunPath, load_run, show_rows, size_text
 from trainwright.config import RunConfig
 from trainwright.errors import ConfigError
 
@@ -23,25 +20,22 @@ UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib
 
 
 def estimate(
-    run: Annotated[Path, typer.Argument(help="The run's YAML file, or its folder.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Settings to replace, such as trainer.micro_batch_size=8.", show_default=False),
-    ] = None,
+    run: RunPath,
+    overrides: Overrides = None,
     world: World = 1,
     rank: Rank = 0,
     length: Length = None,
     memory: Annotated[
         str | None, typer.Option("--memory", help="What a device has, such as 80GB: says whether it fits.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Predict, without a device, the memory that one rank needs and the size of a checkpoint.
 
     The run is built and stepped twice on imaginary ranks, on tensors that have no memory; each that would be held is
     counted. Exits with 1 where --memory is given and it does not fit.
     """
-    config = load_run(run, overrides or [])
+    config = load_run(run, overrides)
     limit = None if memory is None else read_size(memory)
     from trainwright.analysis.estimate import estimate as estimate_run
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from trainwright.commands.config import load_run
+from trainwright.commands.terminal import Overrides, RunPath, load_run
 
 if TYPE_CHECKING:
     from trainwright.analysis.explain import Line
@@ -20,14 +19,9 @@ SHORTEST = 20  # of a remark that has less room nothing is shown
 COLOURS = {"heading": None, "phase": None, "call": "green", "problem": "red"}  # None: readable on any background
 
 
-def explain(
-    run: Annotated[Path, typer.Argument(help="The run's YAML file, or its folder.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings to replace, such as trainer.max_steps=500.", show_default=False)
-    ] = None,
-) -> None:
+def explain(run: RunPath, overrides: Overrides = None) -> None:
     """Print the loop as it will run: each phase, and which of your methods and hooks act there. Builds nothing."""
-    config = load_run(run, overrides or [])
+    config = load_run(run, overrides)
     from trainwright.analysis.explain import explain as explain_run
 
     lines = explain_run(config)

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from trainwright.commands.terminal import CheckpointStep
+
 
 def generate(
     run: Annotated[Path, typer.Argument(help="A run's folder, or a folder of an export.", show_default=False)],
@@ -30,7 +32,7 @@ def generate(
         int | None,
         typer.Option(min=0, max=2**64 - 1, help="Makes the text repeatable.", show_default="another each time"),
     ] = None,
-    step: Annotated[str, typer.Option(help="Which checkpoint: latest, best, or a number.")] = "latest",
+    step: CheckpointStep = "latest",
     tokenizer: Annotated[
         str | None,
         typer.Option(help="A tokenizer.json, a folder with one, or bytes.", show_default="that of the run's data"),

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainwright.commands.checkpoints import size_text
-from trainwright.commands.config import load_run
-from trainwright.commands.table import show_rows
+from trainwright.commands.terminal import AsJson, Overrides, RunPath, load_run, show_rows, size_text
 
 if TYPE_CHECKING:
     from trainwright.analysis.shard import Sharding
@@ -24,24 +21,21 @@ Length = Annotated[
 
 
 def shard(
-    run: Annotated[Path, typer.Argument(help="The run's YAML file, or its folder.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Settings to replace, such as 'runtime.mesh={fsdp: -1}'.", show_default=False),
-    ] = None,
+    run: RunPath,
+    overrides: Overrides = None,
     world: World = 1,
     rank: Rank = 0,
     length: Length = None,
     every: Annotated[
         bool, typer.Option("--all", help="Show each layer's parameters, not those of equal layers as one.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show, without devices, what each rank holds of the model and what ranks send in one step.
 
     The run is built and stepped once on imaginary ranks, on tensors that have no memory.
     """
-    config = load_run(run, overrides or [])
+    config = load_run(run, overrides)
     from trainwright.analysis.shard import plan_shards
 
     found = plan_shards(config, world_size=world, rank=rank, sequence_length=length)
