@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainwright.analysis.data import look_at_batch, num_tokens, padding_of
+from trainwright.analysis.data import fraction_in_loss, num_tokens, padding_of
 
 IDS = torch.tensor([[5, 6, 7, 0], [8, 0, 0, 0]])
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
@@ -33,9 +33,5 @@ def test_a_square_mask_is_not_taken_for_padding():
 
 
 def test_the_share_in_the_loss_counts_labels_of_places_only():
-    def share(batch):
-        batch = look_at_batch(batch, [{}], rank=0, num_ranks=1, micro_batch_size=2, decode=lambda ids: None)
-        return batch.in_loss
-
-    assert share({"input_ids": IDS, "labels": LABELS}) == 3 / 8
-    assert share({"x": torch.ones(2), "labels": torch.tensor([1, 2])}) is None
+    assert fraction_in_loss({"input_ids": IDS, "labels": LABELS}) == 3 / 8
+    assert fraction_in_loss({"x": torch.ones(2), "labels": torch.tensor([1, 2])}) is None

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainwright.analysis.data import MOST_BARS, length_of, summarise, unit_of
+from trainwright.analysis.data import MAX_BARS, length_of, summarize_lengths, unit_of
 
 
 def test_tokens_are_counted_before_characters_and_text_before_other_texts():
@@ -17,12 +17,12 @@ def test_tokens_are_counted_before_characters_and_text_before_other_texts():
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=60))
 def test_bars_are_few_lie_side_by_side_and_hold_every_sample_once(counted):
-    found = summarise(counted, "tokens", is_whole=True)
+    found = summarize_lengths(counted, "tokens", is_whole=True)
     assert (found.minimum, found.maximum) == (min(counted), max(counted))
     assert found.minimum <= found.median <= found.p95 <= found.maximum
     if len(set(counted)) == 1:
         assert found.bars == ()
         return
-    assert len(found.bars) <= MOST_BARS
+    assert len(found.bars) <= MAX_BARS
     assert sum(bar.samples for bar in found.bars) == len(counted)
     assert all(one.last + 1 == other.first for one, other in zip(found.bars, found.bars[1:], strict=False))

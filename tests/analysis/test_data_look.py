@@ -10,7 +10,7 @@ from tests.analysis.projects import TRAINER, write_project
 from tests.messages import raises
 
 from trainwright import RunConfig, build_trainer
-from trainwright.analysis.data import look_at
+from trainwright.analysis.data import describe_data
 from trainwright.errors import ConfigError, DataError
 
 MIX = """
@@ -33,7 +33,7 @@ PACK = """
 def look(folder, data, *overrides, **arguments):
     write = {name: arguments.pop(name) for name in ("trainer", "model") if name in arguments}
     config = RunConfig.load(write_project(folder, data, **write), list(overrides))
-    return look_at(config, **arguments)
+    return describe_data(config, **arguments)
 
 
 def by_name(fields):
@@ -54,9 +54,9 @@ def test_the_first_batch_is_that_of_training(in_tmp):
 
 def test_a_look_changes_no_generator(in_tmp):
     config = RunConfig.load(write_project(in_tmp, "  train: {type: mine.Drawn}\n"))
-    look_at(config)
+    describe_data(config)
     first = torch.rand(1)
-    look_at(config)
+    describe_data(config)
     assert torch.equal(first, torch.rand(1))
 
 
@@ -170,14 +170,14 @@ def test_rows_that_cannot_be_read_are_remarks_and_leave_rows_in_step(in_tmp):
     lines = (in_tmp / "prose.jsonl").read_text().splitlines()
     lines[1] = "{torn"
     (in_tmp / "prose.jsonl").write_text("\n".join(lines) + "\n")
-    found = look_at(RunConfig.load(run)).sets[0]
+    found = describe_data(RunConfig.load(run)).sets[0]
     assert [(sample.position, sample.row) for sample in found.samples] == [(0, 0), (2, 2), (3, 3)]
     assert by_name(found.samples[1].fields)["url"].text == "u2"
     assert found.batch.samples == 7
     assert any("Left out: row 1 of FileRows" in remark and "line 2" in remark for remark in found.remarks)
     assert not (in_tmp / "runs").exists()
     with raises(DataError, "prose.jsonl", "2"):
-        look_at(RunConfig.load(run, ["data.on_error=raise"]))
+        describe_data(RunConfig.load(run, ["data.on_error=raise"]))
 
 
 def test_a_collator_that_fails_leaves_the_rest_to_see(in_tmp):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainwright.analysis.data import describe_batch, describe_sample, draw, fields_of
+from trainwright.analysis.data import describe_fields, describe_sample, draw, fields_of
 
 
 def nothing(ids):
@@ -67,7 +67,7 @@ def test_empty_ragged_and_odd_values_are_described_too():
 
 
 def test_a_batch_s_lists_of_texts_are_counted():
-    [field] = describe_batch({"text": ["a", "b"]})
+    [field] = describe_fields({"text": ["a", "b"]})
     assert (field.type, field.text, field.shape) == ("list", "2 values", None)
 
 

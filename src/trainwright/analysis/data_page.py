@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from trainwright.analysis.data import Batch, DataSet, DataUse, Lengths, Look, Mixture, Sample, TokenCounts, Values
+from trainwright.analysis.data import Batch, DataReport, DataSet, DataUse, Lengths, Mixture, Sample, TokenCounts, Values
 
 NARROWEST = 40
 WIDEST = 120
@@ -22,7 +22,7 @@ _MARGIN, _INDENT = "  ", "    "
 _SIGNS = {"\n": "↵", "\t": "⇥", "\r": "␍"}
 
 
-def render(look: Look, *, width: int) -> list[Text]:
+def render(look: DataReport, *, width: int) -> list[Text]:
     """Returns the lines."""
     page = _Page(max(NARROWEST, min(width, WIDEST)))
     first, *others = look.sets

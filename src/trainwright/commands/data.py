@@ -28,10 +28,10 @@ def data(
     Builds no model, trains nothing, and does not touch the run folder.
     """
     config = load_run(run, overrides)
-    from trainwright.analysis.data import look_at
+    from trainwright.analysis.data import describe_data
     from trainwright.analysis.data_page import render
 
-    found = look_at(config, run=str(run), show=show, samples=samples, name=set_name)
+    found = describe_data(config, run=str(run), show=show, samples=samples, name=set_name)
     if as_json:
         print(json.dumps(found.to_dict(), ensure_ascii=False, indent=2, allow_nan=False))
     else:

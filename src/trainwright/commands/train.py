@@ -183,7 +183,7 @@ def _reject_idle(mode: str, given: Collection[str], *, fast_dev_run: bool) -> No
     if {"--resume", "--fresh"} <= {*given}:
         raise ConfigError("--resume continues a run and --fresh starts it over. Give one of the two.")
     if fast_dev_run and mode in _EVALUATING:
-        raise ConfigError(f"--fast-dev-run trains a few steps and keeps nothing: --mode {mode} has no checkpoint.")
+        raise ConfigError(f"--fast-dev-run keeps nothing: there is nothing to evaluate (--mode {mode}).")
     idle: dict[str, str] = {}
     if mode != "continuous_eval":
         idle["--timeout"] = f"only --mode continuous_eval waits for checkpoints, and this is {mode}"
