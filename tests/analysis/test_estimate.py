@@ -39,7 +39,7 @@ def test_a_step_without_memory_counts_as_a_real_one(real_run):
     trainer.model.train()
     with HeldBytes() as watch, trainer.storage:
         batch = next(trainer.train_data.batches(lambda each: each))
-        watch.name(trainer.model.parameters(), kinds.PARAMETERS)
+        watch.label(trainer.model.parameters(), kinds.PARAMETERS)
         for _ in range(2):
             watch.begin_peak()
             trainer.samples_in_hand = 2

@@ -37,12 +37,12 @@ def test_views_are_no_memory_of_their_own():
 def test_the_peak_says_who_held_what():
     weight = nn.Parameter(megabytes(4))
     with HeldBytes() as watch:
-        watch.name([weight], kinds.PARAMETERS)
+        watch.label([weight], kinds.PARAMETERS)
         with watch.forward():
             kept = weight * 2
             kept = kept * kept  # saves its input, 4 MB
             megabytes(16)  # comes and goes: the peak is here
-        watch.name([weight], kinds.PARAMETERS)
+        watch.label([weight], kinds.PARAMETERS)
     assert watch.peak[kinds.PARAMETERS] == 4 * MEGABYTE
     assert watch.peak[kinds.ACTIVATIONS] == 8 * MEGABYTE
     assert watch.peak[kinds.TEMPORARY] == 16 * MEGABYTE
@@ -81,7 +81,7 @@ def test_resizing_is_torch_s_own_again_afterwards():
 def step(model):
     """The peak of one forward and backward."""
     with HeldBytes() as watch:
-        watch.name(model.parameters(), kinds.PARAMETERS)
+        watch.label(model.parameters(), kinds.PARAMETERS)
         with watch.forward():
             loss = model(torch.zeros(32, 64)).sum()
         loss.backward()
