@@ -1,4 +1,4 @@
-"""What a look at the data of a run finds: the truth of training, whatever the data is."""
+"""The report on the data of a run agrees with training, for every kind of data."""
 
 import json
 import sys
@@ -69,7 +69,7 @@ def test_tuples_have_fields_by_their_number(in_tmp):
     assert (found.nest.describe(), found.num_samples, found.tokens, found.lengths) == ("mine.Pairs", 30, None, None)
 
 
-def test_a_split_tells_each_part_s_share_and_the_row_in_the_whole(in_tmp):
+def test_a_split_shows_its_fraction_and_the_row_in_the_whole(in_tmp):
     found = look(in_tmp, "  train: {type: mine.Pairs}\n  split: [8, 1, 1]\n")
     train, valid, test = found.sets
     assert [(one.name, one.split.samples, one.split.whole) for one in (train, valid, test)] == [
@@ -92,7 +92,7 @@ def test_a_mixture_names_sources_rows_shares_and_epochs(in_tmp):
     assert found.nest.describe() == "trainwright.data.mix:mix (Mix) ← code: json_lines, prose: json_lines"
 
 
-def test_packed_rows_are_decoded_and_their_fill_is_told(in_tmp):
+def test_packed_rows_are_decoded_and_their_fill_is_shown(in_tmp):
     found = look(in_tmp, PACK).sets[0]
     tokens = by_name(found.samples[0].fields)["input_ids"]
     assert tokens.shape == (32,)

@@ -1,4 +1,4 @@
-"""The page: never wider than asked, calm, and whole."""
+"""The page is at most as wide as the terminal and has all sections."""
 
 import pytest
 from hypothesis import given

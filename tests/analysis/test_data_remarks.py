@@ -30,7 +30,7 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_position(remarks):
     assert not any("vocab_size" in each for each in remarks(PADDED))
 
 
-def test_a_tokenizer_larger_than_the_model_is_said_although_the_tokens_seen_fit(in_tmp):
+def test_a_tokenizer_larger_than_the_model_is_a_remark(in_tmp):
     config = RunConfig.load(write_project(in_tmp, PADDED), ["model.vocab_size=200"])
     seen = TokenRange()
     seen.add({"input_ids": torch.tensor([1, 2])}, "The first batch")

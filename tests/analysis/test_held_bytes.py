@@ -1,4 +1,4 @@
-"""The watch over held bytes: what it counts, on real tensors and on such without memory."""
+"""Held bytes, counted on real and on fake tensors."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def megabytes(number):
     return torch.zeros(number * MEGABYTE // 4)
 
 
-def test_what_is_freed_is_no_longer_counted():
+def test_freed_tensors_are_not_counted():
     with HeldBytes() as watch:
         first = megabytes(3)
         second = megabytes(2)
@@ -26,7 +26,7 @@ def test_what_is_freed_is_no_longer_counted():
     assert second.numel() + third.numel()
 
 
-def test_views_are_no_memory_of_their_own():
+def test_views_have_no_memory():
     with HeldBytes() as watch:
         tensor = megabytes(2)
         views = [tensor[:10], tensor.view(2, -1), tensor.detach()]
@@ -34,7 +34,7 @@ def test_views_are_no_memory_of_their_own():
     assert len(views) == 3
 
 
-def test_the_peak_says_who_held_what():
+def test_the_peak_has_the_bytes_of_each_kind():
     weight = nn.Parameter(megabytes(4))
     with HeldBytes() as watch:
         watch.label([weight], kinds.PARAMETERS)

@@ -103,7 +103,7 @@ def test_a_run_with_long_steps_may_be_running_though_quiet(root):
     assert state_of(root, "vision/half").state == "running?"
 
 
-def test_a_run_that_was_told_to_stop_is_stopped(root):
+def test_a_run_that_called_stop_is_stopped(root):
     class StopsAtThree(Trainer):
         def train_step(self, batch):
             if self.step == 2:
@@ -195,7 +195,7 @@ def test_a_nan_is_shown(root):
     assert rows(root)["whole"]["loss"] == "nan"
 
 
-def test_other_folders_are_no_runs_and_a_run_s_own_folder_will_do(root):
+def test_only_run_folders_are_listed_and_one_may_be_passed(root):
     (root / "notes").mkdir()
     (root / "notes" / "todo.txt").touch()
     (root / "a file").touch()
@@ -203,7 +203,7 @@ def test_other_folders_are_no_runs_and_a_run_s_own_folder_will_do(root):
     assert rows(root / "whole").keys() == {"whole"}
 
 
-def test_no_run_and_no_folder_are_said(tmp_path):
+def test_an_empty_and_a_missing_folder_are_reported(tmp_path):
     done = CliRunner().invoke(app, ["runs", str(tmp_path)])
     assert done.exit_code == 0
     assert done.stdout == f"There is no run in {tmp_path}.\n"
@@ -242,5 +242,5 @@ def test_the_names_of_files_are_those_that_a_run_writes():
         (2e6, "23 days ago"),
     ],
 )
-def test_an_age_is_told_in_its_largest_unit(seconds, words):
+def test_an_age_is_in_its_largest_unit(seconds, words):
     assert age_text(seconds) == words
