@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trainwright import RunConfig
-from trainwright.analysis.estimate import watch_step
+from trainwright.analysis.estimate import measure_step
 from trainwright.analysis.fake_ranks import imagine
 from trainwright.analysis.shard import Collective, CollectiveRecorder
 
@@ -143,7 +143,7 @@ def plan(model: str, ranks: int) -> Case:
     with imagine(config_of(model, mesh), world_size=ranks, sequence_length=LENGTH) as run:
         recorder = CollectiveRecorder(run.mesh)
         with recorder:
-            watch = watch_step(run)
+            watch = measure_step(run)
         steps = 2  # a first one, and the one that is watched; both say the same
         collectives = [
             replace(each, count=each.count // steps, num_bytes=each.num_bytes // steps) for each in recorder.found

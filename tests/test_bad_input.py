@@ -83,7 +83,7 @@ def test_a_model_whose_forward_lacks_or_needs_an_argument(tmp_path):
         build_trainer(RunConfig.load(path)).train()
     message = str(caught.value)
     assert mentions(message, "Net.forward", "mine.py:9")
-    assert "the batch has x, labels, and it takes features, labels, mask" in message
+    assert "the batch has x, labels, and the method accepts features, labels, mask" in message
 
 
 def test_a_trainers_forward_that_lacks_an_argument(tmp_path):

@@ -106,12 +106,12 @@ TABLE = {
         "torch._dynamo.exc.UserError",
         files=("compile/regions.py",),
     ),
+    **names("torch.compiler has neither this setting nor one like it.", "torch._dynamo"),
     **names(
         "torch.compiler has neither this setting nor one like it.",
         "torch._dynamo.config.patch",
         files=(SHARED, "compile/regions.py"),
     ),
-    **names("torch.compiler has no such function.", "torch._dynamo", "torch._dynamo.explain"),
     **names(
         "The only trace of breaks that leave no graph.",
         "torch._dynamo.utils.counters",

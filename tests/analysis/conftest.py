@@ -1,4 +1,4 @@
-"""A small project that is right, which each test spoils in one way, and a fixture that checks it."""
+"""A small correct project, which each test breaks in one way, and a fixture that checks it."""
 
 from pathlib import Path
 
@@ -85,7 +85,7 @@ def spoilt(check):
 
 @pytest.fixture
 def at():
-    """at(text) → `parts.py:N`, the only line where that text stands."""
+    """at(text) → `parts.py:N`, the only line with that text."""
 
     def find(text, file="parts.py"):
         lines = Path(file).read_text().splitlines()

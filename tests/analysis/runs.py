@@ -1,4 +1,4 @@
-"""Small runs to plan: a Llama of two layers, on rows of made-up tokens."""
+"""Small runs for fake ranks: a Llama of two layers, on rows of zeros."""
 
 from trainwright import RunConfig
 
@@ -15,7 +15,7 @@ LENGTH = 32
 
 
 def small_run(mesh=None, **settings):
-    """A config without data: whoever plans it gives a length."""
+    """Returns a config without data, for use with a sequence length."""
     trainer = {"type": "language_model", "max_steps": 4, "optimizer": {"type": "adamw"}, "micro_batch_size": 2}
     whole = {"name": "small", "model": MODEL, "trainer": trainer, "runtime": {"device": "cpu", "mesh": mesh or {}}}
     for path, value in settings.items():

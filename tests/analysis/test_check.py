@@ -1,4 +1,4 @@
-"""A whole check of a real project: what it reports where all is right, and each planted mistake in its own words."""
+"""A check of a real project: the report of a correct one, and a finding for each mistake."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def files_in(folder):
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if "__pycache__" not in path.parts}
 
 
-# what is right
+# a correct run
 
 
-def test_a_run_that_is_right_has_no_finding_and_says_what_was_checked(check):
+def test_a_correct_run_has_no_finding_and_lists_what_was_checked(check):
     report = check()
     assert list(report.findings) == []
     assert report.is_ok
@@ -191,7 +191,7 @@ def test_a_batch_larger_than_the_data_is_reported_and_the_rest_is_still_tried(ch
     assert "a training step" in report.checked
 
 
-def test_samples_of_unequal_shapes_are_told_apart(spoilt, at):
+def test_samples_of_unequal_shapes_are_an_error(spoilt, at):
     report = spoilt("torch.arange(4.0) + index,", "torch.ones(5 if index == 3 else 4),")
     problem = 'the samples have unequal shapes: field "x" is (4,) in sample 0 and (5,) in sample 3.'
     assert errors_of(report) == [
@@ -202,7 +202,7 @@ def test_samples_of_unequal_shapes_are_told_apart(spoilt, at):
     assert "a checkpoint, read back bit-equal" in report.checked
 
 
-def test_samples_of_unequal_fields_are_told_apart(spoilt):
+def test_samples_of_unequal_fields_are_an_error(spoilt):
     report = spoilt('{"x":', '({"id": 1} if index == 2 else {}) | {"x":', "data.eval={}")
     ((_, problem),) = errors_of(report)
     assert problem == "data.train: the samples have unequal fields: sample 0 has x, labels, sample 2 has id, x, labels."
@@ -227,7 +227,7 @@ def test_lists_of_tensors_may_be_meant_unless_they_would_have_to_be_cut(check, s
     right, wrong = "self.inner(x)", "self.inner(torch.stack(x))"
     collator = "data.collator=parts.py:Collator"
     report = spoilt(right, wrong, collator, "trainer.micro_batch_size=8", more=COLLATOR % "")
-    words = 'the collator returns lists of tensors for "x", which are never cut into micro-batches.'
+    words = 'the collator returns lists of tensors for "x", which are not split into micro-batches.'
     assert (report.is_ok, [problem for _, problem in remarks_of(report)]) == (True, [words])
     report = spoilt(right, wrong, collator, more=COLLATOR % "")
     assert words in [problem for _, problem in errors_of(report)]
@@ -247,15 +247,15 @@ def test_a_forward_that_requires_what_the_batch_lacks_names_both(spoilt, at):
     (finding,) = report.findings
     assert marked(finding) == "mask"
     assert finding.advice == (
-        "The batch has x, labels; forward takes x, mask, labels. "
-        'Let the dataset or collator give "mask", or give the parameter a default.'
+        "The batch has x, labels; forward accepts x, mask, labels. "
+        'Return "mask" from the dataset or collator, or give the parameter a default.'
     )
 
 
 def test_a_forward_that_lacks_what_the_batch_has_names_both(spoilt, at):
     report = spoilt('{"x":', '{"weight": 1.0, "x":')
     assert errors_of(report) == [
-        (at("def forward"), 'the batch has "weight", which Net.forward does not take.'),
+        (at("def forward"), 'the batch has "weight", which Net.forward does not accept.'),
     ]
 
 
@@ -265,7 +265,7 @@ def test_names_that_differ_on_both_sides_are_one_finding(spoilt, at):
         (
             at("def forward"),
             'Net.forward requires "image", which the batch lacks, and the batch has "x", '
-            "which Net.forward does not take.",
+            "which Net.forward does not accept.",
         )
     ]
 
@@ -277,7 +277,7 @@ def test_a_trainer_s_own_forward_is_compared_with_the_batch_too(check, at):
         (
             at("target):"),
             'Own.forward requires "target", which the batch lacks, and the batch has "labels", '
-            "which Own.forward does not take.",
+            "which Own.forward does not accept.",
         )
     ]
 
@@ -312,7 +312,7 @@ def test_labels_outside_the_classes_are_an_error_with_both_numbers(check, at):
     ((location, problem),) = errors_of(report)
     assert location == at("cross_entropy(logits")
     assert problem.startswith("the labels of data.train go from ")
-    assert problem.endswith(", but the logits have 2 classes (shape (4, 2)): labels must lie in 0 … 1.")
+    assert problem.endswith(", but the logits have 2 classes (shape (4, 2)): labels must be in 0 … 1.")
     assert marked(next(iter(report.findings))) == "nn.functional.cross_entropy(logits, labels)"
 
 
@@ -320,7 +320,7 @@ def test_labels_to_ignore_are_inside_the_classes(spoilt):
     assert spoilt("index % self.classes", "-100 if index % 2 else 0").is_ok
 
 
-def test_labels_of_an_evaluation_set_are_told_with_the_set_s_name(check):
+def test_labels_of_an_evaluation_set_name_the_set(check):
     ((_, problem),) = errors_of(check("data.eval.valid.classes=5"))
     assert problem.startswith("the labels of data.eval.valid go from 0 to 3, but the logits have 2 classes")
 
@@ -333,7 +333,7 @@ def test_token_ids_outside_an_embedding_name_the_embedding(spoilt, at):
     problems = errors_of(report)
     assert {location for location, _ in problems} == {at("self.words(x.long())")}
     assert problems[0][1].startswith("the token ids of data.train go from ")
-    assert problems[0][1].endswith("but the embedding words has num_embeddings = 5: ids must lie in 0 … 4.")
+    assert problems[0][1].endswith("but the embedding words has num_embeddings = 5: ids must be in 0 … 4.")
 
 
 def test_a_metric_without_its_output_is_shown_at_its_setting(check):
@@ -369,7 +369,7 @@ class Own(Trainer):
 # evaluation, hooks, checkpoint
 
 
-def test_metrics_that_no_evaluation_gives_are_errors_at_their_settings(check):
+def test_unknown_metrics_are_errors_at_their_settings(check):
     report = check("checkpoint.keep_best={metric: valid/los}", "hooks=[{type: early_stopping, metric: valid/acc}]")
     assert errors_of(report) == [
         (
@@ -456,7 +456,7 @@ def test_a_project_in_another_folder_is_shown_relative_to_the_current_one(check,
     assert location.startswith("../parts.py:")
 
 
-def test_a_criterion_that_cannot_compare_is_shown_where_it_is_made(check, at):
+def test_a_failing_criterion_is_shown_at_its_assignment(check, at):
     more = """
 class Scores(nn.Module):
     def __init__(self):

@@ -1,4 +1,4 @@
-"""What is recorded of collectives: on imaginary ranks, and the same on real ones."""
+"""Recorded collectives on fake ranks, and the same on real ones."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_a_step_of_fsdp_gathers_every_block_twice_and_reduces_it_once():
     assert gathered.sent_bytes == pytest.approx(gathered.num_bytes * 7 / 8)
 
 
-def test_imaginary_ranks_say_what_real_ones_say(tmp_path):
+def test_fake_ranks_run_the_collectives_of_real_ones(tmp_path):
     real = on_ranks(tmp_path, {"fsdp": 2}, fsdp_step)
     with imaginary_ranks({"fsdp": 2}, world_size=2) as ranks:
         imagined = fsdp_step(ranks.mesh)

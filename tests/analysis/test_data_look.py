@@ -1,4 +1,4 @@
-"""What a look at the data of a run finds: the truth of training, whatever the data is."""
+"""The report on the data of a run agrees with training, for every kind of data."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from tests.analysis.projects import TRAINER, write_project
 from tests.messages import raises
 
 from trainwright import RunConfig, build_trainer
-from trainwright.analysis.data import look_at
+from trainwright.analysis.data import describe_data
 from trainwright.errors import ConfigError, DataError
 
 MIX = """
@@ -33,7 +33,7 @@ PACK = """
 def look(folder, data, *overrides, **arguments):
     write = {name: arguments.pop(name) for name in ("trainer", "model") if name in arguments}
     config = RunConfig.load(write_project(folder, data, **write), list(overrides))
-    return look_at(config, **arguments)
+    return describe_data(config, **arguments)
 
 
 def by_name(fields):
@@ -54,9 +54,9 @@ def test_the_first_batch_is_that_of_training(in_tmp):
 
 def test_a_look_changes_no_generator(in_tmp):
     config = RunConfig.load(write_project(in_tmp, "  train: {type: mine.Drawn}\n"))
-    look_at(config)
+    describe_data(config)
     first = torch.rand(1)
-    look_at(config)
+    describe_data(config)
     assert torch.equal(first, torch.rand(1))
 
 
@@ -69,7 +69,7 @@ def test_tuples_have_fields_by_their_number(in_tmp):
     assert (found.nest.describe(), found.num_samples, found.tokens, found.lengths) == ("mine.Pairs", 30, None, None)
 
 
-def test_a_split_tells_each_part_s_share_and_the_row_in_the_whole(in_tmp):
+def test_a_split_shows_its_fraction_and_the_row_in_the_whole(in_tmp):
     found = look(in_tmp, "  train: {type: mine.Pairs}\n  split: [8, 1, 1]\n")
     train, valid, test = found.sets
     assert [(one.name, one.split.samples, one.split.whole) for one in (train, valid, test)] == [
@@ -92,7 +92,7 @@ def test_a_mixture_names_sources_rows_shares_and_epochs(in_tmp):
     assert found.nest.describe() == "trainwright.data.mix:mix (Mix) ← code: json_lines, prose: json_lines"
 
 
-def test_packed_rows_are_decoded_and_their_fill_is_told(in_tmp):
+def test_packed_rows_are_decoded_and_their_fill_is_shown(in_tmp):
     found = look(in_tmp, PACK).sets[0]
     tokens = by_name(found.samples[0].fields)["input_ids"]
     assert tokens.shape == (32,)
@@ -170,14 +170,14 @@ def test_rows_that_cannot_be_read_are_remarks_and_leave_rows_in_step(in_tmp):
     lines = (in_tmp / "prose.jsonl").read_text().splitlines()
     lines[1] = "{torn"
     (in_tmp / "prose.jsonl").write_text("\n".join(lines) + "\n")
-    found = look_at(RunConfig.load(run)).sets[0]
+    found = describe_data(RunConfig.load(run)).sets[0]
     assert [(sample.position, sample.row) for sample in found.samples] == [(0, 0), (2, 2), (3, 3)]
     assert by_name(found.samples[1].fields)["url"].text == "u2"
     assert found.batch.samples == 7
     assert any("Left out: row 1 of FileRows" in remark and "line 2" in remark for remark in found.remarks)
     assert not (in_tmp / "runs").exists()
     with raises(DataError, "prose.jsonl", "2"):
-        look_at(RunConfig.load(run, ["data.on_error=raise"]))
+        describe_data(RunConfig.load(run, ["data.on_error=raise"]))
 
 
 def test_a_collator_that_fails_leaves_the_rest_to_see(in_tmp):

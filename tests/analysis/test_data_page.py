@@ -1,4 +1,4 @@
-"""The page: never wider than asked, calm, and whole."""
+"""The page is at most as wide as the terminal and has all sections."""
 
 import pytest
 from hypothesis import given
@@ -7,7 +7,7 @@ from rich.cells import cell_len
 from tests.analysis.projects import write_project
 
 from trainwright import RunConfig
-from trainwright.analysis.data import look_at
+from trainwright.analysis.data import describe_data
 from trainwright.analysis.data_page import cut, fold, number, percent, render, visible
 
 DATA = """
@@ -23,7 +23,7 @@ DATA = """
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_no_line_is_wider_than_the_terminal(in_tmp, width):
-    look = look_at(RunConfig.load(write_project(in_tmp, DATA), ["model.vocab_size=10"]))
+    look = describe_data(RunConfig.load(write_project(in_tmp, DATA), ["model.vocab_size=10"]))
     lines = render(look, width=width)
     assert max(cell_len(line.plain) for line in lines) <= width
     heads = [line.plain.split("  ")[0] for line in lines if line.plain and not line.plain.startswith(" ")]

@@ -6,7 +6,7 @@ from tests.analysis.projects import write_project
 from tests.messages import mentions
 
 from trainwright import RunConfig
-from trainwright.analysis.data import TokenRange, look_at, remarks_on_tokens
+from trainwright.analysis.data import TokenRange, describe_data, remarks_on_tokens
 from trainwright.data.tokenizer import load_tokenizer
 
 PADDED = (
@@ -17,7 +17,7 @@ PADDED = (
 @pytest.fixture
 def remarks(in_tmp):
     def look(data, *overrides):
-        return look_at(RunConfig.load(write_project(in_tmp, data), list(overrides))).sets[0].remarks
+        return describe_data(RunConfig.load(write_project(in_tmp, data), list(overrides))).sets[0].remarks
 
     return look
 
@@ -25,19 +25,19 @@ def remarks(in_tmp):
 def test_a_token_outside_the_vocabulary_is_named_with_its_position(remarks):
     [remark] = [each for each in remarks(PADDED, "model.vocab_size=100") if "vocab_size" in each]
     assert remark.startswith("The sample at position ")
-    assert "holds the token 2" in remark
+    assert "has the token 2" in remark
     assert "model.vocab_size is 100" in remark
     assert not any("vocab_size" in each for each in remarks(PADDED))
 
 
-def test_a_tokenizer_larger_than_the_model_is_said_although_the_tokens_seen_fit(in_tmp):
+def test_a_tokenizer_larger_than_the_model_is_a_remark(in_tmp):
     config = RunConfig.load(write_project(in_tmp, PADDED), ["model.vocab_size=200"])
     seen = TokenRange()
-    seen.note({"input_ids": torch.tensor([1, 2])}, "The first batch")
+    seen.add({"input_ids": torch.tensor([1, 2])}, "The first batch")
     [remark] = remarks_on_tokens(config, seen, load_tokenizer("bytes"))
     assert mentions(remark, "260", "model.vocab_size", "200")
-    seen.note({"input_ids": [-1]}, "The sample at position 4")
-    assert next(iter(remarks_on_tokens(config, seen, None))).startswith("The sample at position 4 holds the token -1")
+    seen.add({"input_ids": [-1]}, "The sample at position 4")
+    assert next(iter(remarks_on_tokens(config, seen, None))).startswith("The sample at position 4 has the token -1")
 
 
 def test_much_padding_comes_with_advice_and_little_with_none(remarks):

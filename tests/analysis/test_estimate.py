@@ -1,4 +1,4 @@
-"""Predictions against what is: a real step, a real checkpoint."""
+"""Estimates, compared with a real step and a real checkpoint."""
 
 import pytest
 from tests.analysis.runs import LENGTH, MODEL, small_run
@@ -39,7 +39,7 @@ def test_a_step_without_memory_counts_as_a_real_one(real_run):
     trainer.model.train()
     with HeldBytes() as watch, trainer.storage:
         batch = next(trainer.train_data.batches(lambda each: each))
-        watch.name(trainer.model.parameters(), kinds.PARAMETERS)
+        watch.label(trainer.model.parameters(), kinds.PARAMETERS)
         for _ in range(2):
             watch.begin_peak()
             trainer.set_batch(None, 2)
@@ -107,7 +107,7 @@ def test_what_fits_keeps_some_room():
     assert found.largest_micro_batch(40) == 0
 
 
-def test_what_is_not_counted_is_said():
+def test_what_is_not_counted_is_a_remark():
     found = plan(trainer__micro_batch_size="auto", trainer__global_batch_size=4, runtime__mode="compile")
     assert found.micro_batch_size == 4
     assert [remark.split()[0] for remark in found.remarks] == ["micro_batch_size", "Counted"]

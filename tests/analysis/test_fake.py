@@ -86,7 +86,7 @@ def test_values_that_a_model_reads_do_not_stop_it(project, in_tmp):
     assert sorted(path.name for path in in_tmp.iterdir()) in (["parts.py"], ["__pycache__", "parts.py"])
 
 
-def test_a_model_that_cannot_be_built_says_why(project):
+def test_the_error_of_a_model_that_cannot_be_built_is_raised(project):
     with (
         raises(ConfigError),
         imagine(project(model={"type": "parts.py:Reads", "width": 3}), world_size=8),
@@ -95,7 +95,7 @@ def test_a_model_that_cannot_be_built_says_why(project):
     assert not dist.is_initialized()
 
 
-def test_two_micro_batches_stand_for_many():
+def test_two_micro_batches_represent_many():
     config = small_run({"fsdp": -1}, trainer__gradient_accumulation_steps=16)
     config = config.derive({"trainer.type": "language_model"})
     with imagine(config, world_size=4, sequence_length=LENGTH) as run:

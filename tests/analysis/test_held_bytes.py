@@ -1,4 +1,4 @@
-"""The watch over held bytes: what it counts, on real tensors and on such without memory."""
+"""Held bytes, counted on real and on fake tensors."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def megabytes(number):
     return torch.zeros(number * MEGABYTE // 4)
 
 
-def test_what_is_freed_is_no_longer_counted():
+def test_freed_tensors_are_not_counted():
     with HeldBytes() as watch:
         first = megabytes(3)
         second = megabytes(2)
@@ -26,7 +26,7 @@ def test_what_is_freed_is_no_longer_counted():
     assert second.numel() + third.numel()
 
 
-def test_views_are_no_memory_of_their_own():
+def test_views_have_no_memory():
     with HeldBytes() as watch:
         tensor = megabytes(2)
         views = [tensor[:10], tensor.view(2, -1), tensor.detach()]
@@ -34,15 +34,15 @@ def test_views_are_no_memory_of_their_own():
     assert len(views) == 3
 
 
-def test_the_peak_says_who_held_what():
+def test_the_peak_has_the_bytes_of_each_kind():
     weight = nn.Parameter(megabytes(4))
     with HeldBytes() as watch:
-        watch.name([weight], kinds.PARAMETERS)
+        watch.label([weight], kinds.PARAMETERS)
         with watch.forward():
             kept = weight * 2
             kept = kept * kept  # saves its input, 4 MB
             megabytes(16)  # comes and goes: the peak is here
-        watch.name([weight], kinds.PARAMETERS)
+        watch.label([weight], kinds.PARAMETERS)
     assert watch.peak[kinds.PARAMETERS] == 4 * MEGABYTE
     assert watch.peak[kinds.ACTIVATIONS] == 8 * MEGABYTE
     assert watch.peak[kinds.TEMPORARY] == 16 * MEGABYTE
@@ -81,7 +81,7 @@ def test_resizing_is_torch_s_own_again_afterwards():
 def step(model):
     """The peak of one forward and backward."""
     with HeldBytes() as watch:
-        watch.name(model.parameters(), kinds.PARAMETERS)
+        watch.label(model.parameters(), kinds.PARAMETERS)
         with watch.forward():
             loss = model(torch.zeros(32, 64)).sum()
         loss.backward()

@@ -5,7 +5,7 @@ from tests.analysis.runs import LENGTH, small_run
 from trainwright.analysis.shard import ParameterLayout, grouped, layouts_of, plan_shards
 
 
-def test_a_parameter_s_dims_say_along_which_axes_they_are_split():
+def test_each_dim_of_a_parameter_has_its_mesh_axes():
     found = plan_shards(small_run({"fsdp": 2, "tensor": 2}), world_size=4, sequence_length=LENGTH)
     layouts = {each.name: each for each in found.layouts}
     column = layouts["model.layers.0.mlp.gate_proj.weight"]

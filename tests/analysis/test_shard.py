@@ -1,4 +1,4 @@
-"""What a step sends, by layout, against what theory says it must."""
+"""What a step sends with each mesh, compared with theory."""
 
 import pytest
 from tests.analysis.runs import LENGTH, MODEL, small_run

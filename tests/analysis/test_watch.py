@@ -77,7 +77,7 @@ FINE = [
 
 
 @pytest.mark.parametrize("line", FINE)
-def test_what_stays_on_the_device_is_no_finding(check, line):
+def test_code_that_stays_on_the_device_has_no_finding(check, line):
     assert list(watch(check, line).findings) == []
 
 
@@ -140,7 +140,7 @@ def test_trainer_and_optimizer_are_watched_but_not_hooks_and_not_eval_step(check
     assert [str(each.location) for each in report_with_hook.findings] == locations[:2]
 
 
-def test_a_branch_that_only_evaluation_takes_is_watched_too(check, at):
+def test_a_branch_of_the_evaluation_alone_is_checked_too(check, at):
     line = "h = h if self.training else h * h.mean().item()"
     report = watch(check, line)
     assert (at(line), ".item() waits for the device.") in sightings(report)

@@ -287,7 +287,7 @@ def test_resume_continues_and_logs_if_there_is_no_checkpoint(project, caplog):
     assert mentions(caplog.text, "--resume", "0", Path("runs/points"))
     caplog.clear()
     invoke("train", "--experiment", "points", "--resume")
-    assert "holds no checkpoint" not in caplog.text
+    assert "has no checkpoint" not in caplog.text
     assert "Resumed from" in caplog.text
     assert lines_of(project / "runs/points")[-1]["step"] == 4
 
@@ -300,7 +300,7 @@ def test_resume_continues_and_logs_if_there_is_no_checkpoint(project, caplog):
         (["run.yaml", "--config-file", "a.yaml"], "--config-file goes with --experiment"),
         (["run.yaml", "--imports", "a"], "--imports goes with --experiment"),
         (["run.yaml", "--params-override", "{a: 1}"], "a YAML mapping goes with --experiment"),
-        (["--experiment", "points", "--resume", "--fresh"], "--resume goes on with a run and --fresh starts it over"),
+        (["--experiment", "points", "--resume", "--fresh"], "--resume continues a run and --fresh starts it over"),
         (["--experiment", "points", "--eval-only", "--mode", "train"], "--eval-only is --mode eval"),
         (["--experiment", "points", "--mode", "trian"], "--mode: 'trian' is unknown"),
         (["--experiment", "points", "--mode", "eval", "--fast-dev-run"], "there is nothing to evaluate"),

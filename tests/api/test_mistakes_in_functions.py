@@ -65,7 +65,7 @@ def test_a_function_of_other_arguments_is_rejected_where_it_is_written(role, fun
     text = rejection(training_main, flags(*ONE), Classifier, **given)
     assert text.startswith(place(__file__, f"def {function.__name__}("))
     assert mentions(text, role, wanted)
-    assert text.endswith(f"Let it take {wanted}.")
+    assert text.endswith(f"Let it accept {wanted}.")
     assert not list(tmp_path.iterdir())  # nothing was built
 
 

@@ -57,7 +57,7 @@ def test_an_event_of_other_arguments_is_rejected_where_it_is_written():
     text = rejection(HookCalls, [Deaf()])
     assert text.startswith(place(__file__, "def after_eval(self):"))
     assert mentions(text, "Deaf.after_eval")
-    assert text.endswith("Let it take (self, logs).")
+    assert text.endswith("Let it accept (self, logs).")
     text = rejection(HookCalls, [Curious()])
     assert text.startswith(place(__file__, "def after_step(self, logs):"))
     assert mentions(text, "logs")

@@ -177,18 +177,24 @@ def test_numbers_of_numpy_are_numbers_in_a_dict():
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--eval-only", "--fresh"], "--fresh: has no effect, for --mode eval trains nothing."),
-        (["--mode", "eval", "--accept-changes"], "--accept-changes: has no effect, for --mode eval trains nothing."),
+        (["--eval-only", "--fresh"], "--fresh: has no effect, because --mode eval trains nothing."),
+        (
+            ["--mode", "eval", "--accept-changes"],
+            "--accept-changes: has no effect, because --mode eval",
+        ),
         (
             ["--mode", "continuous_eval", "--fresh"],
-            "--fresh: has no effect, for --mode continuous_eval trains nothing.",
+            "--fresh: has no effect, because --mode continuous_eval trains nothing.",
         ),
-        (["--timeout", "3"], "--timeout: has no effect, for only --mode continuous_eval waits for checkpoints"),
+        (["--timeout", "3"], "--timeout: has no effect, because only --mode continuous_eval waits for checkpoints"),
         (["--eval-only", "--timeout", "3"], "--timeout: has no effect"),
-        (["--fast-dev-run", "--model-dir", "x"], "--model-dir: has no effect, for --fast-dev-run begins in a folder"),
-        (["--fast-dev-run", "--fresh"], "--fresh: has no effect, for --fast-dev-run"),
-        (["--fast-dev-run", "--resume"], "--resume: has no effect, for --fast-dev-run"),
-        (["--fast-dev-run", "--accept-changes"], "--accept-changes: has no effect, for --fast-dev-run"),
+        (
+            ["--fast-dev-run", "--model-dir", "x"],
+            "--model-dir: has no effect, because --fast-dev-run",
+        ),
+        (["--fast-dev-run", "--fresh"], "--fresh: has no effect, because --fast-dev-run"),
+        (["--fast-dev-run", "--resume"], "--resume: has no effect, because --fast-dev-run"),
+        (["--fast-dev-run", "--accept-changes"], "--accept-changes: has no effect, because --fast-dev-run"),
         (["--quiet", "--verbose"], "--quiet shows less and --verbose shows more. Give one of the two."),
     ],
 )
@@ -209,8 +215,8 @@ def test_eval_only_with_resume_evaluates_the_newest_checkpoint_as_libai_does(pro
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["run.py", "--step", "newest"], "--step: 'newest' is neither latest, nor best, nor a number."),
-        (["."], ". is no run folder: it has no config.yaml. Give one such as runs/NAME, or a YAML file."),
+        (["run.py", "--step", "newest"], "--step: 'newest' is not a checkpoint. Use latest, best or a number."),
+        (["."], ". is not a run folder: it has no config.yaml. Pass a YAML file or runs/NAME."),
     ],
 )
 def test_evaluate_rejects_wrong_arguments(words, problem):

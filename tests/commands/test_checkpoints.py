@@ -19,7 +19,7 @@ from trainwright.checkpoint.listing import checkpoints_location
 from trainwright.checkpoint.manifest import read_manifest, render_manifest
 from trainwright.checkpoint.remote_store import open_store
 from trainwright.cli import app
-from trainwright.commands.checkpoints import size_text
+from trainwright.commands.terminal import size_text
 from trainwright.errors import CheckpointError, ConfigError
 
 LOSSES = {10: 0.5, 20: 0.25, 30: 0.75, 40: 1.0}
@@ -118,14 +118,14 @@ def test_an_address_will_do(tmp_path):
     assert ask("memory://bucket/nothing").stdout == "There is no checkpoint in memory://bucket/nothing.\n"
 
 
-def test_a_run_without_a_checkpoint_says_so(tmp_path):
+def test_a_run_without_a_checkpoint_is_reported(tmp_path):
     RunConfig().save(tmp_path / "run" / "config.yaml")
     done = ask(tmp_path / "run", "--verify")
     assert done.exit_code == 0
     assert done.stdout == f"There is no checkpoint in {tmp_path / 'run' / 'checkpoints'}.\n"
 
 
-def test_what_is_no_run_is_rejected(tmp_path):
+def test_other_folders_are_rejected(tmp_path):
     with raises(CheckpointError, "runs/NAME"):
         raise ask(tmp_path / "nowhere").exception
     with raises(CheckpointError, "config.yaml"):
@@ -183,7 +183,7 @@ def test_what_was_set_aside_is_listed_and_counts_no_more(either):
     assert "0.25 (best)" in done.stdout
 
 
-def test_what_is_being_put_is_no_damage(tmp_path):
+def test_an_unfinished_upload_is_not_damage(tmp_path):
     files = fsspec.filesystem("memory")
     files.store.clear()
     store = make_run(tmp_path / "run", ["checkpoint.folder=memory://bucket/run"])
@@ -194,7 +194,7 @@ def test_what_is_being_put_is_no_damage(tmp_path):
     assert store.steps() == [10, 20, 30, 40]
 
 
-def test_prune_keeps_the_policy_and_says_what_went(either):
+def test_prune_applies_the_policy_and_lists_what_was_deleted(either):
     folder, store = either
     done = ask(folder, "--prune")
     assert done.exit_code == 0, done.output

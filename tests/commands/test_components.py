@@ -57,7 +57,7 @@ def test_every_built_in_and_the_user_s_own_have_a_line(project):
     assert line.endswith("decay, lr=0.0001, betas=(0.9, 0.99), fn=max")
 
 
-def test_the_columns_stand_below_each_other(project):
+def test_columns_are_aligned(project):
     header, *rows = ask("optimizer").stdout.splitlines()
     column = header.index("what it is")
     assert all(row[column - 1] == " " and row[column] != " " for row in rows)
@@ -78,7 +78,7 @@ def test_another_project_s_folder_or_run_file_can_be_given(project, tmp_path_fac
     assert "no folder nowhere" in error_of("optimizer", "--project", "nowhere")
 
 
-def test_one_shows_its_docstring_its_place_and_a_snippet_to_paste(project):
+def test_one_component_shows_docstring_location_and_a_snippet(project):
     text = ask("optimizer", "Lion").stdout
     assert "optimizers/lion.py:2" in text
     assert "Sign momentum." in text
@@ -145,7 +145,7 @@ def test_a_file_that_does_not_parse_is_named_and_the_rest_is_shown(project):
     assert mentions(error_of("optimizer", "X"), "optimizers/broken.py:1")
 
 
-def test_in_a_terminal_each_kind_is_a_table_of_its_own_within_the_width(project):
+def test_in_a_terminal_each_kind_is_a_table_within_the_width(project):
     ours, theirs = os.openpty()
     environment = {**os.environ, "COLUMNS": "80", "TERM": "xterm"}
     command = [sys.executable, "-m", "trainwright", "components", "optimizer"]
@@ -173,6 +173,6 @@ def test_presets_are_listed_with_their_sizes(project):
     assert "Presets" not in ask("optimizer", "adamw").stdout
 
 
-def test_what_the_builder_gives_to_muon_is_no_argument_of_a_run_file(project):
+def test_arguments_that_the_builder_passes_to_muon_are_not_listed(project):
     assert "kinds:" not in ask("optimizer", "muon").stdout
     assert "exclude:" in ask("optimizer", "muon").stdout

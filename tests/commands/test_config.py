@@ -74,7 +74,7 @@ def test_a_bare_component_has_the_line_of_its_type(project):
     assert found["- type: time_steps"] == "run.yaml:12"
 
 
-def test_what_nobody_wrote_is_a_default_also_in_a_section_that_was_opened(project):
+def test_a_setting_that_is_not_in_a_file_is_a_default(project):
     found = origins("run.yaml")
     assert found["type: trainer"] == "default"
     assert found["max_epochs: null"] == "default"
@@ -112,13 +112,13 @@ def test_a_run_folder_may_be_given(project):
     assert "max_steps: 12" in ask("runs/mine").stdout
     assert ask("run.yaml", "--diff", "runs/mine").exit_code == 0
     (project / "runs" / "other").mkdir()
-    assert "folder without config.yaml" in str(ask("runs/other").exception)
+    assert "it has no config.yaml" in str(ask("runs/other").exception)
 
 
 def test_a_wrong_file_is_explained_and_no_file_too(project):
     (project / "bad.yaml").write_text("trainer: {max_step: 3}\n")
     assert "bad.yaml:1: trainer.max_step: " in str(ask("bad.yaml").exception)
-    assert "which run?" in str(ask().exception)
+    assert "config needs a run" in str(ask().exception)
 
 
 # differences
@@ -150,7 +150,7 @@ def test_each_difference_has_both_values_and_origins_and_exits_with_1(project):
     }
 
 
-def test_names_differ_only_where_somebody_gave_one(project):
+def test_names_differ_only_where_they_are_set(project):
     (project / "other.yaml").write_text("extends: run.yaml\nname: mine\n")
     assert "mine (other.yaml:2)" in ask("run.yaml", "--diff", "other.yaml").stdout
 
@@ -289,7 +289,7 @@ def test_editors_can_complete_the_built_in_components():
 # the reference
 
 
-def test_the_reference_is_what_the_schema_gives():
+def test_the_reference_is_generated_from_the_schema():
     path = ROOT / "docs" / "generate_configuration.py"
     spec = importlib.util.spec_from_file_location("generate_configuration", path)
     module = importlib.util.module_from_spec(spec)
@@ -298,7 +298,7 @@ def test_the_reference_is_what_the_schema_gives():
     assert written == module.generate(), "Run: python docs/generate_configuration.py"
 
 
-def test_the_reference_has_every_key_beside_a_models_own_arguments():
+def test_the_reference_has_every_key_but_the_arguments_of_models():
     written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     section = written.partition("## model\n")[2].partition("\n## ")[0]
     assert [key for key in ("preset", *ModelSection.reserved_keys) if f"\n| `{key}` |" not in section] == []

@@ -74,7 +74,7 @@ def test_without_data_the_error_names_the_length(run_file):
     assert "Or give --length N" in str(done.exception)
 
 
-def test_a_model_that_cannot_be_built_is_said_once(run_file, caplog):
+def test_a_model_that_cannot_be_built_is_reported_once(run_file, caplog):
     done = invoke(run_file, "model.preset=wrong", "--world", 4, "--length", 32)
     assert mentions(str(done.exception), "wrong")
     assert "preset" not in caplog.text

@@ -27,7 +27,7 @@ def test_the_folder_is_written_and_named(run, tmp_path, options):
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_a_place_without_a_run_is_an_explained_error(tmp_path):
+def test_a_folder_without_a_run_is_an_explained_error(tmp_path):
     done = invoke(tmp_path, "--to", tmp_path / "out")
     assert isinstance(done.exception, CheckpointError)
     assert "is not a run folder" in str(done.exception)

@@ -1,4 +1,4 @@
-"""`trainwright new`: what it writes works as it stands, and nothing of the user's is touched."""
+"""`trainwright new`: its projects train unchanged, and existing files stay."""
 
 import ast
 import json
@@ -29,7 +29,7 @@ def invoke(*arguments):
         pytest.param("lm", [], marks=pytest.mark.slow),
     ],
 )
-def test_a_new_project_trains_as_it_stands_and_says_the_next_commands(kind, overrides, in_tmp, monkeypatch):
+def test_a_new_project_trains_unchanged_and_shows_the_next_commands(kind, overrides, in_tmp, monkeypatch):
     done = invoke("new", "mine", "--kind", kind)
     assert done.exit_code == 0, done.output
     assert "  cd mine\n" in done.output
@@ -53,7 +53,7 @@ def test_the_test_of_a_new_project_passes(kind, in_tmp):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_part_is_one_short_file_that_says_what_it_is(kind):
+def test_each_component_is_one_short_file_with_a_summary(kind):
     folder = template_folder(Kind(kind))
     assert {path.parent.name for path in folder.glob("*/*.py")} == FOLDERS
     for path in folder.rglob("*.py"):
@@ -95,8 +95,7 @@ def test_a_folder_that_holds_something_is_rejected_by_name_and_left_alone(in_tmp
     Path("mine/run.yaml").write_text("mine")
     done = invoke("new", "mine")
     assert str(done.exception) == (
-        "mine is not empty: it holds run.yaml. Nothing was written. "
-        "Name a folder that does not exist yet, or an empty one."
+        "mine is not empty: it has run.yaml. Nothing was written. Use a folder that does not exist, or an empty one."
     )
     assert [path.name for path in Path("mine").iterdir()] == ["run.yaml"]
     assert Path("mine/run.yaml").read_text() == "mine"
@@ -104,10 +103,10 @@ def test_a_folder_that_holds_something_is_rejected_by_name_and_left_alone(in_tmp
 
 def test_a_file_is_rejected_by_name(in_tmp):
     Path("mine").write_text("")
-    assert "mine is there already and is not a folder" in str(invoke("new", "mine").exception)
+    assert "mine exists and is not a folder" in str(invoke("new", "mine").exception)
 
 
-def test_a_folder_below_a_file_says_what_cannot_be_written(in_tmp):
+def test_a_folder_below_a_file_cannot_be_written(in_tmp):
     Path("file").write_text("")
     error = str(invoke("new", "file/mine").exception)
     assert "cannot be written" in error

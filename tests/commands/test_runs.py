@@ -17,9 +17,11 @@ from typer.testing import CliRunner
 
 from trainwright import RunConfig, Trainer, build_trainer
 from trainwright.checkpoint import folder as run_folders
+from trainwright.checkpoint import listing
 from trainwright.cli import app
 from trainwright.commands import runs as command
-from trainwright.commands.runs import ago, find_runs, summarise
+from trainwright.commands.runs import find_runs, summarize
+from trainwright.commands.terminal import age_text
 from trainwright.writers import json_lines
 
 RUN = str(Path(__file__).parents[1] / "project" / "run.yaml")
@@ -53,7 +55,7 @@ def grow_old(folder, seconds=7300):
 
 
 def state_of(root, name):
-    return summarise(root / name, root)
+    return summarize(root / name, root)
 
 
 def rows(root):
@@ -101,7 +103,7 @@ def test_a_run_with_long_steps_may_be_running_though_quiet(root):
     assert state_of(root, "vision/half").state == "running?"
 
 
-def test_a_run_that_was_told_to_stop_is_stopped(root):
+def test_a_run_that_called_stop_is_stopped(root):
     class StopsAtThree(Trainer):
         def train_step(self, batch):
             if self.step == 2:
@@ -193,7 +195,7 @@ def test_a_nan_is_shown(root):
     assert rows(root)["whole"]["loss"] == "nan"
 
 
-def test_other_folders_are_no_runs_and_a_run_s_own_folder_will_do(root):
+def test_only_run_folders_are_listed_and_one_may_be_passed(root):
     (root / "notes").mkdir()
     (root / "notes" / "todo.txt").touch()
     (root / "a file").touch()
@@ -201,7 +203,7 @@ def test_other_folders_are_no_runs_and_a_run_s_own_folder_will_do(root):
     assert rows(root / "whole").keys() == {"whole"}
 
 
-def test_no_run_and_no_folder_are_said(tmp_path):
+def test_an_empty_and_a_missing_folder_are_reported(tmp_path):
     done = CliRunner().invoke(app, ["runs", str(tmp_path)])
     assert done.exit_code == 0
     assert done.stdout == f"There is no run in {tmp_path}.\n"
@@ -225,7 +227,7 @@ def test_nothing_is_changed_and_torch_is_not_imported(root):
 def test_the_names_of_files_are_those_that_a_run_writes():
     assert command.CONFIG_FILE == run_folders.CONFIG_FILE
     assert command.LOG_FILE == run_folders.LOG_FILE
-    assert command.CHECKPOINTS == run_folders.CHECKPOINTS
+    assert listing.CHECKPOINTS == run_folders.CHECKPOINTS
     assert command.METRICS_FILE == json_lines.FILE_NAME
 
 
@@ -240,5 +242,5 @@ def test_the_names_of_files_are_those_that_a_run_writes():
         (2e6, "23 days ago"),
     ],
 )
-def test_an_age_is_told_in_its_largest_unit(seconds, words):
-    assert ago(seconds) == words
+def test_an_age_is_in_its_largest_unit(seconds, words):
+    assert age_text(seconds) == words

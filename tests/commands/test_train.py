@@ -44,7 +44,7 @@ def test_a_hook_of_the_file_is_not_doubled(in_tmp):
     assert [path.name for path in (in_tmp / "runs" / "small" / "profile").glob("*.gz")] == ["steps-2-3-rank-0.json.gz"]
 
 
-def test_going_on_without_a_profile_is_no_change(in_tmp):
+def test_resuming_without_a_profile_is_not_a_change(in_tmp):
     assert invoke("--profile", *SHORT).exit_code == 0
     done = invoke(*SHORT, "trainer.max_steps=6")
     assert done.exit_code == 0, done.output
@@ -52,7 +52,7 @@ def test_going_on_without_a_profile_is_no_change(in_tmp):
 
 
 @pytest.mark.parametrize("mode", ["eager", "compile", "graph"])
-def test_how_a_step_runs_given_as_what_to_do_is_told_its_place(in_tmp, mode):
+def test_a_runtime_mode_as_mode_is_rejected_with_its_setting(in_tmp, mode):
     done = invoke("--mode", mode)
     assert isinstance(done.exception, ConfigError)
     assert f"write runtime.mode={mode}" in str(done.exception)
@@ -60,9 +60,9 @@ def test_how_a_step_runs_given_as_what_to_do_is_told_its_place(in_tmp, mode):
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [(["--fast-dev-run"], "keeps nothing"), (["--eval-only"], "for steps of training")],
+    [(["--fast-dev-run"], "keeps nothing"), (["--eval-only"], "trains nothing")],
 )
-def test_a_profile_that_nobody_would_see_is_rejected(in_tmp, flags, message):
+def test_a_profile_without_a_run_folder_or_training_is_rejected(in_tmp, flags, message):
     done = invoke("--profile", *flags)
     assert isinstance(done.exception, ConfigError)
     assert message in str(done.exception)

@@ -1,4 +1,4 @@
-"""`trainwright --version` and shell completion: what stands before any command."""
+"""`trainwright --version` and shell completion."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_a_lost_process_restarts_the_group_which_repeats_the_same_losses(tmp_pat
     lost = r"^Rank 1 \(process \d+\) was ended by SIGKILL\. Restart 1 of 1: starting all ranks again\.$"
     assert len(re.findall(lost, errors, re.MULTILINE)) == 1
     assert "Traceback" not in errors, "the other rank only says that it lost a connection"
-    assert errors.count("Restart 1: the run goes on from its newest checkpoint.") == 1
+    assert errors.count("Restart 1: the run resumes from its newest checkpoint.") == 1
     assert untimed_lines(tmp_path) == undisturbed
     assert len(undisturbed) == 12
     # --fresh was for the first attempt: the run before was set aside, this one's own steps were not.

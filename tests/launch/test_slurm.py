@@ -115,7 +115,7 @@ def test_a_job_without_cores_says_what_that_means_and_how_to_set_them():
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        ([], "runtime.device: cpu leaves the GPUs idle that --slurm asks for (gpus=8)."),
+        ([], "runtime.device: cpu does not use the GPUs that --slurm requests (gpus=8)."),
         (
             ["runtime.device=auto"],
             "8 is not micro_batch_size 4 × 32 data ranks × a whole number. Use a multiple of 128.",

@@ -1,4 +1,4 @@
-"""The line that changes what a step keeps."""
+"""The line that changes a value during a step."""
 
 import linecache
 
@@ -42,9 +42,9 @@ class Keeping:
     ],
 )
 def test_the_line_that_changes_a_value_is_found_by_its_name(name, text):
-    place = line_of_change(name, [Keeping])
-    assert place.file.endswith("test_mutations.py")
-    assert linecache.getline(__file__, place.line).strip() == place.text.strip() == text
+    location = line_of_change(name, [Keeping])
+    assert location.file.endswith("test_mutations.py")
+    assert linecache.getline(__file__, location.line).strip() == location.text.strip() == text
 
 
 def test_what_no_file_changes_has_no_line():

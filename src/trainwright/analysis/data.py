@@ -1,6 +1,6 @@
 """`trainwright data`: samples in training order, the first batch, lengths, a mixture, and remarks.
 
-data_page.py writes the result for a terminal.
+The data classes hold the result, which data_page.py renders for a terminal and `to_dict` for JSON.
 """
 
 from __future__ import annotations
@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import count, takewhile
 from numbers import Number
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trainwright.analysis.explain import overridden
 from trainwright.build.components import Build
 from trainwright.build.data import limits
 from trainwright.config import BatchPlan, Component, RunConfig, known_data_ranks, micro_batch_alone, resolve_batch
@@ -30,20 +33,21 @@ from trainwright.errors import ConfigError
 from trainwright.events.mean import IGNORED_LABEL
 from trainwright.loop.task import Task, overrides
 from trainwright.loop.trainer import Trainer
+from trainwright.user_code.locations import parameters_of
 
 
 @dataclass(frozen=True)
-class Nest:
-    """A dataset and those that it reads from."""
+class SourceTree:
+    """A dataset and the datasets that it reads from."""
 
     type: str
-    """As the run file names it; the class where a trainer or a task built it."""
+    """As in the run file; the class where a trainer or a task built it."""
     class_name: str
-    sources: Mapping[str, Nest] = field(default_factory=dict)
+    sources: Mapping[str, SourceTree] = field(default_factory=dict)
     """By name; a single one is called `source`."""
 
     def describe(self) -> str:
-        """Says it in one line, outermost first."""
+        """Returns it as one line, outermost first."""
         own = self.type if self.type.endswith(self.class_name) else f"{self.type} ({self.class_name})"
         if list(self.sources) == ["source"]:
             return f"{own} ← {self.sources['source'].describe()}"
@@ -54,7 +58,7 @@ class Nest:
 
 @dataclass(frozen=True)
 class Split:
-    """The part of a whole that `data.split` gave to a set."""
+    """The number of samples that `data.split` takes from a whole."""
 
     samples: int
     whole: int
@@ -65,10 +69,10 @@ class TokenCounts:
     """The tokens of a set."""
 
     per_epoch: int | None
-    """None for a stream, of which nobody knows the length."""
+    """None for a stream."""
     per_sample: float
     is_estimate: bool
-    """Are they worked out from the samples that were looked at?"""
+    """True where they are computed from the samples that were read."""
 
 
 @dataclass(frozen=True)
@@ -83,25 +87,25 @@ class Values:
     mean: float | None = None
     maximum: float | None = None
     text: str | None = None
-    """A text, the text that tokens decode to, or the value in short."""
+    """A text, decoded tokens, or a short form of the value."""
     is_tokens: bool = False
     ids: str | None = None
-    """The first token ids, where nothing decodes them."""
+    """The first token ids, where there is no decoder."""
     num_ignored: int | None = None
     """Labels that are -100."""
     is_as_input_ids: bool = False
-    """Are these labels the sample's tokens, save for those that are -100?"""
+    """True for labels that equal the tokens, apart from those that are -100."""
     drawing: tuple[str, ...] = ()
-    """A small grey image, line by line."""
+    """A small gray image, line by line."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample where training meets it."""
+    """A sample at its position in training."""
 
     position: int
     row: int | None
-    """The row in the dataset, or in the source of a mixture; a stream does not number its rows."""
+    """The row in the dataset, or in the source of a mixture; None in a stream."""
     source: str | None
     fields: tuple[Values, ...]
 
@@ -114,16 +118,16 @@ class Batch:
     rank: int
     num_ranks: int
     micro_batch_size: int | None
-    """Samples of one forward; None for an evaluation set, whose batches are not cut."""
+    """None for an evaluation set, whose batches are not split."""
     fields: tuple[Values, ...]
     padding: float | None
-    """The share of places that hold no token; None where no field says so."""
+    """The fraction of padding; None where no field shows it."""
     padding_by: str | None
-    """The field that it is read from."""
+    """The field that shows it."""
     in_loss: float | None
-    """The share of places whose label is not -100; None without labels for each token."""
+    """The fraction of labels that are not -100; None without labels for each token."""
     first_row: tuple[Values, ...] = ()
-    """The tokens and labels of its first sample, where the collator made them."""
+    """The tokens and labels of its first sample, where the collator creates them."""
 
 
 @dataclass(frozen=True)
@@ -137,14 +141,14 @@ class Bar:
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long samples are."""
+    """The lengths of samples."""
 
     unit: str
     """What is counted: `tokens of input_ids`, `characters of text`."""
     samples: int | None
-    """How many are counted; None where a stream says of all of them how long they are."""
+    """How many are counted; None for a stream of equal lengths."""
     is_whole: bool
-    """Is every sample of the set counted?"""
+    """True if every sample of the set is counted."""
     minimum: int
     median: int
     p95: int
@@ -163,16 +167,16 @@ class MixedSource:
     share: float | None
     """Of the first `Mixture.positions` positions."""
     epochs: float | None
-    """How often the run passes over it."""
+    """How often the run reads it."""
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """What a set is mixed of."""
+    """The sources of a set."""
 
     sources: tuple[MixedSource, ...]
     positions: int | None
-    """Over how many positions shares are counted; None: they follow from the weights or the sizes."""
+    """Over how many positions shares are counted; None: they are those of the weights or sizes."""
 
 
 @dataclass(frozen=True)
@@ -186,17 +190,17 @@ class DataUse:
 
 @dataclass(frozen=True)
 class DataSet:
-    """One set: briefly, or with all that was seen of it."""
+    """One set, in short or in full."""
 
     name: str
     label: str
-    """The setting that it comes from."""
-    nest: Nest
+    """Its setting."""
+    nest: SourceTree
     num_samples: int | None
     """None for a stream."""
     split: Split | None = None
     fill: float | None = None
-    """The share of real tokens in packed rows."""
+    """The fraction of tokens in packed rows."""
     tokens: TokenCounts | None = None
     plan: DataUse | None = None
     samples: tuple[Sample, ...] = ()
@@ -205,20 +209,20 @@ class DataSet:
     mixture: Mixture | None = None
     remarks: tuple[str, ...] = ()
     error: str | None = None
-    """Why it cannot be used, in words."""
+    """Why it cannot be used."""
 
 
 @dataclass(frozen=True)
-class Look:
-    """All that was found: the first set in full, the others briefly."""
+class DataReport:
+    """The first set in full, the others in short."""
 
     run: str
     sets: tuple[DataSet, ...]
     failure: Exception | None = None
-    """What ended the look early, for the command to raise once all else is shown."""
+    """The first error, which the command raises after it has shown the report."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns it as JSON can hold it: a number that is none, such as nan, becomes a text."""
+        """Returns plain values for JSON: numbers that are not finite become texts."""
         plain: dict[str, Any] = _plain({"run": self.run, "sets": [asdict(each) for each in self.sets]})
         return plain
 
@@ -231,86 +235,72 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-MOST_BARS = 12
-_STEPS = (1, 2, 5)
+Decode = Callable[[list[int]], str | None]
+"""From token ids to their text; None where they have none."""
+
+TRAIN, TEST = "train", "test"
+MAX_BARS = 12
+MAX_PADDING = 0.3
+"""The fraction of padding above which there is a remark."""
+NUM_POSITIONS = 10_000
+"""The positions over which the shares of a mixture are counted: data/mix.py keeps them exactly over as many."""
+
+_MAX_TEXT = 2000
+_MAX_IDS = 64
+_MAX_ROWS = 5
+_FEW = 0.05  # up to this fraction of ignored labels, the text of the labels is that of the tokens
+_MAX_DRAWING = 40  # pixels per side
+_FINE_DRAWING = 16  # up to this size a pixel is two characters of one line; above, half a line of one character
+_SHADES = " ░▒▓█"
+
+
+# lengths
 
 
 def unit_of(sample: Any) -> str | None:
-    """Returns what a sample's length is counted in, tokens before characters; None where it has none."""
+    """Returns what the length of a sample counts, tokens before characters; None where it has no length."""
     fields = fields_of(sample)
-    name = next((name for name, value in fields if is_token_field(name) and hasattr(value, "__len__")), None)
-    if name is not None:
-        return f"tokens of {name}"
+    for name, value in fields:
+        if is_token_field(name) and hasattr(value, "__len__"):
+            return f"tokens of {name}"
     texts = [name for name, value in fields if isinstance(value, str)]
-    if not texts:
-        return None
-    return f"characters of {'text' if 'text' in texts else ', '.join(texts)}"
+    return f"characters of {'text' if 'text' in texts else ', '.join(texts)}" if texts else None
 
 
 def length_of(sample: Any, unit: str) -> int | None:
-    """Returns a sample's length, of all fields that the unit names; None where it has none of them."""
+    """Returns the length of a sample over all fields of the unit; None where it has none of them."""
     names = unit.split(" of ", 1)[1].split(", ")
     lengths = [len(value) for name, value in fields_of(sample) if name in names and hasattr(value, "__len__")]
     return sum(lengths) if lengths else None
 
 
-def summarise(counted: Sequence[int], unit: str, *, is_whole: bool) -> Lengths:
-    """Returns the numbers and the bars; no bars where all are equal."""
-    lengths = np.sort(np.asarray(counted, dtype=np.int64))
-    low, high = int(lengths[0]), int(lengths[-1])
-    median, p95 = (int(np.percentile(lengths, share, method="inverted_cdf")) for share in (50, 95))
-    return Lengths(unit, len(lengths), is_whole, low, median, p95, high, _bars(lengths, low, high))
+def summarize_lengths(lengths: Sequence[int], unit: str, *, is_whole: bool) -> Lengths:
+    """Returns the quantiles and the histogram of lengths; no histogram where all are equal."""
+    ordered = np.sort(np.asarray(lengths, dtype=np.int64))
+    low, high = int(ordered[0]), int(ordered[-1])
+    median, p95 = (int(np.percentile(ordered, percentage, method="inverted_cdf")) for percentage in (50, 95))
+    bars = () if low == high else _bars(ordered, low, high, p95)
+    return Lengths(unit, len(ordered), is_whole, low, median, p95, high, bars)
 
 
-def _bars(lengths: Any, low: int, high: int) -> tuple[Bar, ...]:
-    """Returns at most MOST_BARS bars of equal, round width.
-
-    A long tail would leave one bar with everything: what is beyond three times the 95th percentile shares the last.
-    """
-    if low == high:
-        return ()
-    p95 = int(np.percentile(lengths, 95, method="inverted_cdf"))
-    top = high if high <= 3 * max(p95, 1) else p95
-    width = _round_width(low, top, MOST_BARS if top == high else MOST_BARS - 1)
-    first = low // width * width
-    edges = list(range(first, top + 1, width))
-    bars = [Bar(start, start + width - 1, _between(lengths, start, start + width)) for start in edges]
-    if top < high:
-        end = edges[-1] + width
-        bars.append(Bar(end, high, _between(lengths, end, high + 1)))
-    return tuple(bars)
+def _bars(lengths: Any, low: int, high: int, p95: int) -> tuple[Bar, ...]:
+    """Returns at most MAX_BARS bars of one round width; with a long tail, one more bar holds all of it."""
+    has_tail = high > 3 * max(p95, 1)
+    top, most = (p95, MAX_BARS - 1) if has_tail else (high, MAX_BARS)
+    widths = (step * 10**power for power in count() for step in (1, 2, 5))
+    width = next(width for width in widths if top // width - low // width + 1 <= most)
+    edges = [*range(low // width * width, top + 1, width)]
+    edges.append(edges[-1] + width)
+    edges += [high + 1] if has_tail else []
+    counts = np.diff(np.searchsorted(lengths, edges)).tolist()
+    return tuple(Bar(first, end - 1, samples) for first, end, samples in zip(edges, edges[1:], counts, strict=False))
 
 
-def _round_width(low: int, high: int, most: int) -> int:
-    """Returns the smallest of 1, 2, 5, 10, 20 … that needs at most so many bars."""
-    power = 1
-    while True:
-        for step in _STEPS:
-            width = step * power
-            if high // width - low // width + 1 <= most:
-                return width
-        power *= 10
-
-
-def _between(lengths: Any, start: int, stop: int) -> int:
-    return int(np.searchsorted(lengths, stop) - np.searchsorted(lengths, start))
-
-
-"""The label of a place that is not learnt."""
-
-Decode = Callable[[list[int]], str | None]
-"""From tokens to their text; None where they have none."""
-
-_LONGEST_TEXT = 2000
-_MOST_IDS = 64
-_FEW = 0.05  # where fewer labels are left out, the text that is learnt says nothing beside that of the tokens
-_LARGEST_DRAWING = 40  # pixels a side: a larger image says nothing in characters
-_FINE_DRAWING = 16  # up to here a pixel is two characters of one line; above, half a line of one character
-_SHADES = " ░▒▓█"
+# fields of samples and batches
 
 
 def fields_of(sample: Any) -> list[tuple[str, Any]]:
-    """Returns the fields of a sample or a batch by name; places of a tuple are named by their number."""
+    """Returns the fields of a sample or a batch by name; those of a tuple are named by their index."""
     return list(_fields(sample, "")) or [("value", sample)]
 
 
@@ -342,17 +332,17 @@ def tensor_of(value: Any) -> Tensor | None:
         return None
     try:
         return torch.as_tensor(np.asarray(value))
-    except (ValueError, TypeError, OverflowError):  # ragged, or of a kind that torch has no type for
+    except (ValueError, TypeError, OverflowError):  # ragged, or without a torch dtype
         return None
 
 
 def is_token_field(name: str) -> bool:
-    """Does a field of this name hold tokens?"""
+    """Returns True for the name of a field with token ids."""
     return name.rsplit(".", 1)[-1].endswith("input_ids")
 
 
 def is_label_field(name: str) -> bool:
-    """Does a field of this name hold labels?"""
+    """Returns True for the name of a field with labels."""
     return name.rsplit(".", 1)[-1].endswith("labels")
 
 
@@ -363,110 +353,95 @@ def describe_sample(sample: Any, decode: Decode) -> tuple[Values, ...]:
     return tuple(_describe(name, value, decode, tokens) for name, value in fields)
 
 
-def describe_batch(batch: Any) -> tuple[Values, ...]:
-    """Describes each field of a batch, without what is in it."""
-    return tuple(
-        Values(name, _type_name(value), device=str(tensor.device), **_statistics(tensor))
-        if (tensor := tensor_of(value)) is not None
-        else Values(name, _type_name(value), text=f"{len(value)} values" if hasattr(value, "__len__") else None)
-        for name, value in fields_of(batch)
-    )
+def describe_fields(batch: Any) -> tuple[Values, ...]:
+    """Describes each field of a batch by its shape and range."""
+    found = []
+    for name, value in fields_of(batch):
+        tensor = tensor_of(value)
+        if tensor is not None:
+            found.append(_statistics(name, value, tensor, device=str(tensor.device)))
+        else:
+            text = f"{len(value)} values" if hasattr(value, "__len__") else None
+            found.append(Values(name, _type_name(value), text=text))
+    return tuple(found)
 
 
 def _describe(name: str, value: Any, decode: Decode, tokens: Tensor | None) -> Values:
     tensor = tensor_of(value)
     if tensor is None:
-        return Values(name, _type_name(value), text=_in_short(value))
-    kind = _type_name(value)
-    is_whole = not (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype != torch.bool
+        return Values(name, _type_name(value), text=_shorten(value))
+    is_integer = not (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype != torch.bool
     if tensor.ndim == 0:
-        return Values(name, kind, (), text=_in_short(tensor.item()), **_extremes(tensor))
-    if is_whole and tensor.ndim == 1 and is_token_field(name):
-        return _describe_tokens(Values(name, kind, is_tokens=True, **_statistics(tensor)), tensor, decode)
-    if is_whole and is_label_field(name):
-        return _describe_labels(Values(name, kind, **_statistics(tensor)), tensor, decode, tokens)
-    return Values(name, kind, drawing=draw(tensor), **_statistics(tensor))
+        return _statistics(name, value, tensor, text=_shorten(tensor.item()))
+    if is_integer and tensor.ndim == 1 and is_token_field(name):
+        text = _decoded(tensor, decode)
+        ids = " ".join(map(str, tensor[:_MAX_IDS].tolist())) + (" …" if len(tensor) > _MAX_IDS else "")
+        return _statistics(name, value, tensor, is_tokens=True, text=text, ids=None if text else ids)
+    if not is_integer or not is_label_field(name):
+        return _statistics(name, value, tensor, drawing=draw(tensor))
+    is_used = tensor != IGNORED_LABEL
+    num_ignored = int((~is_used).sum())
+    has_tokens = tokens is not None and tokens.shape == tensor.shape
+    is_masked = has_tokens and num_ignored > _FEW * tensor.numel() and bool(is_used.any())
+    return _statistics(
+        name,
+        value,
+        tensor,
+        num_ignored=num_ignored,
+        is_as_input_ids=tokens is not None and has_tokens and bool(torch.eq(tensor, tokens)[is_used].all()),
+        text=_decoded(tensor[is_used], decode) if is_masked else None,
+    )
 
 
-def _describe_tokens(values: Values, tensor: Tensor, decode: Decode) -> Values:
-    text = decode(tensor[:_LONGEST_TEXT].tolist())
-    return _with(values, text=None if text is None else text[:_LONGEST_TEXT], ids=None if text else _ids(tensor))
+def _decoded(tokens: Tensor, decode: Decode) -> str | None:
+    text = decode(tokens[:_MAX_TEXT].tolist())
+    return None if text is None else text[:_MAX_TEXT]
 
 
-def _describe_labels(values: Values, labels: Tensor, decode: Decode, tokens: Tensor | None) -> Values:
-    is_learnt = labels != IGNORED_LABEL
-    values = _with(values, num_ignored=int((~is_learnt).sum()))
-    if tokens is None or tokens.shape != labels.shape:
-        return values
-    if bool((labels == tokens)[is_learnt].all()):
-        values = _with(values, is_as_input_ids=True)
-    if (values.num_ignored or 0) > _FEW * labels.numel() and bool(is_learnt.any()):
-        text = decode(labels[is_learnt][:_LONGEST_TEXT].tolist())
-        values = _with(values, text=None if text is None else text[:_LONGEST_TEXT])
-    return values
-
-
-def _with(values: Values, **changes: Any) -> Values:
-    return Values(**{**vars(values), **changes})
-
-
-def _statistics(tensor: Tensor) -> dict[str, Any]:
-    return {"shape": tuple(tensor.shape), **_extremes(tensor)}
-
-
-def _extremes(tensor: Tensor) -> dict[str, Any]:
+def _statistics(name: str, value: Any, tensor: Tensor, **facts: Any) -> Values:
+    """Returns the shape and range of a tensor, with further facts."""
+    described = Values(name, _type_name(value), tuple(tensor.shape), **facts)
     if not tensor.numel() or tensor.is_complex():
-        return {}
-    if tensor.dtype == torch.bool:
-        tensor = tensor.to(torch.uint8)
+        return described
+    tensor = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
     number = float if tensor.is_floating_point() else int
     low, high = (number(each.item()) for each in torch.aminmax(tensor))
-    return {"minimum": low, "mean": float(tensor.to(torch.float64).mean()), "maximum": high}
+    return replace(described, minimum=low, mean=float(tensor.to(torch.float64).mean()), maximum=high)
 
 
 def _type_name(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return str(value.dtype).removeprefix("torch.")
-    if isinstance(value, (np.ndarray, np.generic)):
-        return str(value.dtype)
-    return type(value).__name__
+    kind = value.dtype if isinstance(value, (Tensor, np.ndarray, np.generic)) else type(value).__name__
+    return str(kind).removeprefix("torch.")
 
 
-def _in_short(value: Any) -> str:
-    """Returns a value that is no tensor as text."""
+def _shorten(value: Any) -> str:
+    """Returns a value that is not a tensor as text."""
     if isinstance(value, str):
-        return value[:_LONGEST_TEXT]
+        return value[:_MAX_TEXT]
     if isinstance(value, (bytes, bytearray)):
         return f"{len(value):,} bytes"
-    if hasattr(value, "mode") and hasattr(value, "size"):  # PIL's
+    if hasattr(value, "mode") and hasattr(value, "size"):  # a PIL image
         width, height = value.size
         return f"an image of {width} × {height}, {value.mode}"
     if isinstance(value, (list, tuple, Mapping)):
         try:
-            return json.dumps(value, ensure_ascii=False)[:_LONGEST_TEXT]
+            return json.dumps(value, ensure_ascii=False)[:_MAX_TEXT]
         except (TypeError, ValueError):
-            return f"{len(value)} values, {repr(value)[:_LONGEST_TEXT]}"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return repr(value)[:_LONGEST_TEXT]
-
-
-def _ids(tensor: Tensor) -> str:
-    shown = " ".join(map(str, tensor[:_MOST_IDS].tolist()))
-    return f"{shown} …" if len(tensor) > _MOST_IDS else shown
+            return f"{len(value)} values, {repr(value)[:_MAX_TEXT]}"
+    return f"{value:.6g}" if isinstance(value, float) else repr(value)[:_MAX_TEXT]
 
 
 def draw(tensor: Tensor) -> tuple[str, ...]:
-    """Returns a small grey image [height, width] or [1, height, width] as lines of shades; () for anything else."""
+    """Returns a small gray image [height, width] or [1, height, width] as lines of shades; () for anything else."""
     if tensor.ndim == 3 and tensor.shape[0] == 1:
         tensor = tensor[0]
-    if tensor.ndim != 2 or not 4 <= min(tensor.shape) <= max(tensor.shape) <= _LARGEST_DRAWING:
+    if tensor.ndim != 2 or not 4 <= min(tensor.shape) <= max(tensor.shape) <= _MAX_DRAWING:
         return ()
     if max(tensor.shape) > 4 * min(tensor.shape) or tensor.is_complex():
         return ()
     pixels = tensor.to(torch.float64)
     low, high = float(pixels.min()), float(pixels.max())
-    if not high > low:  # one shade, or not a number
+    if not high > low:  # constant, or nan
         return ()
     pixels = (pixels - low) / (high - low)
     times = 2 if max(tensor.shape) <= _FINE_DRAWING else 1
@@ -476,12 +451,12 @@ def draw(tensor: Tensor) -> tuple[str, ...]:
     return tuple("".join(_SHADES[level] * times for level in row) for row in levels.tolist())
 
 
-TRAIN, TEST = "train", "test"
+# the sets of a run
 
 
 @dataclass(frozen=True)
 class RunSet:
-    """One set as it was built: a dataset, a stream, or a loader that a trainer made."""
+    """One set as it was built: a dataset, a stream, or a loader that a trainer built."""
 
     name: str
     label: str
@@ -491,15 +466,19 @@ class RunSet:
 
     @property
     def dataset(self) -> Any:
-        """The dataset itself, without a loader around it."""
+        """The dataset itself, without its loader."""
         is_loader = isinstance(self.data, (TrainData, StreamData, EvalData, EvalStream))
         return self.data.dataset if is_loader else self.data
+
+    @property
+    def num_samples(self) -> int | None:
+        """The number of samples; None for a stream."""
+        return None if is_stream(self.dataset) else count_samples(self.dataset, self.label)
 
 
 def build_sets(config: RunConfig) -> tuple[dict[str, RunSet], Collator]:
     """Returns the sets by name, train first and test last, and the collator."""
-    # A dataset that draws in its constructor draws the same at every look.
-    seed_generators(config.seed)
+    seed_generators(config.seed)  # for datasets with random numbers in their constructor
     build = Build(config)
     trainer_class = build.trainer_class()
     task = trainer_class.build_task(build)
@@ -507,48 +486,39 @@ def build_sets(config: RunConfig) -> tuple[dict[str, RunSet], Collator]:
     task_builds = overrides(task, "build_dataset", Task)
     collator = trainer_class.build_collator(build)
     train, evaluation = trainer_class.build_train_data(build), trainer_class.build_eval_data(build)
-    test = build.test_data()
-    own = None if task_builds or _is_replaced(trainer_class, "build_train_data") else config.data.train
-    sets = [RunSet(TRAIN, "data.train", train, own)]
-    uses_section = not (task_builds or _is_replaced(trainer_class, "build_eval_data"))
-    for name, data in evaluation.items():
-        is_part = uses_section and name not in config.data.eval
-        component = (config.data.train if is_part else config.data.eval[name]) if uses_section else None
-        sets.append(RunSet(name, "data.split" if is_part else f"data.eval.{name}", data, component))
+    test, data = build.test_data(), config.data
+    uses_section = not (task_builds or overridden(trainer_class, "build_train_data", Trainer))
+    sets = [RunSet(TRAIN, "data.train", train, data.train if uses_section else None)]
+    uses_section = not (task_builds or overridden(trainer_class, "build_eval_data", Trainer))
+    for name, each in evaluation.items():
+        is_split = uses_section and name not in data.eval
+        component = (data.train if is_split else data.eval[name]) if uses_section else None
+        sets.append(RunSet(name, "data.split" if is_split else f"data.eval.{name}", each, component))
     if test is not None:
-        is_part = config.data.test is None
-        component = None if task_builds else config.data.train if is_part else config.data.test
-        label = "data.test" if task_builds or not is_part else "data.split"
-        sets.append(RunSet(TEST, label, test, component))
+        is_split = data.test is None and not task_builds
+        component = None if task_builds else data.train if is_split else data.test
+        sets.append(RunSet(TEST, "data.split" if is_split else "data.test", test, component))
     return {each.name: each for each in sets}, collator
 
 
-def choose(sets: Mapping[str, RunSet], name: str) -> RunSet:
-    """Returns the set of this name, or says which there are."""
-    if name not in sets:
-        raise ConfigError(f'--set: there is no set "{name}" in this run. It has {", ".join(sets)}.')
-    return sets[name]
-
-
-def nest_of(dataset: Any, component: Mapping[str, Any] | None) -> Nest:
-    """Returns what a dataset is made of, in the words of its section where there is one."""
+def tree_of(dataset: Any, component: Mapping[str, Any] | None) -> SourceTree:
+    """Returns a dataset and its sources, with the types of its section where there is one."""
     while hasattr(type(dataset), "indices_in_whole"):
         dataset = dataset.dataset
-    class_name = type(dataset).__name__
+    class_name, sources = type(dataset).__name__, inner_datasets(dataset)
     if component is None:
         inner = getattr(dataset, "dataset", None)
-        sources = {"source": inner} if inner is not None else inner_datasets(dataset)
-        return Nest(class_name, class_name, {name: nest_of(each, None) for name, each in sources.items()})
-    parts = inner_datasets(dataset)
+        sources = sources if inner is None else {"source": inner}
+        return SourceTree(class_name, class_name, {name: tree_of(each, None) for name, each in sources.items()})
     section = component.get("sources")
-    inner_sections = dict(section) if isinstance(section, Mapping) else {"source": component.get("source")}
-    named = {name: each for name, each in inner_sections.items() if isinstance(each, Mapping) and "type" in each}
-    sources = {name: nest_of(parts[name], each) for name, each in named.items() if name in parts}
-    return Nest(str(component["type"]), class_name, sources)
+    sections = dict(section) if isinstance(section, Mapping) else {"source": component.get("source")}
+    named = {name: each for name, each in sections.items() if isinstance(each, Mapping) and "type" in each}
+    inner_trees = {name: tree_of(sources[name], each) for name, each in named.items() if name in sources}
+    return SourceTree(str(component["type"]), class_name, inner_trees)
 
 
 def inner_datasets(dataset: Any) -> dict[str, Any]:
-    """Returns the datasets that another one reads from, by name; a single one is called `source`."""
+    """Returns the datasets that a dataset reads from, by name; a single one is called `source`."""
     several = getattr(dataset, "sources", None)
     if isinstance(several, Mapping):
         return dict(several)
@@ -557,15 +527,13 @@ def inner_datasets(dataset: Any) -> dict[str, Any]:
 
 
 def decoder_of(dataset: Any, collator: Any) -> Decode:
-    """Returns what decodes tokens: the dataset's tokenizer, a source's, the dataset's own `decode`, the collator's."""
+    """Returns the decoder of tokens: the tokenizer or `decode` method of the dataset, or else of the collator."""
     found = _find_decode(dataset) or _find_decode(collator)
 
     def decode(ids: list[int]) -> str | None:
-        if found is None:
-            return None
         try:
-            return found(ids)
-        except Exception:  # tokens of another vocabulary: remarks.py says so, and the ids are shown instead
+            return None if found is None else found(ids)
+        except Exception:  # tokens of another vocabulary: a remark says so, and the ids are shown instead
             return None
 
     return decode
@@ -573,266 +541,188 @@ def decoder_of(dataset: Any, collator: Any) -> Decode:
 
 def _find_decode(owner: Any) -> Callable[[list[int]], str] | None:
     tokenizer = tokenizer_of(owner)
-    if tokenizer is None:
-        own = getattr(owner, "decode", None)
-        return own if callable(own) else None
-
-    def decode(ids: list[int]) -> str:
-        try:
-            text: str = tokenizer.decode(ids, skip_special_tokens=False)
-        except TypeError:  # a user's own, which takes tokens alone
-            text = tokenizer.decode(ids)
-        return text
-
-    return decode if callable(getattr(tokenizer, "decode", None)) else None
+    decode: Any = getattr(owner if tokenizer is None else tokenizer, "decode", None)
+    if not callable(decode):
+        return None
+    parameters = parameters_of(decode)
+    if tokenizer is not None and (parameters is None or "skip_special_tokens" in parameters):
+        return partial(decode, skip_special_tokens=False)
+    return cast(Callable[[list[int]], str], decode)
 
 
-def _is_replaced(trainer_class: type[Trainer], method: str) -> bool:
-    own, plain = (getattr(each, method).__func__ for each in (trainer_class, Trainer))
-    return own is not plain
-
+# reading samples in training order
 
 Loader: TypeAlias = "TrainData | StreamData | EvalData | EvalStream"
 
 
 @dataclass
-class Kept:
-    """A batch and the samples that it was made of."""
+class RecordedBatch:
+    """A batch and its samples."""
 
     samples: list[Any]
     batch: Any = None
     error: Exception | None = None
-    """Why the collator made none."""
+    """The error of the collator; then there is no batch."""
 
 
-class Keeper:
-    """A collator that keeps the samples beside the batch, and an error of the collator instead of raising it."""
+class RecordingCollator:
+    """A collator that keeps the samples next to the batch, and an error of the collator instead of raising it."""
 
     def __init__(self, collator: Collator) -> None:
         self.collator = collator
-        self.wants_batch = True
+        self.is_active = True
         self.draws_nothing = bool(getattr(collator, "draws_nothing", False))
 
-    def __call__(self, samples: list[Any]) -> Kept:
-        """Collates, while a batch is wanted."""
-        if not self.wants_batch:
-            return Kept(samples)
+    def __call__(self, samples: list[Any]) -> RecordedBatch:
+        """Collates a copy of the list, while it is active."""
+        if not self.is_active:
+            return RecordedBatch(samples)
         try:
-            # A copy of the list, for a collator may empty it.
             batch = self.collator(list(samples))
             reject_lists(batch)
         except Exception as error:
-            return Kept(samples, error=error)
-        return Kept(samples, batch)
+            return RecordedBatch(samples, error=error)
+        return RecordedBatch(samples, batch)
 
 
-class FailureList(OnError):  # noqa: N818  # no exception: what is done about failures
-    """Takes note of rows that cannot be read, in memory alone and without a limit."""
+class FailureList(OnError):  # noqa: N818  # not an exception: the policy for failures
+    """Records rows that cannot be read, in memory and without a limit."""
 
     def __init__(self, *, skips: bool) -> None:
         super().__init__(skips=skips)
         self.failures: list[RowFailure] = []
 
     def note(self, failures: Sequence[RowFailure], *, of: str = "data.train") -> None:
-        """Keeps them, each once."""
+        """Adds failures, each once."""
         self.failures += [each for each in dict.fromkeys(failures) if each not in self.failures]
 
 
-@dataclass
-class SetReading:
-    """A set that is being read: its loader, and what was met on the way."""
+class SetReader:
+    """Reads one set: its loader with a recording collator, and without workers."""
 
-    loader: Loader
-    keeper: Keeper
-    listed: FailureList
-    view: View
-    batch_size: int
-    """Samples of a batch, over all ranks."""
-    first: Kept | None = field(default=None, init=False)
-    """The first batch, once `samples` has begun."""
+    def __init__(self, config: RunConfig, one: RunSet, collator: Collator, plan: BatchPlan, view: View) -> None:
+        section, data = config.data, one.data
+        self.first = RecordedBatch([])
+        """The first batch, once `samples` has begun."""
+        self.failures = FailureList(skips=section.on_error == "skip")
+        self.loader: Loader
+        if isinstance(data, (TrainData, StreamData, EvalData, EvalStream)):  # a trainer built it
+            self.loader, self.collator = data, RecordingCollator(data.collator)
+            data.collator, data.options, data.on_error = self.collator, LoaderOptions(), self.failures
+            self.view, self.batch_size = data.view, data.global_batch_size
+            return
+        self.view, self.collator, self.batch_size = view, RecordingCollator(collator), plan.global_batch_size
+        if one.name != TRAIN:
+            self.batch_size = config.evaluation.batch_size or plan.micro_batch_size * view.size
+        common: dict[str, Any] = {"collator": self.collator, "seed": config.seed, "view": view}
+        common |= {"on_error": self.failures, "global_batch_size": self.batch_size}
+        if one.name != TRAIN:
+            self.loader = (EvalStream if is_stream(data) else EvalData)(data, name=one.name, **common)
+        elif is_stream(data):
+            # The layout of a stream depends on the number of workers, but none is started here.
+            options = LoaderOptions(section.num_workers)
+            block_size, shuffle = section.shuffle_buffer, section.shuffle
+            self.loader = StreamData(data, block_size=block_size, options=options, shuffle=shuffle, **common)
+            self.loader.options = LoaderOptions()
+        else:
+            group_by_length = section.group_by_length
+            self.loader = TrainData(data, group_by_length=group_by_length, shuffle=section.shuffle, **common)
 
     def samples(self, wanted: Callable[[], int]) -> Iterator[tuple[int, int | None, Any]]:
-        """Yields position, index in the dataset (None in a stream) and sample, until as many as wanted were given.
+        """Yields position, index in the dataset (None in a stream) and sample, at most one epoch.
 
-        It ends after one epoch, so that no sample is given twice.
-        `wanted` is asked again at each batch, as the first one tells how much more there is to know.
+        `wanted` returns the number of samples; it is called for each sample, because it depends on the first one.
         """
-        given = 0
-        for number, kept in enumerate(self.loader.batches(_as_they_are)):
-            self.keeper.wants_batch = False
-            self.first = self.first or kept
-            places = self._places(number, kept)
-            for place, sample in zip(places, kept.samples, strict=False):
-                if given >= wanted() or (place is not None and place[0] >= len(self.loader.dataset)):
+        num_yielded = 0
+        for number, recorded in enumerate(self.loader.batches(iter)):
+            if number == 0:
+                self.first, self.collator.is_active = recorded, False
+            for location, sample in zip(self._positions(number, recorded), recorded.samples, strict=False):
+                if num_yielded >= wanted() or (location is not None and location[0] >= len(self.loader.dataset)):
                     return
-                yield given if place is None else place[0], None if place is None else place[1], sample
-                given += 1
-            if given >= wanted():
+                position, index = (num_yielded, None) if location is None else location
+                yield position, index, sample
+                num_yielded += 1
+            if num_yielded >= wanted():
                 return
 
-    def _places(self, number: int, kept: Kept) -> list[tuple[int, int] | None]:
-        """Returns position and index of each sample of a batch; rows that were left out have none."""
+    def _positions(self, number: int, recorded: RecordedBatch) -> Sequence[tuple[int, int] | None]:
+        """Returns position and index of each sample of a batch, without rows that were skipped."""
         order = order_of(self.loader)
         if order is None:
-            return [None] * len(kept.samples)
+            return [None] * len(recorded.samples)
         start = number * self.batch_size
         stop = start + self.batch_size
         if isinstance(self.loader, EvalData):
             stop = min(stop, len(self.loader))
         begin, end = self.view.share(start, stop)
         indices = order.indices(begin, end).tolist()
-        dataset = self.loader.dataset
-        skipped = {each.row for each in self.listed.failures}
-        rows = whole_rows(dataset, indices)
-        places = zip(range(begin, end), indices, rows, strict=True)
-        return [(position, index) for position, index, row in places if row not in skipped]
+        skipped = {each.row for each in self.failures.failures}
+        rows = whole_rows(self.loader.dataset, indices)
+        located = zip(range(begin, end), indices, rows, strict=True)
+        return [(position, index) for position, index, row in located if row not in skipped]
 
 
 def order_of(loader: Loader) -> Any:
-    """Returns which sample stands at which position; None for a stream, which has no index."""
+    """Returns the order of the samples; None for a stream, which has no index."""
     return loader.order if isinstance(loader, (TrainData, EvalData)) else None
 
 
 def whole_rows(dataset: Any, indices: list[int]) -> list[int]:
-    """Returns the rows of the dataset that a split's part was cut from."""
+    """Returns the rows of the whole dataset for indices into a part of `data.split`."""
     while hasattr(type(dataset), "indices_in_whole"):
         dataset, indices = dataset.dataset, dataset.indices_in_whole(indices)
     return indices
 
 
-def read_training(config: RunConfig, dataset: Any, collator: Collator, plan: BatchPlan, view: View) -> SetReading:
-    """Prepares to read training data, which may be a dataset, a stream or a loader that a trainer made."""
-    section = config.data
-    if isinstance(dataset, (TrainData, StreamData)):
-        return _take_over(dataset, config, view, dataset.global_batch_size)
-    keeper, listed = Keeper(collator), FailureList(skips=section.on_error == "skip")
-    common: dict[str, Any] = {
-        "collator": keeper,
-        "seed": config.seed,
-        "view": view,
-        "on_error": listed,
-        "global_batch_size": plan.global_batch_size,
-        "shuffle": section.shuffle,
-    }
-    if is_stream(dataset):
-        # The number of workers decides how a stream is laid out; they are counted, and not started.
-        options = LoaderOptions(section.num_workers)
-        stream = StreamData(dataset, block_size=section.shuffle_buffer, options=options, **common)
-        stream.options = LoaderOptions()
-        return SetReading(stream, keeper, listed, view, plan.global_batch_size)
-    data = TrainData(dataset, group_by_length=section.group_by_length, **common)
-    return SetReading(data, keeper, listed, view, plan.global_batch_size)
+# the first batch
 
 
-def read_evaluation(
-    config: RunConfig, name: str, dataset: Any, collator: Collator, plan: BatchPlan, view: View
-) -> SetReading:
-    """Prepares to read an evaluation set: each sample once, in its order."""
-    batch_size = config.evaluation.batch_size or plan.micro_batch_size * view.size
-    if isinstance(dataset, (EvalData, EvalStream)):
-        return _take_over(dataset, config, view, dataset.global_batch_size)
-    keeper, listed = Keeper(collator), FailureList(skips=config.data.on_error == "skip")
-    kind = EvalStream if is_stream(dataset) else EvalData
-    loader = kind(
-        dataset,
-        name=name,
-        collator=keeper,
-        global_batch_size=batch_size,
-        seed=config.seed,
-        view=view,
-        on_error=listed,
-    )
-    return SetReading(loader, keeper, listed, view, batch_size)
+def padding_of(batch: Any) -> tuple[float | None, str | None]:
+    """Returns the fraction of padding, and the field that shows it; (None, None) where none does.
+
+    Labels are the last choice: ignored labels may be tokens, so only those at the end of a row count.
+    """
+    tensors = _tensors(batch)
+    mask, documents, labels = tensors.get("attention_mask"), tensors.get("document_ids"), _token_labels(tensors)
+    if mask is not None and mask.ndim == 2:
+        return _mean(mask == 0), "attention_mask"
+    if documents is not None and documents.ndim == 2:
+        return _mean(documents < 0), "document_ids"
+    if labels is None:
+        return None, None
+    num_used_after = (labels != IGNORED_LABEL).to(torch.int64).flip(-1).cumsum(-1).flip(-1)
+    return _mean(num_used_after == 0), "labels"
 
 
-def _take_over(loader: Loader, config: RunConfig, view: View, batch_size: int) -> SetReading:
-    """Lets a loader that a trainer made keep its samples, without its workers."""
-    keeper, listed = Keeper(loader.collator), FailureList(skips=config.data.on_error == "skip")
-    loader.collator, loader.options, loader.on_error = keeper, LoaderOptions(), listed
-    return SetReading(loader, keeper, listed, loader.view, batch_size)
+def num_tokens(batch: Any) -> int | None:
+    """Returns the number of tokens without padding; None for a batch without tokens."""
+    tokens = next((each for name, each in _tensors(batch).items() if is_token_field(name)), None)
+    return None if tokens is None else round(tokens.numel() * (1 - (padding_of(batch)[0] or 0.0)))
 
 
-def _as_they_are(batches: Iterator[Any]) -> Iterator[Any]:
-    return batches
+def fraction_in_loss(batch: Any) -> float | None:
+    """Returns the fraction of labels that are not ignored; None without labels for each token."""
+    labels = _token_labels(_tensors(batch))
+    return None if labels is None else _mean(labels != IGNORED_LABEL)
 
 
-def look_at_batch(
-    batch: Any,
-    samples: Sequence[Any],
-    *,
-    rank: int,
-    num_ranks: int,
-    micro_batch_size: int | None,
-    decode: Decode,
-) -> Batch:
-    """Describes the batch that was made of samples."""
-    padding, padding_by = padding_of(batch)
-    return Batch(
-        samples=len(samples),
-        rank=rank,
-        num_ranks=num_ranks,
-        micro_batch_size=micro_batch_size,
-        fields=describe_batch(batch),
-        padding=padding,
-        padding_by=padding_by,
-        in_loss=_share_in_loss(batch),
-        first_row=_first_row(batch, samples[0], decode),
-    )
-
-
-def _first_row(batch: Any, sample: Any, decode: Decode) -> tuple[Values, ...]:
-    """Describes the tokens that a collator made; none where the sample has them itself."""
-    if "input_ids" in dict(fields_of(sample)):
-        return ()
+def first_row(batch: Any, sample: Any, decode: Decode) -> tuple[Values, ...]:
+    """Describes the tokens of the first row that a collator made; empty where the sample has tokens itself."""
     tensors = _tensors(batch)
     rows = {name: tensors[name][0] for name in ("input_ids", "labels") if name in tensors and tensors[name].ndim == 2}
-    mask = tensors.get("attention_mask")
-    if "input_ids" not in rows:
+    if "input_ids" not in rows or "input_ids" in dict(fields_of(sample)):
         return ()
+    mask = tensors.get("attention_mask")
     if mask is not None and mask.ndim == 2:
         rows = {name: row[mask[0] != 0] for name, row in rows.items() if row.shape == mask[0].shape}
     return describe_sample(rows, decode)
 
 
-def padding_of(batch: Any) -> tuple[float | None, str | None]:
-    """Returns the share of places without a token, and the field that tells; (None, None) where none does.
-
-    Labels tell least: what is not learnt need not be padding, so only the -100 that rows end with count.
-    """
-    tensors = _tensors(batch)
-    mask = tensors.get("attention_mask")
-    if mask is not None and mask.ndim == 2:
-        return _share(mask == 0), "attention_mask"
-    documents = tensors.get("document_ids")
-    if documents is not None and documents.ndim == 2:
-        return _share(documents < 0), "document_ids"
-    labels = _token_labels(tensors)
-    if labels is not None:
-        is_learnt_later = (labels != IGNORED_LABEL).to(torch.int64).flip(-1).cumsum(-1).flip(-1)
-        return _share(is_learnt_later == 0), "labels"
-    return None, None
-
-
-def num_tokens(batch: Any) -> int | None:
-    """Returns how many places hold a token; None for a batch without tokens."""
-    tokens = next((each for name, each in _tensors(batch).items() if is_token_field(name)), None)
-    if tokens is None:
-        return None
-    padding, _ = padding_of(batch)
-    return round(tokens.numel() * (1 - (padding or 0.0)))
-
-
-def _share_in_loss(batch: Any) -> float | None:
-    labels = _token_labels(_tensors(batch))
-    return None if labels is None else _share(labels != IGNORED_LABEL)
-
-
 def _token_labels(tensors: dict[str, Tensor]) -> Tensor | None:
-    """Returns labels that stand for places of a row, not for samples."""
-    for name, tensor in tensors.items():
-        if is_label_field(name) and tensor.ndim == 2 and not tensor.is_floating_point():
-            return tensor
-    return None
+    """Returns labels of tokens, not of samples."""
+    labels = [each for name, each in tensors.items() if is_label_field(name)]
+    return next((each for each in labels if each.ndim == 2 and not each.is_floating_point()), None)
 
 
 def _tensors(batch: Any) -> dict[str, Tensor]:
@@ -840,264 +730,224 @@ def _tensors(batch: Any) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if tensor is not None and tensor.numel()}
 
 
-def _share(chosen: Tensor) -> float:
-    return float(chosen.to(torch.float64).mean())
+def _mean(mask: Tensor) -> float:
+    return float(mask.to(torch.float64).mean())
 
 
-POSITIONS = 10_000
-"""Over how many positions shares are counted: data/mix.py keeps them exactly over as many."""
+# mixtures
 
 
-def look_at_mixture(dataset: Any, order: Any, run_samples: int | None) -> Mixture | None:
-    """Describes the mixture that a set is, or is made of; None where there is none.
+def describe_mixture(dataset: Any, order: Any, num_samples: int | None) -> Mixture | None:
+    """Describes the mixture that a set is, or reads from; None where there is none.
 
-    `order` is the set's own, which counts the sources only where the mixture is outermost.
+    `order` is that of the set, which counts the sources only where the mixture is outermost; `num_samples` is how many
+    the run uses.
     """
-    mix, is_outermost = _find_mix(dataset)
+    mix, is_outermost = dataset, True
+    while mix is not None and not isinstance(getattr(mix, "sources", None), Mapping):
+        inner = getattr(mix, "dataset", None)
+        mix, is_outermost = inner if inner is not None else inner_datasets(mix).get("source"), False
     if mix is None:
         return None
     weights = getattr(mix, "weights", None) or {}
     sizes = {name: _source_size(each) for name, each in mix.sources.items()}
-    positions: int | None = None
-    counted: Mapping[str, int] = {}
-    total: Mapping[str, int] = {}
-    if is_outermost and hasattr(order, "counts"):
-        positions = POSITIONS
-        counted = order.counts(POSITIONS)
-        total = order.counts(run_samples) if run_samples else {}
-    shares = _expected_shares(weights, sizes)
+    counted = order.counts(NUM_POSITIONS) if is_outermost and hasattr(order, "counts") else None
+    used = order.counts(num_samples) if counted is not None and num_samples else {}
+    expected = dict(weights) or {name: float(size) for name, size in sizes.items() if size is not None}
+    total = sum(expected.values()) if len(expected) == len(sizes) else 0.0
     rows = []
     for name, size in sizes.items():
-        share = counted[name] / POSITIONS if counted else shares.get(name)
-        epochs = total[name] / size if total and size else None
+        share = expected[name] / total if total else None
+        share = share if counted is None else counted[name] / NUM_POSITIONS
+        epochs = used[name] / size if used and size else None
         rows.append(MixedSource(name, size, weights.get(name), share, epochs))
-    return Mixture(tuple(rows), positions)
-
-
-def source_row(dataset: Any, index: int) -> tuple[str | None, int]:
-    """Returns the source that a sample of a mixture comes from and its row there; (None, index) for other data."""
-    if not (hasattr(dataset, "source_of") and hasattr(dataset, "sizes")):
-        return None, index
-    [name] = dataset.source_of([index])
-    for each, size in dataset.sizes.items():
-        if each == name:
-            break
-        index -= size
-    return name, index
-
-
-def _find_mix(dataset: Any) -> tuple[Any, bool]:
-    """Returns the outermost mixture and whether nothing is around it."""
-    is_outermost = True
-    while dataset is not None:
-        if isinstance(getattr(dataset, "sources", None), Mapping):
-            return dataset, is_outermost
-        is_outermost = False
-        inner = getattr(dataset, "dataset", None)
-        dataset = inner if inner is not None else inner_datasets(dataset).get("source")
-    return None, False
+    return Mixture(tuple(rows), None if counted is None else NUM_POSITIONS)
 
 
 def _source_size(source: Any) -> int | None:
-    # A mixture with a stream in it reads those with an index as streams too (data/mix.py).
-    rows = getattr(source, "dataset", source)
+    rows = getattr(source, "dataset", source)  # a mixture with a stream in it reads all sources as streams
     return None if is_stream(rows) else len(rows)
 
 
-def _expected_shares(weights: Mapping[str, float], sizes: Mapping[str, int | None]) -> dict[str, float]:
-    """Returns the shares that weights give, or else sizes, where all are known."""
-    parts = dict(weights) or {name: float(size) for name, size in sizes.items() if size is not None}
-    total = sum(parts.values())
-    return {name: part / total for name, part in parts.items()} if total and len(parts) == len(sizes) else {}
+def source_row(dataset: Any, index: int) -> tuple[str | None, int]:
+    """Returns the source of a sample of a mixture and its row there; (None, index) for other datasets."""
+    if not (hasattr(dataset, "source_of") and hasattr(dataset, "sizes")):
+        return None, index
+    [name] = dataset.source_of([index])
+    before = takewhile(lambda each: each != name, dataset.sizes)
+    return name, index - sum(dataset.sizes[each] for each in before)
 
 
-MOST_PADDING = 0.3
-"""The share of padding from which on there is advice against it."""
-_MOST_ROWS = 5
+# remarks
 
 
 class TokenRange:
-    """The smallest and the largest token that was met, and where."""
+    """The smallest and the largest token id, and where they are."""
 
     def __init__(self) -> None:
-        self.least: tuple[int, str] | None = None
-        self.most: tuple[int, str] | None = None
+        self.lowest: tuple[int, str] | None = None
+        self.highest: tuple[int, str] | None = None
 
-    def note(self, sample: Any, where: str) -> None:
-        """Looks at the tokens of a sample or a batch."""
+    def add(self, sample: Any, where: str) -> None:
+        """Adds the tokens of a sample or a batch."""
         for name, value in fields_of(sample):
-            if not is_token_field(name):
-                continue
-            tensor = tensor_of(value)
+            tensor = tensor_of(value) if is_token_field(name) else None
             if tensor is None or not tensor.numel() or tensor.is_floating_point():
                 continue
             low, high = int(tensor.min()), int(tensor.max())
-            self.least = min(self.least or (low, where), (low, where), key=lambda each: each[0])
-            self.most = max(self.most or (high, where), (high, where), key=lambda each: each[0])
+            if self.lowest is None or low < self.lowest[0]:
+                self.lowest = (low, where)
+            if self.highest is None or high > self.highest[0]:
+                self.highest = (high, where)
 
 
 def remarks_on_tokens(config: RunConfig, tokens: TokenRange, tokenizer: Any) -> Iterable[str]:
-    """Yields what does not fit the model's vocabulary."""
+    """Yields the mismatches with the vocabulary of the model."""
     vocab_size = None if config.model is None else config.model.arguments.get("vocab_size")
     if not isinstance(vocab_size, int):
         return
-    if tokens.least is not None and tokens.least[0] < 0:
-        yield f"{tokens.least[1]} holds the token {tokens.least[0]}: tokens count from 0. Look at the tokenizer."
-    if tokens.most is not None and tokens.most[0] >= vocab_size:
+    if tokens.lowest is not None and tokens.lowest[0] < 0:
+        yield f"{tokens.lowest[1]} has the token {tokens.lowest[0]}: tokens count from 0. Check the tokenizer."
+    if tokens.highest is not None and tokens.highest[0] >= vocab_size:
         yield (
-            f"{tokens.most[1]} holds the token {tokens.most[0]:,}, but model.vocab_size is {vocab_size:,}. "
-            f"Raise it to more than {tokens.most[0]:,}, or use the tokenizer that the model was made for."
+            f"{tokens.highest[1]} has the token {tokens.highest[0]:,}, but model.vocab_size is {vocab_size:,}. "
+            f"Set it to more than {tokens.highest[0]:,}, or use the tokenizer of the model."
         )
         return
-    known = tokenizer_size(tokenizer)
-    if known is not None and known > vocab_size:
-        yield (
-            f"The tokenizer has {known:,} tokens, but model.vocab_size is {vocab_size:,}; those that were seen fit. "
-            f"Set it to {known:,}."
-        )
-
-
-def tokenizer_size(tokenizer: Any) -> int | None:
-    """Returns how many tokens a tokenizer has, where it says so."""
     size = getattr(tokenizer, "vocab_size", None)
     if size is None and hasattr(tokenizer, "get_vocab_size"):
         size = tokenizer.get_vocab_size()
-    return size if isinstance(size, int) else None
+    if isinstance(size, int) and size > vocab_size:
+        yield (
+            f"The tokenizer has {size:,} tokens, but model.vocab_size is {vocab_size:,}; the tokens read so far fit. "
+            f"Set it to {size:,}."
+        )
 
 
 def remarks_on_batch(batch: Batch, sample: Any, collated: Any) -> Iterable[str]:
-    """Yields what is lost and what is wasted between the samples and the batch."""
+    """Yields fields that are lost, padding, and values that are not finite."""
     if isinstance(sample, Mapping) and isinstance(collated, Mapping):
+        is_tokenized = "input_ids" in collated and "input_ids" not in sample  # then texts are not lost
         missing = [str(name) for name in sample if name not in collated]
-        if "input_ids" in collated and "input_ids" not in sample:
-            # Texts that became tokens are not lost.
-            missing = [name for name in missing if not isinstance(sample[name], str)]
+        missing = [name for name in missing if not (is_tokenized and isinstance(sample[name], str))]
         if missing:
-            yield f"The collator drops or renames {_listed(missing)}: the batch has no such field."
-    if batch.padding is not None and batch.padding > MOST_PADDING:
+            names = " and ".join([*([", ".join(missing[:-1])] if missing[1:] else []), missing[-1]])
+            yield f"The collator drops or renames {names}: the batch has no such field."
+    if batch.padding is not None and batch.padding > MAX_PADDING:
         yield (
             f"{100 * batch.padding:.0f} % of the batch is padding (by {batch.padding_by}), which is computed and "
-            "thrown away. Pack the samples into rows (type: pack), or set data.group_by_length, so that a batch holds "
-            "samples of about equal length."
+            "thrown away. Pack the samples into rows (type: pack), or set data.group_by_length, so that the samples of "
+            "a batch have similar lengths."
         )
     for each in batch.fields:
-        if _is_broken(each):
-            yield f"{each.name} holds values that are not finite (from {each.minimum} to {each.maximum})."
+        if not all(value is None or math.isfinite(value) for value in (each.minimum, each.maximum)):
+            yield f"{each.name} has values that are not finite (from {each.minimum} to {each.maximum})."
 
 
 def remarks_on_samples(samples: Sequence[Sample]) -> Iterable[str]:
-    """Yields samples from which nothing can be learnt."""
+    """Yields samples whose labels are all ignored."""
     for sample in samples:
         for each in sample.fields:
-            total = math.prod(each.shape or ())
-            if is_label_field(each.name) and each.shape and each.num_ignored == total:
-                yield f"Position {sample.position}: every label is -100, so nothing is learnt from this sample."
+            if is_label_field(each.name) and each.shape and each.num_ignored == math.prod(each.shape):
+                yield f"Position {sample.position}: every label is -100, so the sample does not count in the loss."
 
 
 def remarks_on_failures(failures: Sequence[RowFailure]) -> Iterable[str]:
-    """Yields the rows that could not be read, as far as a person reads them."""
-    for failure in failures[:_MOST_ROWS]:
-        yield f"Left out: {failure.describe()}."
-    if len(failures) > _MOST_ROWS:
-        yield f"Left out: {len(failures) - _MOST_ROWS} further rows that cannot be read."
+    """Yields the rows that could not be read."""
+    yield from (f"Left out: {failure.describe()}." for failure in failures[:_MAX_ROWS])
+    if len(failures) > _MAX_ROWS:
+        yield f"Left out: {len(failures) - _MAX_ROWS} further rows that cannot be read."
 
 
-def _is_broken(field: Values) -> bool:
-    return any(each is not None and not math.isfinite(each) for each in (field.minimum, field.maximum))
+# the report
 
 
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def look_at(config: RunConfig, *, run: str = "", show: int = 3, samples: int = 1000, name: str | None = None) -> Look:
-    """Looks at the training set and briefly at the others; with `name` at that set alone.
+def describe_data(
+    config: RunConfig, *, run: str = "", show: int = 3, samples: int = 1000, name: str | None = None
+) -> DataReport:
+    """Describes the training set in full and the others in short; with `name` that set alone.
 
     `show` samples are described, and at most `samples` are read for their lengths.
     """
     sets, collator = build_sets(config)
-    chosen = choose(sets, name or TRAIN)
-    full = _Full(config, chosen, collator, show=show, samples=samples)
-    found = [full.look()]
-    failure = full.failure
+    if name is not None and name not in sets:
+        raise ConfigError(f'--set: there is no set "{name}" in this run. It has {", ".join(sets)}.')
+    chosen = sets[name or TRAIN]
+    found, failure = _SetInspection(config, chosen, collator, show=show, samples=samples).describe()
+    reports = [found]
     for each in sets.values() if name is None else ():
         if each is not chosen:
-            brief, error = _look_briefly(each)
-            found.append(brief)
+            report, error = _describe_shortly(each)
+            reports.append(report)
             failure = failure or error
-    return Look(run, tuple(found), failure)
+    return DataReport(run, tuple(reports), failure)
 
 
-def _look_briefly(one: RunSet) -> tuple[DataSet, Exception | None]:
-    nest = nest_of(one.dataset, one.component)
+def _describe_shortly(one: RunSet) -> tuple[DataSet, Exception | None]:
+    tree = tree_of(one.dataset, one.component)
     try:
-        size = _size_of(one)
+        size = one.num_samples
         tokens = _declared_tokens(one.dataset, size)
-        return DataSet(one.name, one.label, nest, size, _split_of(one.dataset), _fill_of(one.dataset), tokens), None
+        return DataSet(one.name, one.label, tree, size, _split_of(one.dataset), _fill_of(one.dataset), tokens), None
     except Exception as error:
-        return DataSet(one.name, one.label, nest, None, error=f"{type(error).__name__}: {error}"), error
+        return DataSet(one.name, one.label, tree, None, error=f"{type(error).__name__}: {error}"), error
 
 
-class _Full:
-    """One set that is looked at in full."""
+class _SetInspection:
+    """Reads one set and describes it in full."""
 
     def __init__(self, config: RunConfig, one: RunSet, collator: Collator, *, show: int, samples: int) -> None:
-        self.failure: Exception | None = None
-        self._config = config
-        self._set = one
-        self._collator = collator
-        self._show, self._most = show, samples
-        self._batch_plan = _batch_plan(config, one.name)
+        self._config, self._set, self._collator = config, one, collator
+        self._dataset, self._size = one.dataset, one.num_samples
+        self._show, self._limit = (each if self._size is None else min(each, self._size) for each in (show, samples))
         self._view = View(0, known_data_ranks(config))
+        self._is_train = one.name == TRAIN
+        if self._is_train:
+            self._plan = resolve_batch(config, self._view.size)
+        else:  # an evaluation needs no batch arithmetic
+            micro = micro_batch_alone(config)
+            self._plan = BatchPlan(micro, micro, 1)
         self._decode = decoder_of(one.dataset, collator)
         self._shown: list[Sample] = []
-        self._counted: list[int] = []
+        self._lengths: list[int] = []
         self._unit: str | None = None
         self._example: Any = None
-        self._token_range = TokenRange()
+        self._tokens = TokenRange()
 
-    def look(self) -> DataSet:
-        """Reads what is needed, and describes it."""
-        one, dataset = self._set, self._set.dataset
-        size = _size_of(one)
-        reading = self._open()
-        plan = self._plan(reading.loader)
+    def describe(self) -> tuple[DataSet, Exception | None]:
+        """Reads what is needed, and returns the description and the error of the collator."""
+        one, dataset, size = self._set, self._dataset, self._size
+        reader = SetReader(self._config, one, self._collator, self._plan, self._view)
+        plan = self._data_use(reader.loader)
         declared = _declared_tokens(dataset, size)
-        self._read(reading, size, wants_lengths=declared is None)
-        kept = reading.first or Kept([])
-        self.failure = kept.error
-        batch = self._look_at_batch(kept)
-        lengths = self._lengths(dataset, size)
-        mixture = look_at_mixture(dataset, order_of(reading.loader), None if plan is None else plan.samples)
-        return DataSet(
+        self._read(reader, counts_lengths=declared is None)
+        recorded, error = reader.first, reader.first.error
+        batch = self._describe_batch(recorded) if recorded.samples and error is None else None
+        lengths = self._describe_lengths()
+        described = DataSet(
             name=one.name,
             label=one.label,
-            nest=nest_of(dataset, one.component),
+            nest=tree_of(dataset, one.component),
             num_samples=size,
             split=_split_of(dataset),
             fill=_fill_of(dataset),
-            tokens=declared or self._estimated_tokens(size, lengths, kept),
+            tokens=declared or self._estimate_tokens(lengths, recorded),
             plan=plan,
             samples=tuple(self._shown),
             batch=batch,
             lengths=lengths,
-            mixture=mixture,
-            remarks=tuple(self._remarks(reading, kept, batch)),
-            error=None if kept.error is None else f"{type(kept.error).__name__}: {kept.error}",
+            mixture=describe_mixture(dataset, order_of(reader.loader), None if plan is None else plan.samples),
+            remarks=tuple(self._remarks(reader, batch)),
+            error=None if error is None else f"{type(error).__name__}: {error}",
         )
+        return described, error
 
-    def _open(self) -> SetReading:
-        one = self._set
-        if one.name == TRAIN:
-            return read_training(self._config, one.data, self._collator, self._batch_plan, self._view)
-        return read_evaluation(self._config, one.name, one.data, self._collator, self._batch_plan, self._view)
-
-    def _plan(self, loader: Loader) -> DataUse | None:
+    def _data_use(self, loader: Loader) -> DataUse | None:
         if not isinstance(loader, (TrainData, StreamData)):
             return None
         try:
             steps, most = limits(self._config, loader)
-        except ConfigError:  # a run without a limit, which training rejects; its data can be looked at all the same
+        except ConfigError:  # a run without a limit, which training rejects
             return None
         finally:
             if isinstance(loader, StreamData):
@@ -1106,86 +956,69 @@ class _Full:
         samples = samples if most is None else min(samples, most)
         return DataUse(steps, samples, samples / len(loader) if isinstance(loader, TrainData) else None)
 
-    def _read(self, reading: SetReading, size: int | None, *, wants_lengths: bool) -> None:
-        """Reads as many samples as there is something to learn from: those shown, and those counted."""
-        limit = self._most if size is None else min(self._most, size)
-        show = self._show if size is None else min(self._show, size)
+    def _read(self, reader: SetReader, *, counts_lengths: bool) -> None:
+        """Reads the samples that are shown and those whose lengths are counted."""
 
         def wanted() -> int:
-            return max(show, limit) if wants_lengths and self._unit is not None else max(show, 1)
+            return max(self._show, self._limit if counts_lengths and self._unit is not None else 1)
 
-        for number, (position, index, sample) in enumerate(reading.samples(wanted)):
+        for number, (position, index, sample) in enumerate(reader.samples(wanted)):
             if number == 0:
                 self._example, self._unit = sample, unit_of(sample)
-            if number < show:
-                self._shown.append(self._describe(position, index, sample))
-            if number < limit:
+            if number < self._show:
+                row = None if index is None else whole_rows(self._dataset, [index])[0]
+                source, row = (None, None) if row is None else source_row(self._dataset, row)
+                self._shown.append(Sample(position, row, source, describe_sample(sample, self._decode)))
+            if number < self._limit:
                 length = None if self._unit is None else length_of(sample, self._unit)
-                self._counted += [] if length is None else [length]
-                self._token_range.note(sample, f"The sample at position {position:,}")
+                self._lengths += [] if length is None else [length]
+                self._tokens.add(sample, f"The sample at position {position:,}")
 
-    def _describe(self, position: int, index: int | None, sample: Any) -> Sample:
-        fields = describe_sample(sample, self._decode)
-        if index is None:
-            return Sample(position, None, None, fields)
-        [row] = whole_rows(self._set.dataset, [index])
-        source, row = source_row(self._set.dataset, row)
-        return Sample(position, row, source, fields)
-
-    def _look_at_batch(self, kept: Kept) -> Batch | None:
-        if kept.error is not None or not kept.samples:
-            return None
-        self._token_range.note(kept.batch, "The first batch")
-        return look_at_batch(
-            kept.batch,
-            kept.samples,
+    def _describe_batch(self, recorded: RecordedBatch) -> Batch:
+        batch, samples = recorded.batch, recorded.samples
+        self._tokens.add(batch, "The first batch")
+        padding, padding_by = padding_of(batch)
+        return Batch(
+            samples=len(samples),
             rank=self._view.rank,
             num_ranks=self._view.size,
-            micro_batch_size=self._batch_plan.micro_batch_size if self._set.name == TRAIN else None,
-            decode=self._decode,
+            micro_batch_size=self._plan.micro_batch_size if self._is_train else None,
+            fields=describe_fields(batch),
+            padding=padding,
+            padding_by=padding_by,
+            in_loss=fraction_in_loss(batch),
+            first_row=first_row(batch, samples[0], self._decode),
         )
 
-    def _lengths(self, dataset: Any, size: int | None) -> Lengths | None:
-        known = _known_lengths(dataset, size)
+    def _describe_lengths(self) -> Lengths | None:
+        known = _known_lengths(self._dataset, self._size)
         if known is not None:
-            return summarise(known, "tokens", is_whole=True)
-        equal = _equal_length(dataset)
+            return summarize_lengths(known, "tokens", is_whole=True)
+        equal = _equal_length(self._dataset)
         if equal is not None:
-            return Lengths("tokens", size, True, equal, equal, equal, equal, ())
-        if self._unit is None or not self._counted:
+            return Lengths("tokens", self._size, True, equal, equal, equal, equal, ())
+        if self._unit is None or not self._lengths:
             return None
-        return summarise(self._counted, self._unit, is_whole=len(self._counted) == size)
+        return summarize_lengths(self._lengths, self._unit, is_whole=len(self._lengths) == self._size)
 
-    def _estimated_tokens(self, size: int | None, lengths: Lengths | None, kept: Kept) -> TokenCounts | None:
+    def _estimate_tokens(self, lengths: Lengths | None, recorded: RecordedBatch) -> TokenCounts | None:
         is_whole = False
         if lengths is not None and lengths.unit.startswith("tokens"):
-            mean, is_whole = float(np.mean(self._counted)), lengths.is_whole
+            mean, is_whole = float(np.mean(self._lengths)), lengths.is_whole
         else:
-            in_batch = None if kept.error is not None or not kept.samples else num_tokens(kept.batch)
+            in_batch = num_tokens(recorded.batch)
             if in_batch is None:
                 return None
-            mean = in_batch / len(kept.samples)
-        return TokenCounts(None if size is None else round(mean * size), mean, is_estimate=not is_whole)
+            mean = in_batch / len(recorded.samples)
+        return TokenCounts(None if self._size is None else round(mean * self._size), mean, is_estimate=not is_whole)
 
-    def _remarks(self, reading: SetReading, kept: Kept, batch: Batch | None) -> Iterator[str]:
-        tokenizer = tokenizer_of(self._set.dataset) or tokenizer_of(self._collator)
-        yield from remarks_on_tokens(self._config, self._token_range, tokenizer)
+    def _remarks(self, reader: SetReader, batch: Batch | None) -> Iterator[str]:
+        tokenizer = tokenizer_of(self._dataset) or tokenizer_of(self._collator)
+        yield from remarks_on_tokens(self._config, self._tokens, tokenizer)
         if batch is not None:
-            yield from remarks_on_batch(batch, self._example, kept.batch)
+            yield from remarks_on_batch(batch, self._example, reader.first.batch)
         yield from remarks_on_samples(self._shown)
-        yield from remarks_on_failures(reading.listed.failures)
-
-
-def _batch_plan(config: RunConfig, name: str) -> BatchPlan:
-    if name == TRAIN:
-        return resolve_batch(config, known_data_ranks(config))
-    # As an evaluation alone: it needs no batch arithmetic.
-    micro = micro_batch_alone(config)
-    return BatchPlan(micro, micro, 1)
-
-
-def _size_of(one: RunSet) -> int | None:
-    return None if is_stream(one.dataset) else count_samples(one.dataset, one.label)
+        yield from remarks_on_failures(reader.failures.failures)
 
 
 def _split_of(dataset: Any) -> Split | None:
@@ -1198,25 +1031,23 @@ def _fill_of(dataset: Any) -> float | None:
 
 
 def _declared_tokens(dataset: Any, size: int | None) -> TokenCounts | None:
-    """Returns what a dataset says of its tokens itself."""
+    """Returns the number of tokens that a dataset declares."""
     per_sample = _equal_length(dataset)
     if per_sample is not None:
         return TokenCounts(None if size is None else per_sample * size, float(per_sample), is_estimate=False)
     known = _known_lengths(dataset, size)
-    if known is None:
-        return None
-    total = int(np.sum(known))
-    return TokenCounts(total, total / len(known), is_estimate=False)
+    total = 0 if known is None else int(np.sum(known))
+    return None if known is None else TokenCounts(total, total / len(known), is_estimate=False)
 
 
 def _equal_length(dataset: Any) -> int | None:
-    """Returns the tokens of each sample where a dataset says that all have as many."""
+    """Returns the number of tokens of each sample where a dataset declares it."""
     per_sample = getattr(dataset, "tokens_per_sample", None)
     return per_sample if isinstance(per_sample, int) else None
 
 
 def _known_lengths(dataset: Any, size: int | None) -> Any:
-    """Returns the tokens of every sample where a dataset knows them; a split's part offers those of the whole."""
+    """Returns the number of tokens of every sample where a dataset has them; not those of the whole of a split."""
     known = getattr(dataset, "lengths", None)
     if known is None or callable(known) or not size or len(known) != size:
         return None

@@ -1,10 +1,10 @@
-"""`trainwright estimate`: the memory of one rank and the disk of one checkpoint, by stepping on fake tensors."""
+"""`trainwright estimate`: the memory of one rank and the size of one checkpoint, from steps on fake tensors."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from trainwright.analysis.fake_ranks import ImaginaryRun, imagine
 from trainwright.autotune.micro_batch import HEADROOM
 from trainwright.backends.private_torch import TorchDispatchMode, tree_leaves
 from trainwright.config import RunConfig
-from trainwright.parallel.mesh import AXES, local
+from trainwright.parallel.mesh import local
 
 PARAMETERS, GRADIENTS, STATES, BUFFERS = "parameters", "gradients", "optimizer states", "buffers"
 BATCH, GATHERED, COMMUNICATION = "batch", "gathered parameters", "communication buffers"
@@ -24,68 +24,80 @@ ACTIVATIONS, TEMPORARY = "activations", "temporary tensors"
 KINDS = (PARAMETERS, BUFFERS, GRADIENTS, STATES, BATCH, ACTIVATIONS, GATHERED, COMMUNICATION, TEMPORARY)
 
 BLOCK_BYTES = 512
-"""A GPU's allocator gives memory in such blocks."""
+"""The allocator of a GPU rounds up to such blocks."""
+
+
+@dataclass
+class _Storage:
+    reference: weakref.ref[Any]
+    size: int
+    kind: str
+    number: int
+    """In the order of allocation."""
 
 
 class HeldBytes(TorchDispatchMode):
-    """Within it every storage that is made or resized is counted. `peak` says what was held when most was."""
+    """Counts every storage that is allocated or resized in its context; `peak` is what was held when most was."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now: Counter[str] = Counter()
         self.peak: dict[str, int] = dict.fromkeys(KINDS, 0)
         self.most: dict[str, int] = dict.fromkeys(KINDS, 0)
-        """The most of each kind since `begin_peak`, not all at one time."""
-        self._total = 0
+        """The maximum of each kind since `begin_peak`, not all at one time."""
         self._highest = 0
         self._is_forward = False
         self._peak_number: int | None = None
         self._number = 0
-        self._storages: dict[int, tuple[weakref.ref[Any], int, str, int]] = {}
+        self._storages: dict[int, _Storage] = {}
 
     @property
     def total(self) -> int:
         """The bytes that are held now."""
-        return self._total
+        return sum(self.now.values())
 
-    def name(self, tensors: Iterable[Any], kind: str) -> None:
-        """Counts tensors (of DTensors the local part) as a kind, whatever they were."""
+    def label(self, tensors: Iterable[Any], kind: str) -> None:
+        """Counts tensors (of DTensors the local shard) as a kind, also if they had another."""
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
                 storage = local(tensor).untyped_storage()
-                self._forget(id(storage))
-                self._note(storage, kind)
+                self._remove(id(storage))
+                self._add(storage, kind)
 
     def begin_peak(self) -> None:
-        """Lets the peak count from here on."""
+        """Starts to measure the peak from here."""
         self._highest = 0
         self.most = {kind: self.now[kind] for kind in KINDS}
-        self._look()
+        self._update_peak()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Within it new tensors are kept for the backward if they are still there at its end."""
+        """Counts new tensors that still exist at the end of the block as activations."""
         start, self._is_forward, self._peak_number = self._number, True, None
         try:
             yield
         finally:
             self._is_forward = False
-            for key, (reference, size, kind, number) in list(self._storages.items()):
-                if number <= start or kind not in (TEMPORARY, COMMUNICATION):
+            for each in self._storages.values():
+                if each.number <= start or each.kind not in (TEMPORARY, COMMUNICATION):
                     continue
-                self._storages[key] = (reference, size, ACTIVATIONS, number)
-                self.now[kind] -= size
-                self.now[ACTIVATIONS] += size
-                self.most[ACTIVATIONS] = max(self.most[ACTIVATIONS], self.now[ACTIVATIONS])
-                if self._peak_number is not None and number <= self._peak_number:
-                    # Most was held within this forward, and this was part of it.
-                    self.peak[kind] -= size
-                    self.peak[ACTIVATIONS] += size
+                if self._peak_number is not None and each.number <= self._peak_number:
+                    # The peak was within this forward, and includes this storage.
+                    self.peak[each.kind] -= each.size
+                    self.peak[ACTIVATIONS] += each.size
+                self._set_kind(each, ACTIVATIONS)
             self._peak_number = None
 
     def __enter__(self) -> HeldBytes:
-        self._resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = _resizing(self._resize, self)  # type: ignore[method-assign]
+        self._resize = resize = torch.UntypedStorage.resize_
+
+        def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
+            self._add(storage, TEMPORARY)
+            result = resize(storage, size)
+            self._update_size(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[method-assign,assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -97,78 +109,58 @@ class HeldBytes(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its own operations follow, on local tensors
+            return NotImplemented  # its operations on local tensors follow
         result = func(*args, **(kwargs or {}))
         if func.namespace == "prim":
-            return result  # questions such as where a tensor lies
-        kind = TEMPORARY
-        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
-            kind = COMMUNICATION
-            self._rename([each for each in tree_leaves(args) if isinstance(each, torch.Tensor)])
+            return result  # for example the device of a tensor
+        is_collective = func.namespace in ("c10d", "_c10d_functional", "_dtensor")
+        for each in tree_leaves(args) if is_collective else ():
+            entry = self._storages.get(id(each.untyped_storage())) if isinstance(each, torch.Tensor) else None
+            if entry is not None and entry.kind == TEMPORARY:
+                self._set_kind(entry, COMMUNICATION)
         for each in tree_leaves(result):
             if isinstance(each, torch.Tensor) and not isinstance(each, DTensor):
-                self._note(each.untyped_storage(), kind)
+                self._add(each.untyped_storage(), COMMUNICATION if is_collective else TEMPORARY)
         return result
 
-    def _rename(self, tensors: Iterable[torch.Tensor]) -> None:
-        """What a collective reads or writes is its buffer, unless it is known to be something else."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            entry = self._storages.get(id(storage))
-            if entry is not None and entry[2] == TEMPORARY:
-                self._storages[id(storage)] = (entry[0], entry[1], COMMUNICATION, entry[3])
-                self.now[TEMPORARY] -= entry[1]
-                self.now[COMMUNICATION] += entry[1]
-                self.most[COMMUNICATION] = max(self.most[COMMUNICATION], self.now[COMMUNICATION])
-
-    def _note(self, storage: torch.UntypedStorage, kind: str) -> None:
+    def _add(self, storage: torch.UntypedStorage, kind: str) -> None:
         key = id(storage)
-        if key in self._storages:
-            return
-        self._number += 1
-        reference = weakref.ref(storage, lambda _: self._forget(key))
-        size = _round_up(storage.nbytes())
-        self._storages[key] = (reference, size, kind, self._number)
-        self._add(size, kind)
+        if key not in self._storages:
+            self._number += 1
+            reference = weakref.ref(storage, lambda _: self._remove(key))
+            self._storages[key] = _Storage(reference, _round_up(storage.nbytes()), kind, self._number)
+            self._count(self._storages[key].size, kind)
 
-    def _forget(self, key: int) -> None:
+    def _remove(self, key: int) -> None:
         entry = self._storages.pop(key, None)
         if entry is not None:
-            self._add(-entry[1], entry[2])
+            self._count(-entry.size, entry.kind)
 
-    def _follow(self, storage: torch.UntypedStorage) -> None:
-        """A storage has another size: that is how FSDP takes and frees whole parameters."""
-        entry = self._storages.get(id(storage))
-        if entry is not None:
-            kind = GATHERED if entry[2] in (TEMPORARY, ACTIVATIONS) else entry[2]
-            self._add(-entry[1], entry[2])
-            size = _round_up(storage.nbytes())
-            self._storages[id(storage)] = (entry[0], size, kind, entry[3])
-            self._add(size, kind)
+    def _update_size(self, storage: torch.UntypedStorage) -> None:
+        """Follows a storage of another size: FSDP gathers and frees full parameters so."""
+        entry = self._storages[id(storage)]
+        self._count(-entry.size, entry.kind)
+        entry.kind = GATHERED if entry.kind in (TEMPORARY, ACTIVATIONS) else entry.kind
+        entry.size = _round_up(storage.nbytes())
+        self._count(entry.size, entry.kind)
 
-    def _add(self, size: int, kind: str) -> None:
+    def _set_kind(self, entry: _Storage, kind: str) -> None:
+        self.now[entry.kind] -= entry.size
+        self.now[kind] += entry.size
+        self.most[kind] = max(self.most[kind], self.now[kind])
+        entry.kind = kind
+
+    def _count(self, size: int, kind: str) -> None:
         self.now[kind] += size
-        self._total += size
         if size > 0:
             self.most[kind] = max(self.most[kind], self.now[kind])
-            self._look()
+            self._update_peak()
 
-    def _look(self) -> None:
-        if self._total > self._highest:
-            self._highest = self._total
+    def _update_peak(self) -> None:
+        if self.total > self._highest:
+            self._highest = self.total
             self.peak = {kind: self.now[kind] for kind in KINDS}
             self._peak_number = self._number if self._is_forward else None
-
-
-def _resizing(resize: Callable[..., Any], watch: HeldBytes) -> Callable[..., Any]:
-    def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
-        if id(storage) not in watch._storages:
-            watch._note(storage, TEMPORARY)
-        result = resize(storage, size)
-        watch._follow(storage)
-        return result
-
-    return resize_and_note
 
 
 def _round_up(size: int) -> int:
@@ -177,12 +169,12 @@ def _round_up(size: int) -> int:
 
 AVERAGES = "averaged weights"
 _GROWING = (ACTIVATIONS, TEMPORARY, BATCH)
-"""What grows with the micro-batch, more or less in proportion."""
+"""The kinds that grow with the micro-batch, nearly in proportion."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one rank of a run needs, in bytes."""
+    """The memory and disk of one rank of a run, in bytes."""
 
     world_size: int
     rank: int
@@ -192,24 +184,24 @@ class Estimate:
     batch_shapes: dict[str, list[int]]
     num_parameters: int
     most: dict[str, int]
-    """The most of each kind that is held at any time of a step; not all at once."""
+    """The maximum of each kind during a step; not all at one time."""
     at_peak: dict[str, int]
-    """What is held when most is."""
+    """Each kind at the time of the peak."""
     checkpoint_bytes: int
     """On disk, all ranks together."""
     remarks: list[str]
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is held at once."""
+        """The maximum that is held at one time."""
         return sum(self.at_peak.values())
 
     def fits(self, memory: int) -> bool:
-        """Would it fit a device of so many bytes, with some room left for what is not counted?"""
+        """Returns True if it fits a device of so many bytes, with headroom for what is not counted."""
         return self.peak_bytes <= (1.0 - HEADROOM) * memory
 
     def largest_micro_batch(self, memory: int) -> int:
-        """Returns about how many samples of this shape would fit; 0: not even one."""
+        """Returns about how many samples of this shape fit; 0 for not even one."""
         growing = sum(self.at_peak[kind] for kind in _GROWING) / self.micro_batch_size
         fixed = self.peak_bytes - growing * self.micro_batch_size
         return max(int(((1.0 - HEADROOM) * memory - fixed) / growing), 0) if growing else 0
@@ -220,40 +212,33 @@ class Estimate:
 
 
 def estimate(config: RunConfig, *, world_size: int, rank: int = 0, sequence_length: int | None = None) -> Estimate:
-    """Builds and steps a run on imaginary ranks, and returns what one of them needs."""
+    """Builds a run on fake ranks, runs two steps, and returns what one rank needs."""
     with imagine(config, world_size=world_size, rank=rank, sequence_length=sequence_length) as run:
-        watch = watch_step(run)
+        held = measure_step(run)
         averages = _average_bytes(run)
         shared = {AVERAGES: averages} if averages else {}
         return Estimate(
-            world_size=world_size,
-            rank=rank,
-            axes={axis: run.mesh.sizes[axis] for axis in AXES if run.mesh.sizes[axis] > 1},
-            micro_batch_size=run.plan.micro_batch_size,
-            gradient_accumulation_steps=run.plan.gradient_accumulation_steps,
-            batch_shapes=run.batch_shapes(),
-            num_parameters=run.whole.num_parameters,
-            most=watch.most | shared,
-            at_peak=watch.peak | shared,
+            **run.facts(),
+            most=held.most | shared,
+            at_peak=held.peak | shared,
             checkpoint_bytes=_checkpoint_bytes(run),
             remarks=_remarks(run),
         )
 
 
-def watch_step(run: ImaginaryRun) -> HeldBytes:
-    """Runs a first step, in which optimizers make their states, then watches a second one."""
-    trainer, watch = run.trainer, HeldBytes()
-    parameters = list(trainer.model.parameters())
-    with _marked_forwards(run, watch), watch:
-        watch.name(parameters, PARAMETERS)
-        watch.name(trainer.model.buffers(), BUFFERS)
-        watch.name(tree_leaves(run.batch), BATCH)
+def measure_step(run: ImaginaryRun) -> HeldBytes:
+    """Runs a first step, in which optimizers create their states, then measures a second one."""
+    model, held = run.trainer.model, HeldBytes()
+    with _marked_forwards(run, held), held:
+        held.label(model.parameters(), PARAMETERS)
+        held.label(model.buffers(), BUFFERS)
+        held.label(tree_leaves(run.batch), BATCH)
         run.step(1)
-        watch.name(states_of(run), STATES)
-        watch.begin_peak()
+        held.label(states_of(run), STATES)
+        held.begin_peak()
         run.step()
-        watch.name([each.grad for each in parameters if each.grad is not None], GRADIENTS)
-    return watch
+        held.label([each.grad for each in model.parameters()], GRADIENTS)
+    return held
 
 
 def states_of(run: ImaginaryRun) -> list[torch.Tensor]:
@@ -263,53 +248,43 @@ def states_of(run: ImaginaryRun) -> list[torch.Tensor]:
 
 
 @contextmanager
-def _marked_forwards(run: ImaginaryRun, watch: HeldBytes) -> Iterator[None]:
-    """Tells the watch when forwards begin and end, and which tensors are gradients."""
-    trainer = run.trainer
-    parameters = list(trainer.model.parameters())
-    inner: Callable[[Any], Any] = trainer.run_forward
+def _marked_forwards(run: ImaginaryRun, held: HeldBytes) -> Iterator[None]:
+    """Marks the beginning and end of each forward, and which tensors are gradients."""
+    model = run.trainer.model
 
-    def run_forward(batch: Any) -> Any:
-        watch.name([each.grad for each in parameters if each.grad is not None], GRADIENTS)
-        with watch.forward():
-            return inner(batch)
+    @contextmanager
+    def forward() -> Iterator[None]:
+        held.label([each.grad for each in model.parameters()], GRADIENTS)
+        with held.forward():
+            yield
 
-    def note(parameter: torch.Tensor) -> None:
-        watch.name([parameter.grad], GRADIENTS)
-
-    trained: list[Any] = [each for each in parameters if each.requires_grad]
-    hooks = [each.register_post_accumulate_grad_hook(note) for each in trained]
-    trainer.run_forward = run_forward  # type: ignore[method-assign]
-    if run.mesh.size("pipeline") > 1:  # whose schedule calls the model itself
-        forwards = ExitStack()
-
-        def begin(*_: Any) -> None:
-            forwards.enter_context(watch.forward())
-
-        def end(*_: Any) -> None:
-            forwards.close()
-
-        hooks += [trainer.model.register_forward_pre_hook(begin), trainer.model.register_forward_hook(end)]
+    trained: list[Any] = [each for each in model.parameters() if each.requires_grad]
+    hooks = [each.register_post_accumulate_grad_hook(lambda one: held.label([one.grad], GRADIENTS)) for each in trained]
+    run.forward_contexts.append(forward)
+    if run.mesh.size("pipeline") > 1:  # the schedule calls the model itself
+        stack = ExitStack()
+        hooks.append(model.register_forward_pre_hook(lambda *_: stack.enter_context(held.forward())))
+        hooks.append(model.register_forward_hook(lambda *_: stack.close()))
     try:
         yield
     finally:
-        del trainer.run_forward  # the class's own is there again
+        run.forward_contexts.remove(forward)
         for hook in hooks:
             hook.remove()
 
 
 def _average_bytes(run: ImaginaryRun) -> int:
-    """What hooks keep of the weights, in fp32 at least."""
+    """Returns the size of the copies of the weights that hooks keep, in fp32 at least."""
     copies = sum(getattr(hook, "copies_of_weights", 0) for hook in run.trainer.hooks)
     weights = [local(each) for each in run.trainer.model.parameters() if each.is_floating_point()]
     return copies * sum(each.numel() * max(each.element_size(), 4) for each in weights)
 
 
 def _checkpoint_bytes(run: ImaginaryRun) -> int:
-    """Everything of parameters' shape that is saved: weights, optimizer states, averages, over all ranks once."""
+    """Returns the size of the weights, optimizer states and averages of all ranks."""
     own = sum(each.numel() * each.element_size() for each in run.trainer.model.parameters())
-    states = sum(each.numel() * each.element_size() for each in states_of(run))  # of a DTensor: the whole
-    share = run.whole.parameter_bytes / own if own else 1.0  # a pipeline's stage holds some of the layers
+    states = sum(each.numel() * each.element_size() for each in states_of(run))  # of a DTensor: the full tensor
+    share = run.whole.parameter_bytes / own if own else 1.0  # a pipeline stage has some of the layers
     copies = sum(getattr(hook, "copies_of_weights", 0) for hook in run.trainer.hooks)
     return round(run.whole.saved_bytes + states * share + copies * 4 * run.whole.num_parameters)
 
@@ -320,9 +295,9 @@ def _remarks(run: ImaginaryRun) -> list[str]:
         found.append("micro_batch_size is auto: counted with the rank's whole batch in one forward.")
     reserved = {} if run.config.model is None else run.config.model.reserved
     if "offload" in reserved:
-        found.append("model.offload is not counted: the tensors that it names are counted as if they stayed.")
+        found.append("model.offload is ignored: the tensors that it names are counted as device memory.")
     if run.mesh.size("pipeline") > 1:
-        found.append("Stages of a pipeline differ: see the first rank of another with --rank.")
+        found.append("Pipeline stages differ: use --rank to see the first rank of another.")
     if run.config.runtime.mode != "eager":
         found.append(f"Counted as in mode eager; {run.config.runtime.mode} usually needs less.")
     return found

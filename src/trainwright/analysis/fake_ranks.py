@@ -1,4 +1,4 @@
-"""Builds a run on one of many fake ranks: the real trainer on tensors that have shapes and no memory."""
+"""Builds a run as one of many ranks that do not exist: the real trainer on fake tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -39,47 +39,64 @@ from trainwright.memory import offload
 from trainwright.models.pretrained import CONFIG_FILE, LoadReport, find_folder, read_config_file
 from trainwright.models.pretrained_facts import PretrainedFacts, without_paths
 from trainwright.parallel.collectives import Ranks
-from trainwright.parallel.mesh import Mesh, lay_out
+from trainwright.parallel.mesh import AXES, Mesh, lay_out
 from trainwright.parallel.sharding import ShardingPlan
 
 logger = logging.getLogger(__name__)
 
+ForwardContext = Callable[[], AbstractContextManager[None]]
+
 
 @dataclass
 class UnsplitModel:
-    """What the model was before it was split."""
+    """The model before it is sharded."""
 
     num_parameters: int = 0
-    """Tied ones once."""
+    """Tied parameters count once."""
     parameter_bytes: int = 0
     saved_bytes: int = 0
     """Of parameters and saved buffers."""
     plan: ShardingPlan | None = None
-    """What sharding rules say of it; None where there are none."""
+    """The plan of the sharding rules; None without rules."""
 
 
 @dataclass
 class ImaginaryRun:
-    """One rank of a run, ready to step: nothing in it has memory."""
+    """One rank of a run on fake tensors, ready to step."""
 
     config: RunConfig
     trainer: Trainer
     mesh: Mesh
     plan: BatchPlan
-    """The batch arithmetic of the real run; the trainer's own takes a few micro-batches at most."""
+    """The batch arithmetic of the real run; the trainer has a few micro-batches at most."""
     batch: Any
     mode: FakeTensorMode
     whole: UnsplitModel
     on_gpu: bool
-    """Would the run be on an accelerator? Models then take other forms of some operations."""
+    """True if the real run uses an accelerator, where models use other forms of some operations."""
+    forward_contexts: list[ForwardContext]
+    """Context managers around every `run_forward` of the trainer."""
 
     @property
     def num_micro_batches(self) -> int:
-        """How many micro-batches a step takes here: all that differ, the others of the real run are alike."""
+        """The number of micro-batches of a step here: all that differ from each other."""
         return self.trainer.num_micro_batches
 
+    def facts(self) -> dict[str, Any]:
+        """Returns the fields that Estimate and Sharding have in common."""
+        sizes = self.mesh.sizes
+        return {
+            "world_size": dist.get_world_size(),
+            "rank": dist.get_rank(),
+            "axes": {axis: sizes[axis] for axis in AXES if sizes[axis] > 1},
+            "micro_batch_size": self.plan.micro_batch_size,
+            "gradient_accumulation_steps": self.plan.gradient_accumulation_steps,
+            "batch_shapes": self.batch_shapes(),
+            "num_parameters": self.whole.num_parameters,
+        }
+
     def batch_shapes(self) -> dict[str, list[int]]:
-        """Returns the shapes of a micro-batch's tensors, by name where it has names."""
+        """Returns the shapes of the tensors of a micro-batch by name."""
         self.trainer.set_batch(self.batch, self.plan.micro_batch_size * self.num_micro_batches)
         with self.mode:
             micro_batch = next(iter(self.trainer.micro_batches(self.batch)))
@@ -91,12 +108,12 @@ class ImaginaryRun:
         }
 
     def step(self, num_micro_batches: int | None = None) -> None:
-        """Makes one update of the trainer's micro-batches, or (1) of the first of them alone."""
+        """Runs one update of the trainer's micro-batches, or (1) of the first of them alone."""
         trainer, batch = self.trainer, self.batch
         gradient_accumulation_steps, micro = self.num_micro_batches, self.plan.micro_batch_size
         wanted = num_micro_batches or gradient_accumulation_steps
         assert wanted in (1, gradient_accumulation_steps)
-        with self.mode, _read_ones(), trainer.storage, _forms(on_gpu=self.on_gpu), _nothing_waits_on_the_host():
+        with self.mode, _read_ones(), trainer.storage, _forms(on_gpu=self.on_gpu), _without_offload_warnings():
             trainer.set_batch(batch, micro * gradient_accumulation_steps)
             if wanted < gradient_accumulation_steps:
                 batch = next(iter(trainer.micro_batches(batch)))
@@ -111,9 +128,9 @@ class ImaginaryRun:
 
 @contextmanager
 def imaginary_ranks(axes: Mapping[str, int], *, world_size: int, rank: int = 0) -> Iterator[Ranks]:
-    """Opens a process group of ranks that are not there, and closes it; this process stands for one of them."""
+    """Opens a process group of fake ranks, of which this process is one, and closes it."""
     if dist.is_initialized():
-        raise ConfigError("A plan of ranks needs a process of its own: this one has a process group already.")
+        raise ConfigError("Fake ranks need a process without a process group, but this one has one.")
     if not 0 <= rank < world_size:
         raise ConfigError(f"--rank: {rank} is not one of the {world_size} ranks. Use 0 to {world_size - 1}.")
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
@@ -127,34 +144,34 @@ def imaginary_ranks(axes: Mapping[str, int], *, world_size: int, rank: int = 0) 
 def imagine(
     config: RunConfig, *, world_size: int, rank: int = 0, sequence_length: int | None = None
 ) -> Iterator[ImaginaryRun]:
-    """Builds a run as one of its ranks would, and yields it; no device, no run folder and no weights are touched.
+    """Builds a run as one of its ranks, without a device, a run folder and weights.
 
-    The shapes of a batch are those of the training data's first; with `sequence_length` no data is read, and a sample
-    is a row of so many tokens.
+    A batch has the shapes of the first batch of the training data; with `sequence_length` no data is read, and a
+    sample is a row of so many tokens.
     """
-    with (
-        preserve_generators(),
-        _imagined(config, world_size=world_size, rank=rank, sequence_length=sequence_length) as run,
-    ):
-        yield run
-
-
-@contextmanager
-def _imagined(config: RunConfig, *, world_size: int, rank: int, sequence_length: int | None) -> Iterator[ImaginaryRun]:
     axes = resolve_mesh(config, world_size)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with imaginary_ranks(axes, world_size=world_size, rank=rank) as ranks, tempfile.TemporaryDirectory() as folder:
+    contexts: list[ForwardContext] = []
+    with (
+        preserve_generators(),
+        imaginary_ranks(axes, world_size=world_size, rank=rank) as ranks,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         plan = resolve_batch(config, ranks.mesh.num_data_ranks)
         trial = _trial_config(config, plan, ranks.mesh, Path(folder), has_data=sequence_length is None)
         whole = UnsplitModel()
-        kind = Build(trial).trainer_class()
-        trainer_class = _imagining(kind, mode, whole, ranks.mesh, sequence_length)
-        # While a model is built ranks ask each other whether they have the same one; nobody would answer.
-        ranks.size = 1
-        backend = pick_backend("cpu")
+        user_class = Build(trial).trainer_class()
+        trainer_class = _imaginary_class(user_class, mode, whole, ranks.mesh, sequence_length, contexts)
+        ranks.size = 1  # a build compares the model over all ranks, and the others do not exist
         with mode, _read_ones():
             trainer, _ = assemble(
-                trial, trainer_class, backend, ranks, Path(folder) / "run", kept=_kept_facts(config), evaluates=False
+                trial,
+                trainer_class,
+                pick_backend("cpu"),
+                ranks,
+                Path(folder) / "run",
+                kept=_kept_facts(config),
+                evaluates=False,
             )
         ranks.size = world_size
         trainer.model.train()
@@ -167,12 +184,13 @@ def _imagined(config: RunConfig, *, world_size: int, rank: int, sequence_length:
             mode=mode,
             whole=whole,
             on_gpu=not config.runtime.device.startswith("cpu"),
+            forward_contexts=contexts,
         )
 
 
 def _trial_config(config: RunConfig, plan: BatchPlan, mesh: Mesh, folder: Path, *, has_data: bool) -> RunConfig:
-    """The run's config, without what acts outside of the step, and with a few micro-batches at most."""
-    # The first has no gradients to add to, the last reduces them, and a pipeline has as many under way as stages.
+    """Returns the run's config for steps alone, with a few micro-batches at most."""
+    # The first has no gradients to add to, the last reduces them, and a pipeline needs one for each stage.
     gradient_accumulation_steps = min(plan.gradient_accumulation_steps, max(2, mesh.size("pipeline")))
     changes: dict[str, Any] = {
         "output_dir": str(folder),
@@ -192,34 +210,45 @@ def _trial_config(config: RunConfig, plan: BatchPlan, mesh: Mesh, folder: Path, 
     if not has_data:
         changes["data"] = {}
     if config.model is not None and "compile_repeated_blocks" in config.model:
-        # It changes what is compiled, not what is held.
+        # It changes what is compiled, not the memory.
         changes["model"] = {key: value for key, value in config.model.items() if key != "compile_repeated_blocks"}
     return config.derive({key: value for key, value in changes.items() if has_data or not key.startswith("data.")})
 
 
-def _imagining(
-    kind: type[Trainer], mode: FakeTensorMode, whole: UnsplitModel, mesh: Mesh, sequence_length: int | None
+def _imaginary_class(
+    kind: type[Trainer],
+    mode: FakeTensorMode,
+    whole: UnsplitModel,
+    mesh: Mesh,
+    sequence_length: int | None,
+    contexts: list[ForwardContext],
 ) -> type[Trainer]:
-    """Returns the trainer's class with `build_*` methods that make models without memory, and data for real."""
+    """Returns a subclass of the trainer that builds fake models and real data, and runs forwards in `contexts`."""
 
     def build_model(cls: type[Trainer], build: Any) -> torch.nn.Module:
         inherited = super(imagined, cls).build_model  # type: ignore[misc]
         try:
             model: torch.nn.Module = inherited(build)
         except Exception as error:
-            # A constructor that reads values of tensors; if it is wrong otherwise too, it now says so.
+            # A constructor that reads values of tensors; any other error is raised again.
             with without_modes():
                 model = _without_memory(inherited(build), mode)
-            logger.info("The model was built in main memory, for it cannot be built without: %s", error)
+            logger.info("The model was built in main memory, because it cannot be built on fake tensors: %s", error)
         parameters = list(model.parameters())
         saved = {id(each): each for each in model.state_dict(keep_vars=True).values() if isinstance(each, torch.Tensor)}
         whole.num_parameters = sum(each.numel() for each in parameters)
         whole.parameter_bytes = sum(each.nbytes for each in parameters)
         whole.saved_bytes = sum(each.nbytes for each in saved.values())
         whole.plan = plan_of(model, build.config, mesh.sizes)
-        # It is where it will be, and torch cannot move parameters without memory that somebody refers to.
+        # torch cannot move fake parameters that have references.
         model.to = lambda *_, **__: model  # type: ignore[method-assign]
         return model
+
+    def run_forward(self: Trainer, batch: Any) -> Any:
+        with ExitStack() as stack:
+            for each in contexts:
+                stack.enter_context(each())
+            return super(imagined, self).run_forward(batch)  # type: ignore[misc]
 
     def outside(part: str) -> Any:
         def build_part(cls: type[Trainer], build: Any) -> Any:
@@ -229,7 +258,7 @@ def _imagining(
             except (ConfigError, DataError) as error:
                 if part != "train_data":
                     raise
-                advice = "Or give --length N: rows of N tokens are then taken as samples, and no data is read."
+                advice = "Or give --length N: then a sample is a row of N tokens, and no data is read."
                 raise ConfigError(f"{error.problem} {advice}", where=error.where) from error
 
         return classmethod(build_part)
@@ -237,6 +266,7 @@ def _imagining(
     body: dict[str, Any] = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     body |= {f"build_{part}": outside(part) for part in ("task", "train_data", "eval_data", "collator", "hooks")}
     body |= {
+        "run_forward": run_forward,
         "build_model": classmethod(build_model),
         "build_writers": classmethod(lambda cls, build: build.writers()),  # of the trial's config: none
     }
@@ -249,7 +279,7 @@ def _imagining(
 
 
 def _first_batch(trainer: Trainer, mode: FakeTensorMode) -> Any:
-    """Reads the first batch of this rank for real, and returns its shapes."""
+    """Reads the first batch of this rank, and returns it as fake tensors."""
     assert trainer.train_data is not None
     with TrainIterator(trainer.train_data, trainer.backend) as feed:
         batch = trainer.next_train_inputs(feed)
@@ -257,7 +287,7 @@ def _first_batch(trainer: Trainer, mode: FakeTensorMode) -> Any:
 
 
 def _without_memory(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
-    """Replaces every parameter and buffer of a model by one without memory; tied ones stay tied."""
+    """Replaces every parameter and buffer of a model by a fake tensor; tied ones stay tied."""
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for table in (module._parameters, module._buffers):
@@ -268,13 +298,13 @@ def _without_memory(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Mo
 
 
 def _kept_facts(config: RunConfig) -> PretrainedFacts | None:
-    """What a pretrained folder says of the model's sizes: its weights are not needed."""
+    """Returns the config of a pretrained folder, without its weights."""
     given: Any = None if config.model is None else config.model.reserved.get("pretrained")
     if given is None:
         return None
     settings = {"folder": given} if isinstance(given, (str, Path)) else dict(given)
     if not settings.get("folder"):
-        return None  # build_model_section says what is wrong with it
+        return None  # build_model_section raises
     beside = Path(config.project_dir) / Path(settings["folder"]).expanduser()
     folder = find_folder(beside if beside.is_dir() else settings["folder"], home_path=settings.get("home_path"))
     content = without_paths(read_config_file(folder)) if (folder / CONFIG_FILE).is_file() else None
@@ -282,7 +312,7 @@ def _kept_facts(config: RunConfig) -> PretrainedFacts | None:
 
 
 class _Rows:
-    """As many rows of tokens as anybody asks for."""
+    """A dataset of rows of tokens, of any number."""
 
     def __init__(self, length: int) -> None:
         self.tokens_per_sample = length
@@ -290,27 +320,24 @@ class _Rows:
     def __len__(self) -> int:
         return 2**31
 
-    def __getitem__(self, place: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         tokens = torch.zeros(self.tokens_per_sample, dtype=torch.long)
         return {"input_ids": tokens, "labels": tokens}
 
 
 _FILLED = "_filled_with"
 _COUNTS = (torch.ops.aten.arange.default, torch.ops.aten.arange.start, torch.ops.aten.arange.start_step)
-_SHORT = 64  # a count so short is no activation: it may be real
+_SHORT = 64  # an arange up to this length is not an activation, and may be real
 
 
 class _ReadOnes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it a value that the host reads from a tensor without memory is 1: finite, true, and there.
-
-    A tensor that was filled with a number is read as that: ranks tell each other numbers so.
-    """
+    """Returns 1 where the host reads a value of a fake tensor, or the number that the tensor was filled with."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # its own operations follow, on local tensors
+            return NotImplemented  # its operations on local tensors follow
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             kind = bool if args[0].dtype == torch.bool else float if args[0].is_floating_point() else int
             return kind(getattr(args[0], _FILLED, 1))
@@ -322,7 +349,7 @@ class _ReadOnes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
             is_short_count = func in _COUNTS and all(isinstance(each, int) and each <= _SHORT for each in args)
             if is_short_count or (tensors and not any(isinstance(each, FakeTensor) for each in tensors)):
-                # What is real stays so: the numbers of ranks in torch's meshes, those of a pipeline's pieces.
+                # Real tensors stay real: the ranks of torch's meshes, the sizes of a pipeline's micro-batches.
                 with without_modes():
                     return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -333,8 +360,8 @@ def _read_ones() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _nothing_waits_on_the_host() -> Iterator[None]:
-    """Keeps offloading from warning that it moves nothing: what has no memory is never moved, and a remark says so."""
+def _without_offload_warnings() -> Iterator[None]:
+    """Silences the warning that offloading moves nothing: fake tensors are not moved, and a remark says so."""
     level = offload.logger.level
     offload.logger.setLevel(logging.ERROR)
     try:
@@ -345,29 +372,28 @@ def _nothing_waits_on_the_host() -> Iterator[None]:
 
 @contextmanager
 def _forms(*, on_gpu: bool) -> Iterator[None]:
-    """Lets our models take the forms of their operations that they would take in the run.
-
-    They choose by the device of a tensor; one without memory is on the CPU.
-    """
-    answers: dict[str, Callable[..., bool]] = {"waits_for_memory": lambda device: True} if on_gpu else {}
+    """Selects the forms of operations of the real run; models select them by device, which is the CPU here."""
+    if not on_gpu:
+        yield
+        return
     modules = [vars(each) for key, each in list(sys.modules.items()) if key.startswith("trainwright.models.")]
-    replaced = [(names, verb, answers[verb]) for names in modules for verb in answers if verb in names]
-    replaced += _fused_forms() if on_gpu else []
-    own = [(names, verb, names[verb]) for names, verb, _ in replaced]
+    replaced = [(names, "waits_for_memory", lambda device: True) for names in modules if "waits_for_memory" in names]
+    replaced += _fused_forms()
+    originals = [(names, name, names[name]) for names, name, _ in replaced]
     try:
-        for names, verb, other in replaced:
-            names[verb] = other
+        for names, name, other in replaced:
+            names[name] = other
         yield
     finally:
-        for names, verb, before in own:
-            names[verb] = before
+        for names, name, original in originals:
+            names[name] = original
 
 
 def _fused_forms() -> list[tuple[dict[str, Any], str, Callable[..., Any]]]:
-    """Attention with dropout and root-mean-square norms, fused as on a GPU: where they stand, by name.
+    """Returns the fused attention and RMS norm of a GPU, with the namespace and name that they replace.
 
-    The CPU's forms would hold the scores of all pairs of tokens, and several float32 copies of what is normalised. No
-    torch function mode: it is off while a backward runs, and what is recomputed then must be what it was.
+    The CPU's forms would hold the scores of all pairs of tokens, and several float32 copies of the inputs of norms. A
+    torch function mode would not be active during a backward, which recomputes some forwards.
     """
     functional = vars(torch.nn.functional)
     attend, normalise = functional["scaled_dot_product_attention"], functional["rms_norm"]
@@ -389,7 +415,7 @@ def _fused_forms() -> list[tuple[dict[str, Any], str, Callable[..., Any]]]:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """Holds what a fused norm holds: its input and one number a row. Nothing is computed: there are no values."""
+    """Saves what a fused norm saves, its input and one number for each row, and computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:

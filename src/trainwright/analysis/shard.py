@@ -1,11 +1,11 @@
-"""`trainwright shard`: the shard of each parameter on a rank, and the collectives of a step, without devices."""
+"""`trainwright shard`: the shards of one rank, and the collectives of a step, without devices."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -22,17 +22,14 @@ from trainwright.parallel.mesh import AXES, Mesh, local
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 
-# By the names of torch's operations, in c10d and in its functional form.
+# By the first letters of the names of torch's operations, without underscores.
 _KINDS: Mapping[str, str] = {
-    "all_gather": ALL_GATHER,
     "allgather": ALL_GATHER,
-    "reduce_scatter": REDUCE_SCATTER,
-    "all_reduce": ALL_REDUCE,
+    "reducescatter": REDUCE_SCATTER,
     "allreduce": ALL_REDUCE,
     "broadcast": "broadcast",
-    "all_to_all": "all-to-all",
     "alltoall": "all-to-all",
-    "shard_dim_alltoall": "all-to-all",
+    "sharddimalltoall": "all-to-all",
     "gather": "gather",
     "scatter": "scatter",
     "reduce": "reduce",
@@ -52,19 +49,19 @@ class Collective:
     axis: str
     """The mesh axis, or several: `fsdp`, `fsdp × tensor`."""
     num_ranks: int
-    """How many ranks take part."""
+    """The number of participating ranks."""
     count: int
     num_bytes: int
-    """Of the whole tensors, all calls together: what a gather ends with, what a reduction begins with."""
+    """Of the full tensors of all calls: the outputs of gathers, the inputs of reductions."""
 
     @property
     def sent_bytes(self) -> float:
-        """What each rank sends at least, by the best known algorithms: a ring's."""
+        """What each rank sends at least, with a ring algorithm."""
         return self.num_bytes * share_sent(self.kind, self.num_ranks)
 
 
 def share_sent(kind: str, num_ranks: int) -> float:
-    """Returns which multiple of the whole tensor each rank sends in a collective."""
+    """Returns what each rank sends in a collective, as a multiple of the full tensor."""
     others = (num_ranks - 1) / num_ranks
     if kind == ALL_REDUCE:
         return 2 * others  # a reduce-scatter, then an all-gather
@@ -74,7 +71,7 @@ def share_sent(kind: str, num_ranks: int) -> float:
 
 
 class CollectiveRecorder(TorchDispatchMode):
-    """Within it every collective of this process is noted; `found` sums them up, the largest first."""
+    """Records the collectives of this process in its context; `found` has their sums, the largest first."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -86,26 +83,26 @@ class CollectiveRecorder(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its own operations follow, on local tensors
+            return NotImplemented  # its operations on local tensors follow
         kwargs = kwargs or {}
         if func.namespace in _NAMESPACES:
-            self._note(func, args, kwargs)
+            self._record(func, args, kwargs)
         return func(*args, **kwargs)
 
     @property
     def found(self) -> list[Collective]:
-        """What was said so far."""
+        """The collectives so far."""
         return sort(
             Collective(kind, axis, num_ranks, count, self._bytes[kind, axis, num_ranks])
             for (kind, axis, num_ranks), count in self._counts.items()
         )
 
-    def _note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        name = func.name().partition("::")[2].partition(".")[0].strip("_")
-        kind = next((_KINDS[start] for start in sorted(_KINDS, key=len, reverse=True) if name.startswith(start)), None)
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        name = func.name().partition("::")[2].replace("_", "")
+        kind = next((kind for start, kind in _KINDS.items() if name.startswith(start)), None)
         group = _group_in([*args, *kwargs.values()])
         if kind is None or group is None:
-            return  # waiting, or a barrier
+            return  # a wait or a barrier
         ranks = frozenset(dist.get_process_group_ranks(group))
         if len(ranks) == 1:
             return
@@ -117,7 +114,7 @@ class CollectiveRecorder(TorchDispatchMode):
 
 
 def axes_by_ranks(mesh: Mesh) -> dict[frozenset[int], str]:
-    """Returns, for each axis and several together, the ranks along it that this rank belongs to → its name."""
+    """Returns the names of all combinations of axes, by the ranks in the group of this rank."""
     strides, stride = {}, 1
     for axis in reversed(AXES):
         strides[axis], stride = stride, stride * mesh.sizes[axis]
@@ -135,7 +132,7 @@ def axes_by_ranks(mesh: Mesh) -> dict[frozenset[int], str]:
 def extrapolate(
     once: Iterable[Collective], more: Iterable[Collective], *, num_more: int, num_micro_batches: int
 ) -> list[Collective]:
-    """Returns the collectives of a step of many micro-batches from those of a step of one and of `num_more`."""
+    """Returns the collectives of a step of many micro-batches from those of steps of one and of `num_more`."""
     first = {(each.kind, each.axis, each.num_ranks): each for each in once}
     further = {(each.kind, each.axis, each.num_ranks): each for each in more}
     found = []
@@ -149,12 +146,12 @@ def extrapolate(
 
 
 def sort(collectives: Iterable[Collective]) -> list[Collective]:
-    """Returns them with the most bytes first."""
+    """Returns collectives with the most bytes first."""
     return sorted(collectives, key=lambda each: (-each.sent_bytes, -each.num_bytes, each.kind, each.axis))
 
 
 def _group_in(arguments: Iterable[Any]) -> ProcessGroup | None:
-    """Finds the process group among a collective's arguments: itself, boxed, or its name as the last text."""
+    """Returns the process group in the arguments of a collective: itself, boxed, or its name as the last string."""
     name = None
     for each in arguments:
         if isinstance(each, ProcessGroup):
@@ -174,54 +171,41 @@ def _num_bytes(argument: Any) -> int:
 
 
 COPIED = "-"
-"""What stands for a dim that is not split."""
+"""The axis of a dim that is not sharded."""
 
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """One parameter, or several of one layout whose names differ in numbers alone: then `*` stands for those."""
+    """One parameter, or several of one layout whose names differ only in numbers, which `*` replaces."""
 
     name: str
     shape: tuple[int, ...]
     axes: tuple[str, ...]
-    """The mesh axes that split each dim: `fsdp`, `fsdp × tensor`, or `-` for none."""
+    """The mesh axes that shard each dim: `fsdp`, `fsdp × tensor`, or `-` for none."""
     local_shape: tuple[int, ...]
     dtype: str
     num_bytes: int
-    """What one of them takes on this rank."""
+    """Of one of them on this rank."""
     is_trained: bool
     count: int = 1
 
 
 def layouts_of(model: torch.nn.Module, mesh: Mesh) -> list[ParameterLayout]:
-    """Returns the layout of every parameter that this rank holds, in the model's order; tied ones once."""
+    """Returns the layout of every parameter of this rank, in the order of the model; tied ones once."""
     return [_layout_of(name, parameter, mesh) for name, parameter in model.named_parameters()]
 
 
 def grouped(layouts: Iterable[ParameterLayout]) -> list[ParameterLayout]:
-    """Returns them with those of equal layers as one, in the order of the first of each."""
+    """Returns layouts with those of equal layers as one."""
     groups: dict[Any, list[ParameterLayout]] = {}
     for each in layouts:
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", f".{each.name}.")[1:-1]
         key = (pattern, each.shape, each.axes, each.local_shape, each.dtype, each.is_trained)
         groups.setdefault(key, []).append(each)
-    found = []
-    for (pattern, *_), some in groups.items():
-        first = some[0]
-        name = pattern if len(some) > 1 else first.name
-        found.append(
-            ParameterLayout(
-                name,
-                first.shape,
-                first.axes,
-                first.local_shape,
-                first.dtype,
-                first.num_bytes,
-                first.is_trained,
-                count=sum(each.count for each in some),
-            )
-        )
-    return found
+    return [
+        some[0] if len(some) == 1 else replace(some[0], name=pattern, count=sum(each.count for each in some))
+        for (pattern, *_), some in groups.items()
+    ]
 
 
 def _layout_of(name: str, parameter: torch.Tensor, mesh: Mesh) -> ParameterLayout:
@@ -230,7 +214,7 @@ def _layout_of(name: str, parameter: torch.Tensor, mesh: Mesh) -> ParameterLayou
         for axis, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
             dim = getattr(placement, "dim", None)
             if dim is not None and parameter.device_mesh[axis].size() > 1:
-                splits[dim].append(_spell(axis, mesh))
+                splits[dim].append(_axis_names(axis, mesh))
     own = local(parameter)
     return ParameterLayout(
         name,
@@ -243,8 +227,8 @@ def _layout_of(name: str, parameter: torch.Tensor, mesh: Mesh) -> ParameterLayou
     )
 
 
-def _spell(axis: str, mesh: Mesh) -> str:
-    """FSDP's axis is fsdp and context together: names those that have several ranks."""
+def _axis_names(axis: str, mesh: Mesh) -> str:
+    """Returns the names of a mesh axis; that of FSDP combines fsdp and context."""
     if axis != "shard":
         return axis
     return " × ".join(each for each in ("fsdp", "context") if mesh.size(each) > 1)
@@ -252,7 +236,7 @@ def _spell(axis: str, mesh: Mesh) -> str:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How one rank of a run takes part: what it holds, and what it sends in one step."""
+    """The parameters of one rank of a run, and what it sends in one step."""
 
     world_size: int
     rank: int
@@ -276,7 +260,7 @@ class Sharding:
 
     @property
     def rank_bytes(self) -> int:
-        """What this rank's part of the parameters takes."""
+        """The bytes of the parameters on this rank."""
         return sum(each.num_bytes * each.count for each in self.layouts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -286,27 +270,21 @@ class Sharding:
 
 
 def plan_shards(config: RunConfig, *, world_size: int, rank: int = 0, sequence_length: int | None = None) -> Sharding:
-    """Builds and steps a run on imaginary ranks, and returns what one of them holds and says."""
+    """Builds a run on fake ranks, runs a step, and returns the parameters and collectives of one rank."""
     with imagine(config, world_size=world_size, rank=rank, sequence_length=sequence_length) as run:
         plan = run.whole.plan
         return Sharding(
-            world_size=world_size,
-            rank=rank,
-            axes={axis: run.mesh.sizes[axis] for axis in AXES if run.mesh.sizes[axis] > 1},
-            num_parameters=run.whole.num_parameters,
+            **run.facts(),
             num_bytes=run.whole.saved_bytes,
             layouts=layouts_of(run.trainer.model, run.mesh),
             uncovered=[] if plan is None else list(plan.uncovered),
             unmatched=[] if plan is None else list(plan.unmatched),
-            micro_batch_size=run.plan.micro_batch_size,
-            gradient_accumulation_steps=run.plan.gradient_accumulation_steps,
-            batch_shapes=run.batch_shapes(),
             collectives=record_step(run),
         )
 
 
 def record_step(run: ImaginaryRun) -> list[Collective]:
-    """Returns the collectives of one step of all its micro-batches; a few are run, the others are alike."""
+    """Returns the collectives of one step, extrapolated from a few micro-batches."""
     steps = []
     for num_micro_batches in sorted({1, run.num_micro_batches}):
         recorder = CollectiveRecorder(run.mesh)

@@ -7,7 +7,7 @@ release drops one, when a new one is used, or when one is used outside of its fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
@@ -41,7 +41,6 @@ __all__ = [
     "compile_counters",
     "compile_error",
     "constant_in_compiled_code",
-    "explain_graph",
     "graph_break_error",
     "has_modes",
     "has_triton",
@@ -135,13 +134,6 @@ def side_effects_once() -> AbstractContextManager[Any]:
         AbstractContextManager[Any],
         torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True),
     )
-
-
-def explain_graph(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs a forward through Dynamo and returns its `ExplainOutput`; `torch.compiler` has no such function."""
-    import torch._dynamo
-
-    return torch._dynamo.explain(forward)(*args, **kwargs)
 
 
 def compile_counters() -> Any:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from trainwright.build.data import DatasetBuilder
-from trainwright.build.parallelize import is_users
 from trainwright.checkpoint.folder import run_folder
 from trainwright.config import Component, DataSection, ModelSection, RunConfig
 from trainwright.data.fetch import is_stream
@@ -42,7 +41,7 @@ from trainwright.optim.param_groups import (
 from trainwright.parallel.collectives import Ranks
 from trainwright.registry import resolve as registry
 from trainwright.user_code.constructors import check_constructor
-from trainwright.user_code.locations import location_of
+from trainwright.user_code.locations import is_user_code, location_of
 from trainwright.user_code.methods import reject_wrong_methods
 from trainwright.writers.writer import Writer
 
@@ -242,7 +241,7 @@ class Build:
         """Sets the class that calls `model()`: a user's own `build_model` may read the weights."""
         reject_wrong_methods(trainer_class, Trainer)
         check_constructor(trainer_class)
-        if is_users(trainer_class, "build_model"):
+        if is_user_code(trainer_class.build_model):
             self._reader = f"{trainer_class.__name__}.build_model"
 
     def take_task(self, task: Task) -> None:
@@ -437,7 +436,7 @@ class Build:
 
 def _is_collate_function(target: Callable[..., Any], given: Mapping[str, Any]) -> bool:
     """Returns True for a user's function with one argument that is not given: the list of samples."""
-    if not inspect.isfunction(target) or target.__module__.startswith("trainwright."):
+    if not inspect.isfunction(target) or not is_user_code(target):
         return False
     named = inspect.signature(target).parameters.values()
     missing = [each for each in named if each.default is each.empty and each.name not in given]

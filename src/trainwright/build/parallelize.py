@@ -18,6 +18,7 @@ from trainwright.loop.trainer import Trainer
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import Mesh
 from trainwright.parallel.replicate import SentWeights, give_memory, make_equal
+from trainwright.user_code.locations import is_user_code
 
 if TYPE_CHECKING:
     from trainwright.parallel.fully_shard import GradientSync
@@ -129,16 +130,13 @@ def reject_own_steps(
     """Rejects a pipeline whose schedule would not call a user's own step, or that cannot divide the model."""
     from trainwright.parallel.pipeline import reject_pipeline
 
-    methods = [(trainer_class, name) for name in ("forward", "run_forward", "train_step", "eval_step")]
-    own = [f"{kind.__name__}.{name}" for kind, name in [*methods, (type(task), "forward")] if is_users(kind, name)]
+    methods: list[tuple[type, str]] = [
+        (trainer_class, name) for name in ("forward", "run_forward", "train_step", "eval_step")
+    ]
+    methods.append((type(task), "forward"))
+    own = [f"{kind.__name__}.{name}" for kind, name in methods if is_user_code(getattr(kind, name))]
     where = config.origin("runtime.mesh.pipeline")
     reject_pipeline(model, mesh.size("pipeline"), own_parts=own, where=where)
-
-
-def is_users(kind: type, name: str) -> bool:
-    """Returns True if a user's class defines this method."""
-    owner = next(each for each in kind.__mro__ if name in vars(each))
-    return not owner.__module__.startswith("trainwright.")
 
 
 def plan_of(model: torch.nn.Module, config: RunConfig, sizes: Mapping[str, int]) -> ShardingPlan | None:

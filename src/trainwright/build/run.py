@@ -19,7 +19,7 @@ from trainwright.autotune.micro_batch import settle_micro_batch
 from trainwright.backends import Backend, Capture, pick_backend
 from trainwright.build.components import IN_CODE, Build, describe_dtypes
 from trainwright.build.data import Loaders, describe_size, limits
-from trainwright.build.parallelize import ParallelizedModel, is_users, parallelize_model, reject_own_steps
+from trainwright.build.parallelize import ParallelizedModel, parallelize_model, reject_own_steps
 from trainwright.checkpoint import folder as run_folders
 from trainwright.checkpoint.listing import checkpoints_location
 from trainwright.checkpoint.remote_files import is_address
@@ -45,6 +45,7 @@ from trainwright.parallel.mesh import Mesh
 from trainwright.parallel.processes import facts_of
 from trainwright.registry import resolve as registry
 from trainwright.registry.builtin import BUILT_INS
+from trainwright.user_code.locations import is_user_code
 from trainwright.writers.json_lines import cut_back
 
 logger = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ def _importable_type(kind: type, config: RunConfig) -> str | None:
 
 
 def _in_code_type(kind: type) -> str:
-    return IN_CODE[is_users(kind, "build_model")] + _reference(kind).replace(":", ".")
+    return IN_CODE[is_user_code(kind.build_model)] + _reference(kind).replace(":", ".")
 
 
 def _reference(kind: type) -> str:

@@ -1,6 +1,6 @@
-"""`trainwright components [KIND] [NAME]`: what a run file may name, and how it is written there.
+"""`trainwright components [KIND] [NAME]`: what a run file may name, and how to write it there.
 
-What there is comes from catalogue.py, which reads source files and runs none of them.
+registry/catalogue.py reads the source files, without executing them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.syntax import Syntax
 
-from trainwright.commands.table import aligned, show_rows
+from trainwright.commands.terminal import align_columns, show_rows
 from trainwright.config import yaml_text
 from trainwright.config.problems import nearest
 from trainwright.errors import ComponentError
@@ -35,11 +35,11 @@ SECTIONS = {
     "metric": "evaluation.metrics.NAME",
     "task": "task",
 }
-"""Where a run file names each kind of component."""
+"""The setting of each kind of component in a run file."""
 
 _LISTS = ("hook", "writer")
-# evaluation.metrics reads these two itself: what of the outputs and of the batch the metric is fed.
-_FED = (Parameter("outputs", "'logits'", "str"), Parameter("labels", "'labels'", "str"))
+# evaluation.metrics reads these two: the output and the field of the batch that the metric gets.
+_METRIC_INPUTS = (Parameter("outputs", "'logits'", "str"), Parameter("labels", "'labels'", "str"))
 
 
 def _complete_kind(incomplete: str) -> list[str]:
@@ -68,29 +68,29 @@ def components(
     """List what a run file may name: built-in components and those in your own folders, with their parameters."""
     folder = project.parent if project.is_file() else project
     if not folder.is_dir():
-        raise ComponentError(f"--project: there is no folder {project}. Give the folder that your run file is in.")
-    if kind is None:
-        _show_list(read_catalogue(folder))
+        raise ComponentError(f"--project: there is no folder {project}. Pass the folder of your run file.")
+    kind = {plural: one for one, plural in KIND_FOLDERS.items()}.get(kind or "", kind)
+    if kind is not None and kind not in KIND_FOLDERS and name is None:
+        kind, name = None, kind  # `components cosine`: the name alone
+    if kind is not None and kind not in KIND_FOLDERS:
+        raise ComponentError(f'no kind "{kind}". {_suggest(kind, {each: each for each in KIND_FOLDERS})}{_kinds()}')
+    catalogue = read_catalogue(folder, KIND_FOLDERS if kind is None else [kind])
+    if name is None:
+        _show_list(catalogue)
         return
-    singular = {plural: one for one, plural in KIND_FOLDERS.items()}.get(kind, kind)
-    if singular in KIND_FOLDERS and name is None:
-        _show_list(read_catalogue(folder, [singular]))
-    elif singular in KIND_FOLDERS and name is not None:
-        catalogue = read_catalogue(folder, [singular])
-        _warn(catalogue)
-        _show_one(_find(catalogue, name, what=singular))
-    elif name is None:
-        # `components cosine`: the name alone, where it is clear of which kind.
-        catalogue = read_catalogue(folder)
-        found = [entry for entry in catalogue.entries if _is_named(entry, kind)]
-        if not found:
-            near = _guess(kind, {**_names(catalogue), **{each: each for each in KIND_FOLDERS}})
-            raise ComponentError(f'no kind and no component "{kind}". {near}{_kinds()}{_hidden(catalogue)}')
-        _warn(catalogue)
-        for entry in found:
-            _show_one(entry)
-    else:
-        raise ComponentError(f'no kind "{kind}". {_guess(kind, {each: each for each in KIND_FOLDERS})}{_kinds()}')
+    found = [entry for entry in catalogue.entries if _is_named(entry, name)]
+    if not found:
+        types = {entry.type.rpartition(".")[2]: entry.type for entry in catalogue.entries}  # `Class` of `file.Class`
+        types |= {entry.type: entry.type for entry in catalogue.entries}
+        kinds = {each: each for each in KIND_FOLDERS} if kind is None else {}
+        known = _kinds() if kind is None else f"Known: {', '.join(entry.type for entry in catalogue.entries)}."
+        unreadable = ", ".join(one.location for one in catalogue.unreadable)
+        hidden = f" It may be in a file that cannot be read: {unreadable}." if unreadable else ""
+        what = "kind and no component" if kind is None else kind
+        raise ComponentError(f'no {what} "{name}". {_suggest(name, {**types, **kinds})}{known}{hidden}')
+    _warn(catalogue)
+    for entry in found if kind is None else found[:1]:
+        _show_one(entry)
 
 
 def _show_list(catalogue: Catalogue) -> None:
@@ -112,66 +112,54 @@ def _warn(catalogue: Catalogue) -> None:
         print(f"warning: {location}: {problem}. Its components are not listed; correct the file.", file=sys.stderr)
 
 
-def _find(catalogue: Catalogue, name: str, *, what: str) -> Entry:
-    found = [entry for entry in catalogue.entries if _is_named(entry, name)]
-    if found:
-        return found[0]
-    known = f"Known: {', '.join(entry.type for entry in catalogue.entries)}."
-    raise ComponentError(f'no {what} "{name}". {_guess(name, _names(catalogue))}{known}{_hidden(catalogue)}')
-
-
 def _is_named(entry: Entry, name: str) -> bool:
-    """Say whether `name` means this entry: as a run file writes it, by its class, or by its file and class."""
+    """Returns True if `name` is this entry: as a run file writes it, its class, or its file and class."""
     stem, _, own = entry.type.partition(".")
     return name in (entry.type, own, *entry.registered, f"{KIND_FOLDERS[entry.kind]}/{stem}.py:{own}")
 
 
-def _names(catalogue: Catalogue) -> dict[str, str]:
-    """Return every word by which a component may be meant, and what a run file writes for it."""
-    words = {entry.type.rpartition(".")[2]: entry.type for entry in catalogue.entries}
-    return {**words, **{entry.type: entry.type for entry in catalogue.entries}}
-
-
-def _guess(word: str, meanings: Mapping[str, str]) -> str:
-    near = nearest(word, meanings)
-    return f'Did you mean "{meanings[near]}"? ' if near else ""
+def _suggest(word: str, types: Mapping[str, str]) -> str:
+    near = nearest(word, types)
+    return f'Did you mean "{types[near]}"? ' if near else ""
 
 
 def _kinds() -> str:
     return f"Kinds: {', '.join(KIND_FOLDERS)}."
 
 
-def _hidden(catalogue: Catalogue) -> str:
-    locations = ", ".join(one.location for one in catalogue.unreadable)
-    return f" It may be in a file that cannot be read: {locations}." if locations else ""
-
-
 def _all_parameters(entry: Entry) -> tuple[Parameter, ...]:
-    return (*entry.signature.parameters, *(_FED if entry.kind == "metric" else ()))
+    return (*entry.signature.parameters, *(_METRIC_INPUTS if entry.kind == "metric" else ()))
 
 
 def _parameters(entry: Entry) -> str:
     words = [str(one) for one in _all_parameters(entry)]
     words += [f"… (see {entry.signature.open_to})"] if entry.signature.open_to else []
-    presets = preset_sizes().get(entry.type, {}) if entry.kind == "model" else {}
+    presets = _presets(entry)
     words += [f"preset: {' | '.join(presets)}"] if presets else []
     return ", ".join(words) or "none"
 
 
+def _presets(entry: Entry) -> Mapping[str, int]:
+    return preset_sizes().get(entry.type, {}) if entry.kind == "model" else {}
+
+
 def _show_one(entry: Entry) -> None:
-    print(f"{entry.kind} {entry.type}   {entry.location}")
-    print()
+    print(f"{entry.kind} {entry.type}   {entry.location}\n")
     print(entry.doc or "It has no docstring.")
     parameters = _all_parameters(entry)
     if parameters:
         print("\nParameters:")
         rows = [(one.name, "required" if one.default is None else one.default, one.annotation) for one in parameters]
-        print("\n".join(f"  {line}" for line in aligned(rows)))
+        print("\n".join(f"  {line}" for line in align_columns(rows)))
     if entry.signature.open_to:
-        print(f"  Further ones are taken by {entry.signature.open_to}.")
+        print(f"  {entry.signature.open_to} accepts further ones.")
     if entry.kind == "trainer":
         print("\nIts settings are those of the trainer section: see trainwright config --schema.")
-    _show_presets(entry)
+    presets = _presets(entry)
+    if presets:
+        print(f"\nPresets, which stand for the settings, as in {{type: {entry.type}, preset: {next(iter(presets))}}}:")
+        sizes = [(name, f"{size:,} weights") for name, size in presets.items()]
+        print("\n".join(f"  {line}" for line in align_columns(sizes)))
     for short in entry.registered:
         print(f'\nIt is "{short}" too, once `imports` names its file: {entry.location.rpartition(":")[0]}.')
     print("\nIn a run file:\n")
@@ -182,39 +170,25 @@ def _show_one(entry: Entry) -> None:
         print(text, end="")
 
 
-def _show_presets(entry: Entry) -> None:
-    sizes = preset_sizes().get(entry.type, {}) if entry.kind == "model" else {}
-    if sizes:
-        print(f"\nPresets, which stand for the settings, as in {{type: {entry.type}, preset: {next(iter(sizes))}}}:")
-        print("\n".join(f"  {line}" for line in aligned([(name, f"{size:,} weights") for name, size in sizes.items()])))
-
-
 def snippet(entry: Entry) -> str:
-    """Return the component as YAML in the section where it belongs: required arguments blank, others in comments."""
-    *sections, last = SECTIONS[entry.kind].replace("NAME", entry.type.rpartition(".")[2].lower()).split(".")
-    lines = [f"{'  ' * depth}{section}:" for depth, section in enumerate([*sections, last])]
-    indent = "  " * len(lines)
-    first = f"{indent}- " if entry.kind in _LISTS else indent
+    """Returns the component as YAML in its section: required arguments blank, others in comments."""
+    sections = SECTIONS[entry.kind].replace("NAME", entry.type.rpartition(".")[2].lower()).split(".")
+    lines = [f"{'  ' * depth}{section}:" for depth, section in enumerate(sections)]
+    first = "  " * len(lines) + ("- " if entry.kind in _LISTS else "")
     inner = " " * len(first)
-    lines.append(f"{first}type: {_yaml(entry.type)}")
-    for one in _all_parameters(entry):
-        wanted = f" ({one.annotation})" if one.annotation else ""
+    lines.append(f"{first}type: {yaml_text.write_inline(entry.type)}")
+    parameters = _all_parameters(entry)
+    for one in parameters:
         if one.default is None:
-            lines.append(f"{inner}{one.name}:  # required{wanted}")
-    for one in _all_parameters(entry):
-        if one.default is not None:
-            lines.append(f"{inner}# {one.name}: {_default(one.default)}")
+            lines.append(f"{inner}{one.name}:  # required{f' ({one.annotation})' if one.annotation else ''}")
+    lines += [f"{inner}# {one.name}: {_default(one.default)}" for one in parameters if one.default is not None]
     return "\n".join(lines) + "\n"
 
 
 def _default(python: str) -> str:
-    """Return a default as YAML writes it, or, where YAML cannot, as Python does."""
+    """Returns a default in YAML, or in Python where YAML has no such value."""
     try:
         value = ast.literal_eval(python)
-        return _yaml(list(value) if isinstance(value, tuple) else value)
+        return yaml_text.write_inline(list(value) if isinstance(value, tuple) else value)
     except Exception:
         return f"…  (in Python: {python})"
-
-
-def _yaml(value: object) -> str:
-    return yaml_text.write_inline(value)

@@ -1,4 +1,4 @@
-"""`trainwright config RUN.yaml`: every setting of a run and where it was written; its schema; two runs compared."""
+"""`trainwright config RUN.yaml`: every setting of a run and its origin; the schema; the differences of two runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from trainwright.commands.table import show_rows
+from trainwright.commands.terminal import MISSING, Overrides, load_run, show_rows
 from trainwright.config import Component, Frozen, RunConfig, yaml_text
 from trainwright.config.frozen import same, thaw
 from trainwright.config.json_schema import run_schema
@@ -22,9 +22,7 @@ from trainwright.errors import ConfigError
 from trainwright.registry.builtin import BUILT_INS
 
 DEFAULT, OVERRIDE = "default", "override"
-_ABSENT = "–"
-# Origins stand in one column, but a long text of one setting must not push all of them out of sight.
-_WIDEST = 60
+_MAX_WIDTH = 60  # origins are in one column, but one long setting must not move all of them out of view
 
 
 class Setting(NamedTuple):
@@ -40,9 +38,7 @@ def config(
     run: Annotated[
         Path | None, typer.Argument(help="The run's YAML file, or its folder.", show_default=False, metavar="RUN")
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings to replace, such as trainer.max_steps=500.", show_default=False)
-    ] = None,
+    overrides: Overrides = None,
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON Schema of run files, for your editor.")
     ] = False,
@@ -51,41 +47,31 @@ def config(
         typer.Option(help="Print only what differs in this file or run folder; exits with 1 if anything does."),
     ] = None,
 ) -> None:
-    """Print every setting of a run, with the place where it was written."""
+    """Print every setting of a run, with the file and line that set it."""
     if schema:
         print(json.dumps(schema_of_runs(), indent=2, ensure_ascii=False))
         return
     if run is None:
-        raise ConfigError("which run? Give its YAML file or its folder: trainwright config run.yaml; or --schema.")
-    loaded = load_run(run, overrides or [])
+        raise ConfigError("config needs a run. Pass its YAML file or folder: trainwright config run.yaml; or --schema.")
+    loaded = load_run(run, overrides)
     if diff is None:
         _show(list(settings_of(loaded)))
-    elif _show_differences(loaded, load_run(diff, []), str(run), str(diff)):
+    elif _show_differences(loaded, load_run(diff), str(run), str(diff)):
         raise typer.Exit(1)
 
 
 def schema_of_runs() -> dict[str, Any]:
-    """Return the JSON Schema of run files, with the built-in components to complete."""
+    """Returns the JSON Schema of run files, with the names of the built-in components."""
     return run_schema({kind: tuple(names) for kind, names in BUILT_INS.items()})
 
 
-def load_run(run: Path, overrides: list[str]) -> RunConfig:
-    """Return the config of a run, given by its file or its folder."""
-    if not run.is_dir():
-        return RunConfig.load(run, overrides)
-    file = run / "config.yaml"
-    if not file.exists():
-        raise ConfigError(f"{run} is a folder without config.yaml, so no run. Give a YAML file or a folder runs/NAME.")
-    return RunConfig.load(file, overrides)
-
-
 def settings_of(loaded: RunConfig) -> Iterator[Setting]:
-    """Yield every setting as a line of YAML; the lines together load back as an equal config."""
+    """Yields every setting as a line of YAML; the lines together load back as an equal config."""
     yield from _below(loaded, loaded, (), "", "")
 
 
 def _below(loaded: RunConfig, value: Any, path: KeyPath, indent: str, first: str) -> Iterator[Setting]:
-    """Yield the lines below a mapping or a list; `first` begins the first line instead of `indent`."""
+    """Yields the lines below a mapping or a list; `first` begins the first line instead of `indent`."""
     for key, item in _items(value):
         inner, lead = (*path, key), first or indent
         first = ""
@@ -108,7 +94,7 @@ def _items(value: Any) -> list[tuple[str | int, Any]]:
 
 
 def _is_branch(value: Any) -> bool:
-    """Say whether a value has lines of its own: sections, components, mappings, and lists of components."""
+    """Returns True for values of several lines: sections, components, mappings, and lists of components."""
     if isinstance(value, tuple):
         return any(isinstance(item, Component) for item in value)
     return isinstance(value, Section) or (isinstance(value, Frozen) and bool(value))
@@ -122,10 +108,10 @@ def _origin(loaded: RunConfig, path: KeyPath) -> str:
 
 
 def _show(settings: list[Setting]) -> None:
-    width = min(max(len(setting.text) for setting in settings), _WIDEST)
+    width = min(max(len(setting.text) for setting in settings), _MAX_WIDTH)
     console = Console(highlight=False, soft_wrap=True)
     for text, _, _, origin in settings:
-        # As a comment, so that what is printed is a run file again.
+        # As a comment, so that the output is a run file.
         comment = f"  # {origin}" if origin else ""
         if not sys.stdout.isatty():
             print(f"{text:{width}}{comment}".rstrip())
@@ -135,7 +121,7 @@ def _show(settings: list[Setting]) -> None:
 
 
 def _show_differences(one: RunConfig, other: RunConfig, one_name: str, other_name: str) -> bool:
-    """Print each setting that differs, with both origins; say whether there is one."""
+    """Prints each setting that differs, with both origins; returns True if there is one."""
     left, right = ({each.name: each for each in settings_of(each) if each.origin} for each in (one, other))
     rows = []
     for name in dict.fromkeys([*left, *right]):
@@ -144,7 +130,7 @@ def _show_differences(one: RunConfig, other: RunConfig, one_name: str, other_nam
             is_unset_name = name == "name" and first.origin == second.origin == DEFAULT  # two files, two names
             is_equal = is_unset_name or same(first.value, second.value)
         else:
-            # Empty on one side, and spelled out on the other in lines of its own: `task: null` and `task.type: …`.
+            # Empty on one side, and several lines on the other: `task: null` and `task.type: …`.
             is_equal = any(each.startswith(f"{name}.") for each in (left if first is None else right))
         if not is_equal:
             rows.append((name, _described(first), _described(second)))
@@ -156,4 +142,4 @@ def _show_differences(one: RunConfig, other: RunConfig, one_name: str, other_nam
 
 
 def _described(setting: Setting | None) -> str:
-    return _ABSENT if setting is None else f"{yaml_text.write_inline(thaw(setting.value))} ({setting.origin})"
+    return MISSING if setting is None else f"{yaml_text.write_inline(thaw(setting.value))} ({setting.origin})"

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainwright.commands.checkpoints import size_text
-from trainwright.commands.config import load_run
 from trainwright.commands.shard import Length, Rank, World, describe_batch, describe_ranks
-from trainwright.commands.table import show_rows
+from trainwright.commands.terminal import AsJson, Overrides, RunPath, load_run, show_rows, size_text
 from trainwright.config import RunConfig
 from trainwright.errors import ConfigError
 
@@ -23,25 +20,22 @@ UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib
 
 
 def estimate(
-    run: Annotated[Path, typer.Argument(help="The run's YAML file, or its folder.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Settings to replace, such as trainer.micro_batch_size=8.", show_default=False),
-    ] = None,
+    run: RunPath,
+    overrides: Overrides = None,
     world: World = 1,
     rank: Rank = 0,
     length: Length = None,
     memory: Annotated[
-        str | None, typer.Option("--memory", help="What a device has, such as 80GB: says whether it fits.")
+        str | None, typer.Option("--memory", help="The memory of a device, such as 80GB: shows whether the run fits.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Predict, without a device, the memory that one rank needs and the size of a checkpoint.
 
-    The run is built and stepped twice on imaginary ranks, on tensors that have no memory; each that would be held is
-    counted. Exits with 1 where --memory is given and it does not fit.
+    Builds the run on fake ranks, runs two steps on fake tensors and counts their memory. Exits with 1 where --memory
+    is given and the run does not fit.
     """
-    config = load_run(run, overrides or [])
+    config = load_run(run, overrides)
     limit = None if memory is None else read_size(memory)
     from trainwright.analysis.estimate import estimate as estimate_run
 
@@ -58,15 +52,15 @@ def estimate(
 
 
 def read_size(text: str) -> int:
-    """Returns the bytes that a text such as 80GB or 80 GiB says."""
+    """Returns the number of bytes of a text such as 80GB or 80 GiB."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b)\s*", text.lower())
     if found is None:
-        raise ConfigError(f"--memory: {text!r} is no size. Use a number with a unit, such as 80GB or 80GiB.")
+        raise ConfigError(f"--memory: {text!r} is not a size. Use a number with a unit, such as 80GB or 80GiB.")
     return int(float(found[1]) * UNITS[found[2]])
 
 
 def what_to_try(config: RunConfig, axes: dict[str, int]) -> str:
-    """Returns what would take less memory, of what the run does not do yet."""
+    """Returns settings that reduce the memory and that the run does not use yet."""
     found = []
     if config.model is not None and "activation_checkpointing" not in config.model.reserved:
         found.append("recompute layers (model.activation_checkpointing)")
@@ -91,11 +85,9 @@ def _show(found: Estimate, limit: int | None) -> None:
     print(f"\nA checkpoint takes {size_text(found.checkpoint_bytes)} on disk, of all ranks together.")
     for remark in found.remarks:
         print(remark)
-    if limit is None:
-        return
-    if found.fits(limit):
-        words = f"fits {size_text(limit)}, with {size_text(limit - found.peak_bytes)} left"
-    else:
-        words = f"does not fit {size_text(limit)} (5 % of it is kept free for what is not counted)"
-    samples = found.largest_micro_batch(limit)
-    print(f"It {words}. The largest micro-batch that would fit has about {samples} samples of this shape.")
+    if limit is not None:
+        fits = f"fits {size_text(limit)}, with {size_text(limit - found.peak_bytes)} left"
+        fails = f"does not fit {size_text(limit)} (5 % of it is kept free for what is not counted)"
+        samples = found.largest_micro_batch(limit)
+        words = f"{fits if found.fits(limit) else fails}. The largest micro-batch that would fit"
+        print(f"It {words} has about {samples} samples of this shape.")

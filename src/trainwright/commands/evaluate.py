@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from trainwright.config import RunConfig
+from trainwright.commands.terminal import CheckpointStep, Overrides, RunPath, load_run
 from trainwright.errors import ConfigError
 
 
-def evaluate(
-    run: Annotated[Path, typer.Argument(help="The run's YAML file, or its folder.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Settings to replace, such as evaluation.batch_size=64.", show_default=False),
-    ] = None,
-    step: Annotated[str, typer.Option(help="Which checkpoint: latest, best, or a number.")] = "latest",
-) -> None:
+def evaluate(run: RunPath, overrides: Overrides = None, step: CheckpointStep = "latest") -> None:
     """Evaluate a checkpoint on the run's evaluation sets and print the metrics as JSON."""
     from trainwright.api.run import run_experiment
 
     if step not in ("latest", "best") and not step.isdecimal():
-        raise ConfigError(f"--step: {step!r} is neither latest, nor best, nor a number.")
-    is_folder = run.is_dir()
-    if is_folder and not (run / "config.yaml").is_file():
-        raise ConfigError(f"{run} is no run folder: it has no config.yaml. Give one such as runs/NAME, or a YAML file.")
-    config = RunConfig.load(run / "config.yaml" if is_folder else run, overrides or [])
-    _, logs = run_experiment(config, mode="eval", model_dir=str(run) if is_folder else None, step=step)
+        raise ConfigError(f"--step: {step!r} is not a checkpoint. Use latest, best or a number.")
+    model_dir = str(run) if run.is_dir() else None
+    _, logs = run_experiment(load_run(run, overrides), mode="eval", model_dir=model_dir, step=step)
     print(json.dumps(logs, indent=2))

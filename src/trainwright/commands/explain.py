@@ -1,38 +1,32 @@
-"""`trainwright explain run.yaml`: prints the loop as it will run, and who acts in each phase, from which file."""
+"""`trainwright explain run.yaml`: prints the loop as it runs, and the code that each phase calls, with its file."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from trainwright.commands.config import load_run
+from trainwright.commands.terminal import Overrides, RunPath, load_run
 
 if TYPE_CHECKING:
     from trainwright.analysis.explain import Line
 
-WIDEST = 60  # a longer name pushes its own line, not those of all others
-SHORTEST = 20  # of a remark that has less room nothing is shown
-COLOURS = {"heading": None, "phase": None, "act": "green", "problem": "red"}  # None: readable on any background
+_MAX = 60  # a longer name or location moves only its own line
+_MIN_REMARK = 20  # with less room there is no remark
+_COLOURS = {"call": "green", "problem": "red"}
 
 
-def explain(
-    run: Annotated[Path, typer.Argument(help="The run's YAML file, or its folder.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings to replace, such as trainer.max_steps=500.", show_default=False)
-    ] = None,
-) -> None:
-    """Print the loop as it will run: each phase, and which of your methods and hooks act there. Builds nothing."""
-    config = load_run(run, overrides or [])
+def explain(run: RunPath, overrides: Overrides = None) -> None:
+    """Print the loop as it runs: each phase, and which of your methods and hooks it calls. Builds nothing."""
+    config = load_run(run, overrides)
     from trainwright.analysis.explain import explain as explain_run
 
     lines = explain_run(config)
     is_terminal = sys.stdout.isatty()
-    print(f"{run}: how this run goes. * is yours; the rest is trainwright's own or a library's.")
+    print(f"{run}: the phases of this run. * marks your code; the rest is trainwright's own or a library's.")
     columns = shutil.get_terminal_size().columns if is_terminal else None
     print("\n".join(render(lines, in_colour=is_terminal and "NO_COLOR" not in os.environ, columns=columns)))
     num_problems = sum(line.kind == "problem" for line in lines)
@@ -43,39 +37,30 @@ def explain(
 
 
 def render(lines: list[Line], *, in_colour: bool = False, columns: int | None = None) -> list[str]:
-    """Return the lines as text: what acts, from where, and a remark, one below the other.
+    """Returns the lines as text, with names, locations and remarks in columns.
 
-    With `columns` an act's remark is cut to what is left of the line; names and places never are.
+    With `columns` the remark of a call is cut to that width; names and locations never are.
     """
-    left = [f"{'  ' * line.depth}{_mark(line)}{line.text}" for line in lines]
-    with_columns = [number for number, line in enumerate(lines) if line.kind in ("act", "phase") and _has_more(line)]
-    text_width = max((len(left[number]) for number in with_columns if len(left[number]) <= WIDEST), default=0)
-    location_width = max((len(line.location) for line in lines if len(line.location) <= WIDEST), default=0)
+    marks = {"call": "- ", "problem": "! "}
+    names = [
+        f"{'  ' * each.depth}{'* ' if each.is_user_code else marks.get(each.kind, '')}{each.text}" for each in lines
+    ]
+    has_more = [bool(each.location or each.remark) for each in lines]
+    name_width = max(
+        (len(name) for name, more in zip(names, has_more, strict=True) if more and len(name) <= _MAX), default=0
+    )
+    location_width = max((len(each.location) for each in lines if len(each.location) <= _MAX), default=0)
     texts = []
-    for words, line in zip(left, lines, strict=True):
+    for name, more, line in zip(names, has_more, lines, strict=True):
         if line.kind == "heading":
             texts.append("")
-        location = f"  {line.location:<{location_width}}" if line.kind == "act" else ""
-        text = f"{words:<{text_width}}{location}" if _has_more(line) else words
-        remark = line.remark
-        if columns is not None and line.kind == "act" and len(text) + 2 + len(remark) > columns:
-            remark = f"{remark[: max(columns - len(text) - 3, 0)]}…" if columns - len(text) > SHORTEST else ""
-        text = _paint(text, line) if in_colour else text
+        location = f"  {line.location:<{location_width}}" if line.kind == "call" else ""
+        text, remark = f"{name:<{name_width}}{location}" if more else name, line.remark
+        if columns is not None and line.kind == "call" and len(text) + 2 + len(remark) > columns:
+            remark = f"{remark[: max(columns - len(text) - 3, 0)]}…" if columns - len(text) > _MIN_REMARK else ""
+        if in_colour and line.kind == "call" and not line.is_user_code:
+            text = typer.style(text, dim=True)
+        elif in_colour:
+            text = typer.style(text, fg=_COLOURS.get(line.kind), bold=line.kind != "call")
         texts.append(f"{text}  {remark}".rstrip() if remark else text.rstrip())
     return texts
-
-
-def _has_more(line: Line) -> bool:
-    return bool(line.location or line.remark)
-
-
-def _mark(line: Line) -> str:
-    if line.kind == "act":
-        return "* " if line.is_users else "- "
-    return "! " if line.kind == "problem" else ""
-
-
-def _paint(text: str, line: Line) -> str:
-    if line.kind == "act" and not line.is_users:
-        return typer.style(text, dim=True)
-    return typer.style(text, fg=COLOURS[line.kind], bold=line.kind != "act")

@@ -1,13 +1,13 @@
-"""`trainwright generate RUN --prompt "…"`: continues a text with the model of a run, as it is made."""
+"""`trainwright generate RUN --prompt "…"`: continues a text with the model of a run, token by token."""
 
 from __future__ import annotations
 
-import sys
-from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from trainwright.commands.terminal import CheckpointStep
 
 
 def generate(
@@ -16,21 +16,22 @@ def generate(
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, help="How many tokens to make at most.", show_default="200, or what the model has positions for"
+            min=1, help="How many tokens to generate at most.", show_default="200, or the positions of the model"
         ),
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token every time.")] = 0.8,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 selects the most likely token.")] = 0.8,
     top_k: Annotated[
-        int | None, typer.Option(min=1, help="Choose among this many of the likeliest tokens.", show_default="all")
+        int | None, typer.Option(min=1, help="Sample from this many of the most likely tokens.", show_default="all")
     ] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Choose among the likeliest that hold this share.", show_default="all")
+        float | None,
+        typer.Option(help="Sample from the most likely tokens of this total probability.", show_default="all"),
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(min=0, max=2**64 - 1, help="Makes the text repeatable.", show_default="another each time"),
+        typer.Option(min=0, max=2**64 - 1, help="The random seed.", show_default="another each time"),
     ] = None,
-    step: Annotated[str, typer.Option(help="Which checkpoint: latest, best, or a number.")] = "latest",
+    step: CheckpointStep = "latest",
     tokenizer: Annotated[
         str | None,
         typer.Option(help="A tokenizer.json, a folder with one, or bytes.", show_default="that of the run's data"),
@@ -43,26 +44,19 @@ def generate(
     from trainwright.backends.backend import pick_backend
     from trainwright.export.text import load_text_model, stream_text
 
-    place = pick_backend(device).device
-    model, found = load_text_model(run, step=step, device=place, tokenizer=tokenizer)
-    generator = torch.Generator(place)
+    backend_device = pick_backend(device).device
+    model, found = load_text_model(run, step=step, device=backend_device, tokenizer=tokenizer)
+    generator = torch.Generator(backend_device)
     if seed is None:
         generator.seed()
     else:
         generator.manual_seed(seed)
-    asked = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
-    pieces = stream_text(
-        model,
-        found,
-        prompt,
-        **asked,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        generator=generator,
-    )
-    # The prompt comes with the first piece: before an error it would look like an answer.
-    for piece in chain([prompt + next(pieces, "")], pieces):
-        sys.stdout.write(piece)
-        sys.stdout.flush()  # a text that is watched, not a file that is waited for
-    sys.stdout.write("\n")
+    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "generator": generator}
+    if max_new_tokens is not None:
+        options["max_new_tokens"] = max_new_tokens
+    texts = stream_text(model, found, prompt, **options)
+    # With the first text: the prompt alone, followed by an error, would look like an answer.
+    print(prompt + next(texts, ""), end="", flush=True)
+    for text in texts:
+        print(text, end="", flush=True)
+    print()

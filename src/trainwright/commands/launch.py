@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -33,19 +34,19 @@ def launch(
         Path | None, typer.Option(help="Where to write the job file.", show_default="NAME.slurm in this folder")
     ] = None,
 ) -> None:
-    """Write the job that runs a YAML file on a cluster; a person can read it, and --submit submits it."""
+    """Write the job file that runs a YAML file on a cluster; --submit submits it."""
     if not slurm:
         raise ConfigError(
-            "launch: for which cluster? Add --slurm, such as: --slurm nodes=4 gpus=8. "
+            "launch needs a cluster. Add --slurm, such as: --slurm nodes=4 gpus=8. "
             "On one machine: trainwright train run.yaml --nproc N."
         )
-    # Names of sbatch's and of the config's settings are never the same, so they may stand in any order.
-    overrides = [word for word in words or [] if _is_override(word)]
-    settings = read_settings([word for word in words or [] if not _is_override(word)])
-    config = RunConfig.load(run, overrides)  # a mistake is cheaper here than after hours in a queue
+    # Settings of a job and of a run have different names, so their order does not matter.
+    overrides = [word for word in words or [] if re.split("[.=]", word)[0] in _TOP_SETTINGS]
+    settings = read_settings([word for word in words or [] if word not in overrides])
+    config = RunConfig.load(run, overrides)  # raises here, not after hours in a queue
     command = ["trainwright", "train", str(run), *overrides]
     job = SlurmJob(config.name, command, settings)
-    _reject_what_the_ranks_would(config, job, has_gpus="gpus" in settings)
+    _check_ranks(config, job, has_gpus="gpus" in settings)
     path = file or Path(f"{file_stem(config.name)}.slurm")
     path.write_text(job.text(), encoding="utf-8")
     num_processes = job.nodes * job.processes
@@ -55,27 +56,22 @@ def launch(
         return
     job_id = submit(path)
     log = Path(job.log_name(job_id))
-    print(f"Submitted job {job_id}; it writes {log}. Ctrl-C ends the showing, not the job.")
+    print(f"Submitted job {job_id}; its log is {log}. Ctrl-C stops showing it, not the job.")
     try:
         for text in follow(job_id, log):
             sys.stdout.write(text)
             sys.stdout.flush()
     except KeyboardInterrupt:
-        print(f"\nJob {job_id} goes on. scancel {job_id} ends it.")
+        print(f"\nJob {job_id} continues. scancel {job_id} cancels it.")
 
 
-def _reject_what_the_ranks_would(config: RunConfig, job: SlurmJob, *, has_gpus: bool) -> None:
-    """Raises the errors of the run's start that the number of its processes decides."""
+def _check_ranks(config: RunConfig, job: SlurmJob, *, has_gpus: bool) -> None:
+    """Raises the errors of the start of a run that depend on the number of processes."""
     if has_gpus and config.runtime.device.startswith("cpu"):
         raise ConfigError(
-            f"runtime.device: cpu leaves the GPUs idle that --slurm asks for (gpus={job.processes}). Set "
-            "runtime.device=auto, or leave gpus= out: then one process runs on the CPU of each machine.",
+            f"runtime.device: cpu does not use the GPUs that --slurm requests (gpus={job.processes}). Set "
+            "runtime.device=auto, or leave out gpus=: then one process runs on the CPU of each machine.",
             where=config.origin("runtime.device"),
         )
     axes = resolve_mesh(config, job.nodes * job.processes)
     resolve_batch(config, axes["replicate"] * axes["fsdp"])
-
-
-def _is_override(word: str) -> bool:
-    key = word.partition("=")[0]
-    return key.partition(".")[0] in _TOP_SETTINGS

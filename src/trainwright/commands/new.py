@@ -1,6 +1,6 @@
-"""`trainwright new DIR`: writes a small working project, one short commented file for each part of a training.
+"""`trainwright new DIR`: writes a small working project, with one short commented file for each component.
 
-The files are in templates/, copied as they are: each folder there is a project of its own, which tests train.
+It copies one of the folders in templates/, which tests train.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainwright.errors import ConfigError
 
 
 class Kind(StrEnum):
-    """The projects that there are: the folders of templates/."""
+    """The projects, which are the folders of templates/."""
 
     LM = "lm"
     CLASSIFIER = "classifier"
@@ -31,7 +31,7 @@ WHAT = {
     Kind.CLASSIFIER: "a small classifier of points on spirals",
     Kind.CUSTOM: "a small network with every part of its training changed",
 }
-SHOWN_FILES = 4  # a folder with more names the first few
+_MAX_NAMES = 4
 
 
 def new(
@@ -41,10 +41,11 @@ def new(
     ] = Kind.CLASSIFIER,
 ) -> None:
     """Write a small project that trains at once: trainer, model, optimizer, collator, hook, run.yaml and a test."""
-    _reject_taken(folder)
+    _reject_existing(folder)
     template = template_folder(kind)
-    files = sorted(path.relative_to(template) for path in template.rglob("*") if _belongs(path))
-    files.sort(key=lambda file: file.name != "run.yaml")  # first what names all the others
+    paths = [path for path in template.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    files = sorted(path.relative_to(template) for path in paths)
+    files.sort(key=lambda file: file.name != "run.yaml")  # first the file that names the others
     _write(template, files, folder)
     print(f"Wrote {WHAT[kind]} to {folder}:")
     for file in files:
@@ -60,21 +61,20 @@ def new(
 
 
 def template_folder(kind: Kind) -> Path:
-    """Return where the files of a project lie in the package."""
+    """Returns the folder of a project's files in the package."""
     return Path(str(importlib.resources.files("trainwright"))) / "templates" / kind.value
 
 
-def _reject_taken(folder: Path) -> None:
-    if folder.is_dir():
-        there = sorted(path.name for path in folder.iterdir())
-        if there:
-            more = f" and {len(there) - SHOWN_FILES} more" if len(there) > SHOWN_FILES else ""
-            raise ConfigError(
-                f"{folder} is not empty: it holds {', '.join(there[:SHOWN_FILES])}{more}. Nothing was written. "
-                "Name a folder that does not exist yet, or an empty one."
-            )
-    elif os.path.lexists(folder):
-        raise ConfigError(f"{folder} is there already and is not a folder. Nothing was written. Name another one.")
+def _reject_existing(folder: Path) -> None:
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if names:
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        raise ConfigError(
+            f"{folder} is not empty: it has {', '.join(names[:_MAX_NAMES])}{more}. Nothing was written. Use a folder "
+            "that does not exist, or an empty one."
+        )
+    if not folder.is_dir() and os.path.lexists(folder):
+        raise ConfigError(f"{folder} exists and is not a folder. Nothing was written. Use another name.")
 
 
 def _write(template: Path, files: list[Path], folder: Path) -> None:
@@ -82,26 +82,19 @@ def _write(template: Path, files: list[Path], folder: Path) -> None:
         for file in files:
             target = folder / file
             target.parent.mkdir(parents=True, exist_ok=True)
-            # Only the text: the package's files may be read-only, the project's are to be changed.
+            # Not the mode: files of the package may be read-only.
             shutil.copyfile(template / file, target)
     except OSError as error:
         raise ConfigError(
             f"{error.filename2 or error.filename or folder} cannot be written: {error.strerror}. "
-            "Name a folder where you may write, or make room."
+            "Use a folder with write access and enough space."
         ) from error
 
 
-def _belongs(path: Path) -> bool:
-    return path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyc"
-
-
 def _summary(path: Path) -> str:
-    """Return what a file's first line says of it; a name that the line begins with is left out."""
-    first = path.read_text(encoding="utf-8").partition("\n")[0]
-    if path.suffix == ".py":
-        words = first.strip('"').partition(": ")[2]
-    elif path.suffix == ".yaml":
-        words = first.removeprefix("# ").partition(": ")[2]
-    else:
+    """Returns the first line of a Python or YAML file, without the name that it begins with."""
+    if path.suffix not in (".py", ".yaml"):
         return ""
-    return words.partition(". ")[0].partition("; ")[0].rstrip(".")
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    text = first.removeprefix("# ").strip('"').partition(": ")[2]
+    return text.partition(". ")[0].partition("; ")[0].rstrip(".")

@@ -1,47 +1,41 @@
-"""`trainwright shard run.yaml --world 64`: shows who would hold what of the model, and what a step would send."""
+"""`trainwright shard run.yaml --world 64`: shows the shards of one rank, and the collectives of a step."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainwright.commands.checkpoints import size_text
-from trainwright.commands.config import load_run
-from trainwright.commands.table import show_rows
+from trainwright.commands.terminal import AsJson, Overrides, RunPath, load_run, show_rows, size_text
 
 if TYPE_CHECKING:
     from trainwright.analysis.shard import Sharding
 
 World = Annotated[int, typer.Option("--world", min=1, help="The number of ranks: processes, one a device.")]
-Rank = Annotated[int, typer.Option("--rank", min=0, help="The rank to look at.")]
+Rank = Annotated[int, typer.Option("--rank", min=0, help="The rank to show.")]
 Length = Annotated[
     int | None,
-    typer.Option("--length", min=1, help="Take rows of so many tokens as samples, instead of reading the data."),
+    typer.Option("--length", min=1, help="Use rows of so many tokens as samples, instead of reading the data."),
 ]
 
 
 def shard(
-    run: Annotated[Path, typer.Argument(help="The run's YAML file, or its folder.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Settings to replace, such as 'runtime.mesh={fsdp: -1}'.", show_default=False),
-    ] = None,
+    run: RunPath,
+    overrides: Overrides = None,
     world: World = 1,
     rank: Rank = 0,
     length: Length = None,
     every: Annotated[
         bool, typer.Option("--all", help="Show each layer's parameters, not those of equal layers as one.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Show, without devices, what each rank holds of the model and what ranks send in one step.
+    """Show, without devices, the parameters of each rank and what ranks send in one step.
 
-    The run is built and stepped once on imaginary ranks, on tensors that have no memory.
+    Builds the run on fake ranks and runs one step on fake tensors.
     """
-    config = load_run(run, overrides or [])
+    config = load_run(run, overrides)
     from trainwright.analysis.shard import plan_shards
 
     found = plan_shards(config, world_size=world, rank=rank, sequence_length=length)
@@ -52,18 +46,17 @@ def shard(
 
 
 def describe_ranks(world_size: int, axes: dict[str, int]) -> str:
-    """Returns how many ranks there are, and along which axes: 64 ranks = fsdp 8 × tensor 8."""
+    """Returns the number of ranks and the mesh axes: 64 ranks = fsdp 8 × tensor 8."""
     if world_size == 1:
         return "1 rank"
     return f"{world_size} ranks = {' × '.join(f'{axis} {size}' for axis, size in axes.items())}"
 
 
 def describe_batch(shapes: dict[str, list[int]], micro_batch_size: int, gradient_accumulation_steps: int) -> str:
-    """Returns what one step of a rank takes in."""
+    """Returns the inputs of one step of a rank."""
     tensors = ", ".join(f"{name} {' × '.join(map(str, shape))}" for name, shape in shapes.items())
-    micro_batches = (
-        f"{gradient_accumulation_steps} micro-batches" if gradient_accumulation_steps > 1 else "one micro-batch"
-    )
+    number = gradient_accumulation_steps
+    micro_batches = f"{number} micro-batches" if number > 1 else "one micro-batch"
     return f"{micro_batches} of {micro_batch_size} ({tensors})"
 
 
@@ -96,17 +89,17 @@ def _show(found: Sharding, *, shows_all: bool) -> None:
     if not found.collectives:
         print("Nothing is sent.")
         return
-    show_rows(
-        ("collective", "along", "ranks", "times", "whole", "sent by a rank"),
-        [
-            (
-                each.kind,
-                each.axis,
-                str(each.num_ranks),
-                str(each.count),
-                *map(size_text, (each.num_bytes, round(each.sent_bytes))),
-            )
-            for each in found.collectives
-        ],
-    )
-    print(f"\nSent by a rank in a step: {size_text(round(sum(each.sent_bytes for each in found.collectives)))}")
+    header = ("collective", "along", "ranks", "times", "whole", "sent by a rank")
+    values = [
+        (
+            each.kind,
+            each.axis,
+            str(each.num_ranks),
+            str(each.count),
+            size_text(each.num_bytes),
+            size_text(each.sent_bytes),
+        )
+        for each in found.collectives
+    ]
+    show_rows(header, values)
+    print(f"\nSent by a rank in a step: {size_text(sum(each.sent_bytes for each in found.collectives))}")

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from trainwright.errors import TrainwrightError
 from trainwright.optim.device_step import has_step_hooks
+from trainwright.user_code.locations import is_user_code
 from trainwright.user_code.mutations import line_of_change
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
@@ -242,13 +243,13 @@ def has_user_code_between_steps(
     `contract` is Trainer itself; its forward, step and constructors run inside updates, or before the first.
     """
     for hook in hooks:
-        if not _is_ours(type(hook)) or _holds_user_code(hook, hook_events):
+        if is_user_code(type(hook)) or _holds_user_code(hook, hook_events):
             return True
     inside = ("forward", "train_step", "__init__", "post_init")
     for each in trainer_class.__mro__:
         if each is contract:
             return False
-        if not _is_ours(each) and any(
+        if is_user_code(each) and any(
             isinstance(value, FunctionType) and name not in inside for name, value in vars(each).items()
         ):
             return True
@@ -258,13 +259,9 @@ def has_user_code_between_steps(
 def _holds_user_code(hook: object, events: Collection[str]) -> bool:
     """Returns True if one of our hooks was given functions, for an event or to call at one."""
     return any(
-        name in events or (callable(each) and not isinstance(each, BuiltinFunctionType) and not _is_ours(each))
+        name in events or (callable(each) and not isinstance(each, BuiltinFunctionType) and is_user_code(each))
         for name, each in vars(hook).items()
     )
-
-
-def _is_ours(value: Any) -> bool:
-    return f"{getattr(value, '__module__', None)}.".startswith("trainwright.")
 
 
 class MutationGuard:

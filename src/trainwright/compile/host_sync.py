@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from trainwright.user_code.locations import PACKAGE, TORCH, SourceLocation, UserFiles, of_frame
+from trainwright.user_code.locations import PACKAGE, TORCH, SourceLocation, UserFiles, line_of_frame
 
 # The Python side of methods such as Tensor.__repr__: their caller is reported.
 _WRAPPERS = tuple(TORCH + name for name in ("_tensor.py", "_tensor_str.py", "overrides.py", "functional.py"))
@@ -122,14 +122,14 @@ class HostSyncMode(TorchFunctionMode):
             self._record(use)
         if self._on_values is not None and name in ("cross_entropy", "nll_loss", "embedding"):
             frame, _ = self._users_frame()
-            self._on_values(name, args, kwargs, None if frame is None else of_frame(frame))
+            self._on_values(name, args, kwargs, None if frame is None else line_of_frame(frame))
         return function(*args, **kwargs)
 
     def _record(self, use: HostUse) -> None:
         frame, is_direct = self._users_frame()
         if frame is None or (self._in_forward_only and not _is_below_forward(frame)):
             return
-        location = of_frame(frame)
+        location = line_of_frame(frame)
         if use is _TO_HOST and not _is_written_out(location):
             return
         self.sightings.setdefault((str(location), use.what), Sighting(use, location, is_direct))

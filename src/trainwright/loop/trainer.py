@@ -69,6 +69,7 @@ from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import is_split
 from trainwright.parallel.replicate import copy_from_first
 from trainwright.user_code.constructors import check_constructed, reject_missing_context
+from trainwright.user_code.locations import is_user_code
 from trainwright.user_code.signatures import reject_mismatch
 from trainwright.writers.writer import Writer
 
@@ -1071,7 +1072,7 @@ class Trainer:
             check_compile_backend(self.config)  # the same file may be run on a GPU next
             return None
         owners = (self, self.task, self.model)
-        is_ours = all(_is_ours(type(self), name) for name in ("train_step", "run_forward"))
+        is_ours = not (is_user_code(type(self).train_step) or is_user_code(type(self).run_forward))
         return CompiledForward(
             self._compute,
             config=self.config,
@@ -1151,12 +1152,6 @@ class Trainer:
                 type(self), self.hooks, contract=Trainer, hook_events=HOOK_EVENTS
             ),
         )
-
-
-def _is_ours(trainer_class: type, name: str) -> bool:
-    """Returns True if no user class overrides a method of the trainer."""
-    owner = next(each for each in trainer_class.__mro__ if name in vars(each))
-    return owner.__module__.startswith("trainwright.")
 
 
 def _require_mapping(batch: Any) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from trainwright.errors import ConfigError, DataError
 from trainwright.models.layers.settings import check_ids
+from trainwright.user_code.locations import is_user_code
 
 
 class LayerCache:
@@ -181,7 +182,7 @@ def reject_non_decoder(model: nn.Module) -> None:
     kind, parameters = type(model), inspect.signature(model.forward).parameters
     accepts_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     is_transformers = kind.__module__.startswith("transformers.")
-    is_shipped = any(one.__module__.startswith("trainwright.") and "forward" in vars(one) for one in kind.__mro__)
+    is_shipped = any(not is_user_code(one) and "forward" in vars(one) for one in kind.__mro__)
     if "decoder_input_ids" in parameters or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         reason = "it has an encoder"
     elif "input_ids" not in parameters and not accepts_any:

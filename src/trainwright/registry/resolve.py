@@ -23,7 +23,7 @@ from trainwright.config.yaml_text import absolute
 from trainwright.errors import ComponentError, TrainwrightError
 from trainwright.registry.builtin import BUILT_INS, KIND_FOLDERS
 from trainwright.tracebacks import shown_path
-from trainwright.user_code.locations import UserFiles, location_of, parameters_of
+from trainwright.user_code.locations import is_user_file, location_of, parameters_of
 
 PROJECT_PACKAGE = "trainwright_project"
 """The package of the project's folder: its files import each other relatively, without a sys.path entry."""
@@ -356,8 +356,8 @@ def _explain(error: BaseException, folder: Path) -> str:
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({shown_path(error.filename or '?')}:{error.lineno})."
     frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != __file__]
-    user_files = UserFiles(folder)
-    location = next(reversed([one for one in frames if one.filename in user_files] or frames), None)
+    users = [one for one in frames if is_user_file(one.filename, folder)]
+    location = next(reversed(users or frames), None)
     return f"{text} ({shown_path(location.filename)}:{location.lineno})." if location else f"{text}."
 
 

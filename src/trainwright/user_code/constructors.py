@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 from trainwright.errors import ConfigError, TrainwrightError
+from trainwright.user_code.locations import is_user_code
 
 _ARGUMENTS = ("config", "task", "model", "optimizer", "train_dataset", "validation_dataset", "context")
 """What `build_trainer` passes, by keyword; the last one reaches Trainer's own constructor through `**rest`."""
@@ -56,6 +57,5 @@ def _constructor_of(trainer_class: type) -> tuple[str, str, str | None]:
     """Returns the name of the class, the class that defines its `__init__`, and where; None for our own."""
     owner: Any = next(each for each in trainer_class.__mro__ if "__init__" in vars(each))
     code = getattr(owner.__init__, "__code__", None)
-    is_ours = owner.__module__.startswith("trainwright.")
-    where = None if is_ours or code is None else f"{code.co_filename}:{code.co_firstlineno}"
+    where = None if not is_user_code(owner) or code is None else f"{code.co_filename}:{code.co_firstlineno}"
     return trainer_class.__name__, owner.__name__, where

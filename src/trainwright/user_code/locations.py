@@ -1,4 +1,4 @@
-"""Where user code is: source locations of functions, frames and calls, and which files belong to the user.
+"""Decides which code belongs to the user, and finds the lines of functions, frames, returns and attributes in it.
 
 User code is everything except the standard library, installed packages and this package; installed files of classes
 that the config names count as well. Imports no torch.
@@ -7,15 +7,17 @@ that the config names count as well. Imports no torch.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import functools
 import importlib.util
 import inspect
 import linecache
 import os
+import re
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,81 +26,37 @@ from typing import Any
 
 from trainwright.tracebacks import shown_path
 
-# Frames of these stand between a user's call and ours, and are not the user's.
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH_FILE = getattr(importlib.util.find_spec("torch"), "origin", None) or ""
 TORCH = f"{Path(_TORCH_FILE).parent}{os.sep}" if _TORCH_FILE else "<no torch>"
-_NOT_USERS = (PACKAGE, argparse.__file__, contextlib.__file__, functools.__file__)
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+# Frames of these files may come between the user's call and this package.
+_CALLING = (PACKAGE, argparse.__file__, contextlib.__file__, functools.__file__)
 
 
-def location_of(target: Any) -> str | None:
-    """Returns `file:line` where a function or class is written; None where Python does not know."""
-    while isinstance(target, functools.partial):
-        target = target.func
-    if not inspect.isclass(target) and not inspect.isroutine(target):
-        target = type(target)
-    code = getattr(inspect.unwrap(target), "__code__", None)
-    if code is not None:
-        return f"{code.co_filename}:{code.co_firstlineno}"
-    try:
-        return f"{inspect.getfile(target)}:{inspect.getsourcelines(target)[1]}"
-    except (OSError, TypeError):
-        return None
+def is_user_code(target: Any) -> bool:
+    """Returns True for a class or function that is not defined in this package."""
+    return not f"{getattr(target, '__module__', None)}.".startswith("trainwright.")
 
 
-def name_of(target: Any) -> str:
-    """Returns what a user calls a function or class."""
-    while isinstance(target, functools.partial):
-        target = target.func
-    return getattr(target, "__name__", type(target).__name__)
-
-
-def parameters_of(target: Any) -> Mapping[str, inspect.Parameter] | None:
-    """Returns the parameters of a function or class by name; None where Python knows no signature, as of a builtin."""
-    try:
-        return inspect.signature(target).parameters
-    except (TypeError, ValueError):
-        return None
-
-
-def caller() -> str | None:
-    """Returns `file:line` of the nearest frame that is neither the package's nor argparse's: the user's own."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
-        frame = frame.f_back
-    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-_INSTALLED = ("site-packages", "dist-packages")
-
-
-@dataclass(frozen=True)
-class SourceLocation:
-    """A line of the user's: `file:line`, its text, and which characters of it are the culprit."""
-
-    file: str
-    """As shown: relative to the current folder where that is shorter."""
-    line: int
-    """From 1; 0 for an override on the command line, which has no lines."""
-    text: str = ""
-    """The source line, without its end; empty where it cannot be read."""
-    columns: tuple[int, int] | None = None
-    """The culprit's first character and the one after its last; None: the whole line."""
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}" if self.line else self.file
+def is_user_file(file: str, project_dir: Path | None = None) -> bool:
+    """Returns True for a file outside this package, torch, the standard library and installed packages."""
+    path = Path(file)
+    if file.startswith(("<", PACKAGE, TORCH)) or {"site-packages", "dist-packages"} & {*path.parts}:
+        return False
+    is_in_project = project_dir is not None and path.is_relative_to(project_dir)
+    return is_in_project or not path.is_relative_to(_STANDARD_LIBRARY)
 
 
 class UserFiles:
-    """Knows which files are the user's own."""
+    """The files of user code, for `file in users`."""
 
     def __init__(self, project_dir: Path) -> None:
-        self._project = project_dir
-        self._library = sysconfig.get_path("stdlib")
+        self._project_dir = project_dir
         self._known: dict[str, bool] = {}
 
     def include(self, target: Any) -> None:
-        """Counts the file of a class that the config names as the user's, wherever it is installed."""
+        """Counts the file of a class that the config names as user code, also if it is installed."""
         try:
             file = inspect.getfile(inspect.unwrap(target))
         except (TypeError, OSError):
@@ -108,42 +66,193 @@ class UserFiles:
 
     def __contains__(self, file: str) -> bool:
         if file not in self._known:
-            self._known[file] = self._judge(file)
+            self._known[file] = is_user_file(file, self._project_dir)
         return self._known[file]
 
-    def _judge(self, file: str) -> bool:
-        if file.startswith(("<", PACKAGE, TORCH)):
-            return False
-        path = Path(file)
-        if any(part in _INSTALLED for part in path.parts):
-            return False
-        return path.is_relative_to(self._project) or not path.is_relative_to(self._library)
+    def code_of(self, function: Callable[..., Any]) -> CodeType | None:
+        """Returns the code object of a user function; None for any other function."""
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        return code if code is not None and code.co_filename in self else None
 
 
-def of_frame(frame: FrameType) -> SourceLocation:
-    """Returns the line that a frame is at, with the expression that it is evaluating."""
-    return of_instruction(frame.f_code, frame.f_lasti, frame.f_lineno)
+def name_of(target: Any) -> str:
+    """Returns the name of a function or class, or of an object's class."""
+    while isinstance(target, functools.partial):
+        target = target.func
+    return getattr(target, "__name__", type(target).__name__)
 
 
-def of_instruction(code: CodeType, instruction: int, line: int) -> SourceLocation:
-    """Returns the line of one instruction of a function, with the expression that it belongs to."""
-    file = code.co_filename
-    start, end, left, right = next(islice(code.co_positions(), instruction // 2, None), (None, None, None, None))
-    columns = None
-    if start is not None and left is not None and right is not None:
-        line = start
-        text = source_line(file, line)
-        last = right if end == start else len(text.encode())
-        columns = (characters(text, left), characters(text.rstrip(), last))
-    return SourceLocation(shown_path(file), line, source_line(file, line), columns)
+def parameters_of(target: Any) -> Mapping[str, inspect.Parameter] | None:
+    """Returns the parameters of a function or class by name; None where Python has no signature, as for a builtin."""
+    try:
+        return inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return None
+
+
+def definition_of(target: Any) -> tuple[str, int] | None:
+    """Returns the file and line of the `def` or `class` of a function, a class or an object's class."""
+    while isinstance(target, functools.partial):
+        target = target.func
+    if not inspect.isclass(target) and not inspect.isroutine(target):
+        target = type(target)
+    target = inspect.unwrap(target)
+    try:
+        source, first = inspect.getsourcelines(target)
+    except (OSError, TypeError):
+        code = getattr(target, "__code__", None)
+        return None if code is None else (code.co_filename, code.co_firstlineno)
+    keywords = ("def ", "class ", "async ")
+    num_decorators = next((number for number, line in enumerate(source) if line.lstrip().startswith(keywords)), 0)
+    return inspect.getfile(target), first + num_decorators
+
+
+def location_of(target: Any) -> str | None:
+    """Returns `file:line` of the definition of a function or class; None where Python has no source."""
+    found = definition_of(target)
+    return None if found is None else f"{found[0]}:{found[1]}"
+
+
+def caller() -> str | None:
+    """Returns `file:line` of the nearest frame outside this package, argparse, contextlib and functools."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_CALLING):
+        frame = frame.f_back
+    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+@dataclass(frozen=True)
+class SourceLocation:
+    """A source line: `file:line`, its text, and which characters of it a message is about."""
+
+    file: str
+    """As shown: relative to the current folder where that is shorter."""
+    line: int
+    """From 1; 0 for an override on the command line, which has no lines."""
+    text: str = ""
+    """The source line without its newline; empty where it cannot be read."""
+    columns: tuple[int, int] | None = None
+    """The first character to mark and the one after the last; None: the whole line."""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+
+def line_of_frame(frame: FrameType) -> SourceLocation:
+    """Returns the line that a frame executes, with the expression that it evaluates."""
+    return _line_of_instruction(frame.f_code, frame.f_lasti, frame.f_lineno)
+
+
+def line_of_traceback(error: BaseException, users: UserFiles) -> SourceLocation | None:
+    """Returns the innermost line of user code in an exception's traceback; None where there is none."""
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        start = max((error.offset or 1) - 1, 0)
+        columns = (start, max(start + 1, (error.end_offset or 0) - 1)) if error.offset else None
+        return SourceLocation(shown_path(error.filename), error.lineno, (error.text or "").rstrip("\n"), columns)
+    found, link = None, error.__traceback__
+    while link is not None:
+        if link.tb_frame.f_code.co_filename in users:
+            found = link
+        link = link.tb_next
+    return None if found is None else _line_of_instruction(found.tb_frame.f_code, found.tb_lasti, found.tb_lineno)
+
+
+def line_of_function(
+    function: Callable[..., Any], users: UserFiles, parameters: Sequence[str] = ()
+) -> SourceLocation | None:
+    """Returns the line of a user function's parameter, of the first one that it has, or of its `def`."""
+    code = users.code_of(function)
+    if code is None:
+        return None
+    definition = _definition(code)
+    if definition is None:
+        line = code.co_firstlineno
+        return SourceLocation(shown_path(code.co_filename), line, source_line(code.co_filename, line))
+    given = {each.arg: each for each in ast.walk(definition.args) if isinstance(each, ast.arg)}
+    line = next((given[name].lineno for name in parameters if name in given), definition.lineno)
+    return _line(code.co_filename, line, [*parameters, code.co_name])
+
+
+def line_of_return(function: Callable[..., Any], users: UserFiles) -> SourceLocation | None:
+    """Returns the only `return` of a user function, or its `def` line where it has none or several."""
+    code = users.code_of(function)
+    definition = None if code is None else _definition(code)
+    if code is None or definition is None:
+        return line_of_function(function, users)
+    values = [each.value for each in ast.walk(definition) if isinstance(each, ast.Return) and each.value is not None]
+    if len(values) != 1:
+        return line_of_function(function, users)
+    value = values[0]
+    return _line_of_span(code.co_filename, value.lineno, value.end_lineno, value.col_offset, value.end_col_offset or 0)
+
+
+def line_of_attribute(owner: type, name: str, users: UserFiles) -> SourceLocation | None:
+    """Returns the line of a user class that assigns `self.NAME`, or the line of the class."""
+    for each in owner.__mro__:
+        try:
+            file = inspect.getfile(each)
+            lines, first = inspect.getsourcelines(each) if file in users else ([], 0)
+        except (OSError, TypeError):
+            continue
+        for number, line in enumerate(lines, start=first):
+            found = re.search(rf"\bself\.{re.escape(name)}(?=\s*[:=])", line)
+            if found:
+                return SourceLocation(shown_path(file), number, line.rstrip("\n"), found.span())
+        if lines and each is owner:
+            return _line(file, first, [owner.__name__])
+    return None
+
+
+def parse_file(file: str) -> ast.Module:
+    """Returns the syntax tree of a file; an empty one where it cannot be read."""
+    try:
+        return ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return ast.Module([], [])
 
 
 def source_line(file: str, line: int) -> str:
-    """Returns a line of a file without its end; empty where there is none."""
+    """Returns a line of a file without its newline; empty where there is none."""
     linecache.checkcache(file)
     return linecache.getline(file, line).rstrip("\n")
 
 
-def characters(text: str, num_bytes: int) -> int:
-    """Returns how many characters a number of UTF-8 bytes are: Python counts columns in bytes."""
-    return len(text.encode()[:num_bytes].decode(errors="replace"))
+def find_word(text: str, words: Iterable[str]) -> tuple[int, int] | None:
+    """Returns the columns of the first of the words that a line has, outside of a comment; None for none of them."""
+    body = text.partition(" #")[0]
+    for word in words:
+        found = re.search(rf"(?<!\w){re.escape(word)}(?!\w)", body) if word else None
+        if found:
+            return found.span()
+    return None
+
+
+def _definition(code: CodeType) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    for node in ast.walk(parse_file(code.co_filename)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name != code.co_name:
+            continue
+        if code.co_firstlineno in (node.lineno, *(each.lineno for each in node.decorator_list)):
+            return node
+    return None
+
+
+def _line(file: str, line: int, words: Sequence[str]) -> SourceLocation:
+    text = source_line(file, line)
+    return SourceLocation(shown_path(file), line, text, find_word(text, words))
+
+
+def _line_of_instruction(code: CodeType, instruction: int, line: int) -> SourceLocation:
+    file = code.co_filename
+    start, end, left, right = next(islice(code.co_positions(), instruction // 2, None), (None, None, None, None))
+    if start is None or left is None or right is None:
+        return SourceLocation(shown_path(file), line, source_line(file, line))
+    return _line_of_span(file, start, end, left, right)
+
+
+def _line_of_span(file: str, start: int, end: int | None, left: int, right: int) -> SourceLocation:
+    """Returns the first line of an expression; `left` and `right` are columns in bytes, as Python counts them."""
+    text = source_line(file, start)
+    encoded = text.rstrip().encode()
+    stop = right if end == start else len(encoded)
+    columns = (len(encoded[:left].decode(errors="replace")), len(encoded[:stop].decode(errors="replace")))
+    return SourceLocation(shown_path(file), start, text, columns)

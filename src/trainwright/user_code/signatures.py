@@ -1,4 +1,4 @@
-"""Checks that a user's function accepts the arguments it is about to get, before Python's own TypeError."""
+"""Checks that a user function accepts the arguments that it gets, before Python raises a TypeError."""
 
 from __future__ import annotations
 
@@ -8,79 +8,66 @@ from functools import cache
 from typing import Any
 
 from trainwright.errors import ConfigError, DataError
-from trainwright.user_code.locations import caller, location_of, name_of
+from trainwright.user_code.locations import caller, location_of, name_of, parameters_of
 
 
-@cache  # asked in every step; reading a signature costs 50 µs
+@cache  # called in every step; reading a signature takes 50 µs
 def accepts_argument(forward: Callable[..., Any], name: str) -> bool:
-    """Does this method take a keyword of that name?"""
-    parameters = _parameters(forward)
-    return parameters is None or name in parameters or _takes_any(parameters)
+    """Returns True if a method accepts a keyword argument of this name."""
+    parameters = parameters_of(forward)
+    return parameters is None or name in parameters or _accepts_any(parameters.values())
 
 
 @cache
 def reject_mismatch(forward: Callable[..., Any], names: tuple[str, ...]) -> None:
-    """Rejects a batch with keys that a method does not take, or without those that it needs, naming both."""
-    parameters = _parameters(forward)
-    if parameters is None:
+    """Rejects a batch with keys that a method does not accept, or without those that it requires."""
+    signature = parameters_of(forward)
+    if signature is None:
         return
-    extra = [] if _takes_any(parameters) else [name for name in names if name not in parameters]
+    parameters = list(signature.values())[1:]  # without `self`
+    accepted = [each.name for each in parameters]
+    extra = [] if _accepts_any(parameters) else [name for name in names if name not in accepted]
     missing = [
         each.name
-        for each in parameters.values()
+        for each in parameters
         if each.default is each.empty
         and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
         and each.name not in names
     ]
-    if extra or missing:
-        problems = [f"has no parameter {', '.join(extra)}"] * bool(extra) + [f"needs {', '.join(missing)}"] * bool(
-            missing
-        )
+    problems = [f"has no parameter {', '.join(extra)}"] if extra else []
+    problems += [f"requires {', '.join(missing)}"] if missing else []
+    if problems:
         raise DataError(
-            f"{forward.__qualname__} {' and '.join(problems)}: the batch has {', '.join(names) or 'only labels'}, "
-            f"and it takes {', '.join(parameters) or 'nothing'}. Rename one side, or let the collator choose the keys.",
+            f"{forward.__qualname__} {' and '.join(problems)}: the batch has {', '.join(names) or 'only labels'}, and "
+            f"the method accepts {', '.join(accepted) or 'nothing'}. Rename the parameter or the field, or let the "
+            "collator select the keys.",
             where=location_of(forward),
         )
 
 
 def reject_wrong_call(function: Any, arguments: Sequence[str], *, role: str) -> None:
-    """Rejects what is no function, or one that does not take these arguments, in this order.
+    """Rejects what is not a function, or does not accept these arguments in this order.
 
-    `role` says what it was given as, such as `forward_step_function` or `a hook's after_eval`.
+    `role` says where it was passed, such as `forward_step_function` or `a hook's after_eval`.
     """
-    wanted = f"({', '.join(arguments)})"
+    expected = f"({', '.join(arguments)})"
     if not callable(function):
-        problem = f"{role} is {function!r}, not a function. Give one that takes {wanted}."
-        raise ConfigError(problem, where=caller())
+        raise ConfigError(f"{role} is {function!r}, not a function. Pass a function of {expected}.", where=caller())
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return  # Python knows none: the call itself will tell
+        return  # a builtin without a signature
     try:
         signature.bind(*arguments)
     except TypeError as error:
+        name = (getattr(function, "__qualname__", None) or name_of(function)).rpartition("<locals>.")[2]
         shown = f"({', '.join(str(each.replace(annotation=each.empty)) for each in signature.parameters.values())})"
-        advice = f"(self{''.join(f', {name}' for name in arguments)})" if inspect.ismethod(function) else wanted
+        advice = f"(self{''.join(f', {name}' for name in arguments)})" if inspect.ismethod(function) else expected
         raise ConfigError(
-            f"{_spoken(function)}{shown} is called as {role}{wanted}, and that does not fit: {error}. Let it take "
-            f"{advice}.",
+            f"{name}{shown} is called as {role}{expected}, which does not match: {error}. Let it accept {advice}.",
             where=location_of(function),
         ) from error
 
 
-def _spoken(function: Any) -> str:
-    """What a user calls it: of a method with its class, of what stands in a function without that one."""
-    name = getattr(function, "__qualname__", None) or name_of(function)
-    return name.rpartition("<locals>.")[2]
-
-
-def _parameters(forward: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
-    """A method's parameters after `self`; None where Python cannot tell."""
-    try:
-        return dict(list(inspect.signature(forward).parameters.items())[1:])
-    except (ValueError, TypeError):
-        return None
-
-
-def _takes_any(parameters: dict[str, inspect.Parameter]) -> bool:
-    return any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+def _accepts_any(parameters: Any) -> bool:
+    return any(each.kind is each.VAR_KEYWORD for each in parameters)

@@ -1,0 +1,80 @@
+"""What several commands share: arguments that name a run, and tables, sizes and ages as text. Imports no torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from trainwright.config import RunConfig
+from trainwright.errors import ConfigError
+
+MISSING = "–"
+CONFIG_FILE = "config.yaml"
+"""As in checkpoint/folder.py, which imports torch. A test compares them."""
+
+RunPath = Annotated[Path, typer.Argument(help="The run's YAML file, or its folder.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Settings to replace, such as trainer.max_steps=500.", show_default=False)
+]
+CheckpointStep = Annotated[str, typer.Option(help="Which checkpoint: latest, best, or a number.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+
+
+def load_run(run: Path, overrides: Sequence[str] | None = None) -> RunConfig:
+    """Returns the config of a run, given by its file or its folder."""
+    file = run / CONFIG_FILE if run.is_dir() else run
+    if run.is_dir() and not file.is_file():
+        raise ConfigError(f"{run} is not a run folder: it has no {CONFIG_FILE}. Pass a YAML file or runs/NAME.")
+    return RunConfig.load(file, overrides or ())
+
+
+def show_rows(header: Sequence[str], rows: Iterable[Sequence[str]], *, wrapped: Sequence[str] = ()) -> None:
+    """Prints rows below their header: a table in a terminal, where only the columns in `wrapped` are wrapped.
+
+    Otherwise each row is one line of any length, for grep and cut.
+    """
+    listed = [list(row) for row in rows]
+    lines = align_columns([header, *listed])
+    console = Console(highlight=False)
+    # A table that is too wide would be cut, and `file:line` with it.
+    is_too_wide = not wrapped and max(map(len, lines)) > console.width
+    if not sys.stdout.isatty() or is_too_wide:
+        print("\n".join(lines))
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for number, name in enumerate(header):
+        style = "cyan" if number == 0 else None
+        table.add_column(name, style=style, no_wrap=name not in wrapped, overflow="fold")
+    for row in listed:
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)
+
+
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns each row as a line with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def size_text(num_bytes: float) -> str:
+    """Returns a number of bytes in the largest unit of which there is at least one: 1.2 GB."""
+    for unit, length in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= length:
+            return f"{num_bytes / length:.1f} {unit}"
+    return f"{num_bytes:.0f} bytes"
+
+
+def age_text(seconds: float) -> str:
+    """Returns an age in the largest unit of which there is at least one: 2 hours ago."""
+    for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60), ("second", 1)):
+        number = int(seconds // length)
+        if number >= 1:
+            return f"{number} {unit}{'s' if number > 1 else ''} ago"
+    return "just now"

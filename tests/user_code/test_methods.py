@@ -1,0 +1,179 @@
+"""Methods of user trainers and hooks that the loop does not call are rejected, with our names."""
+
+import re
+
+import pytest
+from tests.messages import mentions
+
+from trainwright import CallbackHook, Every, Hook, Trainer
+from trainwright.errors import ConfigError
+from trainwright.loop.hook import HOOK_EVENTS, Hooks
+from trainwright.user_code.methods import (
+    ALTERNATIVES,
+    HOOK_METHODS_ELSEWHERE,
+    OVERRIDE_POINTS,
+    TRAINER_METHODS_ELSEWHERE,
+    reject_wrong_methods,
+)
+
+# trainers
+
+
+def trainer_rejection(trainer_class):
+    with pytest.raises(ConfigError) as caught:
+        reject_wrong_methods(trainer_class, Trainer)
+    return str(caught.value)
+
+
+def test_a_misspelled_method_raises_with_the_nearest_name_and_its_location():
+    class Mine(Trainer):
+        def train_stpe(self, batch):
+            """Would never be called."""
+
+    text = trainer_rejection(Mine)
+    assert re.match(r".*test_methods\.py:\d+: Mine\.train_stpe is never called", text)
+    assert "Did you mean train_step?" in text
+
+
+@pytest.mark.parametrize(("theirs", "ours"), TRAINER_METHODS_ELSEWHERE.items())
+def test_a_method_of_another_framework_raises_with_our_name(theirs, ours):
+    mine = type("Mine", (Trainer,), {theirs: lambda self, batch: None})
+    assert mentions(trainer_rejection(mine), theirs, ours)
+
+
+@pytest.mark.parametrize("theirs", ALTERNATIVES)
+def test_a_method_without_a_counterpart_raises_with_the_alternative(theirs):
+    mine = type("Mine", (Trainer,), {theirs: lambda self, *given: None})
+    assert mentions(trainer_rejection(mine), theirs, ALTERNATIVES[theirs])
+    as_class_method = type("Mine", (Trainer,), {theirs: classmethod(lambda cls, *given: None)})
+    assert mentions(trainer_rejection(as_class_method), theirs)
+
+
+def test_methods_of_orbit_and_libai_are_known():
+    assert {"eval_reduce", "initialize", "build_train_loader"} <= {*TRAINER_METHODS_ELSEWHERE, *ALTERNATIVES}
+
+
+def test_methods_that_a_trainer_calls_are_accepted():
+    class Mine(Trainer):
+        def post_init(self):
+            self._prepare()
+
+        def _prepare(self):
+            self.configure_optimizers()
+            self.validation_step()
+
+        def configure_optimizers(self):
+            """Called above."""
+
+        def validation_step(self):
+            """Called above."""
+
+    assert reject_wrong_methods(Mine, Trainer) is None
+
+
+def test_a_name_of_another_framework_is_accepted_next_to_ours():
+    class Mine(Trainer):
+        def run_step(self, batch):
+            return super().train_step(batch)
+
+        def train_step(self, batch):
+            return self.run_step(batch)
+
+    assert reject_wrong_methods(Mine, Trainer) is None
+
+
+def test_a_build_method_without_classmethod_is_rejected():
+    class Mine(Trainer):
+        def build_hooks(self):
+            return []
+
+    text = trainer_rejection(Mine)
+    assert mentions(text, "Mine.build_hooks")
+    assert "Write @classmethod above it, and (cls, build) as its arguments." in text
+
+
+def test_a_wrong_method_of_a_base_names_the_base():
+    class Base(Trainer):
+        def eval_stop(self, batch):
+            """Would never be called."""
+
+    assert mentions(trainer_rejection(type("Mine", (Base,), {})), "Base.eval_stop")
+
+
+def test_other_methods_are_accepted():
+    class Mine(Trainer):
+        @classmethod
+        def build_hooks(cls, build):
+            return build.hooks()
+
+        def forward(self, **batch):
+            return self.critic_loss(batch)
+
+        def critic_loss(self, batch):
+            return batch
+
+        def _train_stpe(self):
+            """Private."""
+
+    assert reject_wrong_methods(Mine, Trainer) is None
+
+
+def test_every_override_point_is_trainers():
+    assert all(hasattr(Trainer, name) for name in OVERRIDE_POINTS)
+
+
+# hooks
+
+
+def hook_rejection(hook):
+    with pytest.raises(ConfigError) as rejected:
+        Hooks([hook])
+    return str(rejected.value)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), HOOK_METHODS_ELSEWHERE.items())
+def test_an_event_of_another_framework_raises_with_ours(theirs, ours):
+    assert ours in HOOK_EVENTS
+    hook = type("Mine", (Hook,), {theirs: lambda self, *given: None})()
+    text = hook_rejection(hook)
+    assert mentions(text, theirs, ours)
+    assert text.startswith(f"{__file__}:")
+
+
+@pytest.mark.parametrize("theirs", ["before_epoch", "after_epoch", "on_epoch_end", "on_train_epoch_start"])
+def test_epochs_are_not_events(theirs):
+    hook = type("Mine", (Hook,), {theirs: lambda self: None, "after_step": lambda self: None})()
+    assert mentions(hook_rejection(hook), theirs)
+
+
+def test_a_hook_without_events_is_rejected():
+    class Mine:
+        def on_weather(self):
+            """Is never called."""
+
+    assert mentions(hook_rejection(Mine()), "Mine.on_weather")
+
+
+def test_a_method_of_a_base_is_checked_too():
+    class Base(Hook):
+        def on_step_end(self):
+            """Is never called."""
+
+    assert mentions(hook_rejection(type("Mine", (Base,), {})()), "Mine.on_step_end")
+
+
+def test_methods_that_a_hook_calls_are_accepted_and_others_are_a_warning(caplog):
+    class Mine(Hook):
+        def after_step(self):
+            self.on_step_end()
+
+        def on_step_end(self):
+            """Called above."""
+
+    class Both(Mine):
+        def on_new_best(self):
+            """For others to call."""
+
+    Hooks([Mine(), Both(), Every(1)(print), CallbackHook(after_step=print)])
+    (record,) = caplog.records
+    assert mentions(record.getMessage(), "Both.on_new_best")
