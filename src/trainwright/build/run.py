@@ -136,7 +136,7 @@ def _importable_type(kind: type, config: RunConfig) -> str | None:
     return words
 
 
-def _in_code_type(kind: type) -> str:
+def _in_code_type(kind: type[Trainer] | type[Task]) -> str:
     return IN_CODE[is_user_code(kind.build_model)] + _reference(kind).replace(":", ".")
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from trainwright.checkpoint.listing import CHECKPOINTS, Listed, checkpoints_location, list_checkpoints
-from trainwright.checkpoint.manifest import STEP_NAME
+from trainwright.checkpoint.manifest import STEP_NAME, UnreachableError
 from trainwright.checkpoint.remote_files import is_address, local_path, without_secrets
 from trainwright.checkpoint.retention import Retention, delete_all
 from trainwright.commands.terminal import CONFIG_FILE, MISSING, age_text, show_rows, size_text
