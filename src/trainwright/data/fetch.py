@@ -61,7 +61,7 @@ def draws_nothing(dataset: Any) -> bool:
 def reject_loader(dataset: Any, label: str) -> None:
     """Rejects torch's DataLoader, which would look like a stream of samples."""
     if isinstance(dataset, DataLoader):
-        raise DataError(f"{label} is a DataLoader. Pass its dataset: the run creates the batches itself.")
+        raise DataError(f"{label}: a DataLoader is not a dataset. Pass its dataset: the run creates the batches.")
 
 
 def count_samples(dataset: Any, label: str) -> int:

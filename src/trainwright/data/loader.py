@@ -175,7 +175,7 @@ class BatchLoader:
         self.view = view or View()
         self.options = options or LoaderOptions()
         self.on_error = on_error or OnError()
-        self._seed = seed
+        self.seed = seed
 
 
 class TrainData(BatchLoader):
@@ -256,7 +256,7 @@ class TrainData(BatchLoader):
     def batches(self, to_device: ToDevice) -> Generator[Any, None, None]:
         """Yields the batches from `order_position` on; each is counted when it is returned."""
         spans = rank_spans(self.order_position, self.num_samples, self.global_batch_size, self.view, self._skipped)
-        fetcher = SampleFetcher(self.dataset, self.order, self.collator, self._seed, skips_errors=self.on_error.skips)
+        fetcher = SampleFetcher(self.dataset, self.order, self.collator, self.seed, skips_errors=self.on_error.skips)
         queue: deque[tuple[Any, Fetched]] = deque()
         is_first = True
         for batch in to_device(host_batches(fetcher, spans, self.options, queue, label="data.train")):
@@ -330,7 +330,7 @@ class EvalData(BatchLoader):
         self.name = name
         self._size = count_samples(dataset, f"data.eval.{name}")
         self._stop = self._size if max_batches is None else min(self._size, max_batches * self.global_batch_size)
-        self.order = Order(self._size, seed=self._seed, shuffle=False)
+        self.order = Order(self._size, seed=self.seed, shuffle=False)
 
     def __len__(self) -> int:
         return self._size
@@ -338,7 +338,7 @@ class EvalData(BatchLoader):
     def batches(self, to_device: ToDevice) -> Generator[Any, None, None]:
         """Yields this rank's batches, as many on every rank: a rank without samples in the last one has a stand-in."""
         spans = rank_spans(0, self._stop, self.global_batch_size, self.view)
-        fetcher = SampleFetcher(self.dataset, self.order, self.collator, self._seed, skips_errors=self.on_error.skips)
+        fetcher = SampleFetcher(self.dataset, self.order, self.collator, self.seed, skips_errors=self.on_error.skips)
         queue: deque[tuple[Any, Fetched]] = deque()
         label = f"data.eval.{self.name}"
         for batch in to_device(host_batches(fetcher, spans, self.options, queue, label=label)):

@@ -223,7 +223,7 @@ class MixedStream(DerivedStream):
     @property
     def latest_source(self) -> str | None:
         """The source of the last sample."""
-        return None if self._pass is None else self._pass.latest_source
+        return None if self.current_pass is None else self.current_pass.latest_source
 
     def _read(self, start: Mapping[str, Any] | None) -> MixedPass:
         return MixedPass(self, start or self._initial_state(), seed=self.seed)

@@ -164,7 +164,7 @@ class StreamData(BatchLoader):
         """Yields the rest of a pass; returns True if the pass has ended, False at the limit."""
         progress, layout = self._progress, self._progress.layout
         reading = StreamReading(
-            seed=self._seed,
+            seed=self.seed,
             epoch=self.epoch,
             block_size=progress.block_size,
             shuffle=self._shuffle,
@@ -282,7 +282,7 @@ class EvalStream(BatchLoader):
         progress = _Progress(LaneLayout(), block_size=UNSHUFFLED_BLOCK_SIZE)
         skips_errors = self.on_error.skips
         reading = StreamReading(
-            seed=self._seed, epoch=0, block_size=progress.block_size, shuffle=False, skips_errors=skips_errors
+            seed=self.seed, epoch=0, block_size=progress.block_size, shuffle=False, skips_errors=skips_errors
         )
         fetcher = LaneFetcher(self.dataset, layout=progress.layout, reading=reading, cursors={}, collator=self.collator)
         requests = progress.requests(self.view, self.global_batch_size, self._limit)

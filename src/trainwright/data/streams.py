@@ -47,7 +47,7 @@ class DerivedStream:
         self.epoch: int | None = None
         self.seed: int | None = None
         self._start: Mapping[str, Any] | None = None
-        self._pass: Any = None
+        self.current_pass: Any = None
 
     def __getattr__(self, name: str) -> Any:
         if name in ("shard", "state_dict", "load_state_dict", "num_shards"):
@@ -65,8 +65,8 @@ class DerivedStream:
 
     def __iter__(self) -> Iterator[Any]:
         start, self._start = self._start, None
-        self._pass = self._read(start)
-        return self._pass  # type: ignore[no-any-return]  # an iterator
+        self.current_pass = self._read(start)
+        return self.current_pass  # type: ignore[no-any-return]  # an iterator
 
     def _read(self, start: Mapping[str, Any] | None) -> Any:
         raise NotImplementedError
@@ -75,7 +75,7 @@ class DerivedStream:
         raise NotImplementedError
 
     def _state_dict(self) -> Any:
-        return self._start if self._start is not None or self._pass is None else self._pass.state()
+        return self._start if self._start is not None or self.current_pass is None else self.current_pass.state()
 
     def _load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         self._start = state
