@@ -70,7 +70,7 @@ CASES = {
     "heads": (
         [("num_heads: 2", "num_heads: 1"), ("{fsdp: 2}", "{tensor: 2}")],
         "mesh:",
-        "model.num_heads is 1, which tensor: 2 ranks cannot share",
+        "model.num_heads is 1, which 2 tensor ranks cannot share",
     ),
     "batch": (
         [("global_batch_size: 8", "global_batch_size: 1"), ("micro_batch_size: 2", "micro_batch_size: 1")],
