@@ -103,7 +103,7 @@ class OwnTask(Trainer):
         (OwnTask, ["task=task"], None, "task", "task()"),
     ],
 )
-def test_a_section_that_a_trainer_leaves_unused_is_rejected_with_its_line(
+def test_a_section_that_a_trainer_does_not_use_is_rejected_with_its_line(
     tmp_path, trainer_class, overrides, line, section, offer
 ):
     with pytest.raises(ConfigError) as caught:
@@ -115,7 +115,7 @@ def test_a_section_that_a_trainer_leaves_unused_is_rejected_with_its_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_several_optimizers_that_a_trainer_leaves_unused_are_rejected_by_their_own_name(tmp_path):
+def test_optimizers_that_a_trainer_does_not_use_are_rejected_by_name(tmp_path):
     overrides = ["trainer.optimizer=null", "trainer.schedule=null", "trainer.optimizers={a: {optimizer: sgd}}"]
     with raises(ConfigError, "trainer.optimizers"):
         build_trainer(load(tmp_path, *overrides), OwnOptimizer)
@@ -152,7 +152,7 @@ def test_a_trainer_that_builds_on_the_section_keeps_it(tmp_path):
     assert [type(hook) for hook in trainer.hooks] == [TimeSteps]
 
 
-def test_a_trainer_s_own_parts_are_used_where_the_section_is_absent(tmp_path):
+def test_a_trainer_s_own_objects_are_used_without_the_section(tmp_path):
     trainer = build_trainer(load(tmp_path, "trainer.optimizer=null"), OwnOptimizer)
     assert isinstance(trainer.optimizers["main"], torch.optim.SGD)
     trainer.train()
@@ -183,7 +183,7 @@ class WithTask(Trainer):
         return Builds()
 
 
-def test_a_task_s_model_and_data_win_over_sections(tmp_path):
+def test_a_task_s_model_and_data_replace_sections(tmp_path):
     trainer = build_trainer(load(tmp_path, "model=null", "data.train=null", "data.eval={}"), WithTask)
     assert isinstance(trainer.model, torch.nn.Linear)
     assert (len(trainer.train_data), len(trainer.eval_data["valid"])) == (20, 5)
@@ -201,12 +201,12 @@ def test_a_task_s_model_and_data_win_over_sections(tmp_path):
         (["model=null", "data.train=null", "data.eval={}", "data.split=[9, 1]"], "data.split"),
     ],
 )
-def test_sections_that_a_task_leaves_unused_are_rejected(tmp_path, overrides, rejected):
+def test_sections_that_a_task_does_not_use_are_rejected(tmp_path, overrides, rejected):
     with raises(ConfigError, rejected):
         build_trainer(load(tmp_path, *overrides), WithTask)
 
 
-def test_a_trainer_s_model_wins_over_a_task_s(tmp_path):
+def test_a_trainer_s_model_replaces_a_task_s(tmp_path):
     class Both(WithTask):
         @classmethod
         def build_model(cls, build):
@@ -225,17 +225,17 @@ def test_a_task_is_found_by_its_section(tmp_path):
 # the model
 
 
-def test_a_model_that_is_not_named_is_rejected(tmp_path):
+def test_a_missing_model_is_rejected(tmp_path):
     with raises(ConfigError):
         build_trainer(load(tmp_path, "model=null"))
 
 
-def test_a_wrong_argument_is_rejected_with_its_place_and_the_nearest(tmp_path):
+def test_a_wrong_argument_is_rejected_with_its_location_and_the_closest_match(tmp_path):
     with raises(ConfigError, "override model.widht=", "width", "3"):
         build_trainer(load(tmp_path, "model.widht=3"))
 
 
-def test_a_model_that_is_frozen_whole_names_the_setting(tmp_path):
+def test_the_error_for_a_frozen_model_names_the_setting(tmp_path):
     with raises(ConfigError, "override model.freeze="):
         build_trainer(load(tmp_path, 'model.freeze=["*"]'))
 
@@ -248,7 +248,7 @@ def test_a_model_that_is_frozen_whole_names_the_setting(tmp_path):
         ([torch.float16, torch.float16], " in float16", True),
     ],
 )
-def test_other_dtypes_of_weights_are_named_and_training_in_float16_is_warned_of(caplog, dtypes, said, is_warned):
+def test_dtypes_other_than_float32_are_named_and_trained_float16_is_warned_of(caplog, dtypes, said, is_warned):
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2, dtype=dtype) for dtype in dtypes))
     assert describe_dtypes(model) == said
     assert ("Trained weights are float16" in caplog.text) == is_warned
@@ -266,7 +266,7 @@ def test_frozen_parameters_do_not_move_and_have_no_optimizer_state(tmp_path):
     assert len(trainer.optimizers["main"].param_groups[0]["params"]) == 2
 
 
-def test_one_glob_may_be_given_bare(tmp_path):
+def test_freeze_accepts_a_single_glob(tmp_path):
     trainer = build_trainer(load(tmp_path, "model.freeze=layers.0.bias"))
     assert [name for name, each in trainer.model.named_parameters() if not each.requires_grad] == ["layers.0.bias"]
 
@@ -289,7 +289,7 @@ def several(**globs):
     return ["trainer.optimizer=null", "trainer.schedule=null", f"trainer.optimizers={{{entries}}}"]
 
 
-def test_each_parameter_goes_to_the_optimizer_that_matches_it(tmp_path):
+def test_each_parameter_is_assigned_to_the_optimizer_that_matches_it(tmp_path):
     trainer = build_trainer(load(tmp_path, *several(body="'layers.0.*'", head="['layers.3.w*', 'layers.3.b*']")))
     names = {id(each): name for name, each in trainer.model.named_parameters()}
     owned = {
@@ -343,7 +343,7 @@ def test_the_default_hooks_come_first(tmp_path):
     assert isinstance(hooks[1], ObeyPreemption)
 
 
-def test_a_hook_from_a_file_beside_the_config_is_called(tmp_path):
+def test_a_hook_from_a_file_next_to_the_config_is_called(tmp_path):
     (tmp_path / "hooks").mkdir()
     (tmp_path / "hooks" / "info.py").write_text(
         "from trainwright import Hook\n\n\nclass InfoHook(Hook):\n"
@@ -380,19 +380,19 @@ def test_a_hook_that_does_not_inherit_works(tmp_path):
     assert trainer.hooks[-1].steps == 2
 
 
-def test_a_wrong_hook_argument_is_rejected_with_its_place(tmp_path):
+def test_a_wrong_hook_argument_is_rejected_with_its_location(tmp_path):
     with raises(ConfigError, "override hooks=", "metrics", "hooks.0", "EarlyStopping"):
         build_trainer(load(tmp_path, "hooks=[{type: early_stopping, metrics: valid/loss}]"))
 
 
-def test_a_wrong_metric_argument_is_rejected_with_the_override_that_gives_it(tmp_path):
+def test_a_wrong_metric_argument_is_rejected_with_its_override(tmp_path):
     override = "evaluation.metrics.accuracy.top=5"
     with raises(ConfigError, "metrics.accuracy") as rejected:
         build_trainer(load(tmp_path, override))
     assert str(rejected.value).startswith(f"override {override}: ")
 
 
-def test_imported_modules_register_parts(tmp_path):
+def test_imported_modules_register_components(tmp_path):
     (tmp_path / "more_parts.py").write_text(
         "import torch\nfrom trainwright import register\n\n\n"
         "@register('optimizer', 'parts_test_sgd')\nclass Mine(torch.optim.SGD):\n    pass\n"
@@ -405,7 +405,7 @@ def test_imported_modules_register_parts(tmp_path):
     trainer.train()
 
 
-def test_an_import_that_is_not_there_is_rejected_with_its_place(tmp_path):
+def test_a_missing_import_is_rejected_with_its_location(tmp_path):
     with raises(ConfigError, "override imports=", "nowhere_at_all"):
         build_trainer(load(tmp_path, "imports=[nowhere_at_all]"))
 
@@ -417,7 +417,7 @@ def documents_of(packed):
     return set(packed.source.indices_in_whole(range(len(packed.source))))
 
 
-def test_packed_data_is_cut_by_document_not_by_row(tmp_path):
+def test_packed_data_is_split_by_document_not_by_row(tmp_path):
     packed = "data.train={type: pack, length: 16, source: {type: parts.py:Documents}}"
     build = Build(load(tmp_path, packed, "data.eval={}", "data.split={valid: 30, test: 10}"))
     train, valid, test = build.train_data(), build.eval_data()["valid"], build.test_data()
@@ -425,14 +425,14 @@ def test_packed_data_is_cut_by_document_not_by_row(tmp_path):
     assert documents_of(train) | documents_of(valid) | documents_of(test) == set(range(120))
 
 
-def test_a_stream_and_a_mixture_are_not_cut(tmp_path):
+def test_a_stream_and_a_mixture_cannot_be_split(tmp_path):
     for train in ("{type: parts.py:PointStream}", "{type: mix, sources: {a: {type: parts.py:Points}}}"):
         build = Build(load(tmp_path, f"data.train={train}", "data.eval={}", "data.split=[9, 1]"))
         with raises(ConfigError, "data.split", "data.train"):
             build.train_data()
 
 
-def test_a_part_that_gets_no_sample_is_left_out(tmp_path, caplog):
+def test_a_split_without_samples_is_left_out(tmp_path, caplog):
     build = Build(load(tmp_path, "data.train.size=9", "data.eval={}", "data.split=[98, 1, 1]"))
     assert len(build.train_data()) == 9
     assert build.eval_data() == {}
@@ -440,7 +440,7 @@ def test_a_part_that_gets_no_sample_is_left_out(tmp_path, caplog):
     assert "9 samples are too few for a set valid" in caplog.text
 
 
-def test_a_split_that_leaves_nothing_to_train_on_is_rejected(tmp_path):
+def test_a_split_that_leaves_no_training_data_is_rejected(tmp_path):
     build = Build(load(tmp_path, "data.eval={}", "data.split={valid: 40, test: 10}"))
     with raises(ConfigError, "40", "10", "50"):
         build.train_data()
@@ -454,6 +454,6 @@ def test_weights_of_an_evaluation_set_are_rejected(tmp_path):
         Build(load(tmp_path, valid)).eval_data()
 
 
-def test_process_is_rejected_where_a_trainer_builds_the_data(tmp_path):
+def test_process_is_rejected_if_a_trainer_builds_the_data(tmp_path):
     with raises(ConfigError, "data.process"):
         build_trainer(load(tmp_path, "data.train=null", "data.eval={}", "data.process={type: x.y}"), OwnTrainData)

@@ -126,7 +126,7 @@ def tensors_of(model):
 @pytest.mark.parametrize(
     ("axes", "names"), LAYOUTS, ids=lambda given: str(given) if isinstance(given, dict) else ", ".join(given)
 )
-def test_ranks_begin_with_the_weights_of_one_process_in_every_layout(tmp_path, axes, names):
+def test_ranks_start_with_the_weights_of_one_process_in_every_layout(tmp_path, axes, names):
     configs = {name: load(tmp_path, SECTIONS[name], axes) for name in names}
     expected = {name: placed_as_in_a_run(config, Ranks()) for name, config in configs.items()}
 
@@ -152,7 +152,7 @@ def test_ranks_begin_with_the_weights_of_one_process_in_every_layout(tmp_path, a
             assert all(rank[name][3] == ranks[0][name][3] for rank in ranks)
 
 
-def test_pretrained_weights_are_read_by_the_first_rank_alone(tmp_path):
+def test_only_the_first_rank_reads_pretrained_weights(tmp_path):
     torch.manual_seed(3)
     model = Llama(**{**SMALL, "tie_embeddings": False}).to(torch.bfloat16)
     folder = model.save_pretrained(tmp_path / "published")
@@ -182,7 +182,7 @@ def test_pretrained_weights_are_read_by_the_first_rank_alone(tmp_path):
     assert first[3] + other[3] == model.lm_head.weight.numel()
 
 
-def test_an_error_of_the_first_rank_is_everybodys(tmp_path):
+def test_an_error_of_the_first_rank_is_raised_on_all(tmp_path):
     section = {"type": "llama", "pretrained": str(tmp_path / "nowhere")}
     config = load(tmp_path, section, {"fsdp": 2})
 
@@ -207,13 +207,13 @@ def test_an_error_of_the_first_rank_is_everybodys(tmp_path):
     ],
     ids=["class", "subclass", "replacement", "trainer", "task"],
 )
-def test_where_a_users_code_meets_the_model_every_rank_builds_it_whole(tmp_path, section, trainer_class, task):
+def test_every_rank_builds_the_whole_model_if_user_code_reads_it(tmp_path, section, trainer_class, task):
     build, model = built(load(tmp_path, section), alone(fsdp=2), trainer_class, task)
     assert not build.first_has_weights
     assert not any(each.is_meta for each in model.parameters())
 
 
-def test_a_model_that_is_not_split_is_built_whole_on_every_rank(tmp_path):
+def test_a_model_that_is_not_sharded_is_built_on_every_rank(tmp_path):
     build, model = built(load(tmp_path, SECTIONS["tied"]), alone(replicate=2))
     assert not build.first_has_weights
     assert not any(each.is_meta for each in model.parameters())
@@ -222,7 +222,7 @@ def test_a_model_that_is_not_split_is_built_whole_on_every_rank(tmp_path):
 # memory
 
 
-def test_other_ranks_hold_their_parts_and_the_first_lets_go_of_the_whole(tmp_path):
+def test_ranks_keep_only_their_shards(tmp_path):
     config = load(tmp_path, {"type": "llama", **SMALL}, {"fsdp": 2, "tensor": 2})
 
     def act(mesh):

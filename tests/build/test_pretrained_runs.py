@@ -199,7 +199,7 @@ def assert_same(first, second):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_run_goes_on_to_the_bit_when_its_folder_is_gone(project, kind):
+def test_a_run_resumes_bit_equal_without_its_pretrained_folder(project, kind):
     whole = build_trainer(configured(project, MODELS[kind], name="whole"))
     whole.train()
     build_trainer(configured(project, MODELS[kind], "trainer.max_steps=3")).train()
@@ -229,7 +229,7 @@ def test_a_run_is_evaluated_and_loaded_without_its_folder(project, kind):
 
 
 @pytest.mark.parametrize("kind", ["ours", "transformers'"])
-def test_an_export_needs_no_folder_and_names_no_place(project, kind):
+def test_an_export_needs_no_folder_and_names_no_path(project, kind):
     run_experiment(configured(project, MODELS[kind], data=PACKED))
     read = json.loads((project / "published" / "config.json").read_text())
     remove_folders(project)
@@ -265,7 +265,7 @@ def test_a_run_without_pretrained_weights_keeps_no_facts(project):
     assert not (project / "runs" / "tuned" / "pretrained.json").exists()
 
 
-def test_weights_are_not_read_where_a_checkpoint_has_them(project):
+def test_weights_are_not_read_if_a_checkpoint_has_them(project):
     build_trainer(configured(project, MODELS["ours"], "trainer.max_steps=2")).train()
     (project / "published" / "model.safetensors").write_bytes(b"no weights")
     resumed = build_trainer(configured(project, MODELS["ours"]))
@@ -292,7 +292,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_what_was_made_from_the_loaded_weights_is_the_same_at_every_start(project, reader):
+def test_objects_made_from_loaded_weights_are_the_same_at_every_start(project, reader):
     model, overrides = READERS[reader]
     whole = build_trainer(configured(project, model, *overrides, name="whole"))
     whole.train()
@@ -309,7 +309,7 @@ def test_what_was_made_from_the_loaded_weights_is_the_same_at_every_start(projec
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_what_was_made_from_the_loaded_weights_needs_their_folder(project, reader):
+def test_objects_made_from_loaded_weights_need_their_folder(project, reader):
     model, overrides = READERS[reader]
     build_trainer(configured(project, model, *overrides, "trainer.max_steps=2")).train()
     settings = json.loads((project / "published" / "config.json").read_text())
@@ -339,7 +339,7 @@ TINY = {
         ("MarianMTModel", {}, "{type: parts.py:Sentences}"),
     ],
 )
-def test_a_class_that_freezes_its_positions_is_resumed_to_the_bit(project, name, changes, data):
+def test_a_class_that_freezes_its_positions_resumes_bit_equal(project, name, changes, data):
     target = getattr(transformers, name)
     target(target.config_class(**TINY, **changes)).save_pretrained(project / "frozen")
     model = f"{{type: transformers:{name}, pretrained: frozen}}"
@@ -370,7 +370,7 @@ def test_facts_that_are_lost_or_damaged_are_read_from_the_folder_again(project):
     assert facts.read_text() == kept
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_begins_with_the_pretrained_weights(project, caplog):
+def test_a_run_whose_checkpoints_are_all_damaged_starts_with_the_pretrained_weights(project, caplog):
     first = build_trainer(configured(project, MODELS["ours"]))
     begun = {name: tensor.clone() for name, tensor in all_tensors(first.model).items()}
     first.train()
@@ -425,7 +425,7 @@ def test_a_run_is_loaded_from_where_it_was_moved_to(project):
     assert_same(loaded, trained)
 
 
-def test_two_ranks_go_on_without_the_folder(project):
+def test_two_ranks_resume_without_the_folder(project):
     build_trainer(configured(project, MODELS["ours with adapters"], "trainer.max_steps=3")).train()
     remove_folders(project)
     config = configured(project, MODELS["ours with adapters"])

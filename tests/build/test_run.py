@@ -44,7 +44,7 @@ def test_the_resolved_config_is_saved_and_loads_back_equal(tmp_path):
     assert build_trainer(saved).config == saved
 
 
-def test_parts_are_built_in_order(tmp_path):
+def test_objects_are_built_in_order(tmp_path):
     order = []
 
     class Ordered(Trainer):
@@ -68,7 +68,7 @@ def test_parts_are_built_in_order(tmp_path):
     assert order == [*names, "post_init"]
 
 
-def test_two_builds_begin_with_equal_weights_whatever_came_before(tmp_path):
+def test_two_builds_start_with_equal_weights(tmp_path):
     first = build_trainer(load(tmp_path, "name=a"))
     torch.manual_seed(1234)
     random.random(), np.random.rand()
@@ -78,7 +78,7 @@ def test_two_builds_begin_with_equal_weights_whatever_came_before(tmp_path):
     assert not torch.equal(first.model.layers[0].weight, other_seed.model.layers[0].weight)
 
 
-def test_what_the_model_draws_changes_no_later_part(tmp_path):
+def test_random_numbers_of_the_model_change_no_later_object(tmp_path):
     class Drawing(Trainer):
         @classmethod
         def build_model(cls, build):
@@ -101,7 +101,7 @@ def test_what_the_model_draws_changes_no_later_part(tmp_path):
     assert numbers[0] == numbers[1]
 
 
-def test_the_model_alone_is_drawn_as_the_run_draws_it_and_leaves_the_generators_alone(tmp_path):
+def test_build_model_has_the_weights_of_the_run_and_does_not_change_the_generators(tmp_path):
     config = load(tmp_path)
     expected = build_trainer(config).model.state_dict()
     states = torch.get_rng_state(), random.getstate()
@@ -124,12 +124,12 @@ def test_a_trainer_class_may_be_given_or_named(tmp_path):
     assert trainer.config.trainer.warmth == 3
 
 
-def test_a_trainer_type_that_is_no_trainer_is_rejected(tmp_path):
+def test_a_trainer_type_that_is_not_a_trainer_is_rejected(tmp_path):
     with raises(ConfigError, "override trainer.type=", "parts.py"):
         build_trainer(load(tmp_path, "trainer.type=parts.py:Net"))
 
 
-def test_a_trainer_made_by_hand_says_how_to_make_one(tmp_path):
+def test_a_trainer_constructed_by_hand_is_rejected_with_build_trainer(tmp_path):
     with raises(TrainwrightError, "build_trainer"):
         Trainer(load(tmp_path), Task(), torch.nn.Linear(1, 1), None)
 
@@ -155,7 +155,7 @@ def test_an_evaluator_has_no_training_data_and_writes_no_file(tmp_path):
         trainer.train()
 
 
-def test_the_model_alone_is_built_as_the_run_would(tmp_path):
+def test_build_model_builds_the_model_of_the_run(tmp_path):
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "mine.py").write_text(
         "import torch\nfrom trainwright import Task\n\n\n"
@@ -175,7 +175,7 @@ def test_the_model_alone_is_built_as_the_run_would(tmp_path):
         (("runtime.max_graph_breaks=0",), ("runtime.max_graph_breaks", "runtime.mode", "eager")),
     ],
 )
-def test_a_mode_that_cannot_be_is_rejected_by_name(tmp_path, settings, said):
+def test_an_impossible_mode_is_rejected_by_name(tmp_path, settings, said):
     with raises(ConfigError, *said, settings[-1]):
         build_trainer(load(tmp_path, *settings))
     assert list(tmp_path.iterdir()) == []
@@ -265,7 +265,7 @@ def test_a_run_without_a_limit_is_rejected(tmp_path):
         build_trainer(load(tmp_path, "trainer.max_steps=null"))
 
 
-def test_a_run_with_a_ragged_end_continues_after_it(tmp_path):
+def test_a_run_with_a_short_last_batch_continues_after_it(tmp_path):
     build_trainer(load(tmp_path, "trainer.max_steps=null", "trainer.max_epochs=1")).train()
     trainer = build_trainer(load(tmp_path, "trainer.max_steps=null", "trainer.max_epochs=2"))
     assert (trainer.step, trainer.train_data.samples_seen) == (7, 50)
@@ -294,7 +294,7 @@ def test_the_micro_batch_size_changes_no_loss(tmp_path, micro):
 # data
 
 
-def test_a_split_gives_three_disjoint_sets_that_cover_all(tmp_path):
+def test_a_split_has_three_disjoint_sets_that_cover_all(tmp_path):
     trainer = build_trainer(load(tmp_path, "data.eval={}", "data.split=[80, 10, 10]", "data.train.noise=0"))
     sets = [trainer.train_data, trainer.eval_data["valid"], trainer.context.test_data]
     assert [len(each) for each in sets] == [40, 5, 5]
@@ -302,7 +302,7 @@ def test_a_split_gives_three_disjoint_sets_that_cover_all(tmp_path):
     assert len(set(rows)) == 50
 
 
-def test_more_parts_than_names_are_rejected(tmp_path):
+def test_more_splits_than_names_are_rejected(tmp_path):
     with raises(ConfigError, "data.split", "3", "4"):
         build_trainer(load(tmp_path, "data.eval={}", "data.split=[1, 1, 1, 1]"))
 
@@ -336,7 +336,7 @@ def test_an_empty_dataset_is_rejected_by_name(tmp_path):
 # the run folder
 
 
-def test_a_run_folder_holds_what_the_design_says(tmp_path):
+def test_a_run_folder_has_the_documented_files(tmp_path):
     from trainwright import run_experiment
 
     run_experiment(load(tmp_path))
@@ -382,13 +382,13 @@ def test_a_data_loader_is_rejected_by_name(tmp_path):
         build_trainer(load(tmp_path), Loader)
 
 
-def test_grouping_by_length_is_rejected_where_it_would_do_nothing(tmp_path):
+def test_grouping_by_length_is_rejected_if_it_has_no_effect(tmp_path):
     for train in ("{type: parts.py:PointStream}", "{type: mix, sources: {a: {type: parts.py:Points}}}"):
         with raises(ConfigError, "data.group_by_length", "data.train"):
             build_trainer(load(tmp_path, f"data.train={train}", "data.group_by_length=true"))
 
 
-def test_a_stream_needs_an_end_and_whole_epochs(tmp_path):
+def test_a_stream_needs_a_limit_and_whole_epochs(tmp_path):
     stream = "data.train={type: parts.py:PointStream}"
     with raises(ConfigError, "max_steps"):
         build_trainer(load(tmp_path, stream, "trainer.max_steps=null", "trainer.max_epochs=2"))
@@ -400,7 +400,7 @@ def test_a_stream_needs_an_end_and_whole_epochs(tmp_path):
     ("name", "expected"),
     [("torch.optim:Adam", torch.optim.Adam), ("torch.optim:RMSprop", torch.optim.RMSprop), ("own.py:Slow", "Slow")],
 )
-def test_a_run_trains_with_an_optimizer_of_torch_or_of_one_s_own(tmp_path, name, expected):
+def test_a_run_trains_with_an_optimizer_of_torch_or_of_a_user(tmp_path, name, expected):
     for file in PROJECT.glob("*.*"):
         shutil.copy(file, tmp_path)
     (tmp_path / "own.py").write_text("import torch\n\n\nclass Slow(torch.optim.SGD):\n    pass\n")
@@ -420,7 +420,7 @@ def test_a_run_trains_with_an_optimizer_of_torch_or_of_one_s_own(tmp_path, name,
     resumed.train()
 
 
-def test_runs_that_share_a_checkpoint_folder_keep_apart(tmp_path):
+def test_runs_that_share_a_checkpoint_folder_are_separate(tmp_path):
     shared = (f"checkpoint.folder={tmp_path}/shared", f"output_dir={tmp_path}", "trainer.max_steps=3")
     for seed in (1, 2):
         run = RunConfig.load(PROJECT / "run.yaml", [*shared, f"name=run{seed}", f"seed={seed}"])
@@ -432,7 +432,7 @@ def test_runs_that_share_a_checkpoint_folder_keep_apart(tmp_path):
     assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == ["run1", "run2", "run2.old-1"]
 
 
-def test_checkpoints_without_known_settings_are_not_taken_up(tmp_path):
+def test_checkpoints_without_known_settings_are_rejected(tmp_path):
     shared = [f"checkpoint.folder={tmp_path}/shared", "trainer.max_steps=3"]
     build_trainer(RunConfig.load(PROJECT / "run.yaml", [*shared, f"output_dir={tmp_path}/one"])).train()
     other = RunConfig.load(PROJECT / "run.yaml", [*shared, f"output_dir={tmp_path}/two"])

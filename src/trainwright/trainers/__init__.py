@@ -1,1 +1,1 @@
-"""Trainers for common work: each overrides forward and evaluation only. The loop is loop/trainer.py's."""
+"""Trainers for common objectives: each overrides forward and evaluation only. The loop is in loop/trainer.py."""

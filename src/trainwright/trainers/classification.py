@@ -14,19 +14,19 @@ from trainwright.loop.trainer import Trainer
 
 
 class ClassificationTrainer(Trainer):
-    """Adds `accuracy` where the forward gives `logits` [..., classes] and the batch has `labels` [...].
+    """Adds `accuracy` if the forward returns `logits` [..., classes] and the batch has `labels` [...].
 
-    Labels of −100 do not count, as in the loss. Labels of another shape (soft ones, one score a sample) have
-    no accuracy of this kind, and none is added.
+    Labels of −100 are ignored, as in the loss. Labels of another shape (soft labels, one score per sample) have no
+    accuracy.
     """
 
     def add_metrics(self, result: ForwardResult, batch: Any) -> None:
-        """Adds the accuracy; nothing leaves the device."""
+        """Adds the accuracy, without leaving the device."""
         logits: Any = (result.outputs or {}).get("logits")
         labels: Any = batch.get("labels") if isinstance(batch, Mapping) else None
         if _are_classes(logits, labels):
-            right = (logits.detach().argmax(-1) == labels).sum()
-            result.metrics["accuracy"] = Mean(right, (labels != IGNORED_LABEL).sum())
+            correct = (logits.detach().argmax(-1) == labels).sum()
+            result.metrics["accuracy"] = Mean(correct, (labels != IGNORED_LABEL).sum())
 
 
 def _are_classes(logits: Any, labels: Any) -> bool:

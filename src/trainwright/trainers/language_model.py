@@ -1,4 +1,4 @@
-"""Trains a causal language model on the mean loss per predicted token, exactly, whatever the batches are."""
+"""Trains a causal language model on the mean loss per predicted token, exactly for any batches."""
 
 from __future__ import annotations
 
@@ -15,27 +15,34 @@ from trainwright.loop.trainer import Trainer
 
 
 class LanguageModelTrainer(Trainer):
-    """Weighs each micro-batch by its predicted tokens, so padding changes no gradient; adds `perplexity`.
+    """Weights each micro-batch by its predicted tokens, so padding changes no gradient; adds `perplexity`.
 
     Expects `labels` as transformers does: the same tokens as `input_ids`, shifted by the model.
     """
 
+<<<<<<< HEAD
     def forward(self, **batch: Any) -> Any:
         """Returns the task's outputs with the loss as a Mean over predicted tokens."""
         return self.read_outputs(self.task.forward(self.model, batch), batch)
+=======
+    def count_targets(self, labels: torch.Tensor) -> torch.Tensor:
+        """Returns the number of predicted tokens of a batch; the model does not predict the first one of a row."""
+        return (labels[..., 1:] != IGNORED_LABEL).sum()
+>>>>>>> pass-hooks
 
     def read_outputs(self, outputs: Any, batch: Any) -> Any:
         """Weights the loss by its tokens."""
         if "labels" not in batch or not isinstance(outputs, Mapping) or outputs.get("loss") is None:
             given = f"a mapping of {', '.join(outputs)}" if isinstance(outputs, Mapping) else type(outputs).__name__
             raise TrainwrightError(
-                "The language_model trainer needs `labels` in the batch and a mapping with `loss` from the model; "
-                f"the batch has {', '.join(batch)} and the model gave {given}. Change them, or use another trainer."
+                f"{type(self).__name__} needs `labels` in the batch and a mapping with `loss` from the model, but the "
+                f"batch has {', '.join(batch)} and the model returned {given}. Change them, or use another "
+                "trainer."
             )
         loss = outputs["loss"]
-        count = (batch["labels"][..., 1:] != IGNORED_LABEL).sum()
         if isinstance(loss, torch.Tensor):
-            # A batch without a predicted token has a NaN mean; as a total of none it adds nothing.
+            count = self.count_targets(batch["labels"])
+            # A batch without a predicted token has a NaN mean; as a total of 0 it adds nothing.
             loss = Mean(torch.where(count > 0, loss * count, torch.zeros_like(loss)), count)
         return {**outputs, "loss": loss}
 

@@ -1,26 +1,25 @@
-"""Trains an encoder–decoder on the mean loss per token of the target, exactly, whatever the batches are."""
+"""Trains an encoder–decoder on the mean loss per target token, exactly for any batches."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
-from trainwright.errors import TrainwrightError
-from trainwright.events import Mean
 from trainwright.events.mean import IGNORED_LABEL
+<<<<<<< HEAD
 from trainwright.loop.trainer import Trainer
+=======
+from trainwright.trainers.language_model import LanguageModelTrainer
+>>>>>>> pass-hooks
 
 
-class SequenceToSequenceTrainer(Trainer):
-    """Weighs each micro-batch by its label tokens, so padding changes no gradient; adds `perplexity`.
+class SequenceToSequenceTrainer(LanguageModelTrainer):
+    """Weights each micro-batch by its label tokens, so padding changes no gradient; adds `perplexity`.
 
-    Expects `labels` as transformers does: the target's tokens where they are predicted, not shifted; the model (or the
-    collator) makes the decoder's inputs of them.
+    Expects `labels` as transformers does: the target tokens at the positions where they are predicted, not shifted;
+    the model (or the collator) derives the decoder's inputs from them.
     """
 
+<<<<<<< HEAD
     def forward(self, **batch: Any) -> Any:
         """Returns the task's outputs with the loss as a Mean over label tokens."""
         return self.read_outputs(self.task.forward(self.model, batch), batch)
@@ -47,3 +46,8 @@ class SequenceToSequenceTrainer(Trainer):
         if "loss" in logs:
             logs["perplexity"] = math.exp(min(logs["loss"], 700.0))  # beyond that a float overflows
         return logs
+=======
+    def count_targets(self, labels: torch.Tensor) -> torch.Tensor:
+        """Returns the number of label tokens of a batch."""
+        return (labels != IGNORED_LABEL).sum()
+>>>>>>> pass-hooks

@@ -1,1 +1,1 @@
-"""Who is told: each writer is handed the storage at a log line and never sees the trainer."""
+"""Writers: each receives the storage at a log line; none has access to the trainer."""

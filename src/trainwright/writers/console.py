@@ -1,4 +1,4 @@
-"""Shows the run in the terminal: one live line there, plain lines where nobody watches.
+"""Shows the run in the terminal: one live line, or plain lines if the output is not a terminal.
 
 Silent where the package's log level is above INFO (`-q`).
 """
@@ -63,7 +63,7 @@ class ConsoleWriter(Writer):
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False, transient=False)
             self._live.start()
-        # Drawn ten times a second at most: it costs half a millisecond, which short steps would feel.
+        # At most ten times per second: drawing takes half a millisecond, too long for short steps.
         is_due = time.monotonic() - self._drawn > 0.1
         self._live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=is_due)
         if is_due:
@@ -75,19 +75,19 @@ class ConsoleWriter(Writer):
         shown = {name: training[name] for name in training if name not in _HIDDEN}
         loss = {"loss": shown.pop("loss")} if "loss" in shown else {}
         bars = sparkline(self._losses) if self._console.is_terminal else ""
-        parts = [f"step {step}{of}", _pairs(loss), bars, _pairs(shown)]
+        fields = [f"step {step}{of}", _pairs(loss), bars, _pairs(shown)]
         speed = next((name for name in _SPEEDS if name in training), None)
         if speed is not None:
-            parts.append(f"{training[speed]:,.0f} {speed.removesuffix('_per_second')}/s")
+            fields.append(f"{training[speed]:,.0f} {speed.removesuffix('_per_second')}/s")
         left = self._seconds_left(step, storage.max_steps)
         if left is not None:
-            parts.append(f"eta {_duration(left)}")
+            fields.append(f"eta {_duration(left)}")
         if self._console.is_terminal:
-            parts.append(f"{memory_in_use() / 2**30:.1f} GiB")
-        return "  ".join(part for part in parts if part)
+            fields.append(f"{memory_in_use() / 2**30:.1f} GiB")
+        return "  ".join(field for field in fields if field)
 
     def _seconds_left(self, step: int, max_steps: int | None) -> float | None:
-        """From the wall clock since the first line, so that evaluating and saving are in it."""
+        """Uses the wall clock since the first line, which includes evaluating and saving."""
         if self._first is None:
             self._first = (step, time.monotonic())
         first_step, start = self._first
@@ -97,7 +97,7 @@ class ConsoleWriter(Writer):
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Draws values as a row of bars, the highest of them full; a value that is not finite is a gap.
+    """Returns values as a row of bars, the highest one full; a value that is not finite is a gap.
 
     >>> sparkline([3.0, 2.0, 1.0])
     '█▄▁'

@@ -1,4 +1,4 @@
-"""Writes `metrics.json`: one JSON object a line, each with `step`. Opened for appending at the first line."""
+"""Writes `metrics.json`: one JSON object per line, each with `step`. Opened for appending at the first line."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ FILE_NAME = "metrics.json"
 
 
 class JsonLinesWriter(Writer):
-    """Appends each log line to `metrics.json` in the run folder, flushed, so that a kill loses none."""
+    """Appends each log line to `metrics.json` in the run folder and flushes it, so that a kill loses none."""
 
     def __init__(self, folder: Path) -> None:
         self.path = Path(folder) / FILE_NAME
         self._file: IO[str] | None = None
 
     def write(self, storage: EventStorage) -> None:
-        """Appends the line. A NaN is written as NaN: a log never hides one."""
+        """Appends the line. A NaN is written as NaN."""
         if self._file is None:
             self._file = self.path.open("a", encoding="utf-8")
         try:
@@ -30,7 +30,7 @@ class JsonLinesWriter(Writer):
         except OSError as error:
             raise TrainwrightError(
                 f"{self.path} cannot be written ({error.strerror}). Free some space and run the same command again: "
-                "it goes on from the last checkpoint."
+                "it resumes from the last checkpoint."
             ) from error
 
     def close(self) -> None:
@@ -41,7 +41,7 @@ class JsonLinesWriter(Writer):
 
 
 def cut_back(folder: Path, last_step: int) -> None:
-    """Drops the lines after `last_step`, and a half-written one: a resumed run writes them again."""
+    """Drops lines after `last_step` and an incomplete one: a resumed run writes them again."""
     path = folder / FILE_NAME
     if not path.exists():
         return
@@ -58,7 +58,7 @@ def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return float("inf")  # half-written by a process that died
+        return float("inf")  # incomplete: the process died
 
 
 def _as_text(value: Any) -> Any:

@@ -11,14 +11,14 @@ from trainwright.writers.writer import Writer
 
 
 class TensorBoardWriter(Writer):
-    """Adds the numbers of each log line as scalars. Opened at the first line; a resumed run hides what it repeats."""
+    """Adds the numbers of each log line as scalars. Opened at the first line; a resumed run hides repeated steps."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder) / "tensorboard"
         self._events: Any = None
 
     def write(self, storage: EventStorage) -> None:
-        """Adds the line's numbers at its step; texts are left to metrics.json."""
+        """Adds the numbers of the line at its step; texts are only in metrics.json."""
         step = storage.line["step"]
         if self._events is None:
             self._events = self._open(step)
@@ -40,5 +40,5 @@ class TensorBoardWriter(Writer):
             raise ConfigError(
                 "writers: tensorboard is not installed. Run `pip install 'trainwright[tensorboard]'`."
             ) from error
-        # purge_step: what an earlier process wrote at or after this step is not shown twice.
+        # purge_step: values that an earlier process wrote at or after this step are hidden.
         return SummaryWriter(str(self.folder), purge_step=step)

@@ -1,4 +1,4 @@
-"""The contract of a writer. It exists on the first rank alone."""
+"""The contract of a writer. Writers exist only on the first rank."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from trainwright.events import EventStorage
 
 
 class Writer:
-    """Tells somebody of each log line: override `write`."""
+    """Receives each log line: override `write`."""
 
     def write(self, storage: EventStorage) -> None:
         """Called at each log line; `storage.line` is that line: `step`, then name → value."""
         raise NotImplementedError(f"{type(self).__name__} must override write(storage).")
 
     def close(self) -> None:
-        """Called once at the end, whatever happened."""
+        """Called once at the end, also after an error."""
