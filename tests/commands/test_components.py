@@ -166,7 +166,7 @@ def test_in_a_terminal_each_kind_is_a_table_within_the_width(project):
 
 def test_presets_are_listed_with_their_sizes(project):
     text = ask("model", "llama").stdout
-    assert "Presets, which stand for the settings, as in {type: llama, preset: tiny}:" in text
+    assert "Presets of all arguments, as in {type: llama, preset: tiny}:" in text
     assert re.search(r"^  llama3-8b +8,030,261,248 weights$", text, re.MULTILINE)
     [line] = [line for line in ask("model").stdout.splitlines() if line.split()[1] == "cnn"]
     assert line.endswith("preset: tiny | small")

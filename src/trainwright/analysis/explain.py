@@ -234,7 +234,7 @@ class ModelRules:
         arguments = dict(section.arguments)
         preset, given = arguments.pop("preset", None), section.reserved.get("pretrained")
         if preset is not None:
-            self.of_model.append(_rule(f"preset {preset}", f"but {_words(arguments)}" if arguments else ""))
+            self.of_model.append(_rule(f"preset {preset}", f"but {_settings_text(arguments)}" if arguments else ""))
         folder = self._pretrained(given) if given is not None else None
         is_shipped = isinstance(target, type) and issubclass(target, Model) and target.is_shipped()
         if is_shipped and (given is None or folder is not None):
@@ -244,7 +244,7 @@ class ModelRules:
         settings = arguments
         if preset is not None:
             settings = preset_settings(target, preset)
-            words = _words(settings) + (f", but {_words(arguments)}" if arguments else "")
+            words = _settings_text(settings) + (f", but {_settings_text(arguments)}" if arguments else "")
             self.of_model[0] = _rule(f"preset {preset}", words)
             settings |= arguments
         elif folder is not None:
@@ -259,7 +259,7 @@ class ModelRules:
         """Explains where the weights come from, and returns the folder if it is on this machine."""
         settings = given if isinstance(given, Mapping) else {"folder": given}
         name, home = settings.get("folder"), settings.get("home_path")
-        options = _words({key: value for key, value in settings.items() if key != "folder"})
+        options = _settings_text({key: value for key, value in settings.items() if key != "folder"})
         also = f"; {options}" if options else ""
         homes = home_folders() if home is None else [Path(str(home)).expanduser()]
         folders = [parent / Path(str(name)).expanduser() for parent in (Path(self.config.project_dir), *homes)]
@@ -290,7 +290,7 @@ class ModelRules:
         }
         registry.check_arguments(add_lora, settings, label="model.lora", provided=("model",))
         globs = as_globs("lora.match", settings["match"])
-        words = _words({key: value for key, value in settings.items() if key != "match"})
+        words = _settings_text({key: value for key, value in settings.items() if key != "match"})
         layers = [] if self.model is None else add_lora(self.model, **settings)
         remark = f"adapters of {words}" if words else "adapters"
         self.of_model.append(_rule(f'lora "{", ".join(globs)}"', remark + _counted(layers, "layer")))
@@ -341,7 +341,7 @@ class ModelRules:
         for rule in rules:
             names = [name for name in left if any(fnmatchcase(name, glob) for glob in rule.globs)]
             found = "" if self.model is None else f": {_weights(left.pop(name) for name in names)}"
-            out.append(_rule(f'group "{", ".join(rule.globs)}"', f"{_words(rule.settings)}{found}"))
+            out.append(_rule(f'group "{", ".join(rule.globs)}"', f"{_settings_text(rule.settings)}{found}"))
         if rules and left:
             out.append(_rule("the rest", f"the optimizer's own settings: {_weights(left.values())}"))
 
@@ -356,13 +356,13 @@ def _mapping(given: Any) -> Iterable[tuple[str, Any]]:
     return given.items()
 
 
-def _words(settings: Mapping[str, Any]) -> str:
+def _settings_text(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {_shown(value)}" for name, value in settings.items())
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, Mapping):
-        return f"{{{_words(value)}}}"
+        return f"{{{_settings_text(value)}}}"
     return f"[{', '.join(map(_shown, value))}]" if isinstance(value, list | tuple) else str(value)
 
 

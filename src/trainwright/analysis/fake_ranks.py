@@ -305,8 +305,8 @@ def _kept_facts(config: RunConfig) -> PretrainedFacts | None:
     settings = {"folder": given} if isinstance(given, (str, Path)) else dict(given)
     if not settings.get("folder"):
         return None  # build_model_section raises
-    beside = Path(config.project_dir) / Path(settings["folder"]).expanduser()
-    folder = find_folder(beside if beside.is_dir() else settings["folder"], home_path=settings.get("home_path"))
+    in_project = Path(config.project_dir) / Path(settings["folder"]).expanduser()
+    folder = find_folder(in_project if in_project.is_dir() else settings["folder"], home_path=settings.get("home_path"))
     content = without_paths(read_config_file(folder)) if (folder / CONFIG_FILE).is_file() else None
     return PretrainedFacts(content, LoadReport((), ()))
 

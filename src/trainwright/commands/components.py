@@ -157,7 +157,7 @@ def _show_one(entry: Entry) -> None:
         print("\nIts settings are those of the trainer section: see trainwright config --schema.")
     presets = _presets(entry)
     if presets:
-        print(f"\nPresets, which stand for the settings, as in {{type: {entry.type}, preset: {next(iter(presets))}}}:")
+        print(f"\nPresets of all arguments, as in {{type: {entry.type}, preset: {next(iter(presets))}}}:")
         sizes = [(name, f"{size:,} weights") for name, size in presets.items()]
         print("\n".join(f"  {line}" for line in align_columns(sizes)))
     for short in entry.registered:
