@@ -825,7 +825,7 @@ class Trial:
 
 def _evaluate_without_hooks(trainer: Trainer, sets: Mapping[str, Any]) -> dict[str, float]:
     with trainer.storage:
-        return trainer.evaluate(sets, with_hooks=False)
+        return trainer.evaluate_sets(sets, with_hooks=False)
 
 
 def _save_once(trainer: Trainer) -> None:

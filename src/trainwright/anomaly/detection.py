@@ -20,10 +20,10 @@ from trainwright.backends import Capture, reads_at_once
 from trainwright.config import AnomaliesSection
 
 _MAD_TO_DEVIATION = 1.4826  # of a normal distribution
-_LEAST_RELATIVE, _LEAST = 1e-3, 1e-6  # of the distance: while the loss is constant, noise is not a spike
+_MIN_RELATIVE_DISTANCE, _MIN_DISTANCE = 1e-3, 1e-6  # of the distance: while the loss is constant, noise is not a spike
 
 
-def least_needed(size: int) -> int:
+def min_losses(size: int) -> int:
     """Returns how many losses a window of this size needs before one can be a spike: a quarter, and at least five."""
     return max(-(-size // 4), 5)
 
@@ -64,7 +64,7 @@ class LossWindow:
     def measure(self) -> Measure | None:
         """Returns the statistics; None while there are too few losses."""
         ordered = self._ordered
-        if len(ordered) < least_needed(self.size):
+        if len(ordered) < min_losses(self.size):
             return None
         middle = (len(ordered) - 1) // 2  # the lower one of an even number, as on the device
         median, count = ordered[middle], middle + 1
@@ -77,7 +77,7 @@ class LossWindow:
             else:
                 high = probe
         distance = max(median - ordered[low], ordered[low + count - 1] - median)
-        return Measure(median, max(distance, abs(median) * _LEAST_RELATIVE, _LEAST) * _MAD_TO_DEVIATION)
+        return Measure(median, max(distance, abs(median) * _MIN_RELATIVE_DISTANCE, _MIN_DISTANCE) * _MAD_TO_DEVIATION)
 
 
 class DeviceLossWindow:
@@ -99,7 +99,7 @@ class DeviceLossWindow:
         after = state + 1 if state + 1 < 2 * self._size else self._size
         num_losses = min(state, self._size)
         # While there are too few: an infinite one, which no loss exceeds.
-        middle = (num_losses - 1) // 2 if num_losses >= least_needed(self._size) else self._size - 1
+        middle = (num_losses - 1) // 2 if num_losses >= min_losses(self._size) else self._size - 1
         return after, state % self._size, middle
 
     def judge(self, loss: torch.Tensor, is_bad: torch.Tensor) -> torch.Tensor:
@@ -109,7 +109,7 @@ class DeviceLossWindow:
         ordered = torch.sort(self._losses[: self._size]).values
         median = ordered.gather(0, middle)
         distance = torch.sort((ordered - median).abs_()).values.gather(0, middle)
-        least = median.abs().mul_(_LEAST_RELATIVE).clamp_(min=_LEAST)
+        least = median.abs().mul_(_MIN_RELATIVE_DISTANCE).clamp_(min=_MIN_DISTANCE)
         # Separate kernels: fused with the sum, the product would be rounded differently from the host.
         deviation = torch.maximum(distance, least).mul_(_MAD_TO_DEVIATION)
         is_bad = is_bad | (loss > deviation.mul_(self._threshold).add_(median))
@@ -119,9 +119,9 @@ class DeviceLossWindow:
 
     def fill(self, losses: Sequence[float]) -> None:
         """Replaces the contents by these losses, at most `size`."""
-        held = torch.full((self._size + 1,), torch.inf, dtype=torch.float64)
-        held[: len(losses)] = torch.tensor(losses, dtype=torch.float64)
-        self._losses.copy_(held)
+        contents = torch.full((self._size + 1,), torch.inf, dtype=torch.float64)
+        contents[: len(losses)] = torch.tensor(losses, dtype=torch.float64)
+        self._losses.copy_(contents)
         self._state.fill_(len(losses))
 
 

@@ -14,7 +14,7 @@ from trainwright.anomaly.detection import Anomaly, AnomalyDetector, join_ranks
 from trainwright.anomaly.reports import Positions, write_report
 from trainwright.checkpoint.remote_store import AnyStore
 from trainwright.checkpoint.snapshot import HostBuffers, HostSnapshot
-from trainwright.config import RunConfig
+from trainwright.config import AnomaliesSection, RunConfig
 from trainwright.errors import AnomalyError, CheckpointError
 from trainwright.parallel.collectives import Ranks
 
@@ -36,10 +36,15 @@ class AnomalyResponse:
     """The anomalies of a run; the same on every rank."""
 
     def __init__(
-        self, config: RunConfig, detector: AnomalyDetector | None, *, ranks: Ranks, folder: Path, store: AnyStore
+        self,
+        section: AnomaliesSection,
+        detector: AnomalyDetector | None,
+        *,
+        ranks: Ranks,
+        folder: Path,
+        store: AnyStore,
     ) -> None:
-        self._config = config
-        self._section = config.anomalies
+        self._section = section
         self._detector = detector
         self._ranks = ranks
         self._folder = folder
@@ -69,7 +74,7 @@ class AnomalyResponse:
         found = [] if self._detector is None else self._detector.look()
         return join_ranks(self._ranks.gather(found)) if found else []
 
-    def is_new(self, anomaly: Anomaly) -> bool:
+    def count_if_new(self, anomaly: Anomaly) -> bool:
         """Counts an anomaly; returns False for one that occurs again after a rollback."""
         key = (anomaly.positions, anomaly.kind)
         if key in self._known:
@@ -82,6 +87,7 @@ class AnomalyResponse:
         self,
         anomaly: Anomaly,
         *,
+        config: RunConfig,
         data_state: Mapping[str, Any],
         samples: Sequence[int] | None,
         loss_history: Sequence[tuple[int, float]],
@@ -90,7 +96,7 @@ class AnomalyResponse:
         path = write_report(
             self._folder,
             anomaly,
-            config=self._config,
+            config=config,
             data_state=data_state,
             positions=None if anomaly.positions is None else Positions(*anomaly.positions, samples),
             loss_history=loss_history,

@@ -263,7 +263,7 @@ def evaluate_checkpoint(
         trainer.load_weights(chosen)
         logger.info("Evaluating %s", store.path(chosen))
     with trainer.storage:
-        return trainer.evaluate(sets) if sets else {}
+        return trainer.evaluate_sets(sets) if sets else {}
 
 
 def _log_files(trainer: Trainer) -> Iterator[Path]:

@@ -10,7 +10,7 @@ import copy
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -23,7 +23,8 @@ from trainwright.checkpoint import folder as run_folders
 from trainwright.config import RunConfig, resolve_batch
 from trainwright.data.loader import TrainData
 from trainwright.errors import ConfigError, OutOfMemory, TrainwrightError
-from trainwright.loop.trainer import Trainer
+from trainwright.loop.state import count_samples
+from trainwright.loop.trainer import Trainer, TrainIterator
 from trainwright.memory.out_of_memory import advice_for, is_out_of_memory
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.processes import local_size
@@ -210,14 +211,14 @@ def trial_steps(trainer: Trainer, largest: int, ranks: Ranks) -> Iterator[TrialS
         lengths = getattr(data.dataset, "lengths", None)
         if isinstance(data, TrainData) and lengths is not None and len(lengths) == len(data):
             data.order = _LongestFirst(lengths)
-        with closing(data.batches(trainer.backend.to_device)) as iterator:
+        with TrainIterator(data, trainer.backend) as iterator:
             yield TrialSteps(trainer, iterator, largest, sums_gradients=ranks.size > 1)
 
 
 class TrialSteps:
     """Runs steps with one batch, divided into micro-batches of any size."""
 
-    def __init__(self, trainer: Trainer, iterator: Iterator[Any], largest: int, *, sums_gradients: bool) -> None:
+    def __init__(self, trainer: Trainer, iterator: TrainIterator, largest: int, *, sums_gradients: bool) -> None:
         self._trainer = trainer
         self._largest = largest
         self._sums_gradients = sums_gradients
@@ -229,8 +230,7 @@ class TrialSteps:
         num_copies = sum(getattr(hook, "copies_of_weights", 0) for hook in trainer.hooks)
         self._copies = [torch.empty_like(each) for _ in range(num_copies) for each in parameters]
         self._batch = trainer.next_train_inputs(iterator)
-        assert trainer.train_data is not None
-        self._num_samples = trainer.train_data.batch_num_samples
+        self._num_samples = count_samples(self._batch, iterator.fetched)
 
     def can_run(self, size: int) -> bool:
         """Returns False if steps with micro-batches of this size raise ValueError, as batch normalization of one."""

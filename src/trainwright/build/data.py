@@ -201,7 +201,7 @@ class Loaders:
             return StreamData(
                 dataset,
                 block_size=section.shuffle_buffer,
-                agree=self._ranks.sum_sample_counts,
+                sum_counts=self._ranks.sum_sample_counts,
                 **options,
             )
         return TrainData(dataset, group_by_length=section.group_by_length, **options)
@@ -220,7 +220,7 @@ class Loaders:
         with _add_location(self._config):
             reject_loader(dataset, f"data.eval.{name}")
             if is_stream(dataset):
-                return EvalStream(dataset, agree=self._sum_counts, **arguments)
+                return EvalStream(dataset, sum_counts=self._sum_counts, **arguments)
             return EvalData(dataset, **arguments)
 
     def _sum_counts(self, num_samples: int, num_alive: int, num_gone: int) -> tuple[int, ...]:

@@ -52,11 +52,9 @@ class Change(NamedTuple):
 class GuardedObjects:
     """The objects whose values a captured step depends on."""
 
-    trainer: object
+    trainer: Any
     own_attributes: Collection[str]
     """The attributes that every trainer has; all others are the user's."""
-    task: object
-    model: nn.Module
     settings: Callable[[], Mapping[str, Any]]
     """Returns numbers of the update that are fixed in a graph, such as max_grad_norm."""
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
@@ -64,7 +62,8 @@ class GuardedObjects:
 
     def user_classes(self) -> list[type]:
         """Returns the classes of trainer, task and modules that belong to no library, and their bases."""
-        owners = [self.trainer, self.task, *(self.model.modules() if isinstance(self.model, nn.Module) else ())]
+        model = self.trainer.model
+        owners = [self.trainer, self.trainer.task, *(model.modules() if isinstance(model, nn.Module) else ())]
         classes = (each for owner in owners for each in type(owner).__mro__)
         return [each for each in dict.fromkeys(classes) if not _is_of_library(each)]
 
@@ -82,7 +81,11 @@ class Fingerprint:
     def changes(self) -> list[Change]:
         """Returns the values that differ from those at construction; equal values of new objects do not differ."""
         values = self._read()
-        if len(values) == len(self._values) and all(map(is_, values, self._values)) and self._memory() == self._lies_at:
+        if (
+            len(values) == len(self._values)
+            and all(map(is_, values, self._values))
+            and self._read_addresses() == self._addresses
+        ):
             return []
         before, now = dict(zip(self._names, self._values, strict=True)), dict(zip(self._name(), values, strict=True))
         found = [
@@ -91,7 +94,7 @@ class Fingerprint:
             if _differs(before.get(name, ABSENT), now.get(name, ABSENT))
         ]
         num_tensors = len(self._tensors)
-        for number, (one, other) in enumerate(zip(self._lies_at, self._memory(), strict=True)):
+        for number, (one, other) in enumerate(zip(self._addresses, self._read_addresses(), strict=True)):
             if one != other:
                 what = "requires_grad" if number >= num_tensors else "data"
                 found.append(Change(f"{self._tensors[number % num_tensors][0]}.{what}", one, other, False))
@@ -110,20 +113,21 @@ class Fingerprint:
         self._tensors: list[tuple[str, Tensor]] = []
         self._seen: set[int] = set()
         objects = self._objects
-        self._add_modules(type(objects.model).__name__, objects.model, is_root=True)
-        if hasattr(objects.task, "__dict__"):
-            self._add_table("task", vars(objects.task))
+        model, task = objects.trainer.model, objects.trainer.task
+        self._add_modules(type(model).__name__, model, is_root=True)
+        if hasattr(task, "__dict__"):
+            self._add_table("task", vars(task))
         for name, value in vars(objects.trainer).items():
             if name not in objects.own_attributes:
                 self._add_content(f"trainer.{name}", value)
         self._add_classes()
-        self._bare = [tensor for _, tensor in self._tensors]
-        self._values, self._names, self._lies_at = self._read(), self._name(), self._memory()
+        self._guarded_tensors = [tensor for _, tensor in self._tensors]
+        self._values, self._names, self._addresses = self._read(), self._name(), self._read_addresses()
 
     def _read(self) -> list[Any]:
         """Returns all values, in the order of `_name`."""
         objects = self._objects
-        values = [objects.model, objects.task, *objects.settings().values()]
+        values = [objects.trainer.model, objects.trainer.task, *objects.settings().values()]
         for _, table in self._tables:
             values += table.values()
         for _, row in self._rows:
@@ -157,9 +161,9 @@ class Fingerprint:
                 named += [(f"{label}.state[{number}][{key!r}]", True) for key in state]
         return named
 
-    def _memory(self) -> list[int]:
+    def _read_addresses(self) -> list[int]:
         """Returns the addresses of parameters and buffers, then which of them require gradients."""
-        return [*map(Tensor.data_ptr, self._bare), *map(_REQUIRES_GRAD, self._bare)]
+        return [*map(Tensor.data_ptr, self._guarded_tensors), *map(_REQUIRES_GRAD, self._guarded_tensors)]
 
     def _add_modules(self, label: str, root: Any, *, is_root: bool = False) -> None:
         if not isinstance(root, nn.Module):

@@ -192,12 +192,14 @@ def can_count_within(trainer: Trainer) -> bool:
     return trainer.config.runtime.mode == "eager" and (model is None or "compile_repeated_blocks" not in model.reserved)
 
 
-def flops_per_token(model: torch.nn.Module, ranks: Ranks) -> float:
+def flops_per_token(model: torch.nn.Module, ranks: Ranks, pipeline: Any = None) -> float:
     """Returns the operations of a step per token from the number of parameters alone: six for a trained one.
 
     Two each for the forward, the gradient of the activations and, if it is trained, the gradient of the weight.
     """
     own = sum((6 if each.requires_grad else 4) * each.numel() for each in model.parameters())
+    if pipeline is not None:  # tied weights are on the first and on the last stage
+        own -= sum(3 * each.numel() for each, _ in pipeline.tied)
     # The parameters of a pipeline stage are its own; those of the other layouts have their full shape on every rank.
     return float(sum(ranks.gather(own)) * ranks.mesh.size("pipeline") / ranks.size)
 

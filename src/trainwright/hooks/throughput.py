@@ -16,11 +16,13 @@ from trainwright.loop.hook import Hook
 class TimeSteps(Hook):
     """Puts `seconds_per_step` and `samples_per_second`; for batches of tokens `tokens_per_second` and `mfu`.
 
-    Time runs from before the batch is fetched until after the update, without evaluating, writing and saving. On a GPU
-    the host runs ahead of the device, so only the mean over a log window is meaningful. Tokens do not include padding.
-    `mfu` is the share of the device's peak FLOP/s (hooks/flops.py has the table) that the model's parameters account
-    for; it is left out for unknown devices. With several ranks `slowest_rank_share` is the share of a step in which
-    ranks wait for the slowest one.
+    Time runs from the end of one update to the end of the next, without evaluating and saving. On a GPU the host runs
+    ahead of the device and waits for it when a log line is written, so only the mean over several lines is meaningful.
+    Tokens do not include padding (by `attention_mask`); rows of a dataset with `tokens_per_sample` count in full.
+    `mfu` is the share of the device's peak FLOP/s (the table is in hooks/flops.py) that follows from the number of
+    parameters and of `input_ids`; it is left out for unknown devices. With several replicas `slowest_rank_share` is the
+    share of a step in which ranks wait for the slowest one; ranks that share a model wait inside the step, so there it
+    is left out.
     """
 
     def before_train(self) -> None:
@@ -32,17 +34,22 @@ class TimeSteps(Hook):
         self._num_ranks = trainer.ranks.size
         peak = known_peak(trainer.backend.describe(), matmul_dtype(trainer.model, trainer.config.runtime.precision))
         self._peak = None if peak is None else peak[1] * self._num_ranks
-        self._flops_per_token = flops_per_token(trainer.model, trainer.ranks)
+        self._flops_per_token = flops_per_token(trainer.model, trainer.ranks, trainer.context.updater.pipeline)
+        self._measures_imbalance = self._num_ranks > 1 and not trainer.ranks.mesh.is_split
         self._worked = trainer.heartbeat.seconds_at_work()
+        self._clock: float | None = None
 
     def before_step(self) -> None:
-        """Starts the clock."""
+        """Starts the clock in the first step."""
         self._position = self._data.samples_seen
-        self._start = time.perf_counter()
+        if self._clock is None:
+            self._clock = self._read_clock()
 
     def after_step(self) -> None:
-        """Stops the clock."""
-        seconds = time.perf_counter() - self._start
+        """Puts the rates of this step."""
+        assert self._clock is not None
+        now = self._read_clock()
+        seconds, self._clock = now - self._clock, now
         # By position: a step may use several batches, and the last one may be smaller.
         samples = self._data.samples_seen - self._position
         storage, batch = self.trainer.storage, self.trainer.batch.value
@@ -58,10 +65,15 @@ class TimeSteps(Hook):
             storage.put_metric("tokens_per_second", Mean(tokens, seconds), 1.0)
             if self._peak is not None:
                 storage.put_metric("mfu", Mean(tokens * self._flops_per_token, seconds * self._peak), 1.0)
-        if self._num_ranks > 1:
+        if self._measures_imbalance:
             worked = self.trainer.heartbeat.seconds_at_work()
             storage.put_imbalance("slowest_rank_share", worked - self._worked)
             self._worked = worked
+
+    def _read_clock(self) -> float:
+        """Returns the time without that of finished evaluations and saves."""
+        heartbeat = self.trainer.heartbeat
+        return time.perf_counter() - heartbeat.seconds_in("evaluate") - heartbeat.seconds_in("save")
 
     def _count_tokens(self, input_ids: Any, mask: Any) -> torch.Tensor | int | None:
         """Returns the tokens of a step as if every data rank had as many; counts padding on the device."""

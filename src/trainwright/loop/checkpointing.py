@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from trainwright.checkpoint.background import BackgroundSaver
 from trainwright.checkpoint.remote_files import RemotePath
@@ -76,7 +76,7 @@ class Checkpointing:
         self._notes: Notes | None = None
         self._together: Together | None = None
         self._saver = self._make_saver()
-        self._pending_step: int | None = None
+        self.pending_step: int | None = None
         """The step of the save in progress."""
         self._num_saves = self._num_saves_at_vote = 0
         self.num_committed = 0
@@ -129,11 +129,6 @@ class Checkpointing:
         num_saves, self._num_saves_at_vote = self._num_saves_at_vote, self._num_saves
         return requested and (self._ranks.size == 1 or num_saves == self._num_saves)
 
-    @property
-    def is_idle(self) -> bool:
-        """True if nothing is being saved and the clock requests nothing."""
-        return self._pending_step is None and self._section.every_minutes is None
-
     def poll(self) -> None:
         """Checks the background save without waiting."""
         if self._saver is None or not self._ranks.is_first:
@@ -147,9 +142,9 @@ class Checkpointing:
 
     def take_committed(self, num_committed: int) -> Path | RemotePath | None:
         """Returns the path of the save in progress once it is the committed one; then it is no longer in progress."""
-        if self._pending_step is None or num_committed != self._num_saves:
+        if self.pending_step is None or num_committed != self._num_saves:
             return None
-        step, self._pending_step = self._pending_step, None
+        step, self.pending_step = self.pending_step, None
         return self._store.path(step)
 
     def start_save(self, step: int, parts: Mapping[str, Any], *, metrics: Mapping[str, float]) -> None:
@@ -167,7 +162,7 @@ class Checkpointing:
             raise failure
         self._saved_at = time.monotonic()
         self._num_saves += 1
-        self._pending_step = step
+        self.pending_step = step
 
     def finish(self, *, must_succeed: bool) -> tuple[Path | RemotePath | None, Exception | None]:
         """Waits for the save in progress; returns its path if it was committed, and why saving failed for good.
@@ -186,7 +181,7 @@ class Checkpointing:
         num_committed, failure = self._ranks.broadcast((self.num_committed, self.failure or failure))
         return self.take_committed(num_committed), failure
 
-    def raise_failure(self) -> None:
+    def raise_failure(self) -> NoReturn:
         """Raises why saving has failed for good, on every rank."""
         raise self.failure or CheckpointError("The first rank cannot save checkpoints any more; see its error.")
 

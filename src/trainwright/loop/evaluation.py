@@ -215,15 +215,15 @@ class Evaluator:
         return _together(ranks, lambda: _numbers(trainer.eval_end(one_pass.state), trainer))
 
 
-class _Turns(Iterator[Any]):
+class _CountedBatches(Iterator[Any]):
     """Iterates over batches and counts the requests."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
-        self.taken = 0
+        self.num_requested = 0
 
     def __next__(self) -> Any:
-        self.taken += 1
+        self.num_requested += 1
         return next(self._batches)
 
 
@@ -251,7 +251,7 @@ class _Pass:
         self._garbage = garbage
         self._aggregates = overrides(trainer.task, "aggregate_logs", Task)
         self._is_split = trainer.ranks.mesh.is_split
-        self._flag = f"torn/{trainer.ranks.broadcast(secrets.token_hex(8))}" if self._is_split else ""
+        self._flag = f"failed-forward/{trainer.ranks.broadcast(secrets.token_hex(8))}" if self._is_split else ""
         self._late: Exception | None = None
         """What failed after a forward of a sharded model; the other ranks learn of it before the next one."""
 
@@ -264,12 +264,12 @@ class _Pass:
     def run(self, iterator: Iterator[Any], data: EvaluationData) -> None:
         """Runs every batch. If the task aggregates, each batch ends with a collective, also on a rank that failed."""
         late: Exception | None = None
-        turns = _Turns(iterator)
+        batches = _CountedBatches(iterator)
         values: dict[str, Any] | None = {}
         while values is not None:
             values, failure = None, late
             try:
-                values = self._run_batch(turns, data)
+                values = self._run_batch(batches, data)
             except Exception as error:
                 if not self._aggregates or self.failed_in_forward:
                     raise
@@ -282,25 +282,25 @@ class _Pass:
                 except Exception as error:
                     late = error  # raised on all ranks at the next collective
 
-    def _run_batch(self, turns: _Turns, data: EvaluationData) -> dict[str, Any] | None:
+    def _run_batch(self, batches: _CountedBatches, data: EvaluationData) -> dict[str, Any] | None:
         """Returns the values of a batch; None at the end of the set."""
         trainer = self._trainer
-        taken = turns.taken
+        requested = batches.num_requested
         has_ended = False
         failure = self._late
         try:
-            batch, passthrough = trainer.next_eval_inputs(turns)
+            batch, passthrough = trainer.next_eval_inputs(batches)
         except StopIteration:
             has_ended = True
         except Exception as error:
             failure = failure or error
-            if turns.taken == taken:
-                next(turns, None)  # ranks agree on each batch of a stream, so a rank that failed takes part
+            if batches.num_requested == requested:
+                next(batches, None)  # ranks agree on each batch of a stream, so a rank that failed takes part
         self._agree_to_continue(failure, has_ended=has_ended)
         if has_ended:
             return None
         trainer.set_batch(batch, data.batch_num_samples)
-        trainer.heartbeat.enter("evaluate")
+        trainer.heartbeat.enter("evaluate", trainer.state.step)
         self._garbage.tidy(is_due=False)  # batches of an evaluation may leave cycles as steps do
         return self._step(batch, passthrough, data.batch_num_samples)
 
@@ -353,7 +353,7 @@ class _Pass:
         return values
 
     def have_all_failed(self) -> bool:
-        """Announces that this rank failed in a forward; returns True if all ranks did, so that collectives still work.
+        """Announces that this rank failed in a forward; returns True if all ranks did: then collectives still work.
 
         Otherwise the others wait in a collective of that forward until this rank is gone.
         """
@@ -524,7 +524,7 @@ def evaluate_checkpoints(
             if _restore_unless_gone(trainer, last_step):
                 logger.info("Evaluating %s", store.path(last_step))
                 with trainer.storage:
-                    logs = trainer.evaluate(sets)
+                    logs = trainer.evaluate_sets(sets)
                 if ranks.is_first:
                     _append_result(results, last_step, logs, is_first=len(seen) == 1)
             last_news, num_polls = time.monotonic(), 0

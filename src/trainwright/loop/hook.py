@@ -91,18 +91,18 @@ class Hook:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`: before `before_train`, and again if the run goes back to an earlier step.
+        """Restores `state_dict`: before `before_train`, and again after a rollback.
 
         Tensors come in main memory: move them to where they are used.
         """
 
 
-def call_each(acts: Iterable[Callable[..., None]], *arguments: Any) -> list[Exception]:
+def call_each(functions: Iterable[Callable[..., None]], *arguments: Any) -> list[Exception]:
     """Calls every one even if some raise; returns what they raised."""
     errors = []
-    for act in acts:
+    for function in functions:
         try:
-            act(*arguments)
+            function(*arguments)
         except Exception as error:
             errors.append(error)
     return errors
@@ -116,11 +116,11 @@ class HookCalls:
             raise ConfigError(f"build_hooks returned {hooks!r}. Return a list, such as [*build.hooks(), MyHook()].")
         self.hooks = list(hooks)
         for hook in self.hooks:
-            _reject_no_hook(hook)
+            _check_is_hook(hook)
             _reject_misspelt(hook)
             own = [event for event in HOOK_EVENTS if _overrides(hook, event)]
             reject_uncalled(hook, Hook, HOOK_EVENTS, overrides=own)
-            for event in (event for event in HOOK_EVENTS if _overrides(hook, event)):
+            for event in own:
                 reject_wrong_call(getattr(hook, event), EVENT_ARGUMENTS.get(event, ()), role=event)
         self._calls: dict[str, list[Callable[..., None]]] = {
             event: [getattr(hook, event) for hook in self.hooks if _overrides(hook, event)] for event in HOOK_EVENTS
@@ -130,8 +130,8 @@ class HookCalls:
 
     def call(self, event: str, *arguments: Any) -> None:
         """Calls one event of every hook that has it."""
-        for act in self._calls[event]:
-            act(*arguments)
+        for function in self._calls[event]:
+            function(*arguments)
 
     def call_all(self, event: str, *arguments: Any) -> list[Exception]:
         """Calls one event of every hook even if some raise; returns what they raised."""
@@ -149,8 +149,8 @@ class HookCalls:
         return keyed
 
 
-def _reject_no_hook(hook: Any) -> None:
-    """Rejects a class or a function in a hook's place: its events could not be called, or would never be."""
+def _check_is_hook(hook: Any) -> None:
+    """Raises for a class or a function instead of a hook object."""
     name = getattr(hook, "__name__", repr(hook))
     if isinstance(hook, type):
         raise ConfigError(f"{name} is a class, but a hook is an object of one. Give {name}() instead.")
@@ -167,7 +167,7 @@ def _reject_misspelt(hook: Hook) -> None:
             close = difflib.get_close_matches(name, HOOK_EVENTS, n=1, cutoff=0.85)
             if close:
                 raise ConfigError(
-                    f"{type(hook).__name__}.{name} is no event of a hook. Did you mean {close[0]}?",
+                    f"{type(hook).__name__}.{name} is not an event of a hook. Did you mean {close[0]}?",
                     where=location_of(value),
                 )
 

@@ -21,7 +21,7 @@ SCALARS = (str, bytes, bool, int, float, type(None))
 
 @dataclass(slots=True)
 class RunState:
-    """The progress of a run. A checkpoint stores the first four fields."""
+    """The progress of a run. A checkpoint stores `step`, `has_unfinished_step` and `max_steps_at_end`."""
 
     step: int = 0
     """The number of completed updates."""
@@ -31,8 +31,8 @@ class RunState:
     """True from an update until it is evaluated and written. A run resumed in between completes that first."""
     max_steps_at_end: int = 0
     """The `max_steps` with which the run ended, by that limit, by `stop` or because the data ended; 0 before."""
-    phase: Literal["between_steps", "in_step", "evaluating"] = "between_steps"
-    """`save()` called inside a step, or inside its evaluation, saves at the end of the step."""
+    phase: Literal["between_steps", "in_step"] = "between_steps"
+    """A step includes its evaluation and logging. `save()` called inside a step saves at its end."""
     stop_reason: str | None = None
     """Why the run ended before its limit; known when the loop has ended."""
     interrupted: bool = False

@@ -33,7 +33,8 @@ class StopSignal:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         # One slot each: a signal handler may run between any two instructions and must not lose a request.
-        self._reasons: dict[StopRequest, str] = {}
+        self.reasons: dict[StopRequest, str] = {}
+        """The requests of this rank, each with the first reason."""
         self._shared_reason: str | None = None
         self.decided = StopRequest.NONE
         self._flag = ""
@@ -45,7 +46,7 @@ class StopSignal:
 
         Safe in a signal handler and in any thread.
         """
-        self._reasons.setdefault(request, reason)
+        self.reasons.setdefault(request, reason)
 
     def decide(self, request: StopRequest) -> None:
         """Decides for all ranks; every rank calls it with the same request."""
@@ -53,17 +54,12 @@ class StopSignal:
 
     @property
     def _strongest(self) -> StopRequest:
-        return max(self._reasons, default=StopRequest.NONE)
+        return max(self.reasons, default=StopRequest.NONE)
 
     @property
     def reason(self) -> str | None:
         """Why this rank, or after `share_reason` any rank, requested to leave."""
-        return self._shared_reason or self._reasons.get(self._strongest)
-
-    @property
-    def has_nothing_to_vote(self) -> bool:
-        """True for a single process with no pending request."""
-        return self._ranks.size == 1 and not self._reasons
+        return self._shared_reason or self.reasons.get(self._strongest)
 
     def vote(self, num_committed: int, save_requested: bool) -> tuple[int, bool]:
         """Sends this rank's request, and what it knows of checkpoints; decides by the votes of the previous call.

@@ -68,7 +68,7 @@ from trainwright.memory.out_of_memory import is_out_of_memory, out_of_memory
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import is_split
 from trainwright.parallel.replicate import copy_from_first
-from trainwright.user_code.constructors import check_constructed, reject_missing_context
+from trainwright.user_code.constructors import check_constructed, reject_missing_context, reject_unknown_arguments
 from trainwright.user_code.locations import is_user_code
 from trainwright.user_code.signatures import reject_mismatch
 from trainwright.writers.writer import Writer
@@ -188,7 +188,8 @@ class Trainer:
         context: TrainerContext | None = rest.pop("context", None)
         if context is None:
             reject_missing_context(type(self))
-            raise AssertionError
+        if rest:
+            reject_unknown_arguments(type(self), rest)
         self.config = config
         self.task = task
         self.model = model
@@ -207,24 +208,22 @@ class Trainer:
         self.num_micro_batches = context.batch_plan.gradient_accumulation_steps
         """The micro-batches of a step on this rank."""
         self._max_micro_batches: int | None = None
-        self.state = RunState()
-        self.batch = Batch(None, 0)
-        """The batch, or the micro-batch, that is being processed."""
-        self.window_logs: dict[str, Any] = {}
-        """The merged values of the window that has just ended, for `train_loop_end`."""
-        self.best = BestCheckpoint(config.checkpoint.keep_best, where=config.origin("checkpoint.keep_best.metric"))
-        """The best value so far of the metric in `checkpoint.keep_best`."""
+        self._state = RunState()
+        self._batch = Batch(None, 0)
+        self._window_logs: dict[str, Any] = {}
+        self._best = BestCheckpoint(config.checkpoint.keep_best, where=config.origin("checkpoint.keep_best.metric"))
         self._updater, self._writers = context.updater, context.writers
         self._hook_calls = HookCalls(context.hooks)
         self._stop_signal = StopSignal(self.ranks)
         self._checkpointing = Checkpointing(config.checkpoint, context.store, self.ranks)
         self._anomalies = AnomalyResponse(
-            config, self._updater.detector, ranks=self.ranks, folder=context.folder, store=context.store
+            config.anomalies, self._updater.detector, ranks=self.ranks, folder=context.folder, store=context.store
         )
         self._garbage = GarbageCollection(num_steps=self.max_steps)
         self._evaluator = Evaluator(self, metrics=context.metrics, stop_signal=self._stop_signal, garbage=self._garbage)
         self._step_tensor = StepTensor(self.device, context.capture)
-        self._update: Update | None = None
+        self._updates: list[Update] = []
+        """The updates that this step has begun."""
         self._is_training = False
         self._has_warned_of_loss = False
         self._next_due = 0
@@ -308,7 +307,7 @@ class Trainer:
                 "step is read, but Python runs only once in graph mode, so it would be the same in every update. Use "
                 "self.step_tensor, the same number on the device."
             )
-        return self.state.step
+        return self._state.step
 
     @property
     def epoch(self) -> int:
@@ -317,7 +316,7 @@ class Trainer:
             raise HostReadError(
                 "epoch is read, but Python runs only once in graph mode, so it would be the same in every update."
             )
-        return self.state.epoch
+        return self._state.epoch
 
     @property
     def iter(self) -> int:
@@ -332,33 +331,53 @@ class Trainer:
     @property
     def step_tensor(self) -> torch.Tensor:
         """The number of completed updates, on the device."""
-        return self._step_tensor.read(self.state.step)
+        return self._step_tensor.read(self._state.step)
+
+    @property
+    def state(self) -> RunState:
+        """The progress of the run; only this file assigns its fields."""
+        return self._state
+
+    @property
+    def batch(self) -> Batch:
+        """The batch, or the micro-batch, that is being processed, with its number of samples."""
+        return self._batch
+
+    @property
+    def best(self) -> BestCheckpoint:
+        """The best value so far of the metric in `checkpoint.keep_best`."""
+        return self._best
+
+    @property
+    def window_logs(self) -> dict[str, Any]:
+        """The merged values of the window that has just ended, for `train_loop_end`."""
+        return self._window_logs
 
     @property
     def is_finished(self) -> bool:
         """True if the run has ended and its last step is evaluated and written. A higher limit continues it."""
-        state = self.state
+        state = self._state
         return max(state.step, state.max_steps_at_end) >= self.max_steps and not state.has_unfinished_step
 
     @property
     def is_last_step(self) -> bool:
         """True if this step is the last, by its number or because the ranks agreed to stop."""
-        return self.state.step >= self.max_steps or self._stop_signal.decided == StopRequest.STOP
+        return self._state.step >= self.max_steps or self._stop_signal.decided == StopRequest.STOP
 
     @property
     def stop_reason(self) -> str | None:
         """Why the run ends before its limit, if it does."""
-        return self.state.stop_reason or self._stop_signal.reason
+        return self._state.stop_reason or self._stop_signal.reason
 
     @property
     def interrupted(self) -> bool:
         """True if the run ended because of a signal or `interrupt`."""
-        return self.state.interrupted
+        return self._state.interrupted
 
     @property
     def eval_logs(self) -> dict[str, float]:
         """The logs of the last evaluation, including the test set."""
-        return self.state.eval_logs
+        return self._state.eval_logs
 
     @property
     def eval_name(self) -> str | None:
@@ -401,19 +420,19 @@ class Trainer:
         return next(iterator), {}
 
     def set_batch(self, value: Any, num_samples: int) -> None:
-        """Makes a batch the current one; the loop, evaluations and trial steps call it before each step."""
-        self.batch = Batch(value, num_samples)
+        """Makes a batch, or a micro-batch, the current one: a plain loss is weighted by its number of samples."""
+        self._make_current(Batch(value, num_samples))
 
     # One update.
 
     def forward(self, **batch: Any) -> Any:
         """Returns the loss of a micro-batch, or (loss, metrics); see loop/outputs.py for the other forms."""
-        return self.task.forward(self.model, batch)
+        return self.read_outputs(self.task.forward(self.model, batch), batch)
 
     def read_outputs(self, outputs: Any, batch: Any) -> Any:
-        """Returns what `forward` returns for these outputs of the task.
+        """Returns what `forward` returns for these outputs of the task, by default the outputs themselves.
 
-        A pipeline calls it instead of `forward`, with the outputs of the last stage.
+        In a pipeline it is called with the outputs of the last stage, instead of `forward`.
         """
         return outputs
 
@@ -425,7 +444,8 @@ class Trainer:
         update = self.begin_update()
         pipeline = self._updater.pipeline
         if pipeline is not None:
-            micro_batches = [self.batch for _ in self.micro_batches(batch)]
+            _require_mapping(batch)
+            micro_batches = [Batch(each, self._batch.num_samples) for each in self.micro_batches(batch)]
             with self.backend.autocast(self.config.runtime.precision, keeps_casts=self._updater.sync is None):
                 update.backward_pipelined(micro_batches, self._read_stage_outputs, pipeline)
             return update.apply()
@@ -437,8 +457,9 @@ class Trainer:
         """Begins an update with cleared gradients; end it with `apply()`."""
         is_known = self._updater.pipeline is None and not self._has_own_step
         num_backwards = self.num_micro_batches if is_known else None
-        self._update = self._updater.begin(self.batch.num_samples, num_backwards=num_backwards)
-        return self._update
+        update = self._updater.begin(self._batch.num_samples, num_backwards=num_backwards)
+        self._updates.append(update)
+        return update
 
     def micro_batches(self, batch: Any) -> Iterator[Any]:
         """Yields the micro-batches of this rank's batch, equally many on every rank."""
@@ -446,7 +467,7 @@ class Trainer:
             yield batch
             return
         assert self.train_data is not None
-        whole = Batch(batch, self.batch.num_samples)
+        whole = Batch(batch, self._batch.num_samples)
         micro_batches = split_batch(whole, self.num_micro_batches, self.train_data.collator)
         for micro_batch in islice(micro_batches, self._max_micro_batches):
             self._make_current(micro_batch)
@@ -454,16 +475,16 @@ class Trainer:
         self._make_current(whole)
 
     def _make_current(self, batch: Batch) -> None:
-        self.batch = batch
-        if self._update is not None:
-            self._update.num_samples = batch.num_samples
+        self._batch = batch
+        for update in self._updates:
+            update.num_samples = batch.num_samples
 
     def run_forward(self, batch: Any) -> ForwardResult:
         """Runs `forward` in the run's precision and reads what it returned."""
         trace = self.heartbeat.trace
         if trace is not None:
             trace.enter_part("forward")
-        num_samples = self.batch.num_samples
+        num_samples = self._batch.num_samples
         # A copy of every weight in low precision must not outlive its gathering for one layer (FSDP).
         with self.backend.autocast(self.config.runtime.precision, keeps_casts=self._updater.sync is None):
             try:
@@ -490,14 +511,18 @@ class Trainer:
         """Called instead of `forward` with a batch that is not a mapping."""
         if overrides(self, "forward", Trainer):
             raise DataError(f"forward(**batch) needs a mapping, but the batch is a {type(batch).__name__}.")
-        return self.task.forward(self.model, batch)
+        return self.read_outputs(self.task.forward(self.model, batch), batch)
 
     def _read_stage_outputs(self, outputs: Any, micro_batch: Batch) -> ForwardResult:
         """Reads what the last stage of a pipeline returned."""
-        batch = _require_mapping(micro_batch.value)
-        returned = self.read_outputs(outputs, batch)
-        result = read_forward(returned, batch, self.model, micro_batch.num_samples)
-        self.add_metrics(result, batch)
+        batch = micro_batch.value
+        try:
+            returned = self.read_outputs(outputs, batch)
+            result = read_forward(returned, batch, self.model, micro_batch.num_samples)
+            self.add_metrics(result, batch)
+        except (IndexError, RuntimeError) as error:
+            explain_failure(error, batch, self.model)
+            raise
         while self._unchecked_metrics:
             self._unchecked_metrics.pop().require(result.outputs, batch)
         return result
@@ -514,7 +539,11 @@ class Trainer:
             return logs_of(self.run_forward(batch))
         with self.backend.autocast(self.config.runtime.precision, keeps_casts=self._updater.sync is None):
             outputs = pipeline.evaluate(_require_mapping(batch))
-        return EvalLogs() if outputs is None else logs_of(self._read_stage_outputs(outputs, self.batch))
+        return (
+            EvalLogs()
+            if outputs is None
+            else logs_of(self._read_stage_outputs(outputs, Batch(batch, self._batch.num_samples)))
+        )
 
     def eval_end(self, aggregated: Any) -> dict[str, Any]:
         """Returns the logs of one set; `aggregated` is the final state of the task's `aggregate_logs`, or None."""
@@ -530,13 +559,13 @@ class Trainer:
 
     def train_loop_end(self) -> dict[str, Any]:
         """Returns the logs of the window that ends: they become its line."""
-        return self.window_logs
+        return self._window_logs
 
     # Public methods.
 
     def train(self) -> dict[str, float]:
         """Trains until a limit is reached or a stop is requested; returns the logs of the last evaluation."""
-        state, data = self.state, self.train_data
+        state, data = self._state, self.train_data
         if data is None:
             raise ConfigError("data.train: there is no training data. Name a dataset, or call evaluate().")
         if self.is_finished:
@@ -570,18 +599,18 @@ class Trainer:
                     break
                 self.heartbeat.enter("step")
                 fetched = iterator.fetched
-                self.batch = fetched if batch is fetched.value else Batch(batch, count_samples(batch, fetched))
+                self._batch = fetched if batch is fetched.value else Batch(batch, count_samples(batch, fetched))
                 if self._updater.detector is not None:
                     self._updater.detector.positions = (self._data_start, data.order_position)
-                num_samples = self.batch.num_samples
+                num_samples = self._batch.num_samples
                 if not self._is_inspected:
                     self._inspect_forward(batch)
-                self._update = None
+                self._updates.clear()
+                result: Any
                 if graph is None:
                     result, weight = self.train_step(batch), self._loss_weight()
                 else:
-                    values, weight = graph.run(batch, num_samples)
-                    result = StepResult(*values)
+                    result, weight = graph.run(batch, num_samples)
                 if self.ranks.size > 1:
                     self._updater.share_buffers()
                 state.step += 1
@@ -595,12 +624,13 @@ class Trainer:
                     self._continue_after_rollback(iterator, graph)
         return state.eval_logs
 
-    def evaluate(
-        self, sets: Mapping[str, EvaluationData] | None = None, *, with_hooks: bool = True
-    ) -> dict[str, float]:
-        """Evaluates every set, or those given, and returns the logs, such as {"valid/loss": 0.3}."""
-        hooks = self._hook_calls if with_hooks else HookCalls([])
-        return self._evaluator.evaluate(self.eval_data if sets is None else sets, hooks)
+    def evaluate(self) -> dict[str, float]:
+        """Evaluates every set and returns the logs, such as {"valid/loss": 0.3}."""
+        return self.evaluate_sets(self.eval_data)
+
+    def evaluate_sets(self, sets: Mapping[str, EvaluationData], *, with_hooks: bool = True) -> dict[str, float]:
+        """Evaluates some sets and returns their logs."""
+        return self._evaluator.evaluate(sets, self._hook_calls if with_hooks else HookCalls([]))
 
     def save(self) -> Path | RemotePath:
         """Saves a checkpoint of this step, on every rank, and returns its folder.
@@ -609,7 +639,7 @@ class Trainer:
         end of the step, after every hook; with several processes, of which one may request it for all, at the end of
         the next one. Outside `train` it is committed when this returns.
         """
-        state = self.state
+        state = self._state
         path = self.context.store.path(state.step)
         if state.phase != "between_steps":
             if self.ranks.size == 1:
@@ -643,7 +673,7 @@ class Trainer:
 
         Randomness is a function of the step, so a resumed or rolled-back run draws the same numbers.
         """
-        self.backend.seed(chain_seed(self.state.step, *self._draws, state=self._seed_chain) >> 1)
+        self.backend.seed(chain_seed(self._state.step, *self._draws, state=self._seed_chain) >> 1)
 
     def stop(self, reason: str) -> None:
         """Ends the run after this step, as if it were the last: evaluated, written and saved.
@@ -669,7 +699,7 @@ class Trainer:
 
     def reopen(self) -> None:
         """Lets a run that was stopped continue: its settings have changed."""
-        self.state.max_steps_at_end = 0
+        self._state.max_steps_at_end = 0
 
     def skip_evaluation(self) -> None:
         """Evaluates nothing during `train`."""
@@ -688,8 +718,8 @@ class Trainer:
         self._keeps_optimizer_settings = keep_settings
         self._restore_state(partial(store.read_split, step), source=str(store.path(step)))
         metrics = self.ranks.broadcast(metrics_by_step(store) if self.ranks.is_first else {})
-        self.best.restore(metrics)
-        self.state.restore_evaluation(metrics.get(step, {}))
+        self._best.restore(metrics)
+        self._state.restore_evaluation(metrics.get(step, {}))
 
     def load_weights(self, step: int) -> None:
         """Loads the weights of a checkpoint, and its hooks' state, for an evaluation."""
@@ -699,7 +729,7 @@ class Trainer:
         contents.load_model_state(weights, self.model, source=str(store.path(step)), other_stages=other_stages)
         hooks = store.read_split(step, "training")["hooks"]
         contents.restore_hooks(hooks, self._hook_calls.keyed(), model=self.model)
-        self.state.step = step
+        self._state.step = step
 
     # Around the loop.
 
@@ -721,10 +751,10 @@ class Trainer:
                 yield
                 self._is_training = False
                 self._stop_signal.share_reason()
-                self.state.stop_reason = self._stop_signal.reason
+                self._state.stop_reason = self._stop_signal.reason
                 self._finish_save(must_succeed=True)
-                self.state.interrupted = self._stop_signal.decided == StopRequest.INTERRUPT and not self.is_finished
-                if not self.state.interrupted:
+                self._state.interrupted = self._stop_signal.decided == StopRequest.INTERRUPT and not self.is_finished
+                if not self._state.interrupted:
                     hooks.call("after_train")
             except Exception as error:
                 if is_out_of_memory(error):
@@ -732,8 +762,8 @@ class Trainer:
                 self._explain_compilation(error)
                 raise
             finally:
-                self.heartbeat.enter("leave", self.state.step)
-                self._is_training = False
+                self.heartbeat.enter("leave", self._state.step)
+                self._is_training, self._state.phase = False, "between_steps"
                 self._checkpointing.close()
                 # A failure to close must hide neither the run's own error nor prevent the others from closing.
                 for problem in [*hooks.call_all("close"), *call_each([each.close for each in self._writers])]:
@@ -758,34 +788,36 @@ class Trainer:
         """Ends the last step again, now as the last of the run: its evaluation gets a line of its own."""
         self.stop("the training data ended")
         self._stop_signal.decide(StopRequest.STOP)
-        self.storage.step = self.state.step
+        self.storage.step = self._state.step
         self._end_step()
 
     def _loss_weight(self) -> Any:
         """The weight of the loss of the last update."""
-        return self.batch.num_samples if self._update is None else self._update.weight
+        return self._updates[-1].weight if self._updates else self._batch.num_samples
 
     # The end of a step.
 
     def _vote(self) -> None:
         """Compares the requests of all ranks, and notices checkpoints that were committed since."""
-        state, checkpointing = self.state, self._checkpointing
+        state, checkpointing = self._state, self._checkpointing
         self.heartbeat.enter("vote")
-        if self._stop_signal.has_nothing_to_vote and checkpointing.is_idle and not state.save_requested_here:
+        is_alone = self.ranks.size == 1 and not self._stop_signal.reasons
+        saves_by_time = self.config.checkpoint.every_minutes is not None
+        if is_alone and checkpointing.pending_step is None and not (saves_by_time or state.save_requested_here):
             return
         checkpointing.poll()
         if checkpointing.failure is not None:
             self._stop_signal.request(StopRequest.FAIL, "saving failed")
-        requested = state.save_requested_here or checkpointing.is_due_by_time()
-        num_committed, requested = self._stop_signal.vote(checkpointing.num_committed, requested)
+        requests_save = state.save_requested_here or checkpointing.is_due_by_time()
+        num_committed, any_requests = self._stop_signal.vote(checkpointing.num_committed, requests_save)
         self._announce(checkpointing.take_committed(num_committed))
-        state.save_requested |= checkpointing.accepts_request(requested)
+        state.save_requested |= checkpointing.accepts_request(any_requests)
         if self._stop_signal.decided == StopRequest.FAIL:
             checkpointing.raise_failure()
 
     def _end_step(self) -> bool:
         """Evaluates, writes and saves what is due; returns False if the run rolled back instead."""
-        state = self.state
+        state = self._state
         if self._is_nothing_due():
             state.has_unfinished_step, state.max_steps_at_end, state.phase = False, 0, "between_steps"
             self._garbage.tidy(is_due=False)
@@ -809,7 +841,7 @@ class Trainer:
             if not self.ranks.is_alone:
                 self.save()
             raise
-        self.heartbeat.enter("write")
+        self.heartbeat.enter("write", state.step)
         self._write_if_due()
         state.has_unfinished_step, state.max_steps_at_end = False, self.max_steps if self.is_last_step else 0
         state.phase = "between_steps"
@@ -823,10 +855,10 @@ class Trainer:
 
     def _is_nothing_due(self) -> bool:
         """Returns True for most steps: nothing to check, evaluate, write or save."""
-        state, step, detector = self.state, self.state.step, self._updater.detector
+        state, step, detector = self._state, self._state.step, self._updater.detector
         if step < self._next_due and step < self.max_steps and not self._stop_signal.decided:
             found = detector is not None and detector.has_found
-            return not (state.save_requested or self.best.step == step or found)
+            return not (state.save_requested or self._best.step == step or found)
         config = self.config
         periods = [config.log.every_steps, config.evaluation.every_steps, config.checkpoint.every_steps]
         if self._anomalies.may_roll_back:
@@ -838,32 +870,32 @@ class Trainer:
 
     def _is_evaluation_due(self) -> bool:
         every = self.config.evaluation.every_steps
-        return self.is_last_step or bool(every and self.state.step % every == 0)
+        return self.is_last_step or bool(every and self._state.step % every == 0)
 
     def _is_write_due(self) -> bool:
-        return self.is_last_step or self.state.step % self.config.log.every_steps == 0
+        return self.is_last_step or self._state.step % self.config.log.every_steps == 0
 
     def _is_save_due(self) -> bool:
-        state = self.state
+        state = self._state
         position = 0 if self.train_data is None else self.train_data.order_position
         return bool(
             state.save_requested
             or self.is_last_step
             or self._stop_signal.decided
             or self._checkpointing.is_due(state.step, self._data_start, position)
-            or self.best.step == state.step
+            or self._best.step == state.step
         )
 
     def _evaluate_if_due(self) -> None:
         if not self._is_evaluation_due():
             return
-        state = self.state
-        self.heartbeat.enter("evaluate")
+        state = self._state
+        self.heartbeat.enter("evaluate", state.step)
         if state.evaluated_step != state.step:
             logs = self._evaluate_step(self.eval_data) if self.eval_data else {}
             state.eval_logs, state.evaluated_step, state.reported = logs, state.step, set()
             if logs:
-                self.best.update(state.step, logs)
+                self._best.update(state.step, logs)
                 # The evaluation was collective, so a hook's request to stop can be decided at once.
                 self._stop_signal.compare_now()
         test = self.test_data
@@ -872,19 +904,15 @@ class Trainer:
 
     def _evaluate_step(self, sets: Mapping[str, EvaluationData]) -> dict[str, float]:
         """Evaluates a step; an interruption may leave it, because a resumed run evaluates it again."""
-        self.state.phase = "evaluating"
-        try:
-            return self._evaluator.evaluate(sets, self._hook_calls, can_be_abandoned=True)
-        finally:
-            self.state.phase = "in_step"
+        return self._evaluator.evaluate(sets, self._hook_calls, can_be_abandoned=True)
 
     def _write_if_due(self) -> None:
-        state, storage = self.state, self.storage
+        state, storage = self._state, self.storage
         logs: dict[str, Any] = {}
         if self._is_write_due():
             for name, count in (self.train_data.counts if self.train_data else {}).items():
                 storage.put_scalar(f"samples/{name}", count, smoothing_hint=False)
-            self.window_logs = summarise(merge(self.ranks.gather(storage.take_window())))
+            self._window_logs = summarise(merge(self.ranks.gather(storage.take_window())))
             logs = self.train_loop_end()
             self._warn_of_loss(logs.get("loss"))
             if not self.is_last_step:
@@ -905,7 +933,7 @@ class Trainer:
             if self.ranks.is_first:
                 logger.warning(
                     "Step %d: the loss is %s. Lower the learning rate, or set trainer.max_grad_norm.",
-                    self.state.step,
+                    self._state.step,
                     loss,
                 )
 
@@ -931,9 +959,9 @@ class Trainer:
             data=data.merge_states(ranks.gather_samples(data.state_dict())),
             loss_scale=self._updater.loss_scale,
             anomalies=self._anomalies,
-            step=self.state.step,
-            has_unfinished_step=self.state.has_unfinished_step,
-            max_steps_at_end=self.state.max_steps_at_end,
+            step=self._state.step,
+            has_unfinished_step=self._state.has_unfinished_step,
+            max_steps_at_end=self._state.max_steps_at_end,
             unclaimed_hook_state=self._unclaimed_hook_state,
         )
 
@@ -942,7 +970,7 @@ class Trainer:
 
         Their tensors may be full or sharded, however those of the trainer are.
         """
-        state, data, ranks = self.state, self.train_data, self.ranks
+        state, data, ranks = self._state, self.train_data, self.ranks
         assert data is not None
         keep_settings, other_stages = self._keeps_optimizer_settings, self._names_of_all_stages()
         contents.load_model_state(read("model"), self.model, source=source, other_stages=other_stages)
@@ -954,6 +982,7 @@ class Trainer:
         state.has_unfinished_step = bool(training["has_unfinished_step"])
         state.max_steps_at_end = int(training["max_steps_at_end"])
         data.load_state_dict(training["data"], accept_changes=keep_settings)
+        state.epoch = data.epoch
         self.storage.load_state_dict(training["events"], with_window=ranks.is_first)
         if self._updater.loss_scale is not None and training["loss_scale"] is not None:
             self._updater.loss_scale.load_state_dict(training["loss_scale"])
@@ -992,7 +1021,7 @@ class Trainer:
             or self._is_evaluation_due()
             or self._is_write_due()
             or self._is_save_due()
-            or self._anomalies.is_snapshot_due(self.state.step)
+            or self._anomalies.is_snapshot_due(self._state.step)
         )
 
     def _respond_to_anomalies(self) -> bool:
@@ -1000,13 +1029,13 @@ class Trainer:
         anomalies = self._anomalies.find()
         if not anomalies:
             return False
-        self.heartbeat.enter("save")  # reading a checkpoint may take as long
+        self.heartbeat.enter("save", self._state.step)  # reading a checkpoint may take as long
         try:
             self._finish_save()  # a report names the newest checkpoint, and a rollback restores it
         except CheckpointError as error:  # the same on every rank; the anomaly is what the user needs to know
             logger.error("Saving failed too: %s", error)
         for anomaly in anomalies:
-            if self._anomalies.is_new(anomaly):
+            if self._anomalies.count_if_new(anomaly):
                 self._report(anomaly)
             self._hook_calls.call("on_anomaly", anomaly)
             self._anomalies.raise_if_fatal(anomaly)
@@ -1022,10 +1051,12 @@ class Trainer:
         if self.ranks.is_first:
             samples = None if anomaly.positions is None else data.samples_at(*anomaly.positions)
             history: Sequence[Any] = self.storage.history("loss")
-            self._anomalies.report(anomaly, data_state=data_state, samples=samples, loss_history=history)
+            self._anomalies.report(
+                anomaly, config=self.config, data_state=data_state, samples=samples, loss_history=history
+            )
 
     def _take_snapshot(self) -> None:
-        self._anomalies.take_snapshot(self.state.step, self._collect_state(), self.state.step_eval_logs)
+        self._anomalies.take_snapshot(self._state.step, self._collect_state(), self._state.step_eval_logs)
 
     def _roll_back(self, anomaly: Anomaly) -> None:
         """Restores the newest state before the anomaly, and leaves its batches out."""
@@ -1035,7 +1066,7 @@ class Trainer:
         step = ranks.broadcast(anomalies.newest_intact_before(anomaly.step) if ranks.is_first else None)
         if snapshot is not None and (step is None or snapshot.step >= step):
             self._restore_state(snapshot.parts.to_state().__getitem__, source="the copy in memory")
-            self.state.restore_evaluation(snapshot.eval_logs)
+            self._state.restore_evaluation(snapshot.eval_logs)
         elif step is not None:
             self.restore_checkpoint(step, keep_settings=self._keeps_optimizer_settings)
         else:
@@ -1048,7 +1079,7 @@ class Trainer:
         data.skip_positions(start, stop)
         if ranks.is_first:
             logger.warning(
-                "Rolled back to step %d. Data positions %d to %d are left out.", self.state.step, start, stop
+                "Rolled back to step %d. Data positions %d to %d are left out.", self._state.step, start, stop - 1
             )
         self.train_loop_begin()
 
@@ -1057,7 +1088,7 @@ class Trainer:
         iterator.restart()
         if graph is not None:
             graph.reset()
-        if self.state.has_unfinished_step or self._stop_signal.decided == StopRequest.STOP:
+        if self._state.has_unfinished_step or self._stop_signal.decided == StopRequest.STOP:
             self._end_step()
         elif self._stop_signal.decided:
             self.save()  # nothing else: that step was evaluated and written when it was made
@@ -1109,7 +1140,7 @@ class Trainer:
             saved = self.context.store.steps()
             next_start = f"continues from step {saved[-1]}" if saved else "starts over: nothing was saved yet"
             logger.info(
-                "%s ended the compilation in step %d. The same command %s.", reason, self.state.step + 1, next_start
+                "%s ended the compilation in step %d. The same command %s.", reason, self._state.step + 1, next_start
             )
             raise SystemExit(exit_code_of(reason))
         self._compiled.explain(error)
@@ -1130,7 +1161,7 @@ class Trainer:
         )
 
     def _make_graph_step(self) -> GraphStep:
-        state, updater = self.state, self._updater
+        state, updater = self._state, self._updater
         settings = ("max_grad_norm", "max_grad_value", "global_batch_size")
         return GraphStep(
             self.train_step,
@@ -1141,8 +1172,6 @@ class Trainer:
             guarded=GuardedObjects(
                 trainer=self,
                 own_attributes=self._own_attributes,
-                task=self.task,
-                model=self.model,
                 settings=lambda: {name: getattr(updater, name) for name in settings},
             ),
             step_tensor=self._step_tensor,

@@ -319,18 +319,18 @@ class _OwnedParameters:
 
     def gradients(self) -> list[torch.Tensor]:
         """Returns this rank's shards of the gradients; raises for sparse ones."""
-        if self.norm is not None:
-            return self.norm.gradients()
         gradients = []
-        for parameter in self.parameters:
-            gradient = parameter.grad
-            if gradient is None:
-                continue
+        if self.norm is not None:
+            gradients = self.norm.gradients()
+        else:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    gradients.append(parameter.grad)
+        for gradient in gradients:
             if gradient.is_sparse:
                 raise TrainwrightError(
                     "A parameter has a sparse gradient, which is not supported. Use Embedding(sparse=False)."
                 )
-            gradients.append(gradient)
         return gradients
 
 

@@ -20,16 +20,12 @@ class LanguageModelTrainer(Trainer):
     Expects `labels` as transformers does: the same tokens as `input_ids`, shifted by the model.
     """
 
-    def forward(self, **batch: Any) -> Any:
-        """Returns the task's outputs with the loss as a Mean over predicted tokens."""
-        return self.read_outputs(self.task.forward(self.model, batch), batch)
-
     def count_targets(self, labels: torch.Tensor) -> torch.Tensor:
         """Returns the number of predicted tokens of a batch; the model does not predict the first one of a row."""
         return (labels[..., 1:] != IGNORED_LABEL).sum()
 
     def read_outputs(self, outputs: Any, batch: Any) -> Any:
-        """Weights the loss by its tokens."""
+        """Returns the outputs with the loss as a Mean over its tokens."""
         if "labels" not in batch or not isinstance(outputs, Mapping) or outputs.get("loss") is None:
             given = f"a mapping of {', '.join(outputs)}" if isinstance(outputs, Mapping) else type(outputs).__name__
             raise TrainwrightError(

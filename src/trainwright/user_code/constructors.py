@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.user_code.locations import is_user_code
@@ -30,12 +31,22 @@ def check_constructor(trainer_class: type) -> None:
         ) from error
 
 
-def reject_missing_context(trainer_class: type) -> None:
+def reject_missing_context(trainer_class: type) -> NoReturn:
     """Raises for a trainer that was constructed directly, or whose constructor does not pass `**rest` on."""
     name, _, where = _constructor_of(trainer_class)
     raise TrainwrightError(
         f"{name} was constructed without its context. Construct it with build_trainer(config, {name}), and pass "
         "**rest to super().__init__.",
+        where=where,
+    )
+
+
+def reject_unknown_arguments(trainer_class: type, arguments: Iterable[str]) -> NoReturn:
+    """Raises for arguments of `super().__init__` that would have no effect."""
+    name, _, where = _constructor_of(trainer_class)
+    raise ConfigError(
+        f"{name}.__init__ passes unknown arguments to super().__init__: {', '.join(arguments)}. They would have no "
+        "effect. Settings belong in the config; what a trainer builds, such as data or hooks, in its build_* methods.",
         where=where,
     )
 
