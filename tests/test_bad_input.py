@@ -107,7 +107,7 @@ def test_a_collator_that_returns_lists(tmp_path):
 
     message = fails(tmp_path, "trainer.micro_batch_size=8", trainer=Lists, error=DataError)
     assert mentions(message, "tensor")
-    assert "x (a list of 8 Tensors)" in message
+    assert "x (list)" in message
 
 
 def test_a_metric_that_no_evaluation_returns(tmp_path):
@@ -171,7 +171,7 @@ def test_labels_outside_the_classes(tmp_path):
             return self.model(batch["x"], batch["labels"] + 1)
 
     message = fails(tmp_path, trainer=Shifted)
-    assert "A label is outside of the classes: Target 2 is out of bounds." in message
+    assert "A label is out of range: Target 2 is out of bounds." in message
 
 
 def test_a_full_disk(tmp_path):
@@ -258,7 +258,7 @@ def test_a_metric_named_like_the_loops_own(tmp_path):
         def forward(self, **batch):
             return self.model(**batch)["loss"], {"lr": 3.0}
 
-    assert "A metric is named 'lr'" in fails(tmp_path, "evaluation.metrics={}", trainer=Mine)
+    assert "The metric name 'lr' is reserved" in fails(tmp_path, "evaluation.metrics={}", trainer=Mine)
 
 
 def test_an_eval_step_that_returns_no_mapping(tmp_path):

@@ -38,7 +38,7 @@ def test_an_error_without_a_frame_of_the_users_is_shown_whole(monkeypatch):
     # As if this file were a library: then the mistake is nobody's but ours.
     monkeypatch.setattr("trainwright.tracebacks._LIBRARIES", ("/",))
     error = caught(lambda: Task().forward(Broken(), {}))
-    assert "Broken.forward needs x" in str(error)
+    assert "Broken.forward requires x" in str(error)
     text = fold(error)
     assert text.startswith("Traceback (most recent call last):\n")
     assert "user_code/signatures.py" in text

@@ -36,7 +36,7 @@ CAUGHT = {
     "h.to('cpu')": '.to("cpu") copies to the host.',
     "h.to(device='cpu')": '.to("cpu") copies to the host.',
     "x.numpy()": ".numpy() copies to the host.",
-    "np.asarray(x)": "numpy gets a tensor, which copies it to the host.",
+    "np.asarray(x)": "numpy receives a tensor, which copies it to the host.",
     "h.tolist()": ".tolist() waits for the device.",
     "h.nonzero()": "the shape of .nonzero() depends on values.",
     "torch.nonzero(h)": "the shape of .nonzero() depends on values.",

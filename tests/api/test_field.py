@@ -264,7 +264,7 @@ def test_rules_that_do_not_match_a_model_s_outputs_are_named(project):
         third, alone = ((project / f"{name}-{rank}").read_text() for name in ("third", "alone"))
         assert mentions(third, "layers.0", "2")
         assert "models/blocks.py:34: " in alone
-        assert "give what is added here (an embedding, the last layer of a block) a rule as well" in alone
+        assert "Add a rule for the latter" in alone
 
 
 # LiBai

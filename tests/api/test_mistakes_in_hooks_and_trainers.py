@@ -31,7 +31,7 @@ class Complete(Trainer):
     def build_train_data(cls, build):
         return Points(24)
 
-    def outputs_of(self, batch):
+    def forward_batch(self, batch):
         return cross_entropy(self.model(batch[0]), batch[1])
 
 
@@ -73,7 +73,7 @@ def test_the_run_does_not_wait_for_the_first_evaluation_to_find_it():
 
 def test_a_misspelt_event_names_its_line():
     text = rejection(HookCalls, [Misspelt()])
-    assert text.startswith(place(__file__, "def after_stepp") + "Misspelt.after_stepp is no event of a hook.")
+    assert text.startswith(place(__file__, "def after_stepp") + "Misspelt.after_stepp is not an event of a hook.")
     assert "Did you mean after_step?" in text
 
 
@@ -90,7 +90,7 @@ def test_events_with_stars_or_defaults_and_those_of_plain_objects_are_accepted()
 
 def test_a_callback_hook_s_misspelt_event_names_the_line_and_the_nearest():
     text = rejection(lambda: CallbackHook(after_stepp=print))  # misspelt
-    assert text.startswith(place(__file__, "  # misspelt") + "CallbackHook: after_stepp is no event of a hook.")
+    assert text.startswith(place(__file__, "  # misspelt") + "CallbackHook: after_stepp is not an event of a hook.")
     assert 'Did you mean "after_step"?' in text
 
 

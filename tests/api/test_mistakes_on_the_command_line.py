@@ -137,13 +137,13 @@ def test_a_file_of_sections_may_have_other_variables(project):
 def test_a_script_without_a_config_is_named_with_what_to_define(project):
     (project / "run.py").write_text("name = 'mine'\n", "utf-8")
     text = answer("run.py")
-    assert text.startswith("run.py:1: model: there is none.")
+    assert text.startswith("run.py:1: model is required")
     assert mentions(text, "config", "model")
 
 
 def test_a_run_without_data_names_its_file(project):
     (project / "run.yaml").write_text("\nmodel: {type: parts.py:Net}\ntrainer: {max_steps: 1}\n", "utf-8")
-    assert answer("run.yaml").startswith("run.yaml:1: data.train: there is no dataset.")
+    assert answer("run.yaml").startswith("run.yaml:1: data.train is required")
 
 
 def test_a_value_that_cannot_be_saved_names_its_own_line(project):

@@ -283,7 +283,7 @@ def test_a_resumed_run_keeps_schedule_scaler_and_randomness(project):
     assert store_of(project).steps()[-1] == 3
     resumed = train(project, "runtime.precision=fp16", trainer_class=Stops)
     assert equal_weights(whole.model, resumed.model)
-    assert whole.loss_scale.state_dict() == resumed.context.updater.loss_scale.state_dict()
+    assert whole.context.updater.loss_scale.state_dict() == resumed.context.updater.loss_scale.state_dict()
     assert [(line["lr"], line["loss"]) for line in lines(project)] == [
         (line["lr"], line["loss"]) for line in lines(project, "whole")
     ]

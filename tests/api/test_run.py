@@ -576,7 +576,7 @@ def test_a_trainer_that_does_not_pass_on_the_rest_is_rejected_with_its_line(tmp_
 
     with pytest.raises(TrainwrightError) as rejected:
         build_trainer(load(tmp_path), Keeps)
-    assert str(rejected.value).startswith(f"{line_of(Keeps.__init__)}: Keeps was made without its context.")
+    assert str(rejected.value).startswith(f"{line_of(Keeps.__init__)}: Keeps was constructed without its context.")
 
 
 def test_an_attribute_that_a_whole_trainer_lacks_is_python_s_own_error(tmp_path):

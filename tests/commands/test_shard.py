@@ -70,4 +70,4 @@ def test_a_world_that_does_not_fit_is_rejected(run_file):
 def test_without_data_and_length_the_data_is_missed_by_name(run_file):
     done = invoke(run_file, "--world", 2)
     assert isinstance(done.exception, ConfigError)
-    assert str(done.exception).startswith("run.yaml:13: data.train: there is no dataset")
+    assert str(done.exception).startswith("run.yaml:13: data.train is required")

@@ -48,7 +48,7 @@ def test_a_window_has_the_mean_time_and_all_its_samples_over_all_its_seconds(tmp
     assert not line.keys() & {"tokens_per_second", "mfu", "slowest_rank_share"}
 
 
-def test_writing_and_saving_do_not_count(tmp_path):
+def test_saving_does_not_count(tmp_path):
     class SavingSlowly(Trainer):
         def save(self):
             time.sleep(0.1)

@@ -41,7 +41,7 @@ class StandIn:
     def __init__(self, folder, ranks, act):
         self.folder, self.ranks, self.act = folder, ranks, act
         self.heartbeat = Heartbeat()
-        self.train_data = SimpleNamespace(position=0, places=0)
+        self.train_data = SimpleNamespace(samples_seen=0, order_position=0)
         self.hook = Watchdog(SECTION)
         self.hook.trainer = self
         self.step = 0

@@ -7,7 +7,7 @@ from tests.messages import mentions
 
 from trainwright import CallbackHook, Every, Hook, Trainer
 from trainwright.errors import ConfigError
-from trainwright.loop.hook import HOOK_EVENTS, Hooks
+from trainwright.loop.hook import HOOK_EVENTS, HookCalls
 from trainwright.user_code.methods import (
     ALTERNATIVES,
     HOOK_METHODS_ELSEWHERE,
@@ -127,7 +127,7 @@ def test_every_override_point_is_trainers():
 
 def hook_rejection(hook):
     with pytest.raises(ConfigError) as rejected:
-        Hooks([hook])
+        HookCalls([hook])
     return str(rejected.value)
 
 
@@ -174,6 +174,6 @@ def test_methods_that_a_hook_calls_are_accepted_and_others_are_a_warning(caplog)
         def on_new_best(self):
             """For others to call."""
 
-    Hooks([Mine(), Both(), Every(1)(print), CallbackHook(after_step=print)])
+    HookCalls([Mine(), Both(), Every(1)(print), CallbackHook(after_step=print)])
     (record,) = caplog.records
     assert mentions(record.getMessage(), "Both.on_new_best")

@@ -295,7 +295,7 @@ class Watchdog(Hook):
 
     def _describe_position(self) -> str:
         data = self.trainer.train_data
-        position, order_position = getattr(data, "position", "unknown"), getattr(data, "places", "unknown")
+        position, order_position = getattr(data, "samples_seen", "unknown"), getattr(data, "order_position", "unknown")
         return f"Samples returned so far, over all ranks: {position}; position in the data order: {order_position}."
 
 

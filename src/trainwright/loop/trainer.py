@@ -250,7 +250,7 @@ class Trainer:
         def __getattr__(self, name: str) -> Any:
             if not torch.compiler.is_compiling():  # Python's own error is not part of a graph
                 check_constructed(self, name)
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return object.__getattribute__(self, name)  # raises what Python would raise
 
     # Construction: `build` offers the defaults; return something else to change them.
 
@@ -848,6 +848,7 @@ class Trainer:
         # Save last: the checkpoint then includes every hook's state and the log already has this step.
         is_new = state.saved_step != state.step or bool(state.max_steps_at_end)
         if state.save_requested or (is_new and self._is_save_due()):
+            self.heartbeat.enter("save", state.step)
             self.save()
         if self._anomalies.is_snapshot_due(state.step):
             self._take_snapshot()
