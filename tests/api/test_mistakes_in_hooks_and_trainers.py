@@ -85,7 +85,7 @@ def test_events_with_stars_or_defaults_and_those_of_plain_objects_are_accepted()
         def after_step(self, now=True):
             pass
 
-    assert len(HookCalls([Loose()]).all) == 1
+    assert len(HookCalls([Loose()]).hooks) == 1
 
 
 def test_a_callback_hook_s_misspelt_event_names_the_line_and_the_nearest():
@@ -134,7 +134,7 @@ class WithStars(Complete):
 def test_a_constructor_that_does_not_take_what_it_gets_is_rejected_where_it_is_written(kind, line, what, tmp_path):
     text = rejection(build_trainer, settings(), kind)
     assert text.startswith(
-        place(__file__, line) + f"{kind.__name__}.__init__ does not take what trainers are built with"
+        place(__file__, line) + f"{kind.__name__}.__init__ does not accept the arguments of a trainer"
     )
     assert mentions(text, what)
     assert mentions(text, "__init__")

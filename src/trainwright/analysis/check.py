@@ -665,8 +665,8 @@ def _add_facts(trainer: Trainer, assembly: Assembly, case: Case, report: Report)
     steps = min(each for each in (case.config.trainer.max_steps, by_samples) if each is not None)
     report.facts.append(f"{steps:,} steps of {batch_size} samples ({' × '.join(factors)})")
     if isinstance(data, TrainData) and batch_size > len(data):  # the batch of the trial may be smaller
-        problem = f"trainer.global_batch_size: {batch_size} is more than the {len(data)} samples of data.train, so that"
-        error = DataError(f"{problem} one batch would hold samples twice. Use at most {len(data)}.")
+        problem = f"trainer.global_batch_size: {batch_size} is more than the {len(data)} samples of data.train, so"
+        error = DataError(f"{problem} one batch would contain samples twice. Use at most {len(data)}.")
         case.note(error, label="trainer.global_batch_size")
 
 

@@ -442,6 +442,6 @@ def _reject_other_keys(model: nn.Module, micro_batch: Batch) -> None:
         inspect.signature(type(model).forward).bind(model, **micro_batch)
     except TypeError as error:
         raise DataError(
-            f"{type(model).forward.__qualname__} does not accept a batch with the keys {', '.join(micro_batch)}: "
+            f"{type(model).__name__}.forward does not accept a batch with the keys {', '.join(micro_batch)}: "
             f"{error}. Let the collator return the arguments of the model."
         ) from error
