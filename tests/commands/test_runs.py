@@ -16,8 +16,8 @@ from tests.messages import mentions
 from typer.testing import CliRunner
 
 from trainwright import RunConfig, Trainer, build_trainer
-from trainwright.checkpoint import folder as run_folders
 from trainwright.checkpoint import listing
+from trainwright.checkpoint import run_folder as run_folders
 from trainwright.cli import app
 from trainwright.commands import runs as command
 from trainwright.commands.runs import find_runs, summarize

@@ -95,7 +95,7 @@ CASES = {
     "micro-batch": (
         [("micro_batch_size: 2", "micro_batch_size: auto")],
         "micro_batch_size:",
-        "trainer.micro_batch_size: auto is found on one rank alone, but the mesh (fsdp 2) splits the model.",
+        "trainer.micro_batch_size: auto needs the whole model on each rank, but the mesh (fsdp 2) splits it.",
     ),
     "no seam": (
         [(LLAMA, VIT), ("language_model", "trainer"), ("{fsdp: 2}", "{context: 2}")],

@@ -118,7 +118,7 @@ def test_a_split_run_goes_back_to_its_parts_in_memory(tmp_path):
         assert train(tmp_path / name, "two shards", *settings, *more, hooks=(HurtOnce,)).wait() == [0, 0]
         ends.append(what_is_left(tmp_path / name))
         assert ends[-1]["training"]["anomalies"]["num_anomalies"] == 1
-        assert "Went back to step 4" in log_of(tmp_path / name)
+        assert "Rolled back to step 4" in log_of(tmp_path / name)
     assert differences(*ends) == []
 
 

@@ -47,7 +47,7 @@ def test_a_save_that_does_not_fit_is_told_and_the_next_one_is_made(saving, whole
     hooks = [At(3, limit_files), At(5, lift_limit)]
     assert train(run, *WIDE, *SAVING[saving], hooks=hooks) == 0
     log = log_of(run)
-    assert log.count("Saving step 4 failed, again in") == 2
+    assert log.count("Saving step 4 failed, retrying in") == 2
     assert "Step 4 is not saved (failure 1 of 3 in a row before the run ends); the newest checkpoint is step 2" in log
     assert "File too large" in log
     assert store_of(run).steps() == [2, 6]

@@ -43,7 +43,7 @@ def test_a_job_that_was_told_to_leave_is_queued_again_once(told, tmp_path, scont
     run = Run(tmp_path / "run", *REQUEUE, faults=[fault], prepare=scontrol())
     assert run.wait() == [128 + signal.SIGUSR1] * 2
     assert calls(tmp_path) == ["requeue 4711"]
-    assert "Job 4711 is queued again." in log_of(tmp_path / "run")
+    assert "Requeued job 4711." in log_of(tmp_path / "run")
 
 
 def test_a_job_that_ends_by_itself_is_not_queued_again(tmp_path, scontrol):
@@ -65,4 +65,4 @@ def test_a_rejection_of_slurm_is_a_warning_and_the_run_is_safe(tmp_path, scontro
     fault = Fault("forward", send(signal.SIGTERM), step=3)
     run = Run(tmp_path / "run", *REQUEUE, num_ranks=1, faults=[fault], prepare=scontrol())
     assert run.wait() == [128 + signal.SIGTERM]
-    assert "job 4711 could not be queued again: Requested operation is disabled" in log_of(tmp_path / "run")
+    assert "cannot requeue job 4711: Requested operation is disabled" in log_of(tmp_path / "run")

@@ -184,7 +184,7 @@ def test_a_run_that_cannot_end_its_step_leaves_at_the_deadline(num_ranks, number
     run = Run(tmp_path / "run", *overrides, num_ranks=num_ranks, faults=faults)
     assert run.wait(seconds=30) == [128 + number] * num_ranks
     assert store_of(tmp_path / "run").newest_intact() == 4
-    assert f"{number.name} came" in log_of(tmp_path / "run")
+    assert f"Received {number.name}" in log_of(tmp_path / "run")
     assert "resumes from the newest checkpoint, or starts over if there is none" in log_of(tmp_path / "run")
     assert train_two(tmp_path / "run", *overrides, num_ranks=num_ranks) == [0] * num_ranks
     assert_same_end(undisturbed(num_ranks), tmp_path / "run")

@@ -22,8 +22,8 @@ from trainwright.build.run import (
     shown_type,
     unnamed_trainer,
 )
-from trainwright.checkpoint.folder import LOG_FILE, read_config, read_trainer, run_folder
 from trainwright.checkpoint.resume import pick_step
+from trainwright.checkpoint.run_folder import LOG_FILE, read_config, read_trainer, run_folder
 from trainwright.config import RunConfig
 from trainwright.config.yaml_text import absolute
 from trainwright.data.stream_loader import EvaluationData

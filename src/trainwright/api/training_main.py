@@ -39,11 +39,11 @@ from trainwright.api.run import evaluate_checkpoint, run_experiment, start_up
 from trainwright.backends.private_torch import tree_leaves
 from trainwright.build.run import build_evaluator, sets_of
 from trainwright.checkpoint import contents
-from trainwright.checkpoint.folder import CONFIG_FILE, ENVIRONMENT_FILE, find_run, read_config, run_folder
 from trainwright.checkpoint.listing import CHECKPOINTS, checkpoints_location
 from trainwright.checkpoint.manifest import MANIFEST
 from trainwright.checkpoint.remote_store import AnyStore, open_store
 from trainwright.checkpoint.resume import pick_step
+from trainwright.checkpoint.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, find_run, read_config, run_folder
 from trainwright.config import Node, Origin, RunConfig
 from trainwright.config.problems import nearest
 from trainwright.config.yaml_text import absolute

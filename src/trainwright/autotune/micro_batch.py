@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from trainwright.backends import Backend
-from trainwright.checkpoint import folder as run_folders
+from trainwright.checkpoint import run_folder as run_folders
 from trainwright.config import RunConfig, resolve_batch
 from trainwright.data.loader import TrainData
 from trainwright.errors import ConfigError, OutOfMemory, TrainwrightError

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trainwright.build.data import DatasetBuilder
-from trainwright.checkpoint.folder import run_folder
+from trainwright.checkpoint.run_folder import run_folder
 from trainwright.config import Component, DataSection, ModelSection, RunConfig
 from trainwright.data.fetch import is_stream
 from trainwright.data.split import sizes_by_ratio, split

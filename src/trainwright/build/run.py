@@ -20,7 +20,7 @@ from trainwright.backends import Backend, Capture, pick_backend
 from trainwright.build.components import IN_CODE, Build, describe_dtypes
 from trainwright.build.data import Loaders, describe_size, limits
 from trainwright.build.parallelize import ParallelizedModel, parallelize_model, reject_own_steps
-from trainwright.checkpoint import folder as run_folders
+from trainwright.checkpoint import run_folder as run_folders
 from trainwright.checkpoint.listing import checkpoints_location
 from trainwright.checkpoint.remote_files import is_address
 from trainwright.checkpoint.remote_store import open_store

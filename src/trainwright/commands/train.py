@@ -198,8 +198,8 @@ def _reject_idle(mode: str, given: Collection[str], *, fast_dev_run: bool) -> No
 
 
 def _warn_without_checkpoint(config: RunConfig, model_dir: Path | None) -> None:
-    from trainwright.checkpoint.folder import run_folder
     from trainwright.checkpoint.listing import checkpoints_location, list_checkpoints
+    from trainwright.checkpoint.run_folder import run_folder
 
     if model_dir is not None:
         config = config.derive({"name": model_dir.absolute().name})

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from trainwright.build.data import DatasetBuilder
-from trainwright.checkpoint.folder import read_config
 from trainwright.checkpoint.listing import CHECKPOINTS
+from trainwright.checkpoint.run_folder import read_config
 from trainwright.config import ModelSection, RunConfig
 from trainwright.config.files import save_document
 from trainwright.config.yaml_text import absolute

@@ -16,10 +16,10 @@ from trainwright.backends import checked_device
 from trainwright.build.run import build_model
 from trainwright.checkpoint import contents
 from trainwright.checkpoint.encoding import SplitTensor
-from trainwright.checkpoint.folder import find_run, read_config
 from trainwright.checkpoint.listing import checkpoints_location
 from trainwright.checkpoint.remote_store import AnyStore, open_store
 from trainwright.checkpoint.resume import pick_step
+from trainwright.checkpoint.run_folder import find_run, read_config
 from trainwright.config import RunConfig
 from trainwright.errors import CheckpointError
 from trainwright.models.from_config import build_model_section

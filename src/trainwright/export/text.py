@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainwright.checkpoint.folder import find_run, read_config
+from trainwright.checkpoint.run_folder import find_run, read_config
 from trainwright.data.tokenizer import USUAL_NAMES, TextTokenizer, load_tokenizer
 from trainwright.errors import CheckpointError, ConfigError, DataError
 from trainwright.export.huggingface import TOKENIZER_FILES, find_tokenizer

@@ -20,9 +20,9 @@ import torch
 
 from trainwright.backends.host_memory import GarbageCollection
 from trainwright.checkpoint.contents import generator_state, restore_generators
-from trainwright.checkpoint.folder import read_config
 from trainwright.checkpoint.manifest import read_manifest
 from trainwright.checkpoint.remote_store import AnyStore
+from trainwright.checkpoint.run_folder import read_config
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.data.order import mix_seed
 from trainwright.data.stream_loader import EvaluationData

@@ -27,10 +27,10 @@ from trainwright.anomaly.response import AnomalyResponse
 from trainwright.backends import Backend, Capture, reads_at_once, waits_for_memory
 from trainwright.backends.host_memory import GarbageCollection
 from trainwright.checkpoint import contents
-from trainwright.checkpoint.folder import FolderLock
 from trainwright.checkpoint.remote_files import RemotePath
 from trainwright.checkpoint.remote_store import AnyStore
 from trainwright.checkpoint.retention import metrics_by_step
+from trainwright.checkpoint.run_folder import FolderLock
 from trainwright.compile.graph import GraphStep, StepTensor
 from trainwright.compile.guards import GuardedObjects, has_user_code_between_steps
 from trainwright.compile.regions import (

@@ -8,7 +8,7 @@ import os
 import pytest
 from tests.messages import raises
 
-from trainwright.checkpoint import folder as run_folders
+from trainwright.checkpoint import run_folder as run_folders
 from trainwright.config import RunConfig
 from trainwright.errors import CheckpointError, ConfigError
 
