@@ -174,7 +174,7 @@ def _warn_if_trained_differently(evaluator: Trainer) -> None:
         ("task", shown_type(saved.task), shown_type(evaluator.config.task)),
     ):
         if then != now:
-            logger.warning("%s: the run was trained by %s, but is evaluated by %s.", section, then, now)
+            logger.warning("%s: the run was trained with %s, but is evaluated with %s.", section, then, now)
 
 
 def _reject_other_arguments(
