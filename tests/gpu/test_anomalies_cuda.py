@@ -68,7 +68,7 @@ def test_a_held_update_moves_nothing_and_nobody_waits(make_optimizer, without_wa
         for step, batch in enumerate(inputs):
             without_waits(step > 3)
             updater.begin_step(step)
-            update = updater.begin(lambda: 8)
+            update = updater.begin(8)
             update.backward(model(batch).square().mean())
             update.apply()
         without_waits(False)
