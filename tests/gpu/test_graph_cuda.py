@@ -120,7 +120,7 @@ def test_a_change_between_steps_is_captured_anew(tmp_path):
 
 @pytest.mark.parametrize("kind", [on_cpu.ReadsStep, on_cpu.ReadsLoss])
 def test_what_the_host_reads_is_rejected_with_its_line(tmp_path, kind):
-    """The last test of the file: a capture that failed leaves torch's generator unusable."""
     with pytest.raises(TrainwrightError) as rejected:
         train(tmp_path, "graph", kind)
     assert "test_graph_mode.py:" in str(rejected.value)
+    assert torch.rand(3, device="cuda").isfinite().all()  # the generator is not left in capture mode

@@ -29,9 +29,16 @@ class CudaGraph:
     ) -> None:
         self._inputs = [torch.empty_like(each) for each in inputs]
         self._graph = torch.cuda.CUDAGraph()
-        # Data threads may pin memory at the same time: only calls of this thread are checked.
-        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
-            self._outputs = [each.detach() for each in run(list(self._inputs))]
+        generator = torch.cuda.default_generators[stream.device.index]
+        before = generator.clone_state()
+        try:
+            # Data threads may pin memory at the same time: only calls of this thread are checked.
+            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+                self._outputs = [each.detach() for each in run(list(self._inputs))]
+        except BaseException:
+            # A failed capture leaves the generator in capture mode, in which it draws no numbers outside of a graph.
+            generator.graphsafe_set_state(before)
+            raise
         warn_of_constants(self._outputs, stream.device)
         # Each graph writes its own gradients, and the optimizers after a replay read those of the parameters.
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
