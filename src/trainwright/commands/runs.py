@@ -24,7 +24,7 @@ from trainwright.config.yaml_text import absolute
 from trainwright.errors import CheckpointError, TrainwrightError
 
 METRICS_FILE, LOG_FILE = "metrics.json", "log.txt"
-"""As in checkpoint/folder.py and writers/json_lines.py, which import torch. A test compares them."""
+"""As in checkpoint/run_folder.py and writers/json_lines.py, which import torch. A test compares them."""
 
 FINISHED, STOPPED, RUNNING = "finished", "stopped", "running?"
 RESUMABLE, EMPTY, DAMAGED = "resumable", "empty", "damaged"

@@ -17,7 +17,7 @@ from trainwright.errors import ConfigError
 
 MISSING = "–"
 CONFIG_FILE = "config.yaml"
-"""As in checkpoint/folder.py, which imports torch. A test compares them."""
+"""As in checkpoint/run_folder.py, which imports torch. A test compares them."""
 
 RunPath = Annotated[Path, typer.Argument(help="The run's YAML file, or its folder.", show_default=False)]
 Overrides = Annotated[

@@ -2,7 +2,7 @@
 
 Each row is read twice and written once, in the logits' own precision, with the arithmetic in float32. What a compiler
 makes of the same formulas took 1.2 to 2.3 times as long on an H200 (benchmarks/results/loss.md, which names the form
-that was measured). Only linear_cross_entropy.py imports this, where there is Triton. The tensors have to lie on the
+that was measured). Only losses.py imports this, where there is Triton. The tensors have to lie on the
 current device, as Triton launches there.
 """
 
