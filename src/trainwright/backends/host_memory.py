@@ -107,12 +107,15 @@ class GarbageCollection:
         self._is_active = False
         self._freezes = False
         self._num_collections = 0
-        self._steps_since = 0
+        self.steps_since = 0
+        """Steps since the last collection."""
+        self.max_steps = FIRST_STEPS
+        """After this many steps a collection is due in any case."""
 
     def __enter__(self) -> GarbageCollection:
         if gc.isenabled():
             self._is_active, self._freezes = True, gc.get_freeze_count() < FROZEN_BY_PYTHON
-            self._num_collections = self._steps_since = 0
+            self._num_collections, self.steps_since, self.max_steps = 0, 0, FIRST_STEPS
             gc.disable()
             if self._freezes:
                 # Frozen garbage would be kept until the end of the run.
@@ -128,14 +131,14 @@ class GarbageCollection:
             gc.enable()
 
     def tidy(self, *, is_due: bool) -> None:
-        """Ends a step: collects if that is due, and at least every 20 steps. Otherwise it costs 0.1 µs."""
-        self._steps_since += 1
-        if is_due or self._steps_since >= (MAX_STEPS if self._num_collections else FIRST_STEPS):
+        """Ends a step: collects if that is due, and at least every 20 steps."""
+        self.steps_since += 1
+        if is_due or self.steps_since >= self.max_steps:
             self.collect()
 
     def collect(self) -> None:
         """Frees reference cycles, in a few microseconds for each step since the last collection."""
-        self._steps_since = 0
+        self.steps_since, self.max_steps = 0, MAX_STEPS
         if not self._is_active:
             return
         self._num_collections += 1

@@ -820,7 +820,10 @@ class Trainer:
         state = self._state
         if self._is_nothing_due():
             state.has_unfinished_step, state.max_steps_at_end, state.phase = False, 0, "between_steps"
-            self._garbage.tidy(is_due=False)
+            garbage = self._garbage
+            garbage.steps_since += 1
+            if garbage.steps_since >= garbage.max_steps:
+                garbage.collect()
             return True
         state.phase = "in_step"
         # Before the host waits: the device still has work, which hides the collection.
