@@ -133,7 +133,9 @@ def test_what_draws_nothing_is_known_or_declared():
     assert draws_nothing(tensors)
     assert draws_nothing(Subset(tensors, [0, 1]))
     assert not draws_nothing(Subset(Noise(), [0, 1]))
-    assert not draws_nothing([1, 2])
+    assert draws_nothing([1, 2])
+    assert draws_nothing((1, 2))
+    assert not draws_nothing(type("Rows", (list,), {})([1, 2]))
 
     class Mine(TensorDataset):
         def __getitem__(self, index):

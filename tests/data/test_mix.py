@@ -55,12 +55,16 @@ def test_it_is_as_long_as_all_sources_and_ends_there():
         mixed[8]
 
 
+class Drawing(list):
+    """A dataset that may draw random numbers: a subclass declares that it does not."""
+
+
 def test_it_offers_what_all_sources_agree_on():
     same = mix({"a": Named("a", 2, tokens=8), "b": Named("b", 3, tokens=8)})
     assert same.draws_nothing
     assert same.tokens_per_sample == 8
     assert same.lengths.tolist() == [8] * 5
-    different = mix({"a": Named("a", 2, tokens=8), "b": Named("b", 3, tokens=9), "c": list(range(4))})
+    different = mix({"a": Named("a", 2, tokens=8), "b": Named("b", 3, tokens=9), "c": Drawing(range(4))})
     assert not different.draws_nothing
     assert not hasattr(different, "tokens_per_sample")
     assert not hasattr(different, "lengths")

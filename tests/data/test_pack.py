@@ -132,7 +132,8 @@ def test_a_document_that_changes_its_length_is_rejected():
 
 def test_it_draws_nothing_where_its_source_does_not():
     assert pack(Documents([3]), length=8).draws_nothing
-    assert not pack([{"input_ids": [1]}], length=8).draws_nothing
+    assert pack([{"input_ids": [1]}], length=8).draws_nothing
+    assert not pack(type("Drawing", (list,), {})([{"input_ids": [1]}]), length=8).draws_nothing
     assert not hasattr(pack(Documents([3]), length=8), "tokenizer")
 
 
