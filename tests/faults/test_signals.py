@@ -21,7 +21,7 @@ OVERRIDES = (*SMALL, "model.dropout=0.3", "hooks=[{type: ema, decay: 0.8}]")
 # The next save waits for a commit, and comes two steps later: told at the first commit, a run has not ended by then.
 AT = dict.fromkeys(WHILE_TRAINING, 4) | {"commit": 2}
 
-EVENT_ARGUMENTS = {"first": (0,), "second": (1,), "both": (0, 1)}
+SIGNALED_RANKS = {"first": (0,), "second": (1,), "both": (0, 1)}
 
 
 def slow_but(chosen, *lists):
@@ -33,7 +33,7 @@ def slow_but(chosen, *lists):
 # Each phase with one of the three, and in the midst of a step with all of them.
 TOLD_IN_PHASES = [
     *zip(WHILE_TRAINING, ("both", "first", "second", "both", "second", "first", "first"), strict=True),
-    *(("forward", told) for told in EVENT_ARGUMENTS),
+    *(("forward", told) for told in SIGNALED_RANKS),
 ]
 
 _undisturbed = {}
@@ -85,14 +85,14 @@ def test_one_process_that_is_told_to_leave_saves_its_step(phase, number, tmp_pat
     assert_left_saved_and_goes_on(tmp_path / "run", run, number, undisturbed, phase=phase)
 
 
-@pytest.mark.parametrize(("phase", "told"), slow_but(TOLD_IN_PHASES, WHILE_TRAINING, EVENT_ARGUMENTS))
+@pytest.mark.parametrize(("phase", "told"), slow_but(TOLD_IN_PHASES, WHILE_TRAINING, SIGNALED_RANKS))
 def test_all_ranks_leave_at_one_step_whichever_is_told(phase, told, tmp_path, undisturbed, tried):
     if phase == "commit" and told != "first":
         pytest.skip("the first rank alone writes")
     tried("SIGTERM or SIGUSR1 to one rank of two, or to both, in each phase")
-    number = (TERM, USR1)[(WHILE_TRAINING.index(phase) + sum(EVENT_ARGUMENTS[told])) % 2]
+    number = (TERM, USR1)[(WHILE_TRAINING.index(phase) + sum(SIGNALED_RANKS[told])) % 2]
     run = Run(
-        tmp_path / "run", *OVERRIDES, faults=[Fault(phase, linger(number), ranks=EVENT_ARGUMENTS[told], step=AT[phase])]
+        tmp_path / "run", *OVERRIDES, faults=[Fault(phase, linger(number), ranks=SIGNALED_RANKS[told], step=AT[phase])]
     )
     assert_left_saved_and_goes_on(tmp_path / "run", run, number, undisturbed, phase=phase)
 
@@ -111,9 +111,7 @@ def undisturbed_stream(tmp_path_factory):
 @pytest.mark.parametrize("told", ["first", "second", pytest.param("both", marks=pytest.mark.slow)])
 def test_an_evaluation_over_a_stream_is_abandoned_by_all_ranks(told, tmp_path, undisturbed_stream, tried):
     tried("SIGTERM to one rank of two, or to both, in the evaluation of a stream")
-    run = Run(
-        tmp_path / "run", *STREAM, faults=[Fault("evaluation", linger(TERM), ranks=EVENT_ARGUMENTS[told], step=4)]
-    )
+    run = Run(tmp_path / "run", *STREAM, faults=[Fault("evaluation", linger(TERM), ranks=SIGNALED_RANKS[told], step=4)])
     assert run.wait(seconds=30) == [128 + TERM] * 2
     assert store_of(tmp_path / "run").steps()[-1] == 4
     assert train_two(tmp_path / "run", *STREAM) == [0, 0]

@@ -183,7 +183,7 @@ def test_an_absolute_import_within_the_project_is_explained(tmp_path):
 def test_a_failed_file_can_be_fixed_and_loaded(tmp_path):
     file = write(tmp_path / "models" / "net.py", "1 / 0\n")
     rejection_of(find, "model", "net.Net", project_dir=tmp_path)
-    write(file, "class Net: pass  # mended\n")
+    write(file, "class Net: pass  # fixed\n")
     assert find("model", "net.Net", project_dir=tmp_path).__name__ == "Net"
 
 
