@@ -33,23 +33,27 @@ def seed_generators(seed: int, which: Iterable[str] = tuple(SEEDERS)) -> None:
         SEEDERS[name](seed)
 
 
+_spare_bit_generators: list[np.random.BitGenerator] = []
+
+
 @contextmanager
 def preserve_generators() -> Iterator[None]:
-    """Restores the states of the global generators on exit, also after an error.
+    """Restores the global generators on exit, also after an error. Inside, numpy's has an undefined state: seed it.
 
-    Takes about 70 µs, most of it to read numpy's state.
+    numpy's bit generator is exchanged for another one, because reading its state would take 50 µs. Of a pair of numbers
+    that `np.random.randn` computes at once, the second is dropped: it is not part of the bit generator.
     """
     torch_state, python_state = torch.default_generator.get_state(), random.getstate()
-    numpy_state: Any = np.random.get_state(legacy=False)
-    if "key" in numpy_state["state"]:
-        # numpy sets the state word by word, which takes 3 µs from a list and 35 µs from an array.
-        numpy_state["state"]["key"] = numpy_state["state"]["key"].tolist()
+    numpy_bits = np.random.get_bit_generator()
+    spare = _spare_bit_generators.pop() if _spare_bit_generators else np.random.MT19937(_START_SEED)
+    np.random.set_bit_generator(spare)
     try:
         yield
     finally:
         torch.default_generator.set_state(torch_state)
         random.setstate(python_state)
-        np.random.set_state(numpy_state)
+        np.random.set_bit_generator(numpy_bits)
+        _spare_bit_generators.append(spare)
 
 
 class DrawDetector:
