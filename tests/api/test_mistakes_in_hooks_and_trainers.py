@@ -141,6 +141,17 @@ def test_a_constructor_that_does_not_take_what_it_gets_is_rejected_where_it_is_w
     assert not list(tmp_path.iterdir())
 
 
+class WithMore(Complete):
+    def __init__(self, *given, **rest):  # passes more
+        super().__init__(*given, scheduler=None, **rest)
+
+
+def test_an_argument_that_a_trainer_does_not_have_is_rejected_where_it_is_passed():
+    text = rejection(build_trainer, settings(), WithMore)
+    assert text.startswith(place(__file__, "  # passes more"))
+    assert mentions(text, "WithMore", "scheduler")
+
+
 @pytest.mark.parametrize("kind", [WithRest, WithStars])
 def test_a_constructor_that_passes_the_rest_on_is_fine(kind):
     assert build_trainer(settings(), kind).train() == {}

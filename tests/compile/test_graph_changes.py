@@ -18,7 +18,7 @@ from tests.compile.test_graph_mode import replays as counted_replays
 from tests.messages import mentions, raises
 from torch import nn
 
-from trainwright import Hook, build_trainer, get_event_storage
+from trainwright import Hook, Task, build_trainer, get_event_storage
 from trainwright.compile.graph import MAX_SHAPES, GraphStep, _reader, _take_apart
 from trainwright.compile.guards import Fingerprint
 from trainwright.errors import TrainwrightError
@@ -161,6 +161,13 @@ def test_a_second_model_of_the_trainers_belongs_to_the_fingerprint(tmp_path):
     fingerprint = Fingerprint(trainer._make_graph_step()._guarded)
     trainer.teacher.layers[3].p = 0.5
     assert [each.name for each in fingerprint.changes()] == ["trainer.teacher.layers.3.p"]
+
+
+def test_another_task_belongs_to_the_fingerprint(tmp_path):
+    trainer = build_trainer(config_of(tmp_path, "graph"), Base)
+    fingerprint = Fingerprint(trainer._make_graph_step()._guarded)
+    trainer.task = Task()
+    assert [each.name for each in fingerprint.changes()] == ["trainer.task"]
 
 
 def test_a_fingerprint_names_what_changed_and_takes_equal_values_for_the_same(tmp_path):

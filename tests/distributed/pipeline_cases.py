@@ -1,19 +1,35 @@
 """Runs of a small language model on one process and on two stages; test_pipeline.py compares what they leave."""
 
+import json
 from pathlib import Path
 
 import torch
 
 from trainwright import RunConfig, build_trainer
+from trainwright.build.run import _count_parameters
+from trainwright.hooks.flops import flops_per_token
 from trainwright.parallel import processes
+from trainwright.trainers.language_model import LanguageModelTrainer
 
 CASES = {
     "tied": [],
     "ragged": ["trainer.max_steps=null", "trainer.max_samples=33", "model.tie_embeddings=false"],
     "parts": ["trainer.max_steps=3"],  # goes on below
+    "halves": ["trainer.type=pipeline_cases.py:Halves"],
     "gpt2": ["model={type: gpt2, vocab_size: 23, hidden_size: 16, num_heads: 2, num_layers: 3, max_positions: 16}"],
 }
 """What each run changes of the file. Rows have different lengths, so that shapes change from step to step."""
+
+
+class Halves(LanguageModelTrainer):
+    """Splits a batch by itself: each micro-batch is half of the rows, with its own number of samples."""
+
+    def micro_batches(self, batch):
+        rows = len(batch["input_ids"])
+        for part in (slice(0, rows // 2), slice(rows // 2, rows)):
+            micro_batch = {name: value[part] for name, value in batch.items()}
+            self.set_batch(micro_batch, len(micro_batch["input_ids"]))
+            yield micro_batch
 
 
 class Rows(torch.utils.data.Dataset):
@@ -57,5 +73,9 @@ def load(folder, name, *overrides):
 
 def main(folder):
     for name, overrides in CASES.items():
-        build_trainer(load(folder, name, *overrides)).train()
+        trainer = build_trainer(load(folder, name, *overrides))
+        trainer.train()
+        flops = flops_per_token(trainer.model, trainer.ranks, trainer.context.updater.pipeline)
+        counts = {"flops": flops, "parameters": _count_parameters(trainer)}
+        (folder / f"{name}-{trainer.ranks.rank}.json").write_text(json.dumps(counts))
     build_trainer(load(folder, "parts")).train()

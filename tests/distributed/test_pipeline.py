@@ -37,6 +37,13 @@ def test_losses_norms_and_evaluations_are_those_of_one_process(folders, name):
 
 
 @pytest.mark.parametrize("name", ["tied", "ragged"])
+def test_each_stage_knows_the_parameters_and_the_flops_of_the_whole_model(folders, name):
+    one, two = folders
+    expected = json.loads((one / f"{name}-0.json").read_text())
+    assert [json.loads((two / f"{name}-{rank}.json").read_text()) for rank in (0, 1)] == [expected] * 2
+
+
+@pytest.mark.parametrize("name", ["tied", "ragged"])
 def test_checkpoints_of_stages_are_read_as_one_model(folders, name):
     one, two = (load_checkpoint(folder / name).state_dict() for folder in folders)
     assert list(one) == list(two)

@@ -46,6 +46,39 @@ def test_a_line_closes_each_window_and_the_last_step_is_always_written(tmp_path)
     assert {"loss", "grad_norm", "lr"} <= written[0].keys()
 
 
+def test_two_updates_that_are_open_at_once_weigh_their_losses_by_the_samples_of_each_micro_batch(tmp_path):
+    class Twice(Trainer):
+        def train_step(self, batch):
+            updates = [self.begin_update(), self.begin_update()]
+            counts = []
+            for micro_batch in self.micro_batches(batch):
+                counts.append([update.num_samples for update in updates])
+                for update in updates:
+                    update.backward(self.run_forward(micro_batch))
+            seen.append(counts)
+            results = [update.apply() for update in updates]
+            return results[0]
+
+    seen = []
+    trainer = build_trainer(load(tmp_path, "trainer.max_steps=1", "trainer.global_batch_size=8"), Twice)
+    trainer.set_num_micro_batches(3)
+    trainer.train()
+    assert seen == [[[2, 2], [3, 3], [3, 3]]]
+
+
+def test_a_resumed_run_reports_its_step_before_the_first_batch(tmp_path):
+    build_trainer(load(tmp_path, "trainer.max_steps=3")).train()
+    seen = []
+
+    class Slow(Trainer):
+        def next_train_inputs(self, iterator):
+            seen.append(self.heartbeat.current[:2])
+            return super().next_train_inputs(iterator)
+
+    build_trainer(load(tmp_path, "trainer.max_steps=4"), Slow).train()
+    assert seen == [("data", 4)]
+
+
 def test_the_events_come_in_the_order_of_the_loop(tmp_path):
     calls = []
 

@@ -5,12 +5,13 @@ from collections import Counter
 
 import pytest
 import torch
+from tests.messages import mentions
 from tests.parallel.forked_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainwright.errors import DataError
+from trainwright.errors import ConfigError, DataError
 from trainwright.models.bert import Bert
 from trainwright.models.llama import Llama
 from trainwright.parallel.mesh import Mesh
@@ -217,8 +218,30 @@ def split_heads(mesh):
     return found
 
 
+class SparseRows(nn.Module):
+    """An embedding with sparse gradients before a model that is split."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(6, 4, sparse=True)
+        self.inner = OwnLoss()
+
+    def forward(self, labels):
+        return self.inner(self.rows(labels), labels)
+
+
+def sparse_gradients(mesh):
+    rules = {f"inner.{name}": rule for name, rule in HEAD_RULES.items()}
+    with pytest.raises(ConfigError) as caught:
+        split(made(SparseRows), mesh, {"parameters": rules})
+    return str(caught.value)
+
+
 def everything(mesh):
-    cases = (users_model, split_heads, held, returned, collectives, other_losses, rejected_ids)
+    cases = (
+        *(users_model, split_heads, held, returned, collectives, other_losses, rejected_ids),
+        sparse_gradients,
+    )
     return {case.__name__: case(mesh) for case in cases}
 
 
@@ -267,6 +290,11 @@ def test_losses_that_cannot_be_split_are_taken_on_the_whole(found):
 def test_ids_outside_of_the_vocabulary_are_named_as_in_one_process(found):
     for each in found:
         assert all("but the embedding has 32 rows" in message for message in each["rejected_ids"])
+
+
+def test_a_layer_with_sparse_gradients_is_rejected_by_name(found):
+    for each in found:
+        assert mentions(each["sparse_gradients"], "runtime.mesh.tensor", "rows")
 
 
 def test_a_users_modules_compute_on_parts_wholes_and_copies_as_rules_say(found):

@@ -196,7 +196,7 @@ def build_trainer(
 def _log_start(trainer: Trainer) -> None:
     """Logs what runs, and where."""
     assert trainer.train_data is not None
-    batch, num_parameters = trainer.context.batch_plan, sum(each.numel() for each in trainer.model.parameters())
+    batch, num_parameters = trainer.context.batch_plan, _count_parameters(trainer)
     axes = " × ".join(f"{axis} {size}" for axis, size in trainer.ranks.mesh.sizes.items() if size > 1)
     processes = f"{trainer.ranks.size} processes ({axes}), " if trainer.ranks.size > 1 else ""
     logger.info(
@@ -221,6 +221,16 @@ def _log_start(trainer: Trainer) -> None:
         batch.gradient_accumulation_steps * trainer.ranks.mesh.num_data_ranks,
         trainer.folder,
     )
+
+
+def _count_parameters(trainer: Trainer) -> int:
+    """Returns the number of parameters of the model, of which a pipeline stage has only its own."""
+    own = sum(each.numel() for each in trainer.model.parameters())
+    pipeline, mesh = trainer.context.updater.pipeline, trainer.ranks.mesh
+    if pipeline is None:
+        return own
+    shared = sum(each.numel() for each, _ in pipeline.tied)  # on two stages
+    return sum(trainer.ranks.gather(2 * own - shared)) * mesh.size("pipeline") // trainer.ranks.size // 2
 
 
 def sets_of(trainer: Trainer) -> dict[str, EvaluationData]:

@@ -214,6 +214,12 @@ def split_tensors(model: nn.Module, plan: ShardingPlan, mesh: Mesh) -> None:
     ranks = mesh.along("tensor")
     if ranks is None:
         return
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ConfigError(
+                f"runtime.mesh.tensor: {name} has sparse gradients, which are not supported. Use "
+                f"{type(module).__name__}(sparse=False)."
+            )
     done: dict[int, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if id(parameter) not in done:
