@@ -295,6 +295,23 @@ def test_shares_and_their_gradients_are_right(dtype, classes):
     assert torch.equal(logits.nan_to_num(), kept.nan_to_num())
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("classes", "label"), [(512, -1), (512, 512), (512, 520), (500, 505), (500, 2**40)])
+def test_a_label_outside_of_the_classes_gives_a_loss_and_gradients_of_nan(classes, label, compiled):
+    hidden = torch.randn(256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(classes, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.arange(256, device="cuda")
+    targets[3] = label
+    function = torch.compile(linear_cross_entropy) if compiled else linear_cross_entropy
+    loss = function(hidden, weight, targets, ignore_index=IGNORED)
+    loss.backward()
+    assert loss.isnan()
+    assert hidden.grad[3].isnan().all()
+    assert hidden.grad[4].isfinite().all()
+    targets[3] = IGNORED
+    assert linear_cross_entropy(hidden, weight, targets, ignore_index=IGNORED).isfinite()
+
+
 def test_a_loss_is_planned_without_memory():
     with FakeTensorMode():
         hidden = torch.empty(256, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)

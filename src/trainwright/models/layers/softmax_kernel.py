@@ -21,7 +21,10 @@ NUM_WARPS = 8
 
 @triton_op("trainwright::softmax_gradient", mutates_args={})
 def softmax_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the log share of each row's target [rows, 1], and the shares less one at the target [rows, V]."""
+    """Returns the log share of each row's target [rows, 1], and the shares less one at the target [rows, V].
+
+    Both are nan in rows whose target is not one of the classes.
+    """
     logits = logits.contiguous()
     num_rows, num_classes = logits.shape
     of_target = torch.empty((num_rows, 1), dtype=torch.float32, device=logits.device)
@@ -48,8 +51,10 @@ def _softmax_gradient(logits, targets, of_target, gradients, num_classes, block_
         larger = tl.maximum(largest, tl.max(block))
         total = total * tl.exp(largest - larger) + tl.sum(tl.exp(block - larger))
         largest = larger
-    log_total = largest + tl.log(total)
-    tl.store(of_target + row, tl.load(logits + target).to(tl.float32) - log_total)
+    is_class = (target >= 0) & (target < num_classes)
+    log_total = tl.where(is_class, largest + tl.log(total), float("nan"))
+    of_class = tl.load(logits + target, mask=is_class, other=0.0).to(tl.float32)
+    tl.store(of_target + row, of_class - log_total)
     for start in range(0, num_classes, block_size):
         classes = start + tl.arange(0, block_size)
         inside = classes < num_classes
