@@ -110,8 +110,18 @@ def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(case, tmp_path):
     assert_same(what_is_left(tmp_path / "undisturbed"), what_is_left(tmp_path / "killed"))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("source", SOURCES)
+# Worker processes take long to start: in the suite they read the sources in which most depends on them.
+WITH_WORKERS = ("a mixture of streams", "a packed stream")
+
+
+@pytest.mark.parametrize(
+    ("source", "workers"),
+    [
+        pytest.param(source, workers, marks=[pytest.mark.slow] if workers and source not in WITH_WORKERS else [])
+        for source in SOURCES
+        for workers in (0, 2)
+    ],
+)
 def test_a_killed_run_over_any_source_ends_with_the_bits_of_an_undisturbed_one(source, workers, tmp_path):
     def config(name):
         overrides = (f"name={name}", f"output_dir={tmp_path}", f"data.num_workers={workers}", "data.shuffle_buffer=20")
@@ -124,8 +134,13 @@ def test_a_killed_run_over_any_source_ends_with_the_bits_of_an_undisturbed_one(s
     assert_same(what_is_left(tmp_path / "undisturbed"), what_is_left(tmp_path / "killed"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("number", "workers"),
+    [
+        *((signal.SIGTERM, 0), (signal.SIGINT, 0), (signal.SIGTERM, 2)),
+        pytest.param(signal.SIGINT, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_finishes_the_step_and_saves_it(number, workers, tmp_path):
     def config(name):
         overrides = (f"name={name}", f"output_dir={tmp_path}", f"data.num_workers={workers}", *EVERYTHING)
