@@ -16,6 +16,8 @@ import torch
 from trainwright.errors import DataError, TrainwrightError
 from trainwright.events import Mean
 from trainwright.memory.out_of_memory import is_out_of_memory
+from trainwright.models.layers.losses import count_labels
+from trainwright.models.targets import count_targets
 
 Loss = torch.Tensor | Mean
 
@@ -33,6 +35,16 @@ class ForwardResult:
     """The weight of a plain loss or metric; 0 on a rank without samples of its own."""
     metrics: dict[str, Any] = field(default_factory=dict)
     outputs: Mapping[str, Any] | None = None
+    count: torch.Tensor | None = None
+    """The number of labels that a plain loss is the mean of, on the device, if the model says so: its weight."""
+
+    @property
+    def mean(self) -> Loss:
+        """The loss with its count as a Mean in double precision; a plain loss without a count as it is."""
+        if self.count is None or isinstance(self.loss, Mean):
+            return self.loss
+        # A mean over no label is NaN.
+        return Mean(torch.where(self.count > 0, self.loss.double(), 0.0) * self.count, self.count)
 
 
 def explain_failure(error: IndexError | RuntimeError, batch: Any, model: torch.nn.Module) -> None:
@@ -110,7 +122,9 @@ def read_forward(returned: Any, batch: Any, model: torch.nn.Module, num_samples:
         )
     if loss is None:
         return _with_criterion(outputs, batch, model, num_samples)
-    return ForwardResult(loss if isinstance(loss, Mean) else _one_number(loss), num_samples, outputs=outputs)
+    if isinstance(loss, Mean):
+        return ForwardResult(loss, num_samples, outputs=outputs)
+    return ForwardResult(_one_number(loss), num_samples, outputs=outputs, count=count_targets(model, batch))
 
 
 def read_pair(returned: tuple[Any, ...], num_samples: int) -> ForwardResult:
@@ -155,7 +169,8 @@ def _with_criterion(outputs: Mapping[str, Any], batch: Any, model: torch.nn.Modu
             f"The model's criterion, {type(criterion).__name__}, cannot compare {pair}: {reason}. Let forward give "
             "outputs of the shape and the dtype that it takes, or choose another criterion."
         ) from error
-    return ForwardResult(_one_number(loss), num_samples, outputs=outputs)
+    count = count_labels(criterion, labels) if isinstance(labels, torch.Tensor) else None
+    return ForwardResult(_one_number(loss), num_samples, outputs=outputs, count=count)
 
 
 def _reject_scores(returned: torch.Tensor, batch: Any, model: torch.nn.Module) -> None:

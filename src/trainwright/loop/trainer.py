@@ -1124,15 +1124,15 @@ class Trainer:
         returned = self.forward(**batch) if isinstance(batch, Mapping) else self.forward_batch(batch)
         result = read_forward(returned, batch, self.model, 0)
         self.add_metrics(result, batch)
-        return RegionOutputs(result.loss, result.metrics, result.outputs)
+        return RegionOutputs(result.loss, result.metrics, result.outputs, result.count)
 
     def _run_compiled(self, compiled: CompiledForward, batch: Any, num_samples: int) -> ForwardResult:
         try:
-            loss, metrics, outputs = compiled.run(batch)
+            loss, metrics, outputs, count = compiled.run(batch)
         except Exception as error:
             self._explain_compilation(error)
             raise
-        return ForwardResult(loss, num_samples, metrics, outputs)
+        return ForwardResult(loss, num_samples, metrics, outputs, count)
 
     def _explain_compilation(self, error: Exception) -> None:
         """Raises an error that explains why compiling failed; ignores other errors."""
