@@ -47,7 +47,6 @@ def count_targets(model: nn.Module, batch: Any) -> Tensor | None:
 
 
 @constant_in_compiled_code
-@cache
 def _is_from_transformers(kind: type[nn.Module]) -> bool:
     """Returns True for a class of transformers, and for a subclass with the same forward."""
     return kind.forward.__module__.startswith("transformers.")
