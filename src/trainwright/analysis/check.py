@@ -461,8 +461,8 @@ def check_split(trainer: Trainer, batch: Batch, case: Case) -> bool:
         for module in normalizing:
             module.train(modes[module])
         with torch.random.fork_rng(devices=[]), trainer.storage.isolated():
-            whole, again = _loss_and_gradient(trainer, [batch]), _loss_and_gradient(trainer, [batch])
-            split = _loss_and_gradient(trainer, list(split_batch(batch, 2, collator)))
+            whole, again = (_loss_and_gradient(trainer, [batch], seed=seed) for seed in range(2))
+            split = _loss_and_gradient(trainer, list(split_batch(batch, 2, collator)), seed=2)
     except Exception:
         return False  # the stages before have reported what fails in the run itself
     finally:
@@ -492,13 +492,13 @@ def check_split(trainer: Trainer, batch: Batch, case: Case) -> bool:
     return True
 
 
-def _loss_and_gradient(trainer: Trainer, micro_batches: Sequence[Batch]) -> torch.Tensor:
+def _loss_and_gradient(trainer: Trainer, micro_batches: Sequence[Batch], *, seed: int) -> torch.Tensor:
     """Returns the loss of the batch, weighted as an update weights it, and then its gradient, as one vector."""
     parameters = [each for each in trainer.model.parameters() if each.requires_grad]
     sums = [torch.zeros(1, dtype=torch.float64), *(torch.zeros_like(each, dtype=torch.float64) for each in parameters)]
     count = 0.0
-    for number, micro_batch in enumerate(micro_batches):
-        torch.manual_seed(number)
+    torch.manual_seed(seed)
+    for micro_batch in micro_batches:
         trainer.set_batch(micro_batch.value, micro_batch.num_samples)
         mean = type(trainer).run_forward(trainer, micro_batch.value).mean
         mean = mean if isinstance(mean, Mean) else Mean(mean * micro_batch.num_samples, micro_batch.num_samples)
