@@ -443,6 +443,9 @@ def without_gradient(model: torch.nn.Module) -> list[str]:
 # one batch, whole and in two micro-batches
 
 
+_BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+
+
 def check_split(trainer: Trainer, batch: Batch, case: Case) -> bool:
     """Notes a loss or gradient that changes when a batch is split in two; returns False if it cannot be compared.
 
@@ -457,9 +460,9 @@ def check_split(trainer: Trainer, batch: Batch, case: Case) -> bool:
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         model.eval()
-        normalizing = [each for each in modes if isinstance(each, torch.nn.modules.batchnorm._NormBase)]
-        for module in normalizing:
-            module.train(modes[module])
+        normalizing = [each for each in modes if isinstance(each, _BATCH_NORMS)]
+        for each in normalizing:
+            each.train(modes[each])
         with torch.random.fork_rng(devices=[]), trainer.storage.isolated():
             whole, again = (_loss_and_gradient(trainer, [batch], seed=seed) for seed in range(2))
             split = _loss_and_gradient(trainer, list(split_batch(batch, 2, collator)), seed=2)

@@ -188,10 +188,10 @@ def reject_ignored_labels(batch: Any, forwards: Iterable[Callable[..., Any]]) ->
     if bool((labels == IGNORED_LABEL).any()):
         definitions = [found for each in forwards if (found := definition_of(each)) is not None]
         raise TrainwrightError(
-            f"Some labels are {IGNORED_LABEL}, which a loss ignores, but forward returned a plain loss, and batches are "
-            "split into micro-batches or over ranks: the gradient would depend on the split. Return Mean(total, count) "
-            "with the number of labels that count (for a loss per sample: of samples), or use a trainer that counts "
-            "them: trainer.type language_model, masked_language_model or sequence_to_sequence.",
+            f"Some labels are {IGNORED_LABEL}, which a loss ignores, but forward returned a plain loss, and batches "
+            "are split into micro-batches or over ranks: the gradient would depend on the split. Return Mean(total, "
+            "count) with the number of labels that count (for a loss per sample: of samples), or use a trainer that "
+            "counts them: trainer.type language_model, masked_language_model or sequence_to_sequence.",
             where=next((f"{file}:{line}" for file, line in definitions if is_user_file(file)), None),
         )
 

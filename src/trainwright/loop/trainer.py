@@ -953,8 +953,8 @@ class Trainer:
         self._window_logs["empty_updates"] = len(steps)
         if self.ranks.is_first:
             logger.warning(
-                "Step%s %s: every label of the batch is %d, so the update was skipped. Check the labels of the data, or "
-                "raise trainer.global_batch_size.",
+                "Step%s %s: every label of the batch is %d, so the update was skipped. Check the labels of the data, "
+                "or raise trainer.global_batch_size.",
                 "s" * (len(steps) > 1),
                 ", ".join(map(str, sorted(steps)[:8])) + ", ..." * (len(steps) > 8),
                 IGNORED_LABEL,

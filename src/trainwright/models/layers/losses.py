@@ -234,7 +234,8 @@ def count_labels(criterion: Any, labels: Tensor) -> Tensor | None:
     is_mean = type(criterion) in (nn.CrossEntropyLoss, nn.NLLLoss) and criterion.reduction == "mean"
     if not is_mean or criterion.weight is not None or labels.is_floating_point():
         return None
-    return (labels != criterion.ignore_index).sum()
+    counted: Tensor = labels != criterion.ignore_index
+    return counted.sum()
 
 
 def class_criterion(num_labels: int) -> nn.Module:
