@@ -25,11 +25,18 @@ def test_the_first_step_is_that_of_one_process(folder, tmp_path):
         assert (two["loss"], two["grad_norm"]) == pytest.approx((one["loss"], one["grad_norm"]), rel=1e-5), kind
 
 
+def test_sharded_ranks_make_the_same_step(folder):
+    ((sharded,), (replicated,)) = (token_cases.read_log(folder, name) for name in ("sharded", "model-0"))
+    for name in ("loss", "grad_norm"):
+        assert sharded[name] == pytest.approx(replicated[name], rel=1e-5)
+
+
 def test_an_update_without_labels_changes_nothing_on_either_rank(folder):
-    assert [json.loads((folder / f"unchanged-{rank}.json").read_text()) for rank in range(2)] == [True, True]
-    last = token_cases.read_log(folder, "empty")[-1]
-    assert last["empty_updates"] == 1
-    assert "loss" not in last
+    assert [json.loads((folder / f"unchanged-{rank}.json").read_text()) for rank in range(2)] == [[True, True]] * 2
+    for axis in token_cases.AXES:
+        last = token_cases.read_log(folder, f"empty-{axis}")[-1]
+        assert last["empty_updates"] == 1
+        assert "loss" not in last
 
 
 def test_a_plain_loss_next_to_ignored_labels_is_rejected(folder):

@@ -9,6 +9,7 @@ from tests.distributed.forked_launch import forget_groups
 from torch import nn
 
 from trainwright import RunConfig, build_trainer
+from trainwright.parallel.mesh import local
 
 SIZES = {"vocab_size": 50, "hidden_size": 16, "num_layers": 1, "num_heads": 2}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -27,6 +28,9 @@ MODELS = {
     "transformers:BertForMaskedLM": {"vocab_size": 50, **BERT},
     "transformers:T5ForConditionalGeneration": {"vocab_size": 50, "decoder_start_token_id": 0, **T5},
 }
+
+
+AXES = ("replicate", "fsdp")
 
 
 class Rows:
@@ -115,16 +119,18 @@ def state_of(trainer):
     """The weights and the optimizer's state, as one list of numbers."""
     (optimizer,) = trainer.optimizers.values()
     state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, torch.Tensor)]
-    return [number for each in (*trainer.model.parameters(), *state) for number in each.detach().flatten().tolist()]
+    return [
+        number for each in (*trainer.model.parameters(), *state) for number in local(each.detach()).flatten().tolist()
+    ]
 
 
-def step_on_nothing(folder, name, optimizer):
+def step_on_nothing(folder, name, optimizer, *overrides):
     """Trains two steps, then one on labels that are all ignored; returns whether the state changed, and the log."""
     options = {"optimizer": optimizer, "micro_batch_size": 2}
-    trainer = build(folder, name, {"type": "llama", **SIZES}, "trainer.max_steps=2", **options)
+    trainer = build(folder, name, {"type": "llama", **SIZES}, "trainer.max_steps=2", *overrides, **options)
     trainer.train()
     before = state_of(trainer)
-    trainer = build(folder, name, {"type": "llama", **SIZES}, "trainer.max_steps=3", **options)
+    trainer = build(folder, name, {"type": "llama", **SIZES}, "trainer.max_steps=3", *overrides, **options)
     only_empty_rows(trainer)
     trainer.train()
     return before == state_of(trainer), read_log(folder, name)[-1]
@@ -134,7 +140,9 @@ def main(folder):
     """What two ranks show: the first step of every model, and an update without labels."""
     for number, (kind, settings) in enumerate(MODELS.items()):
         train(folder, f"model-{number}", {"type": kind, **settings})
-    unchanged, _ = step_on_nothing(folder, "empty", {"type": "adamw", "lr": 0.1, "weight_decay": 0.1})
+    train(folder, "sharded", {"type": "llama", **SIZES}, "runtime.mesh={fsdp: 2}")
+    optimizer = {"type": "adamw", "lr": 0.1, "weight_decay": 0.1}
+    unchanged = [step_on_nothing(folder, f"empty-{axis}", optimizer, f"runtime.mesh={{{axis}: 2}}")[0] for axis in AXES]
     (folder / f"unchanged-{os.environ['RANK']}.json").write_text(json.dumps(unchanged))
     try:
         train(folder, "plain", {"type": "tests.distributed.token_cases:Bigram"}, "trainer.micro_batch_size=4")
