@@ -13,9 +13,9 @@ from tests.messages import raises
 
 from trainwright import Mean, RunConfig, Trainer, build_trainer
 from trainwright.errors import TrainwrightError
+from trainwright.loop.outputs import count_targets
 from trainwright.models.bert import Bert
 from trainwright.models.llama import Llama
-from trainwright.models.targets import count_targets
 from trainwright.user_code.locations import location_of
 
 transformers = pytest.importorskip("transformers")

@@ -18,7 +18,6 @@ from trainwright.events import Mean
 from trainwright.events.mean import IGNORED_LABEL
 from trainwright.memory.out_of_memory import is_out_of_memory
 from trainwright.models.layers.losses import count_labels
-from trainwright.models.targets import count_targets
 from trainwright.user_code.locations import definition_of, is_user_file
 
 Loss = torch.Tensor | Mean
@@ -127,6 +126,25 @@ def read_forward(returned: Any, batch: Any, model: torch.nn.Module, num_samples:
     if isinstance(loss, Mean):
         return ForwardResult(loss, num_samples, outputs=outputs)
     return ForwardResult(_one_number(loss), num_samples, outputs=outputs, count=count_targets(model, batch))
+
+
+def count_targets(model: torch.nn.Module, batch: Any) -> torch.Tensor | None:
+    """Returns the number of labels of a batch that the model's loss is the mean of; None if that is not known.
+
+    A model says so with `count_targets(labels)`, as the shipped ones do.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+        return None
+    kind = type(model)
+    count: Callable[..., torch.Tensor | None] | None = getattr(kind, "count_targets", None)
+    if count is not None:
+        return count(model, labels)
+    if not kind.forward.__module__.startswith("transformers.") or {"shift_labels", "num_items_in_batch"} & {*batch}:
+        return None
+    from trainwright.models import transformers_models  # imports much
+
+    return transformers_models.count_targets(model, labels)
 
 
 def read_pair(returned: tuple[Any, ...], num_samples: int) -> ForwardResult:

@@ -365,7 +365,6 @@ class Update:
         self._losses: list[tuple[Loss, torch.Tensor | float]] = []
         self.has_plain_loss = False
         """True if a loss was neither a Mean nor a mean over a known number of labels."""
-        self._counts_targets = False
         self._metrics: dict[str, list[tuple[Any, int]]] = {}
         self._own_is_finite: torch.Tensor | bool = True
 
@@ -428,7 +427,6 @@ class Update:
         weight: torch.Tensor | float = num_samples
         if isinstance(loss, Mean):
             scaled = loss.total / batch_size
-            self._counts_targets = True
         elif result.count is None:
             share = num_samples / batch_size
             scaled = loss if share == 1.0 else loss * share
@@ -437,7 +435,6 @@ class Update:
             weight = result.count.item() if updater.reads_at_once else result.count
             scaled = loss if self._is_whole else loss * (weight / batch_size)
             loss = _without_nan(loss, weight)
-            self._counts_targets = True
         if not isinstance(scaled, torch.Tensor) or not scaled.requires_grad:
             raise TrainwrightError(
                 "The loss has no gradient: nothing it was computed from requires one. Check for .detach(), "
@@ -492,9 +489,10 @@ class Update:
             if repair is not None and updater.loss_scale is None:
                 repair()
         grad_norm, factor = self._clip(gradients, factor, owned.norm)
-        skip = self._is_empty()
+        skip = False if self.has_plain_loss else self._is_empty()  # a plain loss counts samples
         if skip is not True:
-            skip = _either(skip, self._judge(loss, grad_norm))
+            judged = self._judge(loss, grad_norm)
+            skip = judged if skip is False else _either(skip, judged)
         overflowed = None
         if updater.loss_scale is not None:
             overflowed = ~torch.isfinite(grad_norm)
@@ -522,7 +520,7 @@ class Update:
         if updater.ranks.size == 1 and len(self._losses) == 1 and isinstance(first, torch.Tensor):
             # The common case needs no arithmetic on the device at all.
             self.weight = weight if isinstance(weight, torch.Tensor) else float(weight)
-            if self._is_whole and self._counts_targets:
+            if self._is_whole and not self.has_plain_loss:
                 return first, 1.0
             if isinstance(weight, torch.Tensor):
                 return first, torch.where(weight > 0, batch_size / weight, 0.0)
@@ -558,9 +556,6 @@ class Update:
         A tensor if only the device knows; a fused optimizer then skips the step there.
         """
         updater = self._updater
-        has_samples = self._counts_targets or self.has_plain_loss
-        if not self._counts_targets and (has_samples or updater.ranks.size == 1):
-            return False  # a plain loss counts samples
         updater.note_counted()
         is_empty: Any = self.weight == 0
         return bool(is_empty) if updater.reads_at_once else is_empty
