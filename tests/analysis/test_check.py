@@ -34,8 +34,8 @@ def test_a_correct_run_has_no_finding_and_lists_what_was_checked(check):
     assert report.render() == (
         "ok: Net with 58 parameters; 24 samples, valid 12; 12 steps of 8 samples (micro-batch 4 × "
         "gradient_accumulation_steps 2).\n"
-        "Checked: config, 8 components, a training step, evaluation of valid, a checkpoint, read back bit-equal, "
-        "graph safety."
+        "Checked: config, 8 components, a training step, a batch in two micro-batches, evaluation of valid, a "
+        "checkpoint, read back bit-equal, graph safety."
     )
 
 
@@ -317,7 +317,52 @@ def test_labels_outside_the_classes_are_an_error_with_both_numbers(check, at):
 
 
 def test_labels_to_ignore_are_inside_the_classes(spoilt):
-    assert spoilt("index % self.classes", "-100 if index % 2 else 0").is_ok
+    assert spoilt("index % self.classes", "-100 if index % 2 else 0", "trainer.micro_batch_size=8").is_ok
+
+
+def test_ignored_labels_next_to_a_plain_loss_are_an_error_where_batches_are_split(spoilt, at):
+    ((location, problem),) = errors_of(spoilt("index % self.classes", "-100 if index % 2 else 0"))
+    assert location == at("def forward")
+    assert problem.startswith("Some labels are -100")
+
+
+# one batch, whole and in two micro-batches
+
+
+def split_finding(report):
+    (found,) = [each for each in report.findings if "two micro-batches" in each.problem]
+    assert report.is_ok
+    return found
+
+
+def test_batch_norm_depends_on_the_micro_batch(spoilt, at):
+    found = split_finding(spoilt("nn.Linear(4, width)", "nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width))"))
+    assert str(found.location) == at(RETURN)
+    assert "BatchNorm1d" in found.advice
+
+
+def test_negatives_from_the_batch_depend_on_the_micro_batch(spoilt):
+    negatives = "nn.functional.cross_entropy(logits @ logits.T, torch.arange(len(x)))"
+    found = split_finding(spoilt("nn.functional.cross_entropy(logits, labels)", negatives))
+    assert "negatives" in found.advice
+
+
+def test_a_mean_over_another_number_of_elements_depends_on_the_micro_batch(spoilt):
+    masked = "(logits[x[:, 0] > 12] ** 2).mean()"
+    found = split_finding(spoilt("nn.functional.cross_entropy(logits, labels)", masked))
+    assert "Mean(total, count)" in found.advice
+
+
+def test_dropout_is_no_finding(spoilt):
+    report = spoilt("nn.Linear(4, width)", "nn.Sequential(nn.Linear(4, width), nn.Dropout(0.5))")
+    assert not list(report.findings)
+    assert "a batch in two micro-batches" in report.checked
+
+
+def test_a_forward_that_draws_random_numbers_is_not_compared(spoilt):
+    report = spoilt("self.inner(x)", "self.inner(x + torch.randn_like(x))")
+    assert not list(report.findings)
+    assert "a batch in two micro-batches" not in report.checked
 
 
 def test_labels_of_an_evaluation_set_name_the_set(check):

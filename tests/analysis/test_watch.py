@@ -70,7 +70,7 @@ FINE = [
     "y = x.clone(); y[y > 100] = 0.0",
     "h = h[torch.arange(len(h))]",
     "h = h + torch.tensor(1.0)",
-    "h = h + h.shape[0] * float('0.5')",
+    "h = h + h.shape[1] * float('0.5')",
     "nn.functional.one_hot(labels, 2)",
     "h = h.masked_fill(h > 3, 0.0)",
 ]

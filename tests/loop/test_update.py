@@ -94,6 +94,63 @@ def test_a_batch_in_which_nothing_counts_moves_nothing():
     assert float(result.loss) == 0.0
 
 
+def mean_loss(w, x):
+    return (x @ w).square().mean()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("sizes", [(5, 3), (8, 0), (8,)])
+def test_a_mean_over_counted_labels_weighs_its_labels(sizes, on_device, monkeypatch):
+    monkeypatch.setattr(update_module, "reads_at_once", lambda device: not on_device)
+    w, x = nn.Parameter(torch.ones(3, dtype=torch.float64)), torch.randn(8, 3, dtype=torch.float64)
+    updater = make_updater([w], batch_size=4, lr=0.0)
+    update = updater.begin(4, num_backwards=len(sizes))
+    for part in x.split(sizes):
+        update.backward(ForwardResult(mean_loss(w, part), 2, count=torch.tensor(len(part))))
+    result = update.apply()
+    expected = mean_loss(w, x)
+    (gradient,) = torch.autograd.grad(expected, w)
+    torch.testing.assert_close(w.grad, gradient)
+    torch.testing.assert_close(result.loss, expected.detach())
+    torch.testing.assert_close(result.grad_norm, gradient.norm())
+    assert float(update.weight) == 8
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "plain SGD", "Lion", "Muon"])
+def test_an_update_that_counts_nothing_leaves_weights_and_state(kind, on_device, num_micro_batches, monkeypatch):
+    monkeypatch.setattr(update_module, "reads_at_once", lambda device: not on_device)
+    w = nn.Parameter(torch.ones(4, 3))
+    optimizer = {
+        "AdamW": lambda: AdamW([w], lr=0.1, weight_decay=0.1),
+        "SGD": lambda: torch.optim.SGD([w], lr=0.1, momentum=0.9, weight_decay=0.1, fused=True),
+        "plain SGD": lambda: torch.optim.SGD([w], lr=0.1, momentum=0.9, weight_decay=0.1),
+        "Lion": lambda: Lion([w], lr=0.1),
+        "Muon": lambda: Muon([w], lr=0.1),
+    }[kind]()
+    detector = AnomalyDetector(AnomaliesSection(non_finite="raise"), device=torch.device("cpu"), rank=0)
+    updater = make_updater([w], optimizer=optimizer, detector=detector, max_grad_norm=1.0)
+    states = []
+    for step, count in enumerate((3, 0, 3)):
+        updater.begin_step(step)
+        update = updater.begin(8, num_backwards=num_micro_batches)
+        for _ in range(num_micro_batches):
+            logits = torch.ones(3, 4) @ w
+            labels = torch.full((3,), 1 if count else -100)
+            loss = nn.functional.cross_entropy(logits, labels)
+            update.backward(ForwardResult(loss, 8 // num_micro_batches, count=torch.tensor(count)))
+        result = update.apply()
+        state = [value for value in optimizer.state[w].values() if isinstance(value, torch.Tensor)]
+        states.append([each.detach().clone() for each in (w, *state)])
+        assert torch.isfinite(result.loss)
+        assert float(update.weight) == count * num_micro_batches
+    assert all(torch.equal(*pair) for pair in zip(*states[:2], strict=True))
+    assert not torch.equal(states[1][0], states[2][0])
+    assert detector.look() == []
+    assert updater.skips_updates
+
+
 def test_grad_norm_is_measured_before_clipping_and_also_without():
     for limit in (None, 0.5):
         w = weight()

@@ -47,8 +47,10 @@ from trainwright.data.fetch import count_samples, fetch, is_stream
 from trainwright.data.loader import EvalData, TrainData
 from trainwright.data.stream_loader import EvalStream, StreamData
 from trainwright.errors import ConfigError, DataError, TrainwrightError
+from trainwright.events import Mean
 from trainwright.events.mean import IGNORED_LABEL
 from trainwright.loop.outputs import CriterionError
+from trainwright.loop.state import Batch, split_batch
 from trainwright.loop.task import Task, overrides
 from trainwright.loop.trainer import Trainer
 from trainwright.models.model import Model
@@ -438,6 +440,85 @@ def without_gradient(model: torch.nn.Module) -> list[str]:
     return [] if len(missing) == len(trainable) else missing
 
 
+# one batch, whole and in two micro-batches
+
+
+_BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+
+
+def check_split(trainer: Trainer, batch: Batch, case: Case) -> bool:
+    """Notes a loss or gradient that changes when a batch is split in two; returns False if it cannot be compared.
+
+    Dropout is off, and the normalization over a batch on, as in training. A forward that draws random numbers cannot be
+    compared, nor a step of the user's own.
+    """
+    collator = trainer.train_data.collator if trainer.train_data is not None else None
+    if batch.num_samples < 2 or collator is None or overrides(trainer, "train_step", Trainer):
+        return False
+    model = trainer.model
+    modes = {module: module.training for module in model.modules()}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        model.eval()
+        normalizing = [each for each in modes if isinstance(each, _BATCH_NORMS)]
+        for each in normalizing:
+            each.train(modes[each])
+        with torch.random.fork_rng(devices=[]), trainer.storage.isolated():
+            whole, again = (_loss_and_gradient(trainer, [batch], seed=seed) for seed in range(2))
+            split = _loss_and_gradient(trainer, list(split_batch(batch, 2, collator)), seed=2)
+    except Exception:
+        return False  # the stages before have reported what fails in the run itself
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+        for module, mode in modes.items():
+            module.training = mode
+    tolerance = 1e-3 if case.config.runtime.precision == "fp32" else 0.05
+    if _distance(whole, again) > tolerance:
+        return False
+    difference = _distance(whole, split)
+    if difference > tolerance:
+        if normalizing:
+            kind = type(normalizing[0]).__name__
+            reason = f"{kind} normalizes over the samples of a micro-batch. GroupNorm and LayerNorm do not"
+        else:
+            reason = (
+                "The loss may be a mean over another number of elements in each micro-batch (return Mean(total, "
+                "count)), or compare the samples of a batch with each other, as with in-batch negatives"
+            )
+        problem = (
+            f"the loss or its gradient changes by {difference:.2g} of its size when a batch is split into two "
+            "micro-batches, so the run depends on the micro-batch size and the number of ranks."
+        )
+        case.add("remark", problem, f"{reason}.", location_of_loss(trainer, case))
+    return True
+
+
+def _loss_and_gradient(trainer: Trainer, micro_batches: Sequence[Batch], *, seed: int) -> torch.Tensor:
+    """Returns the loss of the batch, weighted as an update weights it, and then its gradient, as one vector."""
+    parameters = [each for each in trainer.model.parameters() if each.requires_grad]
+    sums = [torch.zeros(1, dtype=torch.float64), *(torch.zeros_like(each, dtype=torch.float64) for each in parameters)]
+    count = 0.0
+    torch.manual_seed(seed)
+    for micro_batch in micro_batches:
+        trainer.set_batch(micro_batch.value, micro_batch.num_samples)
+        mean = type(trainer).run_forward(trainer, micro_batch.value).mean
+        mean = mean if isinstance(mean, Mean) else Mean(mean * micro_batch.num_samples, micro_batch.num_samples)
+        total = torch.as_tensor(mean.total)
+        for each, share in zip(sums[1:], torch.autograd.grad(total, parameters, allow_unused=True), strict=True):
+            each += 0.0 if share is None else share
+        sums[0] += total.detach()
+        count += float(mean.count)
+    return torch.cat([each.flatten() for each in sums]) / max(count, 1.0)
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Returns the larger of the relative differences of the loss, the first number, and of the gradient."""
+    parts = ((one[:1], other[:1]), (one[1:], other[1:]))
+    return max(float((a - b).norm() / a.norm().clamp(min=1e-12)) for a, b in parts)
+
+
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return ", ".join(names[:_MAX_NAMES]) + more
@@ -624,6 +705,7 @@ def run_stages(case: Case, folder: Path, report: Report) -> None:
         report.skipped += ["a training step", "graph safety"]
     else:
         trial.train()
+    trial.split()
     trial.evaluate(without=unusable)
     trial.save_and_restore()
     trial.check_graph_safety()
@@ -683,6 +765,7 @@ class Trial:
         self.phase = "step"
         """The phase of the loop, to find the setting of an error without a line."""
         self.first_batch: Any = None
+        self.step_batch: Batch | None = None
         self.model_inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.missing_gradients: list[str] = []
         self.has_stepped = False
@@ -706,7 +789,7 @@ class Trial:
         return inner(batch)
 
     def _train_step(self, inner: Callable[..., Any], batch: Any) -> Any:
-        self.phase = "step"
+        self.phase, self.step_batch = "step", self.trainer.batch
         with watching(self.watch):
             result = inner(batch)
         self.phase, self.has_stepped = "after the step", True
@@ -746,6 +829,13 @@ class Trial:
             check_gradients(self.trainer, self.missing_gradients, self.case)
         else:
             self.report.skipped += ["gradients", "the graph's trace"]
+
+    def split(self) -> None:
+        """Compares the batch of the step, processed whole and in two micro-batches."""
+        if self.has_stepped and self.step_batch is not None:
+            self._model_hook.remove()
+            if check_split(self.trainer, self.step_batch, self.case):
+                self.report.checked.append("a batch in two micro-batches")
 
     def evaluate(self, *, without: set[str]) -> None:
         """Evaluates the sets that the loop did not reach, one by one, so that one failure does not hide another."""

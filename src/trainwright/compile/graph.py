@@ -79,6 +79,7 @@ class CapturedUpdater(Protocol):
     step: int
     rates: dict[str, float]
     after_replay: set[str]
+    skips_updates: bool
     detector: Any
     """An AnomalyDetector of anomaly/detection.py, or None."""
 
@@ -160,7 +161,7 @@ class GraphStep:
         self._compares_always = has_user_code_between_steps
         self._graphs: dict[_Signature, _Graph] = {}
         self._num_runs: dict[_Signature, int] = {}
-        self._is_prepared = False
+        self._is_prepared = self._was_prepared_to_skip = False
         self._warned: set[str] = set()
         self._num_eager_runs = 0
         self._num_replays = 0
@@ -170,7 +171,8 @@ class GraphStep:
 
     def run(self, batch: Any, num_samples: int) -> StepOutcome:
         """Makes one update from one batch."""
-        if not self._is_prepared:
+        # The first update shows whether the loss counts labels, and may then be skipped.
+        if not self._is_prepared or self._was_prepared_to_skip != self._updater.skips_updates:
             self._prepare_optimizers()
         for optimizer in self._captured:
             sync_captured_rates(optimizer)
@@ -236,7 +238,7 @@ class GraphStep:
         """Gives optimizers learning rates on the device; those that cannot be captured step after each replay."""
         self._is_prepared = True
         updater = self._updater
-        skips = updater.detector is not None and updater.detector.skips_updates
+        skips = self._was_prepared_to_skip = updater.skips_updates
         for name, entry in updater.optimizers.items():
             optimizer = entry.optimizer
             # Python code that hooks into a step would not run in a replay.

@@ -43,6 +43,8 @@ class RegionOutputs(NamedTuple):
     loss: Any
     metrics: dict[str, Any]
     outputs: Mapping[str, Any] | None
+    num_targets: torch.Tensor | None
+    """The number of labels that a plain loss is the mean of, if it is known."""
 
 
 Compute = Callable[[Any], RegionOutputs]
@@ -225,9 +227,9 @@ def _run_forward(compute: Compute, batch: Any) -> RegionOutputs:
 
 def _run_to_loss(compute: Compute, batch: Any) -> RegionOutputs:
     """The same with metrics without gradients, and of the outputs only their names."""
-    loss, metrics, outputs = compute(batch)
+    loss, metrics, outputs, num_targets = compute(batch)
     metrics = {name: _detach(value) for name, value in metrics.items()}
-    return RegionOutputs(loss, metrics, None if outputs is None else dict.fromkeys(outputs))
+    return RegionOutputs(loss, metrics, None if outputs is None else dict.fromkeys(outputs), num_targets)
 
 
 def _detach(value: Any) -> Any:

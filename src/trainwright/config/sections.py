@@ -230,7 +230,7 @@ class OptimizerSection(Section):
     """Globs of the names of the parameters that this optimizer updates."""
 
 
-BUILT_IN_TRAINERS = ("trainer", "language_model", "classification", "sequence_to_sequence")
+BUILT_IN_TRAINERS = ("trainer", "language_model", "masked_language_model", "classification", "sequence_to_sequence")
 
 
 class TrainerSection(Section):

@@ -68,7 +68,7 @@ class EvalLogs(dict[str, Any]):
 
 def logs_of(result: ForwardResult) -> EvalLogs:
     """Turns the result of a forward into the logs of an evaluation step."""
-    logs = EvalLogs(loss=result.loss, **result.metrics)
+    logs = EvalLogs(loss=result.mean, **result.metrics)
     logs.outputs = result.outputs
     return logs
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -15,7 +15,10 @@ import torch
 
 from trainwright.errors import DataError, TrainwrightError
 from trainwright.events import Mean
+from trainwright.events.mean import IGNORED_LABEL
 from trainwright.memory.out_of_memory import is_out_of_memory
+from trainwright.models.layers.losses import count_labels
+from trainwright.user_code.locations import definition_of, is_user_file
 
 Loss = torch.Tensor | Mean
 
@@ -33,6 +36,16 @@ class ForwardResult:
     """The weight of a plain loss or metric; 0 on a rank without samples of its own."""
     metrics: dict[str, Any] = field(default_factory=dict)
     outputs: Mapping[str, Any] | None = None
+    count: torch.Tensor | None = None
+    """The number of labels that a plain loss is the mean of, on the device, if the model says so: its weight."""
+
+    @property
+    def mean(self) -> Loss:
+        """The loss with its count as a Mean in double precision; a plain loss without a count as it is."""
+        if self.count is None or isinstance(self.loss, Mean):
+            return self.loss
+        # A mean over no label is NaN.
+        return Mean(torch.where(self.count > 0, self.loss.double(), 0.0) * self.count, self.count)
 
 
 def explain_failure(error: IndexError | RuntimeError, batch: Any, model: torch.nn.Module) -> None:
@@ -110,7 +123,28 @@ def read_forward(returned: Any, batch: Any, model: torch.nn.Module, num_samples:
         )
     if loss is None:
         return _with_criterion(outputs, batch, model, num_samples)
-    return ForwardResult(loss if isinstance(loss, Mean) else _one_number(loss), num_samples, outputs=outputs)
+    if isinstance(loss, Mean):
+        return ForwardResult(loss, num_samples, outputs=outputs)
+    return ForwardResult(_one_number(loss), num_samples, outputs=outputs, count=count_targets(model, batch))
+
+
+def count_targets(model: torch.nn.Module, batch: Any) -> torch.Tensor | None:
+    """Returns the number of labels of a batch that the model's loss is the mean of; None if that is not known.
+
+    A model says so with `count_targets(labels)`, as the shipped ones do.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+        return None
+    kind = type(model)
+    count: Callable[..., torch.Tensor | None] | None = getattr(kind, "count_targets", None)
+    if count is not None:
+        return count(model, labels)
+    if not kind.forward.__module__.startswith("transformers.") or {"shift_labels", "num_items_in_batch"} & {*batch}:
+        return None
+    from trainwright.models import transformers_models  # imports much
+
+    return transformers_models.count_targets(model, labels)
 
 
 def read_pair(returned: tuple[Any, ...], num_samples: int) -> ForwardResult:
@@ -155,7 +189,29 @@ def _with_criterion(outputs: Mapping[str, Any], batch: Any, model: torch.nn.Modu
             f"The model's criterion, {type(criterion).__name__}, cannot compare {pair}: {reason}. Let forward give "
             "outputs of the shape and the dtype that it takes, or choose another criterion."
         ) from error
-    return ForwardResult(_one_number(loss), num_samples, outputs=outputs)
+    count = count_labels(criterion, labels) if isinstance(labels, torch.Tensor) else None
+    return ForwardResult(_one_number(loss), num_samples, outputs=outputs, count=count)
+
+
+def reject_ignored_labels(batch: Any, forwards: Iterable[Callable[..., Any]]) -> None:
+    """Raises for ignored labels next to a plain loss, in a run that splits its batches; waits for the device.
+
+    The mean of a micro-batch is over its own labels. Weighted by samples, the update would depend on how the batch was
+    split. The trainer calls this in its first steps only, because it waits: labels that are ignored at all, such as
+    padding, are in almost every batch. `forwards` are searched for the one that the user wrote.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
+        return
+    if bool((labels == IGNORED_LABEL).any()):
+        definitions = [found for each in forwards if (found := definition_of(each)) is not None]
+        raise TrainwrightError(
+            f"Some labels are {IGNORED_LABEL}, which a loss ignores, but forward returned a plain loss, and batches "
+            "are split into micro-batches or over ranks: the gradient would depend on the split. Return Mean(total, "
+            "count) with the number of labels that count (for a loss per sample: of samples), or use a trainer that "
+            "counts them: trainer.type language_model, masked_language_model or sequence_to_sequence.",
+            where=next((f"{file}:{line}" for file, line in definitions if is_user_file(file)), None),
+        )
 
 
 def _reject_scores(returned: torch.Tensor, batch: Any, model: torch.nn.Module) -> None:

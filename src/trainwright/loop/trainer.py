@@ -53,13 +53,13 @@ from trainwright.errors import (
     exit_code_of,
 )
 from trainwright.events import EventStorage
-from trainwright.events.mean import merge, summarise
+from trainwright.events.mean import IGNORED_LABEL, Window, merge, summarise
 from trainwright.loop.checkpointing import BestCheckpoint, Checkpointing
 from trainwright.loop.evaluation import EvalLogs, EvaluationAbandoned, Evaluator, logs_of
 from trainwright.loop.heartbeat import Heartbeat
 from trainwright.loop.hook import HOOK_EVENTS, Hook, HookCalls, call_each
 from trainwright.loop.metrics import ConfiguredMetric
-from trainwright.loop.outputs import ForwardResult, explain_failure, read_forward
+from trainwright.loop.outputs import ForwardResult, explain_failure, read_forward, reject_ignored_labels
 from trainwright.loop.state import Batch, RunState, count_samples, split_batch
 from trainwright.loop.stop_signal import StopRequest, StopSignal
 from trainwright.loop.task import Task, overrides
@@ -126,6 +126,9 @@ class TrainerContext:
     capture: Capture
     metrics: list[ConfiguredMetric] = field(default_factory=list)
     test_data: EvaluationData | None = None
+
+
+_NUM_CHECKED_LOSSES = 4  # steps of a process in which the host reads the labels
 
 
 class TrainIterator(Iterator[Any]):
@@ -226,6 +229,8 @@ class Trainer:
         """The updates that this step has begun."""
         self._is_training = False
         self._has_warned_of_loss = False
+        is_split = self.num_micro_batches > 1 or self.ranks.mesh.num_data_ranks > 1
+        self._num_unchecked_losses = _NUM_CHECKED_LOSSES if is_split else 0
         self._next_due = 0
         """Steps before this one have nothing due by the config's periods."""
         self._data_start = 0
@@ -611,6 +616,8 @@ class Trainer:
                     result, weight = self.train_step(batch), self._loss_weight()
                 else:
                     result, weight = graph.run(batch, num_samples)
+                if self._num_unchecked_losses:
+                    self._check_loss(batch)
                 if self.ranks.size > 1:
                     self._updater.share_buffers()
                 state.step += 1
@@ -791,6 +798,12 @@ class Trainer:
         self.storage.step = self._state.step
         self._end_step()
 
+    def _check_loss(self, batch: Any) -> None:
+        """Raises in one of the first steps if its loss depends on how the batch was split."""
+        self._num_unchecked_losses -= 1
+        if any(update.has_plain_loss for update in self._updates):
+            reject_ignored_labels(batch, [type(each).forward for each in (self, self.task, self.model)])
+
     def _loss_weight(self) -> Any:
         """The weight of the loss of the last update."""
         return self._updates[-1].weight if self._updates else self._batch.num_samples
@@ -916,7 +929,9 @@ class Trainer:
         if self._is_write_due():
             for name, count in (self.train_data.counts if self.train_data else {}).items():
                 storage.put_scalar(f"samples/{name}", count, smoothing_hint=False)
-            self._window_logs = summarise(merge(self.ranks.gather(storage.take_window())))
+            window = merge(self.ranks.gather(storage.take_window()))
+            self._window_logs = summarise(window)
+            self._count_empty_updates(window)
             logs = self.train_loop_end()
             self._warn_of_loss(logs.get("loss"))
             if not self.is_last_step:
@@ -929,6 +944,21 @@ class Trainer:
                 state.written_step = state.step
                 for writer in self._writers:
                     writer.write(storage)
+
+    def _count_empty_updates(self, window: Window) -> None:
+        """Logs the updates of a window that had no label to learn from, and were skipped."""
+        steps = [step for step, (_, weight) in window["loss"].steps.items() if not weight] if "loss" in window else []
+        if not steps:
+            return
+        self._window_logs["empty_updates"] = len(steps)
+        if self.ranks.is_first:
+            logger.warning(
+                "Step%s %s: every label of the batch is %d, so the update was skipped. Check the labels of the data, "
+                "or raise trainer.global_batch_size.",
+                "s" * (len(steps) > 1),
+                ", ".join(map(str, sorted(steps)[:8])) + ", ..." * (len(steps) > 8),
+                IGNORED_LABEL,
+            )
 
     def _warn_of_loss(self, loss: Any) -> None:
         """Warns once of a logged loss that is not finite; updates that were skipped are such a case."""
@@ -1124,15 +1154,15 @@ class Trainer:
         returned = self.forward(**batch) if isinstance(batch, Mapping) else self.forward_batch(batch)
         result = read_forward(returned, batch, self.model, 0)
         self.add_metrics(result, batch)
-        return RegionOutputs(result.loss, result.metrics, result.outputs)
+        return RegionOutputs(result.loss, result.metrics, result.outputs, result.count)
 
     def _run_compiled(self, compiled: CompiledForward, batch: Any, num_samples: int) -> ForwardResult:
         try:
-            loss, metrics, outputs = compiled.run(batch)
+            loss, metrics, outputs, count = compiled.run(batch)
         except Exception as error:
             self._explain_compilation(error)
             raise
-        return ForwardResult(loss, num_samples, metrics, outputs)
+        return ForwardResult(loss, num_samples, metrics, outputs, count)
 
     def _explain_compilation(self, error: Exception) -> None:
         """Raises an error that explains why compiling failed; ignores other errors."""

@@ -191,6 +191,8 @@ class Updater:
         """Runs the micro-batches over the pipeline stages; None if every rank has all layers."""
         self.heartbeat = heartbeat or Heartbeat()
         self._capture = capture or Capture()
+        devices = [device_of(entry.optimizer) for entry in self.optimizers.values()]
+        self._reads_at_once = all(each is None or reads_at_once(each) for each in devices)
         self.step = 0
         """The number of the current update, starting at 1."""
         self.is_judged = False
@@ -199,22 +201,36 @@ class Updater:
         self.after_replay: set[str] = set()
         """The optimizers that cannot be captured: in graph mode they step after each replay."""
         self._postponed: list[tuple[str, torch.Tensor | bool]] = []
+        self.skips_updates = detector is not None and detector.skips_updates
+        """True if an update may be skipped: by a policy for anomalies, or because none of its labels counts."""
         self._owned: dict[tuple[str, ...], _OwnedParameters] = {}
         self._buffers = list(buffers)
         self._gradient_copies = ranks.mesh.num_gradient_copies
         self.buffer_snapshot: BufferSnapshot | None = None
-        if detector is not None and detector.skips_updates:
+        if self.skips_updates:
             self.buffer_snapshot = BufferSnapshot(buffers) if buffers else None
-            self._log_waits()
+            self._log_waits("anomalies")
 
-    def _log_waits(self) -> None:
+    @property
+    def reads_at_once(self) -> bool:
+        """True if reading a value of this step does not wait for the device."""
+        return self._reads_at_once and not self._capture.is_active
+
+    def note_counted(self) -> None:
+        """Notes that losses count labels: an update of ignored labels is skipped."""
+        if not self.skips_updates:
+            self.skips_updates = True
+            self._log_waits("labels of -100")
+
+    def _log_waits(self, reason: str) -> None:
         """Logs which optimizers cannot skip an update on the device, so that the host waits in every step."""
         for name, entry in self.optimizers.items():
             device = device_of(entry.optimizer) or torch.device("cpu")
             if not reads_at_once(device) and not supports_found_inf(entry.optimizer):
                 logger.info(
-                    "anomalies: the optimizer %s (%s) cannot skip an update on the device, so the host waits for it in "
+                    "%s: the optimizer %s (%s) cannot skip an update on the device, so the host waits for it in "
                     "every step. Fused optimizers do not need this.",
+                    reason,
                     name,
                     type(entry.optimizer).__name__,
                 )
@@ -344,7 +360,11 @@ class Update:
         """After `apply`: the weight of the loss, Σcount over micro-batches and ranks."""
         self._updater = updater
         self._backwards_left = num_backwards
-        self._losses: list[tuple[Loss, int]] = []
+        self._is_whole = num_backwards == 1 and updater.ranks.size == 1
+        """True if one micro-batch of one rank is the whole batch: its mean needs no weight."""
+        self._losses: list[tuple[Loss, torch.Tensor | float]] = []
+        self.has_plain_loss = False
+        """True if a loss was neither a Mean nor a mean over a known number of labels."""
         self._metrics: dict[str, list[tuple[Any, int]]] = {}
         self._own_is_finite: torch.Tensor | bool = True
 
@@ -404,11 +424,17 @@ class Update:
             return value * 0.0 if isinstance(value, torch.Tensor) else None
         # Ranks along context all propagate this loss, and their gradients are summed.
         batch_size = updater.global_batch_size * updater._gradient_copies
+        weight: torch.Tensor | float = num_samples
         if isinstance(loss, Mean):
             scaled = loss.total / batch_size
-        else:
+        elif result.count is None:
             share = num_samples / batch_size
             scaled = loss if share == 1.0 else loss * share
+            self.has_plain_loss = True
+        else:
+            weight = result.count.item() if updater.reads_at_once else result.count
+            scaled = loss if self._is_whole else loss * (weight / batch_size)
+            loss = _without_nan(loss, weight)
         if not isinstance(scaled, torch.Tensor) or not scaled.requires_grad:
             raise TrainwrightError(
                 "The loss has no gradient: nothing it was computed from requires one. Check for .detach(), "
@@ -416,7 +442,7 @@ class Update:
             )
         if updater.loss_scale is not None:
             scaled = scaled * updater.loss_scale.scale
-        self._losses.append((loss.detach(), num_samples))
+        self._losses.append((loss.detach(), weight))
         for name, value in result.metrics.items():
             self._metrics.setdefault(name, []).append((value, num_samples))
         return scaled
@@ -463,12 +489,14 @@ class Update:
             if repair is not None and updater.loss_scale is None:
                 repair()
         grad_norm, factor = self._clip(gradients, factor, owned.norm)
-        skip = self._judge(loss, grad_norm)
+        skip = False if self.has_plain_loss else self._is_empty()  # a plain loss counts samples
+        if skip is not True:
+            judged = self._judge(loss, grad_norm)
+            skip = judged if skip is False else _either(skip, judged)
         overflowed = None
         if updater.loss_scale is not None:
             overflowed = ~torch.isfinite(grad_norm)
-            if skip is not True:
-                skip = overflowed if skip is False else skip | overflowed
+            skip = _either(skip, overflowed)
         grad_scale = self._scale_gradients(names, gradients, factor)
         metrics: dict[str, Any] = {}
         for name, values in self._metrics.items():
@@ -488,15 +516,19 @@ class Update:
         """Sums over micro-batches and ranks; returns the loss and the factor that makes the gradients exactly its."""
         updater = self._updater
         batch_size = updater.global_batch_size
-        first, num_samples = self._losses[0]
+        first, weight = self._losses[0]
         if updater.ranks.size == 1 and len(self._losses) == 1 and isinstance(first, torch.Tensor):
             # The common case needs no arithmetic on the device at all.
-            self.weight = float(num_samples)
-            return first, batch_size / num_samples if num_samples else 0.0
+            self.weight = weight if isinstance(weight, torch.Tensor) else float(weight)
+            if self._is_whole and not self.has_plain_loss:
+                return first, 1.0
+            if isinstance(weight, torch.Tensor):
+                return first, torch.where(weight > 0, batch_size / weight, 0.0)
+            return first, batch_size / weight if weight else 0.0
         device = owned.parameters[0].device
         totals = torch.zeros(2, dtype=torch.float64, device=device)
-        for loss, samples in self._losses:
-            total, count = (loss.total, loss.count) if isinstance(loss, Mean) else (loss * samples, samples)
+        for loss, weight in self._losses:
+            total, count = (loss.total, loss.count) if isinstance(loss, Mean) else (loss * weight, weight)
             totals[0] += total
             totals[1] += count
         mesh, sync = updater.ranks.mesh, updater.sync
@@ -511,12 +543,22 @@ class Update:
             updater.pipeline.sum_tied_gradients()
         total, count = totals.unbind()
         self.weight = count
-        # A batch with nothing to count (all labels ignored) changes nothing, instead of dividing by zero.
+        # A batch with nothing to count (all labels ignored) has a gradient of 0, instead of one divided by zero.
         counted = count.clamp(min=1e-12)
         # FSDP has divided the sum by the number of its ranks.
         unit = batch_size * (1 if sync is None else sync.averaging)
         precise = torch.promote_types(owned.parameters[0].dtype, torch.float32)
         return (total / counted).to(precise), torch.where(count > 0, unit / counted, 0.0)
+
+    def _is_empty(self) -> torch.Tensor | bool:
+        """Returns whether the update counts no label on any rank, so that it must not change weights or momentum.
+
+        A tensor if only the device knows; a fused optimizer then skips the step there.
+        """
+        updater = self._updater
+        updater.note_counted()
+        is_empty: Any = self.weight == 0
+        return bool(is_empty) if updater.reads_at_once else is_empty
 
     def _clip(
         self, gradients: list[torch.Tensor], factor: torch.Tensor | float, norm: GradientNorm | None
@@ -573,6 +615,20 @@ class Update:
         if updater.buffer_snapshot is not None:
             updater.buffer_snapshot.restore(skip)
         return skip
+
+
+def _either(first: torch.Tensor | bool, second: torch.Tensor | bool) -> torch.Tensor | bool:
+    """Returns `first or second`, where either may be known to the device only."""
+    if first is True or second is False:
+        return first
+    return second if first is False or second is True else first | second
+
+
+def _without_nan(loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor:
+    """Returns the loss, or 0 if its weight is 0: the mean of no label is NaN."""
+    if isinstance(weight, torch.Tensor):
+        return torch.where(weight > 0, loss, 0.0)
+    return loss if weight else torch.zeros_like(loss)
 
 
 def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:

@@ -65,6 +65,10 @@ class DecoderModel(Model):
             raise DataError("A cache needs full rows: remove attention_mask, position_ids and document_ids.")
         return self._score(self.body(input_ids, attention_mask, position_ids, document_ids, cache), labels)
 
+    def count_targets(self, labels: Tensor) -> Tensor | None:
+        """Returns the number of predicted tokens; the first one of a row is not predicted."""
+        return super().count_targets(labels[:, 1:])
+
     def begin(self, input_ids: Tensor, position_ids: Tensor | None = None, **_: Any) -> Tensor:
         """Embeds the tokens [B, S]: the states [B, S, D] that the first layer gets."""
         self._check_tokens(input_ids)

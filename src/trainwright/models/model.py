@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from trainwright.backends import checked_device
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.models.key_map import KeyMap, KeyRule
-from trainwright.models.layers.losses import label_names, num_labels_of
+from trainwright.models.layers.losses import count_labels, label_names, num_labels_of
 from trainwright.models.layers.settings import reject_other_values
 from trainwright.models.lora import LoRALinear
 from trainwright.models.presets import preset_settings
@@ -46,7 +46,8 @@ class Model(nn.Module):
 
     A subclass sets `settings` first in its constructor, which has keyword-only parameters, and initializes its weights
     in `reset_parameters`. `forward(..., labels=None)` returns `{"loss": ... or None, "logits": ...}`; the attribute
-    `criterion` computes the loss. Computed buffers are not in the state_dict (`persistent=False`).
+    `criterion` computes the loss, a mean over the labels other than -100, and `count_targets` returns their number: the
+    trainer weights micro-batches by it. Computed buffers are not in the state_dict (`persistent=False`).
     """
 
     hugging_face_types: ClassVar[tuple[str, ...]] = ()
@@ -110,6 +111,14 @@ class Model(nn.Module):
     def reset_parameters(self) -> None:
         """Initializes all weights and ties what is tied; also called for a model created on the meta device."""
         raise NotImplementedError(f"{type(self).__name__} must define reset_parameters.")
+
+    def count_targets(self, labels: Tensor) -> Tensor | None:
+        """Returns the number of labels that the loss of `forward` is the mean of, on the device.
+
+        None if that is not known: with a criterion other than a plain mean, or a forward that is not a shipped one.
+        """
+        is_own = type(self).forward.__module__.startswith("trainwright.models.")
+        return count_labels(self.criterion, labels) if is_own else None
 
     def begin(self, *args: Any, **batch: Any) -> Tensor:
         """Returns the hidden states that the first block gets; the arguments are those of `forward`.

@@ -1,6 +1,7 @@
 """Models of Hugging Face's transformers: built from keywords or a folder, and checked at their first packed batch.
 
-During training a call uses no cache, and packed documents do not attend to each other.
+During training a call uses no cache, and packed documents do not attend to each other. `count_targets` returns the
+weight that makes an update exact for every split of a batch.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from trainwright.backends.private_torch import constant_in_compiled_code
 from trainwright.config.problems import nearest
 from trainwright.errors import CheckpointError, ConfigError
+from trainwright.events.mean import IGNORED_LABEL
 from trainwright.models.pretrained import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -40,6 +43,18 @@ logger = logging.getLogger(__name__)
 
 POSITIONS, DOCUMENTS = (0, 1, 0, 1), (0, 0, 1, 1)
 """The row of the test for crossing attention: two documents of two tokens."""
+
+
+Counted = Literal["all", "next", "classes"]
+"""The labels that a mean is over: all of them, all but the first of each row, or all if they are classes."""
+
+_LOSS_FUNCTIONS: Mapping[str, Counted] = {
+    "ForCausalLMLoss": "next",
+    "ForMaskedLMLoss": "all",
+    "ForTokenClassification": "all",
+    "ForSequenceClassificationLoss": "classes",
+}
+"""The functions in transformers' loss_utils.py that are means over labels other than -100."""
 
 
 class _ForwardHook:
@@ -225,6 +240,54 @@ def build_transformers(
     hook = _ForwardHook(disables_cache=accepts_cache and "use_cache" not in arguments)
     model.register_forward_pre_hook(hook, with_kwargs=True)
     return model, report
+
+
+def count_targets(model: nn.Module, labels: Tensor) -> Tensor | None:
+    """Returns the number of labels that the loss of a model of transformers is the mean of.
+
+    It is read from the source of the class: None if the loss is not certainly a mean over the labels other than -100.
+    """
+    counted = _counted_labels(model)
+    if counted == "next":
+        labels = labels[..., 1:]
+    return None if counted is None else (labels != IGNORED_LABEL).sum()
+
+
+@constant_in_compiled_code
+def _counted_labels(model: Any) -> Counted | None:
+    counted = _LOSS_FUNCTIONS.get(getattr(model.loss_function, "__name__", ""))
+    inline = _loss_in_source(type(model).forward)
+    if inline != "loss_function":
+        counted = inline
+    if counted == "classes":
+        # One output is a number to predict, and several classes at a time are floats: other losses.
+        settings = model.config
+        is_class = settings.num_labels > 1 and settings.problem_type in (None, "single_label_classification")
+        return "all" if is_class else None
+    return counted
+
+
+@cache
+def _loss_in_source(forward: Callable[..., Any]) -> Literal["loss_function", "all", "classes"] | None:
+    """Returns how a forward of transformers computes its loss from `labels`; None if that is not certain."""
+    source = inspect.getsource(inspect.unwrap(forward))
+    # The labels are those of the batch, except for their device.
+    if re.search(r"^\s*labels = (?!labels\.to\()", source, re.MULTILINE):
+        return None
+    calls = re.findall(r"self\.loss_function\(\s*([^)]*)\)", source)
+    if len(calls) == 1 and "loss_fct" not in source:
+        arguments = re.split(r",\s*", calls[0])
+        passes_labels = "labels" in arguments[:2] or "labels=labels" in arguments
+        return "loss_function" if passes_labels and "shift_labels" not in calls[0] else None
+    if calls:
+        return None
+    kinds = set(re.findall(r"loss_fct = (?:nn\.)?(\w+Loss\(.*\))", source))
+    scores = re.findall(r"loss_fct\(\w+\.view\(-1, (?:[\w.]+|\w+\.size\(-1\))\), labels\.view\(-1\)\)", source)
+    if len(scores) != 1 or not kinds & {"CrossEntropyLoss()", "CrossEntropyLoss(ignore_index=-100)"}:
+        return None
+    if len(kinds) == 1 and source.count("loss_fct(") == 1:
+        return "all"
+    return "classes" if kinds == {"CrossEntropyLoss()", "MSELoss()", "BCEWithLogitsLoss()"} else None
 
 
 def _unknown_value(error: KeyError, config: Mapping[str, Any], path: str = "") -> str:

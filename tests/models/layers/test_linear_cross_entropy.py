@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trainwright.loop.outputs import ForwardResult
 from trainwright.models.layers import losses as module
 from trainwright.models.layers.losses import (
     CHUNK_ELEMENTS,
@@ -74,6 +75,17 @@ def test_without_any_counted_target_the_loss_is_nan_and_the_gradients_are_zero()
     loss = linear_cross_entropy(hidden, weight, torch.full_like(targets, IGNORED), ignore_index=IGNORED)
     assert loss.isnan()
     assert all(grad.eq(0).all() for grad in torch.autograd.grad(loss, (hidden, weight)))
+
+
+def test_no_rows_have_a_total_of_zero_over_no_target_and_zero_gradients():
+    hidden, weight, targets = drawn(0)
+    bias = torch.zeros(len(weight), requires_grad=True)
+    loss = linear_cross_entropy(hidden, weight, targets, ignore_index=IGNORED, bias=bias)
+    mean = ForwardResult(loss, 0, count=(targets != IGNORED).sum()).mean
+    assert (float(mean.total.detach()), int(mean.count)) == (0.0, 0)
+    grads = torch.autograd.grad(mean.total, (hidden, weight, bias))
+    assert [each.shape for each in grads] == [(0, 6), (11, 6), (11,)]
+    assert not any(each.any() for each in grads)
 
 
 @pytest.mark.parametrize("frozen", [0, 1])

@@ -53,7 +53,7 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(kind)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    rows = chunk_rows or rows_of_chunk(len(targets), weight.shape[0])
+    rows = chunk_rows or max(rows_of_chunk(len(targets), weight.shape[0]), 1)  # there may be no targets
     apply: Callable[..., Tensor] = _LinearCrossEntropy.apply  # torch has no types here
     return apply(hidden, weight, bias, targets, ignore_index, rows)
 
@@ -139,7 +139,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         precise = torch.promote_types(hidden.dtype, torch.float32)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        num_classes = weight.shape[0]
         aligned, offsets = _aligned(weight, bias)
         counted = targets != ignore_index
         total = hidden.new_zeros((), dtype=precise)
@@ -164,9 +163,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         count = counted.sum()
         # Scaled only in `backward`: in float16 a gradient divided by the number of tokens would vanish.
         ctx.save_for_backward(
-            torch.cat(hidden_grads) if hidden_grads else None,
-            sums["weight"][:num_classes].to(weight.dtype) if needs_weight else None,
-            sums["bias"][:num_classes].to(weight.dtype) if needs_bias else None,
+            None if not needs_hidden else torch.cat(hidden_grads) if hidden_grads else torch.zeros_like(hidden),
+            _sum_of(sums, "weight", weight) if needs_weight else None,
+            None if bias is None or not needs_bias else _sum_of(sums, "bias", bias),
             count,
         )
         return total / count
@@ -222,6 +221,23 @@ def _add(sums: dict[str, Tensor], name: str, share: Tensor, precise: torch.dtype
         sums[name].add_(share)  # in place, and precise without a precise copy of the share
     else:
         sums[name] = share.to(precise)
+
+
+def _sum_of(sums: Mapping[str, Tensor], name: str, parameter: Tensor) -> Tensor:
+    """Returns the summed gradient of a parameter, without the classes that `_aligned` added; zeros without a chunk."""
+    return sums[name][: len(parameter)].to(parameter.dtype) if name in sums else torch.zeros_like(parameter)
+
+
+def count_labels(criterion: Any, labels: Tensor) -> Tensor | None:
+    """Returns the number of labels that a criterion averages over, on the device; None if it is not a plain mean.
+
+    A mean with class weights is not: its divisor is the sum of the weights.
+    """
+    is_mean = type(criterion) in (nn.CrossEntropyLoss, nn.NLLLoss) and criterion.reduction == "mean"
+    if not is_mean or criterion.weight is not None or labels.is_floating_point():
+        return None
+    counted: Tensor = labels != criterion.ignore_index
+    return counted.sum()
 
 
 def class_criterion(num_labels: int) -> nn.Module:
