@@ -66,6 +66,10 @@ class DataError(TrainwrightError):
     """A dataset, a sample or a batch cannot be used."""
 
 
+class WorkerLostError(DataError):
+    """A process that reads data was killed, ended or does not answer: a launcher may start the run again."""
+
+
 class AnomalyError(TrainwrightError):
     """An anomaly (a loss that is not finite, a spike) for which the config ends the run."""
 

@@ -18,7 +18,7 @@ import typer
 from trainwright.api.experiments import load_experiment, split_overrides
 from trainwright.commands.terminal import Overrides
 from trainwright.config import RunConfig
-from trainwright.errors import ConfigError, TrainwrightError
+from trainwright.errors import ConfigError, TrainwrightError, WorkerLostError
 from trainwright.launch.local import (
     die_with_launcher,
     is_launched,
@@ -27,7 +27,7 @@ from trainwright.launch.local import (
     note_explained_error,
     num_restarts,
 )
-from trainwright.log import show_log
+from trainwright.log import outlive_console, show_log
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,9 @@ def train(
     starts_processes = nproc > 1 or max_restarts > 0 or nnodes > 1
     _check_launch(nnodes, rendezvous, starts_processes=starts_processes)
     if starts_processes and not is_launched():
-        sys.exit(launch(nproc, sys.argv[1:], max_restarts=max_restarts, num_nodes=nnodes, rendezvous=rendezvous))
+        with outlive_console():
+            code = launch(nproc, sys.argv[1:], max_restarts=max_restarts, num_nodes=nnodes, rendezvous=rendezvous)
+        sys.exit(code)
     die_with_launcher()
     leave_if_explained()
     if num_restarts():
@@ -136,6 +138,8 @@ def train(
     try:
         with _temporary_run(config) if fast_dev_run else nullcontext(config) as planned:
             _, logs = run_experiment(planned, fresh=fresh, accept_changes=accept_changes, **options)
+    except WorkerLostError:
+        raise  # a restart may go well, as after the loss of a rank
     except TrainwrightError:
         note_explained_error()
         raise

@@ -30,14 +30,8 @@ _LAUNCHED = "TRAINWRIGHT_LAUNCHED"
 """Environment variable: a folder through which the launcher and its workers communicate."""
 _EXPLAINED = "explained"
 _EXPLAINED_CODE = 2
-_EXPLAINED_CODES = (
-    1,
-    _EXPLAINED_CODE,
-    HANG_EXIT_CODE,
-    130,
-    138,
-    143,
-)  # the rank printed an error, or exited on a signal
+_EXPLAINED_CODES = (1, _EXPLAINED_CODE, HANG_EXIT_CODE, 129, 130, 138, 143)
+"""The rank printed an error, or exited on a signal."""
 _ELASTIC = "torch.distributed.elastic"
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _ADVICE = "SIGKILL often means too little memory. The same command resumes from the newest checkpoint."
@@ -73,7 +67,7 @@ def launch(
         rdzv_endpoint=rendezvous or "localhost:0",
         max_restarts=max_restarts,
         monitor_interval=0.1,
-        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        signals_to_handle=",".join(_forwarded_signals()),
     )
     with tempfile.TemporaryDirectory(prefix="trainwright-launch-") as notes, _replace_torch_log(config, Path(notes)):
         os.environ[_LAUNCHED] = notes
@@ -94,6 +88,12 @@ def launch(
         finally:
             del os.environ[_LAUNCHED]
     return 0
+
+
+def _forwarded_signals() -> list[str]:
+    """Returns the signals that the launcher forwards; under nohup, which ignores SIGHUP, that one stays ignored."""
+    names = ["SIGTERM", "SIGINT", "SIGQUIT", "SIGUSR1"]
+    return names if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [*names, "SIGHUP"]
 
 
 @contextmanager

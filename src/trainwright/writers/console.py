@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ class ConsoleWriter(Writer):
     """Prints progress: step, loss, speed and time left. Evaluations stay on the screen, progress is overwritten."""
 
     def __init__(self, stream: IO[str] | None = None) -> None:
-        self._console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
+        self._console = Console(file=stream, stderr=True, highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._first: tuple[int, float] | None = None
         self._drawn = float("-inf")
