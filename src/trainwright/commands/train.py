@@ -20,7 +20,6 @@ from trainwright.commands.terminal import Overrides
 from trainwright.config import RunConfig
 from trainwright.errors import ConfigError, TrainwrightError, WorkerLostError
 from trainwright.launch.local import (
-    die_with_launcher,
     is_launched,
     launch,
     leave_if_explained,
@@ -124,7 +123,6 @@ def train(
         with outlive_console():
             code = launch(nproc, sys.argv[1:], max_restarts=max_restarts, num_nodes=nnodes, rendezvous=rendezvous)
         sys.exit(code)
-    die_with_launcher()
     leave_if_explained()
     if num_restarts():
         # The first attempt has applied --fresh; this one resumes.

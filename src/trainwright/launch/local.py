@@ -13,6 +13,8 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,12 +30,15 @@ logger = logging.getLogger(__name__)
 
 _LAUNCHED = "TRAINWRIGHT_LAUNCHED"
 """Environment variable: a folder through which the launcher and its workers communicate."""
+_LAUNCHER = "TRAINWRIGHT_LAUNCHER"
+"""Environment variable: the process id of the launcher."""
 _EXPLAINED = "explained"
 _EXPLAINED_CODE = 2
 _EXPLAINED_CODES = (1, _EXPLAINED_CODE, HANG_EXIT_CODE, 129, 130, 138, 143)
 """The rank printed an error, or exited on a signal."""
 _ELASTIC = "torch.distributed.elastic"
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_PARENT_CHECK_SECONDS = 1.0  # where there is no prctl
 _ADVICE = "SIGKILL often means too little memory. The same command resumes from the newest checkpoint."
 
 
@@ -70,7 +75,7 @@ def launch(
         signals_to_handle=",".join(_forwarded_signals()),
     )
     with tempfile.TemporaryDirectory(prefix="trainwright-launch-") as notes, _replace_torch_log(config, Path(notes)):
-        os.environ[_LAUNCHED] = notes
+        os.environ.update({_LAUNCHED: notes, _LAUNCHER: str(os.getpid())})
         try:
             elastic_launch(config, sys.executable)("-m", "trainwright", *arguments)
         except ChildFailedError as error:
@@ -86,7 +91,7 @@ def launch(
                 "with the same --nnodes and --rendezvous, and check that they can reach that address."
             ) from error
         finally:
-            del os.environ[_LAUNCHED]
+            del os.environ[_LAUNCHED], os.environ[_LAUNCHER]
     return 0
 
 
@@ -165,6 +170,22 @@ def leave_if_explained() -> None:
 
 
 def die_with_launcher() -> None:
-    """Makes Linux send this worker SIGTERM when its launcher dies, so that no orphans remain."""
-    if is_launched() and sys.platform == "linux":
+    """Makes this worker receive SIGTERM when its launcher dies, so that no orphans remain.
+
+    Called first in a worker: SIGTERM ends it at once while it starts, and later makes it save its step.
+    """
+    if not is_launched():
+        return
+    launcher = int(os.environ[_LAUNCHER])
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != launcher:  # it died before the call
+            os.kill(os.getpid(), signal.SIGTERM)
+    else:
+        threading.Thread(target=_watch_launcher, args=(launcher,), name="trainwright-launcher", daemon=True).start()
+
+
+def _watch_launcher(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(_PARENT_CHECK_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
