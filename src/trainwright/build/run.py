@@ -162,6 +162,7 @@ def build_trainer(
     differ; without `evaluates` the evaluation sets are not used. `trainer_class` is used instead of the config's;
     config.yaml does not change, environment.json names the class.
     """
+    run_folders.reject_reserved(config)
     config, backend, ranks = _join(config)
     folder = run_folders.run_folder(config)
     kept = None if fresh else _kept_facts(config, folder, ranks)
@@ -451,11 +452,15 @@ def _find_checkpoint(trainer: Trainer, *, fresh: bool, accept_changes: bool) -> 
     config, folder, store = trainer.config, trainer.folder, trainer.context.store
 
     def find() -> tuple[int | None, RunConfig | None]:
-        run_folders.FolderLock(folder).reject_if_held()  # train() acquires it
-        moved = run_folders.set_aside(folder) if fresh else None
+        where = config.origin("output_dir")
+        try:
+            run_folders.FolderLock(folder).reject_if_held()  # train() acquires it
+            moved = run_folders.set_aside(folder) if fresh else None
+        except OSError as error:
+            raise run_folders.unwritable(folder, error, where=where) from error
         if moved is not None:
             logger.info("Moved the earlier run to %s", moved)
-        run_folders.prepare(folder, where=config.origin("output_dir"))
+        run_folders.prepare(folder, where=where)
         run_folders.claim_checkpoints(config, fresh=fresh)
         store.clean()
         step, saved = store.newest_intact(), run_folders.read_config(folder)
