@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from trainwright.safe_text import safe
+
 logger = logging.getLogger(__name__)
 
 _MAX_BUFFERED_RECORDS = 10_000
@@ -34,6 +36,13 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
         """Ignores the assignment by logging."""
 
 
+class _SafeFormatter(logging.Formatter):
+    """Masks credentials and escapes control characters, also those of tracebacks."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return safe(super().format(record))
+
+
 def show_log(level: int = logging.INFO) -> None:
     """Shows the package's messages from `level` on stderr; ranks other than 0 show only errors."""
     package = logging.getLogger("trainwright")
@@ -41,7 +50,7 @@ def show_log(level: int = logging.INFO) -> None:
     shown = next((handler for handler in package.handlers if isinstance(handler, _StderrHandler)), None)
     if shown is None:
         shown = _StderrHandler()
-        shown.setFormatter(logging.Formatter("%(message)s"))
+        shown.setFormatter(_SafeFormatter("%(message)s"))
         package.addHandler(shown)
     # A warning that thousands of ranks print would hide everything else.
     shown.setLevel(level if os.environ.get("RANK", "0") == "0" else max(level, logging.ERROR))
@@ -76,7 +85,7 @@ def run_log() -> Iterator[Callable[..., None]]:
         for path in paths:
             path.parent.mkdir(exist_ok=True)
             file = logging.FileHandler(path, encoding="utf-8")
-            file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+            file.setFormatter(_SafeFormatter("%(asctime)s %(levelname)s %(message)s"))
             for record in buffer.records:
                 file.handle(record)
             package.addHandler(file)

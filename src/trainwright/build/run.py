@@ -488,7 +488,7 @@ def _resume(trainer: Trainer, config: RunConfig, saved: RunConfig | None, *, cou
     if counts_steps or data.order_position < step * data.global_batch_size:
         trainer.set_max_steps(limits(config, data, steps_done=step)[0])
     renamed = {"name": trainer.config.name, "output_dir": trainer.config.output_dir}
-    if saved is None or saved.derive(renamed) != trainer.config:
+    if saved is None or saved.derive(renamed).masked() != trainer.config.masked():
         trainer.reopen()  # it ended with other settings
     if trainer.ranks.is_first:
         # A step that was saved before it was written is written again, so its lines are dropped too.

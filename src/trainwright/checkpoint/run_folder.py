@@ -145,12 +145,13 @@ def unwritable(folder: Path, error: OSError, *, setting: str = "output_dir", whe
 
 
 def save_settings(folder: Path, config: RunConfig, device: str, *, trainer: str | None = None) -> None:
-    """Writes config.yaml and environment.json, unless they exist with the same content.
+    """Writes config.yaml, without credentials, and environment.json, unless they exist with the same content.
 
     `trainer` is the trainer's class, if it is not the one that the config names.
     """
-    if read_config(folder) != config:
-        config.save(folder / CONFIG_FILE)
+    masked = config.masked()
+    if read_config(folder) != masked:
+        masked.save(folder / CONFIG_FILE)
     # Versions and hardware only: no variables and no paths, which could contain secrets.
     facts = {
         "python": platform.python_version(),

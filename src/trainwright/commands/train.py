@@ -25,6 +25,7 @@ from trainwright.launch.local import (
     leave_if_explained,
     note_explained_error,
     num_restarts,
+    shared_folder,
 )
 from trainwright.log import outlive_console, show_log
 
@@ -227,9 +228,8 @@ def _check_launch(nnodes: int, rendezvous: str | None, *, starts_processes: bool
 @contextmanager
 def _temporary_run(config: RunConfig) -> Iterator[RunConfig]:
     """Yields the config of a few steps in a temporary folder, which is the same on all ranks of one launcher."""
-    if "WORLD_SIZE" in os.environ:
-        folder = Path(tempfile.gettempdir()) / f"trainwright-{os.getppid()}"
-    else:
+    folder = shared_folder()
+    if folder is None:
         folder = Path(tempfile.mkdtemp(prefix="trainwright-"))
     try:
         yield config.derive({**FAST_DEV_RUN, "output_dir": str(folder)})

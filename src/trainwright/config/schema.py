@@ -36,8 +36,9 @@ from trainwright.config.sections import (
     Whole,
     empty_section,
 )
-from trainwright.config.yaml_text import KeyPath, Node, Origin, absolute, merge, nearest_origin, to_tree
+from trainwright.config.yaml_text import KeyPath, Node, Origin, absolute, map_strings, merge, nearest_origin, to_tree
 from trainwright.errors import ConfigError
+from trainwright.safe_text import mask_secrets
 
 # Defaults that an override can change in detail: `writers.0.…=…` also works without `writers` in the file.
 _DEFAULT_COMPONENTS: Mapping[str, Any] = {"writers": ["console", "json"], "data": {"collator": "stack"}}
@@ -138,6 +139,12 @@ class RunConfig(Section):
             path = tuple(dotted.split("."))
             tree = replace_at(tree, path, to_tree(as_yaml_value(value, path, {}), self._origins, path))
         return self._assemble(ConfigDocument(tree, self.project_dir), ())
+
+    def masked(self) -> RunConfig:
+        """Return a copy without the passwords and tokens in its URLs; the config itself if it has none."""
+        tree = to_tree(self.to_dict(), self._origins)
+        masked = map_strings(tree, mask_secrets)
+        return self if masked == tree else self._assemble(ConfigDocument(masked, self.project_dir), ())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write every setting and the project's folder as YAML; `load` returns an equal config."""

@@ -21,6 +21,7 @@ from trainwright.data.order import Order, chain_seed
 from trainwright.data.randomness import SEEDERS, DrawDetector, preserve_generators, seed_generators
 from trainwright.errors import DataError
 from trainwright.registry import resolve as registry
+from trainwright.safe_text import mask_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ class RowFailure:
     @classmethod
     def from_error(cls, error: Exception, *, source: str, row: int, lane: int | None = None) -> RowFailure:
         """Creates a failure from an exception."""
-        return cls(source, row, f"{type(error).__name__}: {error}", lane)
+        return cls(source, row, mask_secrets(f"{type(error).__name__}: {error}"), lane)
 
     def describe(self) -> str:
         """Returns the row and its error as text."""

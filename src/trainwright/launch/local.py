@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import threading
@@ -150,6 +151,24 @@ def _report_failure(rank: int, process: int, code: int) -> int:
 def is_launched() -> bool:
     """Returns True if `launch` started this process."""
     return _LAUNCHED in os.environ
+
+
+def shared_folder() -> Path | None:
+    """Returns a temporary folder that only this user can access, the same on all ranks of a machine; None for one rank.
+
+    The launcher of this package has created it. The processes of another launcher know only that launcher's process
+    id, so they share a folder of a known name, which may belong to someone else.
+    """
+    if is_launched():
+        return Path(os.environ[_LAUNCHED]) / "run"
+    if "WORLD_SIZE" not in os.environ:
+        return None
+    folder = Path(tempfile.gettempdir()) / f"trainwright-{os.getuid()}-{os.getppid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise TrainwrightError(f"{folder} belongs to another user, or others can write it. Delete it, or set TMPDIR.")
+    return folder
 
 
 def num_restarts() -> int:

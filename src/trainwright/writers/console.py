@@ -18,6 +18,7 @@ from rich.text import Text
 
 from trainwright.backends import memory_in_use
 from trainwright.events import EventStorage
+from trainwright.safe_text import safe
 from trainwright.writers.writer import Writer
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -110,7 +111,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def _pairs(values: dict[str, Any]) -> str:
-    return "  ".join(f"{name} {_short(value)}" for name, value in values.items())
+    return safe("  ".join(f"{name} {_short(value)}" for name, value in values.items()))
 
 
 def _short(value: Any) -> str:

@@ -24,6 +24,7 @@ from typing import IO, Any
 
 from trainwright.data.cache import cache_root, staged_file
 from trainwright.errors import ConfigError, DataError
+from trainwright.safe_text import is_masked
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +178,11 @@ def _open_file_system(url: str) -> tuple[Any, str]:
 
     It is created for each use, because those with an event loop do not survive a fork into a worker.
     """
+    if is_masked(url):
+        raise DataError(
+            f"path: {url} has no credentials, because a run does not save them. Give the whole address again, such as "
+            "data.train.path=…."
+        )
     try:
         import fsspec  # type: ignore[import-untyped]  # it comes without types
 
