@@ -19,6 +19,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
 
@@ -218,6 +219,12 @@ def remote_version(url: str) -> list[Any] | None:
         logger.debug("Nothing is known of %s: %s", url, error)
         return None
     return [[name, *map(str, _facts_in(each))] for name, each in sorted(found.items())] or None
+
+
+def list_locations(files: Sequence[FileLocation]) -> list[str]:
+    """Returns the names and sizes of files in order, without repeated neighbors, to compare them later."""
+    named = [f"{each.label} ({each.size} bytes)" for each in files]
+    return [name for name, _ in groupby(named)]
 
 
 def fingerprint_files(files: Sequence[FileLocation]) -> str:
