@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: quickstart test messages reference test-slow lint format types benchmark benchmark-data benchmark-gpu parity reliability torture clean help
+.PHONY: quickstart test messages reference test-slow lint format types benchmark benchmark-data benchmark-gpu parity reliability torture torture-page clean help
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -33,10 +33,13 @@ ARGUMENTS ?=
 parity: $(VENV)/.installed-dev ## Compare every model under every layout with one process, step by step.
 	$(BIN)/python -m tests.parity $(ARGUMENTS)
 
-MINUTES ?= 2
+CASES ?= 20
 SEED ?= 0
-torture: $(VENV)/.installed-dev ## Kill and damage runs at random for MINUTES; say how many survived.
-	$(BIN)/python -m tests.faults.torture --minutes $(MINUTES) --seed $(SEED)
+torture: $(VENV)/.installed-dev ## Kill, disturb and damage CASES runs at random; again: continue. The outcomes are in torture.json.
+	$(BIN)/python -m tests.faults.torture --cases $(CASES) --seed $(SEED)
+
+torture-page: $(VENV)/.installed-dev ## Write the outcomes of torture.json, with their seeds, to docs/reliability.md.
+	$(BIN)/python -m tests.faults.torture --write
 
 lint: $(VENV)/.installed-dev ## Check style and format.
 	$(BIN)/ruff check .

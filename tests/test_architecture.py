@@ -23,6 +23,7 @@ SOURCES = {
 }
 
 ROWS = (
+    ("safe_text",),
     ("errors", "log", "tracebacks"),
     ("config", "user_code"),
     ("registry",),

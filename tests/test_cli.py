@@ -191,7 +191,7 @@ def test_changes_are_rejected_accepted_or_begun_afresh(in_tmp, monkeypatch, caps
     assert lines_of(in_tmp / "runs" / "small")[-1]["step"] == 3
     assert main(monkeypatch, "train", RUN, "trainer.max_steps=2", "--fresh") == 0
     assert lines_of(in_tmp / "runs" / "small")[-1]["step"] == 2
-    assert (in_tmp / "runs" / "small.old-1").is_dir()
+    assert (in_tmp / "runs" / "small.old").is_dir()
 
 
 def test_evaluate_prints_the_last_evaluation_as_json(in_tmp, monkeypatch):

@@ -1,6 +1,10 @@
 """`python -m trainwright` is the command `trainwright`."""
 
-from trainwright.cli import main
+from trainwright.launch.local import die_with_launcher
 
 if __name__ == "__main__":
+    die_with_launcher()  # before the imports of a command, which take seconds
+
+    from trainwright.cli import main
+
     main()

@@ -29,6 +29,7 @@ from trainwright.commands.shard import shard
 from trainwright.commands.train import train
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.log import show_log
+from trainwright.safe_text import safe
 from trainwright.tracebacks import fold
 
 app = typer.Typer(
@@ -86,13 +87,13 @@ def main() -> None:
         if _is_first_to_fail(error):
             # An error in a file or an override is the same on every rank.
             rank_prefix = "" if isinstance(error, ConfigError) and error.where is not None else _rank_prefix()
-            print(f"{rank_prefix}error: {error}", file=sys.stderr)
+            print(safe(f"{rank_prefix}error: {error}"), file=sys.stderr)
         sys.exit(2)
     except Exception as error:
         if logging.getLogger("trainwright").level <= logging.DEBUG:
             raise
         if _is_first_to_fail(error):
-            print(_lost_rank(error) or _rank_prefix() + fold(error), end="", file=sys.stderr)
+            print(safe(_lost_rank(error) or _rank_prefix() + fold(error)), end="", file=sys.stderr)
         sys.exit(1)
 
 

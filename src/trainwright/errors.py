@@ -1,7 +1,7 @@
 """Errors for users: what is wrong, what was given, where it was set, what to do.
 
 Each has the full message and, if it is known, the source location (`run.yaml:14`, `override trainer.lr=x`), with which
-the message starts. This module does not import the rest of the package.
+the message starts. Credentials in URLs are masked.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import os
 import signal
 import sys
 from types import TracebackType
+
+from trainwright.safe_text import escape_controls, mask_secrets
 
 HANG_EXIT_CODE = 75
 """The exit code of all ranks if one is stuck: "temporary failure, try again" in sysexits.h.
@@ -28,9 +30,9 @@ class TrainwrightError(Exception):
     """An error with a message for the user; the command line shows it without a traceback."""
 
     def __init__(self, problem: str, *, where: object | None = None) -> None:
-        self.problem = problem
+        self.problem = mask_secrets(problem)
         self.where = where
-        super().__init__(f"{where}: {problem}" if where is not None else problem)
+        super().__init__(mask_secrets(f"{where}: {problem}" if where is not None else problem))
 
 
 def shorten_tracebacks() -> None:
@@ -47,7 +49,7 @@ def _print_error(kind: type[BaseException], error: BaseException, frames: Traceb
         sys.__excepthook__(kind, error, frames)
         return
     rank = os.environ.get("RANK", "0")
-    sys.stderr.write(f"{'' if rank == '0' else f'rank {rank}: '}error: {error}\n")
+    sys.stderr.write(f"{'' if rank == '0' else f'rank {rank}: '}error: {escape_controls(str(error))}\n")
 
 
 class ConfigError(TrainwrightError):
@@ -64,6 +66,10 @@ class CheckpointError(TrainwrightError):
 
 class DataError(TrainwrightError):
     """A dataset, a sample or a batch cannot be used."""
+
+
+class WorkerLostError(DataError):
+    """A process that reads data was killed, ended or does not answer: a launcher may start the run again."""
 
 
 class AnomalyError(TrainwrightError):

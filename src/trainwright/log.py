@@ -1,17 +1,25 @@
 """The package's log: on stderr, unless the program configures logging, and in the run's files.
 
-Rank 0 logs to stderr, other ranks only errors; logs/rank-N.txt in the run folder has the log of each rank.
+Rank 0 logs to stderr, other ranks only errors; logs/rank-N.txt in the run folder has the log of each rank. A run
+continues if its terminal is closed (`outlive_console`).
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
+
+from trainwright.safe_text import safe
+
+logger = logging.getLogger(__name__)
 
 _MAX_BUFFERED_RECORDS = 10_000
 
@@ -28,6 +36,13 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
         """Ignores the assignment by logging."""
 
 
+class _SafeFormatter(logging.Formatter):
+    """Masks credentials and escapes control characters, also those of tracebacks."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return safe(super().format(record))
+
+
 def show_log(level: int = logging.INFO) -> None:
     """Shows the package's messages from `level` on stderr; ranks other than 0 show only errors."""
     package = logging.getLogger("trainwright")
@@ -35,7 +50,7 @@ def show_log(level: int = logging.INFO) -> None:
     shown = next((handler for handler in package.handlers if isinstance(handler, _StderrHandler)), None)
     if shown is None:
         shown = _StderrHandler()
-        shown.setFormatter(logging.Formatter("%(message)s"))
+        shown.setFormatter(_SafeFormatter("%(message)s"))
         package.addHandler(shown)
     # A warning that thousands of ranks print would hide everything else.
     shown.setLevel(level if os.environ.get("RANK", "0") == "0" else max(level, logging.ERROR))
@@ -70,7 +85,7 @@ def run_log() -> Iterator[Callable[..., None]]:
         for path in paths:
             path.parent.mkdir(exist_ok=True)
             file = logging.FileHandler(path, encoding="utf-8")
-            file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+            file.setFormatter(_SafeFormatter("%(asctime)s %(levelname)s %(message)s"))
             for record in buffer.records:
                 file.handle(record)
             package.addHandler(file)
@@ -100,3 +115,87 @@ class _Buffer(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if len(self.records) < _MAX_BUFFERED_RECORDS:
             self.records.append(record)
+
+
+@contextmanager
+def outlive_console() -> Iterator[None]:
+    """Lets the program continue if its terminal is closed, or the reader of its pipe ends (`| head`).
+
+    Further output is discarded, which the log notes. Output is also discarded while its disk is full. Streams that a
+    notebook or a test has replaced stay as they are.
+    """
+    guarded: list[tuple[str, Any, _ConsoleFile]] = []
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if type(stream) is not io.TextIOWrapper or _descriptor(stream) != descriptor:
+            continue
+        if isinstance(getattr(stream.buffer, "raw", None), _ConsoleFile):
+            continue  # an enclosing context
+        file = _ConsoleFile(name, descriptor)
+        replaced = io.TextIOWrapper(
+            io.BufferedWriter(file),
+            encoding=stream.encoding,
+            errors=stream.errors,
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+        guarded.append((name, stream, file))
+        try:
+            stream.flush()
+        except OSError as error:
+            file.discard(error)
+        setattr(sys, name, replaced)
+    try:
+        yield
+    finally:
+        for name, stream, file in guarded:
+            current = getattr(sys, name)
+            current.flush()
+            file.finish()
+            if getattr(getattr(current, "buffer", None), "raw", None) is file:
+                setattr(sys, name, stream)
+
+
+def _descriptor(stream: TextIO) -> int | None:
+    try:
+        return stream.fileno()
+    except (OSError, ValueError):  # replaced, or closed
+        return None
+
+
+class _ConsoleFile(io.FileIO):
+    """Standard output or error, which stays writable after its reader is gone."""
+
+    def __init__(self, name: str, descriptor: int) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._name = name
+        self._note: threading.Thread | None = None
+
+    def write(self, content: Any) -> int:
+        """Writes the content, or discards it if nothing can receive it."""
+        try:
+            return super().write(content)
+        except OSError as error:
+            self.discard(error)
+            return memoryview(content).nbytes
+
+    def discard(self, error: OSError) -> None:
+        """Discards what follows if the reader is gone, or only the current text if the disk is full; else raises."""
+        if error.errno not in (errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EDQUOT):
+            raise error
+        if error.errno in (errno.EPIPE, errno.EIO):
+            # The descriptor, not the stream: libraries and child processes write to it too.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+        if self._note is None:
+            # In a thread: the log may be waiting for this very write.
+            message = "%s is not readable any more (%s): its output is discarded, and the run continues."
+            arguments = (message, self._name, error.strerror)
+            self._note = threading.Thread(target=logger.warning, args=arguments, daemon=True)
+            self._note.start()
+
+    def finish(self) -> None:
+        """Waits until the log has the note."""
+        if self._note is not None:
+            self._note.join()

@@ -202,7 +202,7 @@ def main_of(**values):
         ({"load": "nowhere"}, "--load: nowhere is not a run folder: it does not exist."),
         ({"load": "nowhere", "mode": "finetune"}, "--load: nowhere is not a run folder: it does not exist."),
         ({"load": "nowhere", "mode": "inference"}, "--load: nowhere is not a run folder: it does not exist."),
-        ({"experiment_name": "../x"}, "--experiment-name: name: must be a relative path without .."),
+        ({"experiment_name": "../x"}, "--experiment-name: name: must be a folder below output_dir"),
         ({"save": ""}, "--save: output_dir: must be text that is not empty"),
         ({"epochs": 0.001}, "--epochs: trainer.max_epochs: 0.001 epochs of 24 samples are 0 samples."),
         ({"mode": "inference", "fresh": True}, "--fresh: has no effect, because --mode inference does not train."),

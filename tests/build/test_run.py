@@ -429,7 +429,7 @@ def test_runs_that_share_a_checkpoint_folder_are_separate(tmp_path):
         trainer.train()
         assert build_trainer(run).step == 3
     assert build_trainer(run, fresh=True).step == 0
-    assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == ["run1", "run2", "run2.old-1"]
+    assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == ["run1", "run2", "run2.old"]
 
 
 def test_checkpoints_without_known_settings_are_rejected(tmp_path):

@@ -286,7 +286,7 @@ def test_unknown_files_are_left_alone(store):
 def test_no_password_is_shown():
     store = open_store("ftp://ann:secret@host/run")
     assert "secret" not in f"{store.folder} {store.path(10)}"
-    assert str(store.path(10)) == "ftp://…@host/run/step-00000010"
+    assert str(store.path(10)) == "ftp://ann:***@host/run/step-00000010"
     assert store.path(10).address.startswith("ftp://ann:secret@host/")
 
 

@@ -275,7 +275,7 @@ def test_fresh_sets_the_earlier_run_aside(tmp_path):
     before = {path.relative_to(tmp_path / "small"): content for path, content in all_files(tmp_path / "small").items()}
     trainer = build_trainer(load(tmp_path, "trainer.max_steps=4", "seed=8"), fresh=True)
     assert trainer.step == 0
-    aside = tmp_path / "small.old-1"
+    aside = tmp_path / "small.old"
     assert {path.relative_to(aside): content for path, content in all_files(aside).items()} == before
     trainer.train()
     assert [line["step"] for line in lines_of(tmp_path)] == [3, 4]

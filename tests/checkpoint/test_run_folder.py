@@ -8,6 +8,7 @@ import os
 import pytest
 from tests.messages import raises
 
+from trainwright.build.run import build_trainer
 from trainwright.checkpoint import run_folder as run_folders
 from trainwright.config import RunConfig
 from trainwright.errors import CheckpointError, ConfigError
@@ -30,12 +31,31 @@ def test_the_run_folder_is_output_dir_and_name(tmp_path):
     assert not (tmp_path / "one").exists()
 
 
-def test_an_earlier_run_is_set_aside_under_a_free_name(run):
-    assert run_folders.set_aside(run) == run.with_name("one.old-1")
+def test_one_earlier_run_is_kept_beside(run):
+    assert run_folders.set_aside(run) == run.with_name("one.old")
     assert not run.exists()
+    assert (run.with_name("one.old") / "config.yaml").exists()
     run.mkdir()
-    assert run_folders.set_aside(run) == run.with_name("one.old-2")
-    assert (run.with_name("one.old-1") / "config.yaml").exists()
+    assert run_folders.set_aside(run) == run.with_name("one.old")
+    assert [each.name for each in run.parent.iterdir()] == ["one.old"]
+    assert list(run.with_name("one.old").iterdir()) == []
+
+
+def test_the_target_of_a_link_is_never_deleted(run, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    run.with_name("one.old").symlink_to(tmp_path / "elsewhere")
+    run_folders.set_aside(run)
+    assert (tmp_path / "elsewhere").is_dir()
+    assert (run.with_name("one.old") / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("name", ["one.old", "group.old/one"])
+def test_the_name_of_an_earlier_run_is_reserved(tmp_path, name):
+    config = RunConfig.from_dict({"name": name, "output_dir": str(tmp_path)})
+    with raises(ConfigError, "name", ".old"):
+        run_folders.reject_reserved(config)
+    with pytest.raises(ConfigError):
+        build_trainer(config)
 
 
 def test_where_nothing_is_nothing_is_set_aside(tmp_path):

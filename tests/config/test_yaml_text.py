@@ -83,9 +83,21 @@ def test_what_cannot_be_read_is_rejected_at_its_line(text, line, words):
     assert words in str(rejection.value)
 
 
-def test_deep_nesting_is_a_config_error():
-    with raises(ConfigError):
-        parse("a: " + "[" * 1200 + "]" * 1200)
+@pytest.mark.parametrize("levels", [100, 400, 5000])
+@pytest.mark.parametrize("brackets", ["[]", "{}"])
+def test_deep_nesting_is_rejected(levels, brackets):
+    opening = brackets[0] if brackets == "[]" else "{a: "
+    with raises(ConfigError, "64", at="run.yaml:1" if levels > 400 else "run.yaml:2"):
+        parse(f"a: 1\nb: {opening * levels}{brackets[1] * levels}\n")
+
+
+@pytest.mark.parametrize(
+    "line", ["a{n}: &a{n} [*a{m}, *a{m}]", "a{n}: &a{n} {{x: *a{m}, y: *a{m}}}", "a{n}: &a{n} {{<<: [*a{m}, *a{m}]}}"]
+)
+def test_aliases_that_multiply_are_rejected_at_once(line):
+    lines = [line.format(n=number + 1, m=number) for number in range(60)]
+    with raises(ConfigError, "aliases", at="run.yaml"):
+        parse("\n".join(["a0: &a0 {x: 1, y: 2}", *lines]))
 
 
 def test_aliases_and_merge_keys_are_read():

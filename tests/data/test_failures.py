@@ -147,3 +147,26 @@ def test_without_skipping_the_row_is_named_on_the_error_itself():
     with pytest.raises(ValueError, match="row 5 is torn") as caught:
         rows(train_data(Torn({5}), OnError(), shuffle=False, num_samples=12))
     assert "while reading sample 5 of Torn" in caught.value.__notes__
+
+
+class Absent(Torn):
+    """Some samples are None."""
+
+    def __getitem__(self, index):
+        return None if index in self.broken else torch.tensor(index)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_sample_that_is_none_is_named(options):
+    data = TrainData(Absent({6, 9}), collator=Stack(), global_batch_size=4, seed=1, shuffle=False, options=options)
+    with raises(DataError, "6", "Absent"):
+        list(data.batches(iter))
+
+
+def test_a_collator_may_accept_none():
+    def without_none(samples):
+        return torch.stack([sample for sample in samples if sample is not None])
+
+    data = TrainData(Absent({6}), collator=without_none, global_batch_size=4, seed=1, shuffle=False)
+    batches = data.batches(iter)
+    assert [next(batches).tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 7]]

@@ -1,5 +1,6 @@
 """Hooks that bring a fault to a run which a command has started: named in the config, struck once, at a marker file."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -18,6 +19,18 @@ class DieOnce(Hook):
         if self.trainer.step == self.step and self.trainer.ranks.rank == 1 and not self.marker.exists():
             self.marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KillWorkerOnce(Hook):
+    """Kills a worker of the loader after a step, the first time that the run comes there."""
+
+    def __init__(self, marker, step):
+        self.marker, self.step = Path(marker), step
+
+    def after_step(self):
+        if self.trainer.step == self.step and self.trainer.ranks.is_first and not self.marker.exists():
+            self.marker.touch()
+            os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
 
 
 class StickOnce(Hook):

@@ -13,8 +13,10 @@ from contextlib import suppress
 
 import pytest
 from tests.faults.hooks import At, kill_at
-from tests.faults.runs import assert_same_end, log_of, stderr_of, store_of, train
+from tests.faults.runs import assert_same_end, config_of, in_child, log_of, stderr_of, store_of, train
 from tests.messages import mentions
+
+from trainwright.api.run import run_experiment
 
 WIDE = ("model.width=512",)  # so that weights are larger than the log
 LIMIT = 12_000
@@ -148,6 +150,22 @@ def test_a_read_only_folder_costs_the_saves_of_that_time(saving, whole, tmp_path
     assert "Step 4 is not saved" in log
     assert store_of(run).steps() == [2, 6]
     assert_same_end(whole, run)
+
+
+@pytest.mark.parametrize("options", [{}, {"fresh": True}])
+def test_a_run_in_a_read_only_folder_is_one_sentence(options, whole, tmp_path):
+    run = tmp_path / "runs" / "run"
+    shutil.copytree(whole, run, symlinks=True)
+    for folder in (run, run.parent):
+        folder.chmod(0o555)
+    (run / ".lock").chmod(0o444)
+    config = config_of(run, *WIDE, "trainer.max_steps=8")
+    code = in_child(lambda: run_experiment(config, **options), tmp_path / "told", obey_modes)
+    for folder in (run, run.parent):
+        folder.chmod(0o755)
+    assert code == 2
+    (line,) = stderr_of(tmp_path / "told").splitlines()
+    assert mentions(line, "output_dir", run)
 
 
 def obey_modes():

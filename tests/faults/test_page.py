@@ -28,7 +28,8 @@ def test_the_page_works_from_the_first_line_to_the_last(reader):
 
 def test_the_page_names_the_exit_codes():
     page = PAGE.read_text("utf-8")
-    codes = [exit_code_of(signal.Signals(number).name) for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)]
+    numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
+    codes = [exit_code_of(signal.Signals(number).name) for number in numbers]
     assert f"| {', '.join(map(str, codes))} |" in page
     assert f"| {HANG_EXIT_CODE} |" in page
 

@@ -133,6 +133,28 @@ def test_a_rank_that_dies_is_started_again_by_torchrun(way, tmp_path, undisturbe
     assert_same_end(undisturbed, folder)
 
 
+def test_a_killed_worker_of_the_loader_is_started_again_with_its_rank(tmp_path, undisturbed, tried):
+    tried("kill -9 of a worker of the loader under --max-restarts")
+    folder, marker = tmp_path / "run", tmp_path / "died"
+    hook = f"hooks=[{{type: tests.faults.once:KillWorkerOnce, marker: {marker}, step: 3}}]"
+    slow = "data.loader={prefetch_factor: 1}"
+    command = begin("forked", "trainwright", folder, hook, "data.num_workers=1", slow, "--max-restarts", "1")
+    assert end(command, folder) == 0, stderr_of(folder)
+    assert marker.exists()
+    assert "killed by SIGKILL" in stderr_of(folder)
+    assert "Restart 1" in stderr_of(folder)
+    assert_same_end(undisturbed, folder)
+
+
+def test_a_run_that_loses_its_workers_more_often_than_it_may_restart_exits_with_2(tmp_path):
+    folder, marker = tmp_path / "run", tmp_path / "died"
+    hook = f"hooks=[{{type: tests.faults.once:KillWorkerOnce, marker: {marker}, step: 3}}]"
+    slow = "data.loader={prefetch_factor: 1}"
+    command = begin("forked", "trainwright", folder, hook, "data.num_workers=1", slow)
+    assert end(command, folder) == 2
+    assert "data.train: worker 0 was killed by SIGKILL" in stderr_of(folder)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rank_in_a_collective_that_never_ends_leaves_at_the_deadline_and_takes_the_other_along(
     way, tmp_path, undisturbed, tried

@@ -1,6 +1,7 @@
 """The launcher's answers: exit codes of ranks and signals, and no orphans. Real processes."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -16,6 +17,7 @@ from tests.messages import mentions
 
 from trainwright import cli
 from trainwright.checkpoint.store import CheckpointStore
+from trainwright.launch import local
 
 PROJECT = Path(__file__).parents[1] / "project"
 LONG = (
@@ -82,6 +84,67 @@ def test_a_killed_launcher_leaves_no_orphans_and_no_step_is_lost(tmp_path):
         assert time.monotonic() < deadline, "the ranks did not save when their launcher died"
         time.sleep(0.1)
     store.verify(store.steps()[-1])
+
+
+WAITS = """
+import os, time
+from pathlib import Path
+if os.environ["RANK"] == "1":
+    Path(os.environ["MARK"]).touch()
+    time.sleep(300)
+"""
+
+
+def ranks_of(launcher):
+    return [int(each) for each in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+
+
+def wait_until(is_so, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("moment", ["as soon as its ranks exist", "while one imports and one waits in the rendezvous"])
+def test_a_launcher_that_is_killed_at_start_up_leaves_no_orphans(moment, tmp_path, monkeypatch):
+    project, mark = tmp_path / "project", tmp_path / "mark"
+    shutil.copytree(PROJECT, project)
+    (project / "waits.py").write_text(WAITS)
+    monkeypatch.setenv("MARK", str(mark))
+    process = start(tmp_path, "imports=[waits.py]", project=project)
+    wait_until(lambda: len(ranks_of(process.process)) == 2)
+    if moment != "as soon as its ranks exist":
+        wait_until(mark.exists)
+        time.sleep(2)  # for rank 0 to be in the rendezvous; the outcome is the same if it is not there yet
+    ranks = ranks_of(process.process)
+    process.send(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    wait_until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), seconds=8)
+
+
+def test_a_worker_without_prctl_notices_that_its_launcher_died(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(local, "_PARENT_CHECK_SECONDS", 0.05)
+    reader, writer = os.pipe()
+    launcher = os.fork()
+    if not launcher:
+        monkeypatch.setenv("TRAINWRIGHT_LAUNCHED", "/nowhere")
+        monkeypatch.setenv("TRAINWRIGHT_LAUNCHER", str(os.getpid()))
+        if not os.fork():
+            local.die_with_launcher()
+            os.write(writer, b"watching")
+            time.sleep(60)
+            os.write(writer, b"still there")
+        else:
+            time.sleep(60)
+        os._exit(0)
+    os.close(writer)
+    assert os.read(reader, 20) == b"watching"
+    os.kill(launcher, signal.SIGKILL)
+    os.waitpid(launcher, 0)
+    assert os.read(reader, 20) == b"", "closed by the end of the worker"
+    os.close(reader)
 
 
 def test_a_signal_to_the_launcher_reaches_the_ranks_and_is_its_exit_code(tmp_path):

@@ -75,6 +75,20 @@ def launch(monkeypatch, *words):
     return left.value.code or 0
 
 
+def test_a_job_file_is_written_again_unless_someone_has_edited_it(in_tmp, monkeypatch, capsys):
+    file = Path("small.slurm")
+    for nodes in ("nodes=1", "nodes=1", "nodes=2"):
+        assert launch(monkeypatch, PROJECT / "run.yaml", "--slurm", nodes) == 0
+    assert "#SBATCH --nodes=2" in file.read_text()
+    for edited in (file.read_text().replace("# Add lines", "module load cuda\n# Add lines"), "", "notes of mine\n"):
+        file.write_text(edited)
+        capsys.readouterr()
+        assert launch(monkeypatch, PROJECT / "run.yaml", "--slurm", "nodes=1") == 2
+        assert file.read_text() == edited
+        assert mentions(capsys.readouterr().err, "--file", "small.slurm")
+    assert launch(monkeypatch, PROJECT / "run.yaml", "--slurm", "nodes=2", "--file", "other.slurm") == 0
+
+
 def test_the_job_file_is_shell_that_a_person_can_read(in_tmp, monkeypatch, capsys):
     words = [
         "trainer.optimizer={type: lion, lr: 1e-4}",

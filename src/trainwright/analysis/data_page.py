@@ -9,6 +9,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from trainwright.analysis.data import Batch, DataReport, DataSet, DataUse, Lengths, Mixture, Sample, TokenCounts, Values
+from trainwright.safe_text import safe
 
 MIN_WIDTH, MAX_WIDTH = 40, 120
 
@@ -242,7 +243,7 @@ class _Page:
             self._push(_MARGIN, *cells)
 
     def _push(self, *parts: str | tuple[str, str]) -> None:
-        line = Text.assemble(*parts)
+        line = Text.assemble(*(safe(each) if isinstance(each, str) else (safe(each[0]), each[1]) for each in parts))
         line.rstrip()
         line.truncate(self.width, overflow="ellipsis")
         self.lines.append(line)

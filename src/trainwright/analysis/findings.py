@@ -10,6 +10,7 @@ from typing import Literal
 
 from trainwright.config import Origin, RunConfig
 from trainwright.errors import ComponentError, TrainwrightError
+from trainwright.safe_text import safe
 from trainwright.tracebacks import shown_path
 from trainwright.user_code.locations import (
     PACKAGE,
@@ -108,11 +109,11 @@ def _paint(text: str, role: str) -> str:
 
 def _render_finding(finding: Finding) -> str:
     location = finding.location
-    where = "" if location is None else f"{_paint(str(location), 'location')}: "
-    lines = [f"{where}{_paint(finding.severity, finding.severity)}: {finding.problem}"]
+    where = "" if location is None else f"{_paint(safe(str(location)), 'location')}: "
+    lines = [f"{where}{_paint(finding.severity, finding.severity)}: {safe(finding.problem)}"]
     if location is not None and location.text.strip():
         lines += _render_source(location)
-    lines += [f"  {line}" for line in finding.advice.splitlines()]
+    lines += [f"  {line}" for line in safe(finding.advice).splitlines()]
     return "\n".join(lines)
 
 

@@ -62,7 +62,7 @@ def write_report(
     }
     try:
         report.mkdir(parents=True)
-        config.save(report / "config.yaml")
+        config.masked().save(report / "config.yaml")
         # NaN stays NaN: the report shows what happened.
         text = json.dumps(facts, indent=2, default=_as_plain)
         (report / "anomaly.json").write_text(text + "\n", encoding="utf-8")

@@ -30,7 +30,7 @@ from trainwright.data.stream_loader import EvaluationData
 from trainwright.errors import HANG_EXIT_CODE, ConfigError, exit_code_of, shorten_tracebacks
 from trainwright.hooks.preemption import SignalListener
 from trainwright.launch.slurm import requeue
-from trainwright.log import rank_log, run_log
+from trainwright.log import outlive_console, rank_log, run_log
 from trainwright.loop.evaluation import POLL_SECONDS, evaluate_checkpoints
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Trainer
@@ -97,7 +97,7 @@ def run_experiment(
     built = trainer if isinstance(trainer, Trainer) else None
     if built is not None:
         _reject_other_arguments(built, config, task=task, fresh=fresh, accept_changes=accept_changes)
-    with start_up() as starting:
+    with start_up() as starting, outlive_console():
         kind: type[Trainer] | None = None
         if not isinstance(trainer, Trainer):
             if trainer is not None and not (isinstance(trainer, type) and issubclass(trainer, Trainer)):

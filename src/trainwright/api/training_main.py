@@ -792,7 +792,8 @@ def training_main(
     `collate_fn(samples)` returns a batch; the default stacks samples that are dicts or tuples.
     `forward_step_eval` replaces the forward step in evaluations.
 
-    The functions receive `args` unchanged. On SIGTERM, SIGUSR1 or Ctrl-C the process saves its step and exits.
+    The functions receive `args` unchanged. On SIGTERM, SIGUSR1, SIGHUP or Ctrl-C the process saves its step and
+    exits.
     """
     given = locals()
     for role, arguments in _ARGUMENTS.items():

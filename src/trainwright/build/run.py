@@ -162,6 +162,7 @@ def build_trainer(
     differ; without `evaluates` the evaluation sets are not used. `trainer_class` is used instead of the config's;
     config.yaml does not change, environment.json names the class.
     """
+    run_folders.reject_reserved(config)
     config, backend, ranks = _join(config)
     folder = run_folders.run_folder(config)
     kept = None if fresh else _kept_facts(config, folder, ranks)
@@ -461,11 +462,15 @@ def _find_checkpoint(trainer: Trainer, *, fresh: bool, accept_changes: bool) -> 
     config, folder, store = trainer.config, trainer.folder, trainer.context.store
 
     def find() -> tuple[int | None, RunConfig | None]:
-        run_folders.FolderLock(folder).reject_if_held()  # train() acquires it
-        moved = run_folders.set_aside(folder) if fresh else None
+        where = config.origin("output_dir")
+        try:
+            run_folders.FolderLock(folder).reject_if_held()  # train() acquires it
+            moved = run_folders.set_aside(folder) if fresh else None
+        except OSError as error:
+            raise run_folders.unwritable(folder, error, where=where) from error
         if moved is not None:
             logger.info("Moved the earlier run to %s", moved)
-        run_folders.prepare(folder, where=config.origin("output_dir"))
+        run_folders.prepare(folder, where=where)
         run_folders.claim_checkpoints(config, fresh=fresh)
         store.clean()
         step, saved = store.newest_intact(), run_folders.read_config(folder)
@@ -493,7 +498,7 @@ def _resume(trainer: Trainer, config: RunConfig, saved: RunConfig | None, *, cou
     if counts_steps or data.order_position < step * data.global_batch_size:
         trainer.set_max_steps(limits(config, data, steps_done=step)[0])
     renamed = {"name": trainer.config.name, "output_dir": trainer.config.output_dir}
-    if saved is None or saved.derive(renamed) != trainer.config:
+    if saved is None or saved.derive(renamed).masked() != trainer.config.masked():
         trainer.reopen()  # it ended with other settings
     if trainer.ranks.is_first:
         # A step that was saved before it was written is written again, so its lines are dropped too.

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from trainwright.checkpoint.manifest import MANIFEST, UnreachableError, parse_manifest
 from trainwright.data.sources.locations import install_hint
 from trainwright.errors import CheckpointError
+from trainwright.safe_text import is_masked, mask_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class RemotePath:
         return self.address.rstrip("/").rpartition("/")[2]
 
     def __str__(self) -> str:
-        return without_secrets(self.address)
+        return mask_secrets(self.address)
 
 
 def is_address(folder: str | Path) -> bool:
@@ -59,11 +60,6 @@ def is_address(folder: str | Path) -> bool:
 def local_path(folder: str | Path) -> Path:
     """Returns the path of a folder on this machine, without a leading `file://`."""
     return Path(re.sub(r"^(?:file|local)://", "", str(folder)))
-
-
-def without_secrets(text: str) -> str:
-    """Returns `text` without the user and password before a host name."""
-    return re.sub(r"://[^/@\s]*@", "://…@", text)
 
 
 @dataclass(frozen=True)
@@ -215,6 +211,12 @@ class RemoteFolder:
 
     def _call(self, name: str, operation: Callable[[Any, str], _Result]) -> _Result:
         path = self.path / name if name else self.path
+        if is_masked(path.address):
+            raise UnreachableError(
+                "The address has no credentials, because a run does not save them. Give it again: "
+                "checkpoint.folder=….",
+                where=path,
+            )
         try:
             import fsspec  # type: ignore[import-untyped]  # it has no type hints
 
@@ -226,7 +228,7 @@ class RemoteFolder:
         except FileNotFoundError:
             raise
         except Exception as error:  # each file system has its own errors
-            problem = without_secrets(f"{type(error).__name__}: {error}").rstrip(".")
+            problem = mask_secrets(f"{type(error).__name__}: {error}").rstrip(".")
             advice = "Check the address, the access to it and the network."
             if isinstance(error, ImportError):
                 advice = install_hint(path.address)

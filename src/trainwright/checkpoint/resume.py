@@ -34,7 +34,8 @@ FREE_SETTINGS = (
 
 def changed_settings(saved: RunConfig, config: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Returns the settings that affect the math and differ: dotted name → (saved value, current value)."""
-    then, now = dict(_flatten(saved.to_dict())), dict(_flatten(config.to_dict()))
+    # The saved settings have no credentials: a URL with other ones is the same URL.
+    then, now = dict(_flatten(saved.masked().to_dict())), dict(_flatten(config.masked().to_dict()))
     return {
         name: (then.get(name), now.get(name))
         for name in dict.fromkeys([*then, *now])

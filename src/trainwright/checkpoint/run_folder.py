@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import platform
+import shutil
 import sys
 from pathlib import Path
 from typing import IO
@@ -26,6 +27,8 @@ CONFIG_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"
 LOG_FILE = "log.txt"
 LOCK_FILE = ".lock"
+OLD = ".old"
+"""The suffix of a folder that --fresh has replaced."""
 _TRAINER = "trainer"  # in environment.json; absent if the config names the trainer
 
 
@@ -34,13 +37,26 @@ def run_folder(config: RunConfig) -> Path:
     return Path(config.output_dir) / config.name
 
 
+def reject_reserved(config: RunConfig) -> None:
+    """Raises for the name of a folder to which --fresh moves an earlier run."""
+    for part in config.name.split("/"):
+        if part.endswith(OLD):
+            raise ConfigError(
+                f"name: {config.name!r} ends in {OLD}, which is where --fresh keeps the earlier run. "
+                "Choose another name, or rename the folder to train in it.",
+                where=config.origin("name"),
+            )
+
+
 def set_aside(folder: Path) -> Path | None:
-    """Renames the folder of an earlier run and returns its new path; deletes nothing."""
+    """Renames the folder of an earlier run to NAME.old, which replaces the one before, and returns its new path."""
     if not folder.exists():
         return None
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
-        number += 1
+    aside = folder.with_name(folder.name + OLD)
+    if aside.is_dir() and not aside.is_symlink():
+        shutil.rmtree(aside)
+    else:
+        aside.unlink(missing_ok=True)
     folder.rename(aside)
     return aside
 
@@ -116,20 +132,26 @@ def prepare(folder: Path, *, setting: str = "output_dir", where: object | None =
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ConfigError(
-            f"{setting}: the run folder {folder} cannot be written ({error.strerror}). "
-            f"Choose another with {setting}=… or name=….",
-            where=where,
-        ) from error
+        raise unwritable(folder, error, setting=setting, where=where) from error
+
+
+def unwritable(folder: Path, error: OSError, *, setting: str = "output_dir", where: object | None = None) -> ConfigError:
+    """Returns the error for a run folder that cannot be written."""
+    return ConfigError(
+        f"{setting}: the run folder {folder} cannot be written ({error.strerror}). "
+        f"Choose another with {setting}=… or name=….",
+        where=where,
+    )
 
 
 def save_settings(folder: Path, config: RunConfig, device: str, *, trainer: str | None = None) -> None:
-    """Writes config.yaml and environment.json, unless they exist with the same content.
+    """Writes config.yaml, without credentials, and environment.json, unless they exist with the same content.
 
     `trainer` is the trainer's class, if it is not the one that the config names.
     """
-    if read_config(folder) != config:
-        config.save(folder / CONFIG_FILE)
+    masked = config.masked()
+    if read_config(folder) != masked:
+        masked.save(folder / CONFIG_FILE)
     # Versions and hardware only: no variables and no paths, which could contain secrets.
     facts = {
         "python": platform.python_version(),

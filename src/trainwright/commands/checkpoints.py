@@ -19,11 +19,12 @@ from rich.progress import Progress
 
 from trainwright.checkpoint.listing import CHECKPOINTS, Listed, checkpoints_location, list_checkpoints
 from trainwright.checkpoint.manifest import STEP_NAME, UnreachableError
-from trainwright.checkpoint.remote_files import is_address, local_path, without_secrets
+from trainwright.checkpoint.remote_files import is_address, local_path
 from trainwright.checkpoint.retention import Retention, delete_all
 from trainwright.commands.terminal import CONFIG_FILE, MISSING, age_text, show_rows, size_text
 from trainwright.config import RunConfig
 from trainwright.errors import CheckpointError, TrainwrightError
+from trainwright.safe_text import mask_secrets, safe
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class CheckpointFolder:
     config: RunConfig | None = None
 
     def __str__(self) -> str:
-        return without_secrets(str(self.checkpoints))
+        return mask_secrets(str(self.checkpoints))
 
 
 def checkpoints(
@@ -53,14 +54,14 @@ def checkpoints(
     folder = find_checkpoint_folder(run, needs_config=prune)
     found = list_checkpoints(folder.checkpoints)
     if not found:
-        print(f"There is no checkpoint in {folder}.")
+        print(safe(f"There is no checkpoint in {folder}."))
         return
     if verify:
         found = _verify(folder, found)
     _show(found, folder, is_verified=verify)
     if verify and any(one.problem for one in found):
         rejected = " Nothing was deleted: a damaged checkpoint may be the newest one." if prune else ""
-        print(f"error: {folder}: some checkpoints are damaged.{rejected}", file=sys.stderr)
+        print(safe(f"error: {folder}: some checkpoints are damaged.{rejected}"), file=sys.stderr)
         raise typer.Exit(1)
     if prune:
         print(_prune(folder))
@@ -97,7 +98,7 @@ def _read_config(path: Path, *, is_needed: bool) -> RunConfig | None:
     except TrainwrightError as error:
         if is_needed:
             raise
-        print(f"warning: the run's settings cannot be read: {error}", file=sys.stderr)
+        print(safe(f"warning: the run's settings cannot be read: {error}"), file=sys.stderr)
     return None
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
 
 from trainwright.commands.terminal import Overrides, RunPath, load_run
+from trainwright.safe_text import safe
 
 if TYPE_CHECKING:
     from trainwright.analysis.explain import Line
@@ -41,6 +43,9 @@ def render(lines: list[Line], *, in_colour: bool = False, columns: int | None = 
 
     With `columns` the remark of a call is cut to that width; names and locations never are.
     """
+    lines = [
+        replace(each, text=safe(each.text), location=safe(each.location), remark=safe(each.remark)) for each in lines
+    ]
     marks = {"call": "- ", "problem": "! "}
     names = [
         f"{'  ' * each.depth}{'* ' if each.is_user_code else marks.get(each.kind, '')}{each.text}" for each in lines

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from trainwright.commands.terminal import CheckpointStep
+from trainwright.safe_text import escape_controls
 
 
 def generate(
@@ -56,7 +58,8 @@ def generate(
         options["max_new_tokens"] = max_new_tokens
     texts = stream_text(model, found, prompt, **options)
     # With the first text: the prompt alone, followed by an error, would look like an answer.
-    print(prompt + next(texts, ""), end="", flush=True)
+    shown = escape_controls if sys.stdout.isatty() else str  # a file gets the text as it is
+    print(shown(prompt + next(texts, "")), end="", flush=True)
     for text in texts:
-        print(text, end="", flush=True)
+        print(shown(text), end="", flush=True)
     print()

@@ -48,7 +48,7 @@ def launch(
     job = SlurmJob(config.name, command, settings)
     _check_ranks(config, job, has_gpus="gpus" in settings)
     path = file or Path(f"{file_stem(config.name)}.slurm")
-    path.write_text(job.text(), encoding="utf-8")
+    job.write(path)
     num_processes = job.nodes * job.processes
     print(f"Wrote {path}: {num_processes} processes, {job.processes} on each of {job.nodes} machines.")
     if not submits:

@@ -22,6 +22,7 @@ from trainwright.commands.terminal import CONFIG_FILE, MISSING, age_text, show_r
 from trainwright.config import KeepBest, RunConfig
 from trainwright.config.yaml_text import absolute
 from trainwright.errors import CheckpointError, TrainwrightError
+from trainwright.safe_text import safe
 
 METRICS_FILE, LOG_FILE = "metrics.json", "log.txt"
 """As in checkpoint/run_folder.py and writers/json_lines.py, which import torch. A test compares them."""
@@ -69,7 +70,7 @@ def runs(
     show_rows(("run", "state", "step", "saved", "loss", "best", "last write"), [_row(run, now) for run in found])
     for run in found:
         for problem in run.problems:
-            print(f"warning: {run.name}: {problem}", file=sys.stderr)
+            print(safe(f"warning: {run.name}: {problem}"), file=sys.stderr)
 
 
 def find_runs(folder: Path, depth: int = 0) -> Iterator[Path]:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from trainwright.config import RunConfig
 from trainwright.errors import ConfigError
+from trainwright.safe_text import escape_controls
 
 MISSING = "–"
 CONFIG_FILE = "config.yaml"
@@ -40,7 +41,7 @@ def show_rows(header: Sequence[str], rows: Iterable[Sequence[str]], *, wrapped: 
 
     Otherwise each row is one line of any length, for grep and cut.
     """
-    listed = [list(row) for row in rows]
+    listed = [[escape_controls(cell) for cell in row] for row in rows]
     lines = align_columns([header, *listed])
     console = Console(highlight=False)
     # A table that is too wide would be cut, and `file:line` with it.

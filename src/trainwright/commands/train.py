@@ -18,16 +18,16 @@ import typer
 from trainwright.api.experiments import load_experiment, split_overrides
 from trainwright.commands.terminal import Overrides
 from trainwright.config import RunConfig
-from trainwright.errors import ConfigError, TrainwrightError
+from trainwright.errors import ConfigError, TrainwrightError, WorkerLostError
 from trainwright.launch.local import (
-    die_with_launcher,
     is_launched,
     launch,
     leave_if_explained,
     note_explained_error,
     num_restarts,
+    shared_folder,
 )
-from trainwright.log import show_log
+from trainwright.log import outlive_console, show_log
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +121,9 @@ def train(
     starts_processes = nproc > 1 or max_restarts > 0 or nnodes > 1
     _check_launch(nnodes, rendezvous, starts_processes=starts_processes)
     if starts_processes and not is_launched():
-        sys.exit(launch(nproc, sys.argv[1:], max_restarts=max_restarts, num_nodes=nnodes, rendezvous=rendezvous))
-    die_with_launcher()
+        with outlive_console():
+            code = launch(nproc, sys.argv[1:], max_restarts=max_restarts, num_nodes=nnodes, rendezvous=rendezvous)
+        sys.exit(code)
     leave_if_explained()
     if num_restarts():
         # The first attempt has applied --fresh; this one resumes.
@@ -136,6 +137,8 @@ def train(
     try:
         with _temporary_run(config) if fast_dev_run else nullcontext(config) as planned:
             _, logs = run_experiment(planned, fresh=fresh, accept_changes=accept_changes, **options)
+    except WorkerLostError:
+        raise  # a restart may go well, as after the loss of a rank
     except TrainwrightError:
         note_explained_error()
         raise
@@ -225,9 +228,8 @@ def _check_launch(nnodes: int, rendezvous: str | None, *, starts_processes: bool
 @contextmanager
 def _temporary_run(config: RunConfig) -> Iterator[RunConfig]:
     """Yields the config of a few steps in a temporary folder, which is the same on all ranks of one launcher."""
-    if "WORLD_SIZE" in os.environ:
-        folder = Path(tempfile.gettempdir()) / f"trainwright-{os.getppid()}"
-    else:
+    folder = shared_folder()
+    if folder is None:
         folder = Path(tempfile.mkdtemp(prefix="trainwright-"))
     try:
         yield config.derive({**FAST_DEV_RUN, "output_dir": str(folder)})

@@ -25,7 +25,16 @@ from trainwright.config.component import type_of
 from trainwright.config.frozen import plain_scalar
 from trainwright.config.problems import Problem, describe, raise_all
 from trainwright.config.sections import Section
-from trainwright.config.yaml_text import KeyPath, Node, Origin, map_strings, nearest_origin, to_tree
+from trainwright.config.yaml_text import (
+    MAX_DEPTH,
+    TOO_DEEP,
+    KeyPath,
+    Node,
+    Origin,
+    map_strings,
+    nearest_origin,
+    to_tree,
+)
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.tracebacks import shown_path, user_location
 
@@ -89,6 +98,8 @@ def as_yaml_value(value: Any, path: KeyPath, origins: Mapping[KeyPath, Origin]) 
 
     A Node keeps its origin. A value that YAML cannot represent raises: a saved run must load back equal.
     """
+    if len(path) > MAX_DEPTH:
+        _reject(path[:1], TOO_DEEP, origins)
     if isinstance(value, Node):
         known = origins if value.origin is None else {**origins, path: value.origin}
         return Node(as_yaml_value(value.value, path, known), value.origin)

@@ -36,16 +36,32 @@ from trainwright.config.sections import (
     Whole,
     empty_section,
 )
-from trainwright.config.yaml_text import KeyPath, Node, Origin, absolute, merge, nearest_origin, to_tree
+from trainwright.config.yaml_text import KeyPath, Node, Origin, absolute, map_strings, merge, nearest_origin, to_tree
 from trainwright.errors import ConfigError
+from trainwright.safe_text import mask_secrets
 
 # Defaults that an override can change in detail: `writers.0.…=…` also works without `writers` in the file.
 _DEFAULT_COMPONENTS: Mapping[str, Any] = {"writers": ["console", "json"], "data": {"collator": "stack"}}
 
 
+_MAX_NAME_BYTES = 240
+"""Of each part of a run's name: file systems allow 255, and files next to the folder have a suffix."""
+
+
 def _folder_name(name: Any) -> Any:
-    if isinstance(name, str) and (not name.strip() or Path(name).is_absolute() or ".." in Path(name).parts):
-        text = f"must be a relative path without .., for the run's folder in output_dir; got {describe(name)}."
+    """Reject a name that is not a folder below output_dir, or that a terminal or a shell shows differently."""
+    if not isinstance(name, str):
+        return name
+    parts = name.split("/")
+    if name.startswith("/") or {"", ".", ".."} & {part.strip() for part in parts} or "\\" in name:
+        text = f"must be a folder below output_dir, such as lm or group/lm; got {describe(name)}."
+        raise reject((), text, name)
+    if any(part != part.strip() or not part.isprintable() for part in parts):
+        text = f"must have no control characters, and no spaces around a folder's name; got {describe(name)}."
+        raise reject((), text, name)
+    longest = max(len(part.encode()) for part in parts)
+    if longest > _MAX_NAME_BYTES:
+        text = f"must have at most {_MAX_NAME_BYTES} bytes in a folder's name, got {longest}: {describe(name)}."
         raise reject((), text, name)
     return name
 
@@ -123,6 +139,12 @@ class RunConfig(Section):
             path = tuple(dotted.split("."))
             tree = replace_at(tree, path, to_tree(as_yaml_value(value, path, {}), self._origins, path))
         return self._assemble(ConfigDocument(tree, self.project_dir), ())
+
+    def masked(self) -> RunConfig:
+        """Return a copy without the passwords and tokens in its URLs; the config itself if it has none."""
+        tree = to_tree(self.to_dict(), self._origins)
+        masked = map_strings(tree, mask_secrets)
+        return self if masked == tree else self._assemble(ConfigDocument(masked, self.project_dir), ())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write every setting and the project's folder as YAML; `load` returns an equal config."""

@@ -423,11 +423,11 @@ class AnomaliesSection(Section):
 
 
 class PreemptionSection(Section):
-    """How the run exits when a rank receives SIGTERM, SIGUSR1 or Ctrl-C."""
+    """How the run exits when a rank receives SIGTERM, SIGUSR1, SIGHUP or Ctrl-C."""
 
     deadline_seconds: Positive = 25.0
-    """Seconds after SIGTERM or SIGUSR1 until the process exits without saving if the step has not ended. Clusters
-    commonly kill after 30."""
+    """Seconds after SIGTERM, SIGUSR1 or SIGHUP until the process exits without saving if the step has not ended.
+    Clusters commonly kill after 30."""
     requeue: bool = False
     """Whether an interrupted SLURM job requeues itself with `scontrol requeue`."""
 

@@ -208,7 +208,7 @@ def parse(text: str, origin_at: Callable[[int], Origin | None]) -> Node:
         problem = f"not valid YAML: the character {chr(int(error.character))!r} is not allowed. Remove it."
         raise ConfigError(problem, where=origin_at(line)) from error
     except RecursionError as error:
-        raise ConfigError("the YAML is nested too deeply. Flatten it.", where=origin_at(1)) from error
+        raise ConfigError(TOO_DEEP, where=origin_at(1)) from error
 
 
 def write(settings: dict[str, Any]) -> str:
@@ -243,19 +243,36 @@ def _explain_syntax(error: yaml.MarkedYAMLError) -> str:
     return f"not valid YAML:{context}{started}: {problem}. Check brackets, quotes, colons and indentation here."
 
 
+MAX_DEPTH = 64
+"""Levels of nesting. Python's stack has room for several times as many in every function that walks a config."""
+TOO_DEEP = f"the settings are nested more than {MAX_DEPTH} levels deep. Flatten them."
+_MAX_REPEATED = 20_000
+"""Values that aliases may repeat: ten aliases of ten aliases, nine levels deep, would be a billion."""
+
+
 class _Reader:
     """Converts PyYAML's nodes to Node, and rejects what a config cannot contain."""
 
     def __init__(self, origin_at: Callable[[int], Origin | None]) -> None:
         self.origin_at = origin_at
         self.open: list[yaml.Node] = []  # the nodes being read, outermost first: an alias of one of them is a cycle
+        self.seen: set[int] = set()  # ids of nodes: PyYAML uses one object for all aliases of a value
+        self.num_repeated = 0
 
     def read(self, node: yaml.Node, origin: Origin | None = None) -> Node:
         origin = origin or self.origin_of(node)
+        if id(node) in self.seen:
+            self.num_repeated += 1
+            if self.num_repeated > _MAX_REPEATED:
+                problem = f"the aliases (*name) repeat more than {_MAX_REPEATED:,} values. Write fewer of them."
+                raise ConfigError(problem, where=origin)
+        self.seen.add(id(node))
         if isinstance(node, ScalarNode):
             return Node(self.scalar(node), origin)
         if any(node is other for other in self.open):
             raise ConfigError("not valid here: an alias (*name) inside the value that it names.", where=origin)
+        if len(self.open) >= MAX_DEPTH:
+            raise ConfigError(TOO_DEEP, where=origin)
         self.open.append(node)
         try:
             if isinstance(node, MappingNode) and node.tag == _TAG + "map":

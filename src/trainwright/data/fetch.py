@@ -21,6 +21,7 @@ from trainwright.data.order import Order, chain_seed
 from trainwright.data.randomness import SEEDERS, DrawDetector, preserve_generators, seed_generators
 from trainwright.errors import DataError
 from trainwright.registry import resolve as registry
+from trainwright.safe_text import mask_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ class RowFailure:
     @classmethod
     def from_error(cls, error: Exception, *, source: str, row: int, lane: int | None = None) -> RowFailure:
         """Creates a failure from an exception."""
-        return cls(source, row, f"{type(error).__name__}: {error}", lane)
+        return cls(source, row, mask_secrets(f"{type(error).__name__}: {error}"), lane)
 
     def describe(self) -> str:
         """Returns the row and its error as text."""
@@ -264,9 +265,13 @@ class SampleFetcher(Dataset[Any]):
                         continue
                 num_samples = 0 if span.is_stand_in else len(samples)
                 samples = samples or self._find_stand_in(span)
-                if not self._collator_may_draw:
-                    return Fetched(self.collator(samples), num_samples, tuple(failures))
-                batch, is_seeded = self._collate_seeded(span, samples)
+                try:
+                    if not self._collator_may_draw:
+                        return Fetched(self.collator(samples), num_samples, tuple(failures))
+                    batch, is_seeded = self._collate_seeded(span, samples)
+                except Exception as error:
+                    self._explain_none(error, samples, indices, failures)
+                    raise
                 if is_seeded:
                     return Fetched(batch, num_samples, tuple(failures))
 
@@ -285,6 +290,24 @@ class SampleFetcher(Dataset[Any]):
         unseeded = self._detector.drawn() - seeded
         self._drawn_by_collator |= unseeded
         return batch, not unseeded
+
+    def _explain_none(
+        self, error: Exception, samples: list[Any], indices: list[int], failures: list[RowFailure]
+    ) -> None:
+        """Raises an error that names a sample which is None, if there is one; a collator may also accept those."""
+        number = next((number for number, sample in enumerate(samples) if sample is None), None)
+        if number is None:
+            return
+        dataset, located = _locate(self.dataset, indices)
+        skipped = {failure.row for failure in failures}
+        rows = [_failure(error, dataset, index) for index in located]
+        readable = [row for row in rows if row.row not in skipped]
+        if number < len(readable):  # else a stand-in
+            row = readable[number]
+            raise DataError(
+                f"Sample {row.row} of {row.source} is None. Return a sample for every index, or use a collator that "
+                "accepts None."
+            ) from error
 
     def _find_stand_in(self, span: Span) -> list[Any]:
         """Returns one readable sample near a span without any: it is in the batch with weight 0."""

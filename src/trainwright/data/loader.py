@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 
 from trainwright.data.collators import reject_lists
 from trainwright.data.fetch import Collator, Fetched, OnError, SampleFetcher, Span, View, count_samples
+from trainwright.data.file_list import reject_changed_files, saved_files
 from trainwright.data.order import Indices, Order, mix_seed, permute
 from trainwright.data.workers import LoaderOptions, WorkerFetcher, serve_in_workers
 from trainwright.errors import DataError
@@ -177,6 +179,11 @@ class BatchLoader:
         self.on_error = on_error or OnError()
         self.seed = seed
 
+    @cached_property
+    def files(self) -> list[str]:
+        """The files of the dataset, for checkpoints."""
+        return saved_files(self.dataset)
+
 
 class TrainData(BatchLoader):
     """The endless sequence of training batches, from any position.
@@ -291,6 +298,7 @@ class TrainData(BatchLoader):
             "position": self.samples_seen,
             "num_samples": self._size,
             "global_batch_size": self.global_batch_size,
+            "files": self.files,
             "left_out": [list(each) for each in self._skipped.ranges],
             "left_out_counts": dict(self._skipped_counts),
         }
@@ -310,6 +318,7 @@ class TrainData(BatchLoader):
         self.samples_seen = self.order_position = int(state["position"])
         self._skipped.add_all(state.get("left_out", ()))
         self._skipped_counts = {name: int(count) for name, count in state.get("left_out_counts", {}).items()}
+        reject_changed_files(state.get("files", self.files), self.files, accept_changes=accept_changes)
         before = int(state.get("num_samples", self._size))
         if before != self._size:
             problem = f"data.train has {self._size:,} samples, but the checkpoint was saved with {before:,}"

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from trainwright.data.collators import reject_lists
 from trainwright.data.fetch import Fetched, View
+from trainwright.data.file_list import reject_changed_files
 from trainwright.data.loader import BatchLoader, EvalData, SkippedPositions, ToDevice, TrainData, host_batches
 from trainwright.data.streams import Cursor, LaneFetcher, LaneLayout, LaneRequest, StreamReading, choose_layout
 from trainwright.errors import DataError
@@ -221,6 +222,7 @@ class StreamData(BatchLoader):
             "epoch": self.epoch,
             "places_before": self._positions_before,
             "counts": dict(self.counts),
+            "files": self.files,
             "left_out": [list(each) for each in self._skipped.ranges],
             "progress": self._progress.state_dict(),
         }
@@ -252,6 +254,7 @@ class StreamData(BatchLoader):
                 f"data.train: {type(self.dataset).__name__} can be iterated only once, so the run cannot go back. "
                 "Return a new iterator from each `__iter__`."
             )
+        reject_changed_files(state.get("files", self.files), self.files, accept_changes=accept_changes)
         self.samples_seen, self.epoch = int(state["position"]), int(state["epoch"])
         self._positions_before = int(state["places_before"])
         self.counts = {name: int(count) for name, count in state["counts"].items()}

@@ -375,7 +375,15 @@ class LaneFetcher(Dataset[Any]):
             if self._collator_may_draw:
                 reading, first_row = self._reading, request.runs[0][1] if request.runs else 0
                 seed_generators(mix_seed(reading.seed, _COLLATOR_STREAM, reading.epoch, request.batch, first_row))
-            batch = self._collator(samples)
+            try:
+                batch = self._collator(samples)
+            except Exception as error:
+                if not any(sample is None for sample in samples):
+                    raise
+                raise DataError(
+                    f"{type(self._stream).__name__} returned None for a row of {self.describe(request)}. Leave such "
+                    "rows out of the stream, or use a collator that accepts None."
+                ) from error
         cursors = tuple(cursor for lane in self._lanes.values() for cursor in lane.cursors)
         for lane in self._lanes.values():
             lane.cursors = []

@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from trainwright.errors import DataError
+from trainwright.errors import WorkerLostError
 from trainwright.events.storage import forget_storages
 
 _WORKER_GRACE_SECONDS = 30
@@ -55,8 +55,8 @@ def prepare_worker(_: int) -> None:
     forget_storages()
     gc.enable()  # the run collects between its steps, which a worker does not have
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else each worker uses every core
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     # Delayed, not ignored: a worker that hangs in user code must still end.
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_WORKER_GRACE_SECONDS))
 
@@ -109,7 +109,7 @@ def serve_in_workers(
         # Requests with a result are no longer waiting; the worker's current one is.
         number = -1 if worker is None else current[worker] - num_results
         reading = f", while reading {fetcher.describe(waiting[number])}" if 0 <= number < len(waiting) else ""
-        raise DataError(f"{label}: {cause}{reading}. {advice}") from error
+        raise WorkerLostError(f"{label}: {cause}{reading}. {advice}") from error
     finally:
         # torch does this when the iterator is deleted, but a traceback keeps it alive until the interpreter's exit,
         # which then waits for the workers.

@@ -1,4 +1,4 @@
-"""Handles SIGINT, SIGTERM and SIGUSR1: the current step is completed and saved, then the run ends.
+"""Handles SIGINT, SIGTERM, SIGUSR1 and SIGHUP: the current step is completed and saved, then the run ends.
 
 The signal handler only records the signal; the loop acts on it at the end of the step, on all ranks together. A thread
 receives it too, whatever the main thread does (a collective that never ends, a compiler), and ends the process after
@@ -25,7 +25,7 @@ from trainwright.loop.hook import Hook
 
 logger = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 # torchrun and cluster managers forward a signal that the whole process group has received already.
 ECHO_SECONDS = 2.0
@@ -55,6 +55,8 @@ class SignalListener:
         if threading.current_thread() is not threading.main_thread():
             return
         for number in SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup: the run outlives its terminal
             self._previous[number] = signal.signal(number, self._handle)
         receiver, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
@@ -125,7 +127,7 @@ class SignalListener:
 
 
 class ObeyPreemption(Hook):
-    """Turns the first SIGINT, SIGTERM or SIGUSR1 into `trainer.interrupt`."""
+    """Turns the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP into `trainer.interrupt`."""
 
     def __init__(self, section: PreemptionSection | None = None) -> None:
         self._deadline_seconds = (section or PreemptionSection()).deadline_seconds

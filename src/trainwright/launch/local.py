@@ -11,8 +11,11 @@ import logging
 import os
 import signal
 import socket
+import stat
 import sys
 import tempfile
+import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,18 +31,15 @@ logger = logging.getLogger(__name__)
 
 _LAUNCHED = "TRAINWRIGHT_LAUNCHED"
 """Environment variable: a folder through which the launcher and its workers communicate."""
+_LAUNCHER = "TRAINWRIGHT_LAUNCHER"
+"""Environment variable: the process id of the launcher."""
 _EXPLAINED = "explained"
 _EXPLAINED_CODE = 2
-_EXPLAINED_CODES = (
-    1,
-    _EXPLAINED_CODE,
-    HANG_EXIT_CODE,
-    130,
-    138,
-    143,
-)  # the rank printed an error, or exited on a signal
+_EXPLAINED_CODES = (1, _EXPLAINED_CODE, HANG_EXIT_CODE, 129, 130, 138, 143)
+"""The rank printed an error, or exited on a signal."""
 _ELASTIC = "torch.distributed.elastic"
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_PARENT_CHECK_SECONDS = 1.0  # where there is no prctl
 _ADVICE = "SIGKILL often means too little memory. The same command resumes from the newest checkpoint."
 
 
@@ -73,10 +73,10 @@ def launch(
         rdzv_endpoint=rendezvous or "localhost:0",
         max_restarts=max_restarts,
         monitor_interval=0.1,
-        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        signals_to_handle=",".join(_forwarded_signals()),
     )
     with tempfile.TemporaryDirectory(prefix="trainwright-launch-") as notes, _replace_torch_log(config, Path(notes)):
-        os.environ[_LAUNCHED] = notes
+        os.environ.update({_LAUNCHED: notes, _LAUNCHER: str(os.getpid())})
         try:
             elastic_launch(config, sys.executable)("-m", "trainwright", *arguments)
         except ChildFailedError as error:
@@ -92,8 +92,14 @@ def launch(
                 "with the same --nnodes and --rendezvous, and check that they can reach that address."
             ) from error
         finally:
-            del os.environ[_LAUNCHED]
+            del os.environ[_LAUNCHED], os.environ[_LAUNCHER]
     return 0
+
+
+def _forwarded_signals() -> list[str]:
+    """Returns the signals that the launcher forwards; under nohup, which ignores SIGHUP, that one stays ignored."""
+    names = ["SIGTERM", "SIGINT", "SIGQUIT", "SIGUSR1"]
+    return names if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [*names, "SIGHUP"]
 
 
 @contextmanager
@@ -147,6 +153,24 @@ def is_launched() -> bool:
     return _LAUNCHED in os.environ
 
 
+def shared_folder() -> Path | None:
+    """Returns a temporary folder that only this user can access, the same on all ranks of a machine; None for one rank.
+
+    The launcher of this package has created it. The processes of another launcher know only that launcher's process
+    id, so they share a folder of a known name, which may belong to someone else.
+    """
+    if is_launched():
+        return Path(os.environ[_LAUNCHED]) / "run"
+    if "WORLD_SIZE" not in os.environ:
+        return None
+    folder = Path(tempfile.gettempdir()) / f"trainwright-{os.getuid()}-{os.getppid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise TrainwrightError(f"{folder} belongs to another user, or others can write it. Delete it, or set TMPDIR.")
+    return folder
+
+
 def num_restarts() -> int:
     """Returns how often torch's launcher or SLURM has restarted the processes of this run."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) + int(os.environ.get("SLURM_RESTART_COUNT") or 0)
@@ -165,6 +189,22 @@ def leave_if_explained() -> None:
 
 
 def die_with_launcher() -> None:
-    """Makes Linux send this worker SIGTERM when its launcher dies, so that no orphans remain."""
-    if is_launched() and sys.platform == "linux":
+    """Makes this worker receive SIGTERM when its launcher dies, so that no orphans remain.
+
+    Called first in a worker: SIGTERM ends it at once while it starts, and later makes it save its step.
+    """
+    if not is_launched():
+        return
+    launcher = int(os.environ[_LAUNCHER])
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != launcher:  # it died before the call
+            os.kill(os.getpid(), signal.SIGTERM)
+    else:
+        threading.Thread(target=_watch_launcher, args=(launcher,), name="trainwright-launcher", daemon=True).start()
+
+
+def _watch_launcher(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(_PARENT_CHECK_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)

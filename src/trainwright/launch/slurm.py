@@ -6,6 +6,7 @@ The job file is plain shell that users read and edit.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import logging
 import os
 import re
@@ -76,7 +77,7 @@ class SlurmJob:
             "signal": f"USR1@{before}",
         }
         cpus = self.settings.get("cpus")
-        return _JOB.format(
+        text = _JOB.format(
             name=file_stem(self.name),
             options="\n".join(f"#SBATCH --{name}{'=' + value if value else ''}" for name, value in options.items()),
             # srun does not inherit this option from sbatch.
@@ -87,6 +88,20 @@ class SlurmJob:
             processes=self.processes,
             restarts=self.settings.get("restarts", "3"),
         )
+        return f"{text}{_CHECKSUM}{_digest(text)}\n"
+
+    def write(self, path: Path) -> None:
+        """Writes the job file; raises if a file is there that someone has edited, or that is of another kind."""
+        text = self.text()
+        if path.exists():
+            present = path.read_text(encoding="utf-8", errors="replace")
+            before, marker, digest = present.rpartition(_CHECKSUM)
+            if present != text and (not marker or digest.strip() != _digest(before)):
+                raise ConfigError(
+                    f"--file: {path} was edited, or is no job file, and is not overwritten. Submit it with sbatch, "
+                    "choose another with --file, or delete it."
+                )
+        path.write_text(text, encoding="utf-8")
 
     def log_name(self, job_id: str) -> str:
         """Returns the name of the job's log file, in the folder where the job is submitted."""
@@ -128,6 +143,13 @@ case $code in
 esac
 exit $code
 """
+
+
+_CHECKSUM = "# An edited job file is not written again. Checksum as written: "
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
 
 
 def read_settings(words: Sequence[str]) -> dict[str, str]:

@@ -54,6 +54,7 @@ from trainwright.errors import (
 )
 from trainwright.events import EventStorage
 from trainwright.events.mean import IGNORED_LABEL, Window, merge, summarise
+from trainwright.log import outlive_console
 from trainwright.loop.checkpointing import BestCheckpoint, Checkpointing
 from trainwright.loop.evaluation import EvalLogs, EvaluationAbandoned, Evaluator, logs_of
 from trainwright.loop.heartbeat import Heartbeat
@@ -744,7 +745,7 @@ class Trainer:
     def _running(self) -> Iterator[None]:
         """Runs before_train and after_train around the loop, and closes hooks and writers whatever happens."""
         hooks = self._hook_calls
-        with FolderLock(self.folder, enabled=self.ranks.is_first), self.storage, self._garbage:
+        with outlive_console(), FolderLock(self.folder, enabled=self.ranks.is_first), self.storage, self._garbage:
             try:
                 hooks.call("before_train")
                 contents.reject_unsavable(hooks.keyed())

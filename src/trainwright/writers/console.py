@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from rich.text import Text
 
 from trainwright.backends import memory_in_use
 from trainwright.events import EventStorage
+from trainwright.safe_text import safe
 from trainwright.writers.writer import Writer
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -30,7 +30,7 @@ class ConsoleWriter(Writer):
     """Prints progress: step, loss, speed and time left. Evaluations stay on the screen, progress is overwritten."""
 
     def __init__(self, stream: IO[str] | None = None) -> None:
-        self._console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
+        self._console = Console(file=stream, stderr=True, highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._first: tuple[int, float] | None = None
         self._drawn = float("-inf")
@@ -111,7 +111,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def _pairs(values: dict[str, Any]) -> str:
-    return "  ".join(f"{name} {_short(value)}" for name, value in values.items())
+    return safe("  ".join(f"{name} {_short(value)}" for name, value in values.items()))
 
 
 def _short(value: Any) -> str:

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from trainwright.data.fetch import StreamBrokenError
 from trainwright.data.sources.formats import BYTE_ORDER_MARK, FileFormat, RowError
-from trainwright.data.sources.locations import FileLocation, Paths, find_files
+from trainwright.data.sources.locations import FileLocation, Paths, find_files, list_locations
 from trainwright.errors import ConfigError, DataError
 
 
@@ -65,6 +65,10 @@ class RangeStream(IterableDataset[dict[str, Any]]):
                 find_files(self.path, suffixes=self._suffixes, project_dir=self._project_dir)
             )
         return self._ranges
+
+    def list_files(self) -> list[str]:
+        """Returns the names and sizes of the files."""
+        return list_locations([each.location for each in self.file_ranges])
 
     def shard(self, num_shards: int, index: int) -> RangeStream:
         """Returns one of `num_shards` disjoint contiguous shards."""

@@ -28,7 +28,7 @@ from trainwright.data.sources.formats import (
     TextFormat,
     lines_from,
 )
-from trainwright.data.sources.locations import FileLocation, Paths, find_files, fingerprint_files
+from trainwright.data.sources.locations import FileLocation, Paths, find_files, fingerprint_files, list_locations
 from trainwright.errors import ConfigError, DataError
 
 # Each map uses a file descriptor, of which a process often has only 1,024.
@@ -140,6 +140,10 @@ class FileRows(Dataset[dict[str, Any]]):
     def fingerprint(self) -> str:
         """A digest of the files' names, sizes and modification times."""
         return fingerprint_files([file.location for file in self._load()])
+
+    def list_files(self) -> list[str]:
+        """Returns the names and sizes of the files."""
+        return list_locations([file.location for file in self._load()])
 
     def __len__(self) -> int:
         self._load()

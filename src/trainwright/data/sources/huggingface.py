@@ -153,6 +153,10 @@ class HuggingFaceStream(IterableDataset[dict[str, Any]]):
         """The largest number of shards, usually one for each file."""
         return int(self.dataset.num_shards)
 
+    def list_files(self) -> list[str]:
+        """Returns the number of shards: the library does not name their files."""
+        return [f"{self.source.path} ({self.num_shards} shards)"]
+
     def shard(self, num_shards: int, index: int) -> HuggingFaceStream:
         """Returns one of `num_shards` disjoint contiguous shards."""
         return HuggingFaceStream(self.source, self.dataset.shard(num_shards=num_shards, index=index))

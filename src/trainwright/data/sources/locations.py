@@ -19,11 +19,13 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
 
 from trainwright.data.cache import cache_root, staged_file
 from trainwright.errors import ConfigError, DataError
+from trainwright.safe_text import is_masked
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +179,11 @@ def _open_file_system(url: str) -> tuple[Any, str]:
 
     It is created for each use, because those with an event loop do not survive a fork into a worker.
     """
+    if is_masked(url):
+        raise DataError(
+            f"path: {url} has no credentials, because a run does not save them. Give the whole address again, such as "
+            "data.train.path=…."
+        )
     try:
         import fsspec  # type: ignore[import-untyped]  # it comes without types
 
@@ -212,6 +219,12 @@ def remote_version(url: str) -> list[Any] | None:
         logger.debug("Nothing is known of %s: %s", url, error)
         return None
     return [[name, *map(str, _facts_in(each))] for name, each in sorted(found.items())] or None
+
+
+def list_locations(files: Sequence[FileLocation]) -> list[str]:
+    """Returns the names and sizes of files in order, without repeated neighbors, to compare them later."""
+    named = [f"{each.label} ({each.size} bytes)" for each in files]
+    return [name for name, _ in groupby(named)]
 
 
 def fingerprint_files(files: Sequence[FileLocation]) -> str:

@@ -22,7 +22,7 @@ from trainwright.data.fetch import positive_indices
 from trainwright.data.sources.file_stream import FileRange, RangeStream
 from trainwright.data.sources.files import reject_cache
 from trainwright.data.sources.formats import check_columns
-from trainwright.data.sources.locations import FileLocation, Paths, find_files, fingerprint_files
+from trainwright.data.sources.locations import FileLocation, Paths, find_files, fingerprint_files, list_locations
 from trainwright.errors import DataError
 
 SUFFIXES = (".parquet", ".pq")
@@ -81,6 +81,10 @@ class ParquetRows(Dataset[dict[str, Any]]):
     def fingerprint(self) -> str:
         """What changes with the files: their names, sizes and times of change."""
         return fingerprint_files(find_files(self.path, suffixes=SUFFIXES, project_dir=self._project_dir))
+
+    def list_files(self) -> list[str]:
+        """Returns the names and sizes of the files."""
+        return list_locations(find_files(self.path, suffixes=SUFFIXES, project_dir=self._project_dir))
 
     def __len__(self) -> int:
         self._load()

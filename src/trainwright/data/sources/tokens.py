@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from trainwright.data.cache import staged_file
 from trainwright.data.fetch import positive_indices
-from trainwright.data.sources.locations import Paths, find_files, fingerprint_files
+from trainwright.data.sources.locations import Paths, find_files, fingerprint_files, list_locations
 from trainwright.errors import ConfigError, DataError
 
 SUFFIXES = (".bin", ".npy")
@@ -90,6 +90,10 @@ class Tokens(Dataset[dict[str, Tensor]]):
     def fingerprint(self) -> str:
         """A digest of the files' names, sizes and modification times."""
         return fingerprint_files(find_files(self.path, suffixes=SUFFIXES, project_dir=self._project_dir))
+
+    def list_files(self) -> list[str]:
+        """Returns the names and sizes of the files."""
+        return list_locations(find_files(self.path, suffixes=SUFFIXES, project_dir=self._project_dir))
 
     def __len__(self) -> int:
         return int(self._load()[1].ends[-1])

@@ -1,0 +1,53 @@
+"""Text for logs, errors, terminals and files of a run: without credentials, and without control characters.
+
+Text comes from config files, data and file names, which may have been written by others.
+"""
+
+from __future__ import annotations
+
+import re
+
+MASK = "***"
+
+_PASSWORD = re.compile(r"(?<=://)(?:([^/\s@:]*):[^/\s]+|[^/\s@:]{20,})@")
+"""A user and a password before a host name, or one long word there, which is a token."""
+_QUERY = re.compile(
+    r"([?&;#](?:[\w.%-]*(?:token|signature|secret|password|passwd|credential|api[-_]?key|access[-_]?key(?:id)?)"
+    r"|sig|pwd|auth|key)=)[^&;#\s'\"<>)\]},]+",
+    re.IGNORECASE,
+)
+_MASKED = re.compile(rf"(?:[:/]{re.escape(MASK)}@|[?&;#][\w.%-]+={re.escape(MASK)}(?:[&;#]|$))")
+# All but tab and line feed; a carriage return overwrites its line, and the last ones change the order of letters.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def mask_secrets(text: str) -> str:
+    """Returns text with the passwords and tokens of its URLs replaced by ***.
+
+    >>> mask_secrets("s3://me:hunter2@host/a?part=1&token=abc")
+    's3://me:***@host/a?part=1&token=***'
+    """
+    if "=" in text:
+        text = _QUERY.sub(rf"\1{MASK}", text)
+    if "://" in text:
+        text = _PASSWORD.sub(lambda found: f"{MASK}@" if found[1] is None else f"{found[1]}:{MASK}@", text)
+    return text
+
+
+def is_masked(url: str) -> bool:
+    """Returns True if `mask_secrets` has removed credentials from this URL."""
+    return _MASKED.search(url) is not None
+
+
+def escape_controls(text: str) -> str:
+    r"""Returns text with control characters as escapes, so that it cannot control a terminal.
+
+    >>> escape_controls("\x1b[2Jrun")
+    '\\x1b[2Jrun'
+    """
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def safe(text: str) -> str:
+    """Returns text for a log or a terminal: without credentials and control characters."""
+    return escape_controls(mask_secrets(text))
