@@ -21,7 +21,7 @@ from trainwright.config.problems import did_you_mean
 from trainwright.config.python_files import folder_package
 from trainwright.config.yaml_text import absolute
 from trainwright.errors import ComponentError, TrainwrightError
-from trainwright.registry.builtin import BUILT_INS, KIND_FOLDERS
+from trainwright.registry.builtin import BUILT_INS, IN_CODE, KIND_FOLDERS
 from trainwright.tracebacks import shown_path
 from trainwright.user_code.locations import is_user_file, location_of, parameters_of
 
@@ -177,6 +177,8 @@ def _find(kind: str, type_name: str, folder: Path) -> Any:
         module_name, _, name = BUILT_INS[kind][type_name].partition(":")
         return _member(_import(module_name, folder), name)
     file, colon, name = type_name.rpartition(":")
+    if type_name.startswith(IN_CODE):
+        raise ComponentError(f"{name} was given in code and cannot be imported. Pass it again, or name its file.")
     if colon and (file.endswith(".py") or "/" in file):
         return _member(_load_file(folder / file, folder), name)
     if colon:
