@@ -104,7 +104,7 @@ class Build:
                 f"task: {{type: file.py:{short}}}.",
                 where=self.config.origin("task"),
             )
-        task: Task = self._make("task", "task", section)
+        task: Task = self._make("task", "task", section, base=Task)
         return task
 
     def model(self) -> torch.nn.Module:
@@ -342,7 +342,10 @@ class Build:
         arguments, origin = dict(component.arguments), self.config.origin
         groups = arguments.pop("groups", ())
         bare = Component(component.type, **arguments).located_at(component.origin)
-        target = registry.find("optimizer", bare.type, project_dir=self.project_dir, where=bare.origin, label=label)
+        where, base = bare.origin, torch.optim.Optimizer
+        target = registry.find(
+            "optimizer", bare.type, project_dir=self.project_dir, where=where, label=label, base=base
+        )
         needs_kinds = getattr(target, "needs_parameter_kinds", False)
         provided = ("params", "kinds") if needs_kinds else ("params",)
         check_settings(target, arguments, label=label, origin=origin, provided=provided)
