@@ -18,11 +18,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from tests.export.runs import TEXT, train_run
 from tests.messages import raises
 from typer.testing import CliRunner
 
 from trainwright import AutoModel, RunConfig, build_trainer, load_checkpoint, run_experiment
+from trainwright.build.run import build_model
 from trainwright.checkpoint.encoding import decode
 from trainwright.checkpoint.manifest import read_manifest, render_manifest
 from trainwright.checkpoint.remote_files import RemoteFolder, StepFolder
@@ -527,6 +529,78 @@ def test_code_in_a_model_s_folder_is_never_run(run, tmp_path, mark):
     with pytest.raises(Exception, match=r"pickle|Weights only|tensors"):
         AutoModel.from_pretrained(folder, allow_pickle=True)
     assert not mark.exists()
+
+
+INDEX = "model.safetensors.index.json"
+OUTSIDE = ["../outside.safetensors", "{outside}", "sub/../../outside.safetensors", "..", ".", "", "/etc/passwd"]
+
+
+@pytest.mark.parametrize(
+    "name", [*OUTSIDE, "weights.bin", "weights.pt", "weights", "x\\0.safetensors", "..\\\\w.safetensors"]
+)
+@pytest.mark.parametrize("target", [None, "transformers:LlamaForCausalLM"])
+def test_an_index_names_safetensors_of_its_own_folder_only(run, tmp_path, mark, name, target):
+    folder = export_run(run, tmp_path / "hf", max_shard_bytes=20_000)
+    outside = tmp_path / "outside.safetensors"
+    shutil.copyfile(next(folder.glob("*-00001-*.safetensors")), outside)
+    for file in ("weights.bin", "weights.pt", "weights"):
+        (folder / file).write_bytes(pickle.dumps(Evil(mark)))
+    name = name.encode().decode("unicode_escape").format(outside=outside)
+    content = json.loads((folder / INDEX).read_text())
+    content["weight_map"][next(iter(content["weight_map"]))] = name
+    (folder / INDEX).write_text(json.dumps(content))
+    with raises(CheckpointError, INDEX, golden=False):
+        if target is None:
+            AutoModel.from_pretrained(folder, allow_pickle=True)
+        else:
+            pytest.importorskip("transformers")
+            section = {"type": target, "pretrained": str(folder)}
+            build_model(RunConfig.from_dict({"model": section}))
+    assert not mark.exists()
+
+
+def test_an_index_of_pickles_names_files_of_its_own_folder_only(run, tmp_path):
+    folder = export_run(run, tmp_path / "hf")
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "part.bin")
+    torch.save(weights, tmp_path / "outside.bin")
+    index = folder / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(weights, "part.bin")}))
+    AutoModel.from_pretrained(folder, allow_pickle=True)
+    for name in ("../outside.bin", str(tmp_path / "outside.bin")):
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(weights, name)}))
+        with raises(CheckpointError, index.name, golden=False):
+            AutoModel.from_pretrained(folder, allow_pickle=True)
+
+
+def test_a_shard_may_be_a_link_as_in_the_cache_of_the_hub(run, tmp_path):
+    folder = export_run(run, tmp_path / "hf", max_shard_bytes=20_000)
+    for number, file in enumerate(folder.glob("*.safetensors")):
+        file.rename(tmp_path / f"blob-{number}")
+        file.symlink_to(tmp_path / f"blob-{number}")
+    AutoModel.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("arguments", [{"path": "pandas", "data_files": "x.pkl"}, {"trust_remote_code": True}])
+def test_settings_of_a_dataset_that_run_programs_are_rejected(tmp_path, mark, arguments):
+    pytest.importorskip("datasets")
+    from trainwright.data.sources.huggingface import huggingface
+
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps(Evil(mark)))
+    with raises(ConfigError, golden=False):
+        huggingface(**{"path": "json", "project_dir": tmp_path, **arguments})[0]
+    assert not mark.exists()
+
+
+def test_an_export_copies_no_file_that_is_not_a_tokenizer(run, tmp_path):
+    secret = tmp_path / "id_rsa"
+    secret.write_text("secretsecret")
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    settings["data"]["train"]["tokenizer"] = str(secret)
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    folder = export_run(run, tmp_path / "out")
+    assert not any(b"secretsecret" in content for content in texts_below(folder).values())
 
 
 def test_code_in_a_tokenizer_s_folder_is_never_run(tmp_path, mark):

@@ -67,6 +67,8 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> list[Path]:
     """Writes a tokenizer's files into a folder and returns their paths; the list is empty for one without files."""
     if isinstance(tokenizer, TextTokenizer):
         source = tokenizer.path
+        if source.exists():
+            _ = tokenizer.vocab_size  # raises if it is not a tokenizer: a config can name any file of this machine
         files = {TOKENIZER_FILE: source, **{name: source.parent / name for name in FURTHER_FILES}}
         if not source.is_file():
             files = {name: source / name for name in (*TOKENIZER_FILES, *FURTHER_FILES)}
