@@ -26,6 +26,7 @@ _FILE_REFERENCE = re.compile(r"(?P<file>[^:]+\.py):(?P<name>[A-Za-z_][\w.]*)")
 """A component in a file, such as `hooks/info.py:InfoHook`."""
 
 
+_MAX_LETTERS = 10_000_000
 _RUN_CONFIG = "config.yaml"
 _RUN_FILES = ("environment.json", "metrics.json", "log.txt", "checkpoints")
 """A file of the name above next to one of these, or with `project_dir`, is the config of a run folder."""
@@ -151,7 +152,8 @@ def _read(
 
 def _text_of(path: Path, shown: str) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read(_MAX_LETTERS + 1)  # a link may lead to a device without end
     except FileNotFoundError as error:
         folder = path.parent
         kind = "*.py" if path.suffix == ".py" else "*.y*ml"
@@ -163,6 +165,9 @@ def _text_of(path: Path, shown: str) -> str:
         raise ConfigError("the file is not UTF-8 text. Save it as UTF-8.", where=Origin(shown, line)) from error
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}.", where=Origin(shown, 1)) from error
+    if len(text) > _MAX_LETTERS:
+        raise ConfigError(f"the file is larger than {_MAX_LETTERS:,} letters. Is it a config?", where=Origin(shown, 1))
+    return text
 
 
 def _extended(settings: Node) -> Iterator[Node]:

@@ -147,6 +147,9 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(path))  # noqa: PTH100
 
 
+_MAX_VALUES = 100_000
+"""Aliases of aliases can make a file of a few lines as large as any memory."""
+_MAX_DEPTH = 100
 _TAG = "tag:yaml.org,2002:"
 _MERGE = _TAG + "merge"
 
@@ -177,6 +180,12 @@ def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = _resolvers()
+
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:  # noqa: N803  # PyYAML's name
+        """Limit the nesting of brackets: PyYAML's time for each one grows with their number."""
+        if self.flow_level >= _MAX_DEPTH:
+            raise RecursionError
+        super().fetch_flow_collection_start(TokenClass)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -248,10 +257,17 @@ class _Reader:
 
     def __init__(self, origin_at: Callable[[int], Origin | None]) -> None:
         self.origin_at = origin_at
+        self.num_values = 0
         self.open: list[yaml.Node] = []  # the nodes being read, outermost first: an alias of one of them is a cycle
 
     def read(self, node: yaml.Node, origin: Origin | None = None) -> Node:
         origin = origin or self.origin_of(node)
+        self.num_values += 1
+        if self.num_values > _MAX_VALUES:
+            problem = (
+                f"the file has more than {_MAX_VALUES:,} values, counting each alias (*name) with all that it names."
+            )
+            raise ConfigError(f"{problem} Use fewer aliases, or read large data from a file of its own.", where=origin)
         if isinstance(node, ScalarNode):
             return Node(self.scalar(node), origin)
         if any(node is other for other in self.open):
@@ -299,6 +315,8 @@ class _Reader:
     def scalar(self, node: ScalarNode) -> Any:
         text: str = node.value
         kind = node.tag.removeprefix(_TAG)
+        if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise ConfigError(f"the text {text!a} is not valid Unicode.", where=self.origin_of(node))
         try:
             if kind == "bool":
                 return {"true": True, "false": False}[text.lower()]
