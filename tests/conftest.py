@@ -3,10 +3,14 @@
 import functools
 import gc
 import os
+import shutil
 import signal
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# The key that signs run folders is not the user's own; programs that tests start inherit the folder.
+os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="trainwright-config-")
 
 from pathlib import Path
 
@@ -28,6 +32,10 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     messages.update_messages(config.getoption("--update-messages"))
+
+
+def pytest_unconfigure():
+    shutil.rmtree(os.environ["XDG_CONFIG_HOME"], ignore_errors=True)
 
 
 def pytest_sessionfinish(session):

@@ -17,21 +17,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.export.runs import train_run
+import yaml
+from safetensors.torch import load_file
+from tests.export.runs import TEXT, train_run
 from tests.messages import raises
 from typer.testing import CliRunner
 
-from trainwright import AutoModel, RunConfig, load_checkpoint, run_experiment
+from trainwright import AutoModel, RunConfig, build_trainer, load_checkpoint, run_experiment
+from trainwright.build.run import build_model
 from trainwright.checkpoint.encoding import decode
 from trainwright.checkpoint.manifest import read_manifest, render_manifest
 from trainwright.checkpoint.remote_files import RemoteFolder, StepFolder
 from trainwright.checkpoint.remote_store import open_store
 from trainwright.cli import app
+from trainwright.config import Origin
+from trainwright.config.schema import layered_config
 from trainwright.data.sources.files import text as text_files
 from trainwright.data.sources.tokens import Tokens
 from trainwright.data.tokenizer import load_tokenizer
-from trainwright.errors import CheckpointError, ConfigError, TrainwrightError
+from trainwright.errors import CheckpointError, ConfigError, TrainwrightError, TrustError
 from trainwright.export.huggingface import export_run
+from trainwright.export.text import load_text_model
 
 PACKAGE = Path(__file__).parents[1] / "src" / "trainwright"
 PROJECT = Path(__file__).parent / "project"
@@ -258,6 +264,220 @@ def test_a_remote_manifest_of_another_shape_is_damaged(change):
         remote.manifest(folder)
 
 
+# Run folders of other people.
+
+
+CODE = {
+    "imports": {"imports": ["evil"]},
+    "imports of a file": {"imports": ["evil.py"]},
+    "model": {"model": {"type": "evil.py:act"}},
+    "model of a module": {"model": {"type": "evil:act"}},
+    "model of a folder": {"model": {"type": "evil.act"}},
+    "model.replace": {"model": {"replace": {"*.mlp": "evil.py:act"}}},
+    "model.replace in full": {"model": {"replace": {"*.mlp": {"type": "evil.py:act"}}}},
+    "trainer": {"trainer": {"type": "evil.py:act"}},
+    "task": {"task": {"type": "evil.py:act"}},
+    "data.train": {"data": {"train": {"type": "evil.py:act"}}},
+    "data.train.source": {"data": {"train": {"source": {"type": "evil.py:act"}}}},
+    "data.eval": {"data": {"eval": {"valid": {"type": "evil.py:act"}}}},
+    "data.test": {"data": {"test": "evil.py:act"}},
+    "data.process": {"data": {"process": {"type": "evil.py:act"}}},
+    "data.collator": {"data": {"collator": "evil.py:act"}},
+    "optimizer": {"trainer": {"optimizer": {"type": "evil.py:act"}}},
+    "schedule": {"trainer": {"schedule": "evil.py:act"}},
+    "hooks": {"hooks": ["evil.py:act"]},
+    "hooks, every": {"hooks": [{"type": "every", "steps": 1, "call": "evil.py:act"}]},
+    "hooks, callback": {"hooks": [{"type": "callback", "before_train": "evil.py:act"}]},
+    "hooks, by path": {"hooks": [{"type": "trainwright.hooks.callback:every_from_config", "call": "evil.py:act"}]},
+    "writers": {"writers": ["evil.py:act"]},
+    "metrics": {"evaluation": {"metrics": {"m": {"type": "evil.py:act"}}}},
+    "the package's own loader": {
+        "data": {"train": {"type": "trainwright.registry.resolve:import_modules", "names": ["evil"]}}
+    },
+    "extends": {"extends": ["evil.py"]},
+    "extends twice": {"extends": ["evil.yaml"]},
+}
+
+
+def merged(settings, changes):
+    for key, value in changes.items():
+        is_mapping = isinstance(value, dict) and isinstance(settings.get(key), dict)
+        settings = {**settings, key: merged(settings[key], value) if is_mapping else value}
+    return settings
+
+
+@pytest.fixture
+def foreign(run, mark, monkeypatch):
+    """Makes a run folder of somebody else: with code next to the config, which names it."""
+
+    def make(changes):
+        for folder in (run, run / "models"):
+            folder.mkdir(exist_ok=True)
+            (folder / "evil.py").write_text(f"{evil_code(mark)}def act(*args, **kwargs): pass\nconfig = {{}}\n")
+        (run / "evil.yaml").write_text("extends: [evil.py]\n")
+        (run / "text.txt").write_text(TEXT, encoding="utf-8")
+        settings = yaml.safe_load((run / "config.yaml").read_text())
+        (run / "config.yaml").write_text(yaml.safe_dump({**merged(settings, changes), "project_dir": str(run)}))
+        return run
+
+    monkeypatch.setenv("NO_COLOR", "1")
+    return make
+
+
+def commands_for(run, *flags):
+    folder, out = str(run), str(run.parent / "out")
+    return [
+        ["evaluate", folder, *flags],
+        ["export", folder, "--to", out, *flags],
+        ["generate", folder, "--prompt", "x", "--max-new-tokens", "1", "--device", "cpu", *flags],
+        ["check", folder, *flags],
+        ["data", folder, *flags],
+        ["explain", folder, *flags],
+        ["shard", folder, *flags],
+        ["estimate", folder, *flags],
+        ["train", f"{folder}/config.yaml", f"output_dir={out}/runs", *flags],
+        ["launch", f"{folder}/config.yaml", "--slurm", "--file", f"{out}.slurm", *flags],
+    ]
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_code_that_a_foreign_run_folder_names_is_never_run(foreign, mark, name):
+    run = foreign(CODE[name])
+    for words in [*commands_for(run), ["runs", str(run.parent)], ["checkpoints", str(run)], ["config", str(run)]]:
+        CliRunner().invoke(app, words)
+        assert not mark.exists(), words[0]
+    for act in (
+        lambda: load_checkpoint(run),
+        lambda: export_run(run, run.parent / "export"),
+        lambda: run_experiment(RunConfig.load(run / "config.yaml"), mode="train"),
+        lambda: build_trainer(RunConfig.load(run / "config.yaml", ["trainer.max_steps=6"])),
+    ):
+        with suppress(TrainwrightError):
+            act()
+        assert not mark.exists()
+    with raises(TrustError, at="evil.yaml:1" if name == "extends twice" else "config.yaml", golden=False):
+        build_trainer(RunConfig.load(run / "config.yaml"))
+
+
+@pytest.mark.parametrize("words", commands_for(Path("RUN")), ids=lambda words: words[0])
+def test_every_command_runs_the_code_of_a_foreign_run_folder_with_trust_alone(foreign, mark, words):
+    run = foreign({"imports": ["evil.py"]})
+    words = [word.replace("RUN", str(run)) for word in words]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code != 0
+    assert not mark.exists()
+    assert isinstance(done.exception, TrustError) or (words[0] == "check" and "imports.0: evil.py" in done.output)
+    CliRunner().invoke(app, [*words, "--trust"])
+    assert mark.exists() or words[0] == "launch"
+    if words[0] == "launch":
+        assert "--trust" in Path(words[-1]).read_text()
+
+
+def test_a_foreign_run_folder_of_built_in_parts_needs_no_trust(foreign):
+    run = foreign({"seed": 1})
+    assert RunConfig.load(run / "config.yaml").untrusted_file is not None
+    load_checkpoint(run)
+    for words in commands_for(run):
+        if words[0] not in ("evaluate", "launch"):  # no evaluation set; no cluster
+            done = CliRunner().invoke(app, words)
+            assert done.exit_code == 0, (words, done.output, done.exception)
+
+
+def test_a_foreign_model_loads_although_its_data_needs_trust(foreign, mark, tmp_path):
+    run = foreign({"data": {"train": {"type": "evil.py:act"}}})
+    load_checkpoint(run)
+    export_run(run, tmp_path / "out")  # without its tokenizer
+    assert not mark.exists()
+    with raises(TrustError, "data.train.type", "evil.py:act", at="config.yaml", golden=False):
+        load_text_model(run)
+
+
+def test_an_override_does_not_lift_the_rule(foreign, mark):
+    # A relative name would be found in the folder that the foreign file chooses.
+    run = foreign({"seed": 1})
+    with raises(TrustError, golden=False):
+        build_trainer(RunConfig.load(run / "config.yaml", ["hooks=[evil.py:act]"]))
+    assert not mark.exists()
+
+
+def test_a_file_that_extends_a_foreign_run_folder_is_untrusted_too(foreign, mark, tmp_path):
+    run = foreign({"imports": ["evil.py"]})
+    (tmp_path / "mine.yaml").write_text("extends: [run/config.yaml]\n")
+    (tmp_path / "mine.py").write_text(
+        f"from trainwright import RunConfig\nconfig = RunConfig.load({str(run / 'config.yaml')!r})\n"
+    )
+    for file in ("mine.yaml", "mine.py"):
+        with raises(TrustError, golden=False):
+            build_trainer(RunConfig.load(tmp_path / file))
+    config = load_experiment_of(run)
+    with raises(TrustError, golden=False):
+        build_trainer(config)
+    assert not mark.exists()
+
+
+def load_experiment_of(run):
+    where = Origin("here.py", 1)
+    return layered_config(RunConfig.load(run / "config.yaml"), name="x", folder=run.parent, where=where)
+
+
+def test_saving_foreign_settings_does_not_sign_them(foreign, tmp_path):
+    run = foreign({"imports": ["evil.py"]})
+    RunConfig.load(run / "config.yaml").derive({"seed": 3}).save(tmp_path / "copy" / "config.yaml")
+    assert RunConfig.load(tmp_path / "copy" / "config.yaml").untrusted_file is not None
+    RunConfig.load(run / "config.yaml", trust=True).save(tmp_path / "copy" / "config.yaml")
+    assert RunConfig.load(tmp_path / "copy" / "config.yaml").untrusted_file is None
+
+
+def test_own_runs_need_no_trust_wherever_they_are(in_tmp, monkeypatch):
+    project = shutil.copytree(PROJECT, in_tmp / "project")
+    run_experiment(RunConfig.load(project / "run.yaml", ["trainer.max_steps=2"]))
+    moved = shutil.move(in_tmp / "runs" / "small", in_tmp / "elsewhere")
+    load_checkpoint(moved)
+    done = CliRunner().invoke(app, ["evaluate", str(moved)])
+    assert done.exit_code == 0, done.output
+    # Another account, or an edited file.
+    copied = shutil.copytree(moved, in_tmp / "edited")
+    text = (copied / "config.yaml").read_text()
+    (copied / "config.yaml").write_text(text.replace("seed: 42", "seed: 43") if "seed: 42" in text else f"# x\n{text}")
+    with raises(TrustError, golden=False):
+        load_checkpoint(copied)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(in_tmp / "of-another"))
+    with raises(TrustError, golden=False):
+        load_checkpoint(moved)
+    load_checkpoint(moved, trust=True)
+
+
+def test_resuming_in_a_foreign_folder_signs_it(in_tmp):
+    project = shutil.copytree(PROJECT, in_tmp / "project")
+    load = [project / "run.yaml", ["trainer.max_steps=4", "checkpoint.every_steps=2"]]
+    run_experiment(RunConfig.load(load[0], [*load[1], "trainer.max_steps=2"]))
+    file = in_tmp / "runs" / "small" / "config.yaml"
+    file.write_text("\n".join(file.read_text().splitlines()[:-1]) + "\n")
+    assert RunConfig.load(file).untrusted_file is not None
+    run_experiment(RunConfig.load(*load))
+    assert RunConfig.load(file).untrusted_file is None
+
+
+def test_a_run_file_of_the_user_needs_no_trust(tmp_path):
+    (tmp_path / "config.yaml").write_text("imports: [evil.py]\n")
+    assert RunConfig.load(tmp_path / "config.yaml").untrusted_file is None
+    assert RunConfig.load(tmp_path / "config.yaml", trust=False).untrusted_file is not None
+
+
+def test_the_registry_is_asked_in_known_files_only():
+    # A new file that imports what a config names has to call reject_untrusted first, or be called by one that has.
+    asks = {
+        file
+        for file, node in NODES
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("registry.find", "registry.instantiate", "registry.import_modules")
+    }
+    assert asks == {
+        *("analysis/check.py", "analysis/explain.py", "api/experiments.py", "build/components.py", "build/data.py"),
+        *("build/run.py", "export/huggingface.py", "export/load.py", "hooks/callback.py", "models/from_config.py"),
+    }
+
+
 # Datasets, models' folders, projects.
 
 
@@ -309,6 +529,78 @@ def test_code_in_a_model_s_folder_is_never_run(run, tmp_path, mark):
     with pytest.raises(Exception, match=r"pickle|Weights only|tensors"):
         AutoModel.from_pretrained(folder, allow_pickle=True)
     assert not mark.exists()
+
+
+INDEX = "model.safetensors.index.json"
+OUTSIDE = ["../outside.safetensors", "{outside}", "sub/../../outside.safetensors", "..", ".", "", "/etc/passwd"]
+
+
+@pytest.mark.parametrize(
+    "name", [*OUTSIDE, "weights.bin", "weights.pt", "weights", "x\\0.safetensors", "..\\\\w.safetensors"]
+)
+@pytest.mark.parametrize("target", [None, "transformers:LlamaForCausalLM"])
+def test_an_index_names_safetensors_of_its_own_folder_only(run, tmp_path, mark, name, target):
+    folder = export_run(run, tmp_path / "hf", max_shard_bytes=20_000)
+    outside = tmp_path / "outside.safetensors"
+    shutil.copyfile(next(folder.glob("*-00001-*.safetensors")), outside)
+    for file in ("weights.bin", "weights.pt", "weights"):
+        (folder / file).write_bytes(pickle.dumps(Evil(mark)))
+    name = name.encode().decode("unicode_escape").format(outside=outside)
+    content = json.loads((folder / INDEX).read_text())
+    content["weight_map"][next(iter(content["weight_map"]))] = name
+    (folder / INDEX).write_text(json.dumps(content))
+    with raises(CheckpointError, INDEX, golden=False):
+        if target is None:
+            AutoModel.from_pretrained(folder, allow_pickle=True)
+        else:
+            pytest.importorskip("transformers")
+            section = {"type": target, "pretrained": str(folder)}
+            build_model(RunConfig.from_dict({"model": section}))
+    assert not mark.exists()
+
+
+def test_an_index_of_pickles_names_files_of_its_own_folder_only(run, tmp_path):
+    folder = export_run(run, tmp_path / "hf")
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "part.bin")
+    torch.save(weights, tmp_path / "outside.bin")
+    index = folder / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(weights, "part.bin")}))
+    AutoModel.from_pretrained(folder, allow_pickle=True)
+    for name in ("../outside.bin", str(tmp_path / "outside.bin")):
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(weights, name)}))
+        with raises(CheckpointError, index.name, golden=False):
+            AutoModel.from_pretrained(folder, allow_pickle=True)
+
+
+def test_a_shard_may_be_a_link_as_in_the_cache_of_the_hub(run, tmp_path):
+    folder = export_run(run, tmp_path / "hf", max_shard_bytes=20_000)
+    for number, file in enumerate(folder.glob("*.safetensors")):
+        file.rename(tmp_path / f"blob-{number}")
+        file.symlink_to(tmp_path / f"blob-{number}")
+    AutoModel.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("arguments", [{"path": "pandas", "data_files": "x.pkl"}, {"trust_remote_code": True}])
+def test_settings_of_a_dataset_that_run_programs_are_rejected(tmp_path, mark, arguments):
+    pytest.importorskip("datasets")
+    from trainwright.data.sources.huggingface import huggingface
+
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps(Evil(mark)))
+    with raises(ConfigError, golden=False):
+        huggingface(**{"path": "json", "project_dir": tmp_path, **arguments})[0]
+    assert not mark.exists()
+
+
+def test_an_export_copies_no_file_that_is_not_a_tokenizer(run, tmp_path):
+    secret = tmp_path / "id_rsa"
+    secret.write_text("secretsecret")
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    settings["data"]["train"]["tokenizer"] = str(secret)
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    folder = export_run(run, tmp_path / "out")
+    assert not any(b"secretsecret" in content for content in texts_below(folder).values())
 
 
 def test_code_in_a_tokenizer_s_folder_is_never_run(tmp_path, mark):

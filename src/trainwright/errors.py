@@ -56,6 +56,10 @@ class ConfigError(TrainwrightError):
     """A setting is unknown, of the wrong type, or contradicts another."""
 
 
+class TrustError(ConfigError):
+    """A run folder that this user's runs did not write names code, which is not loaded without permission."""
+
+
 class ComponentError(ConfigError):
     """A component cannot be found, or its arguments do not match its constructor."""
 

@@ -13,6 +13,8 @@ from trainwright.data.mix import Mix, MixedStream
 from trainwright.errors import ConfigError, DataError, TrainwrightError
 
 FILE = """
+import functools
+
 from torch.utils.data import Dataset, IterableDataset
 
 
@@ -51,6 +53,9 @@ def longer(row, by=1):
 
 def versioned(row, version=1):
     return row
+
+
+copied = functools.partial(dict)
 
 
 def cut(row):
@@ -165,8 +170,8 @@ def test_a_parameter_with_the_name_of_a_setting_is_rejected(build):
 
 def test_a_function_without_a_source_needs_a_version(build):
     with raises(ConfigError, "version", at="run.yaml:3"):
-        build({"type": "builtins:dict"}, type="rows.Rows", size=1)
-    assert tokens(build({"type": "builtins:dict", "version": 1}, type="rows.Rows", size=1)) == [[0]]
+        build({"type": "rows.copied"}, type="rows.Rows", size=1)
+    assert tokens(build({"type": "rows.copied", "version": 1}, type="rows.Rows", size=1)) == [[0]]
 
 
 def test_an_index_and_a_stream_are_mixed_as_streams(build):

@@ -120,7 +120,7 @@ def test_a_model_whose_file_is_gone_is_named(trained, tmp_path):
     config = tmp_path / "moved" / "config.yaml"
     config.write_text(config.read_text().replace("type: nets.Net", "type: lost.Net"))
     with raises(TrainwrightError, "lost.Net", "model.type", at="config.yaml"):
-        load_checkpoint(tmp_path / "moved")
+        load_checkpoint(tmp_path / "moved", trust=True)
 
 
 def test_without_strict_differences_are_accepted(trained, tmp_path):
@@ -135,8 +135,8 @@ def test_without_strict_differences_are_accepted(trained, tmp_path):
     lines = config.read_text().splitlines()
     config.write_text("\n".join([f"project_dir: {project}", *lines[1:]]))
     with raises(CheckpointError, "more.bias"):
-        load_checkpoint(tmp_path / "moved")
-    model = load_checkpoint(tmp_path / "moved", strict=False)
+        load_checkpoint(tmp_path / "moved", trust=True)
+    model = load_checkpoint(tmp_path / "moved", strict=False, trust=True)
     assert torch.equal(model.layers[0].weight, trained[1]["layers.0.weight"])
 
 

@@ -1,9 +1,10 @@
-import collections
+import functools
 import importlib
 import pickle
 import subprocess
 import sys
 
+import pydantic
 import pytest
 from tests.messages import mentions, raises
 
@@ -46,7 +47,60 @@ def test_every_kind_has_a_folder_and_a_table_of_strings():
 
 
 def test_an_import_path_is_found(tmp_path):
-    assert find("model", "collections:OrderedDict", project_dir=tmp_path) is collections.OrderedDict
+    assert find("model", "pydantic:BaseModel", project_dir=tmp_path) is pydantic.BaseModel
+
+
+@pytest.mark.parametrize("kind", KIND_FOLDERS)
+@pytest.mark.parametrize(
+    "type_name",
+    [
+        *("os:system", "os:popen", "posix:system", "subprocess:Popen", "shutil:rmtree", "runpy:run_path"),
+        *("builtins:eval", "builtins:exit", "builtins:str.join", "os:environ.get", "pathlib:Path", "torch:os.system"),
+        *("mine.py:system", "mine.py:remove_tree"),
+    ],
+)
+def test_what_is_python_s_own_is_no_component(tmp_path, kind, type_name):
+    write(tmp_path / "mine.py", "from os import system\nfrom shutil import rmtree as remove_tree\n")
+    with raises(ComponentError, f"{kind}s.type", type_name, at="run.yaml:3", golden=False):
+        find(kind, type_name, project_dir=tmp_path, where=Origin("run.yaml", 3), label=f"{kind}s")
+
+
+FACTORIES = """
+import functools, operator
+class Net:
+    @classmethod
+    def create(cls): return cls()
+    def __call__(self): return self
+def make(): return Net()
+cached = functools.lru_cache(make)
+partial = functools.partial(dict, a=1)
+item = operator.itemgetter("a")
+instance = Net()
+"""
+
+
+@pytest.mark.parametrize("name", ["Net", "Net.create", "make", "cached", "partial", "item", "instance"])
+def test_factories_of_the_user_are_components(tmp_path, name):
+    write(tmp_path / "code.py", FACTORIES)  # a name that Python has too
+    assert callable(find("model", f"code.py:{name}", project_dir=tmp_path))
+
+
+def test_functions_of_installed_packages_are_components(tmp_path):
+    for name in ("torch.nn:Linear", "torch.nn.init:normal_", "torch.utils.data:default_collate", "torch.jit:load"):
+        assert callable(find("model", name, project_dir=tmp_path))
+    auto = "transformers:AutoModelForCausalLM"
+    pytest.importorskip("transformers")
+    assert isinstance(find("model", auto, project_dir=tmp_path), type)
+    assert callable(find("model", f"{auto}.from_pretrained", project_dir=tmp_path))
+
+
+def test_a_class_must_have_the_base_of_its_section(tmp_path):
+    write(tmp_path / "net.py", "class Net: pass\nclass Other:\n    def __new__(cls): return Net()\ndef make(): pass\n")
+    where = Origin("run.yaml", 3)
+    with raises(ComponentError, "model.type", "net.py:Net", at="run.yaml:3"):
+        find("model", "net.py:Net", project_dir=tmp_path, where=where, label="model", base=functools.partial)
+    for name in ("Other", "make"):  # they may create anything
+        assert find("model", f"net.py:{name}", project_dir=tmp_path, base=functools.partial)
 
 
 def test_a_nested_class_is_found(tmp_path):

@@ -56,6 +56,7 @@ from trainwright.loop.trainer import Trainer
 from trainwright.models.model import Model
 from trainwright.models.transformers_models import is_transformers_class
 from trainwright.registry import resolve as registry
+from trainwright.registry.trust import reject_untrusted
 from trainwright.user_code.locations import (
     SourceLocation,
     UserFiles,
@@ -74,11 +75,11 @@ _LOCATED = re.compile(r"(?P<file>.+?):(?P<line>\d+): (?P<message>.*)")
 _MAX_NAMES = 6
 
 
-def check_run(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Report:
-    """Checks the run of a YAML file, without access to its run folder."""
+def check_run(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, trust: bool | None = None) -> Report:
+    """Checks the run of a YAML file, without access to its run folder; `trust` is that of `RunConfig.load`."""
     findings = Findings()
     report = Report(findings)
-    config = load_config(path, overrides, findings)
+    config = load_config(path, overrides, findings, trust=trust)
     if config is None:
         report.skipped += STAGES
         return report
@@ -111,10 +112,14 @@ def _quiet() -> Iterator[None]:
 # the config and its components
 
 
-def load_config(path: str | os.PathLike[str], overrides: Sequence[str], findings: Findings) -> RunConfig | None:
-    """Returns the config, or None where it cannot be read; then each of its problems is a finding."""
+def load_config(
+    path: str | os.PathLike[str], overrides: Sequence[str], findings: Findings, *, trust: bool | None = None
+) -> RunConfig | None:
+    """Returns the config, or None where it cannot be read or trusted; then each of its problems is a finding."""
     try:
-        return RunConfig.load(path, overrides)
+        config = RunConfig.load(path, overrides, trust=trust)
+        reject_untrusted(config)
+        return config
     except ConfigError as error:
         first, *others = error.problem.split("\n")
         where = error.where if isinstance(error.where, Origin) else None

@@ -30,6 +30,7 @@ from trainwright.models.presets import preset_settings
 from trainwright.models.pretrained import CONFIG_FILE, home_folders, on_meta, read_config_file
 from trainwright.optim.param_groups import describe_unowned, make_groups, read_rules
 from trainwright.registry import resolve as registry
+from trainwright.registry.trust import reject_untrusted
 from trainwright.tracebacks import shown_path
 from trainwright.user_code.locations import PACKAGE, definition_of, is_user_file, parameters_of
 from trainwright.user_code.methods import names_used
@@ -78,6 +79,7 @@ class Found:
 
 def find_all(config: RunConfig) -> Found:
     """Finds every class that the config names."""
+    reject_untrusted(config)
     found = Found()
 
     def find(label: str, kind: str, name: str, where: object | None) -> Any:

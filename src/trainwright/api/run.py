@@ -36,6 +36,7 @@ from trainwright.loop.task import Task
 from trainwright.loop.trainer import Trainer
 from trainwright.parallel import processes
 from trainwright.parallel.processes import note_failure
+from trainwright.registry.trust import reject_untrusted
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ def run_experiment(
     run raises `Interrupted`.
     """
     shorten_tracebacks()
+    reject_untrusted(config)
     config = _config_for_mode(config, mode, model_dir)
     built = trainer if isinstance(trainer, Trainer) else None
     if built is not None:

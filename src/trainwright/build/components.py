@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -40,18 +40,14 @@ from trainwright.optim.param_groups import (
 )
 from trainwright.parallel.collectives import Ranks
 from trainwright.registry import resolve as registry
+from trainwright.registry.builtin import IN_CODE
+from trainwright.registry.trust import reject_untrusted
 from trainwright.user_code.constructors import check_constructor
 from trainwright.user_code.locations import is_user_code, location_of
 from trainwright.user_code.methods import reject_wrong_methods
 from trainwright.writers.writer import Writer
 
 logger = logging.getLogger(__name__)
-
-IN_CODE = ("in_code:", "in_code_with_model:")
-"""Prefixes of the recorded type of a class that was given in code and that no later process can build.
-
-The name of the class follows. The second prefix says that the class builds the model.
-"""
 
 
 class Build:
@@ -64,8 +60,13 @@ class Build:
         ranks: Ranks | None = None,
         folder: Path | None = None,
         kept: PretrainedFacts | None = None,
+        sections: Collection[str] = (),
     ) -> None:
-        """`kept` are the pretrained facts of an earlier start, if the weights come from its checkpoint."""
+        """`kept` are the pretrained facts of an earlier start, if the weights come from its checkpoint.
+
+        `sections` are those that will be built; default: all. An untrusted config that names code in them raises.
+        """
+        reject_untrusted(config, sections=sections)
         self.config = config
         self.project_dir = config.project_dir
         self.ranks = ranks or Ranks()
@@ -103,7 +104,7 @@ class Build:
                 f"task: {{type: file.py:{short}}}.",
                 where=self.config.origin("task"),
             )
-        task: Task = self._make("task", "task", section)
+        task: Task = self._make("task", "task", section, base=Task)
         return task
 
     def model(self) -> torch.nn.Module:
@@ -341,7 +342,10 @@ class Build:
         arguments, origin = dict(component.arguments), self.config.origin
         groups = arguments.pop("groups", ())
         bare = Component(component.type, **arguments).located_at(component.origin)
-        target = registry.find("optimizer", bare.type, project_dir=self.project_dir, where=bare.origin, label=label)
+        where, base = bare.origin, torch.optim.Optimizer
+        target = registry.find(
+            "optimizer", bare.type, project_dir=self.project_dir, where=where, label=label, base=base
+        )
         needs_kinds = getattr(target, "needs_parameter_kinds", False)
         provided = ("params", "kinds") if needs_kinds else ("params",)
         check_settings(target, arguments, label=label, origin=origin, provided=provided)

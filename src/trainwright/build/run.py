@@ -17,7 +17,7 @@ from trainwright.anomaly.detection import AnomalyDetector
 from trainwright.autotune.activation_checkpointing import settle_activation_checkpointing, wants_budget
 from trainwright.autotune.micro_batch import settle_micro_batch
 from trainwright.backends import Backend, Capture, pick_backend
-from trainwright.build.components import IN_CODE, Build, describe_dtypes
+from trainwright.build.components import Build, describe_dtypes
 from trainwright.build.data import Loaders, describe_size, limits
 from trainwright.build.parallelize import ParallelizedModel, parallelize_model, reject_own_steps
 from trainwright.checkpoint import run_folder as run_folders
@@ -44,7 +44,8 @@ from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import Mesh
 from trainwright.parallel.processes import facts_of
 from trainwright.registry import resolve as registry
-from trainwright.registry.builtin import BUILT_INS
+from trainwright.registry.builtin import BUILT_INS, IN_CODE
+from trainwright.registry.trust import MODEL_SECTIONS, reject_untrusted
 from trainwright.user_code.locations import is_user_code
 from trainwright.writers.json_lines import cut_back
 
@@ -257,7 +258,8 @@ def build_model(config: RunConfig, *, folder: Path | None = None) -> torch.nn.Mo
     folder = folder or run_folders.run_folder(config)
     with preserve_generators():
         seed_generators(mix_seed(config.seed, _BUILD_STREAM))
-        build = Build(config, folder=folder, kept=_kept_facts(config, folder, Ranks()))
+        kept = _kept_facts(config, folder, Ranks())
+        build = Build(config, folder=folder, kept=kept, sections=MODEL_SECTIONS)
         trainer_class = Trainer if config.trainer.type.startswith(IN_CODE[0]) else build.trainer_class()
         build.take_trainer(trainer_class)
         is_given = config.task is not None and config.task.type.startswith(IN_CODE[0])
@@ -267,6 +269,7 @@ def build_model(config: RunConfig, *, folder: Path | None = None) -> torch.nn.Mo
 
 def _join(config: RunConfig) -> tuple[RunConfig, Backend, Ranks]:
     """Joins the other ranks and uses the first rank's name of the run: a name may contain the time."""
+    reject_untrusted(config)
     where = config.origin("runtime.device")
     backend = pick_backend(config.runtime.device, local_rank=processes.local_rank(), where=where)
     if config.runtime.deterministic:

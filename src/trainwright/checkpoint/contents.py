@@ -104,7 +104,14 @@ def load_model_state(
     Keys of `other_stages` belong to other stages of a pipeline.
     """
     own = model.state_dict()
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{source} has a {type(state).__name__} instead of weights by name. Use another step.")
     wrong = [
+        f"{key}: a {type(state[key]).__name__} in the checkpoint, a tensor in the model"
+        for key in state.keys() & own.keys()
+        if isinstance(own[key], torch.Tensor) and not isinstance(state[key], torch.Tensor | SplitTensor)
+    ]
+    wrong += [
         f"{key}: {tuple(state[key].shape)} in the checkpoint, {tuple(own[key].shape)} in the model"
         for key in state.keys() & own.keys()
         if isinstance(state[key], torch.Tensor | SplitTensor) and state[key].shape != own[key].shape

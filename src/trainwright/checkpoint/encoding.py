@@ -278,7 +278,7 @@ def decode(tree: Any, tensors: Mapping[str, torch.Tensor | SplitTensor]) -> Any:
     """
     try:
         return _Decoder(tensors).decode(tree)
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error) as error:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error) as error:
         problem = f"The description of the state is damaged: {type(error).__name__}: {error}".rstrip(".")
         raise CheckpointError(f"{problem}. Use another step.") from error
 

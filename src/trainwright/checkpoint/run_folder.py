@@ -149,8 +149,8 @@ def save_settings(folder: Path, config: RunConfig, device: str, *, trainer: str 
 
     `trainer` is the trainer's class, if it is not the one that the config names.
     """
-    masked = config.masked()
-    if read_config(folder) != masked:
+    masked, saved = config.masked(), read_config(folder)
+    if saved != masked or (saved.untrusted_file and not config.untrusted_file):
         masked.save(folder / CONFIG_FILE)
     # Versions and hardware only: no variables and no paths, which could contain secrets.
     facts = {
@@ -169,10 +169,10 @@ def save_settings(folder: Path, config: RunConfig, device: str, *, trainer: str 
         path.write_text(environment, encoding="utf-8")
 
 
-def read_config(folder: Path) -> RunConfig | None:
-    """Returns the config of a run folder, or None if it has none."""
+def read_config(folder: Path, *, trust: bool = False) -> RunConfig | None:
+    """Returns the config of a run folder, or None if it has none; `trust` permits to import the code that it names."""
     path = folder / CONFIG_FILE
-    return RunConfig.load(path) if path.exists() else None
+    return RunConfig.load(path, trust=trust) if path.exists() else None
 
 
 def read_trainer(folder: Path) -> str | None:

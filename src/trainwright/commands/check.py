@@ -7,10 +7,10 @@ import sys
 
 import typer
 
-from trainwright.commands.terminal import CONFIG_FILE, Overrides, RunPath
+from trainwright.commands.terminal import CONFIG_FILE, Overrides, RunPath, Trust
 
 
-def check(run: RunPath, overrides: Overrides = None) -> None:
+def check(run: RunPath, overrides: Overrides = None, trust: Trust = False) -> None:
     """Check a run: config, components, one step, one evaluation, one checkpoint, graph safety.
 
     Everything runs on the CPU in a temporary folder; the run folder is not touched. Exits with 1 if there are errors;
@@ -18,7 +18,9 @@ def check(run: RunPath, overrides: Overrides = None) -> None:
     """
     from trainwright.analysis.check import check_run
 
-    report = check_run(run / CONFIG_FILE if run.is_dir() else run, overrides or [])
+    is_folder = run.is_dir()
+    file = run / CONFIG_FILE if is_folder else run
+    report = check_run(file, overrides or [], trust=trust or (False if is_folder else None))
     has_colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     print(report.render(colour=has_colours))
     if not report.is_ok:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from trainwright.commands.terminal import AsJson, Overrides, RunPath, load_run
+from trainwright.commands.terminal import AsJson, Overrides, RunPath, Trust, load_run
 
 
 def data(
@@ -22,12 +22,13 @@ def data(
         typer.Option("--set", help="Show this set in full, such as valid, instead of train.", metavar="NAME"),
     ] = None,
     as_json: AsJson = False,
+    trust: Trust = False,
 ) -> None:
     """Show the data of a run: its sets, samples in training order, a batch, lengths, the mixture.
 
     Builds no model, trains nothing, and does not touch the run folder.
     """
-    config = load_run(run, overrides)
+    config = load_run(run, overrides, trust=trust)
     from trainwright.analysis.data import describe_data
     from trainwright.analysis.data_page import render
 

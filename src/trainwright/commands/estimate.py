@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainwright.commands.shard import Length, Rank, World, describe_batch, describe_ranks
-from trainwright.commands.terminal import AsJson, Overrides, RunPath, load_run, show_rows, size_text
+from trainwright.commands.terminal import AsJson, Overrides, RunPath, Trust, load_run, show_rows, size_text
 from trainwright.config import RunConfig
 from trainwright.errors import ConfigError
 
@@ -29,13 +29,14 @@ def estimate(
         str | None, typer.Option("--memory", help="The memory of a device, such as 80GB: shows whether the run fits.")
     ] = None,
     as_json: AsJson = False,
+    trust: Trust = False,
 ) -> None:
     """Predict, without a device, the memory that one rank needs and the size of a checkpoint.
 
     Builds the run on fake ranks, runs two steps on fake tensors and counts their memory. Exits with 1 where --memory
     is given and the run does not fit.
     """
-    config = load_run(run, overrides)
+    config = load_run(run, overrides, trust=trust)
     limit = None if memory is None else read_size(memory)
     from trainwright.analysis.estimate import estimate as estimate_run
 

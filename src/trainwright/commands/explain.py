@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from trainwright.commands.terminal import Overrides, RunPath, load_run
+from trainwright.commands.terminal import Overrides, RunPath, Trust, load_run
 from trainwright.safe_text import safe
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ _MIN_REMARK = 20  # with less room there is no remark
 _COLOURS = {"call": "green", "problem": "red"}
 
 
-def explain(run: RunPath, overrides: Overrides = None) -> None:
+def explain(run: RunPath, overrides: Overrides = None, trust: Trust = False) -> None:
     """Print the loop as it runs: each phase, and which of your methods and hooks it calls. Builds nothing."""
-    config = load_run(run, overrides)
+    config = load_run(run, overrides, trust=trust)
     from trainwright.analysis.explain import explain as explain_run
 
     lines = explain_run(config)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trainwright.commands.terminal import CheckpointStep
+from trainwright.commands.terminal import CheckpointStep, Trust
 
 ExportFormat = StrEnum("ExportFormat", ["huggingface", "safetensors"])
 WeightDtype = StrEnum("WeightDtype", ["bf16", "fp16", "fp32"])
@@ -27,6 +27,7 @@ def export(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace files in a folder that is not an earlier export.")
     ] = False,
+    trust: Trust = False,
 ) -> None:
     """Write the model of a run into a folder: in Hugging Face's layout, or as plain safetensors.
 
@@ -35,4 +36,5 @@ def export(
     from trainwright.export.huggingface import export_run
 
     precision = None if dtype is None else dtype.value
-    print(export_run(run, to, step=step, file_format=file_format.value, dtype=precision, overwrite=overwrite))
+    options = {"step": step, "file_format": file_format.value, "dtype": precision}
+    print(export_run(run, to, overwrite=overwrite, trust=trust, **options))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trainwright.commands.terminal import CheckpointStep
+from trainwright.commands.terminal import CheckpointStep, Trust
 from trainwright.safe_text import escape_controls
 
 
@@ -39,6 +39,7 @@ def generate(
         typer.Option(help="A tokenizer.json, a folder with one, or bytes.", show_default="that of the run's data"),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    trust: Trust = False,
 ) -> None:
     """Continue a text with the model of a run, streaming to the terminal."""
     import torch
@@ -47,7 +48,7 @@ def generate(
     from trainwright.export.text import load_text_model, stream_text
 
     backend_device = pick_backend(device).device
-    model, found = load_text_model(run, step=step, device=backend_device, tokenizer=tokenizer)
+    model, found = load_text_model(run, step=step, device=backend_device, tokenizer=tokenizer, trust=trust)
     generator = torch.Generator(backend_device)
     if seed is None:
         generator.seed()

@@ -9,9 +9,11 @@ from typing import Annotated
 
 import typer
 
+from trainwright.commands.terminal import Trust
 from trainwright.config import RunConfig, resolve_batch, resolve_mesh
 from trainwright.errors import ConfigError
 from trainwright.launch.slurm import SETTINGS, SlurmJob, file_stem, follow, read_settings, submit
+from trainwright.registry.trust import reject_untrusted
 
 _TOP_SETTINGS = {*RunConfig.model_fields, "extends"}
 
@@ -33,6 +35,7 @@ def launch(
     file: Annotated[
         Path | None, typer.Option(help="Where to write the job file.", show_default="NAME.slurm in this folder")
     ] = None,
+    trust: Trust = False,
 ) -> None:
     """Write the job file that runs a YAML file on a cluster; --submit submits it."""
     if not slurm:
@@ -43,8 +46,9 @@ def launch(
     # Settings of a job and of a run have different names, so their order does not matter.
     overrides = [word for word in words or [] if re.split("[.=]", word)[0] in _TOP_SETTINGS]
     settings = read_settings([word for word in words or [] if word not in overrides])
-    config = RunConfig.load(run, overrides)  # raises here, not after hours in a queue
-    command = ["trainwright", "train", str(run), *overrides]
+    config = RunConfig.load(run, overrides, trust=trust or None)
+    reject_untrusted(config)  # raises here, not after hours in a queue
+    command = ["trainwright", "train", str(run), *overrides, *(["--trust"] if trust else [])]
     job = SlurmJob(config.name, command, settings)
     _check_ranks(config, job, has_gpus="gpus" in settings)
     path = file or Path(f"{file_stem(config.name)}.slurm")

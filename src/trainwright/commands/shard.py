@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainwright.commands.terminal import AsJson, Overrides, RunPath, load_run, show_rows, size_text
+from trainwright.commands.terminal import AsJson, Overrides, RunPath, Trust, load_run, show_rows, size_text
 
 if TYPE_CHECKING:
     from trainwright.analysis.shard import Sharding
@@ -30,12 +30,13 @@ def shard(
         bool, typer.Option("--all", help="Show each layer's parameters, not those of equal layers as one.")
     ] = False,
     as_json: AsJson = False,
+    trust: Trust = False,
 ) -> None:
     """Show, without devices, the parameters of each rank and what ranks send in one step.
 
     Builds the run on fake ranks and runs one step on fake tensors.
     """
-    config = load_run(run, overrides)
+    config = load_run(run, overrides, trust=trust)
     from trainwright.analysis.shard import plan_shards
 
     found = plan_shards(config, world_size=world, rank=rank, sequence_length=length)

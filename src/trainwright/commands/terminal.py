@@ -25,15 +25,21 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings to replace, such as trainer.max_steps=500.", show_default=False)
 ]
 CheckpointStep = Annotated[str, typer.Option(help="Which checkpoint: latest, best, or a number.")]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Import the code that a run folder of another person or machine names.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
 
-def load_run(run: Path, overrides: Sequence[str] | None = None) -> RunConfig:
-    """Returns the config of a run, given by its file or its folder."""
+def load_run(run: Path, overrides: Sequence[str] | None = None, *, trust: bool = False) -> RunConfig:
+    """Returns the config of a run, given by its file or its folder.
+
+    A folder is untrusted unless a run of this user wrote it, or `trust` is set.
+    """
     file = run / CONFIG_FILE if run.is_dir() else run
     if run.is_dir() and not file.is_file():
         raise ConfigError(f"{run} is not a run folder: it has no {CONFIG_FILE}. Pass a YAML file or runs/NAME.")
-    return RunConfig.load(file, overrides or ())
+    return RunConfig.load(file, overrides or (), trust=trust or (False if run.is_dir() else None))
 
 
 def show_rows(header: Sequence[str], rows: Iterable[Sequence[str]], *, wrapped: Sequence[str] = ()) -> None:

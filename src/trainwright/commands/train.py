@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from trainwright.api.experiments import load_experiment, split_overrides
-from trainwright.commands.terminal import Overrides
+from trainwright.commands.terminal import Overrides, Trust
 from trainwright.config import RunConfig
 from trainwright.errors import ConfigError, TrainwrightError, WorkerLostError
 from trainwright.launch.local import (
@@ -100,6 +100,7 @@ def train(
     profile: Annotated[
         bool, typer.Option("--profile", help="Profile ten steps: a trace in the run folder, and a summary.")
     ] = False,
+    trust: Trust = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the whole config and stop.")] = False,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Show warnings and errors only.")] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show every frame of a traceback.")] = False,
@@ -108,7 +109,9 @@ def train(
     if quiet and verbose:
         raise ConfigError("--quiet shows less and --verbose shows more. Give one of the two.")
     show_log(logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO)
-    config = _load(run, overrides or [], experiment, config_file or [], params_override or [], imports or [])
+    config = _load(
+        run, overrides or [], experiment, config_file or [], params_override or [], imports or [], trust=trust
+    )
     mode = _resolve_mode(mode, eval_only=eval_only)
     given = {"--timeout": timeout is not None, "--model-dir": model_dir is not None, "--fresh": fresh}
     given |= {"--accept-changes": accept_changes, "--resume": resume, "--profile": profile}
@@ -153,12 +156,16 @@ def _load(
     config_files: list[Path],
     params_override: list[str],
     imports: list[str],
+    *,
+    trust: bool,
 ) -> RunConfig:
     """Loads the file, or the experiment with the files merged into it; exactly one of the two is given."""
     if experiment is not None and run is not None and "=" in run:
         overrides, run = [run, *overrides], None  # without a file, the first argument is an override as well
     overrides = [*(each for text in params_override for each in split_overrides(text)), *overrides]
     if experiment is not None and run is None:
+        if trust:
+            raise ConfigError("--trust goes with the config.yaml of a run folder. Leave it out with --experiment.")
         return load_experiment(experiment, config_files=config_files, overrides=overrides, imports=imports)
     if run is None or experiment is not None:
         given = f"got both {run} and {experiment}" if run is not None else "got neither"
@@ -168,7 +175,7 @@ def _load(
             raise ConfigError(f"{name} goes with --experiment. Write `extends` or `imports` into {run} instead.")
     if any(text.lstrip().startswith("{") for text in overrides):
         raise ConfigError("--params-override: a YAML mapping goes with --experiment. Write a.b=value,c=value instead.")
-    return RunConfig.load(Path(run), overrides)
+    return RunConfig.load(Path(run), overrides, trust=trust or None)
 
 
 def _resolve_mode(mode: str, *, eval_only: bool) -> str:

@@ -15,15 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainwright.config import yaml_text
+from trainwright.config import signature, yaml_text
 from trainwright.config.problems import describe, suggest
 from trainwright.config.python_files import read_python
 from trainwright.config.yaml_text import Node, Origin, absolute, map_strings, merge
-from trainwright.errors import ConfigError
+from trainwright.errors import ConfigError, TrustError
 from trainwright.tracebacks import shown_path
 
 _FILE_REFERENCE = re.compile(r"(?P<file>[^:]+\.py):(?P<name>[A-Za-z_][\w.]*)")
 """A component in a file, such as `hooks/info.py:InfoHook`."""
+
+
+_MAX_LETTERS = 10_000_000
+_RUN_CONFIG = "config.yaml"
+_RUN_FILES = ("environment.json", "metrics.json", "log.txt", "checkpoints")
+"""A file of the name above next to one of these, or with `project_dir`, is the config of a run folder."""
 
 
 @dataclass(frozen=True)
@@ -32,45 +38,64 @@ class ConfigDocument:
 
     settings: Node
     project_dir: Path
+    untrusted_file: str | None = None
+    """The file among them that is of a run folder without a signature by this user; None: there is none."""
 
 
-def read_document(path: str | os.PathLike[str]) -> ConfigDocument:
-    """Return the file at `path` merged with the files that it extends."""
-    return _read(Path(path), (), shown=shown_path(path))
+def read_document(path: str | os.PathLike[str], *, trust: bool | None = None) -> ConfigDocument:
+    """Return the file at `path` merged with the files that it extends.
+
+    `trust` True trusts every file, None those that are not of a run folder or are signed, False only signed ones. An
+    untrusted file cannot extend a Python file.
+    """
+    return _read(Path(path), (), shown=shown_path(path), trust=trust)
 
 
-def resolve_document(settings: Node, folder: Path, chain: tuple[Path, ...] = ()) -> ConfigDocument:
+def resolve_document(
+    settings: Node,
+    folder: Path,
+    chain: tuple[Path, ...] = (),
+    *,
+    trust: bool | None = None,
+    untrusted_file: str | None = None,
+) -> ConfigDocument:
     """Return `settings`, which are written in `folder`, merged with all that they extend.
 
     A saved run's `project_dir` replaces `folder`. `chain` has the files being read, outermost first.
+    `untrusted_file` is the file of `settings` if it is not trusted; then the files that it extends are not either.
     """
     given = settings.value.get("project_dir")
     if given is not None and not isinstance(given.value, str):
         raise ConfigError(f"project_dir: must be text, got {describe(given.value)}.", where=given.origin)
     project_dir = absolute(folder / given.value) if given is not None else folder
-    merged = Node({}, settings.origin)
+    merged, found = Node({}, settings.origin), untrusted_file
     for entry in _extended(settings):
-        base = _read(_find_extended(entry, folder), chain, extended_at=entry.origin)
-        merged = merge(merged, _relative_to(project_dir, base))
-    return ConfigDocument(merge(merged, settings.without("extends", "project_dir")), project_dir)
+        path, is_packaged = _find_extended(entry, folder)
+        trust_base = True if is_packaged else False if untrusted_file is not None else trust
+        base = _read(path, chain, extended_at=entry.origin, trust=trust_base)
+        merged, found = merge(merged, _relative_to(project_dir, base)), found or base.untrusted_file
+    return ConfigDocument(merge(merged, settings.without("extends", "project_dir")), project_dir, found)
 
 
 def merge_files(document: ConfigDocument, paths: Iterable[str | os.PathLike[str]]) -> ConfigDocument:
     """Return `document` with the files merged into it in order; the project folder does not change."""
-    settings = document.settings
+    settings, untrusted_file = document.settings, document.untrusted_file
     for path in paths:
-        settings = merge(settings, _relative_to(document.project_dir, read_document(path)))
-    return ConfigDocument(settings, document.project_dir)
+        added = read_document(path)
+        settings = merge(settings, _relative_to(document.project_dir, added))
+        untrusted_file = untrusted_file or added.untrusted_file
+    return ConfigDocument(settings, document.project_dir, untrusted_file)
 
 
-def save_document(path: str | os.PathLike[str], settings: dict[str, Any]) -> None:
-    """Write `settings` as YAML, atomically."""
+def save_document(path: str | os.PathLike[str], settings: dict[str, Any], *, is_signed: bool = False) -> None:
+    """Write `settings` as YAML, atomically; with `is_signed` as those of a run of this user."""
+    text = yaml_text.write(settings)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
-            file.write(yaml_text.write(settings))
+            file.write(signature.sign(text) if is_signed else text)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(target)
@@ -79,7 +104,12 @@ def save_document(path: str | os.PathLike[str], settings: dict[str, Any]) -> Non
 
 
 def _read(
-    path: Path, chain: tuple[Path, ...], *, shown: str | None = None, extended_at: Origin | None = None
+    path: Path,
+    chain: tuple[Path, ...],
+    *,
+    shown: str | None = None,
+    extended_at: Origin | None = None,
+    trust: bool | None = None,
 ) -> ConfigDocument:
     file = absolute(path)
     shown = shown or shown_path(file)
@@ -90,19 +120,40 @@ def _read(
         )
     text = _text_of(path, shown)
     if file.suffix == ".py":
-        return resolve_document(read_python(file, text, shown), file.parent, (*chain, file))
+        if trust is False:
+            raise TrustError(
+                f"extends: reading this run folder would run {shown}. Read that file, and run it with --trust "
+                "(trust=True) if you trust who wrote it.",
+                where=extended_at,
+            )
+        settings, is_untrusted = read_python(file, text, shown)
+        return resolve_document(
+            settings, file.parent, (*chain, file), trust=trust, untrusted_file=shown if is_untrusted else None
+        )
     settings = yaml_text.parse(text, lambda line: Origin(shown, line))
     if settings.value is None:
         raise ConfigError("the file is empty. A run needs at least data and trainer.", where=Origin(shown, 1))
     if not isinstance(settings.value, dict):
         problem = f"the file must be a mapping (key: value), got {describe(settings.plain())}."
         raise ConfigError(problem, where=settings.origin)
-    return resolve_document(Node(settings.value, Origin(shown, 1)), file.parent, (*chain, file))
+    is_of_run = trust is False or (
+        file.name == _RUN_CONFIG
+        and ("project_dir" in settings.value or any((file.parent / name).exists() for name in _RUN_FILES))
+    )
+    is_trusted = trust is True or not is_of_run or signature.is_signed(text)
+    return resolve_document(
+        Node(settings.value, Origin(shown, 1)),
+        file.parent,
+        (*chain, file),
+        trust=trust or None,
+        untrusted_file=None if is_trusted else shown,
+    )
 
 
 def _text_of(path: Path, shown: str) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read(_MAX_LETTERS + 1)  # a link may lead to a device without end
     except FileNotFoundError as error:
         folder = path.parent
         kind = "*.py" if path.suffix == ".py" else "*.y*ml"
@@ -114,6 +165,9 @@ def _text_of(path: Path, shown: str) -> str:
         raise ConfigError("the file is not UTF-8 text. Save it as UTF-8.", where=Origin(shown, line)) from error
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}.", where=Origin(shown, 1)) from error
+    if len(text) > _MAX_LETTERS:
+        raise ConfigError(f"the file is larger than {_MAX_LETTERS:,} letters. Is it a config?", where=Origin(shown, 1))
+    return text
 
 
 def _extended(settings: Node) -> Iterator[Node]:
@@ -126,11 +180,11 @@ def _extended(settings: Node) -> Iterator[Node]:
         yield entry
 
 
-def _find_extended(entry: Node, folder: Path) -> Path:
-    """Return the file in the folder of the extending one, or else the packaged one, that `entry` names."""
+def _find_extended(entry: Node, folder: Path) -> tuple[Path, bool]:
+    """Return the file that `entry` names in the folder of the extending one (False), or a packaged one (True)."""
     name: str = entry.value
     if (folder / name).is_file():
-        return folder / name
+        return folder / name, False
     packaged = _packaged_files()
     found = [path for path in packaged if path == f"{name}.yaml" or path.endswith(f"/{name}.yaml")]
     if len(found) > 1:
@@ -138,7 +192,7 @@ def _find_extended(entry: Node, folder: Path) -> Path:
         problem = f'extends: "{name}" is the name of several packaged files. Use {choices}.'
         raise ConfigError(problem, where=entry.origin)
     if found:
-        return packaged[found[0]]
+        return packaged[found[0]], True
     names = [Path(path).stem for path in packaged]
     in_folder = sorted(file.name for file in folder.glob("*.yaml"))
     problem = f'extends: no file "{name}" in {shown_path(folder)}, and no packaged config of that name.'

@@ -42,8 +42,11 @@ _ESSENTIAL = {"task", "model", "data", "trainer"}  # a file without any of these
 _DEFAULT_NAME = "run"  # a RunConfig with this default is named after the file, as for YAML
 
 
-def read_python(path: Path, source: str, shown: str) -> Node:
-    """Execute the file at `path`, whose text is `source`, and return its settings; messages call it `shown`."""
+def read_python(path: Path, source: str, shown: str) -> tuple[Node, bool]:
+    """Execute the file at `path`, whose text is `source`, and return its settings; messages call it `shown`.
+
+    Also return True if they are those of an untrusted run folder, which the file has loaded.
+    """
     from trainwright.config.schema import RunConfig  # it imports this file
 
     values = vars(_run(path, shown))
@@ -64,7 +67,8 @@ def read_python(path: Path, source: str, shown: str) -> Node:
         numbers = {(): 1, **{key: number for name in found for key, number in lines.below(name, (name,))}}
     origins = {key: Origin(shown, number) for key, number in numbers.items()}
     settings = as_settings(found, origins)
-    return map_strings(to_tree(settings, origins), lambda text: _relative(text, path.parent))
+    tree = map_strings(to_tree(settings, origins), lambda text: _relative(text, path.parent))
+    return tree, isinstance(found, RunConfig) and found.untrusted_file is not None
 
 
 def _reject_other_name(values: Mapping[str, Any], found: Mapping[str, Any], lines: _Lines, shown: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -105,14 +106,21 @@ class RunConfig(Section):
     """When a rank counts as stuck."""
 
     _project_dir: Path = PrivateAttr(default_factory=Path.cwd)
+    _untrusted_file: str | None = PrivateAttr(default=None)
     _origins: dict[KeyPath, Origin] = PrivateAttr(default_factory=dict)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> RunConfig:
-        """Read a YAML file, all that it extends and the overrides (`a.b=value`), and validate the result."""
-        document = read_document(path)
+    def load(
+        cls, path: str | os.PathLike[str], overrides: Iterable[str] = (), *, trust: bool | None = None
+    ) -> RunConfig:
+        """Read a YAML file, all that it extends and the overrides (`a.b=value`), and validate the result.
+
+        A run folder's config.yaml that no run of this user wrote is read, but the code that it names is not imported
+        unless `trust` is True. False treats any file like that of a run folder.
+        """
+        document = read_document(path, trust=trust)
         named = merge(to_tree({"name": Path(path).stem}, {}), document.settings)
-        return cls._assemble(ConfigDocument(named, document.project_dir), overrides)
+        return cls._assemble(replace(document, settings=named), overrides)
 
     @classmethod
     def from_dict(
@@ -138,17 +146,21 @@ class RunConfig(Section):
         for dotted, value in values.items():
             path = tuple(dotted.split("."))
             tree = replace_at(tree, path, to_tree(as_yaml_value(value, path, {}), self._origins, path))
-        return self._assemble(ConfigDocument(tree, self.project_dir), ())
+        return self._assemble(ConfigDocument(tree, self.project_dir, self._untrusted_file), ())
 
     def masked(self) -> RunConfig:
         """Return a copy without the passwords and tokens in its URLs; the config itself if it has none."""
         tree = to_tree(self.to_dict(), self._origins)
         masked = map_strings(tree, mask_secrets)
-        return self if masked == tree else self._assemble(ConfigDocument(masked, self.project_dir), ())
+        return self if masked == tree else self._assemble(ConfigDocument(masked, self.project_dir, self._untrusted_file), ())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write every setting and the project's folder as YAML; `load` returns an equal config."""
-        save_document(path, {"project_dir": str(self.project_dir), **_worth_writing(self)})
+        """Write every setting and the project's folder as YAML; `load` returns an equal config.
+
+        The file is signed with this user's key, unless the settings come from an untrusted run folder.
+        """
+        settings = {"project_dir": str(self.project_dir), **_worth_writing(self)}
+        save_document(path, settings, is_signed=self._untrusted_file is None)
 
     def to_yaml(self) -> str:
         """Return every setting as YAML, including defaults."""
@@ -158,6 +170,11 @@ class RunConfig(Section):
     def project_dir(self) -> Path:
         """The folder of the YAML file; component files are relative to it."""
         return self._project_dir
+
+    @property
+    def untrusted_file(self) -> str | None:
+        """The config.yaml of a run folder that the settings come from and this user did not sign; None: trusted."""
+        return self._untrusted_file
 
     def origin(self, dotted: str) -> Origin | None:
         """Return where the setting, or the nearest key above it, is written; None for a config created in Python."""
@@ -197,6 +214,7 @@ class RunConfig(Section):
         located = _locate(config, (), lambda path: nearest_origin(origins, path))
         located._origins = origins
         located._project_dir = document.project_dir
+        located._untrusted_file = document.untrusted_file
         return located  # type: ignore[no-any-return]  # _locate returns the type that it receives
 
 
@@ -286,10 +304,11 @@ def layered_config(
     """
     known = result._origins if isinstance(result, RunConfig) else {}  # of the files that it was loaded from
     settings = merge(to_tree({"name": name}, {}), to_tree(as_settings(result, {(): where}), {(): where, **known}))
-    document, single = merge_files(resolve_document(settings, folder), files), []
+    untrusted_file = result.untrusted_file if isinstance(result, RunConfig) else None
+    document, single = merge_files(resolve_document(settings, folder, untrusted_file=untrusted_file), files), []
     for text in overrides:
         if text.lstrip().startswith("{"):
-            document = ConfigDocument(merge(document.settings, parse_mapping(text)), document.project_dir)
+            document = replace(document, settings=merge(document.settings, parse_mapping(text)))
         else:
             single.append(text)
     return RunConfig._assemble(document, single)

@@ -147,6 +147,11 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(path))  # noqa: PTH100
 
 
+MAX_DEPTH = 64
+"""Levels of nesting. Python's stack has room for several times as many in every function that walks a config."""
+TOO_DEEP = f"the settings are nested more than {MAX_DEPTH} levels deep. Flatten them."
+_MAX_REPEATED = 20_000
+"""Values that aliases may repeat: ten aliases of ten aliases, nine levels deep, would be a billion."""
 _TAG = "tag:yaml.org,2002:"
 _MERGE = _TAG + "merge"
 
@@ -177,6 +182,12 @@ def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = _resolvers()
+
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:  # noqa: N803  # PyYAML's name
+        """Limit the nesting of brackets: PyYAML's time for each one grows with their number."""
+        if self.flow_level >= MAX_DEPTH:
+            raise RecursionError
+        super().fetch_flow_collection_start(TokenClass)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -242,12 +253,6 @@ def _explain_syntax(error: yaml.MarkedYAMLError) -> str:
     started = f" (started at line {error.context_mark.line + 1})" if error.context and error.context_mark else ""
     return f"not valid YAML:{context}{started}: {problem}. Check brackets, quotes, colons and indentation here."
 
-
-MAX_DEPTH = 64
-"""Levels of nesting. Python's stack has room for several times as many in every function that walks a config."""
-TOO_DEEP = f"the settings are nested more than {MAX_DEPTH} levels deep. Flatten them."
-_MAX_REPEATED = 20_000
-"""Values that aliases may repeat: ten aliases of ten aliases, nine levels deep, would be a billion."""
 
 
 class _Reader:
@@ -316,6 +321,8 @@ class _Reader:
     def scalar(self, node: ScalarNode) -> Any:
         text: str = node.value
         kind = node.tag.removeprefix(_TAG)
+        if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise ConfigError(f"the text {text!a} is not valid Unicode.", where=self.origin_of(node))
         try:
             if kind == "bool":
                 return {"true": True, "false": False}[text.lower()]

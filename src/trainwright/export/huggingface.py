@@ -30,6 +30,7 @@ from trainwright.models.pretrained_facts import GENERATION_FILE, read_facts
 from trainwright.models.saving import changes_of_theirs, write_json, write_weights
 from trainwright.models.transformers_models import is_transformers_class
 from trainwright.registry import resolve as registry
+from trainwright.registry.trust import DATA_SECTIONS, reject_untrusted
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ FURTHER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_toke
 
 def find_tokenizer(config: RunConfig) -> Any:
     """Returns the tokenizer of a run's training data, or of its collator, or None."""
+    reject_untrusted(config, sections=DATA_SECTIONS)
     registry.import_modules(config.imports, project_dir=config.project_dir, where=config.origin("imports"))
     if config.data.train is not None:
         builder = DatasetBuilder(project_dir=config.project_dir, seed=config.seed)
@@ -65,6 +67,8 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> list[Path]:
     """Writes a tokenizer's files into a folder and returns their paths; the list is empty for one without files."""
     if isinstance(tokenizer, TextTokenizer):
         source = tokenizer.path
+        if source.exists():
+            _ = tokenizer.vocab_size  # raises if it is not a tokenizer: a config can name any file of this machine
         files = {TOKENIZER_FILE: source, **{name: source.parent / name for name in FURTHER_FILES}}
         if not source.is_file():
             files = {name: source / name for name in (*TOKENIZER_FILES, *FURTHER_FILES)}
@@ -90,6 +94,7 @@ def export_run(
     dtype: torch.dtype | str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
+    trust: bool = False,
 ) -> Path:
     """Writes the model of a run at a step into a folder, with the run's tokenizer; returns the folder.
 
@@ -97,17 +102,17 @@ def export_run(
     model's settings. Adapters are merged into the weights. `dtype` (bf16, fp16, fp32) converts them.
 
     An earlier export is replaced; other files are kept. Any other folder that is not empty raises unless `overwrite`
-    is set, which replaces files of the same names and keeps the others.
+    is set, which replaces files of the same names and keeps the others. `trust` is that of `load_checkpoint`.
     """
     if file_format not in FORMATS:
         raise ConfigError(f"Unknown format {file_format!r}. Use one of: {', '.join(FORMATS)}.", where="format")
     wanted = as_dtype(dtype)
     folder, run_folder = Path(folder), find_source(Path(run))[0]
     _check_outside(folder, run_folder)
-    config = read_config(run_folder)
+    config = read_config(run_folder, trust=trust)
     assert config is not None  # find_source has checked it
     with export_folder(folder, run=config.name, file_format=file_format, overwrite=overwrite) as staging:
-        model = load_checkpoint(run, step)
+        model = load_checkpoint(run, step, trust=trust)
         merge_lora(model)
         if wanted is not None:
             _reject_overflow(model, wanted)

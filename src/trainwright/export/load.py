@@ -38,6 +38,7 @@ from trainwright.models.pretrained_facts import read_facts
 from trainwright.models.saving import abandoned, check_target, model_files, staged, write_json
 from trainwright.registry import resolve as registry
 from trainwright.registry.builtin import BUILT_INS
+from trainwright.registry.trust import MODEL_SECTIONS, reject_untrusted
 
 logger = logging.getLogger(__name__)
 
@@ -164,19 +165,26 @@ def _forget_paths(path: Path) -> None:
 
 
 def load_checkpoint(
-    run_or_folder: str | Path, step: int | str = "latest", *, device: str | torch.device = "cpu", strict: bool = True
+    run_or_folder: str | Path,
+    step: int | str = "latest",
+    *,
+    device: str | torch.device = "cpu",
+    strict: bool = True,
+    trust: bool = False,
 ) -> torch.nn.Module:
     """Returns the model of a run at a step, in evaluation mode, on a device.
 
     `run_or_folder` is a run folder or one of its checkpoints; `step` is "latest", "best" (according to the run's
     keep_best) or a number. `strict=False` accepts missing and unexpected weights and logs them.
+    `trust=True` imports the code of a run folder that no run of this user wrote; its built-in components always load.
     """
     device = checked_device(device)
     folder, named_step = find_source(Path(run_or_folder))
     if named_step is not None and step not in ("latest", named_step):
         raise CheckpointError(f"{run_or_folder} is a checkpoint of another step than {step}. Pass the run folder.")
-    config = read_config(folder)
+    config = read_config(folder, trust=trust)
     assert config is not None  # find_source has checked it
+    reject_untrusted(config, sections=MODEL_SECTIONS)
     store = open_store(checkpoints_location(folder, config))
     chosen = pick_step(store, step if named_step is None else named_step, best=config.checkpoint.keep_best)
     if config.model is None and config.task is None and config.trainer.type == "trainer":

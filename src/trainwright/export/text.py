@@ -30,11 +30,12 @@ def load_text_model(
     step: int | str = "latest",
     device: torch.device | str = "cpu",
     tokenizer: str | None = None,
+    trust: bool = False,
 ) -> tuple[nn.Module, Any]:
     """Returns the model of a run or of a folder in Hugging Face's layout, and its tokenizer.
 
     The default tokenizer is that of the run's data or collator, or the one in the folder; `tokenizer` names another (a
-    tokenizer.json, a folder with one, or "bytes").
+    tokenizer.json, a folder with one, or "bytes"). `trust` is that of `load_checkpoint`.
     """
     path = Path(run_or_folder)
     is_folder = (path / CONFIG_FILE).is_file()
@@ -44,9 +45,11 @@ def load_text_model(
     if is_folder:
         model = AutoModel.from_pretrained(path, device=device).eval()
     else:
-        model = load_checkpoint(path, step, device=device)
+        model = load_checkpoint(path, step, device=device, trust=trust)
     reject_non_decoder(model)  # before the tokenizer, which a model for images does not have
-    return model, load_tokenizer(tokenizer) if tokenizer is not None else _default_tokenizer(path, is_folder=is_folder)
+    if tokenizer is not None:
+        return model, load_tokenizer(tokenizer)
+    return model, _default_tokenizer(path, is_folder=is_folder, trust=trust)
 
 
 def stream_text(
@@ -165,12 +168,12 @@ def _reject_foreign_tokens(model: nn.Module, tokens: list[int]) -> None:
         )
 
 
-def _default_tokenizer(path: Path, *, is_folder: bool) -> Any:
+def _default_tokenizer(path: Path, *, is_folder: bool, trust: bool) -> Any:
     if is_folder:
         if any((path / name).is_file() for name in TOKENIZER_FILES):
             return load_tokenizer(path)
     else:
-        config = read_config(find_run(path)[0])
+        config = read_config(find_run(path)[0], trust=trust)
         found = None if config is None else find_tokenizer(config)
         if found is not None:
             return found

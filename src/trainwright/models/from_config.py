@@ -18,7 +18,7 @@ from torch import nn
 from trainwright.config import Component, ModelSection
 from trainwright.config.frozen import thaw
 from trainwright.config.problems import describe, suggest
-from trainwright.errors import CheckpointError, ConfigError, TrainwrightError
+from trainwright.errors import CheckpointError, ComponentError, ConfigError, TrainwrightError
 from trainwright.models.lora import add_lora
 from trainwright.models.model import Model, preset_settings
 from trainwright.models.names import matched_parameters, names_module, unmatched
@@ -178,7 +178,7 @@ def build_model_section(
 
         def make(rule: Component, old: nn.Module) -> nn.Module:
             options: dict[str, Any] = {"replaces": old} if _asks_for_replaced(rule, project_dir) else {}
-            options |= {"project_dir": project_dir, "label": "model.replace"}
+            options |= {"project_dir": project_dir, "label": "model.replace", "base": nn.Module}
             module: nn.Module = registry.instantiate("model", rule, **options)
             return module
 
@@ -237,6 +237,9 @@ def _build(section: Component, target: Any, project_dir: Path, origin: registry.
 def _find(section: ModelSection, project_dir: Path) -> tuple[ModelSection, Any]:
     """Returns the class, and the section without a preset of null."""
     target = registry.find("model", section.type, project_dir=project_dir, where=section.origin, label="model")
+    is_class = isinstance(target, type) and target.__new__ is object.__new__  # others may create another class's object
+    if is_class and not (issubclass(target, nn.Module) or is_transformers_class(target)):
+        raise ComponentError(f"model.type: {section.type} is not a subclass of nn.Module.", where=section.origin)
     if _is_shipped_kind(target) and section.get("preset", "") is None:
         kept = ModelSection.from_mapping({key: value for key, value in section.items() if key != "preset"})
         section = kept.located_at(section.origin)  # type: ignore[assignment]  # the same class

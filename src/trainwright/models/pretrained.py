@@ -48,6 +48,7 @@ def read_pickled(path: Path) -> dict[str, Tensor]:
 
 
 HOME_VARIABLE = "TRAINWRIGHT_HOME"
+_FILE_NAME = re.compile(r"[^/\\\0]{1,255}")
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 WANTED_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "*.txt")
 """The files that are downloaded from the hub: no pickles and no weights of other frameworks."""
@@ -206,7 +207,7 @@ def read_json(path: Path) -> Any:
     """Returns the content of a JSON file."""
     try:
         return json.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Copy the model again.") from error
 
 
@@ -277,6 +278,14 @@ def _files_of_index(index: Path) -> list[Path]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index} has no weight_map from keys to files. Copy the model again.")
     names = sorted(set(weight_map.values()))
+    suffixes = (".safetensors",) if index.name == INDEX_FILE else (".bin", ".pt", ".pth")
+    # An index of safetensors must not lead to pickles, and none to files outside of the folder.
+    wrong = [name for name in names if not _FILE_NAME.fullmatch(name) or not name.endswith(suffixes)]
+    if wrong:
+        raise CheckpointError(
+            f"{index} lists {listed(wrong)}, but its files must be {' or '.join(f'*{one}' for one in suffixes)} in the "
+            "same folder. Do not use this model unless you know who wrote it."
+        )
     absent = [name for name in names if not (index.parent / name).is_file()]
     if absent:
         raise CheckpointError(

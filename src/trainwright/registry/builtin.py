@@ -80,5 +80,11 @@ BUILT_INS: Mapping[str, Mapping[str, str]] = {
     "task": {"task": "trainwright.loop.task:Task"},
 }
 
+IN_CODE = ("in_code:", "in_code_with_model:")
+"""Prefixes of the recorded type of a class that was given in code and that no later process can build.
+
+The name of the class follows. The second prefix says that the class builds the model.
+"""
+
 KIND_FOLDERS: Mapping[str, str] = {kind: f"{kind}s" for kind in BUILT_INS}
 """Each kind of component, and the folder next to the YAML file with the project's components of that kind."""

@@ -21,12 +21,14 @@ from trainwright.config.problems import did_you_mean
 from trainwright.config.python_files import folder_package
 from trainwright.config.yaml_text import absolute
 from trainwright.errors import ComponentError, TrainwrightError
-from trainwright.registry.builtin import BUILT_INS, KIND_FOLDERS
+from trainwright.registry.builtin import BUILT_INS, IN_CODE, KIND_FOLDERS
 from trainwright.tracebacks import shown_path
-from trainwright.user_code.locations import is_user_file, location_of, parameters_of
+from trainwright.user_code.locations import is_standard_library, is_user_file, location_of, parameters_of
 
 PROJECT_PACKAGE = "trainwright_project"
 """The package of the project's folder: its files import each other relatively, without a sys.path entry."""
+
+_NO_COMPONENT = "is a builtin or in Python's standard library, which has no {kind}. Name your own class or function."
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 OriginOf = Callable[[str], Origin | None]
@@ -57,9 +59,18 @@ def register(kind: str, name: str) -> Callable[[Target], Target]:
 
 
 def find(
-    kind: str, type_name: str, *, project_dir: str | os.PathLike[str], where: object | None = None, label: str = ""
+    kind: str,
+    type_name: str,
+    *,
+    project_dir: str | os.PathLike[str],
+    where: object | None = None,
+    label: str = "",
+    base: type | None = None,
 ) -> Callable[..., Any]:
-    """Return the class or function that `type_name` names; errors mention `where` and the setting `label`."""
+    """Return the class or function that `type_name` names; errors mention `where` and the setting `label`.
+
+    A class must be a subclass of `base`. Builtins and the standard library are rejected: nothing there is a component.
+    """
     _check_kind(kind)
     folder = absolute(project_dir)
     enter_project(folder)
@@ -71,6 +82,9 @@ def find(
         raise _labelled(error.problem, label and f"{label}.type", where) from error.__cause__
     if not callable(target):
         raise _labelled(f"{type_name} is a {type(target).__name__}, not a class or a function.", label, where)
+    problem = _why_no_component(kind, target, base)
+    if problem is not None:
+        raise _labelled(f"{type_name} {problem}", label and f"{label}.type", where)
     return target  # type: ignore[no-any-return]  # callable, as just checked
 
 
@@ -141,6 +155,7 @@ def instantiate(
     project_dir: str | os.PathLike[str],
     label: str,
     origin_of: OriginOf | None = None,
+    base: type | None = None,
     **provided: Any,
 ) -> Any:
     """Find the component's class, check its arguments and call it.
@@ -149,7 +164,7 @@ def instantiate(
     `origin_of`, errors name the line or the override of the argument in question.
     """
     where = component.origin
-    target = find(kind, component.type, project_dir=project_dir, where=where, label=label)
+    target = find(kind, component.type, project_dir=project_dir, where=where, label=label, base=base)
     arguments = thaw(component.arguments)
     names = (*provided, "project_dir")
     check_arguments(target, arguments, label=label, where=where, provided=names, origin_of=origin_of)
@@ -177,15 +192,31 @@ def _find(kind: str, type_name: str, folder: Path) -> Any:
         module_name, _, name = BUILT_INS[kind][type_name].partition(":")
         return _member(_import(module_name, folder), name)
     file, colon, name = type_name.rpartition(":")
+    if type_name.startswith(IN_CODE):
+        raise ComponentError(f"{name} was given in code and cannot be imported. Pass it again, or name its file.")
     if colon and (file.endswith(".py") or "/" in file):
         return _member(_load_file(folder / file, folder), name)
     if colon:
-        return _member(_import(file, folder), name)
+        module = _import(file, folder)
+        if is_standard_library(module):
+            raise ComponentError(f"{type_name} {_NO_COMPONENT.format(kind=kind)}")
+        return _member(module, name)
     stem, dot, name = type_name.partition(".")
     path = folder / KIND_FOLDERS[kind] / f"{stem}.py"
     if dot and path.is_file():
         return _member(_load_file(path, folder), name)
     raise ComponentError(_unknown(kind, type_name, folder))
+
+
+def _why_no_component(kind: str, target: Any, base: type | None) -> str | None:
+    """Return why a class or function cannot be a component and must not be called; None if it can."""
+    if is_standard_library(target):
+        return _NO_COMPONENT.format(kind=kind)
+    if base is None or not isinstance(target, type) or issubclass(target, base):
+        return None
+    if target.__new__ is not object.__new__:
+        return None  # it may create an object of another class
+    return f"is not a subclass of {base.__name__}."
 
 
 def _unknown(kind: str, type_name: str, folder: Path) -> str:

@@ -39,6 +39,25 @@ def is_user_code(target: Any) -> bool:
     return not f"{getattr(target, '__module__', None)}.".startswith("trainwright.")
 
 
+def is_standard_library(target: Any) -> bool:
+    """Returns True for a module, class, function or method of Python itself, such as `os.system` and `str.join`.
+
+    An object that user code has created, such as a `functools.partial`, is the user's own.
+    """
+    if inspect.ismodule(target):
+        name: Any = target.__name__
+    elif inspect.isclass(target) or inspect.isroutine(target):
+        owner = getattr(target, "__objclass__", None) or target  # the class of a method of a C type
+        name = getattr(owner, "__module__", None) or type(owner).__module__
+    else:
+        return False
+    if str(name).partition(".")[0] not in sys.stdlib_module_names:
+        return False
+    # A file of the user may have the name of a module that Python has, such as code.py.
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file is None or (Path(file).is_relative_to(_STANDARD_LIBRARY) and "site-packages" not in file)
+
+
 def is_user_file(file: str, project_dir: Path | None = None) -> bool:
     """Returns True for a file outside this package, torch, the standard library and installed packages."""
     path = Path(file)

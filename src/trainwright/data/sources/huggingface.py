@@ -199,6 +199,12 @@ class _Source:
         project_dir: str | Path | None,
         arguments: Mapping[str, Any],
     ) -> None:
+        if "trust_remote_code" in arguments or path == "pandas":
+            what = "trust_remote_code" if path != "pandas" else "path: pandas, which reads pickles,"
+            raise ConfigError(
+                f"{what} is not supported, because it can run any program. Convert the data to Parquet.",
+                where="huggingface",
+            )
         if "data_files" not in arguments and "data_dir" not in arguments and path in FILE_KINDS:
             raise ConfigError(f"path: {path} reads files. Name them with data_files.", where="huggingface")
         self.path = path
