@@ -17,8 +17,8 @@ import torch
 
 from trainwright.checkpoint.encoding import SplitTensor, as_whole, encode, fill, map_tensors, shard_like
 from trainwright.checkpoint.remote_store import AnyStore
-from trainwright.errors import CheckpointError
-from trainwright.parallel.mesh import is_split
+from trainwright.errors import CheckpointError, ConfigError
+from trainwright.parallel.mesh import is_split, local
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,12 @@ def collect(
     has_unfinished_step: bool,
     max_steps_at_end: int,
     unclaimed_hook_state: Mapping[str, Any],
+    averaged: tuple[Mapping[str, torch.Tensor], bool] = ({}, False),
 ) -> dict[str, Any]:
-    """Returns a checkpoint's parts. `generators` has one entry per data rank; `events` counts all ranks."""
+    """Returns a checkpoint's parts. `generators` has one entry per data rank; `events` counts all ranks.
+
+    `averaged` are the averaged weights and whether evaluations use them.
+    """
     weights = model.state_dict()  # first: FSDP replaces gathered parameters by its sharded ones
     names = _names_by_parameter(model)
     return {
@@ -60,6 +64,8 @@ def collect(
             "max_steps_at_end": max_steps_at_end,
             "data": dict(data),
             "hooks": {**unclaimed_hook_state, **{key: hook.state_dict() for key, hook in hooks.items()}},
+            # After the hooks: tensors that a hook's state has as well are stored once, under the hook's key.
+            "averaged": {"weights": dict(averaged[0]), "is_evaluated": averaged[1]},
             "events": dict(events),
             "loss_scale": None if loss_scale is None else loss_scale.state_dict(),
             "anomalies": anomalies.state_dict(),
@@ -122,6 +128,46 @@ def load_model_state(
         logger.warning("Loaded with differences. Missing: %s. Unexpected: %s.", missing or "none", unexpected or "none")
     here = {key: value for key, value in state.items() if key in own or key not in other_stages}
     model.load_state_dict({key: _fill_shards(value, own.get(key)) for key, value in here.items()}, strict=strict)
+
+
+WEIGHTS = ("ema", "raw")
+"""Which weights of a checkpoint to load: the averaged or the trained ones."""
+
+
+def pick_averaged(training: Mapping[str, Any], weights: str | None, *, source: object) -> Mapping[str, Any]:
+    """Returns the averaged weights to load from a checkpoint over its trained ones; {} for the trained ones.
+
+    `weights` is "ema", "raw", or None for those that the run's evaluations use.
+    """
+    if weights not in (None, *WEIGHTS):
+        raise ConfigError(f"weights: {weights!r} is unknown. Use ema or raw.")
+    averaged: Mapping[str, Any] = training["averaged"]["weights"]
+    if weights == "ema" and not averaged:
+        raise CheckpointError("It has no averaged weights. Use weights raw, or train with hooks: [ema].", where=source)
+    is_used = training["averaged"]["is_evaluated"] if weights is None else weights == "ema"
+    return averaged if is_used else {}
+
+
+@torch.no_grad()
+def load_averaged(
+    averaged: Mapping[str, Any], model: torch.nn.Module, *, source: object, other_stages: Collection[str] = ()
+) -> None:
+    """Copies averaged weights into the model in place, rounded to the dtypes of the model."""
+    own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    wrong = [
+        f"{name}: {tuple(value.shape)}" + (f" instead of {tuple(own[name].shape)}" if name in own else " is unknown")
+        for name, value in averaged.items()
+        if (name in own and own[name].shape != value.shape) or (name not in own and name not in other_stages)
+    ]
+    if wrong:
+        raise CheckpointError(f"The averaged weights do not fit the model: {'; '.join(wrong[:8])}.", where=source)
+    for name, value in averaged.items():
+        if name not in own:
+            continue
+        if isinstance(value, torch.Tensor) and is_split(value):
+            local(own[name]).copy_(local(value))
+        else:
+            fill(own[name], value)
 
 
 def _fill_shards(value: Any, own: Any) -> Any:

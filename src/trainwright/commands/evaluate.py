@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 
-from trainwright.commands.terminal import CheckpointStep, Overrides, RunPath, load_run
+from trainwright.commands.terminal import CheckpointStep, Overrides, RunPath, Weights, load_run
 from trainwright.errors import ConfigError
 
 
-def evaluate(run: RunPath, overrides: Overrides = None, step: CheckpointStep = "latest") -> None:
+def evaluate(
+    run: RunPath, overrides: Overrides = None, step: CheckpointStep = "latest", weights: Weights = None
+) -> None:
     """Evaluate a checkpoint on the run's evaluation sets and print the metrics as JSON."""
     from trainwright.api.run import run_experiment
 
     if step not in ("latest", "best") and not step.isdecimal():
         raise ConfigError(f"--step: {step!r} is not a checkpoint. Use latest, best or a number.")
     model_dir = str(run) if run.is_dir() else None
-    _, logs = run_experiment(load_run(run, overrides), mode="eval", model_dir=model_dir, step=step)
+    config = load_run(run, overrides)
+    _, logs = run_experiment(config, mode="eval", model_dir=model_dir, step=step, weights=weights)
     print(json.dumps(logs, indent=2))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trainwright.commands.terminal import CheckpointStep
+from trainwright.commands.terminal import CheckpointStep, Weights
 
 
 def generate(
@@ -32,6 +32,7 @@ def generate(
         typer.Option(min=0, max=2**64 - 1, help="The random seed.", show_default="another each time"),
     ] = None,
     step: CheckpointStep = "latest",
+    weights: Weights = None,
     tokenizer: Annotated[
         str | None,
         typer.Option(help="A tokenizer.json, a folder with one, or bytes.", show_default="that of the run's data"),
@@ -45,7 +46,7 @@ def generate(
     from trainwright.export.text import load_text_model, stream_text
 
     backend_device = pick_backend(device).device
-    model, found = load_text_model(run, step=step, device=backend_device, tokenizer=tokenizer)
+    model, found = load_text_model(run, step=step, weights=weights, device=backend_device, tokenizer=tokenizer)
     generator = torch.Generator(backend_device)
     if seed is None:
         generator.seed()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +25,11 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings to replace, such as trainer.max_steps=500.", show_default=False)
 ]
 CheckpointStep = Annotated[str, typer.Option(help="Which checkpoint: latest, best, or a number.")]
+WeightsChoice = StrEnum("WeightsChoice", ["ema", "raw"])
+Weights = Annotated[
+    WeightsChoice | None,
+    typer.Option(help="Averaged or trained weights.", show_default="those that the run evaluates with"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
 

@@ -86,6 +86,7 @@ def export_run(
     folder: str | Path,
     *,
     step: int | str = "latest",
+    weights: str | None = None,
     file_format: str = "huggingface",
     dtype: torch.dtype | str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -93,7 +94,8 @@ def export_run(
 ) -> Path:
     """Writes the model of a run at a step into a folder, with the run's tokenizer; returns the folder.
 
-    transformers and AutoModel read "huggingface"; "safetensors" is any model's weights under their own names, with the
+    `weights` is "ema", "raw", or None for those that the run's evaluations use, as in `load_checkpoint`. transformers
+    and AutoModel read "huggingface"; "safetensors" is any model's weights under their own names, with the
     model's settings. Adapters are merged into the weights. `dtype` (bf16, fp16, fp32) converts them.
 
     An earlier export is replaced; other files are kept. Any other folder that is not empty raises unless `overwrite`
@@ -107,7 +109,7 @@ def export_run(
     config = read_config(run_folder)
     assert config is not None  # find_source has checked it
     with export_folder(folder, run=config.name, file_format=file_format, overwrite=overwrite) as staging:
-        model = load_checkpoint(run, step)
+        model = load_checkpoint(run, step, weights=weights)
         merge_lora(model)
         if wanted is not None:
             _reject_overflow(model, wanted)

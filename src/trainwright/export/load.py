@@ -164,12 +164,18 @@ def _forget_paths(path: Path) -> None:
 
 
 def load_checkpoint(
-    run_or_folder: str | Path, step: int | str = "latest", *, device: str | torch.device = "cpu", strict: bool = True
+    run_or_folder: str | Path,
+    step: int | str = "latest",
+    *,
+    weights: str | None = None,
+    device: str | torch.device = "cpu",
+    strict: bool = True,
 ) -> torch.nn.Module:
     """Returns the model of a run at a step, in evaluation mode, on a device.
 
     `run_or_folder` is a run folder or one of its checkpoints; `step` is "latest", "best" (according to the run's
-    keep_best) or a number. `strict=False` accepts missing and unexpected weights and logs them.
+    keep_best) or a number. `weights` is "ema" (averaged), "raw" (trained), or None for those that the run's evaluations
+    use. `strict=False` accepts missing and unexpected weights and logs them.
     """
     device = checked_device(device)
     folder, named_step = find_source(Path(run_or_folder))
@@ -185,8 +191,10 @@ def load_checkpoint(
             f"weights: model.load_state_dict(open_store({str(store.folder)!r}).read({chosen}, 'model')), "
             "with open_store from trainwright.checkpoint.remote_store."
         )
+    averaged = contents.pick_averaged(store.read_split(chosen, "training"), weights, source=store.path(chosen))
     model = _build_for(store, chosen, config, folder)
     contents.restore_model(store, chosen, model, strict=strict)
+    contents.load_averaged(averaged, model, source=store.path(chosen))
     return model.to(device).eval()
 
 

@@ -28,23 +28,27 @@ def load_text_model(
     run_or_folder: str | Path,
     *,
     step: int | str = "latest",
+    weights: str | None = None,
     device: torch.device | str = "cpu",
     tokenizer: str | None = None,
 ) -> tuple[nn.Module, Any]:
     """Returns the model of a run or of a folder in Hugging Face's layout, and its tokenizer.
 
     The default tokenizer is that of the run's data or collator, or the one in the folder; `tokenizer` names another (a
-    tokenizer.json, a folder with one, or "bytes").
+    tokenizer.json, a folder with one, or "bytes"). `step` and `weights` select a run's weights, as in `load_checkpoint`.
     """
     path = Path(run_or_folder)
     is_folder = (path / CONFIG_FILE).is_file()
     if is_folder and step != "latest":
         raise ConfigError(f"{path} is a model folder, which has no steps. Remove --step, or pass the run folder.")
+    if is_folder and weights is not None:
+        problem = f"{path} is a model folder, which has one set of weights"
+        raise ConfigError(f"{problem}. Remove --weights, or pass the run folder.")
     model: nn.Module
     if is_folder:
         model = AutoModel.from_pretrained(path, device=device).eval()
     else:
-        model = load_checkpoint(path, step, device=device)
+        model = load_checkpoint(path, step, weights=weights, device=device)
     reject_non_decoder(model)  # before the tokenizer, which a model for images does not have
     return model, load_tokenizer(tokenizer) if tokenizer is not None else _default_tokenizer(path, is_folder=is_folder)
 

@@ -27,6 +27,7 @@ from trainwright.anomaly.response import AnomalyResponse
 from trainwright.backends import Backend, Capture, reads_at_once, waits_for_memory
 from trainwright.backends.host_memory import GarbageCollection
 from trainwright.checkpoint import contents
+from trainwright.checkpoint.encoding import map_tensors
 from trainwright.checkpoint.remote_files import RemotePath
 from trainwright.checkpoint.remote_store import AnyStore
 from trainwright.checkpoint.retention import metrics_by_step
@@ -231,6 +232,8 @@ class Trainer:
         self._data_start = 0
         """The position in the data at which the current step began."""
         self._keeps_optimizer_settings = False
+        self._has_loaded_weights = False
+        """True while the model has the weights of a checkpoint, averaged or not, for an evaluation."""
         self._saved_generators: Mapping[str, Any] | None = None
         self._unclaimed_hook_state: dict[str, Any] = {}
         self._seed_chain, self._draws = chain_seed(config.seed, _STEP_STREAM), self.ranks.mesh.draws
@@ -630,7 +633,8 @@ class Trainer:
 
     def evaluate_sets(self, sets: Mapping[str, EvaluationData], *, with_hooks: bool = True) -> dict[str, float]:
         """Evaluates some sets and returns their logs."""
-        return self._evaluator.evaluate(sets, self._hook_calls if with_hooks else HookCalls([]))
+        hooks = self._hook_calls if with_hooks else HookCalls([])
+        return self._evaluator.evaluate(sets, hooks, averaged=self._weights_to_evaluate(hooks))
 
     def save(self) -> Path | RemotePath:
         """Saves a checkpoint of this step, on every rank, and returns its folder.
@@ -721,15 +725,25 @@ class Trainer:
         self._best.restore(metrics)
         self._state.restore_evaluation(metrics.get(step, {}))
 
-    def load_weights(self, step: int) -> None:
-        """Loads the weights of a checkpoint, and its hooks' state, for an evaluation."""
-        store = self.context.store
-        other_stages = self._names_of_all_stages()
-        weights = store.read_split(step, "model")
-        contents.load_model_state(weights, self.model, source=str(store.path(step)), other_stages=other_stages)
-        hooks = store.read_split(step, "training")["hooks"]
-        contents.restore_hooks(hooks, self._hook_calls.keyed(), model=self.model)
+    def load_weights(self, step: int, weights: str | None = None) -> None:
+        """Loads the weights of a checkpoint, and its hooks' state, for an evaluation.
+
+        `weights` is "ema", "raw", or None for those that the run's evaluations use.
+        """
+        training = self._load_weights(step, weights)
+        contents.restore_hooks(training["hooks"], self._hook_calls.keyed(), model=self.model)
         self._state.step = step
+
+    def _load_weights(self, step: int, weights: str | None) -> Mapping[str, Any]:
+        store, source = self.context.store, self.context.store.path(step)
+        other_stages = self._names_of_all_stages()
+        training: Mapping[str, Any] = store.read_split(step, "training")
+        averaged = contents.pick_averaged(training, weights, source=source)
+        state = store.read_split(step, "model")
+        contents.load_model_state(state, self.model, source=str(source), other_stages=other_stages)
+        contents.load_averaged(averaged, self.model, source=source, other_stages=other_stages)
+        self._has_loaded_weights = True
+        return training
 
     # Around the loop.
 
@@ -902,13 +916,54 @@ class Trainer:
                 self._best.update(state.step, logs)
                 # The evaluation was collective, so a hook's request to stop can be decided at once.
                 self._stop_signal.compare_now()
+        if self.is_last_step and not any(name.startswith("test/") for name in state.eval_logs):
+            state.eval_logs = {**state.eval_logs, **self.evaluate_test()}
+
+    def evaluate_test(self) -> dict[str, float]:
+        """Evaluates the test set, if there is one, and returns its logs.
+
+        With `checkpoint.keep_best` it uses the best checkpoint; the model has its own weights again afterwards.
+        """
         test = self.test_data
-        if self.is_last_step and test is not None and not any(name.startswith("test/") for name in state.eval_logs):
-            state.eval_logs = {**state.eval_logs, **self._evaluate_step({test.name: test})}
+        if test is None:
+            return {}
+        step = self._best_saved_step()
+        if step is None:
+            return self._evaluate_step({test.name: test})
+        if self.ranks.is_first:
+            logger.info("Evaluating %s with the best checkpoint, step %d.", test.name, step)
+        own = map_tensors(dict(self.model.state_dict()), lambda value, _: value.detach().clone())
+        try:
+            self._load_weights(step, None)
+            return self._evaluate_step({test.name: test})
+        finally:
+            self.model.load_state_dict(own)
+            self._has_loaded_weights = False
+
+    def _best_saved_step(self) -> int | None:
+        """Returns the step of the best checkpoint, if it is not the current step; collective."""
+        best = self._best.step
+        if best is None or best == self._state.step:
+            return None
+        self._finish_save()  # the best one may still be in progress
+        failure: CheckpointError | None = None
+        if self.ranks.is_first:
+            try:
+                self.context.store.verify(best)
+            except CheckpointError as error:
+                failure = error
+                logger.warning("The test set is evaluated with the last weights instead of the best: %s", error)
+        return None if self.ranks.broadcast(failure) is not None else best
 
     def _evaluate_step(self, sets: Mapping[str, EvaluationData]) -> dict[str, float]:
         """Evaluates a step; an interruption may leave it, because a resumed run evaluates it again."""
-        return self._evaluator.evaluate(sets, self._hook_calls, can_be_abandoned=True)
+        averaged = self._weights_to_evaluate(self._hook_calls)
+        return self._evaluator.evaluate(sets, self._hook_calls, averaged=averaged, can_be_abandoned=self._is_training)
+
+    def _weights_to_evaluate(self, hooks: HookCalls) -> Mapping[str, torch.Tensor]:
+        """Returns the weights that evaluations use instead of the model's; none if the model has a checkpoint's."""
+        averaged, is_evaluated = hooks.averaged_weights()
+        return averaged if is_evaluated and not self._has_loaded_weights else {}
 
     def _write_if_due(self) -> None:
         state, storage = self._state, self.storage
@@ -967,6 +1022,7 @@ class Trainer:
             has_unfinished_step=self._state.has_unfinished_step,
             max_steps_at_end=self._state.max_steps_at_end,
             unclaimed_hook_state=self._unclaimed_hook_state,
+            averaged=self._hook_calls.averaged_weights(),
         )
 
     def _restore_state(self, read: Callable[[str], Any], *, source: str) -> None:
@@ -992,7 +1048,7 @@ class Trainer:
             self._updater.loss_scale.load_state_dict(training["loss_scale"])
         self._anomalies.load_state_dict(training["anomalies"])
         state.discard_step()
-        self._next_due = 0
+        self._next_due, self._has_loaded_weights = 0, False
         hooks = self._hook_calls.keyed()
         self._unclaimed_hook_state = contents.restore_hooks(training["hooks"], hooks, model=self.model)
         if ranks.mesh.data_rank < len(training["generators"]):  # an additional rank starts with its own seed
