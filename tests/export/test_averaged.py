@@ -67,7 +67,7 @@ def test_the_best_checkpoint_has_the_metric_that_it_was_chosen_by(averaged, tmp_
 
 
 def test_an_averaged_checkpoint_stores_each_average_once(averaged):
-    folder, trained, _ = averaged
+    folder, _, _ = averaged
     stored = load_file(folder / "checkpoints" / "step-00000006" / "training.safetensors")
     assert sum("layers.0.weight" in key for key in stored) == 1
 

@@ -90,7 +90,9 @@ def run_experiment(
                           `timeout_seconds` limits the wait for a checkpoint; None: no limit
 
     `weights` selects the weights of a checkpoint for `eval` and `continuous_eval`: "ema" (averaged), "raw" (trained),
-    or None for those that the run evaluates with. `model_dir` replaces output_dir/name. `trainer` is a class that replaces the config's, or the result of
+    or None for those that the run evaluates with.
+
+    `model_dir` replaces output_dir/name. `trainer` is a class that replaces the config's, or the result of
     `build_trainer` with this config; `task` replaces the config's. The run's config.yaml records both. An interrupted
     run raises `Interrupted`.
     """

@@ -8,7 +8,10 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,7 +23,9 @@ from trainwright.backends import Backend, Capture, pick_backend
 from trainwright.build.components import IN_CODE, Build, describe_dtypes
 from trainwright.build.data import Loaders, describe_size, limits
 from trainwright.build.parallelize import ParallelizedModel, parallelize_model, reject_own_steps
+from trainwright.checkpoint import contents
 from trainwright.checkpoint import run_folder as run_folders
+from trainwright.checkpoint.base_weights import BaseWeights
 from trainwright.checkpoint.listing import checkpoints_location
 from trainwright.checkpoint.remote_files import is_address
 from trainwright.checkpoint.remote_store import open_store
@@ -32,12 +37,13 @@ from trainwright.config.component import type_of
 from trainwright.data.order import mix_seed
 from trainwright.data.randomness import preserve_generators, seed_generators
 from trainwright.data.stream_loader import EvaluationData
-from trainwright.errors import ConfigError
+from trainwright.errors import CheckpointError, ConfigError
 from trainwright.events import EventStorage
 from trainwright.loop.heartbeat import Heartbeat
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Trainer, TrainerContext
 from trainwright.loop.update import LossScale, ScheduledOptimizer, Updater, persistent_buffers
+from trainwright.models.from_config import pretrained_source
 from trainwright.models.pretrained_facts import PretrainedFacts, read_facts, write_facts
 from trainwright.parallel import processes
 from trainwright.parallel.collectives import Ranks
@@ -165,6 +171,7 @@ def build_trainer(
     config, backend, ranks = _join(config)
     folder = run_folders.run_folder(config)
     kept = None if fresh else _kept_facts(config, folder, ranks)
+    referenced = {} if fresh else _referenced_weights(config, folder, ranks)
 
     def assemble_alone(trial: RunConfig, trial_folder: Path) -> Trainer:
         return assemble(trial, trainer_class, backend, Ranks(), trial_folder, kept=kept, evaluates=False)[0]
@@ -174,12 +181,13 @@ def build_trainer(
         config = settle_activation_checkpointing(config, assemble_alone, backend=backend, ranks=ranks, folder=resumed)
     if config.trainer.micro_batch_size == "auto":
         config = settle_micro_batch(config, assemble_alone, backend=backend, ranks=ranks, folder=resumed)
-    trainer, build = assemble(config, trainer_class, backend, ranks, folder, kept=kept, evaluates=evaluates)
+    options = {"evaluates": evaluates, "referenced": referenced}
+    trainer, build = assemble(config, trainer_class, backend, ranks, folder, kept=kept, **options)
     # The folder is not touched before: a config with an error moves nothing aside and leaves no files.
     step, saved = _find_checkpoint(trainer, fresh=fresh, accept_changes=accept_changes)
     if step is None and kept is not None:
         # No checkpoint is intact: the run starts over with the weights of the pretrained folder.
-        trainer, build = assemble(config, trainer_class, backend, ranks, folder, evaluates=evaluates)
+        trainer, build = assemble(config, trainer_class, backend, ranks, folder, **options)
     if step is not None:
         trainer.restore_checkpoint(step, keep_settings=accept_changes)
         _resume(trainer, config, saved, counts_steps=accept_changes)
@@ -233,21 +241,25 @@ def build_evaluator(config: RunConfig, trainer_class: type[Trainer] | None = Non
     """Builds a trainer without training data, for `evaluate()`; loads no checkpoint and writes no file."""
     config, backend, ranks = _join(config)
     folder = run_folders.run_folder(config)
-    kept = _kept_facts(config, folder, ranks)
-    return assemble(config, trainer_class, backend, ranks, folder, kept=kept, for_training=False)[0]
+    options = {"kept": _kept_facts(config, folder, ranks), "referenced": _referenced_weights(config, folder, ranks)}
+    return assemble(config, trainer_class, backend, ranks, folder, for_training=False, **options)[0]
 
 
-def build_model(config: RunConfig, *, folder: Path | None = None) -> torch.nn.Module:
+def build_model(
+    config: RunConfig, *, folder: Path | None = None, trainer_class: type[Trainer] | None = None
+) -> torch.nn.Module:
     """Builds the model alone, as the run's trainer and task do, with the run's seed; loads no checkpoint.
 
     `folder` is the run folder if it is not where the config says. The caller's generators are not changed. A trainer
-    or task that was given in code is not needed unless it builds the model.
+    or task that was given in code is not needed unless it builds the model; `trainer_class` gives it again.
     """
     folder = folder or run_folders.run_folder(config)
     with preserve_generators():
         seed_generators(mix_seed(config.seed, _BUILD_STREAM))
-        build = Build(config, folder=folder, kept=_kept_facts(config, folder, Ranks()))
-        trainer_class = Trainer if config.trainer.type.startswith(IN_CODE[0]) else build.trainer_class()
+        referenced = _referenced_weights(config, folder, Ranks())
+        build = Build(config, folder=folder, kept=_kept_facts(config, folder, Ranks()), referenced=referenced)
+        if trainer_class is None:
+            trainer_class = Trainer if config.trainer.type.startswith(IN_CODE[0]) else build.trainer_class()
         build.take_trainer(trainer_class)
         is_given = config.task is not None and config.task.type.startswith(IN_CODE[0])
         build.take_task(Task() if is_given else trainer_class.build_task(build))
@@ -283,17 +295,18 @@ def assemble(
     folder: Path,
     *,
     kept: PretrainedFacts | None = None,
+    referenced: Mapping[str, str] = MappingProxyType({}),
     for_training: bool = True,
     evaluates: bool = True,
 ) -> tuple[Trainer, Build]:
     """Builds every object in order: task, model, data, optimizers, hooks, trainer. The trainer's config is resolved."""
     _seed_everything(backend, mix_seed(config.seed, _BUILD_STREAM))
-    build = Build(config, ranks=ranks, folder=folder, kept=kept)
+    build = Build(config, ranks=ranks, folder=folder, kept=kept, referenced=referenced)
     trainer_class = trainer_class or build.trainer_class()
     build.take_trainer(trainer_class)
     task = trainer_class.build_task(build)
     build.take_task(task)
-    parallelized = _build_model(trainer_class, task, build, backend, ranks)
+    parallelized, base = _build_model(trainer_class, task, build, backend, ranks, folder)
     batch = _batch_of(config, ranks.mesh.num_data_ranks, for_training=for_training)
     loaders = Loaders(config, batch, trainer_class.build_collator(build), ranks, folder)
     train_data, max_steps = None, 0
@@ -323,6 +336,7 @@ def assemble(
         capture=capture,
         metrics=build.metrics(task, backend.device),
         test_data=None if test is None else loaders.for_evaluation("test", test),
+        base=base,
     )
     if for_training:
         build.reject_unused()
@@ -341,10 +355,14 @@ def assemble(
 
 
 def _build_model(
-    trainer_class: type[Trainer], task: Task, build: Build, backend: Backend, ranks: Ranks
-) -> ParallelizedModel:
-    """Builds the model, on every rank or on the first for all, shards it and moves it to the device."""
+    trainer_class: type[Trainer], task: Task, build: Build, backend: Backend, ranks: Ranks, folder: Path
+) -> tuple[ParallelizedModel, BaseWeights | None]:
+    """Builds the model, on every rank or on the first for all, shards it and moves it to the device.
+
+    Also returns the weights that checkpoints may store by reference, if there are any.
+    """
     model = trainer_class.build_model(build)
+    hashes = build.base_hashes(model)
     if ranks.mesh.size("pipeline") > 1:
         reject_own_steps(trainer_class, task, model, build.config, ranks.mesh)
     parallelized = parallelize_model(
@@ -353,7 +371,14 @@ def _build_model(
     # A start that loads weights draws fewer numbers than one that initializes the model, and a rank that receives them
     # draws none. Objects that are built next must not depend on that.
     _seed_everything(backend, mix_seed(build.config.seed, _PARTS_STREAM))
-    return parallelized
+    base = None
+    if hashes:
+        section = build.config.model
+        assert section is not None  # it has `pretrained`
+        source = pretrained_source(section, project_dir=Path(build.project_dir))
+        rebuild = partial(build_model, build.config, folder=folder, trainer_class=trainer_class)
+        base = BaseWeights(parallelized.model, source=source, hashes=hashes, rebuild=rebuild)
+    return parallelized, base
 
 
 def _kept_facts(config: RunConfig, folder: Path, ranks: Ranks) -> PretrainedFacts | None:
@@ -363,6 +388,22 @@ def _kept_facts(config: RunConfig, folder: Path, ranks: Ranks) -> PretrainedFact
 
     def read() -> PretrainedFacts | None:
         return read_facts(folder) if open_store(checkpoints_location(folder, config)).steps() else None
+
+    return _on_first_rank(ranks, read)
+
+
+def _referenced_weights(config: RunConfig, folder: Path, ranks: Ranks) -> dict[str, str]:
+    """Returns the weights that some checkpoint stores by reference to `model.pretrained`, each with its source."""
+    if config.model is None or "pretrained" not in config.model.reserved:
+        return {}
+
+    def read() -> dict[str, str]:
+        store, found = open_store(checkpoints_location(folder, config)), dict[str, str]()
+        for step in store.steps():
+            with suppress(CheckpointError):  # a damaged one is reported when the run looks for an intact one
+                recorded = contents.read_references(store, step)
+                found |= dict.fromkeys(recorded.get("hashes", ()), recorded.get("source", ""))
+        return found
 
     return _on_first_rank(ranks, read)
 

@@ -1,8 +1,9 @@
 """What a checkpoint contains and how it is restored: the only list of a run's state.
 
-Parts: `model` (its state dict, usable on its own), `optimizers` (state by parameter name), `training`
-(step, data position, hooks, events, loss scale, generators). store.py has files and commits. A sharded tensor is a
-DTensor in both directions: saved in shards, and loaded as the region of this rank's shard.
+Parts: `model` (its state dict), `base` (references to frozen pretrained weights, which `model` lacks), `optimizers`
+(state by parameter name), `training` (step, data position, hooks, events, loss scale, generators). store.py has files
+and commits. A sharded tensor is a DTensor in both directions: saved in shards, and loaded as the region of this rank's
+shard.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from trainwright.checkpoint import base_weights
 from trainwright.checkpoint.encoding import SplitTensor, as_whole, encode, fill, map_tensors, shard_like
 from trainwright.checkpoint.remote_store import AnyStore
 from trainwright.errors import CheckpointError, ConfigError
@@ -48,15 +50,20 @@ def collect(
     max_steps_at_end: int,
     unclaimed_hook_state: Mapping[str, Any],
     averaged: tuple[Mapping[str, torch.Tensor], bool] = ({}, False),
+    references: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Returns a checkpoint's parts. `generators` has one entry per data rank; `events` counts all ranks.
 
-    `averaged` are the averaged weights and whether evaluations use them.
+    `averaged` are the averaged weights and whether evaluations use them. `references` is the part `base`: the weights
+    that it names are left out of `model`.
     """
     weights = model.state_dict()  # first: FSDP replaces gathered parameters by its sharded ones
     names = _names_by_parameter(model)
+    if references:
+        weights = {name: value for name, value in weights.items() if name not in references["hashes"]}
     return {
         "model": weights,
+        **({base_weights.PART: references} if references else {}),
         "optimizers": {name: _state_by_name(optimizer, names) for name, optimizer in optimizers.items()},
         "training": {
             "step": step,
@@ -92,9 +99,19 @@ def restore_generators(state: Mapping[str, Any]) -> None:
     np.random.set_state(tuple(state["numpy"]))
 
 
+def read_references(store: AnyStore, step: int) -> Mapping[str, Any]:
+    """Returns the part `base` of a checkpoint: `source`, and `hashes` by name; {} if it has all weights."""
+    return dict(store.read(step, base_weights.PART)) if base_weights.PART in store.parts(step) else {}
+
+
 def restore_model(store: AnyStore, step: int, model: torch.nn.Module, *, strict: bool = True) -> None:
-    """Loads a checkpoint's weights into the model, in place."""
-    load_model_state(store.read_split(step, "model"), model, source=str(store.path(step)), strict=strict)
+    """Loads a checkpoint's weights into a model that was just built, on the CPU, in place."""
+    recorded, source, present = read_references(store, step), store.path(step), list[str]()
+    if recorded:
+        own = base_weights.weights_of(model)
+        hashes = base_weights.hash_weights({name: own[name] for name in recorded["hashes"] if name in own})
+        present = base_weights.check_references(recorded, hashes, where=source)
+    load_model_state(store.read_split(step, "model"), model, source=str(source), strict=strict, present=present)
 
 
 def load_model_state(
@@ -104,10 +121,11 @@ def load_model_state(
     source: str,
     strict: bool = True,
     other_stages: Collection[str] = (),
+    present: Collection[str] = (),
 ) -> None:
     """Loads weights in place; an error names mismatched keys with both shapes, and the `source` of the weights.
 
-    Keys of `other_stages` belong to other stages of a pipeline.
+    Keys of `other_stages` belong to other stages of a pipeline. The model has the values of `present` already.
     """
     own = model.state_dict()
     wrong = [
@@ -116,7 +134,7 @@ def load_model_state(
         if isinstance(state[key], torch.Tensor | SplitTensor) and state[key].shape != own[key].shape
     ]
     # A tied weight has several names, of which a state dict may contain one.
-    missing = sorted(own.keys() - state.keys())
+    missing = sorted(own.keys() - state.keys() - {*present})
     unexpected = sorted(state.keys() - model.state_dict(keep_vars=True).keys() - {*other_stages})
     if wrong or (strict and (missing or unexpected)):
         lines = [*sorted(wrong), *(f"{key}: not in the checkpoint" for key in missing)]
@@ -127,6 +145,7 @@ def load_model_state(
     if missing or unexpected:
         logger.warning("Loaded with differences. Missing: %s. Unexpected: %s.", missing or "none", unexpected or "none")
     here = {key: value for key, value in state.items() if key in own or key not in other_stages}
+    here |= {key: own[key] for key in present if key in own and key not in state}
     model.load_state_dict({key: _fill_shards(value, own.get(key)) for key, value in here.items()}, strict=strict)
 
 
@@ -175,6 +194,8 @@ def _fill_shards(value: Any, own: Any) -> Any:
 
     It is filled region by region, so that no second copy of the model exists.
     """
+    if value is own:
+        return own
     is_tensor = isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor | SplitTensor)
     if is_tensor and (isinstance(value, SplitTensor) or is_split(own)):
         with torch.no_grad():

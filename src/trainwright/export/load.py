@@ -14,7 +14,7 @@ import torch
 
 from trainwright.backends import checked_device
 from trainwright.build.run import build_model
-from trainwright.checkpoint import contents
+from trainwright.checkpoint import base_weights, contents
 from trainwright.checkpoint.encoding import SplitTensor
 from trainwright.checkpoint.listing import checkpoints_location
 from trainwright.checkpoint.remote_store import AnyStore, open_store
@@ -201,10 +201,10 @@ def load_checkpoint(
 def _build_for(store: AnyStore, step: int, config: RunConfig, folder: Path) -> torch.nn.Module:
     """Builds the model for a checkpoint's weights.
 
-    A built-in model is allocated without initialization. Any other model is built with the run's seed, so that
-    attributes that user code computes in the constructor are those of the run.
+    A built-in model is allocated without initialization, unless weights are stored by reference. Any other model is
+    built with the run's seed, so that attributes that user code computes in the constructor are those of the run.
     """
-    model = _build_empty(config, folder)
+    model = None if base_weights.PART in store.parts(step) else _build_empty(config, folder)
     if model is not None:
         saved = store.read_split(step, "model")
         dtypes = {name: each.dtype for name, each in saved.items() if isinstance(each, torch.Tensor | SplitTensor)}

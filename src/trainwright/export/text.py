@@ -35,7 +35,7 @@ def load_text_model(
     """Returns the model of a run or of a folder in Hugging Face's layout, and its tokenizer.
 
     The default tokenizer is that of the run's data or collator, or the one in the folder; `tokenizer` names another (a
-    tokenizer.json, a folder with one, or "bytes"). `step` and `weights` select a run's weights, as in `load_checkpoint`.
+    tokenizer.json, a folder with one, or "bytes"). `step` and `weights` are those of `load_checkpoint`.
     """
     path = Path(run_or_folder)
     is_folder = (path / CONFIG_FILE).is_file()

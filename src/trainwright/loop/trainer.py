@@ -27,6 +27,7 @@ from trainwright.anomaly.response import AnomalyResponse
 from trainwright.backends import Backend, Capture, reads_at_once, waits_for_memory
 from trainwright.backends.host_memory import GarbageCollection
 from trainwright.checkpoint import contents
+from trainwright.checkpoint.base_weights import BaseWeights, check_references
 from trainwright.checkpoint.encoding import map_tensors
 from trainwright.checkpoint.remote_files import RemotePath
 from trainwright.checkpoint.remote_store import AnyStore
@@ -127,6 +128,7 @@ class TrainerContext:
     capture: Capture
     metrics: list[ConfiguredMetric] = field(default_factory=list)
     test_data: EvaluationData | None = None
+    base: BaseWeights | None = None
 
 
 class TrainIterator(Iterator[Any]):
@@ -720,7 +722,8 @@ class Trainer:
         """
         store = self.context.store
         self._keeps_optimizer_settings = keep_settings
-        self._restore_state(partial(store.read_split, step), source=str(store.path(step)))
+        self._load_model(step, self._names_of_all_stages())
+        self._restore_state(partial(store.read_split, step))
         metrics = self.ranks.broadcast(metrics_by_step(store) if self.ranks.is_first else {})
         self._best.restore(metrics)
         self._state.restore_evaluation(metrics.get(step, {}))
@@ -739,8 +742,7 @@ class Trainer:
         other_stages = self._names_of_all_stages()
         training: Mapping[str, Any] = store.read_split(step, "training")
         averaged = contents.pick_averaged(training, weights, source=source)
-        state = store.read_split(step, "model")
-        contents.load_model_state(state, self.model, source=str(source), other_stages=other_stages)
+        self._load_model(step, other_stages)
         contents.load_averaged(averaged, self.model, source=source, other_stages=other_stages)
         self._has_loaded_weights = True
         return training
@@ -998,12 +1000,13 @@ class Trainer:
 
     # Saving and restoring.
 
-    def _collect_state(self) -> dict[str, Any]:
+    def _collect_state(self, *, by_reference: bool = True) -> dict[str, Any]:
         """Returns what a checkpoint of this step contains; shares memory with the live state.
 
-        The same on every rank except for what is sharded: each rank has its shard, as a DTensor or by stages.
+        With `by_reference`, frozen weights of `model.pretrained` are only named. The same on every rank except for what
+        is sharded: each rank has its shard, as a DTensor or by stages.
         """
-        ranks, data = self.ranks, self.train_data
+        ranks, data, base = self.ranks, self.train_data, self.context.base
         assert data is not None
         # What is saved is what every rank continues with.
         copy_from_first([each for each in self.model.buffers() if not is_split(each)], ranks)
@@ -1023,17 +1026,28 @@ class Trainer:
             max_steps_at_end=self._state.max_steps_at_end,
             unclaimed_hook_state=self._unclaimed_hook_state,
             averaged=self._hook_calls.averaged_weights(),
+            references=base.references(self.model, ranks) if base is not None and by_reference else None,
         )
 
-    def _restore_state(self, read: Callable[[str], Any], *, source: str) -> None:
-        """Restores a state of which `read` gives the parts `model`, `optimizers` and `training`.
+    def _load_model(self, step: int, other_stages: Sequence[str]) -> None:
+        """Loads a checkpoint's trained weights; those that it stores by reference are the ones of the built model."""
+        store, source = self.context.store, self.context.store.path(step)
+        state: Mapping[str, Any] = store.read_split(step, "model")
+        recorded, present = contents.read_references(store, step), list[str]()
+        if recorded and self.context.base is None:
+            check_references(recorded, {}, where=source)
+        elif recorded and self.context.base is not None:
+            state, present = self.context.base.complete(state, recorded, self.model, where=source)
+        contents.load_model_state(state, self.model, source=str(source), other_stages=other_stages, present=present)
+
+    def _restore_state(self, read: Callable[[str], Any]) -> None:
+        """Restores a state of which `read` gives the parts `optimizers` and `training`.
 
         Their tensors may be full or sharded, however those of the trainer are.
         """
         state, data, ranks = self._state, self.train_data, self.ranks
         assert data is not None
         keep_settings, other_stages = self._keeps_optimizer_settings, self._names_of_all_stages()
-        contents.load_model_state(read("model"), self.model, source=source, other_stages=other_stages)
         contents.restore_optimizers(
             read("optimizers"), self.model, self.optimizers, keep_settings=keep_settings, other_stages=other_stages
         )
@@ -1116,7 +1130,9 @@ class Trainer:
             )
 
     def _take_snapshot(self) -> None:
-        self._anomalies.take_snapshot(self._state.step, self._collect_state(), self._state.step_eval_logs)
+        self._anomalies.take_snapshot(
+            self._state.step, self._collect_state(by_reference=False), self._state.step_eval_logs
+        )
 
     def _roll_back(self, anomaly: Anomaly) -> None:
         """Restores the newest state before the anomaly, and leaves its batches out."""
@@ -1125,7 +1141,11 @@ class Trainer:
         num_anomalies, snapshot = anomalies.num_anomalies, anomalies.snapshot
         step = ranks.broadcast(anomalies.newest_intact_before(anomaly.step) if ranks.is_first else None)
         if snapshot is not None and (step is None or snapshot.step >= step):
-            self._restore_state(snapshot.parts.to_state().__getitem__, source="the copy in memory")
+            parts, other_stages = snapshot.parts.to_state(), self._names_of_all_stages()
+            contents.load_model_state(
+                parts["model"], self.model, source="the copy in memory", other_stages=other_stages
+            )
+            self._restore_state(parts.__getitem__)
             self._state.restore_evaluation(snapshot.eval_logs)
         elif step is not None:
             self.restore_checkpoint(step, keep_settings=self._keeps_optimizer_settings)
