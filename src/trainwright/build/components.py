@@ -56,6 +56,10 @@ The name of the class follows. The second prefix says that the class builds the 
 """
 
 
+MIN_REFERENCED_SHARE = 0.1
+"""The share of a model's bytes from which frozen pretrained weights are stored by reference."""
+
+
 class Build:
     """Builds each object as the config describes it (`Builder` in loop/trainer.py); records the used sections."""
 
@@ -81,6 +85,8 @@ class Build:
         self._referenced = referenced
         self._loaded: dict[int, str] = {}
         """The hashes of weights of the pretrained folder by the id of the parameter."""
+        self.base_hashes: dict[str, str] = {}
+        """The hashes of the built model's weights that checkpoints may store by reference."""
         self._reader: str | None = None
         self.pretrained_facts: PretrainedFacts | None = None
         self.first_has_weights = False
@@ -362,10 +368,11 @@ class Build:
         }
         self._loaded = {id(own[name]): digest for name, digest in hash_weights(own).items()}
 
-    def base_hashes(self, model: torch.nn.Module) -> dict[str, str]:
-        """Returns the hashes of the built model's weights that checkpoints may store by reference; collective.
+    def take_model(self, model: torch.nn.Module) -> None:
+        """Finds the weights of the built model that checkpoints may store by reference; collective.
 
-        These are frozen and as in the pretrained folder. Called before the model is sharded.
+        These are frozen and as in the pretrained folder. A small share of the model is not worth it, because the run
+        then needs the folder at each start. Called before the model is sharded.
         """
         found: dict[str, str] = {}
         if self._loaded:
@@ -380,7 +387,10 @@ class Build:
                 known = set(self._loaded.values())
                 found = {name: digest for name, digest in hash_weights(own).items() if digest in known}
             self._loaded = {}
-        return self.ranks.broadcast(found)
+            num_bytes = sum(each.nbytes for each in {id(own[name]): own[name] for name in found}.values())
+            if num_bytes < MIN_REFERENCED_SHARE * sum(each.nbytes for each in model.parameters()):
+                found = {name: digest for name, digest in found.items() if name in self._referenced}
+        self.base_hashes = self.ranks.broadcast(found)
 
     def _make(self, kind: str, label: str, component: Component, **provided: Any) -> Any:
         provided = {"project_dir": self.project_dir, **provided}

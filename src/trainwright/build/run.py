@@ -306,7 +306,7 @@ def assemble(
     build.take_trainer(trainer_class)
     task = trainer_class.build_task(build)
     build.take_task(task)
-    parallelized, base = _build_model(trainer_class, task, build, backend, ranks, folder)
+    parallelized = _build_model(trainer_class, task, build, backend, ranks)
     batch = _batch_of(config, ranks.mesh.num_data_ranks, for_training=for_training)
     loaders = Loaders(config, batch, trainer_class.build_collator(build), ranks, folder)
     train_data, max_steps = None, 0
@@ -336,7 +336,7 @@ def assemble(
         capture=capture,
         metrics=build.metrics(task, backend.device),
         test_data=None if test is None else loaders.for_evaluation("test", test),
-        base=base,
+        base=_base_weights(parallelized.model, build, trainer_class, folder),
     )
     if for_training:
         build.reject_unused()
@@ -355,14 +355,11 @@ def assemble(
 
 
 def _build_model(
-    trainer_class: type[Trainer], task: Task, build: Build, backend: Backend, ranks: Ranks, folder: Path
-) -> tuple[ParallelizedModel, BaseWeights | None]:
-    """Builds the model, on every rank or on the first for all, shards it and moves it to the device.
-
-    Also returns the weights that checkpoints may store by reference, if there are any.
-    """
+    trainer_class: type[Trainer], task: Task, build: Build, backend: Backend, ranks: Ranks
+) -> ParallelizedModel:
+    """Builds the model, on every rank or on the first for all, shards it and moves it to the device."""
     model = trainer_class.build_model(build)
-    hashes = build.base_hashes(model)
+    build.take_model(model)
     if ranks.mesh.size("pipeline") > 1:
         reject_own_steps(trainer_class, task, model, build.config, ranks.mesh)
     parallelized = parallelize_model(
@@ -371,14 +368,19 @@ def _build_model(
     # A start that loads weights draws fewer numbers than one that initializes the model, and a rank that receives them
     # draws none. Objects that are built next must not depend on that.
     _seed_everything(backend, mix_seed(build.config.seed, _PARTS_STREAM))
-    base = None
-    if hashes:
-        section = build.config.model
-        assert section is not None  # it has `pretrained`
-        source = pretrained_source(section, project_dir=Path(build.project_dir))
-        rebuild = partial(build_model, build.config, folder=folder, trainer_class=trainer_class)
-        base = BaseWeights(parallelized.model, source=source, hashes=hashes, rebuild=rebuild)
-    return parallelized, base
+    return parallelized
+
+
+def _base_weights(
+    model: torch.nn.Module, build: Build, trainer_class: type[Trainer], folder: Path
+) -> BaseWeights | None:
+    """Returns the weights that checkpoints may store by reference; None if there are none."""
+    section = build.config.model
+    if not build.base_hashes or section is None:
+        return None
+    source = pretrained_source(section, project_dir=Path(build.project_dir))
+    rebuild = partial(build_model, build.config, folder=folder, trainer_class=trainer_class)
+    return BaseWeights(model, source=source, hashes=build.base_hashes, rebuild=rebuild)
 
 
 def _kept_facts(config: RunConfig, folder: Path, ranks: Ranks) -> PretrainedFacts | None:

@@ -153,18 +153,22 @@ WEIGHTS = ("ema", "raw")
 """Which weights of a checkpoint to load: the averaged or the trained ones."""
 
 
-def pick_averaged(training: Mapping[str, Any], weights: str | None, *, source: object) -> Mapping[str, Any]:
+def read_averaged(store: AnyStore, step: int, weights: str | None) -> Mapping[str, Any]:
     """Returns the averaged weights to load from a checkpoint over its trained ones; {} for the trained ones.
 
     `weights` is "ema", "raw", or None for those that the run's evaluations use.
     """
     if weights not in (None, *WEIGHTS):
         raise ConfigError(f"weights: {weights!r} is unknown. Use ema or raw.")
-    averaged: Mapping[str, Any] = training["averaged"]["weights"]
-    if weights == "ema" and not averaged:
-        raise CheckpointError("It has no averaged weights. Use weights raw, or train with hooks: [ema].", where=source)
-    is_used = training["averaged"]["is_evaluated"] if weights is None else weights == "ema"
-    return averaged if is_used else {}
+    averaged: Mapping[str, Any] = {"weights": {}, "is_evaluated": False}
+    if weights != "raw" and "training" in store.parts(step):
+        averaged = store.read_split(step, "training")["averaged"]
+    if weights == "ema" and not averaged["weights"]:
+        problem = "It has no averaged weights. Use weights raw, or train with hooks: [ema]."
+        raise CheckpointError(problem, where=store.path(step))
+    is_used = averaged["is_evaluated"] or weights == "ema"
+    found: Mapping[str, Any] = averaged["weights"] if is_used else {}
+    return found
 
 
 @torch.no_grad()

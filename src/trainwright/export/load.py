@@ -191,7 +191,7 @@ def load_checkpoint(
             f"weights: model.load_state_dict(open_store({str(store.folder)!r}).read({chosen}, 'model')), "
             "with open_store from trainwright.checkpoint.remote_store."
         )
-    averaged = contents.pick_averaged(store.read_split(chosen, "training"), weights, source=store.path(chosen))
+    averaged = contents.read_averaged(store, chosen, weights)
     model = _build_for(store, chosen, config, folder)
     contents.restore_model(store, chosen, model, strict=strict)
     contents.load_averaged(averaged, model, source=store.path(chosen))

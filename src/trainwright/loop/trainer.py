@@ -733,19 +733,18 @@ class Trainer:
 
         `weights` is "ema", "raw", or None for those that the run's evaluations use.
         """
-        training = self._load_weights(step, weights)
-        contents.restore_hooks(training["hooks"], self._hook_calls.keyed(), model=self.model)
+        self._load_weights(step, weights)
+        hooks = self.context.store.read_split(step, "training")["hooks"]
+        contents.restore_hooks(hooks, self._hook_calls.keyed(), model=self.model)
         self._state.step = step
 
-    def _load_weights(self, step: int, weights: str | None) -> Mapping[str, Any]:
+    def _load_weights(self, step: int, weights: str | None) -> None:
         store, source = self.context.store, self.context.store.path(step)
         other_stages = self._names_of_all_stages()
-        training: Mapping[str, Any] = store.read_split(step, "training")
-        averaged = contents.pick_averaged(training, weights, source=source)
+        averaged = contents.read_averaged(store, step, weights)
         self._load_model(step, other_stages)
         contents.load_averaged(averaged, self.model, source=source, other_stages=other_stages)
         self._has_loaded_weights = True
-        return training
 
     # Around the loop.
 
