@@ -290,7 +290,9 @@ def _log_files(trainer: Trainer) -> Iterator[Path]:
 def _log_end(trainer: Trainer) -> None:
     reason, step, best = trainer.stop_reason, trainer.step, trainer.best
     if trainer.interrupted:
-        logger.info("%s: step %d is finished and saved. Run the same command to resume.", reason, step)
+        can_resume = trainer.config.checkpoint.contents == "full"
+        next_start = "Run the same command to resume" if can_resume else "It has only weights and cannot be resumed"
+        logger.info("%s: step %d is finished and saved. %s.", reason, step, next_start)
     elif reason is not None and step < trainer.max_steps:
         logger.info("Stopped at step %d: %s.", step, reason)
     else:

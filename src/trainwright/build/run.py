@@ -29,7 +29,7 @@ from trainwright.checkpoint.base_weights import BaseWeights
 from trainwright.checkpoint.listing import checkpoints_location
 from trainwright.checkpoint.remote_files import is_address
 from trainwright.checkpoint.remote_store import open_store
-from trainwright.checkpoint.resume import changed_settings, reject_changes, reject_unknown_origin
+from trainwright.checkpoint.resume import changed_settings, reject_changes, reject_unknown_origin, reject_weights_only
 from trainwright.compile.graph import reject_ungraphable
 from trainwright.compile.regions import check_mode
 from trainwright.config import BatchPlan, Component, RunConfig, micro_batch_alone, resolve_batch, resolve_mesh
@@ -191,6 +191,8 @@ def build_trainer(
     if step is not None:
         trainer.restore_checkpoint(step, keep_settings=accept_changes)
         _resume(trainer, config, saved, counts_steps=accept_changes)
+        if trainer.has_only_weights and not trainer.is_finished:
+            reject_weights_only(trainer.context.store.path(step))
     if ranks.is_first and not trainer.is_finished:
         if build.pretrained_facts is not None and build.pretrained_facts != kept:
             write_facts(folder, build.pretrained_facts)
@@ -523,7 +525,8 @@ def _resume(trainer: Trainer, config: RunConfig, saved: RunConfig | None, *, cou
     """
     data, step = trainer.train_data, trainer.step
     assert data is not None
-    if counts_steps or data.order_position < step * data.global_batch_size:
+    has_position = not trainer.has_only_weights
+    if has_position and (counts_steps or data.order_position < step * data.global_batch_size):
         trainer.set_max_steps(limits(config, data, steps_done=step)[0])
     renamed = {"name": trainer.config.name, "output_dir": trainer.config.output_dir}
     if saved is None or saved.derive(renamed) != trainer.config:

@@ -51,28 +51,31 @@ def collect(
     unclaimed_hook_state: Mapping[str, Any],
     averaged: tuple[Mapping[str, torch.Tensor], bool] = ({}, False),
     references: Mapping[str, Any] | None = None,
+    weights_only: bool = False,
 ) -> dict[str, Any]:
     """Returns a checkpoint's parts. `generators` has one entry per data rank; `events` counts all ranks.
 
     `averaged` are the averaged weights and whether evaluations use them. `references` is the part `base`: the weights
-    that it names are left out of `model`.
+    that it names are left out of `model`. With `weights_only` there is no state to resume from.
     """
     weights = model.state_dict()  # first: FSDP replaces gathered parameters by its sharded ones
     names = _names_by_parameter(model)
     if references:
         weights = {name: value for name, value in weights.items() if name not in references["hashes"]}
+    averages = {"weights": dict(averaged[0]), "is_evaluated": averaged[1]}
+    progress = {"step": step, "has_unfinished_step": has_unfinished_step, "max_steps_at_end": max_steps_at_end}
+    parts = {"model": weights, **({base_weights.PART: references} if references else {})}
+    if weights_only:
+        return {**parts, "training": {**progress, "hooks": {}, "averaged": averages}}
     return {
-        "model": weights,
-        **({base_weights.PART: references} if references else {}),
+        **parts,
         "optimizers": {name: _state_by_name(optimizer, names) for name, optimizer in optimizers.items()},
         "training": {
-            "step": step,
-            "has_unfinished_step": has_unfinished_step,
-            "max_steps_at_end": max_steps_at_end,
+            **progress,
             "data": dict(data),
             "hooks": {**unclaimed_hook_state, **{key: hook.state_dict() for key, hook in hooks.items()}},
             # After the hooks: tensors that a hook's state has as well are stored once, under the hook's key.
-            "averaged": {"weights": dict(averaged[0]), "is_evaluated": averaged[1]},
+            "averaged": averages,
             "events": dict(events),
             "loss_scale": None if loss_scale is None else loss_scale.state_dict(),
             "anomalies": anomalies.state_dict(),
@@ -97,6 +100,11 @@ def restore_generators(state: Mapping[str, Any]) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(tuple(state["numpy"]))
+
+
+def has_only_weights(store: AnyStore, step: int) -> bool:
+    """Returns True for a checkpoint of `checkpoint.contents: weights`, from which no run can resume."""
+    return "optimizers" not in store.parts(step)
 
 
 def read_references(store: AnyStore, step: int) -> Mapping[str, Any]:

@@ -234,6 +234,7 @@ class Trainer:
         self._data_start = 0
         """The position in the data at which the current step began."""
         self._keeps_optimizer_settings = False
+        self._has_only_weights = False
         self._has_loaded_weights = False
         """True while the model has the weights of a checkpoint, averaged or not, for an evaluation."""
         self._saved_generators: Mapping[str, Any] | None = None
@@ -363,6 +364,11 @@ class Trainer:
         """True if the run has ended and its last step is evaluated and written. A higher limit continues it."""
         state = self._state
         return max(state.step, state.max_steps_at_end) >= self.max_steps and not state.has_unfinished_step
+
+    @property
+    def has_only_weights(self) -> bool:
+        """True if it was restored from a checkpoint of `checkpoint.contents: weights`; then it cannot train."""
+        return self._has_only_weights
 
     @property
     def is_last_step(self) -> bool:
@@ -716,14 +722,19 @@ class Trainer:
         self.config = self.config.derive({"evaluation.every_steps": None})
 
     def restore_checkpoint(self, step: int, *, keep_settings: bool = False) -> None:
-        """Restores the state of a checkpoint; every rank reads it.
+        """Restores the state of a checkpoint; every rank reads it. One that has only weights cannot be trained from.
 
         With `keep_settings` the optimizers keep the settings (weight decay, betas) that they were built with.
         """
         store = self.context.store
         self._keeps_optimizer_settings = keep_settings
-        self._load_model(step, self._names_of_all_stages())
-        self._restore_state(partial(store.read_split, step))
+        self._has_only_weights = contents.has_only_weights(store, step)
+        if self._has_only_weights:
+            self._load_weights(step, None)
+            self._restore_progress(store.read_split(step, "training"))
+        else:
+            self._load_model(step, self._names_of_all_stages())
+            self._restore_state(partial(store.read_split, step))
         metrics = self.ranks.broadcast(metrics_by_step(store) if self.ranks.is_first else {})
         self._best.restore(metrics)
         self._state.restore_evaluation(metrics.get(step, {}))
@@ -999,11 +1010,11 @@ class Trainer:
 
     # Saving and restoring.
 
-    def _collect_state(self, *, by_reference: bool = True) -> dict[str, Any]:
+    def _collect_state(self, *, for_rollback: bool = False) -> dict[str, Any]:
         """Returns what a checkpoint of this step contains; shares memory with the live state.
 
-        With `by_reference`, frozen weights of `model.pretrained` are only named. The same on every rank except for what
-        is sharded: each rank has its shard, as a DTensor or by stages.
+        A copy `for_rollback` has everything, whatever checkpoints contain. The same on every rank except for what is
+        sharded: each rank has its shard, as a DTensor or by stages.
         """
         ranks, data, base = self.ranks, self.train_data, self.context.base
         assert data is not None
@@ -1025,7 +1036,8 @@ class Trainer:
             max_steps_at_end=self._state.max_steps_at_end,
             unclaimed_hook_state=self._unclaimed_hook_state,
             averaged=self._hook_calls.averaged_weights(),
-            references=base.references(self.model, ranks) if base is not None and by_reference else None,
+            references=base.references(self.model, ranks) if base is not None and not for_rollback else None,
+            weights_only=self.config.checkpoint.contents == "weights" and not for_rollback,
         )
 
     def _load_model(self, step: int, other_stages: Sequence[str]) -> None:
@@ -1051,9 +1063,7 @@ class Trainer:
             read("optimizers"), self.model, self.optimizers, keep_settings=keep_settings, other_stages=other_stages
         )
         training = read("training")
-        state.step = self.storage.step = int(training["step"])
-        state.has_unfinished_step = bool(training["has_unfinished_step"])
-        state.max_steps_at_end = int(training["max_steps_at_end"])
+        self._restore_progress(training)
         data.load_state_dict(training["data"], accept_changes=keep_settings)
         state.epoch = data.epoch
         self.storage.load_state_dict(training["events"], with_window=ranks.is_first)
@@ -1066,6 +1076,12 @@ class Trainer:
         self._unclaimed_hook_state = contents.restore_hooks(training["hooks"], hooks, model=self.model)
         if ranks.mesh.data_rank < len(training["generators"]):  # an additional rank starts with its own seed
             self._saved_generators = training["generators"][ranks.mesh.data_rank]
+
+    def _restore_progress(self, training: Mapping[str, Any]) -> None:
+        state = self._state
+        state.step = self.storage.step = int(training["step"])
+        state.has_unfinished_step = bool(training["has_unfinished_step"])
+        state.max_steps_at_end = int(training["max_steps_at_end"])
 
     def _names_of_all_stages(self) -> list[str]:
         """Returns the names of all weights of a pipeline, of which each stage has some; empty without a pipeline."""
@@ -1130,7 +1146,7 @@ class Trainer:
 
     def _take_snapshot(self) -> None:
         self._anomalies.take_snapshot(
-            self._state.step, self._collect_state(by_reference=False), self._state.step_eval_logs
+            self._state.step, self._collect_state(for_rollback=True), self._state.step_eval_logs
         )
 
     def _roll_back(self, anomaly: Anomaly) -> None:
