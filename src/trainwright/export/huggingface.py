@@ -19,9 +19,10 @@ from trainwright.checkpoint.run_folder import read_config
 from trainwright.config import ModelSection, RunConfig
 from trainwright.config.files import save_document
 from trainwright.config.yaml_text import absolute
-from trainwright.data.tokenizer import TextTokenizer, tokenizer_of
+from trainwright.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_of
 from trainwright.errors import CheckpointError, ConfigError, TrainwrightError
 from trainwright.export.load import FORMATS, export_folder, find_source, load_checkpoint, without_paths
+from trainwright.models.from_config import pretrained_folder
 from trainwright.models.key_map import KeyMap
 from trainwright.models.lora import merge_lora
 from trainwright.models.model import Model
@@ -43,22 +44,45 @@ TOKENIZER_FILES = (
     "merges.txt",
 )
 """Files of a tokenizer of transformers."""
-FURTHER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-"""Files next to a tokenizer.json: the names of its tokens, and the chat template."""
+FURTHER_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files next to a tokenizer.json: the names of its tokens, its other form, and the chat template."""
 
 
 def find_tokenizer(config: RunConfig) -> Any:
-    """Returns the tokenizer of a run's training data, or of its collator, or None."""
-    registry.import_modules(config.imports, project_dir=config.project_dir, where=config.origin("imports"))
-    if config.data.train is not None:
-        builder = DatasetBuilder(project_dir=config.project_dir, seed=config.seed)
-        found = tokenizer_of(builder.build("data.train", config.data.train))
+    """Returns the tokenizer of a run's training data, its collator, `data.process` or `model.pretrained`; else None."""
+    project_dir = config.project_dir
+    registry.import_modules(config.imports, project_dir=project_dir, where=config.origin("imports"))
+    failure: TrainwrightError | None = None
+    try:
+        if config.data.train is not None:
+            builder = DatasetBuilder(project_dir=project_dir, seed=config.seed)
+            found = tokenizer_of(builder.build("data.train", config.data.train))
+            if found is not None:
+                return found
+        collator = registry.instantiate(
+            "collator", config.data.collator, label="data.collator", project_dir=project_dir
+        )
+        found = tokenizer_of(collator)
         if found is not None:
             return found
-    collator = registry.instantiate(
-        "collator", config.data.collator, label="data.collator", project_dir=config.project_dir
-    )
-    return tokenizer_of(collator)
+    except TrainwrightError as error:  # the data may be gone, but not the tokenizer that another section names
+        failure = error
+    named = None if config.data.process is None else config.data.process.arguments.get("tokenizer")
+    if isinstance(named, str):
+        return load_tokenizer(named, project_dir=project_dir)
+    folder = None if config.model is None else pretrained_folder(config.model, project_dir=Path(project_dir))
+    if folder is not None and any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return load_tokenizer(folder)
+    if failure is not None:
+        raise failure
+    return None
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> list[Path]:

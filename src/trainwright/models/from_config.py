@@ -208,6 +208,18 @@ def pretrained_source(section: ModelSection, *, project_dir: Path) -> str:
     return str(folder if folder.is_dir() else name)
 
 
+def pretrained_folder(section: ModelSection, *, project_dir: Path) -> Path | None:
+    """Returns the folder of `model.pretrained`; None without the setting, or if it cannot be found."""
+    given = section.reserved.get("pretrained")
+    if given is None:
+        return None
+    home = given.get("home_path") if isinstance(given, Mapping) else None
+    try:
+        return find_folder(pretrained_source(section, project_dir=project_dir), home_path=home)
+    except CheckpointError:
+        return None
+
+
 def is_as_shipped(section: ModelSection, *, project_dir: Path) -> bool:
     """Returns True if this section builds a shipped class without user code, on the meta device if need be.
 
