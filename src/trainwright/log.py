@@ -5,15 +5,38 @@ Rank 0 logs to stderr, other ranks only errors; logs/rank-N.txt in the run folde
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 _MAX_BUFFERED_RECORDS = 10_000
+
+
+def json_text(value: Any, **options: Any) -> str:
+    """Returns strict JSON, which has no NaN and no infinities: they are null. `options` are those of json.dumps.
+
+    >>> json_text({"step": 3, "loss": float("nan")})
+    '{"step": 3, "loss": null}'
+    """
+    default = options.pop("default", None)
+
+    def walk(item: Any) -> Any:
+        if isinstance(item, float):
+            return item if math.isfinite(item) else None
+        if isinstance(item, Mapping):
+            return {key: walk(each) for key, each in item.items()}
+        if isinstance(item, list | tuple):
+            return [walk(each) for each in item]
+        is_known = item is None or isinstance(item, str | int)
+        return item if is_known or default is None else walk(default(item))
+
+    return json.dumps(walk(value), allow_nan=False, **options)
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):

@@ -136,7 +136,14 @@ def load_model_state(
     Keys of `other_stages` belong to other stages of a pipeline. The model has the values of `present` already.
     """
     own = model.state_dict()
+    if not isinstance(state, Mapping):
+        raise CheckpointError("model.json does not describe the weights of a model. Use another step.", where=source)
     wrong = [
+        f"{key}: no tensor in the checkpoint"
+        for key in state.keys() & own.keys()
+        if isinstance(own[key], torch.Tensor) and not isinstance(state[key], torch.Tensor | SplitTensor)
+    ]
+    wrong += [
         f"{key}: {tuple(state[key].shape)} in the checkpoint, {tuple(own[key].shape)} in the model"
         for key in state.keys() & own.keys()
         if isinstance(state[key], torch.Tensor | SplitTensor) and state[key].shape != own[key].shape

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 from trainwright.commands.terminal import CheckpointStep, Overrides, RunPath, Weights, load_run
 from trainwright.errors import ConfigError
+from trainwright.log import json_text
 
 
 def evaluate(
@@ -19,4 +18,4 @@ def evaluate(
     model_dir = str(run) if run.is_dir() else None
     config = load_run(run, overrides)
     _, logs = run_experiment(config, mode="eval", model_dir=model_dir, step=step, weights=weights)
-    print(json.dumps(logs, indent=2))
+    print(json_text(logs, indent=2))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -27,7 +26,7 @@ from trainwright.launch.local import (
     note_explained_error,
     num_restarts,
 )
-from trainwright.log import show_log
+from trainwright.log import json_text, show_log
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +139,7 @@ def train(
         note_explained_error()
         raise
     if mode in _EVALUATING and os.environ.get("RANK", "0") == "0":
-        print(json.dumps(logs, indent=2))
+        print(json_text(logs, indent=2))
 
 
 def _load(

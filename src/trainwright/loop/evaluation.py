@@ -6,7 +6,6 @@ the checkpoints of a training that runs elsewhere.
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import time
@@ -30,6 +29,7 @@ from trainwright.data.stream_loader import EvaluationData
 from trainwright.errors import CheckpointError, ConfigError, TrainwrightError
 from trainwright.events import EventStorage, Mean
 from trainwright.events.mean import merge, summarise
+from trainwright.log import json_text
 from trainwright.loop.hook import HookCalls
 from trainwright.loop.metrics import ConfiguredMetric
 from trainwright.loop.outputs import ForwardResult
@@ -640,5 +640,5 @@ def _append_result(path: Path, step: int, logs: Mapping[str, float], *, is_first
     """Writes a line of the results; those of an earlier `continuous_eval` are replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w" if is_first else "a", encoding="utf-8") as file:
-        file.write(json.dumps({"step": step, **logs}) + "\n")
+        file.write(json_text({"step": step, **logs}) + "\n")
     logger.info("Step %d: %s", step, ", ".join(f"{name} {value:.4g}" for name, value in logs.items()))
