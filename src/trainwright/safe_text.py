@@ -1,11 +1,15 @@
-"""Text for logs, errors, terminals and files of a run: without credentials, and without control characters.
+"""Text for logs, errors, terminals and files of a run: no credentials, no control characters, strict JSON.
 
 Text comes from config files, data and file names, which may have been written by others.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
 MASK = "***"
 
@@ -51,3 +55,24 @@ def escape_controls(text: str) -> str:
 def safe(text: str) -> str:
     """Returns text for a log or a terminal: without credentials and control characters."""
     return escape_controls(mask_secrets(text))
+
+
+def json_text(value: Any, **options: Any) -> str:
+    """Returns strict JSON, which has no NaN and no infinities: they are null. `options` are those of json.dumps.
+
+    >>> json_text({"step": 3, "loss": float("nan")})
+    '{"step": 3, "loss": null}'
+    """
+    default = options.pop("default", None)
+
+    def walk(item: Any) -> Any:
+        if isinstance(item, float):
+            return item if math.isfinite(item) else None
+        if isinstance(item, Mapping):
+            return {key: walk(each) for key, each in item.items()}
+        if isinstance(item, list | tuple):
+            return [walk(each) for each in item]
+        is_known = item is None or isinstance(item, str | int)
+        return item if is_known or default is None else walk(default(item))
+
+    return json.dumps(walk(value), allow_nan=False, **options)

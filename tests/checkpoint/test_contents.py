@@ -12,6 +12,8 @@ from tests.messages import raises
 from torch import nn
 
 from trainwright.checkpoint import contents
+from trainwright.checkpoint.disk import write_file
+from trainwright.checkpoint.manifest import make_manifest
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.errors import CheckpointError
 from trainwright.loop.hook import Hook, HookCalls
@@ -300,3 +302,18 @@ def test_buffers_and_tied_weights_go_back(store):
     assert other.head.weight is other.embedding.weight
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
     assert_same_state(state_by_name(model, optimizer), state_by_name(other, restored))
+
+
+@pytest.mark.parametrize("text", ["[]", '"x"', "[" * 100_000, "{", '{"weight": 1, "bias": 2}'])
+def test_a_malformed_description_of_the_weights_is_one_error(tmp_path, text):
+    store = CheckpointStore(tmp_path)
+    files = {"model.json": write_file(tmp_path / "model.json", text.encode())}
+    store.path(1).mkdir()
+    (tmp_path / "model.json").rename(store.path(1) / "model.json")
+    manifest = make_manifest(step=1, parts=["model"], files=files, metrics={})
+    (store.path(1) / "MANIFEST.json").write_bytes(manifest)
+    store.verify(1)
+    with pytest.raises(CheckpointError) as caught:
+        contents.restore_model(store, 1, torch.nn.Linear(2, 2))
+    assert "step-00000001" in str(caught.value)
+    assert "\n" not in str(caught.value)

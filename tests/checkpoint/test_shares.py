@@ -59,7 +59,7 @@ def writers_of(ranks):
     return sorted(tensors), None if tree is None else sorted(tree)
 
 
-def test_of_copies_the_first_is_written(tmp_path):
+def test_replicas_take_turns_in_writing(tmp_path):
     def act(ranks):
         writers = writers_of(ranks)
         with raises(CheckpointError, "1", "2", "3"):
@@ -67,11 +67,10 @@ def test_of_copies_the_first_is_written(tmp_path):
         reject_unshared_folder(CheckpointStore(tmp_path / "shared"), ranks)
         return writers
 
-    first = ["copied", "hybrid", "plain", "split"]
     assert on_ranks(4, act, replicate=2, fsdp=2) == [
-        (first, first),
+        (["hybrid", "plain", "split"], ["copied", "hybrid", "plain", "split"]),
         (["hybrid", "split"], None),
-        ([], None),
+        (["copied"], None),  # the third by size, and the third of four replicas
         ([], None),
     ]
     assert list((tmp_path / "shared").iterdir()) == list((tmp_path / "0").iterdir()) == []

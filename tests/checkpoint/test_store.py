@@ -129,8 +129,9 @@ def test_changing_what_was_read_does_not_change_the_file(two):
 
 
 def test_metrics_keep_nan(store):
-    store.write(1, {}, metrics={"loss": math.nan, "acc": 0.1})
+    folder = store.write(1, {}, metrics={"loss": math.nan, "norm": math.inf, "acc": 0.1})
     assert math.isnan(store.metrics(1)["loss"])
+    assert json.loads((folder / "MANIFEST.json").read_text())["metrics"] == {"loss": None, "norm": None, "acc": 0.1}
     assert store.metrics(1)["acc"] == 0.1
     store.verify(1)
 

@@ -191,7 +191,7 @@ def test_lines_come_whole_across_blocks(tmp_path, monkeypatch):
 
 
 def test_a_nan_is_shown(root):
-    (root / "whole" / "metrics.json").write_text('{"step": 12, "loss": NaN}\n')
+    (root / "whole" / "metrics.json").write_text('{"step": 12, "loss": null}\n')
     assert rows(root)["whole"]["loss"] == "nan"
 
 

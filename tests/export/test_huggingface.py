@@ -318,3 +318,38 @@ def test_the_template_of_conversations_and_added_tokens_go_along(tmp_path, words
     save_tokenizer(load_tokenizer(tmp_path / "from" / name), tmp_path / "to")
     written = {path.name for path in (tmp_path / "to").iterdir()}
     assert written == {"tokenizer.json", "chat_template.jinja", "added_tokens.json"}
+
+
+TOKENIZING = """
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+
+def tokenize(row, tokenizer="base"):
+    ids = Tokenizer.from_file(str(Path(__file__).with_name(tokenizer) / "tokenizer.json")).encode(row["text"]).ids
+    ids = (ids * 8)[:8]
+    return {"input_ids": ids, "labels": ids}
+"""
+
+
+@pytest.mark.parametrize("source", ["process", "pretrained"])
+def test_a_tokenizer_of_the_processing_or_the_base_goes_along_with_its_chat_template(tmp_path, source):
+    folder = tmp_path / ("words" if source == "process" else "base")
+    sizes = {"vocab_size": 260, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "max_positions": 32}
+    Llama(**sizes).save_pretrained(tmp_path / "base")
+    folder.mkdir(exist_ok=True)
+    words = Tokenizer(models.WordLevel({"def": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "tokenizer_config.json").write_text('{"unk_token": "[UNK]"}')
+    (tmp_path / "chat.py").write_text(TOKENIZING)
+    named = ", tokenizer: words" if source == "process" else ""
+    data = f"{{train: {{type: text, path: text.txt}}, process: {{type: chat.py:tokenize{named}}}}}"
+    model = "{type: llama, pretrained: base}"
+    text = f"name: chat\nmodel: {model}\ndata: {data}\n" + RUN[RUN.index("trainer:") :]
+    run_folder, _ = train_run(tmp_path, text, ["trainer.max_steps=2", "trainer.global_batch_size=1"])
+    written = export_run(run_folder, tmp_path / "hf")
+    assert (written / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert Tokenizer.from_file(str(written / "tokenizer.json")).token_to_id("def") == 0

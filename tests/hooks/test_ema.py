@@ -78,15 +78,14 @@ def test_evaluate_false_keeps_the_averages_out_of_evaluations(tmp_path):
 
 
 def test_replacing_the_weights_restores_the_exact_bits(tmp_path):
-    trainer = build_trainer(load(tmp_path))
+    trainer = build_trainer(load(tmp_path), Watching)
     trainer.train()
     hook = averaging(trainer)
     with torch.no_grad():  # the bit patterns that arithmetic would lose
         next(trainer.model.parameters()).flatten()[:4] = torch.tensor([float("nan"), -0.0, 1e-45, 3e38])
     before, averages = weights(trainer), {name: value.clone() for name, value in hook.averages.items()}
-    hook.before_eval()
-    assert_equal(weights(trainer), averages)
-    hook.after_eval({})
+    trainer.evaluate()
+    assert_equal(trainer.evaluated[-1], averages)
     for name, value in weights(trainer).items():
         assert torch.equal(value.view(torch.int32), before[name].view(torch.int32))
     assert_equal(hook.averages, averages)

@@ -9,6 +9,7 @@ from tests.parallel.split_training import CPU, assert_equal, make_batches, make_
 from torch.distributed.tensor import DTensor
 
 from trainwright.hooks.ema import EMA
+from trainwright.loop.evaluation import replaced_weights
 from trainwright.parallel.fully_shard import SplitSettings, shard_parameters
 from trainwright.parallel.mesh import Mesh
 
@@ -35,10 +36,8 @@ def average(mesh):
         hook.trainer.step += 1
         hook.after_step()
         weights = whole(model)
-        hook.before_eval()
-        with torch.no_grad():
+        with replaced_weights(model, hook.averaged_weights()), torch.no_grad():
             losses.append(model(*batch).item())
-        hook.after_eval({})
         assert_equal(whole(model), weights, tolerance=0.0)
     averages = {name: whole_tensor(value) for name, value in hook.averages.items()}
     laid_out = all(isinstance(hook.averages[name], DTensor) == isinstance(p, DTensor) for name, p in named(model))
@@ -51,7 +50,7 @@ def average(mesh):
 
 
 def named(model):
-    return model.named_parameters()
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def test_averages_evaluations_and_loaded_averages_are_those_of_one_process(tmp_path):

@@ -41,11 +41,17 @@ def test_a_writer_appends_and_makes_no_file_before_its_first_line(tmp_path):
     assert [line["step"] for line in read(tmp_path)] == [1, 2]
 
 
-def test_a_nan_is_written_as_one(tmp_path):
-    write(tmp_path, (1, {"loss": math.nan, "norm": math.inf})).close()
+def test_nan_and_infinities_are_written_as_null(tmp_path):
+    values = {
+        "loss": math.nan,
+        "norm": math.inf,
+        "inner": {"low": [-math.inf, 1.0]},
+        "array": np.array([math.nan, 2.0]),
+    }
+    write(tmp_path, (1, values)).close()
     (line,) = read(tmp_path)
-    assert math.isnan(line["loss"])
-    assert line["norm"] == math.inf
+    assert (line["loss"], line["norm"], line["inner"], line["array"]) == (None, None, {"low": [None, 1.0]}, [None, 2.0])
+    assert "NaN" not in (tmp_path / "metrics.json").read_text()
 
 
 def test_what_json_lacks_is_written_as_lists_or_text(tmp_path):
@@ -89,7 +95,11 @@ def test_a_file_with_nothing_to_drop_is_left_alone(tmp_path):
 
 
 @settings(deadline=None)
-@given(values=st.dictionaries(st.text(min_size=1).filter(lambda name: name != "step"), st.floats(allow_nan=False)))
+@given(
+    values=st.dictionaries(
+        st.text(min_size=1).filter(lambda name: name != "step"), st.floats(allow_nan=False, allow_infinity=False)
+    )
+)
 def test_any_names_and_numbers_come_back(tmp_path_factory, values):
     folder = tmp_path_factory.mktemp("run")
     write(folder, (1, values), (2, {})).close()

@@ -655,6 +655,7 @@ def _trial_config(config: RunConfig, plan: BatchPlan | None, folder: Path) -> Ru
             "data.num_workers": 0,
             "data.loader": {},
             "evaluation.max_batches": 1,
+            "checkpoint.contents": "full",  # the trial resumes from its own
             "writers": [],
         }
     )

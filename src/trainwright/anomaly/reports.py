@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ import torch
 from trainwright.anomaly.detection import Anomaly
 from trainwright.config import RunConfig
 from trainwright.parallel.collectives import Ranks
+from trainwright.safe_text import json_text
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +63,8 @@ def write_report(
     try:
         report.mkdir(parents=True)
         config.masked().save(report / "config.yaml")
-        # NaN stays NaN: the report shows what happened.
-        text = json.dumps(facts, indent=2, default=_as_plain)
+        # JSON has no NaN: the message names a value that is null here.
+        text = json_text(facts, indent=2, default=_as_plain)
         (report / "anomaly.json").write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         logger.warning("%s cannot be written (%s). %s", report, error.strerror, anomaly.describe())

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from trainwright.anomaly.detection import Anomaly, AnomalyDetector, join_ranks
 from trainwright.anomaly.reports import Positions, write_report
+from trainwright.checkpoint.contents import has_only_weights
 from trainwright.checkpoint.remote_store import AnyStore
 from trainwright.checkpoint.snapshot import HostBuffers, HostSnapshot
 from trainwright.config import AnomaliesSection, RunConfig
@@ -126,6 +127,8 @@ class AnomalyResponse:
         for candidate in sorted((each for each in self._steps() if each < step), reverse=True):
             try:
                 self._store.verify(candidate)
+                if has_only_weights(self._store, candidate):
+                    continue
             except (CheckpointError, OSError) as error:
                 logger.warning("Not used for the rollback: %s", error)
                 continue

@@ -76,6 +76,7 @@ def run_experiment(
     fresh: bool = False,
     accept_changes: bool = False,
     step: int | str = "latest",
+    weights: str | None = None,
     poll_seconds: float = POLL_SECONDS,
     timeout_seconds: float | None = None,
 ) -> tuple[torch.nn.Module, dict[str, float]]:
@@ -88,6 +89,9 @@ def run_experiment(
     train_and_post_eval   evaluates once, at the end
     continuous_eval       evaluates each new checkpoint of a run that another process trains, until that run has ended;
                           `timeout_seconds` limits the wait for a checkpoint; None: no limit
+
+    `weights` selects the weights of a checkpoint for `eval` and `continuous_eval`: "ema" (averaged), "raw" (trained),
+    or None for those that the run evaluates with.
 
     `model_dir` replaces output_dir/name. `trainer` is a class that replaces the config's, or the result of
     `build_trainer` with this config; `task` replaces the config's. The run's config.yaml records both. An interrupted
@@ -117,8 +121,12 @@ def run_experiment(
                 problem = "data.eval: an evaluation set is required, such as eval: {valid: {type: …}}."
                 raise ConfigError(problem, where=config.origin("data.eval"))
             if mode == "eval":
-                return evaluator.model, evaluate_checkpoint(evaluator, sets, step)
-            return evaluator.model, evaluate_checkpoints(evaluator, sets, poll_seconds, timeout_seconds)
+                return evaluator.model, evaluate_checkpoint(evaluator, sets, step, weights)
+            return evaluator.model, evaluate_checkpoints(evaluator, sets, poll_seconds, timeout_seconds, weights)
+        if weights is not None:
+            raise ConfigError(
+                f"weights: mode {mode} loads no checkpoint to evaluate. Use it with eval or continuous_eval."
+            )
         with run_log() as open_logs:
             options = {"fresh": fresh, "accept_changes": accept_changes, "evaluates": mode != "train"}
             running = built or build_trainer(config, kind, **options)
@@ -218,7 +226,10 @@ def _evaluate_missing_sets(trainer: Trainer, logs: Mapping[str, float]) -> dict[
         for name, data in sets_of(trainer).items()
         if not any(metric.startswith(f"{name}/") for metric in logs)
     }
-    return {**logs, **evaluate_checkpoint(trainer, missing, None)}
+    is_test_missing = trainer.test_data is not None and missing.pop(trainer.test_data.name, None) is not None
+    logs = {**logs, **evaluate_checkpoint(trainer, missing, None)}
+    with trainer.storage:
+        return {**logs, **trainer.evaluate_test()} if is_test_missing else logs
 
 
 def _end(trainer: Trainer) -> None:
@@ -255,14 +266,17 @@ def _stop(signal_name: str) -> None:
 
 
 def evaluate_checkpoint(
-    trainer: Trainer, sets: Mapping[str, EvaluationData], step: int | str | None
+    trainer: Trainer, sets: Mapping[str, EvaluationData], step: int | str | None, weights: str | None = None
 ) -> dict[str, float]:
-    """Evaluates a checkpoint on every set; `step` None evaluates the current weights."""
+    """Evaluates a checkpoint on every set; `step` None evaluates the current weights.
+
+    `weights` is "ema", "raw", or None for those that the run's evaluations use.
+    """
     if step is not None:
         store, best = trainer.context.store, trainer.config.checkpoint.keep_best
         # The first rank selects for all, because checkpoints may be added or deleted meanwhile.
         chosen = trainer.ranks.broadcast(pick_step(store, step, best=best) if trainer.ranks.is_first else 0)
-        trainer.load_weights(chosen)
+        trainer.load_weights(chosen, weights)
         logger.info("Evaluating %s", store.path(chosen))
     with trainer.storage:
         return trainer.evaluate_sets(sets) if sets else {}
@@ -278,7 +292,9 @@ def _log_files(trainer: Trainer) -> Iterator[Path]:
 def _log_end(trainer: Trainer) -> None:
     reason, step, best = trainer.stop_reason, trainer.step, trainer.best
     if trainer.interrupted:
-        logger.info("%s: step %d is finished and saved. Run the same command to resume.", reason, step)
+        can_resume = trainer.config.checkpoint.contents == "full"
+        next_start = "Run the same command to resume" if can_resume else "It has only weights and cannot be resumed"
+        logger.info("%s: step %d is finished and saved. %s.", reason, step, next_start)
     elif reason is not None and step < trainer.max_steps:
         logger.info("Stopped at step %d: %s.", step, reason)
     else:

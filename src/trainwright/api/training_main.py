@@ -721,9 +721,13 @@ def load_into(model: torch.nn.Module, path: Path, *, strict: bool) -> None:
         missing = load_weights(model, path, key_map=key_map, strict=strict).missing
     else:
         store, step = find_checkpoint(path)
-        missing = tuple(model.state_dict().keys() - store.read_split(step, "model").keys())
-        if len(missing) < len(model.state_dict()):
+        own, references = model.state_dict(), contents.read_references(store, step).get("hashes", {})
+        missing = tuple(own.keys() - store.read_split(step, "model").keys() - references.keys())
+        if len(missing) < len(own):
             contents.restore_model(store, step, model, strict=strict)
+            averaged = contents.read_averaged(store, step, None)
+            known = {name: each for name, each in averaged.items() if strict or name in own}
+            contents.load_averaged(known, model, source=store.path(step))
         path = Path(str(store.path(step)))
     if len(missing) == len(model.state_dict()):
         problem = f"{path} has no weight of {type(model).__name__}. Use another path, or remove the flag."

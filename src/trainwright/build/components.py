@@ -8,11 +8,13 @@ from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from trainwright.build.data import DatasetBuilder
+from trainwright.checkpoint.base_weights import hash_weights, weights_of
 from trainwright.checkpoint.run_folder import run_folder
 from trainwright.config import Component, DataSection, ModelSection, RunConfig
 from trainwright.data.fetch import is_stream
@@ -50,6 +52,10 @@ from trainwright.writers.writer import Writer
 logger = logging.getLogger(__name__)
 
 
+MIN_REFERENCED_SHARE = 0.1
+"""The share of a model's bytes from which frozen pretrained weights are stored by reference."""
+
+
 class Build:
     """Builds each object as the config describes it (`Builder` in loop/trainer.py); records the used sections."""
 
@@ -60,11 +66,14 @@ class Build:
         ranks: Ranks | None = None,
         folder: Path | None = None,
         kept: PretrainedFacts | None = None,
+        referenced: Mapping[str, str] = MappingProxyType({}),
         sections: Collection[str] = (),
     ) -> None:
         """`kept` are the pretrained facts of an earlier start, if the weights come from its checkpoint.
 
-        `sections` are those that will be built; default: all. An untrusted config that names code in them raises.
+        `referenced` are the weights that its checkpoints store by reference, each with its source: then the folder is
+        read again. `sections` are those that will be built; default: all. An untrusted config that names code in them
+        raises.
         """
         reject_untrusted(config, sections=sections)
         self.config = config
@@ -72,6 +81,11 @@ class Build:
         self.ranks = ranks or Ranks()
         self._folder = folder or run_folder(config)
         self._kept = kept
+        self._referenced = referenced
+        self._loaded: dict[int, str] = {}
+        """The hashes of weights of the pretrained folder by the id of the parameter."""
+        self.base_hashes: dict[str, str] = {}
+        """The hashes of the built model's weights that checkpoints may store by reference."""
         self._reader: str | None = None
         self.pretrained_facts: PretrainedFacts | None = None
         self.first_has_weights = False
@@ -129,8 +143,9 @@ class Build:
         if self.first_has_weights:
             return self._model_of_first(section)
         model, self.pretrained_facts = build_model_section(
-            section, project_dir=project_dir, origin=origin, kept=self._kept, reader=self._reader
+            section, project_dir=project_dir, origin=origin, kept=self._kept, reader=self._reader or self._base_reader
         )
+        self._hash_loaded(model, self.pretrained_facts)
         return model
 
     def optimizers(self, model: torch.nn.Module) -> dict[str, torch.optim.Optimizer]:
@@ -319,7 +334,10 @@ class Build:
         failure: Exception | None = None
         if self.ranks.is_first:
             try:
-                model, facts = build_model_section(section, project_dir=project_dir, origin=origin, kept=self._kept)
+                model, facts = build_model_section(
+                    section, project_dir=project_dir, origin=origin, kept=self._kept, reader=self._base_reader
+                )
+                self._hash_loaded(model, facts)
             except Exception as error:
                 failure = error
         problem = failure
@@ -331,6 +349,47 @@ class Build:
         if model is None:
             model = build_without_memory(section, project_dir=project_dir, origin=origin, kept=self.pretrained_facts)
         return model
+
+    @property
+    def _base_reader(self) -> str | None:
+        source = next(iter(self._referenced.values()), None)
+        return None if source is None else f"a checkpoint, which refers to frozen weights in {source},"
+
+    def _hash_loaded(self, model: torch.nn.Module, facts: PretrainedFacts | None) -> None:
+        """Hashes the weights of the pretrained folder that checkpoints may store by reference, on the first rank."""
+        if facts is None or not self.ranks.is_first:
+            return
+        # User code that gets the model next may freeze any of them.
+        own = {
+            name: each
+            for name, each in weights_of(model).items()
+            if name in facts.loaded and (self._reader is not None or not each.requires_grad or name in self._referenced)
+        }
+        self._loaded = {id(own[name]): digest for name, digest in hash_weights(own).items()}
+
+    def take_model(self, model: torch.nn.Module) -> None:
+        """Finds the weights of the built model that checkpoints may store by reference; collective.
+
+        These are frozen and as in the pretrained folder. A small share of the model is not worth it, because the run
+        then needs the folder at each start. Called before the model is sharded.
+        """
+        found: dict[str, str] = {}
+        if self._loaded:
+            own = {
+                name: each
+                for name, each in weights_of(model).items()
+                if not each.requires_grad or name in self._referenced
+            }
+            if self._reader is None:
+                found = {name: self._loaded[id(each)] for name, each in own.items() if id(each) in self._loaded}
+            else:  # a user's own code may have changed or renamed them
+                known = set(self._loaded.values())
+                found = {name: digest for name, digest in hash_weights(own).items() if digest in known}
+            self._loaded = {}
+            num_bytes = sum(each.nbytes for each in {id(own[name]): own[name] for name in found}.values())
+            if num_bytes < MIN_REFERENCED_SHARE * sum(each.nbytes for each in model.parameters()):
+                found = {name: digest for name, digest in found.items() if name in self._referenced}
+        self.base_hashes = self.ranks.broadcast(found)
 
     def _make(self, kind: str, label: str, component: Component, **provided: Any) -> Any:
         provided = {"project_dir": self.project_dir, **provided}

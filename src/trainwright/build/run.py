@@ -8,7 +8,10 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,11 +23,13 @@ from trainwright.backends import Backend, Capture, pick_backend
 from trainwright.build.components import Build, describe_dtypes
 from trainwright.build.data import Loaders, describe_size, limits
 from trainwright.build.parallelize import ParallelizedModel, parallelize_model, reject_own_steps
+from trainwright.checkpoint import contents
 from trainwright.checkpoint import run_folder as run_folders
+from trainwright.checkpoint.base_weights import BaseWeights
 from trainwright.checkpoint.listing import checkpoints_location
 from trainwright.checkpoint.remote_files import is_address
 from trainwright.checkpoint.remote_store import open_store
-from trainwright.checkpoint.resume import changed_settings, reject_changes, reject_unknown_origin
+from trainwright.checkpoint.resume import changed_settings, reject_changes, reject_unknown_origin, reject_weights_only
 from trainwright.compile.graph import reject_ungraphable
 from trainwright.compile.regions import check_mode
 from trainwright.config import BatchPlan, Component, RunConfig, micro_batch_alone, resolve_batch, resolve_mesh
@@ -32,12 +37,13 @@ from trainwright.config.component import type_of
 from trainwright.data.order import mix_seed
 from trainwright.data.randomness import preserve_generators, seed_generators
 from trainwright.data.stream_loader import EvaluationData
-from trainwright.errors import ConfigError
+from trainwright.errors import CheckpointError, ConfigError
 from trainwright.events import EventStorage
 from trainwright.loop.heartbeat import Heartbeat
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Trainer, TrainerContext
 from trainwright.loop.update import LossScale, ScheduledOptimizer, Updater, persistent_buffers
+from trainwright.models.from_config import pretrained_source
 from trainwright.models.pretrained_facts import PretrainedFacts, read_facts, write_facts
 from trainwright.parallel import processes
 from trainwright.parallel.collectives import Ranks
@@ -167,6 +173,7 @@ def build_trainer(
     config, backend, ranks = _join(config)
     folder = run_folders.run_folder(config)
     kept = None if fresh else _kept_facts(config, folder, ranks)
+    referenced = {} if fresh else _referenced_weights(config, folder, ranks)
 
     def assemble_alone(trial: RunConfig, trial_folder: Path) -> Trainer:
         return assemble(trial, trainer_class, backend, Ranks(), trial_folder, kept=kept, evaluates=False)[0]
@@ -176,15 +183,18 @@ def build_trainer(
         config = settle_activation_checkpointing(config, assemble_alone, backend=backend, ranks=ranks, folder=resumed)
     if config.trainer.micro_batch_size == "auto":
         config = settle_micro_batch(config, assemble_alone, backend=backend, ranks=ranks, folder=resumed)
-    trainer, build = assemble(config, trainer_class, backend, ranks, folder, kept=kept, evaluates=evaluates)
+    options = {"evaluates": evaluates, "referenced": referenced}
+    trainer, build = assemble(config, trainer_class, backend, ranks, folder, kept=kept, **options)
     # The folder is not touched before: a config with an error moves nothing aside and leaves no files.
     step, saved = _find_checkpoint(trainer, fresh=fresh, accept_changes=accept_changes)
     if step is None and kept is not None:
         # No checkpoint is intact: the run starts over with the weights of the pretrained folder.
-        trainer, build = assemble(config, trainer_class, backend, ranks, folder, evaluates=evaluates)
+        trainer, build = assemble(config, trainer_class, backend, ranks, folder, **options)
     if step is not None:
         trainer.restore_checkpoint(step, keep_settings=accept_changes)
         _resume(trainer, config, saved, counts_steps=accept_changes)
+        if trainer.has_only_weights and not trainer.is_finished:
+            reject_weights_only(trainer.context.store.path(step))
     if ranks.is_first and not trainer.is_finished:
         if build.pretrained_facts is not None and build.pretrained_facts != kept:
             write_facts(folder, build.pretrained_facts)
@@ -245,22 +255,25 @@ def build_evaluator(config: RunConfig, trainer_class: type[Trainer] | None = Non
     """Builds a trainer without training data, for `evaluate()`; loads no checkpoint and writes no file."""
     config, backend, ranks = _join(config)
     folder = run_folders.run_folder(config)
-    kept = _kept_facts(config, folder, ranks)
-    return assemble(config, trainer_class, backend, ranks, folder, kept=kept, for_training=False)[0]
+    options = {"kept": _kept_facts(config, folder, ranks), "referenced": _referenced_weights(config, folder, ranks)}
+    return assemble(config, trainer_class, backend, ranks, folder, for_training=False, **options)[0]
 
 
-def build_model(config: RunConfig, *, folder: Path | None = None) -> torch.nn.Module:
+def build_model(
+    config: RunConfig, *, folder: Path | None = None, trainer_class: type[Trainer] | None = None
+) -> torch.nn.Module:
     """Builds the model alone, as the run's trainer and task do, with the run's seed; loads no checkpoint.
 
     `folder` is the run folder if it is not where the config says. The caller's generators are not changed. A trainer
-    or task that was given in code is not needed unless it builds the model.
+    or task that was given in code is not needed unless it builds the model; `trainer_class` gives it again.
     """
     folder = folder or run_folders.run_folder(config)
     with preserve_generators():
         seed_generators(mix_seed(config.seed, _BUILD_STREAM))
-        kept = _kept_facts(config, folder, Ranks())
-        build = Build(config, folder=folder, kept=kept, sections=MODEL_SECTIONS)
-        trainer_class = Trainer if config.trainer.type.startswith(IN_CODE[0]) else build.trainer_class()
+        kept, referenced = _kept_facts(config, folder, Ranks()), _referenced_weights(config, folder, Ranks())
+        build = Build(config, folder=folder, kept=kept, referenced=referenced, sections=MODEL_SECTIONS)
+        if trainer_class is None:
+            trainer_class = Trainer if config.trainer.type.startswith(IN_CODE[0]) else build.trainer_class()
         build.take_trainer(trainer_class)
         is_given = config.task is not None and config.task.type.startswith(IN_CODE[0])
         build.take_task(Task() if is_given else trainer_class.build_task(build))
@@ -297,12 +310,13 @@ def assemble(
     folder: Path,
     *,
     kept: PretrainedFacts | None = None,
+    referenced: Mapping[str, str] = MappingProxyType({}),
     for_training: bool = True,
     evaluates: bool = True,
 ) -> tuple[Trainer, Build]:
     """Builds every object in order: task, model, data, optimizers, hooks, trainer. The trainer's config is resolved."""
     _seed_everything(backend, mix_seed(config.seed, _BUILD_STREAM))
-    build = Build(config, ranks=ranks, folder=folder, kept=kept)
+    build = Build(config, ranks=ranks, folder=folder, kept=kept, referenced=referenced)
     trainer_class = trainer_class or build.trainer_class()
     build.take_trainer(trainer_class)
     task = trainer_class.build_task(build)
@@ -337,6 +351,7 @@ def assemble(
         capture=capture,
         metrics=build.metrics(task, backend.device),
         test_data=None if test is None else loaders.for_evaluation("test", test),
+        base=_base_weights(parallelized.model, build, trainer_class, folder),
     )
     if for_training:
         build.reject_unused()
@@ -359,6 +374,7 @@ def _build_model(
 ) -> ParallelizedModel:
     """Builds the model, on every rank or on the first for all, shards it and moves it to the device."""
     model = trainer_class.build_model(build)
+    build.take_model(model)
     if ranks.mesh.size("pipeline") > 1:
         reject_own_steps(trainer_class, task, model, build.config, ranks.mesh)
     parallelized = parallelize_model(
@@ -370,6 +386,18 @@ def _build_model(
     return parallelized
 
 
+def _base_weights(
+    model: torch.nn.Module, build: Build, trainer_class: type[Trainer], folder: Path
+) -> BaseWeights | None:
+    """Returns the weights that checkpoints may store by reference; None if there are none."""
+    section = build.config.model
+    if not build.base_hashes or section is None:
+        return None
+    source = pretrained_source(section, project_dir=Path(build.project_dir))
+    rebuild = partial(build_model, build.config, folder=folder, trainer_class=trainer_class)
+    return BaseWeights(model, source=source, hashes=build.base_hashes, rebuild=rebuild)
+
+
 def _kept_facts(config: RunConfig, folder: Path, ranks: Ranks) -> PretrainedFacts | None:
     """Returns the facts of the pretrained folder from an earlier start if a checkpoint has the weights, else None."""
     if config.model is None or "pretrained" not in config.model.reserved:
@@ -377,6 +405,22 @@ def _kept_facts(config: RunConfig, folder: Path, ranks: Ranks) -> PretrainedFact
 
     def read() -> PretrainedFacts | None:
         return read_facts(folder) if open_store(checkpoints_location(folder, config)).steps() else None
+
+    return _on_first_rank(ranks, read)
+
+
+def _referenced_weights(config: RunConfig, folder: Path, ranks: Ranks) -> dict[str, str]:
+    """Returns the weights that some checkpoint stores by reference to `model.pretrained`, each with its source."""
+    if config.model is None or "pretrained" not in config.model.reserved:
+        return {}
+
+    def read() -> dict[str, str]:
+        store, found = open_store(checkpoints_location(folder, config)), dict[str, str]()
+        for step in store.steps():
+            with suppress(CheckpointError):  # a damaged one is reported when the run looks for an intact one
+                recorded = contents.read_references(store, step)
+                found |= dict.fromkeys(recorded.get("hashes", ()), recorded.get("source", ""))
+        return found
 
     return _on_first_rank(ranks, read)
 
@@ -498,7 +542,8 @@ def _resume(trainer: Trainer, config: RunConfig, saved: RunConfig | None, *, cou
     """
     data, step = trainer.train_data, trainer.step
     assert data is not None
-    if counts_steps or data.order_position < step * data.global_batch_size:
+    has_position = not trainer.has_only_weights
+    if has_position and (counts_steps or data.order_position < step * data.global_batch_size):
         trainer.set_max_steps(limits(config, data, steps_done=step)[0])
     renamed = {"name": trainer.config.name, "output_dir": trainer.config.output_dir}
     if saved is None or saved.derive(renamed).masked() != trainer.config.masked():

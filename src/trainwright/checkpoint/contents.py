@@ -1,8 +1,9 @@
 """What a checkpoint contains and how it is restored: the only list of a run's state.
 
-Parts: `model` (its state dict, usable on its own), `optimizers` (state by parameter name), `training`
-(step, data position, hooks, events, loss scale, generators). store.py has files and commits. A sharded tensor is a
-DTensor in both directions: saved in shards, and loaded as the region of this rank's shard.
+Parts: `model` (its state dict), `base` (references to frozen pretrained weights, which `model` lacks), `optimizers`
+(state by parameter name), `training` (step, data position, hooks, events, loss scale, generators). store.py has files
+and commits. A sharded tensor is a DTensor in both directions: saved in shards, and loaded as the region of this rank's
+shard.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from trainwright.checkpoint import base_weights
 from trainwright.checkpoint.encoding import SplitTensor, as_whole, encode, fill, map_tensors, shard_like
 from trainwright.checkpoint.remote_store import AnyStore
-from trainwright.errors import CheckpointError
-from trainwright.parallel.mesh import is_split
+from trainwright.errors import CheckpointError, ConfigError
+from trainwright.parallel.mesh import is_split, local
 
 logger = logging.getLogger(__name__)
 
@@ -47,19 +49,33 @@ def collect(
     has_unfinished_step: bool,
     max_steps_at_end: int,
     unclaimed_hook_state: Mapping[str, Any],
+    averaged: tuple[Mapping[str, torch.Tensor], bool] = ({}, False),
+    references: Mapping[str, Any] | None = None,
+    weights_only: bool = False,
 ) -> dict[str, Any]:
-    """Returns a checkpoint's parts. `generators` has one entry per data rank; `events` counts all ranks."""
+    """Returns a checkpoint's parts. `generators` has one entry per data rank; `events` counts all ranks.
+
+    `averaged` are the averaged weights and whether evaluations use them. `references` is the part `base`: the weights
+    that it names are left out of `model`. With `weights_only` there is no state to resume from.
+    """
     weights = model.state_dict()  # first: FSDP replaces gathered parameters by its sharded ones
     names = _names_by_parameter(model)
+    if references:
+        weights = {name: value for name, value in weights.items() if name not in references["hashes"]}
+    averages = {"weights": dict(averaged[0]), "is_evaluated": averaged[1]}
+    progress = {"step": step, "has_unfinished_step": has_unfinished_step, "max_steps_at_end": max_steps_at_end}
+    parts = {"model": weights, **({base_weights.PART: references} if references else {})}
+    if weights_only:
+        return {**parts, "training": {**progress, "hooks": {}, "averaged": averages}}
     return {
-        "model": weights,
+        **parts,
         "optimizers": {name: _state_by_name(optimizer, names) for name, optimizer in optimizers.items()},
         "training": {
-            "step": step,
-            "has_unfinished_step": has_unfinished_step,
-            "max_steps_at_end": max_steps_at_end,
+            **progress,
             "data": dict(data),
             "hooks": {**unclaimed_hook_state, **{key: hook.state_dict() for key, hook in hooks.items()}},
+            # After the hooks: tensors that a hook's state has as well are stored once, under the hook's key.
+            "averaged": averages,
             "events": dict(events),
             "loss_scale": None if loss_scale is None else loss_scale.state_dict(),
             "anomalies": anomalies.state_dict(),
@@ -86,9 +102,24 @@ def restore_generators(state: Mapping[str, Any]) -> None:
     np.random.set_state(tuple(state["numpy"]))
 
 
+def has_only_weights(store: AnyStore, step: int) -> bool:
+    """Returns True for a checkpoint of `checkpoint.contents: weights`, from which no run can resume."""
+    return "optimizers" not in store.parts(step)
+
+
+def read_references(store: AnyStore, step: int) -> Mapping[str, Any]:
+    """Returns the part `base` of a checkpoint: `source`, and `hashes` by name; {} if it has all weights."""
+    return dict(store.read(step, base_weights.PART)) if base_weights.PART in store.parts(step) else {}
+
+
 def restore_model(store: AnyStore, step: int, model: torch.nn.Module, *, strict: bool = True) -> None:
-    """Loads a checkpoint's weights into the model, in place."""
-    load_model_state(store.read_split(step, "model"), model, source=str(store.path(step)), strict=strict)
+    """Loads a checkpoint's weights into a model that was just built, on the CPU, in place."""
+    recorded, source, present = read_references(store, step), store.path(step), list[str]()
+    if recorded:
+        own = base_weights.weights_of(model)
+        hashes = base_weights.hash_weights({name: own[name] for name in recorded["hashes"] if name in own})
+        present = base_weights.check_references(recorded, hashes, where=source)
+    load_model_state(store.read_split(step, "model"), model, source=str(source), strict=strict, present=present)
 
 
 def load_model_state(
@@ -98,14 +129,15 @@ def load_model_state(
     source: str,
     strict: bool = True,
     other_stages: Collection[str] = (),
+    present: Collection[str] = (),
 ) -> None:
     """Loads weights in place; an error names mismatched keys with both shapes, and the `source` of the weights.
 
-    Keys of `other_stages` belong to other stages of a pipeline.
+    Keys of `other_stages` belong to other stages of a pipeline. The model has the values of `present` already.
     """
     own = model.state_dict()
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"{source} has a {type(state).__name__} instead of weights by name. Use another step.")
+        raise CheckpointError("model.json does not describe the weights of a model. Use another step.", where=source)
     wrong = [
         f"{key}: a {type(state[key]).__name__} in the checkpoint, a tensor in the model"
         for key in state.keys() & own.keys()
@@ -117,7 +149,7 @@ def load_model_state(
         if isinstance(state[key], torch.Tensor | SplitTensor) and state[key].shape != own[key].shape
     ]
     # A tied weight has several names, of which a state dict may contain one.
-    missing = sorted(own.keys() - state.keys())
+    missing = sorted(own.keys() - state.keys() - {*present})
     unexpected = sorted(state.keys() - model.state_dict(keep_vars=True).keys() - {*other_stages})
     if wrong or (strict and (missing or unexpected)):
         lines = [*sorted(wrong), *(f"{key}: not in the checkpoint" for key in missing)]
@@ -128,7 +160,52 @@ def load_model_state(
     if missing or unexpected:
         logger.warning("Loaded with differences. Missing: %s. Unexpected: %s.", missing or "none", unexpected or "none")
     here = {key: value for key, value in state.items() if key in own or key not in other_stages}
+    here |= {key: own[key] for key in present if key in own and key not in state}
     model.load_state_dict({key: _fill_shards(value, own.get(key)) for key, value in here.items()}, strict=strict)
+
+
+WEIGHTS = ("ema", "raw")
+"""Which weights of a checkpoint to load: the averaged or the trained ones."""
+
+
+def read_averaged(store: AnyStore, step: int, weights: str | None) -> Mapping[str, Any]:
+    """Returns the averaged weights to load from a checkpoint over its trained ones; {} for the trained ones.
+
+    `weights` is "ema", "raw", or None for those that the run's evaluations use.
+    """
+    if weights not in (None, *WEIGHTS):
+        raise ConfigError(f"weights: {weights!r} is unknown. Use ema or raw.")
+    averaged: Mapping[str, Any] = {"weights": {}, "is_evaluated": False}
+    if weights != "raw" and "training" in store.parts(step):
+        averaged = store.read_split(step, "training")["averaged"]
+    if weights == "ema" and not averaged["weights"]:
+        problem = "It has no averaged weights. Use weights raw, or train with hooks: [ema]."
+        raise CheckpointError(problem, where=store.path(step))
+    is_used = averaged["is_evaluated"] or weights == "ema"
+    found: Mapping[str, Any] = averaged["weights"] if is_used else {}
+    return found
+
+
+@torch.no_grad()
+def load_averaged(
+    averaged: Mapping[str, Any], model: torch.nn.Module, *, source: object, other_stages: Collection[str] = ()
+) -> None:
+    """Copies averaged weights into the model in place, rounded to the dtypes of the model."""
+    own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    wrong = [
+        f"{name}: {tuple(value.shape)}" + (f" instead of {tuple(own[name].shape)}" if name in own else " is unknown")
+        for name, value in averaged.items()
+        if (name in own and own[name].shape != value.shape) or (name not in own and name not in other_stages)
+    ]
+    if wrong:
+        raise CheckpointError(f"The averaged weights do not fit the model: {'; '.join(wrong[:8])}.", where=source)
+    for name, value in averaged.items():
+        if name not in own:
+            continue
+        if isinstance(value, torch.Tensor) and is_split(value):
+            local(own[name]).copy_(local(value))
+        else:
+            fill(own[name], value)
 
 
 def _fill_shards(value: Any, own: Any) -> Any:
@@ -136,6 +213,8 @@ def _fill_shards(value: Any, own: Any) -> Any:
 
     It is filled region by region, so that no second copy of the model exists.
     """
+    if value is own:
+        return own
     is_tensor = isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor | SplitTensor)
     if is_tensor and (isinstance(value, SplitTensor) or is_split(own)):
         with torch.no_grad():

@@ -29,17 +29,21 @@ class TensorLayout:
     mesh: Any
     placements: tuple[Any, ...]
 
-    def is_written_here(self, first_of_stage: int) -> bool:
-        """Returns True if this rank is the first of those with the same shard.
+    def is_written_here(self, first_of_stage: int, number: int = 0) -> bool:
+        """Returns True if this rank is the one, of those with the same shard, that writes the tensor of this number.
 
-        That is the first along every replicated axis of the mesh, in the mesh that contains the first rank of the
+        Replicas take turns by number, those along the replicated axes of the mesh that contains the first rank of the
         pipeline stage.
         """
         coordinate = self.mesh.get_coordinate()
         if coordinate is None or not bool((self.mesh.mesh == first_of_stage).any()):
             return False
-        pairs = zip(self.placements, coordinate, strict=True)
-        return all(number == 0 for placement, number in pairs if placement.is_replicate())
+        replica, num_replicas = 0, 1
+        for axis, placement in enumerate(self.placements):
+            if placement.is_replicate():
+                replica = replica * self.mesh.size(axis) + coordinate[axis]
+                num_replicas *= self.mesh.size(axis)
+        return replica == number % num_replicas
 
     def region(self, shape: Sequence[int]) -> tuple[Sizes, Sizes]:
         """Returns the offset of this rank's shard of a tensor of that shape in each dim, and its sizes."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -55,7 +56,8 @@ def make_manifest(*, step: int, parts: list[str], files: Mapping[str, FileFact],
             "format": FORMAT,
             "step": step,
             "created": datetime.now(UTC).isoformat(),
-            "metrics": {name: float(value) for name, value in metrics.items()},
+            # JSON has no nan and inf; both are null, which is read as nan.
+            "metrics": {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()},
             "parts": parts,
             "files": {name: asdict(fact) for name, fact in files.items()},
         }
@@ -94,7 +96,8 @@ def parse_manifest(raw: bytes, *, where: object) -> dict[str, Any]:
         raise UnknownFormatError(f"{problem}. Use the trainwright that wrote it.", where=where)
     if not _has_valid_entries(content):
         raise CheckpointError("The manifest is damaged: an entry is missing or has another type.", where=where)
-    return dict(content)
+    metrics = {name: math.nan if value is None else value for name, value in content["metrics"].items()}
+    return {**content, "metrics": metrics}
 
 
 def check_manifest_step(manifest: Mapping[str, Any], step: int, *, where: object) -> None:
@@ -116,7 +119,7 @@ def _has_valid_entries(content: Mapping[str, Any]) -> bool:
             and isinstance(facts["sha256"], str)
             for name, facts in content["files"].items()
         )
-        numbers = all(isinstance(value, int | float) for value in content["metrics"].values())
+        numbers = all(isinstance(value, int | float | None) for value in content["metrics"].values())
         names = isinstance(content["parts"], list) and all(isinstance(part, str) for part in content["parts"])
         return files and numbers and names and isinstance(content["step"], int) and isinstance(content["created"], str)
     except (KeyError, TypeError, AttributeError):

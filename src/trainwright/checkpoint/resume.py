@@ -69,6 +69,16 @@ def reject_unknown_origin(checkpoint: object, folder: object) -> None:
     )
 
 
+def reject_weights_only(checkpoint: object) -> None:
+    """Raises for the newest checkpoint of a run that would resume from it, but that has only weights."""
+    raise CheckpointError(
+        "It has only weights (checkpoint.contents: weights), without the optimizers and the data position that a "
+        "resumed run needs. Evaluate or export it, begin another run with the export as model.pretrained, or start "
+        "over with --fresh.",
+        where=checkpoint,
+    )
+
+
 def pick_step(store: AnyStore, step: int | str, *, best: KeepBest | None) -> int:
     """Returns the checkpoint that `step` names: "latest" (the newest intact one), "best", or a number."""
     steps = store.steps()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import secrets
 import threading
 import time
@@ -114,7 +115,8 @@ def encode_share(parts: Mapping[str, Any], ranks: Ranks) -> HostSnapshot:
     for part, each in encoded.items():
         # A tied weight on two stages is saved by the first of them.
         earlier = {key for stage, sent in stages.items() if stage < first for key in sent[part][1]}
-        keys = [key for key in each.tensors if key not in earlier and _is_written_here(each, key, ranks)]
+        numbers = _write_order(each)
+        keys = [key for key in each.tensors if key not in earlier and _is_written_here(each, key, numbers, ranks)]
         locations = {key: each.shard_locations[key] for key in keys if key in each.shard_locations}
         written[part] = Encoded(trees[part], {key: each.tensors[key] for key in keys}, locations)
     return HostSnapshot(written)
@@ -133,14 +135,21 @@ def _reject_differences(reports: Sequence[_Report]) -> None:
             )
 
 
-def _is_written_here(encoded: Encoded, key: str, ranks: Ranks) -> bool:
+def _write_order(encoded: Encoded) -> dict[str, int]:
+    """Numbers the sharded tensors by size, the same on all ranks that have shards of them; 0 for one without values."""
+    sizes = {key: math.prod(location.shape) for key, location in encoded.shard_locations.items()}
+    ordered = sorted(sizes, key=lambda key: (-sizes[key], key))
+    return {key: number if sizes[key] else 0 for number, key in enumerate(ordered)}
+
+
+def _is_written_here(encoded: Encoded, key: str, numbers: Mapping[str, int], ranks: Ranks) -> bool:
     first = ranks.mesh.first_of_stage
     location = encoded.shard_locations.get(key)
     if location is None or location.layout is None:
         return ranks.rank == first
     # A tensor without values has no shard; the first rank's file records it.
     has_values = encoded.tensors[key].numel() > 0 or (ranks.rank == first and 0 in location.shape)
-    return has_values and location.layout.is_written_here(first)
+    return has_values and location.layout.is_written_here(first, numbers[key])
 
 
 def merge_trees(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

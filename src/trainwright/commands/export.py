@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trainwright.commands.terminal import CheckpointStep, Trust
+from trainwright.commands.terminal import CheckpointStep, Trust, Weights
 
 ExportFormat = StrEnum("ExportFormat", ["huggingface", "safetensors"])
 WeightDtype = StrEnum("WeightDtype", ["bf16", "fp16", "fp32"])
@@ -18,6 +18,7 @@ def export(
     run: Annotated[Path, typer.Argument(help="The run's folder, or one of its checkpoints.", show_default=False)],
     to: Annotated[Path, typer.Option(help="The folder to write.", show_default=False)],
     step: CheckpointStep = "latest",
+    weights: Weights = None,
     file_format: Annotated[
         ExportFormat, typer.Option("--format", help="huggingface: for transformers; safetensors: plain weights.")
     ] = ExportFormat.huggingface,
@@ -36,5 +37,5 @@ def export(
     from trainwright.export.huggingface import export_run
 
     precision = None if dtype is None else dtype.value
-    options = {"step": step, "file_format": file_format.value, "dtype": precision}
-    print(export_run(run, to, overwrite=overwrite, trust=trust, **options))
+    selected = {"step": step, "weights": weights, "dtype": precision, "trust": trust}
+    print(export_run(run, to, file_format=file_format.value, overwrite=overwrite, **selected))

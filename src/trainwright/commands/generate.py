@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trainwright.commands.terminal import CheckpointStep, Trust
+from trainwright.commands.terminal import CheckpointStep, Trust, Weights
 from trainwright.safe_text import escape_controls
 
 
@@ -34,6 +34,7 @@ def generate(
         typer.Option(min=0, max=2**64 - 1, help="The random seed.", show_default="another each time"),
     ] = None,
     step: CheckpointStep = "latest",
+    weights: Weights = None,
     tokenizer: Annotated[
         str | None,
         typer.Option(help="A tokenizer.json, a folder with one, or bytes.", show_default="that of the run's data"),
@@ -48,7 +49,9 @@ def generate(
     from trainwright.export.text import load_text_model, stream_text
 
     backend_device = pick_backend(device).device
-    model, found = load_text_model(run, step=step, device=backend_device, tokenizer=tokenizer, trust=trust)
+    model, found = load_text_model(
+        run, step=step, weights=weights, device=backend_device, tokenizer=tokenizer, trust=trust
+    )
     generator = torch.Generator(backend_device)
     if seed is None:
         generator.seed()

@@ -6,6 +6,7 @@ Reads only small files and the end of metrics.json; changes nothing and imports 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -153,7 +154,8 @@ def _read_last(path: Path) -> tuple[int | None, float | None, float | None]:
             step = int(values["step"]) if step is None else step
             if "loss" in values:
                 seconds = values.get("seconds_per_step")
-                return step, float(values["loss"]), float(seconds) if seconds is not None else None
+                loss = math.nan if values["loss"] is None else float(values["loss"])
+                return step, loss, float(seconds) if seconds is not None else None
         except (ValueError, TypeError, KeyError):
             continue  # incomplete, as the process was killed, or not written by a run
     return step, None, None

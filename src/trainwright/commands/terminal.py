@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,11 @@ Overrides = Annotated[
 CheckpointStep = Annotated[str, typer.Option(help="Which checkpoint: latest, best, or a number.")]
 Trust = Annotated[
     bool, typer.Option("--trust", help="Import the code that a run folder of another person or machine names.")
+]
+WeightsChoice = StrEnum("WeightsChoice", ["ema", "raw"])
+Weights = Annotated[
+    WeightsChoice | None,
+    typer.Option(help="Averaged or trained weights.", show_default="those that the run evaluates with"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 

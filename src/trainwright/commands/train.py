@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -28,6 +27,7 @@ from trainwright.launch.local import (
     shared_folder,
 )
 from trainwright.log import outlive_console, show_log
+from trainwright.safe_text import json_text
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ def train(
         note_explained_error()
         raise
     if mode in _EVALUATING and os.environ.get("RANK", "0") == "0":
-        print(json.dumps(logs, indent=2))
+        print(json_text(logs, indent=2))
 
 
 def _load(

@@ -152,7 +152,11 @@ class RunConfig(Section):
         """Return a copy without the passwords and tokens in its URLs; the config itself if it has none."""
         tree = to_tree(self.to_dict(), self._origins)
         masked = map_strings(tree, mask_secrets)
-        return self if masked == tree else self._assemble(ConfigDocument(masked, self.project_dir, self._untrusted_file), ())
+        return (
+            self
+            if masked == tree
+            else self._assemble(ConfigDocument(masked, self.project_dir, self._untrusted_file), ())
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write every setting and the project's folder as YAML; `load` returns an equal config.

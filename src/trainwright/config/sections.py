@@ -321,6 +321,9 @@ class CheckpointSection(Section):
     """Minutes between checkpoints; None: not by time."""
     every_samples: Count | None = None
     """Samples between checkpoints; None: not by samples."""
+    contents: Literal["full", "weights"] = "full"
+    """full: everything that a resumed run needs. weights: the model alone, trained and averaged, for evaluation and
+    export; such a checkpoint cannot be resumed from."""
     keep_last: Count | None = 3
     """Number of newest checkpoints to keep; None: all."""
     keep_best: KeepBest | None = None

@@ -254,7 +254,6 @@ def _explain_syntax(error: yaml.MarkedYAMLError) -> str:
     return f"not valid YAML:{context}{started}: {problem}. Check brackets, quotes, colons and indentation here."
 
 
-
 class _Reader:
     """Converts PyYAML's nodes to Node, and rejects what a config cannot contain."""
 

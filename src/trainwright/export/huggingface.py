@@ -19,9 +19,10 @@ from trainwright.checkpoint.run_folder import read_config
 from trainwright.config import ModelSection, RunConfig
 from trainwright.config.files import save_document
 from trainwright.config.yaml_text import absolute
-from trainwright.data.tokenizer import TextTokenizer, tokenizer_of
+from trainwright.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_of
 from trainwright.errors import CheckpointError, ConfigError, TrainwrightError
 from trainwright.export.load import FORMATS, export_folder, find_source, load_checkpoint, without_paths
+from trainwright.models.from_config import pretrained_folder
 from trainwright.models.key_map import KeyMap
 from trainwright.models.lora import merge_lora
 from trainwright.models.model import Model
@@ -44,23 +45,46 @@ TOKENIZER_FILES = (
     "merges.txt",
 )
 """Files of a tokenizer of transformers."""
-FURTHER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-"""Files next to a tokenizer.json: the names of its tokens, and the chat template."""
+FURTHER_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files next to a tokenizer.json: the names of its tokens, its other form, and the chat template."""
 
 
 def find_tokenizer(config: RunConfig) -> Any:
-    """Returns the tokenizer of a run's training data, or of its collator, or None."""
+    """Returns the tokenizer of a run's training data, its collator, `data.process` or `model.pretrained`; else None."""
     reject_untrusted(config, sections=DATA_SECTIONS)
-    registry.import_modules(config.imports, project_dir=config.project_dir, where=config.origin("imports"))
-    if config.data.train is not None:
-        builder = DatasetBuilder(project_dir=config.project_dir, seed=config.seed)
-        found = tokenizer_of(builder.build("data.train", config.data.train))
+    project_dir = config.project_dir
+    registry.import_modules(config.imports, project_dir=project_dir, where=config.origin("imports"))
+    failure: TrainwrightError | None = None
+    try:
+        if config.data.train is not None:
+            builder = DatasetBuilder(project_dir=project_dir, seed=config.seed)
+            found = tokenizer_of(builder.build("data.train", config.data.train))
+            if found is not None:
+                return found
+        collator = registry.instantiate(
+            "collator", config.data.collator, label="data.collator", project_dir=project_dir
+        )
+        found = tokenizer_of(collator)
         if found is not None:
             return found
-    collator = registry.instantiate(
-        "collator", config.data.collator, label="data.collator", project_dir=config.project_dir
-    )
-    return tokenizer_of(collator)
+    except TrainwrightError as error:  # the data may be gone, but not the tokenizer that another section names
+        failure = error
+    named = None if config.data.process is None else config.data.process.arguments.get("tokenizer")
+    if isinstance(named, str):
+        return load_tokenizer(named, project_dir=project_dir)
+    folder = None if config.model is None else pretrained_folder(config.model, project_dir=Path(project_dir))
+    if folder is not None and any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return load_tokenizer(folder)
+    if failure is not None:
+        raise failure
+    return None
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> list[Path]:
@@ -90,6 +114,7 @@ def export_run(
     folder: str | Path,
     *,
     step: int | str = "latest",
+    weights: str | None = None,
     file_format: str = "huggingface",
     dtype: torch.dtype | str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -98,7 +123,8 @@ def export_run(
 ) -> Path:
     """Writes the model of a run at a step into a folder, with the run's tokenizer; returns the folder.
 
-    transformers and AutoModel read "huggingface"; "safetensors" is any model's weights under their own names, with the
+    `weights` is "ema", "raw", or None for those that the run's evaluations use, as in `load_checkpoint`. transformers
+    and AutoModel read "huggingface"; "safetensors" is any model's weights under their own names, with the
     model's settings. Adapters are merged into the weights. `dtype` (bf16, fp16, fp32) converts them.
 
     An earlier export is replaced; other files are kept. Any other folder that is not empty raises unless `overwrite`
@@ -112,7 +138,7 @@ def export_run(
     config = read_config(run_folder, trust=trust)
     assert config is not None  # find_source has checked it
     with export_folder(folder, run=config.name, file_format=file_format, overwrite=overwrite) as staging:
-        model = load_checkpoint(run, step, trust=trust)
+        model = load_checkpoint(run, step, weights=weights, trust=trust)
         merge_lora(model)
         if wanted is not None:
             _reject_overflow(model, wanted)

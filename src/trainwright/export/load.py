@@ -14,7 +14,7 @@ import torch
 
 from trainwright.backends import checked_device
 from trainwright.build.run import build_model
-from trainwright.checkpoint import contents
+from trainwright.checkpoint import base_weights, contents
 from trainwright.checkpoint.encoding import SplitTensor
 from trainwright.checkpoint.listing import checkpoints_location
 from trainwright.checkpoint.remote_store import AnyStore, open_store
@@ -168,6 +168,7 @@ def load_checkpoint(
     run_or_folder: str | Path,
     step: int | str = "latest",
     *,
+    weights: str | None = None,
     device: str | torch.device = "cpu",
     strict: bool = True,
     trust: bool = False,
@@ -175,8 +176,9 @@ def load_checkpoint(
     """Returns the model of a run at a step, in evaluation mode, on a device.
 
     `run_or_folder` is a run folder or one of its checkpoints; `step` is "latest", "best" (according to the run's
-    keep_best) or a number. `strict=False` accepts missing and unexpected weights and logs them.
-    `trust=True` imports the code of a run folder that no run of this user wrote; its built-in components always load.
+    keep_best) or a number. `weights` is "ema" (averaged), "raw" (trained), or None for those that the run's evaluations
+    use. `strict=False` accepts missing and unexpected weights and logs them. `trust=True` imports the code of a run
+    folder that no run of this user wrote; its built-in components always load.
     """
     device = checked_device(device)
     folder, named_step = find_source(Path(run_or_folder))
@@ -193,18 +195,20 @@ def load_checkpoint(
             f"weights: model.load_state_dict(open_store({str(store.folder)!r}).read({chosen}, 'model')), "
             "with open_store from trainwright.checkpoint.remote_store."
         )
+    averaged = contents.read_averaged(store, chosen, weights)
     model = _build_for(store, chosen, config, folder)
     contents.restore_model(store, chosen, model, strict=strict)
+    contents.load_averaged(averaged, model, source=store.path(chosen))
     return model.to(device).eval()
 
 
 def _build_for(store: AnyStore, step: int, config: RunConfig, folder: Path) -> torch.nn.Module:
     """Builds the model for a checkpoint's weights.
 
-    A built-in model is allocated without initialization. Any other model is built with the run's seed, so that
-    attributes that user code computes in the constructor are those of the run.
+    A built-in model is allocated without initialization, unless weights are stored by reference. Any other model is
+    built with the run's seed, so that attributes that user code computes in the constructor are those of the run.
     """
-    model = _build_empty(config, folder)
+    model = None if base_weights.PART in store.parts(step) else _build_empty(config, folder)
     if model is not None:
         saved = store.read_split(step, "model")
         dtypes = {name: each.dtype for name, each in saved.items() if isinstance(each, torch.Tensor | SplitTensor)}

@@ -28,6 +28,7 @@ def load_text_model(
     run_or_folder: str | Path,
     *,
     step: int | str = "latest",
+    weights: str | None = None,
     device: torch.device | str = "cpu",
     tokenizer: str | None = None,
     trust: bool = False,
@@ -35,17 +36,20 @@ def load_text_model(
     """Returns the model of a run or of a folder in Hugging Face's layout, and its tokenizer.
 
     The default tokenizer is that of the run's data or collator, or the one in the folder; `tokenizer` names another (a
-    tokenizer.json, a folder with one, or "bytes"). `trust` is that of `load_checkpoint`.
+    tokenizer.json, a folder with one, or "bytes"). `step`, `weights` and `trust` are those of `load_checkpoint`.
     """
     path = Path(run_or_folder)
     is_folder = (path / CONFIG_FILE).is_file()
     if is_folder and step != "latest":
         raise ConfigError(f"{path} is a model folder, which has no steps. Remove --step, or pass the run folder.")
+    if is_folder and weights is not None:
+        problem = f"{path} is a model folder, which has one set of weights"
+        raise ConfigError(f"{problem}. Remove --weights, or pass the run folder.")
     model: nn.Module
     if is_folder:
         model = AutoModel.from_pretrained(path, device=device).eval()
     else:
-        model = load_checkpoint(path, step, device=device, trust=trust)
+        model = load_checkpoint(path, step, weights=weights, device=device, trust=trust)
     reject_non_decoder(model)  # before the tokenizer, which a model for images does not have
     if tokenizer is not None:
         return model, load_tokenizer(tokenizer)

@@ -1,8 +1,4 @@
-"""Keeps an exponential moving average of the weights and evaluates with it.
-
-The trained weights do not change: they are replaced for an evaluation and restored after it, bit for bit, also if the
-evaluation fails.
-"""
+"""Keeps an exponential moving average of the weights, with which the loop evaluates."""
 
 from __future__ import annotations
 
@@ -15,14 +11,14 @@ from trainwright.errors import CheckpointError, ConfigError
 from trainwright.loop.hook import Hook
 from trainwright.optim.param_groups import whole_of
 from trainwright.optim.sharded import local_shards, shard_like
-from trainwright.parallel.mesh import local
 
 
 class EMA(Hook):
-    """Averages every floating-point parameter: average = decay × average + (1 − decay) × weight.
+    """Averages every trained floating-point parameter: average = decay × average + (1 − decay) × weight.
 
     The average starts as a copy of the weights, so it needs no bias correction. It is saved in the checkpoint;
     `evaluate: false` keeps it without evaluating with it. Each rank averages its own shards of sharded parameters.
+    A frozen parameter is its own average; one that becomes trainable is averaged from then on.
     """
 
     copies_of_weights = 1
@@ -34,18 +30,12 @@ class EMA(Hook):
             raise ConfigError(f"ema.every_steps: {every_steps} is not a positive number of steps.")
         self.decay = decay
         self.every_steps = every_steps
-        self.evaluate = evaluate
+        self.evaluates_averaged = evaluate
         self.averages: dict[str, torch.Tensor] = {}
-        self._trained: dict[str, torch.Tensor] = {}
-        """The trained weights during an evaluation."""
 
     def before_train(self) -> None:
         """Starts with a copy of the weights, unless a checkpoint has averages."""
-        own = self._parameters()
-        for name, parameter in own.items():
-            # At least fp32: bf16 would round a step of 1 − decay to nothing.
-            dtype = torch.promote_types(parameter.dtype, torch.float32)
-            self.averages.setdefault(name, parameter.detach().to(dtype, copy=True))
+        own = self._averaged_parameters()
         unknown = self.averages.keys() - own.keys()
         if unknown:
             raise CheckpointError(f"The averaged weights have {', '.join(sorted(unknown))}, but the model does not.")
@@ -55,27 +45,15 @@ class EMA(Hook):
     def after_step(self) -> None:
         """Moves the averages towards the weights."""
         if self.trainer.step % self.every_steps == 0:
-            averages = local_shards(self.averages.values())
-            own = local_shards(self._parameters().values())
+            parameters = self._averaged_parameters()
+            averages = local_shards(self.averages[name] for name in parameters)
+            own = local_shards(parameters.values())
             weights = [parameter.to(average.dtype) for parameter, average in zip(own, averages, strict=True)]
             torch._foreach_lerp_(averages, weights, 1.0 - self.decay)
 
-    @torch.no_grad()
-    def before_eval(self) -> None:
-        """Copies the averages into the model; the trained weights are kept, which needs their memory again."""
-        if self.evaluate and self.averages:
-            own = self._parameters()
-            self._trained = {name: local(parameter).detach().clone() for name, parameter in own.items()}
-            for name, parameter in own.items():
-                local(parameter).copy_(local(self.averages[name]))
-
-    @torch.no_grad()
-    def after_eval(self, logs: Mapping[str, Any]) -> None:
-        """Restores the trained weights."""
-        for name, parameter in self._parameters().items():
-            if name in self._trained:
-                local(parameter).copy_(self._trained[name])
-        self._trained = {}
+    def averaged_weights(self) -> Mapping[str, torch.Tensor]:
+        """Returns the averages."""
+        return self.averages
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the averages."""
@@ -88,6 +66,17 @@ class EMA(Hook):
         elsewhere = {} if whole is None else whole.parameters  # other stages of a pipeline restore theirs
         self.averages = {name: _sharded_like(own[name], saved[name]) for name in own if name in saved}
         self.averages |= {name: average for name, average in saved.items() if name not in own and name not in elsewhere}
+
+    def _averaged_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Returns the parameters that are averaged: the trainable ones, and those that were; adds missing averages."""
+        named = self._parameters()
+        own = {name: each for name, each in named.items() if each.requires_grad or name in self.averages}
+        for name, parameter in own.items():
+            if name not in self.averages:
+                # At least fp32: bf16 would round a step of 1 − decay to nothing.
+                dtype = torch.promote_types(parameter.dtype, torch.float32)
+                self.averages[name] = parameter.detach().to(dtype, copy=True)
+        return own
 
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
         named = self.trainer.model.named_parameters()

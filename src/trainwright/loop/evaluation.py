@@ -6,12 +6,11 @@ the checkpoints of a training that runs elsewhere.
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,14 +18,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from trainwright.backends.host_memory import GarbageCollection
-from trainwright.checkpoint.contents import generator_state, restore_generators
+from trainwright.checkpoint.base_weights import bit_checksums
+from trainwright.checkpoint.contents import generator_state, load_averaged, restore_generators
 from trainwright.checkpoint.manifest import read_manifest
 from trainwright.checkpoint.remote_store import AnyStore
 from trainwright.checkpoint.run_folder import read_config
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.data.order import mix_seed
 from trainwright.data.stream_loader import EvaluationData
-from trainwright.errors import CheckpointError, TrainwrightError
+from trainwright.errors import CheckpointError, ConfigError, TrainwrightError
 from trainwright.events import EventStorage, Mean
 from trainwright.events.mean import merge, summarise
 from trainwright.loop.hook import HookCalls
@@ -35,7 +35,9 @@ from trainwright.loop.outputs import ForwardResult
 from trainwright.loop.stop_signal import StopSignal
 from trainwright.loop.task import Task, overrides
 from trainwright.parallel.collectives import Ranks
+from trainwright.parallel.mesh import local
 from trainwright.parallel.replicate import copy_from_first
+from trainwright.safe_text import json_text
 from trainwright.user_code.locations import location_of
 
 if TYPE_CHECKING:
@@ -142,19 +144,31 @@ class Evaluator:
         """The means of the current set over all ranks, for `eval_end`."""
 
     def evaluate(
-        self, sets: Mapping[str, EvaluationData], hooks: HookCalls, *, can_be_abandoned: bool = False
+        self,
+        sets: Mapping[str, EvaluationData],
+        hooks: HookCalls,
+        *,
+        averaged: Mapping[str, torch.Tensor],
+        can_be_abandoned: bool = False,
     ) -> dict[str, float]:
         """Evaluates several sets and returns their logs, each prefixed with its set's name, the same on every rank.
 
-        Training is not disturbed: the modes of modules and the generators are restored. With `can_be_abandoned` an
-        interruption raises EvaluationAbandoned at the next batch.
+        `averaged` are weights to use instead of the model's. Training is not disturbed: the weights, the modes of
+        modules and the generators are restored. With `can_be_abandoned` an interruption raises EvaluationAbandoned at
+        the next batch.
         """
+        with replaced_weights(self._trainer.model, averaged):
+            return self._evaluate(sets, hooks, can_be_abandoned=can_be_abandoned)
+
+    def _evaluate(
+        self, sets: Mapping[str, EvaluationData], hooks: HookCalls, *, can_be_abandoned: bool
+    ) -> dict[str, float]:
         trainer, ranks = self._trainer, self._ranks
         logs: dict[str, float] = {}
         training = [module for module in trainer.model.modules() if module.training]
         generators = generator_state()
         try:
-            _together(ranks, lambda: hooks.call("before_eval"))
+            _together(ranks, lambda: _call_before_eval(hooks, trainer.model))
             copy_from_first(trainer.model.buffers(), ranks)  # running means differ between ranks until now
             trainer.model.eval()
             for name, data in sets.items():
@@ -164,7 +178,7 @@ class Evaluator:
             # A user's own metric may differ between ranks; decisions based on it (best, stop) must not.
             logs = ranks.broadcast(logs)
         except Exception:
-            # Hooks undo what they did for the evaluation (averaged weights are swapped back) before anything is saved.
+            # Hooks undo what they did for the evaluation before anything is saved.
             hooks.call_all("after_eval", {})
             raise
         finally:
@@ -173,7 +187,7 @@ class Evaluator:
             trainer.seed_step()
             for module in training:
                 module.training = True
-        # All of them even if one raises: the step is saved then, and not with averaged weights.
+        # All of them even if one raises: the step is saved then.
         errors = hooks.call_all("after_eval", logs)
         failure = errors[0] if errors else None
         _raise_failure(failure, ranks.gather(_describe(failure)))
@@ -489,6 +503,34 @@ def _numbers(logs: Any, trainer: Trainer) -> dict[str, float]:
     return numbers
 
 
+@contextmanager
+def replaced_weights(model: torch.nn.Module, averaged: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Copies weights into the model and restores the model's own afterwards, bit for bit; costs a copy of these."""
+    own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    trained = {name: local(own[name]).detach().clone() for name in averaged if name in own}
+    try:
+        load_averaged(averaged, model, source="averaged_weights of a hook")
+        yield
+    finally:
+        with torch.no_grad():
+            for name, values in trained.items():
+                local(own[name]).copy_(values)
+
+
+def _call_before_eval(hooks: HookCalls, model: torch.nn.Module) -> None:
+    """Calls `before_eval`; raises if it changes weights, because load_checkpoint and export would not have them."""
+    owners = hooks.owners("before_eval")
+    before = bit_checksums(model.parameters()) if owners else []
+    hooks.call("before_eval")
+    if owners and bit_checksums(model.parameters()) != before:
+        names = " or ".join(f"{type(hook).__name__}.before_eval" for hook in owners)
+        raise ConfigError(
+            f"{names} changes weights of the model. Return the weights to evaluate with from averaged_weights() "
+            "instead: then checkpoints have them, and load_checkpoint and export use what was evaluated.",
+            where=location_of(owners[0].before_eval),
+        )
+
+
 EVALUATIONS_FILE = "evaluations.json"
 """In the run folder: one JSON line per checkpoint; metrics.json belongs to the training."""
 
@@ -501,7 +543,11 @@ _POLLS_PER_READ = 6  # its newest checkpoint tells whether an idle training was 
 
 
 def evaluate_checkpoints(
-    trainer: Trainer, sets: Mapping[str, EvaluationData], poll_seconds: float, timeout_seconds: float | None
+    trainer: Trainer,
+    sets: Mapping[str, EvaluationData],
+    poll_seconds: float,
+    timeout_seconds: float | None,
+    weights: str | None = None,
 ) -> dict[str, float]:
     """Evaluates each checkpoint once, in order, until the training has ended; returns the logs of the last one."""
     store, ranks = trainer.context.store, trainer.ranks
@@ -521,7 +567,7 @@ def evaluate_checkpoints(
         if isinstance(found, tuple):
             seen.add(found)
             last_step, _ = found
-            if _restore_unless_gone(trainer, last_step):
+            if _restore_unless_gone(trainer, last_step, weights):
                 logger.info("Evaluating %s", store.path(last_step))
                 with trainer.storage:
                     logs = trainer.evaluate_sets(sets)
@@ -574,11 +620,11 @@ def _weights_of(store: AnyStore, step: int) -> Weights:
     return step, " ".join(sorted(fact["sha256"] for name, fact in files.items() if name.startswith("model")))
 
 
-def _restore_unless_gone(trainer: Trainer, step: int) -> bool:
+def _restore_unless_gone(trainer: Trainer, step: int, weights: str | None) -> bool:
     """Loads a checkpoint's weights; returns False if the training has deleted it meanwhile."""
     failure: Exception | None = None
     try:
-        trainer.load_weights(step)
+        trainer.load_weights(step, weights)
     except (CheckpointError, OSError) as error:
         failure = error
     failure = next((each for each in trainer.ranks.gather(failure) if each is not None), None)
@@ -594,5 +640,5 @@ def _append_result(path: Path, step: int, logs: Mapping[str, float], *, is_first
     """Writes a line of the results; those of an earlier `continuous_eval` are replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w" if is_first else "a", encoding="utf-8") as file:
-        file.write(json.dumps({"step": step, **logs}) + "\n")
+        file.write(json_text({"step": step, **logs}) + "\n")
     logger.info("Step %d: %s", step, ", ".join(f"{name} {value:.4g}" for name, value in logs.items()))

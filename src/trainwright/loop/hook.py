@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from trainwright.errors import ConfigError
 from trainwright.user_code.locations import location_of
 from trainwright.user_code.methods import reject_uncalled
@@ -58,6 +60,8 @@ class Hook:
     """Set before any event is called."""
     copies_of_weights: int = 0
     """How many copies of all weights it keeps on the device; `micro_batch_size: auto` leaves room for them."""
+    evaluates_averaged: bool = True
+    """Whether evaluations use `averaged_weights`, as do then load_checkpoint, export and generate by default."""
 
     def before_train(self) -> None:
         """Called once before the first step, with all state restored."""
@@ -72,7 +76,7 @@ class Hook:
         """Called after each update, before evaluating, writing and saving."""
 
     def before_eval(self) -> None:
-        """Called before an evaluation of all its sets."""
+        """Called before an evaluation of all its sets. To evaluate with other weights, use `averaged_weights`."""
 
     def after_eval(self, logs: Mapping[str, Any]) -> None:
         """Called after an evaluation with its logs, such as {"valid/loss": 0.3}; after a failed one with {}."""
@@ -85,6 +89,14 @@ class Hook:
 
     def close(self) -> None:
         """Called once at the end, whatever happened: release what you hold."""
+
+    def averaged_weights(self) -> Mapping[str, torch.Tensor]:
+        """Returns weights to evaluate with instead of the trained ones, by the names in the model; {}: none.
+
+        The loop copies them into the model from `before_eval` to `after_eval`, and saves them in each checkpoint: those
+        that are also in `state_dict` once. Weights that are not named stay as trained.
+        """
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs: a nest of dicts, lists, numbers, strings and tensors."""
@@ -136,6 +148,25 @@ class HookCalls:
     def call_all(self, event: str, *arguments: Any) -> list[Exception]:
         """Calls one event of every hook even if some raise; returns what they raised."""
         return call_each(self._calls[event], *arguments)
+
+    def averaged_weights(self) -> tuple[Mapping[str, torch.Tensor], bool]:
+        """Returns the averaged weights of the hook that has some, and whether evaluations use them."""
+        found = [
+            (hook, weights)
+            for hook in self.hooks
+            if _overrides(hook, "averaged_weights")
+            if (weights := hook.averaged_weights())
+        ]
+        if len(found) > 1:
+            names = " and ".join(type(hook).__name__ for hook, _ in found)
+            raise ConfigError(f"hooks: {names} both have averaged weights, but an evaluation uses one set. Keep one.")
+        for hook, weights in found:
+            return weights, getattr(hook, "evaluates_averaged", True)
+        return {}, False
+
+    def owners(self, event: str) -> list[Hook]:
+        """Returns the hooks that have an event."""
+        return [hook for hook in self.hooks if _overrides(hook, event)]
 
     def keyed(self) -> dict[str, Hook]:
         """Returns the hooks by the key of their state: class name, and ordinal where a class repeats."""

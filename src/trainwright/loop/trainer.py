@@ -27,6 +27,8 @@ from trainwright.anomaly.response import AnomalyResponse
 from trainwright.backends import Backend, Capture, reads_at_once, waits_for_memory
 from trainwright.backends.host_memory import GarbageCollection
 from trainwright.checkpoint import contents
+from trainwright.checkpoint.base_weights import BaseWeights, check_references
+from trainwright.checkpoint.encoding import map_tensors
 from trainwright.checkpoint.remote_files import RemotePath
 from trainwright.checkpoint.remote_store import AnyStore
 from trainwright.checkpoint.retention import metrics_by_step
@@ -127,6 +129,7 @@ class TrainerContext:
     capture: Capture
     metrics: list[ConfiguredMetric] = field(default_factory=list)
     test_data: EvaluationData | None = None
+    base: BaseWeights | None = None
 
 
 _NUM_CHECKED_LOSSES = 4  # steps of a process in which the host reads the labels
@@ -237,6 +240,9 @@ class Trainer:
         self._data_start = 0
         """The position in the data at which the current step began."""
         self._keeps_optimizer_settings = False
+        self._has_only_weights = False
+        self._has_loaded_weights = False
+        """True while the model has the weights of a checkpoint, averaged or not, for an evaluation."""
         self._saved_generators: Mapping[str, Any] | None = None
         self._unclaimed_hook_state: dict[str, Any] = {}
         self._seed_chain, self._draws = chain_seed(config.seed, _STEP_STREAM), self.ranks.mesh.draws
@@ -364,6 +370,11 @@ class Trainer:
         """True if the run has ended and its last step is evaluated and written. A higher limit continues it."""
         state = self._state
         return max(state.step, state.max_steps_at_end) >= self.max_steps and not state.has_unfinished_step
+
+    @property
+    def has_only_weights(self) -> bool:
+        """True if it was restored from a checkpoint of `checkpoint.contents: weights`; then it cannot train."""
+        return self._has_only_weights
 
     @property
     def is_last_step(self) -> bool:
@@ -638,7 +649,8 @@ class Trainer:
 
     def evaluate_sets(self, sets: Mapping[str, EvaluationData], *, with_hooks: bool = True) -> dict[str, float]:
         """Evaluates some sets and returns their logs."""
-        return self._evaluator.evaluate(sets, self._hook_calls if with_hooks else HookCalls([]))
+        hooks = self._hook_calls if with_hooks else HookCalls([])
+        return self._evaluator.evaluate(sets, hooks, averaged=self._weights_to_evaluate(hooks))
 
     def save(self) -> Path | RemotePath:
         """Saves a checkpoint of this step, on every rank, and returns its folder.
@@ -718,26 +730,40 @@ class Trainer:
         self.config = self.config.derive({"evaluation.every_steps": None})
 
     def restore_checkpoint(self, step: int, *, keep_settings: bool = False) -> None:
-        """Restores the state of a checkpoint; every rank reads it.
+        """Restores the state of a checkpoint; every rank reads it. One that has only weights cannot be trained from.
 
         With `keep_settings` the optimizers keep the settings (weight decay, betas) that they were built with.
         """
         store = self.context.store
         self._keeps_optimizer_settings = keep_settings
-        self._restore_state(partial(store.read_split, step), source=str(store.path(step)))
+        self._has_only_weights = contents.has_only_weights(store, step)
+        if self._has_only_weights:
+            self._load_weights(step, None)
+            self._restore_progress(store.read_split(step, "training"))
+        else:
+            self._load_model(step, self._names_of_all_stages())
+            self._restore_state(partial(store.read_split, step))
         metrics = self.ranks.broadcast(metrics_by_step(store) if self.ranks.is_first else {})
         self._best.restore(metrics)
         self._state.restore_evaluation(metrics.get(step, {}))
 
-    def load_weights(self, step: int) -> None:
-        """Loads the weights of a checkpoint, and its hooks' state, for an evaluation."""
-        store = self.context.store
-        other_stages = self._names_of_all_stages()
-        weights = store.read_split(step, "model")
-        contents.load_model_state(weights, self.model, source=str(store.path(step)), other_stages=other_stages)
-        hooks = store.read_split(step, "training")["hooks"]
+    def load_weights(self, step: int, weights: str | None = None) -> None:
+        """Loads the weights of a checkpoint, and its hooks' state, for an evaluation.
+
+        `weights` is "ema", "raw", or None for those that the run's evaluations use.
+        """
+        self._load_weights(step, weights)
+        hooks = self.context.store.read_split(step, "training")["hooks"]
         contents.restore_hooks(hooks, self._hook_calls.keyed(), model=self.model)
         self._state.step = step
+
+    def _load_weights(self, step: int, weights: str | None) -> None:
+        store, source = self.context.store, self.context.store.path(step)
+        other_stages = self._names_of_all_stages()
+        averaged = contents.read_averaged(store, step, weights)
+        self._load_model(step, other_stages)
+        contents.load_averaged(averaged, self.model, source=source, other_stages=other_stages)
+        self._has_loaded_weights = True
 
     # Around the loop.
 
@@ -916,13 +942,54 @@ class Trainer:
                 self._best.update(state.step, logs)
                 # The evaluation was collective, so a hook's request to stop can be decided at once.
                 self._stop_signal.compare_now()
+        if self.is_last_step and not any(name.startswith("test/") for name in state.eval_logs):
+            state.eval_logs = {**state.eval_logs, **self.evaluate_test()}
+
+    def evaluate_test(self) -> dict[str, float]:
+        """Evaluates the test set, if there is one, and returns its logs.
+
+        With `checkpoint.keep_best` it uses the best checkpoint; the model has its own weights again afterwards.
+        """
         test = self.test_data
-        if self.is_last_step and test is not None and not any(name.startswith("test/") for name in state.eval_logs):
-            state.eval_logs = {**state.eval_logs, **self._evaluate_step({test.name: test})}
+        if test is None:
+            return {}
+        step = self._best_saved_step()
+        if step is None:
+            return self._evaluate_step({test.name: test})
+        if self.ranks.is_first:
+            logger.info("Evaluating %s with the best checkpoint, step %d.", test.name, step)
+        own = map_tensors(dict(self.model.state_dict()), lambda value, _: value.detach().clone())
+        try:
+            self._load_weights(step, None)
+            return self._evaluate_step({test.name: test})
+        finally:
+            self.model.load_state_dict(own)
+            self._has_loaded_weights = False
+
+    def _best_saved_step(self) -> int | None:
+        """Returns the step of the best checkpoint, if it is not the current step; collective."""
+        best = self._best.step
+        if best is None or best == self._state.step:
+            return None
+        self._finish_save()  # the best one may still be in progress
+        failure: CheckpointError | None = None
+        if self.ranks.is_first:
+            try:
+                self.context.store.verify(best)
+            except CheckpointError as error:
+                failure = error
+                logger.warning("The test set is evaluated with the last weights instead of the best: %s", error)
+        return None if self.ranks.broadcast(failure) is not None else best
 
     def _evaluate_step(self, sets: Mapping[str, EvaluationData]) -> dict[str, float]:
         """Evaluates a step; an interruption may leave it, because a resumed run evaluates it again."""
-        return self._evaluator.evaluate(sets, self._hook_calls, can_be_abandoned=True)
+        averaged = self._weights_to_evaluate(self._hook_calls)
+        return self._evaluator.evaluate(sets, self._hook_calls, averaged=averaged, can_be_abandoned=self._is_training)
+
+    def _weights_to_evaluate(self, hooks: HookCalls) -> Mapping[str, torch.Tensor]:
+        """Returns the weights that evaluations use instead of the model's; none if the model has a checkpoint's."""
+        averaged, is_evaluated = hooks.averaged_weights()
+        return averaged if is_evaluated and not self._has_loaded_weights else {}
 
     def _write_if_due(self) -> None:
         state, storage = self._state, self.storage
@@ -974,12 +1041,13 @@ class Trainer:
 
     # Saving and restoring.
 
-    def _collect_state(self) -> dict[str, Any]:
+    def _collect_state(self, *, for_rollback: bool = False) -> dict[str, Any]:
         """Returns what a checkpoint of this step contains; shares memory with the live state.
 
-        The same on every rank except for what is sharded: each rank has its shard, as a DTensor or by stages.
+        A copy `for_rollback` has everything, whatever checkpoints contain. The same on every rank except for what is
+        sharded: each rank has its shard, as a DTensor or by stages.
         """
-        ranks, data = self.ranks, self.train_data
+        ranks, data, base = self.ranks, self.train_data, self.context.base
         assert data is not None
         # What is saved is what every rank continues with.
         copy_from_first([each for each in self.model.buffers() if not is_split(each)], ranks)
@@ -998,24 +1066,35 @@ class Trainer:
             has_unfinished_step=self._state.has_unfinished_step,
             max_steps_at_end=self._state.max_steps_at_end,
             unclaimed_hook_state=self._unclaimed_hook_state,
+            averaged=self._hook_calls.averaged_weights(),
+            references=base.references(self.model, ranks) if base is not None and not for_rollback else None,
+            weights_only=self.config.checkpoint.contents == "weights" and not for_rollback,
         )
 
-    def _restore_state(self, read: Callable[[str], Any], *, source: str) -> None:
-        """Restores a state of which `read` gives the parts `model`, `optimizers` and `training`.
+    def _load_model(self, step: int, other_stages: Sequence[str]) -> None:
+        """Loads a checkpoint's trained weights; those that it stores by reference are the ones of the built model."""
+        store, source = self.context.store, self.context.store.path(step)
+        state: Mapping[str, Any] = store.read_split(step, "model")
+        recorded, present = contents.read_references(store, step), list[str]()
+        if recorded and self.context.base is None:
+            check_references(recorded, {}, where=source)
+        elif recorded and self.context.base is not None:
+            state, present = self.context.base.complete(state, recorded, self.model, where=source)
+        contents.load_model_state(state, self.model, source=str(source), other_stages=other_stages, present=present)
+
+    def _restore_state(self, read: Callable[[str], Any]) -> None:
+        """Restores a state of which `read` gives the parts `optimizers` and `training`.
 
         Their tensors may be full or sharded, however those of the trainer are.
         """
         state, data, ranks = self._state, self.train_data, self.ranks
         assert data is not None
         keep_settings, other_stages = self._keeps_optimizer_settings, self._names_of_all_stages()
-        contents.load_model_state(read("model"), self.model, source=source, other_stages=other_stages)
         contents.restore_optimizers(
             read("optimizers"), self.model, self.optimizers, keep_settings=keep_settings, other_stages=other_stages
         )
         training = read("training")
-        state.step = self.storage.step = int(training["step"])
-        state.has_unfinished_step = bool(training["has_unfinished_step"])
-        state.max_steps_at_end = int(training["max_steps_at_end"])
+        self._restore_progress(training)
         data.load_state_dict(training["data"], accept_changes=keep_settings)
         state.epoch = data.epoch
         self.storage.load_state_dict(training["events"], with_window=ranks.is_first)
@@ -1023,11 +1102,17 @@ class Trainer:
             self._updater.loss_scale.load_state_dict(training["loss_scale"])
         self._anomalies.load_state_dict(training["anomalies"])
         state.discard_step()
-        self._next_due = 0
+        self._next_due, self._has_loaded_weights = 0, False
         hooks = self._hook_calls.keyed()
         self._unclaimed_hook_state = contents.restore_hooks(training["hooks"], hooks, model=self.model)
         if ranks.mesh.data_rank < len(training["generators"]):  # an additional rank starts with its own seed
             self._saved_generators = training["generators"][ranks.mesh.data_rank]
+
+    def _restore_progress(self, training: Mapping[str, Any]) -> None:
+        state = self._state
+        state.step = self.storage.step = int(training["step"])
+        state.has_unfinished_step = bool(training["has_unfinished_step"])
+        state.max_steps_at_end = int(training["max_steps_at_end"])
 
     def _names_of_all_stages(self) -> list[str]:
         """Returns the names of all weights of a pipeline, of which each stage has some; empty without a pipeline."""
@@ -1091,7 +1176,9 @@ class Trainer:
             )
 
     def _take_snapshot(self) -> None:
-        self._anomalies.take_snapshot(self._state.step, self._collect_state(), self._state.step_eval_logs)
+        self._anomalies.take_snapshot(
+            self._state.step, self._collect_state(for_rollback=True), self._state.step_eval_logs
+        )
 
     def _roll_back(self, anomaly: Anomaly) -> None:
         """Restores the newest state before the anomaly, and leaves its batches out."""
@@ -1100,7 +1187,11 @@ class Trainer:
         num_anomalies, snapshot = anomalies.num_anomalies, anomalies.snapshot
         step = ranks.broadcast(anomalies.newest_intact_before(anomaly.step) if ranks.is_first else None)
         if snapshot is not None and (step is None or snapshot.step >= step):
-            self._restore_state(snapshot.parts.to_state().__getitem__, source="the copy in memory")
+            parts, other_stages = snapshot.parts.to_state(), self._names_of_all_stages()
+            contents.load_model_state(
+                parts["model"], self.model, source="the copy in memory", other_stages=other_stages
+            )
+            self._restore_state(parts.__getitem__)
             self._state.restore_evaluation(snapshot.eval_logs)
         elif step is not None:
             self.restore_checkpoint(step, keep_settings=self._keeps_optimizer_settings)

@@ -184,7 +184,10 @@ def build_model_section(
 
         with _located("model.", origin("model.replace")):
             replaced = replace_modules(model, rules, make)
-        drawn += [name for name, _ in model.named_parameters() if name.startswith(tuple(f"{one}." for one in replaced))]
+        inside = tuple(f"{one}." for one in replaced)
+        drawn += [name for name, _ in model.named_parameters() if name.startswith(inside)]
+        if facts is not None:
+            facts = replace(facts, loaded=frozenset(name for name in facts.loaded if not name.startswith(inside)))
     if "lora" in reserved:
         settings = _lora_settings(reserved["lora"], origin)
         with _located("model.", origin("model.lora"), origin=origin):
@@ -195,6 +198,26 @@ def build_model_section(
     with _located("model.", origin("model.freeze")):
         disable_untrainable_params(model, reserved.get("freeze", ()))
     return model, facts
+
+
+def pretrained_source(section: ModelSection, *, project_dir: Path) -> str:
+    """Returns the folder or name in `model.pretrained`, for messages."""
+    given = section.reserved["pretrained"]
+    name = given["folder"] if isinstance(given, Mapping) else given
+    folder = project_dir / Path(name).expanduser()
+    return str(folder if folder.is_dir() else name)
+
+
+def pretrained_folder(section: ModelSection, *, project_dir: Path) -> Path | None:
+    """Returns the folder of `model.pretrained`; None without the setting, or if it cannot be found."""
+    given = section.reserved.get("pretrained")
+    if given is None:
+        return None
+    home = given.get("home_path") if isinstance(given, Mapping) else None
+    try:
+        return find_folder(pretrained_source(section, project_dir=project_dir), home_path=home)
+    except CheckpointError:
+        return None
 
 
 def is_as_shipped(section: ModelSection, *, project_dir: Path) -> bool:
@@ -276,6 +299,10 @@ def _build_pretrained(
             return model, kept
         assert folder is not None
         facts = gather_facts(folder, report, model, dtype=pretrained.dtype)
+        own = model.state_dict(keep_vars=True)
+        drawn = {id(own[name]) for name in report.missing if name in own}
+        every = model.named_parameters(remove_duplicate=False)
+        facts = replace(facts, loaded=frozenset(name for name, each in every if id(each) not in drawn))
         if first is not None and (facts.config, facts.report) != (first.config, first.report):
             raise CheckpointError(
                 f"model.pretrained: {folder} is not what the run began with, and {pretrained.reader} reads its "

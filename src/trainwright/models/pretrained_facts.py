@@ -38,6 +38,8 @@ class PretrainedFacts:
     """The names and dtypes of weights that have another dtype than the requested one."""
     generation: Mapping[str, Any] | None = None
     """The folder's generation settings (end tokens, sampling); None without any."""
+    loaded: frozenset[str] = field(default=frozenset(), compare=False)
+    """The parameters that this start has read from the folder; not in the file."""
 
 
 def gather_facts(folder: Path, report: LoadReport, model: nn.Module, *, dtype: torch.dtype) -> PretrainedFacts:

@@ -8,6 +8,7 @@ from typing import IO, Any
 
 from trainwright.errors import TrainwrightError
 from trainwright.events import EventStorage
+from trainwright.safe_text import json_text
 from trainwright.writers.writer import Writer
 
 FILE_NAME = "metrics.json"
@@ -21,11 +22,11 @@ class JsonLinesWriter(Writer):
         self._file: IO[str] | None = None
 
     def write(self, storage: EventStorage) -> None:
-        """Appends the line. A NaN is written as NaN."""
+        """Appends the line. NaN and infinities are written as null."""
         if self._file is None:
             self._file = self.path.open("a", encoding="utf-8")
         try:
-            self._file.write(json.dumps(storage.line, default=_as_text) + "\n")
+            self._file.write(json_text(storage.line, default=_as_text) + "\n")
             self._file.flush()
         except OSError as error:
             raise TrainwrightError(

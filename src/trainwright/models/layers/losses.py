@@ -148,8 +148,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + chunk_rows)
             states, is_counted = hidden[rows], counted[rows, None]
             chosen = torch.where(is_counted, targets[rows, None], 0)  # [rows, 1]
-            if len(aligned) != num_classes:  # the classes that were added are not targets
-                chosen = torch.where(chosen < num_classes, chosen, -1)
+            if len(aligned) != len(weight):  # the classes that were added are not targets
+                chosen = torch.where(chosen < len(weight), chosen, -1)
             of_target, grads = _losses_and_grads(states, aligned, offsets, chosen, precise)
             total = total - torch.where(is_counted, of_target, 0.0).sum()
             if needs_hidden:
