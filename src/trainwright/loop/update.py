@@ -19,6 +19,7 @@ from trainwright.anomaly.detection import AnomalyDetector
 from trainwright.backends import Capture, reads_at_once, waits_for_memory
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.events import Mean
+from trainwright.events.mean import detached_copy, is_sharded
 from trainwright.loop.heartbeat import Heartbeat
 from trainwright.loop.outputs import ForwardResult, Loss, read_pair
 from trainwright.loop.state import Batch
@@ -595,16 +596,15 @@ def _merge_metric(values: list[tuple[Any, int]]) -> Any:
         means = [value.detach() for value, samples in counted if samples]
         return sum(means[1:], means[0]) if means else Mean(0.0, 0.0)
     if all(_is_scalar(value) for value, _ in counted):
-        if len(counted) == 1:
-            return _detach(counted[0][0])
-        return sum(_detach(value) * samples for value, samples in counted) / sum(samples for _, samples in counted)
-    return _detach(counted[-1][0])
+        # A value that is still sharded depends on the parameters alone: it is the same in every micro-batch.
+        if len(counted) == 1 or is_sharded(counted[-1][0]):
+            return detached_copy(counted[-1][0])
+        total = sum(detached_copy(value) * samples for value, samples in counted)
+        return total / sum(samples for _, samples in counted)
+    # Cloned: a metric that aliases a buffer would change before the log period reads it.
+    return detached_copy(counted[-1][0])
 
 
 def _is_scalar(value: Any) -> bool:
     return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, Real)
 
-
-def _detach(value: Any) -> Any:
-    # Cloned: a metric that aliases a buffer would change before the log period reads it.
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value

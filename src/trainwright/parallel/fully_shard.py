@@ -76,6 +76,8 @@ class GradientSync:
         """The parameters, by id, that got a gradient on this rank since the last `finish`."""
         self._finished: dict[int, weakref.ref[torch.Tensor]] = {}
         """The gradients after the last `finish`, weakly referenced: they may be cleared."""
+        self._direct: dict[nn.Parameter, torch.Tensor] = {}
+        """Gradients of sharded parameters that user code used outside of the model, laid out like the parameters."""
         for module in self._modules:
             for group in _groups_of(module):
                 group.post_backward = self._filling_zeros(group, group.post_backward)
@@ -92,6 +94,18 @@ class GradientSync:
                 module.set_requires_all_reduce(is_last, recurse=False)
 
     @torch.no_grad()
+    def add_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Adds a gradient, averaged over ranks, that a parameter gets outside of the model; collective.
+
+        It is kept apart until `finish`: FSDP2 adds its own to the local tensor of `.grad`, on a stream of its own, and
+        would not notice another layout.
+        """
+        assert isinstance(parameter, DTensor) and isinstance(gradient, DTensor)
+        gradient = gradient.redistribute(placements=parameter.placements)
+        earlier = self._direct.get(parameter)
+        self._direct[parameter] = gradient if earlier is None else earlier + gradient
+
+    @torch.no_grad()
     def finish(self) -> None:
         """Completes the reduction of this update's gradients; collective. Parameters are sharded afterwards.
 
@@ -102,6 +116,10 @@ class GradientSync:
             module.reshard()
         if not self._groups:
             return
+        for parameter, gradient in self._direct.items():
+            self._touched.add(id(parameter))
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        self._direct.clear()
         parameters = [one.sharded_param for one in self._split]
         present = [id(parameter) in self._touched or self._is_unchanged(parameter) for parameter in parameters]
         present += [parameter.grad is not None for parameter in self._whole]

@@ -22,7 +22,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return shard
 
 
-def is_split(tensor: torch.Tensor) -> bool:
+def is_split(tensor: Any) -> bool:
     """Returns True for a DTensor."""
     # By attribute and not by class: its module takes as long to import as half of torch.
     return hasattr(tensor, "device_mesh")
