@@ -18,6 +18,7 @@ LLAMA = (
 )
 GPT2 = "model={type: transformers:GPT2LMHeadModel, n_layer: 2, n_embd: 16, n_head: 2, vocab_size: 23, n_positions: 16, "
 GPT2 += "embd_pdrop: 0.0, attn_pdrop: 0.0, resid_pdrop: 0.0"
+HERE = Path(__file__).name
 CASES = {
     "llama": (LLAMA + "}", "documents"),
     "llama-mask": (LLAMA + "}", "mask"),
@@ -53,7 +54,7 @@ def main(folder):
             Path(__file__).with_name("pipeline_run.yaml"),
             [
                 *(f"output_dir={folder}", f"name={name}", model, "data.eval={}", "evaluation={}"),
-                f"data.train={{type: pack, length: 12, borders: {borders}, source: {{type: {Path(__file__).name}:Documents}}}}",
+                f"data.train={{type: pack, length: 12, borders: {borders}, source: {{type: {HERE}:Documents}}}}",
                 *("data.collator={type: stack}", "trainer.max_steps=2", "checkpoint.every_steps=null"),
                 *("trainer.micro_batch_size=4", "trainer.global_batch_size=8", f"runtime.mesh={{fsdp: {world}}}"),
             ],

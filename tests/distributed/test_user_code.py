@@ -41,4 +41,4 @@ def test_a_sharded_value_of_one_rank_raises_on_all_ranks_instead_of_waiting(fold
     assert len(said) == 2
     for text in said:
         assert repr(value) in text
-        assert "only on 0" in text
+        assert "only rank 0" in text

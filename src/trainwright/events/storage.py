@@ -347,9 +347,7 @@ def _local_if_replicated(value: Any) -> Any:
     return value.to_local() if is_dtensor(value) and not is_sharded(value) else value
 
 
-def full_values(
-    labeled: Sequence[tuple[Any, Sequence[Any]]], gather: Callable[[Any], list[Any]]
-) -> list[list[Any]]:
+def full_values(labeled: Sequence[tuple[Any, Sequence[Any]]], gather: Callable[[Any], list[Any]]) -> list[list[Any]]:
     """Returns the values of each label, with full tensors instead of DTensors; collective.
 
     The ranks of a DTensor's mesh must have it under the same label, in the same order. Otherwise all ranks raise,
@@ -390,8 +388,8 @@ def _reject_absent(by_rank: Sequence[Mapping[tuple[int, ...], Sequence[Any]]]) -
         having = [rank for rank, other in zip(members, here, strict=True) if other == label]
         name = label[0] if isinstance(label, tuple) else label
         raise TrainwrightError(
-            f"The value {name!r} is computed from sharded parameters, whose shards are on ranks "
-            f"{', '.join(map(str, members))}, but only on {', '.join(map(str, having))} it was put or returned. Compute "
+            f"The value {name!r} is computed from sharded parameters, whose shards are on the ranks "
+            f"{', '.join(map(str, members))}, but only rank {', '.join(map(str, having))} put or returned it. Compute "
             "it on every rank, not under is_main_process or a condition that differs between ranks."
         )
 

@@ -89,7 +89,9 @@ class Averages:
         same DTensors, also with 0 samples.
         """
         if is_sharded(value) or (isinstance(value, Mean) and (is_sharded(value.total) or is_sharded(value.count))):
-            self._sharded.append((name, value.detach() if isinstance(value, Mean) else detached_copy(value), num_samples))
+            self._sharded.append(
+                (name, value.detach() if isinstance(value, Mean) else detached_copy(value), num_samples)
+            )
             return
         if num_samples == 0:
             return

@@ -460,7 +460,9 @@ class Trainer:
         """Begins an update with cleared gradients; end it with `apply()`."""
         is_known = self._updater.pipeline is None and not self._has_own_step
         num_backwards = self.num_micro_batches if is_known else None
-        update = self._updater.begin(self._batch.num_samples, num_backwards=num_backwards)
+        update = self._updater.begin(
+            self._batch.num_samples, num_backwards=num_backwards, accumulates=self.num_micro_batches > 1
+        )
         self._updates.append(update)
         return update
 
@@ -1133,7 +1135,7 @@ class Trainer:
         )
 
     def _make_gather_mixed(self) -> AbstractContextManager[Any]:
-        """Returns the context for user code that computes with sharded parameters; one without effect if there are none."""
+        """Returns a context for user code that computes with sharded parameters; it has no effect without them."""
         has_user_code = type(self.task) is not Task or any(is_user_code(type(each)) for each in (self, *self.hooks))
         is_plain = not any(is_split(each) for each in self.model.parameters())
         if is_plain or self._compiled is not None or not has_user_code:

@@ -44,6 +44,23 @@ def own_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     return local(gradient)
 
 
+def gradient_dtype(parameter: torch.nn.Parameter) -> torch.dtype:
+    """Returns the dtype in which a parameter's gradient is accumulated: see `set_gradient_dtype`."""
+    return parameter.grad_dtype or parameter.dtype
+
+
+def set_gradient_dtype(parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
+    """Sets the dtype in which a gradient is accumulated and reduced, and converts the present one."""
+    gradient = parameter.grad
+    if gradient is None:
+        if parameter.grad_dtype != dtype:
+            parameter.grad_dtype = dtype
+    elif gradient.dtype != dtype or parameter.grad_dtype != dtype:
+        parameter.grad = None
+        parameter.grad_dtype = dtype
+        parameter.grad = gradient.to(dtype)
+
+
 def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields parameters and buffers under all of their names, including non-persistent buffers."""
     parameters = module.named_parameters(remove_duplicate=False)

@@ -98,7 +98,10 @@ class GatherMixed(TorchFunctionMode):
             meshes = {getattr(each, "device_mesh", None) for each in _tensors((*args, *kwargs.values()))}
             if meshes - {None} and not _acts_on_tensor(func, kwargs):
                 convert = partial(self._convert, gathers=len(meshes) > 1 or func in _READS)
-                args, kwargs = _map_tensors(convert, args), {name: _map_tensors(convert, kwargs[name]) for name in kwargs}
+                args, kwargs = (
+                    _map_tensors(convert, args),
+                    {name: _map_tensors(convert, kwargs[name]) for name in kwargs},
+                )
         return func(*args, **kwargs)
 
     def _convert(self, tensor: Tensor, *, gathers: bool) -> Tensor:
