@@ -69,6 +69,9 @@ def assert_like_one(folder, layout, name, *, one=None, limit=1e-9):
 def assert_close(expected, found, limit):
     assert [line["step"] for line in found] == [line["step"] for line in expected]
     for left, right in zip(expected, found, strict=True):
+        lists = {key: left.pop(key) for key in list(left) if isinstance(left[key], list)}
+        for key, values in lists.items():
+            assert right.pop(key) == pytest.approx(values, rel=limit)
         assert right == pytest.approx(left, rel=limit)
 
 

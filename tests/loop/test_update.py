@@ -541,3 +541,52 @@ def test_gradients_in_fp64_are_clipped_in_fp64(monkeypatch):
     update.apply()
     exact = torch.arange(4.0, dtype=torch.float64) * (0.3 / (14.0**0.5 + 1e-6))
     torch.testing.assert_close(w.grad, exact, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("first", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("second", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_the_norm_of_mixed_gradients_is_measured_in_at_least_fp32(first, second):
+    """Squares of these overflow fp16, and the norm is not a number of bf16."""
+    parameters = [nn.Parameter(torch.full((300,), 1.0, dtype=dtype)) for dtype in (first, second)]
+    update = make_updater(parameters, batch_size=1, lr=0.0).begin(1)
+    update.backward(sum((parameter * 999.0).double().sum() for parameter in parameters), 1)
+    values = [torch.tensor(999.0).to(dtype).double() for dtype in (first, second)]
+    expected = torch.stack([value.square() * 300 for value in values]).sum().sqrt()
+    norm = update.apply().grad_norm
+    assert norm.dtype == (torch.float64 if torch.float64 in (first, second) else torch.float32)
+    assert float(norm) == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("kind", [AdamW, Lion, Muon, torch.optim.SGD, torch.optim.AdamW])
+def test_gradients_of_16_bit_weights_add_up_in_fp32(kind, masters):
+    """In bf16 the sum of 512 gradients is wrong by several percent."""
+    if masters and kind.__module__.startswith("torch"):
+        pytest.skip("has no masters")
+    w = nn.Parameter(torch.zeros(4, 8, dtype=torch.bfloat16))
+    options = {"master_weights": True} if masters else {}
+    seen = []
+
+    class Seeing(kind):
+        def step(self, *args, **kwargs):
+            seen.append(w.grad.clone())
+            return super().step(*args, **kwargs)
+
+    updater = make_updater([w], batch_size=512, optimizer=Seeing([w], lr=1e-3, **options))
+    generator = torch.Generator().manual_seed(0)
+    gradients = 0.5 + torch.rand(512, 4, 8, generator=generator).bfloat16()
+    update = updater.begin(1, num_backwards=512)
+    for gradient in gradients:
+        update.backward((w * gradient).sum(dtype=torch.float32), 1)
+    update.apply()
+    expected = gradients.double().mean(0)
+    assert seen[0].dtype == (torch.float32 if masters else torch.bfloat16)
+    torch.testing.assert_close(seen[0].double(), expected, rtol=1e-5 if masters else 2**-8, atol=0)
+
+
+def test_one_backward_in_one_process_leaves_gradients_in_16_bits():
+    w = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    update = make_updater([w]).begin(8, num_backwards=1, accumulates=False)
+    update.backward(w.sum(dtype=torch.float32), 8)
+    assert w.grad.dtype == torch.bfloat16
+    update.apply()

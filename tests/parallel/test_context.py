@@ -352,7 +352,7 @@ def test_own_random_numbers_leave_the_generator_where_one_draw_leaves_it():
 
 def test_outside_of_training_nothing_is_drawn():
     dropout = nn.Dropout(0.5).eval()
-    draw_apart(dropout, rank=1)
+    draw_apart(dropout, rank=1, size=2)
     before = torch.get_rng_state()
     assert torch.equal(dropout(torch.ones(1, 2, 3)), torch.ones(1, 2, 3))
     assert torch.equal(before, torch.get_rng_state())
@@ -362,3 +362,43 @@ def test_this_torch_has_a_ring_and_the_cpu_does_not_take_it():
     assert torch_ring() is not None
     queries, keys, _ = heads(64, dtype=torch.float32)
     assert ring_kernel(queries, keys) is None
+
+
+def compiled_draws(mesh):
+    """What compiled code drops on a rank, what attention gives with hardly any dropout, and what is drawn next."""
+    torch.manual_seed(3)
+    model = split(toy(dropout=0.5), mesh)
+    drop = torch.compile(model.drop, backend="aot_eager", fullgraph=True)
+    sequence = model.sequence
+    length = 13
+    own = [sequence.take(torch.rand(2, heads, length, 8), 2) for heads in (4, 2, 2)]
+
+    def attend(dropout):
+        return sequence.attend(*own, is_causal=True, dropout=dropout, enable_gqa=True)
+
+    compiled_attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    return {
+        "dropped": drop(torch.ones(2, 8, 64)),
+        # Without padding, which may attend to anything.
+        **{
+            name: sequence.whole(run(p), 2)
+            for name, run, p in (
+                ("half", compiled_attend, 0.5),
+                ("hardly", compiled_attend, 1e-9),
+                ("none", attend, 0.0),
+            )
+        },
+        "next": torch.rand(2),
+    }
+
+
+def test_compiled_dropout_differs_between_ranks_and_leaves_generators_equal(tmp_path):
+    one, two = on_ranks(tmp_path, {"context": 2}, compiled_draws)
+    for each in (one, two):
+        assert set(each["dropped"].unique().tolist()) == {0.0, 2.0}
+        assert 0.3 < (each["dropped"] == 0).float().mean() < 0.7
+        torch.testing.assert_close(each["hardly"], each["none"])
+        assert not torch.allclose(each["half"], each["none"])
+    agree = (one["dropped"] == two["dropped"]).float().mean()
+    assert 0.3 < agree < 0.7  # independent: they agree by chance
+    assert torch.equal(one["next"], two["next"])

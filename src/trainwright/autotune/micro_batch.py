@@ -27,6 +27,7 @@ from trainwright.loop.state import count_samples
 from trainwright.loop.trainer import Trainer, TrainIterator
 from trainwright.memory.out_of_memory import advice_for, is_out_of_memory
 from trainwright.parallel.collectives import Ranks
+from trainwright.parallel.mesh import set_gradient_dtype
 from trainwright.parallel.processes import local_size
 
 logger = logging.getLogger(__name__)
@@ -312,6 +313,8 @@ def _state_restored(trainer: Trainer) -> Iterator[None]:
             for tensor, value in zip(tensors, kept, strict=True):
                 tensor.copy_(value)
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = None
+            set_gradient_dtype(parameter, parameter.dtype)
             parameter.grad = gradient
         for name, optimizer in trainer.optimizers.items():
             optimizer.load_state_dict(states[name])

@@ -15,6 +15,7 @@ from trainwright.config import RunConfig
 from trainwright.errors import ConfigError
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Trainer
+from trainwright.models.transformers_models import find_crossings
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import Mesh
 from trainwright.parallel.replicate import SentWeights, give_memory, make_equal
@@ -68,6 +69,8 @@ def parallelize_model(
     else:
         make_equal(model, ranks)
     is_empty = first_has_weights and not ranks.is_first
+    if ranks.mesh.is_split:
+        find_crossings(model, is_on_meta=is_empty, broadcast=ranks.broadcast)
     plan, sync = _split(model, ranks, config, torch.device("meta") if is_empty else device)
     if is_empty:
         give_memory(model, device)

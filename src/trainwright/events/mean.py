@@ -42,10 +42,31 @@ class Mean:
 
     def detach(self) -> Mean:
         """Returns a copy that keeps no graph alive and does not change when the originals do."""
-        total, count = (
-            each.detach().clone() if isinstance(each, torch.Tensor) else each for each in (self.total, self.count)
-        )
-        return Mean(total, count)
+        return Mean(detached_copy(self.total), detached_copy(self.count))
+
+
+def is_dtensor(value: Any) -> bool:
+    """Returns True for a DTensor."""
+    # By attribute and not by class: its module takes as long to import as half of torch.
+    return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh")
+
+
+def is_sharded(value: Any) -> bool:
+    """Returns True for a DTensor of which this rank has a part: a shard, or a term of a sum."""
+    return is_dtensor(value) and not all(each.is_replicate() for each in value.placements)
+
+
+def detached_copy(value: Any) -> Any:
+    """Returns a copy of a tensor that keeps no graph alive; other values unchanged. Never communicates."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not is_sharded(value):
+        return value.detach().clone()
+    # Not `clone()`: torch completes the terms of a norm first, which waits for the other ranks.
+    sharded: Any = value
+    local = sharded.to_local().detach().clone()
+    layout = {"shape": value.shape, "stride": value.stride(), "run_check": False}
+    return type(sharded).from_local(local, sharded.device_mesh, sharded.placements, **layout)
 
 
 Kind = Literal["mean", "total", "put", "last", "imbalance"]

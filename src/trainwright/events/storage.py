@@ -1,14 +1,16 @@
 """Stores values from the step that puts them until a writer receives them.
 
-Putting never waits for the device: tensors stay on it until the loop drains them, in one copy per log period. Nothing
-here communicates between ranks: the loop gathers the result of `take_window`, and mean.py merges it.
+Putting never waits for the device: tensors stay on it until the loop drains them, in one copy per log period. Nor does
+it communicate: a sharded value (a DTensor) stays as it is until the loop calls `gather_shards` on all ranks, which then
+gathers the result of `take_window`; mean.py merges it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from numbers import Real
 from typing import Any
 
@@ -16,7 +18,17 @@ import numpy as np
 import torch
 
 from trainwright.errors import HostReadError, TrainwrightError
-from trainwright.events.mean import Kind, Mean, Window, add_record, window_from_state, window_to_state
+from trainwright.events.mean import (
+    Kind,
+    Mean,
+    Window,
+    add_record,
+    detached_copy,
+    is_dtensor,
+    is_sharded,
+    window_from_state,
+    window_to_state,
+)
 
 RESERVED = frozenset({"step", "loss", "grad_norm", "lr"})
 """The loop's own names in a log line."""
@@ -57,6 +69,8 @@ class EventStorage:
         """The values of that line that come from an evaluation, such as `valid/loss`."""
         self._step = 0
         self._pending: list[tuple[str, int, Any, Any, Kind]] = []
+        self._sharded: list[tuple[str, int, Any, Any, Kind]] = []
+        """Records whose value or weight is a DTensor."""
         self._traced: dict[str, tuple[torch.Tensor, torch.Tensor, Kind]] = {}
         # Only the last text, list or large tensor of a name is ever shown, so only that one is stored.
         self._objects: dict[str, tuple[int, Any]] = {}
@@ -103,8 +117,7 @@ class EventStorage:
             self._put_traced(name, value, kind)
         elif not _is_recomputing():
             # Cloned: the caller may change the tensor in place before it is drained.
-            copied = value.detach().clone() if isinstance(value, torch.Tensor) else value
-            self._pending.append((name, self._step, copied, 1.0, kind))
+            self._append(name, detached_copy(value), 1.0, kind)
 
     def put_scalars(
         self, values: Mapping[str, Any] | None = None, /, *, smoothing_hint: bool = True, **more: Any
@@ -119,14 +132,14 @@ class EventStorage:
         Tensors are detached but not cloned: the caller must not change them in place.
         """
         if isinstance(value, Mean):
-            self._pending.append((name, self._step, value.total, value.count, "total"))
+            self._append(name, value.total, value.count, "total")
             return
         if isinstance(value, torch.Tensor):
             value = value.detach()
         if _is_scalar(value):
-            self._pending.append((name, self._step, value, weight, "mean"))
+            self._append(name, value, weight, "mean")
         else:
-            self._objects[name] = (self._step, value)
+            self._objects[name] = (self._step, _local_if_replicated(value))
 
     def put_result(self, result: Any, *, weight: Any, num_samples: int, share: float = 1.0) -> None:
         """Stores the result of an update, (loss, metrics, grad_norm, lr), with the weight of its loss.
@@ -150,6 +163,10 @@ class EventStorage:
             else:
                 self.put_metric(name, value, num_samples)
 
+    def _append(self, name: str, value: Any, weight: Any, kind: Kind) -> None:
+        records = self._sharded if is_sharded(value) or is_sharded(weight) else self._pending
+        records.append((name, self._step, _local_if_replicated(value), _local_if_replicated(weight), kind))
+
     def put_imbalance(self, name: str, seconds: float) -> None:
         """Stores the seconds that this rank worked; the log line has the share of time that ranks wait for others."""
         self._pending.append((name, self._step, [seconds], 1.0, "imbalance"))
@@ -167,7 +184,7 @@ class EventStorage:
     def isolated(self) -> Iterator[None]:
         """Drops the values that are put inside the block, for a trial forward."""
         kept = dict(vars(self))
-        self._pending, self._traced, self._objects, self._window = [], {}, {}, {}
+        self._pending, self._sharded, self._traced, self._objects, self._window = [], [], {}, {}, {}
         self._histories = {name: values.copy() for name, values in self._histories.items()}
         _stack.append(self)
         try:
@@ -214,6 +231,22 @@ class EventStorage:
 
     # The loop's methods.
 
+    def gather_shards(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Replaces pending DTensors by their full values; collective.
+
+        `gather` returns an object of every rank, in rank order. Until then a drain leaves DTensors out.
+        """
+        self.file_traced()
+        sharded, self._sharded = self._sharded, []
+        objects = {name: entry for name, entry in self._objects.items() if is_sharded(entry[1])}
+        scalars = [((name, step), [value, weight]) for name, step, value, weight, _ in sharded]
+        texts = [((name, step), [value]) for name, (step, value) in objects.items()]
+        full = full_values([*scalars, *texts], gather)
+        for (name, step, _, _, kind), (value, weight) in zip(sharded, full, strict=False):
+            self._pending.append((name, step, value, weight, kind))
+        for name, (value,) in zip(objects, full[len(sharded) :], strict=True):
+            self._objects[name] = (objects[name][0], value)
+
     def drain(self) -> None:
         """Moves pending values to the host, in one copy per device and dtype, and files them by name and step."""
         self.file_traced()
@@ -225,6 +258,9 @@ class EventStorage:
         ]
         objects, self._objects = self._objects, {}
         for name, (step, value) in objects.items():
+            if is_sharded(value):
+                self._objects[name] = (step, value)
+                continue
             records.append((name, step, value.tolist() if isinstance(value, torch.Tensor) else value, 1.0, "last"))
         for record in records:
             add_record(self._window, *record)
@@ -261,7 +297,7 @@ class EventStorage:
 
     def load_state_dict(self, state: Mapping[str, Any], *, with_window: bool = True) -> None:
         """Restores `state_dict`; only one rank restores the window, which has the values of all ranks."""
-        self._pending, self._traced, self._objects = [], {}, {}
+        self._pending, self._sharded, self._traced, self._objects = [], [], {}, {}
         self._window = window_from_state(state["window"]) if with_window else {}
         self._histories = {
             name: deque(((int(step), value) for step, value in values), maxlen=HISTORY_LENGTH)
@@ -285,7 +321,7 @@ class EventStorage:
     def file_traced(self) -> None:
         """Makes the values put by compiled code pending, so that the next call finds no names and no new guard."""
         for name, (total, count, kind) in self._traced.items():
-            self._pending.append((name, self._step, total, count, kind))
+            self._append(name, total, count, kind)
         self._traced = {}
 
     def _remember(self, name: str, step: int, value: Any) -> None:
@@ -305,6 +341,57 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mean):
         value = value.value
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _local_if_replicated(value: Any) -> Any:
+    return value.to_local() if is_dtensor(value) and not is_sharded(value) else value
+
+
+def full_values(labeled: Sequence[tuple[Any, Sequence[Any]]], gather: Callable[[Any], list[Any]]) -> list[list[Any]]:
+    """Returns the values of each label, with full tensors instead of DTensors; collective.
+
+    The ranks of a DTensor's mesh must have it under the same label, in the same order. Otherwise all ranks raise,
+    instead of waiting for a rank that does not take part.
+    """
+    full = [list(map(_local_if_replicated, values)) for _, values in labeled]
+    sharded = [
+        (tuple(value.device_mesh.mesh.flatten().tolist()), label, entry, place)
+        for entry, (label, values) in enumerate(labeled)
+        for place, value in enumerate(values)
+        if is_sharded(value)
+    ]
+    by_mesh: dict[tuple[int, ...], list[Any]] = {}
+    for members, label, _, _ in sharded:
+        by_mesh.setdefault(members, []).append(label)
+    _reject_absent(gather(by_mesh))
+    # Sorted by mesh: ranks of several meshes take part in their collectives in the same order.
+    for _, _, entry, place in sorted(sharded, key=lambda each: each[0]):
+        full[entry][place] = full[entry][place].full_tensor()
+    return full
+
+
+def full_logs(logs: Mapping[str, Any], gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
+    """Returns logs that user code returned, with full tensors instead of DTensors; collective, see `full_values`."""
+    parts = [[value.total, value.count] if isinstance(value, Mean) else [value] for value in logs.values()]
+    full = full_values(list(zip(logs, parts, strict=True)), gather)
+    return {name: Mean(*values) if len(values) == 2 else values[0] for name, values in zip(logs, full, strict=True)}
+
+
+def _reject_absent(by_rank: Sequence[Mapping[tuple[int, ...], Sequence[Any]]]) -> None:
+    for members in sorted({members for each in by_rank for members in each}):
+        labels = {rank: list(by_rank[rank].get(members, ())) for rank in members}
+        if all(each == labels[members[0]] for each in labels.values()):
+            continue
+        # The labels at the first place where the ranks differ.
+        here = next(each for each in zip_longest(*labels.values()) if any(label != each[0] for label in each))
+        label = next(label for label in here if label is not None)
+        having = [rank for rank, other in zip(members, here, strict=True) if other == label]
+        name = label[0] if isinstance(label, tuple) else label
+        raise TrainwrightError(
+            f"The value {name!r} is computed from sharded parameters, whose shards are on the ranks "
+            f"{', '.join(map(str, members))}, but only rank {', '.join(map(str, having))} put or returned it. Compute "
+            "it on every rank, not under is_main_process or a condition that differs between ranks."
+        )
 
 
 def _is_scalar(value: Any) -> bool:

@@ -28,7 +28,8 @@ from trainwright.data.order import mix_seed
 from trainwright.data.stream_loader import EvaluationData
 from trainwright.errors import CheckpointError, ConfigError, TrainwrightError
 from trainwright.events import EventStorage, Mean
-from trainwright.events.mean import merge, summarise
+from trainwright.events.mean import detached_copy, is_sharded, merge, summarise
+from trainwright.events.storage import full_logs, full_values
 from trainwright.loop.hook import HookCalls
 from trainwright.loop.metrics import ConfiguredMetric
 from trainwright.loop.outputs import ForwardResult
@@ -80,18 +81,35 @@ class Averages:
 
     def __init__(self) -> None:
         self._sums: dict[str, Mean] = {}
+        self._sharded: list[tuple[str, Any, int]] = []
+        """Values that are DTensors, with their numbers of samples, until they are gathered."""
 
     def add(self, name: str, value: Any, num_samples: int) -> None:
         """Adds a batch's value: a Mean, a scalar that weighs its samples, or one number a sample.
 
-        Anything else (a matrix of outputs, a text) has no mean and is left out.
+        Anything else (a matrix of outputs, a text) has no mean and is left out. Ranks that share a model must add the
+        same DTensors, also with 0 samples.
         """
+        if is_sharded(value) or (isinstance(value, Mean) and (is_sharded(value.total) or is_sharded(value.count))):
+            self._sharded.append(
+                (name, value.detach() if isinstance(value, Mean) else detached_copy(value), num_samples)
+            )
+            return
+        if num_samples == 0:
+            return
         mean = _as_mean(value, num_samples)
         if mean is not None:
             self._sums[name] = self._sums[name] + mean if name in self._sums else mean
 
     def over_ranks(self, ranks: Ranks) -> dict[str, float]:
         """Returns the means over all ranks as numbers; ranks may hold different names."""
+        if ranks.mesh.is_split:
+            sharded, self._sharded = self._sharded, []
+            parts = [[value.total, value.count] if isinstance(value, Mean) else [value] for _, value, _ in sharded]
+            labels = [(name, number) for number, (name, _, _) in enumerate(sharded)]
+            full = full_values(list(zip(labels, parts, strict=True)), ranks.gather)
+            for (name, _, num_samples), values in zip(sharded, full, strict=True):
+                self.add(name, Mean(*values) if len(values) == 2 else values[0], num_samples)
         own = {name: (float(mean.total), float(mean.count)) for name, mean in self._sums.items()}
         totals: dict[str, tuple[float, float]] = {}
         for sums in ranks.gather_samples(own):
@@ -219,14 +237,19 @@ class Evaluator:
             iterator.close()
             # Before any other collective: if one rank failed, all must leave here.
             updates = one_pass.num_updates if ranks.mesh.is_loss_rank else None
-            shares = ranks.gather((puts.take_window(), updates, _describe(failure)))
-        _raise_failure(failure, [text for _, _, text in shares])
-        put = summarise(merge([window for window, _, _ in shares]))
+            shares = ranks.gather((updates, _describe(failure)))
+            _raise_failure(failure, [text for _, text in shares])
+            if ranks.mesh.is_split:
+                puts.gather_shards(ranks.gather)
+            put = summarise(merge(ranks.gather(puts.take_window())))
         averages = one_pass.averages.over_ranks(ranks)
-        fewest = min(updates for _, updates, _ in shares if updates is not None)
+        fewest = min(updates for updates, _ in shares if updates is not None)
         computed = _compute(self._metrics, ranks, fewest, data)
         self.averages = {**put, **averages, **computed}
-        return _together(ranks, lambda: _numbers(trainer.eval_end(one_pass.state), trainer))
+        logs = _together(ranks, lambda: _logs_of_set(trainer, one_pass.state))
+        if ranks.mesh.is_split:
+            logs = full_logs(logs, ranks.gather)
+        return _together(ranks, lambda: _numbers(logs, trainer))
 
 
 class _CountedBatches(Iterator[Any]):
@@ -338,7 +361,8 @@ class _Pass:
 
     def _step(self, batch: Any, passthrough: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
         try:
-            logs = self._trainer.eval_step(batch)
+            with self._trainer.gather_mixed:
+                logs = self._trainer.eval_step(batch)
         except Exception:
             self.failed_in_forward = self._is_split
             raise
@@ -355,12 +379,12 @@ class _Pass:
         if not isinstance(logs, Mapping):
             raise TrainwrightError(f"eval_step must return a mapping of metrics; it returned a {type(logs).__name__}.")
         values = {**logs, **passthrough}
+        for name, value in values.items():
+            # What a task aggregates itself (class ids, scores of a ranking) needs no mean.
+            if not (self._aggregates and _is_per_sample(value, num_samples)):
+                self.averages.add(name, value, num_samples)
         if num_samples:
             self.num_updates += 1
-            for name, value in values.items():
-                # What a task aggregates itself (class ids, scores of a ranking) needs no mean.
-                if not (self._aggregates and _is_per_sample(value, num_samples)):
-                    self.averages.add(name, value, num_samples)
             if self._trainer.ranks.mesh.is_loss_rank:
                 for metric in self._metrics:
                     metric.update(getattr(logs, "outputs", None) or logs, batch)
@@ -421,6 +445,9 @@ def _gather_outputs(
     values: Mapping[str, Any], num_samples: int, failure: Exception | None, ranks: Ranks
 ) -> dict[str, Any]:
     """Gathers the values of a batch on every host: per-sample ones in sample order, scalars averaged."""
+    if ranks.mesh.is_split:
+        _raise_failure(failure, ranks.gather(_describe(failure)))
+        values = full_logs(values, ranks.gather)
     own = {name: _to_host(value) for name, value in values.items()} if num_samples else {}
     all_ranks = ranks.gather((num_samples * ranks.mesh.is_loss_rank, own, _describe(failure)))
     _raise_failure(failure, [text for _, _, text in all_ranks])
@@ -483,12 +510,19 @@ def _read_metrics(metrics: Sequence[ConfiguredMetric]) -> tuple[dict[str, float]
     return results, means
 
 
-def _numbers(logs: Any, trainer: Trainer) -> dict[str, float]:
+def _logs_of_set(trainer: Trainer, state: Any) -> Mapping[str, Any]:
+    with trainer.gather_mixed:
+        logs = trainer.eval_end(state)
+    if not isinstance(logs, Mapping):
+        returned = "None" if logs is None else f"a {type(logs).__name__}"
+        problem = f"{trainer.eval_end.__qualname__} returned {returned}. Return the logs by name."
+        raise TrainwrightError(problem, where=location_of(trainer.eval_end))
+    return logs
+
+
+def _numbers(logs: Mapping[str, Any], trainer: Trainer) -> dict[str, float]:
     """Reads what `eval_end` returned: one number a name."""
     owner = trainer.eval_end.__qualname__
-    if not isinstance(logs, Mapping):
-        problem = f"{owner} returned {'None' if logs is None else f'a {type(logs).__name__}'}. Return the logs by name."
-        raise TrainwrightError(problem, where=location_of(trainer.eval_end))
     numbers = {}
     for name, value in logs.items():
         try:

@@ -18,6 +18,7 @@ from trainwright.events import Mean
 from trainwright.events.mean import IGNORED_LABEL
 from trainwright.memory.out_of_memory import is_out_of_memory
 from trainwright.models.layers.losses import count_labels
+from trainwright.parallel.mesh import is_split
 from trainwright.user_code.locations import definition_of, is_user_file
 
 Loss = torch.Tensor | Mean
@@ -100,7 +101,27 @@ def _explain_dtypes(error: RuntimeError, batch: Any, model: torch.nn.Module) -> 
 
 
 def read_forward(returned: Any, batch: Any, model: torch.nn.Module, num_samples: int) -> ForwardResult:
-    """Reads what `forward` returned; raises for other forms than those above."""
+    """Reads what `forward` returned; raises for other forms than those above.
+
+    A loss that is a DTensor is gathered: it was computed from sharded parameters alone.
+    """
+    result = _read_any(returned, batch, model, num_samples)
+    loss = result.loss
+    if isinstance(loss, Mean):
+        if is_split(loss.total) or is_split(loss.count):
+            result.loss = Mean(_full(loss.total), _full(loss.count))
+    elif is_split(loss):
+        result.loss = _full(loss)
+    return result
+
+
+def _full(value: Any) -> Any:
+    from trainwright.parallel.mixed_tensors import full  # imports much of torch
+
+    return full(value) if isinstance(value, torch.Tensor) else value
+
+
+def _read_any(returned: Any, batch: Any, model: torch.nn.Module, num_samples: int) -> ForwardResult:
     if isinstance(returned, Mean):
         return ForwardResult(returned, num_samples)
     if isinstance(returned, torch.Tensor):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -56,6 +56,7 @@ from trainwright.errors import (
 )
 from trainwright.events import EventStorage
 from trainwright.events.mean import IGNORED_LABEL, Window, merge, summarise
+from trainwright.events.storage import full_logs
 from trainwright.log import outlive_console
 from trainwright.loop.checkpointing import BestCheckpoint, Checkpointing
 from trainwright.loop.evaluation import EvalLogs, EvaluationAbandoned, Evaluator, logs_of
@@ -252,6 +253,8 @@ class Trainer:
         self._has_own_step = any(overrides(self, name, Trainer) for name in own_steps)
         self._compiled = self._compile_forward()
         self._is_inspected = config.runtime.mode == "eager"
+        self.gather_mixed = self._make_gather_mixed()
+        """A context for user code that computes with the parameters of a sharded model."""
         for hook in context.hooks:
             hook.trainer = self
         self._own_attributes = frozenset({*vars(self), "_own_attributes"} - set_before)
@@ -474,7 +477,9 @@ class Trainer:
         """Begins an update with cleared gradients; end it with `apply()`."""
         is_known = self._updater.pipeline is None and not self._has_own_step
         num_backwards = self.num_micro_batches if is_known else None
-        update = self._updater.begin(self._batch.num_samples, num_backwards=num_backwards)
+        update = self._updater.begin(
+            self._batch.num_samples, num_backwards=num_backwards, accumulates=self.num_micro_batches > 1
+        )
         self._updates.append(update)
         return update
 
@@ -508,7 +513,8 @@ class Trainer:
                 if self._compiled is not None:
                     result = self._run_compiled(self._compiled, batch, num_samples)
                 else:
-                    returned = self.forward(**batch) if isinstance(batch, Mapping) else self.forward_batch(batch)
+                    with self.gather_mixed:
+                        returned = self.forward(**batch) if isinstance(batch, Mapping) else self.forward_batch(batch)
                     result = read_forward(returned, batch, self.model, num_samples)
                     self.add_metrics(result, batch)
             except TypeError:
@@ -602,8 +608,9 @@ class Trainer:
                 self._updater.begin_step(state.step)
                 self.seed_step()
                 state.phase = "in_step"
-                for call in self._hook_calls.before_step:
-                    call()
+                with self.gather_mixed:
+                    for call in self._hook_calls.before_step:
+                        call()
                 self.heartbeat.enter("data", state.step + 1)
                 self._data_start = data.order_position
                 try:
@@ -636,8 +643,9 @@ class Trainer:
                 state.has_unfinished_step, state.max_steps_at_end = True, 0
                 self.storage.put_result(result, weight=weight, num_samples=num_samples * is_loss_rank, share=share)
                 self.heartbeat.enter("hooks", state.step)
-                for call in self._hook_calls.after_step:
-                    call()
+                with self.gather_mixed:
+                    for call in self._hook_calls.after_step:
+                        call()
                 self._vote()
                 if not self._end_step():
                     self._continue_after_rollback(iterator, graph)
@@ -997,10 +1005,15 @@ class Trainer:
         if self._is_write_due():
             for name, count in (self.train_data.counts if self.train_data else {}).items():
                 storage.put_scalar(f"samples/{name}", count, smoothing_hint=False)
+            if self.ranks.mesh.is_split:
+                storage.gather_shards(self.ranks.gather)
             window = merge(self.ranks.gather(storage.take_window()))
             self._window_logs = summarise(window)
             self._count_empty_updates(window)
-            logs = self.train_loop_end()
+            with self.gather_mixed:
+                logs = self.train_loop_end()
+            if self.ranks.mesh.is_split:
+                logs = full_logs(logs, self.ranks.gather)
             self._warn_of_loss(logs.get("loss"))
             if not self.is_last_step:
                 self.train_loop_begin()
@@ -1051,6 +1064,8 @@ class Trainer:
         assert data is not None
         # What is saved is what every rank continues with.
         copy_from_first([each for each in self.model.buffers() if not is_split(each)], ranks)
+        if ranks.mesh.is_split:
+            self.storage.gather_shards(ranks.gather)
         window = merge(ranks.gather(self.storage.peek_window()))
         return contents.collect(
             model=self.model,
@@ -1240,6 +1255,17 @@ class Trainer:
             # A user's own step may differentiate more than the loss.
             keeps_training_outputs=not is_ours,
         )
+
+    def _make_gather_mixed(self) -> AbstractContextManager[Any]:
+        """Returns a context for user code that computes with sharded parameters; it has no effect without them."""
+        has_user_code = type(self.task) is not Task or any(is_user_code(type(each)) for each in (self, *self.hooks))
+        is_plain = not any(is_split(each) for each in self.model.parameters())
+        if is_plain or self._compiled is not None or not has_user_code:
+            return nullcontext()
+        from trainwright.parallel.mixed_tensors import GatherMixed  # imports much of torch
+
+        sync = self._updater.sync
+        return GatherMixed(self.model, add_gradient=None if sync is None else sync.add_gradient)
 
     def _compute(self, batch: Any) -> RegionOutputs:
         """The region to compile: the forward, its loss and metrics. A plain loss gets its weight outside."""

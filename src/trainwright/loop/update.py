@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +20,7 @@ from trainwright.anomaly.detection import AnomalyDetector
 from trainwright.backends import Capture, reads_at_once, waits_for_memory
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.events import Mean
+from trainwright.events.mean import detached_copy, is_sharded
 from trainwright.loop.heartbeat import Heartbeat
 from trainwright.loop.outputs import ForwardResult, Loss, read_pair
 from trainwright.loop.state import Batch
@@ -30,8 +32,8 @@ from trainwright.optim.device_step import (
     supports_found_inf,
 )
 from trainwright.parallel.collectives import Ranks
-from trainwright.parallel.mesh import local
-from trainwright.parallel.replicate import GradientNorm, GradientSum, copy_from_first
+from trainwright.parallel.mesh import is_split, local, set_gradient_dtype
+from trainwright.parallel.replicate import GradientNorm, GradientSum, copy_from_first, norms_of
 
 if TYPE_CHECKING:
     from trainwright.parallel.fully_shard import GradientSync
@@ -248,11 +250,12 @@ class Updater:
         if self._buffers:
             copy_from_first([read_buffer(each) for each in self._buffers], self.ranks)
 
-    def begin(self, num_samples: int, *, num_backwards: int | None = None) -> Update:
+    def begin(self, num_samples: int, *, num_backwards: int | None = None, accumulates: bool = True) -> Update:
         """Begins an update with cleared gradients; `num_samples` is the weight of a plain loss.
 
         `num_backwards` is how often `backward` will be called, if that is known: the sum over ranks can then overlap
-        with the last one.
+        with the last one. If it `accumulates` several gradients, or sums them over ranks, those of 16-bit parameters
+        are fp32 until the optimizers read them: in bf16 a sum of hundreds loses several percent.
         """
         if self._postponed:
             raise ConfigError(
@@ -267,6 +270,9 @@ class Updater:
             for group in optimizer.param_groups:  # what torch's zero_grad does, without its profiling range (40 µs)
                 for parameter in group["params"]:
                     parameter.grad = None
+        if accumulates or self.ranks.size > 1:
+            for parameter in self.owned_by(tuple(self.optimizers)).short:
+                set_gradient_dtype(parameter, torch.float32)
         return Update(self, num_samples, num_backwards)
 
     def divides_gradients(self, names: Sequence[str]) -> bool:
@@ -329,6 +335,11 @@ class _OwnedParameters:
         heartbeat: Heartbeat,
     ) -> None:
         self.parameters = list(parameters)
+        short = [each for each in self.parameters if each.dtype in (torch.bfloat16, torch.float16)]
+        self.has_short = bool(short)
+        """True if some parameters have 16 bits."""
+        # FSDP widens the gradients that it reduces itself.
+        self.short = [each for each in short if sums_gradients or not is_split(each)]
         self.gradient_sum = GradientSum(self.parameters, ranks, sums_gradients=sums_gradients, enter=heartbeat.enter)
         is_sharded = ranks.mesh.is_split
         self.norm = GradientNorm(self.parameters, ranks.mesh, num_stages=num_stages) if is_sharded else None
@@ -502,6 +513,8 @@ class Update:
         for name, values in self._metrics.items():
             metrics[name] = _merge_metric(values)
         for name in names:
+            if owned.has_short:
+                _narrow_gradients(updater.optimizers[name].optimizer)
             metrics.update(updater.step_optimizer(name, skip, grad_scale))
         if overflowed is not None and updater.loss_scale is not None:
             metrics["loss_scale"] = updater.loss_scale.scale.clone()
@@ -633,15 +646,24 @@ def _without_nan(loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tens
 
 def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """Returns the 2-norm of all gradients together; torch's own helper regroups them on every call (30 µs)."""
-    is_short = gradients[0].dtype in (torch.bfloat16, torch.float16)
-    norms = list(torch._foreach_norm(gradients, 2, torch.float32) if is_short else torch._foreach_norm(gradients))
+    norms = norms_of(gradients)
     first = norms[0]
     for norm in norms[1:]:
         if norm.dtype != first.dtype or norm.device != first.device:
-            norms = [each.to(device=first.device, dtype=torch.float32) for each in norms]
+            dtype = reduce(torch.promote_types, {each.dtype for each in norms})
+            norms = [each.to(device=first.device, dtype=dtype) for each in norms]
             break
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
+
+
+def _narrow_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Rounds gradients to the dtype of their parameters, which most optimizers need; masters take them in fp32."""
+    for group in optimizer.param_groups:
+        if not group.get("master_weights"):
+            for parameter in group["params"]:
+                if parameter.dtype in (torch.bfloat16, torch.float16):
+                    set_gradient_dtype(parameter, parameter.dtype)
 
 
 def _merge_metric(values: list[tuple[Any, int]]) -> Any:
@@ -651,16 +673,14 @@ def _merge_metric(values: list[tuple[Any, int]]) -> Any:
         means = [value.detach() for value, samples in counted if samples]
         return sum(means[1:], means[0]) if means else Mean(0.0, 0.0)
     if all(_is_scalar(value) for value, _ in counted):
-        if len(counted) == 1:
-            return _detach(counted[0][0])
-        return sum(_detach(value) * samples for value, samples in counted) / sum(samples for _, samples in counted)
-    return _detach(counted[-1][0])
+        # A value that is still sharded depends on the parameters alone: it is the same in every micro-batch.
+        if len(counted) == 1 or is_sharded(counted[-1][0]):
+            return detached_copy(counted[-1][0])
+        total = sum(detached_copy(value) * samples for value, samples in counted)
+        return total / sum(samples for _, samples in counted)
+    # Cloned: a metric that aliases a buffer would change before the log period reads it.
+    return detached_copy(counted[-1][0])
 
 
 def _is_scalar(value: Any) -> bool:
     return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, Real)
-
-
-def _detach(value: Any) -> Any:
-    # Cloned: a metric that aliases a buffer would change before the log period reads it.
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value

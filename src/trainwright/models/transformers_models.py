@@ -63,12 +63,14 @@ class _ForwardHook:
     def __init__(self, *, disables_cache: bool) -> None:
         self._disables_cache = disables_cache
         self._is_tested = False
+        self.crossings: dict[str, bool | str] | None = None
+        """The results of `find_crossings`, by the form of the borders; None for a model that is not sharded."""
 
     def __call__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         has_borders = kwargs.get("document_ids") is not None or _is_square(kwargs.get("attention_mask"))
         if has_borders and not self._is_tested:
             self._is_tested = True  # first, because the test calls the model as well
-            _reject_crossing(model, kwargs)
+            _reject_crossing(model, kwargs, self.crossings)
         # Keys and values of a training batch are not used, and with a cache transformers ignores borders in the
         # positions. Set by keyword: the config is written as it was read.
         given = any(kwargs.get(name) is not None for name in ("labels", "position_ids", "document_ids"))
@@ -81,21 +83,50 @@ def _is_square(mask: Any) -> bool:
     return isinstance(mask, Tensor) and mask.dim() == 4
 
 
-def _reject_crossing(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Rejects a model in which a packed document attends to another one."""
-    tokens = kwargs.get("input_ids")
-    if not isinstance(tokens, Tensor):
+def find_crossings(model: nn.Module, *, is_on_meta: bool, broadcast: Callable[[Any], Any]) -> None:
+    """Tests before a model is sharded whether packed documents see each other; does nothing for other models.
+
+    The hook cannot test a sharded model: its forward is a collective and must not be nested. `broadcast` returns the
+    first rank's value on all ranks, of which some may have no weights yet.
+    """
+    hook = next((each for each in model._forward_pre_hooks.values() if isinstance(each, _ForwardHook)), None)
+    if hook is None:
         return
+    found: dict[str, bool | str] = {}
+    if not is_on_meta:
+        padding = getattr(getattr(model, "config", None), "pad_token_id", None)
+        tokens = torch.tensor([[1 if padding == 0 else 0]])
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+        for form, given in (("documents", {"document_ids": tokens}), ("mask", {"attention_mask": mask})):
+            hook._is_tested = True  # the test calls the model as well
+            found[form] = _test_crossing(model, {"input_ids": tokens, "position_ids": tokens, **given})
+        hook._is_tested = False
+    hook.crossings = broadcast(found)
+
+
+def _test_crossing(model: nn.Module, kwargs: Mapping[str, Any]) -> bool | str:
+    """Returns whether the second document of a row sees the first, or why this could not be tested."""
     try:
-        crosses = _crosses_borders(model, _test_row(tokens, kwargs))
+        return _crosses_borders(model, _test_row(kwargs["input_ids"], kwargs))
     except Exception as error:  # of any kind: the model may be a user's
-        kind, problem = type(model).__name__, type(error).__name__
-        logger.warning("%s: the test whether packed documents stay apart failed: %s: %s", kind, problem, error)
+        return f"{type(error).__name__}: {error}"
+
+
+def _reject_crossing(model: nn.Module, kwargs: Mapping[str, Any], known: Mapping[str, bool | str] | None) -> None:
+    """Rejects a model in which a packed document attends to another one; `known` is what `find_crossings` found."""
+    if not isinstance(kwargs.get("input_ids"), Tensor):
         return
+    form = "mask" if _is_square(kwargs.get("attention_mask")) else "documents"
+    crosses = _test_crossing(model, kwargs) if known is None else known[form]
     if not crosses:
         return
-    name = type(model).__name__
-    if _is_square(kwargs.get("attention_mask")):
+    if isinstance(crosses, str):
+        kind = type(model).__name__
+        logger.warning("%s: the test whether packed documents stay apart failed: %s", kind, crosses)
+        return
+    # torch's FSDP replaces the class by a subclass of its own.
+    name = type(model).__name__.removeprefix("FSDP")
+    if form == "mask":
         raise ConfigError(
             f"Packed documents see each other in {name}, which ignores the mask of the data (borders: mask). Set "
             "attn_implementation: sdpa in the model section, or use borders: documents, rows of one document each, or "

@@ -95,26 +95,39 @@ def own_random_numbers(device: torch.device, rank: int) -> Iterator[None]:
         yield
 
 
+def drop_own(values: Tensor, p: float, *, rank: int, size: int) -> Tensor:
+    """Drops elements with numbers that differ between the ranks, for compiled code, which cannot change generators.
+
+    Every rank draws the numbers of all ranks, so that the generators stay equal, and uses its own.
+    """
+    if p >= 1.0:
+        return values * 0.0
+    keep = torch.rand((size, *values.shape), device=values.device)[rank] >= p
+    return values * keep / (1.0 - p)
+
+
 class ContextDropout(nn.Dropout):
     """nn.Dropout with different random numbers per rank for states [B, S, D]; inputs of fewer dims are equal on all."""
 
     rank: int
+    size: int
 
     def forward(self, input: Tensor) -> Tensor:
-        """Drops features; a compiled graph draws the same numbers on all ranks, because it cannot change generators."""
-        draws = self.training and self.p > 0 and input.dim() > 2 and not torch.compiler.is_compiling()
-        if not draws:
+        """Drops features."""
+        if not (self.training and self.p > 0 and input.dim() > 2):
             return super().forward(input)
+        if torch.compiler.is_compiling():
+            return drop_own(input, self.p, rank=self.rank, size=self.size)
         with own_random_numbers(input.device, self.rank):
             return super().forward(input)
 
 
-def draw_apart(model: nn.Module, *, rank: int) -> None:
+def draw_apart(model: nn.Module, *, rank: int, size: int) -> None:
     """Turns every nn.Dropout of the model into a ContextDropout, in place: its hooks stay."""
     for module in model.modules():
         if type(module) is nn.Dropout:
             module.__class__ = ContextDropout
-            module.rank = rank  # type: ignore[assignment]  # not a module
+            module.rank, module.size = rank, size  # type: ignore[assignment]  # not modules
 
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -349,8 +362,11 @@ class SplitSequence:
             return ring_attention(queries, keys, values, group=self.group, kernel=kernel, scale=scale)
         keys, values = self.gather(keys, values)
         settings = {"dropout_p": dropout, "scale": scale, "enable_gqa": enable_gqa}
-        draws = dropout and not torch.compiler.is_compiling()
-        with own_random_numbers(queries.device, self.rank) if draws else nullcontext():
+        if dropout and torch.compiler.is_compiling():
+            if is_causal and mask is None:
+                mask = torch.ones(1, 1, self.length, self.length, dtype=torch.bool, device=queries.device)
+            return self._attend_dropping(queries, keys, values, mask=mask, is_causal=is_causal, settings=settings)
+        with own_random_numbers(queries.device, self.rank) if dropout else nullcontext():
             return self._attend_to_all(queries, keys, values, mask=mask, is_causal=is_causal, settings=settings)
 
     def gather(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -417,6 +433,29 @@ class SplitSequence:
             )
         return torch.cat(outputs, dim=2)
 
+    def _attend_dropping(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        mask: Tensor | None,
+        is_causal: bool,
+        settings: dict[str, Any],
+    ) -> Tensor:
+        """Does what `_attend_to_all` does with plain operations, which materialize the weights, to drop its own."""
+        if settings["enable_gqa"]:
+            keys, values = (each.repeat_interleave(queries.shape[1] // each.shape[1], dim=1) for each in (keys, values))
+        scale = queries.shape[-1] ** -0.5 if settings["scale"] is None else settings["scale"]
+        if mask is not None:
+            keys, values = (each[:, :, : mask.shape[-1]] for each in (keys, values))
+        scores = queries @ keys.mT * scale
+        if mask is not None:
+            rows = self._rows(mask, is_causal=is_causal)
+            scores = scores.masked_fill(~rows, float("-inf")) if rows.dtype == torch.bool else scores + rows
+        weights = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(dim=-1).to(values.dtype)
+        return drop_own(weights, settings["dropout_p"], rank=self.rank, size=self.size) @ values
+
     def _rows(self, mask: Tensor, *, is_causal: bool) -> Tensor:
         """Returns this rank's rows of a mask over all positions; those of padding are arbitrary."""
         if is_causal:
@@ -449,7 +488,7 @@ def split_sequences(model: nn.Module, mesh: Mesh, *, where: object | None = None
     sequence = SplitSequence(rank=mesh.rank("context"), size=size, group=mesh.group("context"))
     for module in modules:
         module.sequence = sequence  # type: ignore[assignment]  # not a module
-    draw_apart(model, rank=sequence.rank)
+    draw_apart(model, rank=sequence.rank, size=sequence.size)
 
 
 def _has_sequence(module: nn.Module) -> bool:

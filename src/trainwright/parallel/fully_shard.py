@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from trainwright.errors import ConfigError, TrainwrightError
-from trainwright.parallel.mesh import Mesh, is_split
+from trainwright.parallel.mesh import Mesh, gradient_dtype, is_split, set_gradient_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,8 @@ class GradientSync:
         """The parameters, by id, that got a gradient on this rank since the last `finish`."""
         self._finished: dict[int, weakref.ref[torch.Tensor]] = {}
         """The gradients after the last `finish`, weakly referenced: they may be cleared."""
+        self._direct: dict[nn.Parameter, torch.Tensor] = {}
+        """Gradients of sharded parameters that user code used outside of the model, laid out like the parameters."""
         for module in self._modules:
             for group in _groups_of(module):
                 group.post_backward = self._filling_zeros(group, group.post_backward)
@@ -92,6 +94,19 @@ class GradientSync:
                 module.set_requires_all_reduce(is_last, recurse=False)
 
     @torch.no_grad()
+    def add_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Adds a gradient, averaged over ranks, that a parameter gets outside of the model; collective.
+
+        It is kept apart until `finish`: FSDP2 adds its own to the local tensor of `.grad`, on a stream of its own, and
+        would not notice another layout.
+        """
+        assert isinstance(parameter, DTensor)
+        assert isinstance(gradient, DTensor)
+        gradient = gradient.redistribute(placements=parameter.placements)
+        earlier = self._direct.get(parameter)
+        self._direct[parameter] = gradient if earlier is None else earlier + gradient
+
+    @torch.no_grad()
     def finish(self) -> None:
         """Completes the reduction of this update's gradients; collective. Parameters are sharded afterwards.
 
@@ -102,15 +117,22 @@ class GradientSync:
             module.reshard()
         if not self._groups:
             return
-        parameters = [one.sharded_param for one in self._split]
+        for parameter, gradient in self._direct.items():
+            self._touched.add(id(parameter))
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        self._direct.clear()
+        # A frozen parameter has no gradient on any rank: it is not missing, and no host has to wait for the others.
+        parameters = [one.sharded_param for one in self._split if one.sharded_param.requires_grad]
+        whole = [parameter for parameter in self._whole if parameter.requires_grad]
         present = [id(parameter) in self._touched or self._is_unchanged(parameter) for parameter in parameters]
-        present += [parameter.grad is not None for parameter in self._whole]
+        present += [parameter.grad is not None for parameter in whole]
         self._touched.clear()
-        device = (parameters or self._whole)[0].device
+        device = [*parameters, *whole, *self._whole, *(one.sharded_param for one in self._split)][0].device
         flags = torch.tensor(present, dtype=torch.int32).to(device, non_blocking=True)
         self._reduce(flags)
-        for some in _by_dtype(self._whole):
-            gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in some]
+        for some in _by_dtype(whole):
+            kind = gradient_dtype(some[0])
+            gradients = [torch.zeros_like(each, dtype=kind) if each.grad is None else each.grad for each in some]
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             self._reduce(flat)
             flat.div_(self.averaging)
@@ -118,7 +140,7 @@ class GradientSync:
                 parameter.grad = chunk.view(parameter.shape)
         # Only a rank without a gradient needs to know whether another has it; reading that synchronizes the device.
         if not all(present):
-            for parameter, count in zip([*parameters, *self._whole], flags.tolist(), strict=True):
+            for parameter, count in zip([*parameters, *whole], flags.tolist(), strict=True):
                 if count == 0:
                     parameter.grad = None
         self._finished = {id(each): weakref.ref(each.grad) for each in parameters if each.grad is not None}
@@ -146,9 +168,28 @@ class GradientSync:
                     self._touched.add(id(one.sharded_param))
                 elif group.reduce_grads:
                     one._unsharded_param.grad = torch.zeros_like(one._unsharded_param)
+            if group.reduce_grads:
+                _reduce_wide(group)
             post_backward(*unused)
 
         return fill_and_reduce
+
+
+def _reduce_wide(group: Any) -> None:
+    """Makes FSDP2 accumulate gradients of 16-bit parameters in the dtype in which it reduces them, fp32.
+
+    It would round the sum over ranks to the parameters' dtype, and add that to the earlier micro-batches in 16 bits.
+    """
+    trained = [one for one in group.fsdp_params if one.sharded_param.requires_grad]
+    if any(one.unsharded_accumulated_grad is not None for one in trained):
+        for one in trained:  # one reduction has one dtype; a parameter may be used in the last micro-batch only
+            if one.unsharded_accumulated_grad is None and one.unsharded_param.grad is not None:
+                one.to_accumulated_grad_if_needed()
+    kind = group._orig_dtype
+    if kind in (torch.bfloat16, torch.float16):
+        group._orig_dtype = torch.float32
+        for one in trained:
+            set_gradient_dtype(one.sharded_param, torch.float32)
 
 
 def _groups_of(module: FSDPModule) -> list[Any]:
@@ -162,8 +203,7 @@ def _groups_of(module: FSDPModule) -> list[Any]:
 def _by_dtype(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     kinds: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
-        if parameter.requires_grad:
-            kinds.setdefault(parameter.dtype, []).append(parameter)
+        kinds.setdefault(gradient_dtype(parameter), []).append(parameter)
     return list(kinds.values())
 
 
@@ -202,8 +242,8 @@ class SplitSettings:
     accumulate_unsharded: bool = False
     """Accumulate full gradients over the micro-batches of an update and reduce them once, which needs more memory."""
     gather_dtype: torch.dtype | None = None
-    """The dtype of gathered parameters, under autocast of that dtype; None: their own. Gradients are summed in the
-    parameters' own dtype in any case."""
+    """The dtype of gathered parameters, under autocast of that dtype; None: their own. Gradients are summed in fp32, or
+    in the parameters' own dtype if that has more bits."""
 
 
 def shard_parameters(
@@ -318,12 +358,14 @@ def _placement(
 
 
 def _precision(module: nn.Module, settings: SplitSettings, whole: set[nn.Parameter]) -> MixedPrecisionPolicy:
-    if settings.gather_dtype is None:
-        return MixedPrecisionPolicy(cast_forward_inputs=False)
     dtypes = [p.dtype for p in module.parameters() if p not in whole and p.requires_grad and p.is_floating_point()]
+    wide = torch.promote_types(dtypes[0], torch.float32) if dtypes else None
+    if settings.gather_dtype is None:
+        reduce_dtype = None if wide in dtypes else wide  # None: the dtype of the gradients
+        return MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     # Inputs are not cast, because a float that is not an activation (an angle, a weight) would lose bits: autocast
     # casts the right ones.
-    return MixedPrecisionPolicy(settings.gather_dtype, dtypes[0] if dtypes else None, cast_forward_inputs=False)
+    return MixedPrecisionPolicy(settings.gather_dtype, wide, cast_forward_inputs=False)
 
 
 def _forward_methods(model: nn.Module) -> tuple[str, ...]:

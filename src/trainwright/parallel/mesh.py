@@ -22,7 +22,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return shard
 
 
-def is_split(tensor: torch.Tensor) -> bool:
+def is_split(tensor: Any) -> bool:
     """Returns True for a DTensor."""
     # By attribute and not by class: its module takes as long to import as half of torch.
     return hasattr(tensor, "device_mesh")
@@ -42,6 +42,23 @@ def own_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
         if gradient.placements != placements:  # type: ignore[attr-defined]
             gradient = parameter.grad = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
     return local(gradient)
+
+
+def gradient_dtype(parameter: torch.nn.Parameter) -> torch.dtype:
+    """Returns the dtype in which a parameter's gradient is accumulated: see `set_gradient_dtype`."""
+    return parameter.grad_dtype or parameter.dtype
+
+
+def set_gradient_dtype(parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
+    """Sets the dtype in which a gradient is accumulated and reduced, and converts the present one."""
+    gradient = parameter.grad
+    if gradient is None:
+        if parameter.grad_dtype != dtype:
+            parameter.grad_dtype = dtype
+    elif gradient.dtype != dtype or parameter.grad_dtype != dtype:
+        parameter.grad = None
+        parameter.grad_dtype = dtype
+        parameter.grad = gradient.to(dtype)
 
 
 def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

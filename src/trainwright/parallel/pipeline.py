@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from trainwright.errors import ConfigError, DataError, TrainwrightError
-from trainwright.parallel.mesh import Mesh, named_tensors, own_gradient
+from trainwright.parallel.mesh import Mesh, gradient_dtype, named_tensors, own_gradient
 
 logger = logging.getLogger(__name__)
 
@@ -269,7 +269,7 @@ class Pipeline:
         other_end = ranks[-1] if self._stage.is_first else ranks[0]
         for parameter, group in self.tied:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
             gradient = own_gradient(parameter)
             assert gradient is not None
             gradient_there = torch.empty_like(gradient)

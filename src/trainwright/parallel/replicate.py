@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import zip_longest
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from trainwright.errors import TrainwrightError
 from trainwright.parallel.collectives import Ranks
-from trainwright.parallel.mesh import Mesh, is_split, local, named_tensors, own_gradient
+from trainwright.parallel.mesh import Mesh, gradient_dtype, is_split, local, named_tensors, own_gradient
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,24 @@ def give_memory(model: nn.Module, device: torch.device) -> None:
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
+def norms_of(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the 2-norm of each gradient as float32, of a float64 gradient as float64.
+
+    In 16 bits a norm would be rounded, or overflow in fp16.
+    """
+    kinds = {gradient.dtype for gradient in gradients}
+    if not kinds & _SHORT:
+        return list(torch._foreach_norm(gradients))
+    if kinds <= _SHORT:
+        return list(torch._foreach_norm(gradients, 2, torch.float32))
+    short = iter(norms_of([gradient for gradient in gradients if gradient.dtype in _SHORT]))
+    long = iter(norms_of([gradient for gradient in gradients if gradient.dtype not in _SHORT]))
+    return [next(short if gradient.dtype in _SHORT else long) for gradient in gradients]
+
+
+_SHORT = frozenset({torch.bfloat16, torch.float16})
+
+
 class GradientNorm:
     """Measures the gradients of a sharded model.
 
@@ -128,6 +147,7 @@ class GradientNorm:
         self, parameters: Sequence[torch.nn.Parameter], mesh: Mesh, *, num_stages: Mapping[int, int] | None = None
     ) -> None:
         self._parameters = list(parameters)
+        self._dtype = reduce(torch.promote_types, {each.dtype for each in self._parameters}, torch.float32)
         stages = num_stages or {}
         self._copies = [num_copies(each, mesh) * stages.get(id(each), 1) for each in self._parameters]
 
@@ -143,13 +163,12 @@ class GradientNorm:
             gradient = own_gradient(parameter)
             if gradient is not None:
                 by_copies.setdefault(copies, []).append(gradient)
-        first = self._parameters[0]
-        total = torch.zeros((), dtype=torch.float64, device=first.device)
+        total = torch.zeros((), dtype=torch.float64, device=self._parameters[0].device)
         for copies, gradients in by_copies.items():
-            norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
+            norms = torch.stack([norm.double() for norm in norms_of(gradients)])
             total += norms.square().sum() / copies
         dist.all_reduce(total)
-        return total.sqrt().to(torch.promote_types(first.dtype, torch.float32))
+        return total.sqrt().to(self._dtype)
 
 
 def num_copies(parameter: torch.Tensor, mesh: Mesh) -> int:
@@ -266,7 +285,8 @@ class GradientSum:
         if self._overlaps is None and self._seen:
             self._overlaps = True  # each gradient was accumulated once in a whole backward
         waiting = [dist.all_reduce(totals, async_op=True)]
-        present = [parameter.grad is not None for parameter in self._parameters]
+        # A frozen parameter has no gradient on any rank: it is not missing, and no host has to wait for the others.
+        present = [parameter.grad is not None or not parameter.requires_grad for parameter in self._parameters]
         flags = torch.ones(len(present), dtype=torch.int32, device=totals.device)
         if not all(present):
             flags.copy_(torch.tensor(present, dtype=torch.int32))
@@ -275,7 +295,7 @@ class GradientSum:
         for work in [*(work for _, work in sums), *waiting]:
             work.wait()
         # Only a rank without a gradient needs to know whether another has it; reading that synchronizes the device.
-        absent = [] if all(present) else (flags == 0).tolist()
+        absent = (flags == 0).tolist() if self._sums_gradients and not all(present) else []
         for bucket, (flat, _) in zip(self._buckets, sums, strict=True):
             self._unpack(bucket, flat, absent)
         if self._enter is not None:
@@ -305,27 +325,39 @@ class GradientSum:
 
     @torch.no_grad()
     def _pack(self, bucket: list[int]) -> torch.Tensor:
+        """Returns the gradients of a bucket as one tensor, of which they are views from then on.
+
+        The memory of the single gradients is freed: otherwise all gradients would be held twice.
+        """
         flat = []
         for number in bucket:
             gradient = own_gradient(self._parameters[number])
             if gradient is None:
-                gradient = torch.zeros_like(local(self._parameters[number]))
+                parameter = self._parameters[number]
+                gradient = torch.zeros_like(local(parameter), dtype=gradient_dtype(parameter))
             flat.append(gradient.reshape(-1))
-        return torch.cat(flat)
+        packed = torch.cat(flat)
+        for parameter, view in self._views(bucket, packed):
+            if parameter.grad is not None and not is_split(parameter):
+                parameter.grad = view
+        return packed
+
+    def _views(self, bucket: list[int], packed: torch.Tensor) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        parameters = [self._parameters[number] for number in bucket]
+        sizes = [local(parameter).numel() for parameter in parameters]
+        for parameter, chunk in zip(parameters, torch.split(packed, sizes), strict=True):
+            yield parameter, chunk.view(local(parameter).shape)
 
     @torch.no_grad()
-    def _unpack(self, bucket: list[int], flat: torch.Tensor, absent: list[bool]) -> None:
-        sizes = [local(self._parameters[number]).numel() for number in bucket]
-        for number, chunk in zip(bucket, torch.split(flat, sizes), strict=True):
-            parameter = self._parameters[number]
-            if absent and absent[number]:
+    def _unpack(self, bucket: list[int], packed: torch.Tensor, absent: list[bool]) -> None:
+        for number, (parameter, summed) in zip(bucket, self._views(bucket, packed), strict=True):
+            if not parameter.requires_grad or (absent and absent[number]):
                 continue
-            summed = chunk.view(local(parameter).shape)
             if not is_split(parameter):
-                parameter.grad = summed  # a view: one copy less
+                parameter.grad = summed
             else:
                 if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
                 local(parameter.grad).copy_(summed)
 
 

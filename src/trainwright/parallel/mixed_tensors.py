@@ -1,0 +1,135 @@
+"""Gathers sharded tensors (DTensors) where user code combines them with plain tensors, as in `loss + penalty`.
+
+torch would treat a plain scalar as equal on all ranks, although each rank has the loss of its own samples: a sum with a
+sharded value then has a part of that loss on every rank, and its backward fails. How parameters are sharded is in
+fully_shard.py and tensor.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.overrides import TorchFunctionMode
+
+AddGradient = Callable[[nn.Parameter, Tensor], None]
+
+_READS = frozenset({Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__, Tensor.__bool__})
+"""Functions that read values on the host: torch reads this rank's part of a sum."""
+
+
+def full(tensor: Tensor) -> Tensor:
+    """Returns the full tensor of a DTensor as a plain tensor, with gradient; collective over the ranks of its mesh.
+
+    Each rank propagates the gradient of its own loss. They are averaged over the ranks of the mesh, as FSDP does; ranks
+    that share samples have equal ones.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    gathered: Tensor = _Full.apply(tensor)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+class _Full(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> Tensor:
+        ctx.layout = tensor.device_mesh, tensor.placements
+        return tensor.full_tensor()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]  # torch's has any arguments
+        mesh, placements = ctx.layout
+        # Not Partial("avg"): gloo has no average.
+        shares = DTensor.from_local(gradient / mesh.size(), mesh, [Partial()] * mesh.ndim, run_check=False)
+        reduced = shares.redistribute(placements=[Replicate()] * mesh.ndim)
+        return reduced.redistribute(
+            placements=[Replicate() if placement.is_partial() else placement for placement in placements]
+        )
+
+
+class _Used(torch.autograd.Function):
+    """A sharded parameter as user code uses it: its gradient goes to `add_gradient`, and not to `.grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: nn.Parameter, add_gradient: AddGradient) -> Tensor:
+        ctx.parameter, ctx.add_gradient = parameter, add_gradient
+        return parameter.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:  # type: ignore[override]
+        ctx.add_gradient(ctx.parameter, gradient)
+        return None, None
+
+
+class GatherMixed(TorchFunctionMode):
+    """A context for user code around a sharded model, in which operations on DTensors and plain tensors gather first.
+
+    Not for in-place operations, whose target may be the DTensor, and not inside the model's forward, where sharding
+    has its own rules. Collective: all ranks run the same code. `add_gradient` receives the gradients of parameters that
+    are used here; None leaves them to `.grad`.
+    """
+
+    def __init__(self, model: nn.Module, *, add_gradient: AddGradient | None = None) -> None:
+        super().__init__()
+        self._add_gradient = add_gradient
+        self._sharded = set() if add_gradient is None else {id(each) for each in model.parameters()}
+        """The parameters of the model, by id; FSDP replaces them by others while they are gathered."""
+        self._depth = 0
+        """How many forwards of the model are running."""
+        model.register_forward_pre_hook(self._enter_model, prepend=True)
+        model.register_forward_hook(self._leave_model, always_call=True)
+
+    def _enter_model(self, *unused: Any) -> None:
+        self._depth += 1
+
+    def _leave_model(self, *unused: Any) -> None:
+        self._depth -= 1
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._depth == 0:
+            # None for plain tensors. Parameters that are gathered, or not sharded at all, may have another mesh.
+            meshes = {getattr(each, "device_mesh", None) for each in _tensors((*args, *kwargs.values()))}
+            if meshes - {None} and not _acts_on_tensor(func, kwargs):
+                convert = partial(self._convert, gathers=len(meshes) > 1 or func in _READS)
+                args, kwargs = (
+                    _map_tensors(convert, args),
+                    {name: _map_tensors(convert, kwargs[name]) for name in kwargs},
+                )
+        return func(*args, **kwargs)
+
+    def _convert(self, tensor: Tensor, *, gathers: bool) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        if id(tensor) in self._sharded and tensor.requires_grad and torch.is_grad_enabled():
+            tensor = _Used.apply(tensor, self._add_gradient)  # type: ignore[no-untyped-call]
+        return full(tensor) if gathers else tensor
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _map_tensors(convert: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return convert(value)
+    return type(value)(_map_tensors(convert, each) for each in value) if type(value) in (list, tuple) else value
+
+
+def _acts_on_tensor(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Returns True for attributes, hooks and in-place operations, which are about this tensor and not its values."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        is_augmented = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+        return is_augmented or name in ("__get__", "__set__", "__delete__", "__setitem__")
+    return kwargs.get("out") is not None or name.endswith("_") or name.startswith(("register_", "retain_", "backward"))

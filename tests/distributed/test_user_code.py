@@ -1,0 +1,44 @@
+"""User code that computes with sharded parameters logs, evaluates and trains what one process does."""
+
+import json
+
+import pytest
+from tests.distributed import user_code_cases
+from tests.distributed.forked_launch import launch_well
+from tests.distributed.test_layouts import assert_like_one, lines
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What this process, two ranks and four ranks leave, of one launch each."""
+    folder = tmp_path_factory.mktemp("user_code")
+    user_code_cases.main(folder)
+    for world in (2, 4):
+        launch_well(folder, world, user_code_cases.main)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [(name, layout) for name, (layouts, *_) in user_code_cases.CASES.items() for layout in layouts]
+)
+def test_losses_metrics_evaluations_and_weights_are_those_of_one_process(folder, name, layout):
+    assert_like_one(folder, layout, name)
+
+
+def test_every_way_of_logging_has_the_full_value(folder):
+    for line in lines(folder, "fsdp", "penalized"):
+        assert {"put", "last/put", "penalty", "tripled", "read", "weight_norm", "first_norm", "largest"} <= line.keys()
+        assert line["put"] == pytest.approx(line["penalty"])
+        assert line["read"] == pytest.approx(line["penalty"])
+        assert len(line["head"]) == 5
+    last = lines(folder, "fsdp", "first")[-1]
+    assert {"largest_weight", "total", "valid/penalty", "valid/end", "end"} <= last.keys()
+
+
+@pytest.mark.parametrize(("kind", "value"), [("OneRankPuts", "weight_norm"), ("OneRankReturns", "weight")])
+def test_a_sharded_value_of_one_rank_raises_on_all_ranks_instead_of_waiting(folder, kind, value):
+    said = json.loads((folder / "said.json").read_text())[kind]
+    assert len(said) == 2
+    for text in said:
+        assert repr(value) in text
+        assert "only rank 0" in text

@@ -1,0 +1,156 @@
+"""Runs whose own forward, hook and optimizer compute with the parameters of a sharded model; see test_user_code.py."""
+
+import json
+
+import torch
+from tests.distributed.layout_cases import LAYOUTS, Double, build_and_forget, load, words_of
+
+from trainwright import Hook, Mean, get_event_storage
+from trainwright.parallel import processes
+
+SIZES = "data.eval={valid: {type: layout_cases.py:Rows, size: 7}}"
+SHORT = (SIZES, "trainer.max_steps=3", "evaluation.metrics={}")
+
+
+def penalty_of(model):
+    return sum(parameter.square().sum() for parameter in model.parameters())
+
+
+class Penalized(Double):
+    """Adds a penalty on all weights, of which the model uses all but one, and measures them."""
+
+    @classmethod
+    def build_model(cls, build):
+        model = super().build_model(build)
+        model.spare = torch.nn.Parameter(torch.ones(5, dtype=torch.float64))
+        return model
+
+    @classmethod
+    def build_hooks(cls, build):
+        return [*build.hooks(), Watch()]
+
+    def forward(self, **batch):
+        loss = super().forward(**batch)["loss"]
+        penalty = penalty_of(self.model)
+        return self.penalized(loss, penalty)
+
+    def penalized(self, loss, penalty):
+        get_event_storage().put_scalar("put", penalty)
+        with get_event_storage().name_scope("last"):
+            get_event_storage().put_scalar("put", penalty, smoothing_hint=False)
+        metrics = {"penalty": penalty, "tripled": Mean(penalty * 3, 1), "read": penalty.item(), "head": self.head()}
+        return Mean(loss.total + 1e-2 * penalty * loss.count, loss.count), metrics
+
+    def head(self):
+        return self.model.spare.detach() + 1
+
+    def train_loop_end(self):
+        return {**super().train_loop_end(), "end": penalty_of(self.model).detach()}
+
+    def eval_end(self, aggregated):
+        return {**super().eval_end(aggregated), "end": penalty_of(self.model)}
+
+
+class PenalizedFirst(Penalized):
+    """Computes the penalty before the model gathers its parameters."""
+
+    def forward(self, **batch):
+        penalty = penalty_of(self.model)
+        return self.penalized(Double.forward(self, **batch)["loss"], penalty)
+
+
+class OwnEvaluation(Penalized):
+    """Evaluates with a loss of its own: a plain number, weighted by samples."""
+
+    def eval_step(self, batch):
+        lengths = (batch["input_ids"] != 0).sum(-1).double()
+        self.model(**batch)
+        return {"loss": lengths.mean() + penalty_of(self.model), "penalty": Mean(penalty_of(self.model), 1)}
+
+
+class Directly(Double):
+    """Uses a weight outside of the model's forward."""
+
+    def forward(self, **batch):
+        loss = super().forward(**batch)["loss"]
+        table = self.model.model.embed_tokens.weight
+        found = torch.nn.functional.embedding(batch["input_ids"], table)
+        found = found * (batch["input_ids"] != 0)[..., None]
+        return Mean(loss.total + found.square().sum(), loss.count)
+
+
+class Watch(Hook):
+    def after_step(self):
+        weights = [parameter.detach().norm() for parameter in self.trainer.model.parameters()]
+        self.trainer.storage.put_scalar("weight_norm", sum(weights))
+        self.trainer.storage.put_scalar("first_norm", weights[0])
+        self.trainer.storage.put_scalar("largest", max(each.abs().max() for each in self.trainer.model.parameters()))
+
+
+class Signs(torch.optim.Optimizer):
+    """Takes steps of one size and returns what the weights are."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        weights = [one for group in self.param_groups for one in group["params"]]
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.sub_(one.grad.sign(), alpha=group["lr"])
+        return {"largest_weight": torch.stack([one.abs().max() for one in weights]).max(), "total": weights[0].sum()}
+
+
+class OneRankPuts(Double):
+    """One rank alone puts what the shards of all ranks make."""
+
+    @classmethod
+    def build_hooks(cls, build):
+        return [*build.hooks(), WatchOnMain()]
+
+
+class WatchOnMain(Hook):
+    def after_step(self):
+        if self.trainer.is_main_process:
+            self.trainer.storage.put_scalar("weight_norm", next(self.trainer.model.parameters()).detach().norm())
+
+
+class OneRankReturns(Double):
+    """One rank alone returns such a metric of an evaluation."""
+
+    def eval_step(self, batch):
+        logs = dict(super().eval_step(batch))
+        if self.is_main_process:
+            logs["weight"] = next(self.model.parameters()).sum()
+        return logs
+
+
+SIGNS = "trainer.optimizer={type: user_code_cases.py:Signs, lr: 1e-3}"
+UNSHARDED = ("runtime.accumulate_unsharded=true", "runtime.reshard_after_forward=false")
+SPLIT = ("fsdp", "tensor", "fsdp-tensor", "replicate-fsdp")
+CASES = {
+    "penalized": (("replicate", *SPLIT), Penalized, SHORT),
+    "unsharded": (("fsdp",), Penalized, (*SHORT, *UNSHARDED)),
+    "first": (("fsdp", "tensor", "replicate-fsdp"), PenalizedFirst, (*SHORT, SIGNS)),
+    "own-evaluation": (("fsdp", "fsdp-tensor"), OwnEvaluation, SHORT),
+    "direct": (("fsdp", "tensor", "fsdp-tensor"), Directly, SHORT),
+}
+
+
+def main(folder):
+    for layout, axes in LAYOUTS.items():
+        size = torch.tensor([*axes.values(), 1]).prod().item()
+        if size != processes.world_size() or layout in ("context", "pipeline"):
+            continue
+        for name, (layouts, kind, overrides) in CASES.items():
+            if layout not in ("one", *layouts):
+                continue
+            build_and_forget(load(folder, name, layout, *overrides), kind).train()
+        if layout == "fsdp":
+            said = {}
+            for kind in (OneRankPuts, OneRankReturns):
+                trainer = build_and_forget(load(folder, kind.__name__, layout, *SHORT), kind)
+                said[kind.__name__] = trainer.ranks.gather(words_of(trainer.train))
+            if processes.rank_and_size().rank == 0:
+                (folder / "said.json").write_text(json.dumps(said))
