@@ -33,7 +33,8 @@ def seed_generators(seed: int, which: Iterable[str] = tuple(SEEDERS)) -> None:
         SEEDERS[name](seed)
 
 
-_spare_bit_generators: list[np.random.BitGenerator] = []
+_SPARE = np.random.MT19937(_START_SEED)
+"""Takes the place of numpy's bit generator in `preserve_generators`."""
 
 
 @contextmanager
@@ -44,16 +45,16 @@ def preserve_generators() -> Iterator[None]:
     that `np.random.randn` computes at once, the second is dropped: it is not part of the bit generator.
     """
     torch_state, python_state = torch.default_generator.get_state(), random.getstate()
-    numpy_bits = np.random.get_bit_generator()
-    spare = _spare_bit_generators.pop() if _spare_bit_generators else np.random.MT19937(_START_SEED)
-    np.random.set_bit_generator(spare)
+    # numpy's type stubs lack these two functions.
+    numpy_bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    is_nested = numpy_bits is _SPARE
+    np.random.set_bit_generator(np.random.MT19937(_START_SEED) if is_nested else _SPARE)  # type: ignore[attr-defined]
     try:
         yield
     finally:
         torch.default_generator.set_state(torch_state)
         random.setstate(python_state)
-        np.random.set_bit_generator(numpy_bits)
-        _spare_bit_generators.append(spare)
+        np.random.set_bit_generator(numpy_bits)  # type: ignore[attr-defined]
 
 
 class DrawDetector:
