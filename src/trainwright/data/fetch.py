@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from trainwright.data.order import Order, chain_seed
 from trainwright.data.randomness import SEEDERS, DrawDetector, preserve_generators, seed_generators
 from trainwright.errors import DataError
+from trainwright.events.mean import IGNORED_LABEL
 from trainwright.registry import resolve as registry
 
 logger = logging.getLogger(__name__)
@@ -209,6 +211,18 @@ class Fetched(NamedTuple):
     """The source of each sample of a mixed stream."""
     ended: tuple[int, ...] = ()
     """The lanes of a stream that have ended, as far as the reader knows."""
+
+    def count_unlabelled(self) -> int:
+        """Returns the number of rows whose labels are all ignored: nothing is learned from them.
+
+        They stay in the batch, where they weigh nothing in a loss that counts labels: leaving them out would move every
+        later sample to another position.
+        """
+        labels = self.batch.get("labels") if isinstance(self.batch, Mapping) else None
+        if not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.ndim or not self.num_samples:
+            return 0
+        has_rows = len(labels) == self.num_samples
+        return int((labels == IGNORED_LABEL).reshape(len(labels), -1).all(1).sum()) if has_rows else 0
 
 
 class SampleFetcher(Dataset[Any]):

@@ -52,7 +52,7 @@ from trainwright.errors import (
     OutOfMemory,
     exit_code_of,
 )
-from trainwright.events import EventStorage
+from trainwright.events import EventStorage, Mean
 from trainwright.events.mean import IGNORED_LABEL, Window, merge, summarise
 from trainwright.loop.checkpointing import BestCheckpoint, Checkpointing
 from trainwright.loop.evaluation import EvalLogs, EvaluationAbandoned, Evaluator, logs_of
@@ -128,6 +128,7 @@ class TrainerContext:
     test_data: EvaluationData | None = None
 
 
+_UNLABELLED = "unlabelled_rows"
 _NUM_CHECKED_LOSSES = 4  # steps of a process in which the host reads the labels
 
 
@@ -143,10 +144,13 @@ class TrainIterator(Iterator[Any]):
         self._batches: Generator[Any, None, None] = data.batches(backend.to_device)
         self.fetched = Batch(None, 0)
         """The last batch."""
+        self.num_unlabelled = 0
+        """Rows of this rank without any label that counts, since the trainer has put their number."""
 
     def __next__(self) -> Any:
         value = next(self._batches)
         self.fetched = Batch(value, self._data.batch_num_samples)
+        self.num_unlabelled += self._data.batch_num_unlabelled
         return value
 
     def restart(self) -> None:
@@ -623,6 +627,9 @@ class Trainer:
                 state.step += 1
                 state.has_unfinished_step, state.max_steps_at_end = True, 0
                 self.storage.put_result(result, weight=weight, num_samples=num_samples * is_loss_rank, share=share)
+                if iterator.num_unlabelled:
+                    self.storage.put_metric(_UNLABELLED, Mean(float(iterator.num_unlabelled * is_loss_rank), 1.0), 1)
+                    iterator.num_unlabelled = 0
                 self.heartbeat.enter("hooks", state.step)
                 for call in self._hook_calls.after_step:
                     call()
@@ -931,7 +938,7 @@ class Trainer:
                 storage.put_scalar(f"samples/{name}", count, smoothing_hint=False)
             window = merge(self.ranks.gather(storage.take_window()))
             self._window_logs = summarise(window)
-            self._count_empty_updates(window)
+            self._count_unlabelled(window)
             logs = self.train_loop_end()
             self._warn_of_loss(logs.get("loss"))
             if not self.is_last_step:
@@ -945,8 +952,10 @@ class Trainer:
                 for writer in self._writers:
                     writer.write(storage)
 
-    def _count_empty_updates(self, window: Window) -> None:
-        """Logs the updates of a window that had no label to learn from, and were skipped."""
+    def _count_unlabelled(self, window: Window) -> None:
+        """Logs the rows of a window without a label to learn from, and the updates that were skipped for lack of any."""
+        if _UNLABELLED in window:
+            self._window_logs[_UNLABELLED] = int(sum(total for total, _ in window[_UNLABELLED].steps.values()))
         steps = [step for step, (_, weight) in window["loss"].steps.items() if not weight] if "loss" in window else []
         if not steps:
             return
