@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
@@ -212,17 +213,21 @@ class Fetched(NamedTuple):
     ended: tuple[int, ...] = ()
     """The lanes of a stream that have ended, as far as the reader knows."""
 
-    def count_unlabelled(self) -> int:
-        """Returns the number of rows whose labels are all ignored: nothing is learned from them.
+    def count_ignored(self) -> tuple[int, int]:
+        """Returns the number of labels of -100, and of rows that have no other: nothing is learned from those.
 
-        They stay in the batch, where they weigh nothing in a loss that counts labels: leaving them out would move every
-        later sample to another position.
+        The rows stay in the batch, where they weigh nothing in a loss that counts labels: leaving them out would move
+        every later sample to another position.
         """
         labels = self.batch.get("labels") if isinstance(self.batch, Mapping) else None
-        if not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.ndim or not self.num_samples:
-            return 0
-        has_rows = len(labels) == self.num_samples
-        return int((labels == IGNORED_LABEL).reshape(len(labels), -1).all(1).sum()) if has_rows else 0
+        if not isinstance(labels, Tensor) or labels.dtype not in (torch.int64, torch.int32) or not self.num_samples:
+            return 0, 0
+        # The batch is still on the host, and numpy is faster than torch on small arrays.
+        ignored = np.from_dlpack(labels) == IGNORED_LABEL
+        num_ignored = int(np.count_nonzero(ignored))
+        if not num_ignored or len(labels) != self.num_samples:
+            return num_ignored, 0
+        return num_ignored, int(np.count_nonzero(ignored.reshape(len(labels), -1).all(1)))
 
 
 class SampleFetcher(Dataset[Any]):
