@@ -36,7 +36,8 @@ AXES = ("replicate", "fsdp")
 class Rows:
     """Eight rows of 12 tokens: the first has no label, the others from 2 to 12; `empty` rows after these have none."""
 
-    def __init__(self, size=8, empty=0):
+    def __init__(self, size=8, empty=0, labelled=True):
+        self.labelled = labelled
         generator = torch.Generator().manual_seed(3)
         self.ids = torch.randint(1, 50, (size + empty, 12), generator=generator)
         self.labels = self.ids.clone()
@@ -48,7 +49,8 @@ class Rows:
         return len(self.ids)
 
     def __getitem__(self, index):
-        return {"input_ids": self.ids[index], "labels": self.labels[index]}
+        sample = {"input_ids": self.ids[index], "labels": self.labels[index]}
+        return sample if self.labelled else {"input_ids": self.ids[index]}
 
 
 class Bigram(nn.Module):
@@ -60,6 +62,13 @@ class Bigram(nn.Module):
 
     def forward(self, input_ids, labels):
         return {"loss": F.cross_entropy(self.table(input_ids).flatten(0, 1), labels.flatten())}
+
+
+class Unlabelled(Bigram):
+    """A model of data without labels."""
+
+    def forward(self, input_ids):
+        return self.table(input_ids).square().mean()
 
 
 class WithCriterion(nn.Module):

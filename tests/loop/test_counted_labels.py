@@ -174,3 +174,21 @@ def test_both_ways_to_count_are_accepted_and_give_the_same_step(tmp_path):
     build_trainer(config, Counting).train()
     for each in (masked, read_log(tmp_path, "mean")[0]):
         assert (each["loss"], each["grad_norm"]) == pytest.approx((whole["loss"], whole["grad_norm"]), rel=1e-5)
+
+
+# rows without a label
+
+
+def test_rows_without_a_label_are_counted_in_the_log_and_change_nothing(tmp_path):
+    model, size = {"type": "llama", **SIZES}, {"micro_batch_size": 6, "global_batch_size": 12, "max_steps": 2}
+    overrides = ("log.every_steps=2", "data.num_workers=1")
+    (line,) = train(tmp_path, "rows", model, *overrides, rows={"empty": 4}, **size)
+    assert line["unlabelled_rows"] == 2 * 5  # of twelve rows, each seen twice
+    shorter = train(tmp_path, "shorter", model, micro_batch_size=8, max_steps=2)
+    assert line["grad_norm"] == pytest.approx(sum(each["grad_norm"] for each in shorter) / 2, rel=1e-4)
+    assert [each["unlabelled_rows"] for each in shorter] == [1, 1]
+
+
+def test_rows_with_labels_and_batches_without_labels_are_not_counted(tmp_path):
+    line = train(tmp_path, "rows", {"type": "tests.distributed.token_cases:Unlabelled"}, rows={"labelled": False})[0]
+    assert "unlabelled_rows" not in line

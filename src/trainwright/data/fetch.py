@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,11 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from trainwright.data.order import Order, chain_seed
 from trainwright.data.randomness import SEEDERS, DrawDetector, preserve_generators, seed_generators
 from trainwright.errors import DataError
+from trainwright.events.mean import IGNORED_LABEL
 from trainwright.registry import resolve as registry
 from trainwright.safe_text import mask_secrets
 
@@ -210,6 +213,22 @@ class Fetched(NamedTuple):
     """The source of each sample of a mixed stream."""
     ended: tuple[int, ...] = ()
     """The lanes of a stream that have ended, as far as the reader knows."""
+
+    def count_ignored(self) -> tuple[int, int]:
+        """Returns the number of labels of -100, and of rows that have no other: nothing is learned from those.
+
+        The rows stay in the batch, where they weigh nothing in a loss that counts labels: leaving them out would move
+        every later sample to another position.
+        """
+        labels = self.batch.get("labels") if isinstance(self.batch, Mapping) else None
+        if not isinstance(labels, Tensor) or labels.dtype not in (torch.int64, torch.int32) or not self.num_samples:
+            return 0, 0
+        # The batch is still on the host, and numpy is faster than torch on small arrays.
+        ignored = np.from_dlpack(labels) == IGNORED_LABEL
+        num_ignored = int(np.count_nonzero(ignored))
+        if not num_ignored or len(labels) != self.num_samples:
+            return num_ignored, 0
+        return num_ignored, int(np.count_nonzero(ignored.reshape(len(labels), -1).all(1)))
 
 
 class SampleFetcher(Dataset[Any]):

@@ -174,6 +174,8 @@ class BatchLoader:
         self.global_batch_size = global_batch_size
         self.batch_num_samples = 0
         """This rank's samples in the last batch."""
+        self.batch_ignored = (0, 0)
+        """In training, the ignored labels in it, and the samples without any other label."""
         self.view = view or View()
         self.options = options or LoaderOptions()
         self.on_error = on_error or OnError()
@@ -276,7 +278,7 @@ class TrainData(BatchLoader):
             start, stop = self.batch_positions = span.batch
             if start > self.order_position:
                 self._count_skipped(start)
-            self.batch_num_samples = fetched.num_samples
+            self.batch_num_samples, self.batch_ignored = fetched.num_samples, fetched.count_ignored()
             self.samples_seen = self.order_position = stop
             yield batch
         if self.num_samples is not None and self.order_position < self.num_samples:

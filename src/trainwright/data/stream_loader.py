@@ -194,6 +194,7 @@ class StreamData(BatchLoader):
             self.samples_seen += total
             if total and not is_skipped:
                 self.batch_num_samples, self.batch_positions = fetched.num_samples, (first, self.order_position)
+                self.batch_ignored = fetched.count_ignored()
                 yield batch
             elif not total and not num_alive:
                 return True

@@ -214,25 +214,20 @@ def _with_criterion(outputs: Mapping[str, Any], batch: Any, model: torch.nn.Modu
     return ForwardResult(_one_number(loss), num_samples, outputs=outputs, count=count)
 
 
-def reject_ignored_labels(batch: Any, forwards: Iterable[Callable[..., Any]]) -> None:
-    """Raises for ignored labels next to a plain loss, in a run that splits its batches; waits for the device.
+def reject_ignored_labels(forwards: Iterable[Callable[..., Any]]) -> None:
+    """Raises for ignored labels next to a plain loss, in a run that splits its batches.
 
     The mean of a micro-batch is over its own labels. Weighted by samples, the update would depend on how the batch was
-    split. The trainer calls this in its first steps only, because it waits: labels that are ignored at all, such as
-    padding, are in almost every batch. `forwards` are searched for the one that the user wrote.
+    split. `forwards` are searched for the one that the user wrote.
     """
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
-        return
-    if bool((labels == IGNORED_LABEL).any()):
-        definitions = [found for each in forwards if (found := definition_of(each)) is not None]
-        raise TrainwrightError(
-            f"Some labels are {IGNORED_LABEL}, which a loss ignores, but forward returned a plain loss, and batches "
-            "are split into micro-batches or over ranks: the gradient would depend on the split. Return Mean(total, "
-            "count) with the number of labels that count (for a loss per sample: of samples), or use a trainer that "
-            "counts them: trainer.type language_model, masked_language_model or sequence_to_sequence.",
-            where=next((f"{file}:{line}" for file, line in definitions if is_user_file(file)), None),
-        )
+    definitions = [found for each in forwards if (found := definition_of(each)) is not None]
+    raise TrainwrightError(
+        f"Some labels are {IGNORED_LABEL}, which a loss ignores, but forward returned a plain loss, and batches "
+        "are split into micro-batches or over ranks: the gradient would depend on the split. Return Mean(total, "
+        "count) with the number of labels that count (for a loss per sample: of samples), or use a trainer that "
+        "counts them: trainer.type language_model, masked_language_model or sequence_to_sequence.",
+        where=next((f"{file}:{line}" for file, line in definitions if is_user_file(file)), None),
+    )
 
 
 def _reject_scores(returned: torch.Tensor, batch: Any, model: torch.nn.Module) -> None:

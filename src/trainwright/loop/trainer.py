@@ -54,7 +54,7 @@ from trainwright.errors import (
     OutOfMemory,
     exit_code_of,
 )
-from trainwright.events import EventStorage
+from trainwright.events import EventStorage, Mean
 from trainwright.events.mean import IGNORED_LABEL, Window, merge, summarise
 from trainwright.events.storage import full_logs
 from trainwright.log import outlive_console
@@ -133,7 +133,7 @@ class TrainerContext:
     base: BaseWeights | None = None
 
 
-_NUM_CHECKED_LOSSES = 4  # steps of a process in which the host reads the labels
+_UNLABELLED = "unlabelled_rows"
 
 
 class TrainIterator(Iterator[Any]):
@@ -148,10 +148,15 @@ class TrainIterator(Iterator[Any]):
         self._batches: Generator[Any, None, None] = data.batches(backend.to_device)
         self.fetched = Batch(None, 0)
         """The last batch."""
+        self.num_ignored = self.num_unlabelled = 0
+        """The labels of this step on this rank that are ignored, and the rows without any other."""
 
     def __next__(self) -> Any:
         value = next(self._batches)
         self.fetched = Batch(value, self._data.batch_num_samples)
+        num_ignored, num_unlabelled = self._data.batch_ignored
+        self.num_ignored += num_ignored
+        self.num_unlabelled += num_unlabelled
         return value
 
     def restart(self) -> None:
@@ -234,8 +239,6 @@ class Trainer:
         """The updates that this step has begun."""
         self._is_training = False
         self._has_warned_of_loss = False
-        is_split = self.num_micro_batches > 1 or self.ranks.mesh.num_data_ranks > 1
-        self._num_unchecked_losses = _NUM_CHECKED_LOSSES if is_split else 0
         self._next_due = 0
         """Steps before this one have nothing due by the config's periods."""
         self._data_start = 0
@@ -635,8 +638,8 @@ class Trainer:
                     result, weight = self.train_step(batch), self._loss_weight()
                 else:
                     result, weight = graph.run(batch, num_samples)
-                if self._num_unchecked_losses:
-                    self._check_loss(batch)
+                if iterator.num_ignored:
+                    self._note_ignored(iterator)
                 if self.ranks.size > 1:
                     self._updater.share_buffers()
                 state.step += 1
@@ -833,11 +836,18 @@ class Trainer:
         self.storage.step = self._state.step
         self._end_step()
 
-    def _check_loss(self, batch: Any) -> None:
-        """Raises in one of the first steps if its loss depends on how the batch was split."""
-        self._num_unchecked_losses -= 1
-        if any(update.has_plain_loss for update in self._updates):
-            reject_ignored_labels(batch, [type(each).forward for each in (self, self.task, self.model)])
+    def _note_ignored(self, iterator: TrainIterator) -> None:
+        """Counts the rows of a step without labels; raises if its loss depends on how the batch was split.
+
+        The labels were counted on the host, before they were copied to the device: nothing waits for it.
+        """
+        mesh = self.ranks.mesh
+        is_split = self.num_micro_batches > 1 or mesh.num_data_ranks > 1
+        if is_split and any(update.has_plain_loss for update in self._updates):
+            reject_ignored_labels([type(each).forward for each in (self, self.task, self.model)])
+        if iterator.num_unlabelled and mesh.is_loss_rank:
+            self.storage.put_metric(_UNLABELLED, Mean(float(iterator.num_unlabelled), 1.0), 1)
+        iterator.num_ignored = iterator.num_unlabelled = 0
 
     def _loss_weight(self) -> Any:
         """The weight of the loss of the last update."""
@@ -1009,7 +1019,7 @@ class Trainer:
                 storage.gather_shards(self.ranks.gather)
             window = merge(self.ranks.gather(storage.take_window()))
             self._window_logs = summarise(window)
-            self._count_empty_updates(window)
+            self._count_unlabelled(window)
             with self.gather_mixed:
                 logs = self.train_loop_end()
             if self.ranks.mesh.is_split:
@@ -1026,8 +1036,10 @@ class Trainer:
                 for writer in self._writers:
                     writer.write(storage)
 
-    def _count_empty_updates(self, window: Window) -> None:
-        """Logs the updates of a window that had no label to learn from, and were skipped."""
+    def _count_unlabelled(self, window: Window) -> None:
+        """Logs the rows of a window without a label to learn from, and the updates skipped for lack of one."""
+        if _UNLABELLED in window:
+            self._window_logs[_UNLABELLED] = int(sum(total for total, _ in window[_UNLABELLED].steps.values()))
         steps = [step for step, (_, weight) in window["loss"].steps.items() if not weight] if "loss" in window else []
         if not steps:
             return
