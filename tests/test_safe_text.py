@@ -27,7 +27,10 @@ RED = "\x1b[31m"
         (URL, "https://me:***@host/data.txt?part=1&token=***&X-Amz-Signature=***"),
         ("s3://key:p@ss@bucket/a", "s3://key:***@bucket/a"),
         ("https://ghp_0123456789abcdefghij@host/a", "https://***@host/a"),
-        ("https://a.blob.core.windows.net/c?sv=2&sig=x%2By&se=3", "https://a.blob.core.windows.net/c?sv=2&sig=***&se=3"),
+        (
+            "https://a.blob.core.windows.net/c?sv=2&sig=x%2By&se=3",
+            "https://a.blob.core.windows.net/c?sv=2&sig=***&se=3",
+        ),
         ("simplecache::https://u:p@h/x, https://h/y?AWSAccessKeyId=AK&Expires=1", None),
     ],
 )

@@ -233,7 +233,9 @@ options = st.dictionaries(st.from_regex(r"my_[0-9]{3}_[xyz]{1,9}", fullmatch=Tru
 whole_configs = st.fixed_dictionaries(
     {},
     optional={
-        "name": st.text("abc on0.", min_size=1, max_size=5).filter(lambda name: name == name.strip(" ") and name.strip(".")),
+        "name": st.text("abc on0.", min_size=1, max_size=5).filter(
+            lambda name: name == name.strip(" ") and name.strip(".")
+        ),
         "seed": st.integers(0, 2**64),
         "task": components,
         "model": components,

@@ -135,7 +135,9 @@ def prepare(folder: Path, *, setting: str = "output_dir", where: object | None =
         raise unwritable(folder, error, setting=setting, where=where) from error
 
 
-def unwritable(folder: Path, error: OSError, *, setting: str = "output_dir", where: object | None = None) -> ConfigError:
+def unwritable(
+    folder: Path, error: OSError, *, setting: str = "output_dir", where: object | None = None
+) -> ConfigError:
     """Returns the error for a run folder that cannot be written."""
     return ConfigError(
         f"{setting}: the run folder {folder} cannot be written ({error.strerror}). "
