@@ -52,6 +52,12 @@ def test_an_earlier_run_is_not_touched_and_not_continued(check, project, in_tmp)
     assert files_in(in_tmp / "runs") == {"run", "run/config.yaml"}
 
 
+def test_weights_of_a_mixture_that_pack_would_ignore_are_an_error_as_in_training(check):
+    source = "{type: mix, sources: {a: {type: parts.py:Points, weight: 3}, b: {type: parts.py:Points, weight: 1}}}"
+    (error,) = errors_of(check(f"data.train={{type: pack, length: 16, source: {source}}}"))
+    assert "mix with weights" in error[1]
+
+
 @pytest.mark.parametrize("mode", ["compile", "graph"])
 def test_a_check_works_in_every_mode(check, mode):
     assert check(f"runtime.mode={mode}").is_ok

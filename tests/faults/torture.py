@@ -5,8 +5,8 @@
 
 A case draws a run of one kind (a single process, replicate: 2, fsdp: 2, a stream, a mixture, packed rows, an adapter)
 and trains it once undisturbed. A second run with the same settings is killed or interrupted at random moments, with
-full disks and failing syncs meanwhile, and with damage to its files in between; the same command resumes it until it has
-ended. Lost is a run that ends otherwise than the undisturbed one, by a single bit, or not at all.
+full disks and failing syncs meanwhile, and with damage to its files in between; the same command resumes it until it
+has ended. Lost is a run that ends otherwise than the undisturbed one, by a single bit, or not at all.
 
 Every outcome is written to a state file at once: the same command continues after an interruption. The draws of a case
 depend on its seed and number alone; the moments of signals depend on the machine as well.
@@ -265,10 +265,10 @@ def replace_section(page, section):
 
 def play(state, folder, *, seed, numbers, until):
     """Plays the cases that the state lacks, up to a time; returns how many were lost."""
-    lost, began, played = 0, time.monotonic(), 0
+    lost, began = 0, time.monotonic()
     kinds = tuple(KINDS)
     left = [number for number in numbers if f"{seed}-{number}" not in state.cases]
-    for number in left:
+    for played, number in enumerate(left, start=1):
         if time.monotonic() > until:
             break
         name, kind = f"{seed}-{number}", kinds[number % len(kinds)]
@@ -278,7 +278,6 @@ def play(state, folder, *, seed, numbers, until):
         except LostError as loss:
             record, survived = str(loss), False
         lost += not survived
-        played += 1
         state.note(name, kind, survived=survived, record=record)
         if survived:
             shutil.rmtree(folder / name)

@@ -29,15 +29,11 @@ def files_of(dataset: Any, *, depth: int = 0) -> list[str]:
         return list(listed())
     inside = vars(dataset) if hasattr(dataset, "__dict__") else {}
     sources = inside.get("sources")
-    named = dict(sources) if isinstance(sources, Mapping) else {}
-    named |= {"": inside[name] for name in ("source", "dataset", "_source") if name in inside}
+    named = list(sources.items()) if isinstance(sources, Mapping) else []
+    named += [("", inside[name]) for name in ("source", "dataset") if name in inside]
     if depth == _MAX_DEPTH:
         return []
-    return [
-        f"{name}: {file}" if name else file
-        for name, source in named.items()
-        for file in files_of(source, depth=depth + 1)
-    ]
+    return [f"{name}: {file}" if name else file for name, source in named for file in files_of(source, depth=depth + 1)]
 
 
 def saved_files(dataset: Any) -> list[str]:
