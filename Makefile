@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: quickstart test messages reference test-slow lint format types benchmark benchmark-data benchmark-gpu parity reliability torture clean help
+.PHONY: quickstart test messages reference test-slow lint format types benchmark benchmark-data benchmark-gpu parity reliability torture fuzz clean help
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -37,6 +37,10 @@ MINUTES ?= 2
 SEED ?= 0
 torture: $(VENV)/.installed-dev ## Kill and damage runs at random for MINUTES; say how many survived.
 	$(BIN)/python -m tests.faults.torture --minutes $(MINUTES) --seed $(SEED)
+
+INPUTS ?= 100000
+fuzz: $(VENV)/.installed-dev ## Read INPUTS files that were changed at random; say how many were read, rejected, or did harm.
+	$(BIN)/python -m tests.fuzz --inputs $(INPUTS) --seed $(SEED)
 
 lint: $(VENV)/.installed-dev ## Check style and format.
 	$(BIN)/ruff check .

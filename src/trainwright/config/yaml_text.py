@@ -147,7 +147,7 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(path))  # noqa: PTH100
 
 
-_MAX_VALUES = 100_000
+_MAX_VALUES = 20_000
 """Aliases of aliases can make a file of a few lines as large as any memory."""
 _MAX_DEPTH = 100
 _TAG = "tag:yaml.org,2002:"
