@@ -370,7 +370,7 @@ def read_state(folder: Path, part: str, manifest: Mapping[str, Any], *, where: o
     try:
         state = read_part(folder, part, manifest["files"], device=device)
         return map_tensors(state, join) if whole and share_names(part, manifest["files"]) else state
-    except (OSError, SafetensorError, ValueError, CheckpointError) as error:
+    except (OSError, SafetensorError, ValueError, RecursionError, CheckpointError) as error:
         problem = f"The part {part!r} cannot be read: {error}".rstrip(".")
         raise CheckpointError(f"{problem}. Use another step.", where=where) from error
 

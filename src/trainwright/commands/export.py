@@ -36,5 +36,7 @@ def export(
     from trainwright.export.huggingface import export_run
 
     precision = None if dtype is None else dtype.value
-    options = {"step": step, "file_format": file_format.value, "dtype": precision}
-    print(export_run(run, to, overwrite=overwrite, trust=trust, **options))
+    written = export_run(
+        run, to, step=step, file_format=file_format.value, dtype=precision, overwrite=overwrite, trust=trust
+    )
+    print(written)
