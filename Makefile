@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: quickstart test messages reference test-slow lint format types benchmark benchmark-data benchmark-gpu parity reliability torture torture-page clean help
+.PHONY: quickstart test messages reference test-slow lint format types benchmark benchmark-data benchmark-gpu parity reliability torture torture-page fuzz clean help
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -40,6 +40,10 @@ torture: $(VENV)/.installed-dev ## Kill, disturb and damage CASES runs at random
 
 torture-page: $(VENV)/.installed-dev ## Write the outcomes of torture.json, with their seeds, to docs/reliability.md.
 	$(BIN)/python -m tests.faults.torture --write
+
+INPUTS ?= 100000
+fuzz: $(VENV)/.installed-dev ## Read INPUTS files that were changed at random; say how many were read, rejected, or did harm.
+	$(BIN)/python -m tests.fuzz --inputs $(INPUTS) --seed $(SEED)
 
 lint: $(VENV)/.installed-dev ## Check style and format.
 	$(BIN)/ruff check .

@@ -219,6 +219,14 @@ def test_the_page_on_memory_works_and_its_settings_change_no_loss(reader):
     assert losses_of("plain") == losses_of("activation_checkpointing")
 
 
+def test_the_page_on_security_works(reader):
+    pytest.importorskip("sklearn")
+    for block in blocks_of((DOCS / "security.md").read_text("utf-8")):
+        reader.read([block])
+        if not block[0]:
+            assert reader.exit_code == 0, reader.shown
+
+
 def test_the_page_on_speed_works_and_its_modes_agree(reader, monkeypatch):
     pytest.importorskip("sklearn")
     monkeypatch.setattr("trainwright.hooks.flops._MEASURED_SECONDS", 0.01)

@@ -11,6 +11,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from trainwright.config.schema import layered_config
 from trainwright.data.sources.files import text as text_files
 from trainwright.data.sources.tokens import Tokens
 from trainwright.data.tokenizer import load_tokenizer
-from trainwright.errors import CheckpointError, ConfigError, TrainwrightError, TrustError
+from trainwright.errors import CheckpointError, ConfigError, DataError, TrainwrightError, TrustError
 from trainwright.export.huggingface import export_run
 from trainwright.export.text import load_text_model
 
@@ -639,6 +640,63 @@ def test_only_the_files_that_the_config_names_are_run(in_tmp, mark, monkeypatch)
     listed = CliRunner().invoke(app, ["components", "hook"])
     assert listed.exit_code == 0, listed.output
     assert not mark.exists()
+
+
+# Files that ask for too much (found by `make fuzz`).
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x0: &x0 [a, b]\n" + "".join(f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 9)}]\n" for n in range(1, 30)),
+        "x0: &x0 {a: b}\n" + "".join(f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 2)}]\n" for n in range(1, 40)),
+        "a: " + "[" * 100_000,
+        "a: " + "{" * 100_000,
+        "- " * 5_000,
+        'name: "\\ud800"\n',
+        f"extends: {'a' * 5000}\n",
+    ],
+    ids=["aliases", "aliases of mappings", "brackets", "braces", "dashes", "half a character", "a long name"],
+)
+def test_a_config_that_asks_for_too_much_is_rejected_at_once(tmp_path, text):
+    (tmp_path / "run.yaml").write_text(text)
+    started = time.process_time()
+    with raises(ConfigError, at="run.yaml", golden=False):
+        RunConfig.load(tmp_path / "run.yaml")
+    assert time.process_time() - started < 3.0
+
+
+def test_a_config_without_end_is_rejected(tmp_path):
+    (tmp_path / "config.yaml").symlink_to("/dev/zero")
+    with raises(ConfigError, at="config.yaml:1", golden=False):
+        RunConfig.load(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize("name", ["num_layers", "vocab_size", "hidden_size"])
+def test_a_run_folder_of_an_impossibly_large_model_is_rejected_before_memory_is_allocated(run, name):
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    settings["model"][name] = 10**12 if name != "hidden_size" else 10**7
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    with raises(TrainwrightError, golden=False):
+        load_checkpoint(run)
+
+
+@pytest.mark.parametrize("tree", [b"[" * 5000 + b"]" * 5000, b'"x"', b"5", b"[]", b'{"lm_head.weight": {"a": 1}}'])
+def test_a_state_of_another_form_is_rejected(run, tree):
+    poison(run / "checkpoints" / "step-00000004", {"model.json": tree})
+    with raises(CheckpointError, golden=False):
+        load_checkpoint(run, 4)
+
+
+def test_a_tokenizer_that_makes_its_library_panic_is_rejected(tmp_path):
+    library = pytest.importorskip("tokenizers")
+    model = library.models.Unigram([("a", 0.0)], None, False)  # no token for what is unknown
+    library.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    with raises(DataError, at="tokenizer.json", golden=False):
+        load_tokenizer(tmp_path).encode("b")
+    (tmp_path / "tokenizer_config.json").write_text("[" * 5000)
+    with raises(DataError, at="tokenizer_config.json", golden=False):
+        load_tokenizer(tmp_path).vocab_size  # noqa: B018  # it is read at its first use
 
 
 # Secrets and paths.

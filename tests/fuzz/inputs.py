@@ -125,14 +125,17 @@ def change_yaml(raw, rng):
     kind = rng.random()
     if kind < 0.4:
         return change_bytes(raw, rng)
-    if kind < 0.42:
+    if kind < 0.405:
         width, depth = rng.choice((2, 9)), rng.choice((3, 30))
         lines = ["x0: &x0 [a, b]"] + [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * width)}]" for n in range(1, depth)]
         return "\n".join(lines).encode() + b"\n" + raw
     try:
-        return yaml.safe_dump(change_value(yaml.safe_load(raw), rng), allow_unicode=True).encode("utf-8", "replace")
+        changed = change_value(yaml.load(raw, yaml.CSafeLoader), rng)
+        return yaml.dump(changed, Dumper=yaml.CSafeDumper, allow_unicode=True).encode("utf-8", "replace")
     except RecursionError:
         return b"a: " + b"[" * 5000 + b"]" * 5000
+    except UnicodeEncodeError:  # half a character, which YAML can only have as an escape
+        return b'name: "\\ud800"\n' + raw
 
 
 def change_safetensors(raw, rng):

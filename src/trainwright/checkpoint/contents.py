@@ -135,6 +135,27 @@ def load_model_state(
 
     Keys of `other_stages` belong to other stages of a pipeline. The model has the values of `present` already.
     """
+    missing, unexpected = reject_other_model(
+        state, model, source=source, strict=strict, other_stages=other_stages, present=present
+    )
+    if missing or unexpected:
+        logger.warning("Loaded with differences. Missing: %s. Unexpected: %s.", missing or "none", unexpected or "none")
+    own = model.state_dict()
+    here = {key: value for key, value in state.items() if key in own or key not in other_stages}
+    here |= {key: own[key] for key in present if key in own and key not in state}
+    model.load_state_dict({key: _fill_shards(value, own.get(key)) for key, value in here.items()}, strict=strict)
+
+
+def reject_other_model(
+    state: Mapping[str, Any],
+    model: torch.nn.Module,
+    *,
+    source: str,
+    strict: bool = True,
+    other_stages: Collection[str] = (),
+    present: Collection[str] = (),
+) -> tuple[list[str], list[str]]:
+    """Raises if weights do not fit a model, which may be on the meta device; returns missing and unexpected keys."""
     own = model.state_dict()
     if not isinstance(state, Mapping):
         raise CheckpointError("model.json does not describe the weights of a model. Use another step.", where=source)
@@ -157,11 +178,7 @@ def load_model_state(
         raise CheckpointError(
             f"{source} contains another model: " + "; ".join(lines[:8]) + ("; …" if len(lines) > 8 else "")
         )
-    if missing or unexpected:
-        logger.warning("Loaded with differences. Missing: %s. Unexpected: %s.", missing or "none", unexpected or "none")
-    here = {key: value for key, value in state.items() if key in own or key not in other_stages}
-    here |= {key: own[key] for key in present if key in own and key not in state}
-    model.load_state_dict({key: _fill_shards(value, own.get(key)) for key, value in here.items()}, strict=strict)
+    return missing, unexpected
 
 
 WEIGHTS = ("ema", "raw")

@@ -11,6 +11,7 @@ import os
 import re
 import uuid
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -183,8 +184,9 @@ def _extended(settings: Node) -> Iterator[Node]:
 def _find_extended(entry: Node, folder: Path) -> tuple[Path, bool]:
     """Return the file that `entry` names in the folder of the extending one (False), or a packaged one (True)."""
     name: str = entry.value
-    if (folder / name).is_file():
-        return folder / name, False
+    with suppress(OSError):  # a name that is too long
+        if (folder / name).is_file():
+            return folder / name, False
     packaged = _packaged_files()
     found = [path for path in packaged if path == f"{name}.yaml" or path.endswith(f"/{name}.yaml")]
     if len(found) > 1:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -211,27 +212,41 @@ class _LibraryEngine:
     def __init__(self, file: Path) -> None:
         from tokenizers import Tokenizer
 
-        try:
+        self._file = file
+        with _library_errors(file):
             self._tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises plain Exceptions
-            raise DataError(f"The tokenizers library cannot read this file: {error}.", where=file) from error
-        # Some files pad every text to 128 tokens; the collator decides the width.
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        added = self._tokenizer.get_added_tokens_decoder()
+            # Some files pad every text to 128 tokens; the collator decides the width.
+            self._tokenizer.no_padding()
+            self._tokenizer.no_truncation()
+            vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+            added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: number for number, token in added.items() if token.special}
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may leave gaps
         self.roles = _find_roles(file.parent, vocabulary, special)
         self.special_ids = frozenset({*special.values(), *self.roles.values()})
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in encodings]
+        with _library_errors(self._file):
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        with _library_errors(self._file):
+            text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
+
+
+@contextmanager
+def _library_errors(file: Path) -> Iterator[None]:
+    """Explains the errors of the tokenizers library, which are plain Exceptions, and panics of its Rust code."""
+    try:
+        yield
+    except (TypeError, UnicodeEncodeError):
+        raise  # about the texts
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"The tokenizers library cannot use this file: {error}.", where=file) from error
 
 
 class _TransformersEngine:
@@ -307,7 +322,7 @@ def _find_roles(folder: Path, vocabulary: Mapping[str, int], special: Mapping[st
         if file.is_file():
             try:
                 settings |= json.loads(file.read_text("utf-8"))
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, RecursionError) as error:
                 raise DataError(f"Not a JSON object: {error}. Repair or remove the file.", where=file) from error
     roles = {}
     for role in ROLES:

@@ -196,13 +196,13 @@ def load_checkpoint(
             "with open_store from trainwright.checkpoint.remote_store."
         )
     averaged = contents.read_averaged(store, chosen, weights)
-    model = _build_for(store, chosen, config, folder)
+    model = _build_for(store, chosen, config, folder, strict=strict)
     contents.restore_model(store, chosen, model, strict=strict)
     contents.load_averaged(averaged, model, source=store.path(chosen))
     return model.to(device).eval()
 
 
-def _build_for(store: AnyStore, step: int, config: RunConfig, folder: Path) -> torch.nn.Module:
+def _build_for(store: AnyStore, step: int, config: RunConfig, folder: Path, *, strict: bool) -> torch.nn.Module:
     """Builds the model for a checkpoint's weights.
 
     A built-in model is allocated without initialization, unless weights are stored by reference. Any other model is
@@ -211,6 +211,8 @@ def _build_for(store: AnyStore, step: int, config: RunConfig, folder: Path) -> t
     model = None if base_weights.PART in store.parts(step) else _build_empty(config, folder)
     if model is not None:
         saved = store.read_split(step, "model")
+        # Before memory is allocated: the config may be of another, or an impossibly large, model.
+        contents.reject_other_model(saved, model, source=str(store.path(step)), strict=strict)
         dtypes = {name: each.dtype for name, each in saved.items() if isinstance(each, torch.Tensor | SplitTensor)}
         if _has_all(model, dtypes):
             allocate(model, dtypes)

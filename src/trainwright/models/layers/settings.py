@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from trainwright.errors import ConfigError, DataError
 
+MAX_LAYERS = 10_000
+"""Creating a layer takes time even without memory: a damaged file must not occupy a process for hours."""
 ENCODER_KEYS: Mapping[str, tuple[str, Any]] = {
     "hidden_size": ("hidden_size", 768),
     "num_layers": ("num_hidden_layers", 12),
@@ -85,6 +87,8 @@ def _wanted(name: str, value: Any, form: str) -> str | None:
     if form == "int":
         least = 0 if name.endswith("_id") else 1
         holds = isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+        if holds and name.endswith("_layers") and int(value) > MAX_LAYERS:
+            return f"a whole number up to {MAX_LAYERS}"
         return None if holds else f"a whole number of at least {least}"
     if form == "float":
         number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
