@@ -183,7 +183,7 @@ def build_trainer(
         config = settle_activation_checkpointing(config, assemble_alone, backend=backend, ranks=ranks, folder=resumed)
     if config.trainer.micro_batch_size == "auto":
         config = settle_micro_batch(config, assemble_alone, backend=backend, ranks=ranks, folder=resumed)
-    options = {"evaluates": evaluates, "referenced": referenced}
+    options: dict[str, Any] = {"evaluates": evaluates, "referenced": referenced}
     trainer, build = assemble(config, trainer_class, backend, ranks, folder, kept=kept, **options)
     # The folder is not touched before: a config with an error moves nothing aside and leaves no files.
     step, saved = _find_checkpoint(trainer, fresh=fresh, accept_changes=accept_changes)
@@ -255,8 +255,10 @@ def build_evaluator(config: RunConfig, trainer_class: type[Trainer] | None = Non
     """Builds a trainer without training data, for `evaluate()`; loads no checkpoint and writes no file."""
     config, backend, ranks = _join(config)
     folder = run_folders.run_folder(config)
-    options = {"kept": _kept_facts(config, folder, ranks), "referenced": _referenced_weights(config, folder, ranks)}
-    return assemble(config, trainer_class, backend, ranks, folder, for_training=False, **options)[0]
+    kept, referenced = _kept_facts(config, folder, ranks), _referenced_weights(config, folder, ranks)
+    return assemble(
+        config, trainer_class, backend, ranks, folder, kept=kept, referenced=referenced, for_training=False
+    )[0]
 
 
 def build_model(

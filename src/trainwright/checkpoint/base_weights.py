@@ -51,7 +51,7 @@ def bit_checksums(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
             _INTEGERS[bits.element_size()]
         )
         total = torch.zeros(2, dtype=torch.int64, device=bits.device)
-        for number, chunk in enumerate(bits.split(_CHUNK)):
+        for number, chunk in enumerate(torch.split(bits, _CHUNK)):
             values = chunk.long()
             positions = torch.arange(1, len(values) + 1, device=bits.device) + number * _CHUNK
             total += torch.stack([values.sum(), (values * positions).sum()])

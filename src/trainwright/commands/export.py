@@ -37,5 +37,14 @@ def export(
     from trainwright.export.huggingface import export_run
 
     precision = None if dtype is None else dtype.value
-    selected = {"step": step, "weights": weights, "dtype": precision, "trust": trust}
-    print(export_run(run, to, file_format=file_format.value, overwrite=overwrite, **selected))
+    written = export_run(
+        run,
+        to,
+        step=step,
+        weights=weights,
+        file_format=file_format.value,
+        dtype=precision,
+        overwrite=overwrite,
+        trust=trust,
+    )
+    print(written)
