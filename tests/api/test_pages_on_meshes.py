@@ -1,10 +1,8 @@
 """The examples of the README, docs/customisation.md and the pages "Coming from", trained on two ranks of each mesh.
 
-Each training command of a page runs on forked ranks, with parameters replicated or sharded; its metrics are compared
-with those of one process.
+Each training command of a page runs on forked ranks, with parameters replicated or sharded.
 """
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,10 +10,11 @@ from tests.api.test_pages import CHANGES, COMMUNITIES, PROJECT, QuickReader, lin
 from tests.distributed.forked_launch import command, launch
 from tests.test_docs import DOCS, _package_log_as_before, blocks_of  # noqa: F401  # the fixture acts by itself
 
+from trainwright.api import experiments
+
 MESHES = ("replicate", "fsdp")
-UNTRAINED = ("--print-config", "--fast-dev-run", "--nproc", "--profile")
-"""Options of `trainwright train` that do not just train, or that choose the processes."""
-TIMED = ("_per_second", "_per_step", "_share", "hours", "time/")
+ALONE = ("--print-config", "--fast-dev-run", "--nproc", "--profile", "runtime.mode=graph")
+"""Options of `trainwright train` that do not just train, that choose the processes, or that are for one process."""
 FAST = ("the optimizer", "a function every n steps")
 """The changes that read sharded weights: a hook and an optimizer. The others are slow tests."""
 
@@ -26,10 +25,11 @@ class MeshReader(QuickReader):
     axis = "replicate"
 
     def run(self, arguments):
-        if arguments[0] != "train" or any(option in arguments for option in UNTRAINED):
+        if arguments[0] not in ("train", "evaluate") or any(option in arguments for option in ALONE):
             return super().run(arguments)
         self.capfd.readouterr()
-        codes, errors = launch(Path.cwd(), 2, command(*arguments, f"runtime.mesh={{{self.axis}: 2}}"))
+        mesh = [f"runtime.mesh={{{self.axis}: 2}}"] if arguments[0] == "train" else []
+        codes, errors = launch(Path.cwd(), 2, command(*arguments, *mesh))
         self.exit_code = max(codes)
         for path in Path.cwd().glob("rank-*.error"):
             path.unlink()
@@ -39,13 +39,6 @@ class MeshReader(QuickReader):
 @pytest.fixture
 def mesh_reader(reader, monkeypatch, capfd):  # noqa: F811  # pytest's way
     return MeshReader(monkeypatch, capfd)
-
-
-def metrics_of(folder):
-    found = {}
-    for path in sorted(Path(folder).glob("runs/*/metrics.json")):
-        found[path.parent.name] = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    return found
 
 
 def train_page(mesh_reader, blocks, axis):
@@ -68,7 +61,8 @@ def test_each_change_trains_on_a_mesh(heading, axis, mesh_reader):
     "page",
     [pytest.param(each, marks=[] if each == "easy_torch_tpu" else [pytest.mark.slow]) for each in COMMUNITIES],
 )
-def test_each_page_of_a_community_trains_on_a_mesh(page, axis, mesh_reader):
+def test_each_page_of_a_community_trains_on_a_mesh(page, axis, mesh_reader, monkeypatch):
+    monkeypatch.setattr(experiments, "_registered", {})
     train_page(mesh_reader, blocks_of(text_of(page)), axis)
 
 

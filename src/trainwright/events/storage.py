@@ -117,7 +117,7 @@ class EventStorage:
             self._put_traced(name, value, kind)
         elif not _is_recomputing():
             # Cloned: the caller may change the tensor in place before it is drained.
-            self._append(name, detached_copy(value), 1.0, kind)
+            self._pending.append((name, self._step, detached_copy(value), 1.0, kind))
 
     def put_scalars(
         self, values: Mapping[str, Any] | None = None, /, *, smoothing_hint: bool = True, **more: Any
@@ -132,14 +132,14 @@ class EventStorage:
         Tensors are detached but not cloned: the caller must not change them in place.
         """
         if isinstance(value, Mean):
-            self._append(name, value.total, value.count, "total")
+            self._pending.append((name, self._step, value.total, value.count, "total"))
             return
         if isinstance(value, torch.Tensor):
             value = value.detach()
         if _is_scalar(value):
-            self._append(name, value, weight, "mean")
+            self._pending.append((name, self._step, value, weight, "mean"))
         else:
-            self._objects[name] = (self._step, _local_if_replicated(value))
+            self._objects[name] = (self._step, value)
 
     def put_result(self, result: Any, *, weight: Any, num_samples: int, share: float = 1.0) -> None:
         """Stores the result of an update, (loss, metrics, grad_norm, lr), with the weight of its loss.
@@ -162,10 +162,6 @@ class EventStorage:
                 self._pending.append((name, self._step, value, 1.0, "last"))
             else:
                 self.put_metric(name, value, num_samples)
-
-    def _append(self, name: str, value: Any, weight: Any, kind: Kind) -> None:
-        records = self._sharded if is_sharded(value) or is_sharded(weight) else self._pending
-        records.append((name, self._step, _local_if_replicated(value), _local_if_replicated(weight), kind))
 
     def put_imbalance(self, name: str, seconds: float) -> None:
         """Stores the seconds that this rank worked; the log line has the share of time that ranks wait for others."""
@@ -236,7 +232,7 @@ class EventStorage:
 
         `gather` returns an object of every rank, in rank order. Until then a drain leaves DTensors out.
         """
-        self.file_traced()
+        self._set_shards_aside()
         sharded, self._sharded = self._sharded, []
         objects = {name: entry for name, entry in self._objects.items() if is_sharded(entry[1])}
         scalars = [((name, step), [value, weight]) for name, step, value, weight, _ in sharded]
@@ -249,7 +245,7 @@ class EventStorage:
 
     def drain(self) -> None:
         """Moves pending values to the host, in one copy per device and dtype, and files them by name and step."""
-        self.file_traced()
+        self._set_shards_aside()
         pending, self._pending = self._pending, []
         values, weights = _to_host([record[2] for record in pending]), _to_host([record[3] for record in pending])
         records = [
@@ -258,6 +254,7 @@ class EventStorage:
         ]
         objects, self._objects = self._objects, {}
         for name, (step, value) in objects.items():
+            value = _local_if_replicated(value)
             if is_sharded(value):
                 self._objects[name] = (step, value)
                 continue
@@ -269,6 +266,15 @@ class EventStorage:
             # A name whose kind has changed started over; an imbalance needs the values of other ranks.
             if step in series.steps and series.kind != "imbalance":
                 self._remember(name, step, series.value_at(step))
+
+    def _set_shards_aside(self) -> None:
+        """Moves pending records with DTensors to `_sharded`; of replicated ones this rank has the value."""
+        self.file_traced()
+        pending, self._pending = self._pending, []
+        for name, step, value, weight, kind in pending:
+            value, weight = _local_if_replicated(value), _local_if_replicated(weight)
+            records = self._sharded if is_sharded(value) or is_sharded(weight) else self._pending
+            records.append((name, step, value, weight, kind))
 
     def take_window(self) -> Window:
         """Returns the values since the last call and begins a new window."""
@@ -321,7 +327,7 @@ class EventStorage:
     def file_traced(self) -> None:
         """Makes the values put by compiled code pending, so that the next call finds no names and no new guard."""
         for name, (total, count, kind) in self._traced.items():
-            self._append(name, total, count, kind)
+            self._pending.append((name, self._step, total, count, kind))
         self._traced = {}
 
     def _remember(self, name: str, step: int, value: Any) -> None:

@@ -18,7 +18,6 @@ from trainwright.events import Mean
 from trainwright.events.mean import IGNORED_LABEL
 from trainwright.memory.out_of_memory import is_out_of_memory
 from trainwright.models.layers.losses import count_labels
-from trainwright.parallel.mesh import is_split
 from trainwright.user_code.locations import definition_of, is_user_file
 
 Loss = torch.Tensor | Mean
@@ -101,27 +100,7 @@ def _explain_dtypes(error: RuntimeError, batch: Any, model: torch.nn.Module) -> 
 
 
 def read_forward(returned: Any, batch: Any, model: torch.nn.Module, num_samples: int) -> ForwardResult:
-    """Reads what `forward` returned; raises for other forms than those above.
-
-    A loss that is a DTensor is gathered: it was computed from sharded parameters alone.
-    """
-    result = _read_any(returned, batch, model, num_samples)
-    loss = result.loss
-    if isinstance(loss, Mean):
-        if is_split(loss.total) or is_split(loss.count):
-            result.loss = Mean(_full(loss.total), _full(loss.count))
-    elif is_split(loss):
-        result.loss = _full(loss)
-    return result
-
-
-def _full(value: Any) -> Any:
-    from trainwright.parallel.mixed_tensors import full  # imports much of torch
-
-    return full(value) if isinstance(value, torch.Tensor) else value
-
-
-def _read_any(returned: Any, batch: Any, model: torch.nn.Module, num_samples: int) -> ForwardResult:
+    """Reads what `forward` returned; raises for other forms than those above."""
     if isinstance(returned, Mean):
         return ForwardResult(returned, num_samples)
     if isinstance(returned, torch.Tensor):
@@ -166,6 +145,16 @@ def count_targets(model: torch.nn.Module, batch: Any) -> torch.Tensor | None:
     from trainwright.models import transformers_models  # imports much
 
     return transformers_models.count_targets(model, labels)
+
+
+def full_loss(loss: Loss) -> Loss:
+    """Returns a loss as a plain tensor or a Mean of such; one of sharded parameters alone is a DTensor. Collective."""
+    from trainwright.parallel.mixed_tensors import full  # imports much of torch
+
+    if isinstance(loss, torch.Tensor):
+        return full(loss)
+    total, count = (full(each) if isinstance(each, torch.Tensor) else each for each in (loss.total, loss.count))
+    return Mean(total, count)
 
 
 def read_pair(returned: tuple[Any, ...], num_samples: int) -> ForwardResult:

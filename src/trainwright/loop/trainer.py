@@ -63,7 +63,7 @@ from trainwright.loop.evaluation import EvalLogs, EvaluationAbandoned, Evaluator
 from trainwright.loop.heartbeat import Heartbeat
 from trainwright.loop.hook import HOOK_EVENTS, Hook, HookCalls, call_each
 from trainwright.loop.metrics import ConfiguredMetric
-from trainwright.loop.outputs import ForwardResult, explain_failure, read_forward, reject_ignored_labels
+from trainwright.loop.outputs import ForwardResult, explain_failure, full_loss, read_forward, reject_ignored_labels
 from trainwright.loop.state import Batch, RunState, count_samples, split_batch
 from trainwright.loop.stop_signal import StopRequest, StopSignal
 from trainwright.loop.task import Task, overrides
@@ -256,6 +256,8 @@ class Trainer:
         self._has_own_step = any(overrides(self, name, Trainer) for name in own_steps)
         self._compiled = self._compile_forward()
         self._is_inspected = config.runtime.mode == "eager"
+        self._has_shards = any(is_split(each) for each in model.parameters())
+        """True if parameters are DTensors."""
         self.gather_mixed = self._make_gather_mixed()
         """A context for user code that computes with the parameters of a sharded model."""
         for hook in context.hooks:
@@ -519,6 +521,8 @@ class Trainer:
                     with self.gather_mixed:
                         returned = self.forward(**batch) if isinstance(batch, Mapping) else self.forward_batch(batch)
                     result = read_forward(returned, batch, self.model, num_samples)
+                    if self._has_shards:
+                        result.loss = full_loss(result.loss)
                     self.add_metrics(result, batch)
             except TypeError:
                 if isinstance(batch, Mapping):
@@ -1271,8 +1275,7 @@ class Trainer:
     def _make_gather_mixed(self) -> AbstractContextManager[Any]:
         """Returns a context for user code that computes with sharded parameters; it has no effect without them."""
         has_user_code = type(self.task) is not Task or any(is_user_code(type(each)) for each in (self, *self.hooks))
-        is_plain = not any(is_split(each) for each in self.model.parameters())
-        if is_plain or self._compiled is not None or not has_user_code:
+        if not self._has_shards or self._compiled is not None or not has_user_code:
             return nullcontext()
         from trainwright.parallel.mixed_tensors import GatherMixed  # imports much of torch
 
@@ -1283,6 +1286,8 @@ class Trainer:
         """The region to compile: the forward, its loss and metrics. A plain loss gets its weight outside."""
         returned = self.forward(**batch) if isinstance(batch, Mapping) else self.forward_batch(batch)
         result = read_forward(returned, batch, self.model, 0)
+        if self._has_shards:
+            result.loss = full_loss(result.loss)
         self.add_metrics(result, batch)
         return RegionOutputs(result.loss, result.metrics, result.outputs, result.count)
 

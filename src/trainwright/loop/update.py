@@ -33,7 +33,7 @@ from trainwright.optim.device_step import (
 )
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import is_split, local, set_gradient_dtype
-from trainwright.parallel.replicate import GradientNorm, GradientSum, copy_from_first, norms_of
+from trainwright.parallel.replicate import SHORT_DTYPES, GradientNorm, GradientSum, copy_from_first, norms_of
 
 if TYPE_CHECKING:
     from trainwright.parallel.fully_shard import GradientSync
@@ -335,7 +335,7 @@ class _OwnedParameters:
         heartbeat: Heartbeat,
     ) -> None:
         self.parameters = list(parameters)
-        short = [each for each in self.parameters if each.dtype in (torch.bfloat16, torch.float16)]
+        short = [each for each in self.parameters if each.dtype in SHORT_DTYPES]
         self.has_short = bool(short)
         """True if some parameters have 16 bits."""
         # FSDP widens the gradients that it reduces itself.
@@ -646,7 +646,8 @@ def _without_nan(loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tens
 
 def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """Returns the 2-norm of all gradients together; torch's own helper regroups them on every call (30 µs)."""
-    norms = norms_of(gradients)
+    has_short = {gradient.dtype for gradient in gradients} & SHORT_DTYPES
+    norms = norms_of(gradients) if has_short else list(torch._foreach_norm(gradients))
     first = norms[0]
     for norm in norms[1:]:
         if norm.dtype != first.dtype or norm.device != first.device:
@@ -662,7 +663,7 @@ def _narrow_gradients(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if not group.get("master_weights"):
             for parameter in group["params"]:
-                if parameter.dtype in (torch.bfloat16, torch.float16):
+                if parameter.dtype in SHORT_DTYPES:
                     set_gradient_dtype(parameter, parameter.dtype)
 
 

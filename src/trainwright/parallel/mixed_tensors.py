@@ -41,7 +41,7 @@ class _Full(torch.autograd.Function):
         return tensor.full_tensor()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]  # torch's has any arguments
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         mesh, placements = ctx.layout
         # Not Partial("avg"): gloo has no average.
         shares = DTensor.from_local(gradient / mesh.size(), mesh, [Partial()] * mesh.ndim, run_check=False)
@@ -60,7 +60,7 @@ class _Used(torch.autograd.Function):
         return parameter.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
         ctx.add_gradient(ctx.parameter, gradient)
         return None, None
 

@@ -119,22 +119,22 @@ def give_memory(model: nn.Module, device: torch.device) -> None:
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def norms_of(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+SHORT_DTYPES = frozenset({torch.bfloat16, torch.float16})
+
+
+def norms_of(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     """Returns the 2-norm of each gradient as float32, of a float64 gradient as float64.
 
     In 16 bits a norm would be rounded, or overflow in fp16.
     """
     kinds = {gradient.dtype for gradient in gradients}
-    if not kinds & _SHORT:
+    if not kinds & SHORT_DTYPES:
         return list(torch._foreach_norm(gradients))
-    if kinds <= _SHORT:
+    if kinds <= SHORT_DTYPES:
         return list(torch._foreach_norm(gradients, 2, torch.float32))
-    short = iter(norms_of([gradient for gradient in gradients if gradient.dtype in _SHORT]))
-    long = iter(norms_of([gradient for gradient in gradients if gradient.dtype not in _SHORT]))
-    return [next(short if gradient.dtype in _SHORT else long) for gradient in gradients]
-
-
-_SHORT = frozenset({torch.bfloat16, torch.float16})
+    short = iter(norms_of([gradient for gradient in gradients if gradient.dtype in SHORT_DTYPES]))
+    long = iter(norms_of([gradient for gradient in gradients if gradient.dtype not in SHORT_DTYPES]))
+    return [next(short if gradient.dtype in SHORT_DTYPES else long) for gradient in gradients]
 
 
 class GradientNorm:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from trainwright.models.layers.attention import attend, split_heads
+from trainwright.models.layers import attention
+from trainwright.models.layers.attention import WholeSequence, attend, split_heads
 
 
 def test_heads_are_views():
@@ -31,3 +32,32 @@ def test_keys_that_are_not_visible_change_nothing():
     mask = torch.tensor([True, True, True, False])[None, None, None]
     masked = attend(queries, keys, values, head_size=3, mask=mask)
     torch.testing.assert_close(masked, attend(queries, keys[:, :3], values[:, :3], head_size=3))
+
+
+def test_grouped_heads_are_repeated_for_a_mask_with_the_same_result(monkeypatch):
+    """Where no kernel takes grouped heads with a mask, as on a GPU in fp32; here it is as if this were one."""
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, values = (torch.randn(2, heads, 5, 24, generator=generator) for heads in (4, 2, 2))
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
+    expected = WholeSequence().attend(queries, keys, values, mask=mask, enable_gqa=True)
+    assert not attention.needs_equal_heads(queries)
+    monkeypatch.setattr(attention, "waits_for_memory", lambda device: True)
+    asked = [
+        (torch.float32, 64),
+        (torch.bfloat16, 64),
+        (torch.bfloat16, 128),
+        (torch.float16, 100),
+        (torch.float16, 256),
+    ]
+    found = [attention.needs_equal_heads(torch.zeros(1, 4, 2, width, dtype=dtype)) for dtype, width in asked]
+    assert found == [True, False, False, True, True]
+    given = []
+    exact = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        attention.F,
+        "scaled_dot_product_attention",
+        lambda *args, **kwargs: (given.append(kwargs), exact(*args, **kwargs))[1],
+    )
+    mixed = WholeSequence().attend(queries, keys, values, mask=mask, enable_gqa=True)
+    assert given[0]["enable_gqa"] is False
+    torch.testing.assert_close(mixed, expected)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainwright.backends import waits_for_memory
 from trainwright.errors import DataError
 from trainwright.events.mean import IGNORED_LABEL
 from trainwright.models.layers.document_attention import (
@@ -122,6 +123,16 @@ def attend(
     return mixed.transpose(1, 2).flatten(2)
 
 
+def needs_equal_heads(queries: Tensor) -> bool:
+    """Returns True if masked attention with fewer key heads than query heads would use torch's math kernel.
+
+    That one stores all weights [B, H, S, S]. On a GPU only cuDNN's kernel accepts both a mask and grouped heads, in 16
+    bits and for widths up to 128 that are multiples of 8; with equal heads other kernels accept the mask.
+    """
+    is_served = queries.dtype in (torch.bfloat16, torch.float16) and queries.shape[-1] % 8 == 0
+    return waits_for_memory(queries.device) and not (is_served and queries.shape[-1] <= 128)
+
+
 class WholeSequence:
     """All positions of the sequence are here: nothing is cut, gathered or weighed."""
 
@@ -165,6 +176,9 @@ class WholeSequence:
                 if mixed is not None:
                     return mixed
             mask = visible_pairs(mask.document_ids)
+        if enable_gqa and mask is not None and needs_equal_heads(queries):
+            keys, values = (each.repeat_interleave(queries.shape[1] // each.shape[1], dim=1) for each in (keys, values))
+            enable_gqa = False
         return F.scaled_dot_product_attention(
             queries,
             keys,
