@@ -13,6 +13,7 @@ from tests.distributed.forked_launch import forget_groups
 
 from trainwright import Hook, Mean, RunConfig, Task, Trainer, build_trainer, get_event_storage
 from trainwright.data.collators import Stack
+from trainwright.errors import ConfigError
 from trainwright.parallel import processes
 
 PROJECT = Path(__file__).parents[1] / "project"
@@ -118,27 +119,30 @@ class FailsOnOneRank(Trainer):
 
 
 class LocalMetric:
-    """A metric that differs between ranks, as a user's may."""
+    """A metric of this rank's samples alone; `needs_sample` also has no value before the first one."""
+
+    def __init__(self, needs_sample):
+        self.needs_sample = needs_sample
 
     def reset(self):
-        self.calls = getattr(self, "calls", 0) + 1
+        self.sums = []
 
     def update(self, outputs, labels):
-        """Takes nothing."""
+        self.sums.append(float(outputs.sum()))
 
     def compute(self):
-        return float(self.calls if processes.rank_and_size().rank == 0 else -self.calls)
+        return max(self.sums) if self.needs_sample else sum(self.sums)
 
 
-class LocalMetricTask(Task):
-    def build_metrics(self):
-        return {"local": LocalMetric()}
+class LocalTrainer(Trainer):
+    """An evaluation with another value on each rank."""
 
+    num_evaluations = 0
 
-class LocalMetrics(Trainer):
-    @classmethod
-    def build_task(cls, build):
-        return LocalMetricTask()
+    def eval_end(self, aggregated):
+        self.num_evaluations += 1
+        sign = 1 if self.ranks.rank == 0 else -1
+        return {**super().eval_end(aggregated), "local": float(sign * self.num_evaluations)}
 
 
 class WithBatchNorm(Trainer):
@@ -190,9 +194,16 @@ def second_half(folder, no_metrics):
     failed = build(load(folder, "fails", no_metrics))
     results["fails"] = [failed.ranks.gather(own), failed.step]
     best = "checkpoint={every_steps: null, keep_best: {metric: valid/local, mode: max}}"
-    local = build(load(folder, "local", no_metrics, best, "evaluation.every_steps=4"), LocalMetrics)
+    local = build(load(folder, "local", no_metrics, best, "evaluation.every_steps=4"), LocalTrainer)
     local.train()
     results["local"] = local.ranks.gather((local.step, local.best.step))
+    results["rank_metrics"] = []
+    for needs_sample in ("false", "true"):
+        metric = f"evaluation.metrics={{odd: {{type: {Path(__file__)}:LocalMetric, needs_sample: {needs_sample}}}}}"
+        try:
+            build(load(folder, f"metric-{needs_sample}", metric)).train()
+        except ConfigError as error:
+            results["rank_metrics"].append([str(error), (folder / f"metric-{needs_sample}").exists()])
     norm = "trainer.schedule={type: constant}"
     build(load(folder, "norm", no_metrics, norm), WithBatchNorm).train()
     build(load(folder, "norm-parts", no_metrics, norm, "trainer.max_steps=5"), WithBatchNorm).train()

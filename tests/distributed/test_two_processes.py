@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.distributed import cases
 from tests.distributed.forked_launch import launch_well
+from tests.messages import mentions
 
 from trainwright import RunConfig, build_trainer, load_checkpoint
 
@@ -103,6 +104,13 @@ def test_an_evaluation_that_fails_on_one_rank_fails_on_all_and_keeps_the_step(fo
 
 def test_a_metric_that_differs_between_ranks_decides_alike_on_all(folders):
     assert results(folders[1])["local"] == [[12, 12], [12, 12]]
+
+
+def test_a_metric_of_one_rank_s_samples_is_rejected_before_training_or_at_the_first_evaluation(folders):
+    (early, has_trained), (late, _) = results(folders[1])["rank_metrics"]
+    assert not has_trained
+    for text in (early, late):
+        assert mentions(text, "evaluation.metrics.odd", "LocalMetric", "2 ranks")
 
 
 def test_running_means_are_resumed_exactly(folders):

@@ -25,7 +25,7 @@ from trainwright.hooks.preemption import ObeyPreemption
 from trainwright.hooks.throughput import TimeSteps
 from trainwright.hooks.watchdog import Watchdog
 from trainwright.loop.hook import Hook
-from trainwright.loop.metrics import ConfiguredMetric, reject_no_metric
+from trainwright.loop.metrics import ConfiguredMetric, reject_no_metric, reject_rank_metric
 from trainwright.loop.task import Task, overrides
 from trainwright.loop.trainer import Trainer
 from trainwright.models.from_config import build_model_section, build_without_memory, is_as_shipped
@@ -292,6 +292,7 @@ class Build:
             )
             made.append(ConfiguredMetric(name, metric, "logits", "labels"))
         for each in made:
+            reject_rank_metric(each, self.ranks.mesh.num_data_ranks)
             if isinstance(each.metric, torch.nn.Module):
                 each.metric.to(device)
                 if self.ranks.mesh.loss_group is not None:  # torchmetrics' communicate between ranks

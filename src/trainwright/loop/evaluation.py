@@ -31,7 +31,7 @@ from trainwright.events import EventStorage, Mean
 from trainwright.events.mean import detached_copy, is_sharded, merge, summarise
 from trainwright.events.storage import full_logs, full_values
 from trainwright.loop.hook import HookCalls
-from trainwright.loop.metrics import ConfiguredMetric
+from trainwright.loop.metrics import ConfiguredMetric, reject_rank_value
 from trainwright.loop.outputs import ForwardResult
 from trainwright.loop.stop_signal import StopSignal
 from trainwright.loop.task import Task, overrides
@@ -489,11 +489,14 @@ def _compute(
     if not metrics:
         return {}
     # Of ranks that share samples one has counted them.
-    results, means = _together(ranks, lambda: _read_metrics(metrics) if ranks.mesh.is_loss_rank else ({}, Averages()))
+    num_ranks = ranks.mesh.num_data_ranks
+    results, means = _together(
+        ranks, lambda: _read_metrics(metrics, num_ranks) if ranks.mesh.is_loss_rank else ({}, Averages())
+    )
     return ranks.gather_samples(results)[0] | means.over_ranks(ranks)
 
 
-def _read_metrics(metrics: Sequence[ConfiguredMetric]) -> tuple[dict[str, float], Averages]:
+def _read_metrics(metrics: Sequence[ConfiguredMetric], num_data_ranks: int) -> tuple[dict[str, float], Averages]:
     """Returns what metrics say of all ranks, and the means of this rank that are still to be added up."""
     results: dict[str, float] = {}
     means = Averages()
@@ -503,6 +506,7 @@ def _read_metrics(metrics: Sequence[ConfiguredMetric]) -> tuple[dict[str, float]
         if isinstance(computed, Mapping):
             parts = {f"{metric.name}/{name}": part for name, part in computed.items()}
         for name, value in parts.items():
+            reject_rank_value(metric, value, num_data_ranks)
             if isinstance(value, Mean):
                 means.add(name, value, 1)
             else:

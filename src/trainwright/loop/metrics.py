@@ -1,7 +1,8 @@
 """Metrics that are more than a mean of the step's values: torchmetrics' or any object with the same verbs.
 
-A metric has `update(outputs, labels)`, `compute()` and `reset()`. One whose `compute` returns a Mean is
-added up exactly over ranks; torchmetrics' talk between ranks themselves.
+A metric has `update(outputs, labels)`, `compute()` and `reset()`. A `Mean` that `compute` returns is summed over ranks;
+torchmetrics' metrics communicate between ranks themselves. Any other value describes the samples of one rank only, so
+with several data ranks it is rejected.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from trainwright.errors import ConfigError
 from trainwright.events import Mean
+from trainwright.user_code.locations import location_of
 
 
 class Accuracy:
@@ -51,6 +53,31 @@ def reject_no_metric(metric: Any, label: str, where: object | None) -> None:
             "update(outputs, labels), compute() and reset().",
             where=where,
         )
+
+
+def reject_rank_value(metric: ConfiguredMetric, value: Any, num_data_ranks: int) -> None:
+    """Raises if `value`, which a metric computed, is that of one rank's samples and cannot be merged."""
+    if num_data_ranks == 1 or isinstance(value, Mean) or isinstance(metric.metric, torch.nn.Module):
+        return
+    raise ConfigError(
+        f"evaluation.metrics.{metric.name}: {type(metric.metric).__name__}.compute returned a {type(value).__name__} "
+        f"computed from the samples of one of {num_data_ranks} ranks, and such values cannot be merged. Return "
+        "Mean(total, count), use torchmetrics, or compute it in Task.aggregate_logs, which receives all samples.",
+        where=metric.where or location_of(type(metric.metric).compute),
+    )
+
+
+def reject_rank_metric(metric: ConfiguredMetric, num_data_ranks: int) -> None:
+    """Raises before training if a metric's value before any sample shows that ranks cannot be merged."""
+    if num_data_ranks == 1 or isinstance(metric.metric, torch.nn.Module):
+        return
+    try:
+        metric.metric.reset()
+        computed = metric.metric.compute()
+    except Exception:  # many metrics need a sample; the first evaluation checks them
+        return
+    for value in computed.values() if isinstance(computed, Mapping) else [computed]:
+        reject_rank_value(metric, value, num_data_ranks)
 
 
 @dataclass(frozen=True)
