@@ -10,5 +10,6 @@ def shop(tmp_path_factory):
 @pytest.mark.parametrize("target", TARGETS)
 def test_changed_files_are_read_or_rejected_cleanly(shop, target):
     # `make fuzz` tries 100,000; another seed here, so that each adds to the other.
-    outcomes = {fuzz_one(shop, target, 1, number) for number in range(60)}
-    assert outcomes == {"read", "rejected"}
+    outcomes = [fuzz_one(shop, target, 1, number) for number in range(60)]
+    assert outcomes.count("rejected") > 5
+    assert {*outcomes} <= {"read", "rejected"}

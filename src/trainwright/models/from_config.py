@@ -260,7 +260,8 @@ def _build(section: Component, target: Any, project_dir: Path, origin: registry.
 def _find(section: ModelSection, project_dir: Path) -> tuple[ModelSection, Any]:
     """Returns the class, and the section without a preset of null."""
     target: Any = registry.find("model", section.type, project_dir=project_dir, where=section.origin, label="model")
-    is_class = isinstance(target, type) and target.__new__ is object.__new__  # others may create another class's object
+    # A class with its own __new__ may create an object of another class.
+    is_class = isinstance(target, type) and getattr(target, "__new__", None) is object.__new__
     if is_class and not (issubclass(target, nn.Module) or is_transformers_class(target)):
         raise ComponentError(f"model.type: {section.type} is not a subclass of nn.Module.", where=section.origin)
     if _is_shipped_kind(target) and section.get("preset", "") is None:
