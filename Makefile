@@ -11,8 +11,9 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-quickstart: $(VENV)/.installed ## Train a small language model on Python's own source code.
-	OMP_NUM_THREADS=2 $(BIN)/trainwright train examples/quickstart/run.yaml
+THREADS ?= 2
+quickstart: $(VENV)/.installed ## Train a small language model on Python's own source code, with THREADS threads.
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/trainwright train examples/quickstart/run.yaml
 
 test: $(VENV)/.installed-dev lint types ## Run lint, types and the whole suite.
 	$(BIN)/python -m pytest -n 2 --dist worksteal

@@ -446,3 +446,12 @@ def test_a_checkpoint_folder_that_cannot_be_written_is_rejected_at_the_start(tmp
     run = RunConfig.load(PROJECT / "run.yaml", [f"checkpoint.folder={tmp_path}/file", f"output_dir={tmp_path}"])
     with raises(ConfigError, "checkpoint.folder"):
         build_trainer(run)
+
+
+def test_a_warmup_that_is_longer_than_the_run_is_a_warning(tmp_path, caplog):
+    for steps, is_warned in ((6, True), (5, False)):
+        caplog.clear()
+        schedule = f"trainer.schedule={{type: cosine, warmup_steps: {steps}}}"
+        build_trainer(load(tmp_path / str(steps), "trainer.max_steps=6", schedule))
+        found = [each.getMessage() for each in caplog.records if "warmup_steps" in each.getMessage()]
+        assert bool(found) is is_warned

@@ -204,3 +204,11 @@ def test_mixed_streams_and_streams_of_datasets_are_packed_and_resumed():
         other.load_state_dict(copy.deepcopy(stream.state_dict()))
         assert as_lists(other) == whole[taken:]
         next(passing, None)
+
+
+def test_the_weights_of_a_mixture_of_streams_hold_in_packed_rows():
+    first, second = Documents([5] * 3000), Documents([5] * 3000, first=5000)
+    rows = iter(pack(mix({"first": first, "second": second}, {"first": 3, "second": 1}), length=50))
+    tokens = torch.cat([torch.as_tensor(next(rows)["input_ids"]) for _ in range(300)])
+    share = float((tokens < 5000 * 1000).double().mean())
+    assert share == pytest.approx(0.75, abs=0.01)

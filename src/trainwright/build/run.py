@@ -484,6 +484,16 @@ def _updater(
     capture: Capture,
 ) -> Updater:
     schedules, ranks, device = build.schedules(optimizers), build.ranks, parallelized.device
+    for name, schedule in schedules.items():
+        warmup = getattr(schedule, "warmup_steps", 0)
+        if isinstance(warmup, int) and warmup >= max_steps and ranks.is_first:
+            logger.warning(
+                "The schedule of the optimizer %s warms up for %d steps, but the run has %d: the learning rate does not "
+                "reach its full value before the end. Lower warmup_steps.",
+                name,
+                warmup,
+                max_steps,
+            )
     return Updater(
         {name: ScheduledOptimizer(optimizer, schedules[name]) for name, optimizer in optimizers.items()},
         global_batch_size=batch.global_batch_size,

@@ -599,8 +599,11 @@ class Trainer:
         if data is None:
             raise ConfigError("data.train: there is no training data. Name a dataset, or call evaluate().")
         if self.is_finished:
-            limit = "max_steps" if state.step >= self.max_steps else "max_epochs or max_steps"
-            logger.info("The run has ended at step %d: nothing is left to do. Raise %s to continue.", state.step, limit)
+            if state.step >= self.max_steps:
+                ended, remedy = "ended", "Raise its limit (trainer.max_steps, max_epochs or max_samples)"
+            else:
+                ended, remedy = "was stopped, by a hook or the end of its data,", "Change what stopped it"
+            logger.info("The run %s at step %d: nothing is left to do. %s to continue.", ended, state.step, remedy)
             return state.eval_logs
         graph = self._make_graph_step() if self.config.runtime.mode == "graph" else None
         # Of ranks that share samples one counts them; of the loss of all ranks each stores its share.

@@ -194,7 +194,11 @@ def _advice(folder: Path) -> str:
     if folder.parent.name == "checkpoints" and (folder.parent.parent / RUN_FILE).is_file():
         return f"It is a checkpoint. Export it with `trainwright export {shown} --to FOLDER`, and use that folder."
     if (folder / SECTION_FILE).is_file():
-        return "It has weights in our own layout (--format safetensors). Export the run without --format."
+        return (
+            "It has the weights of a run under the model's own names (--format safetensors): load them with "
+            "safetensors.torch.load_file and model.load_state_dict. A model with save_pretrained can be exported "
+            "without --format."
+        )
     if (folder / OTHER_CONFIG_FILE).is_file():
         return (
             f"Its {OTHER_CONFIG_FILE} belongs to weights with other names. Load them into their model, export that in "

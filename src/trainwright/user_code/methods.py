@@ -28,6 +28,10 @@ TRAINER_METHODS_ELSEWHERE: Mapping[str, str] = {
     "run_step": "train_step",
     "training_step": "train_step",
     "validation_step": "eval_step",
+    "prediction_step": "eval_step",
+    "compute_loss": "forward",
+    **dict.fromkeys(("train_dataloader", "get_train_dataloader"), "build_train_data"),
+    **dict.fromkeys(("val_dataloader", "get_eval_dataloader"), "build_eval_data"),
     "initialize": "post_init",
     "build_train_loader": "build_train_data",
     "build_test_loader": "build_eval_data",
@@ -38,7 +42,9 @@ ALTERNATIVES: Mapping[str, str] = {
     "eval_reduce": "Override aggregate_logs(state, outputs) of a Task, and name it in the config: task",
     "build_lr_scheduler": "Name the schedule in the config: trainer.schedule",
     "build_evaluator": "Name metrics in the config: evaluation.metrics; or override build_metrics() of a Task",
-    "configure_optimizers": "Override build_optimizers(cls, build, model), a class method",
+    **dict.fromkeys(
+        ("configure_optimizers", "create_optimizer"), "Override build_optimizers(cls, build, model), a class method"
+    ),
 }
 """Methods of trainers in other frameworks that have no counterpart here, and what to do instead."""
 
@@ -54,7 +60,7 @@ HOOK_METHODS_ELSEWHERE: Mapping[str, str] = {
 }
 """Events of hooks in other frameworks, and the names that they have here."""
 
-_ARGUMENTS = {"train_step": "batch", "eval_step": "batch", "build_train_data": "cls, build"}
+_ARGUMENTS = {"forward": "**batch", "train_step": "batch", "eval_step": "batch", "build_train_data": "cls, build"}
 _ARGUMENTS["build_eval_data"] = _ARGUMENTS["build_train_data"]
 _MIN_SIMILARITY = 0.85
 
