@@ -176,6 +176,11 @@ TABLE = {
         files=("parallel/fully_shard.py",),
     ),
     **names(
+        "FSDP2 rounds reduced gradients to the dtype of the parameters before it adds them up.",
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup:_orig_dtype",
+        files=("parallel/fully_shard.py",),
+    ),
+    **names(
         "to_local() is differentiable, and from torch 2.13 on returns a view.",
         "torch.distributed.tensor.DTensor:_local_tensor",
         files=("parallel/mesh.py",),

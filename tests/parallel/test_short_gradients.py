@@ -18,7 +18,6 @@ from trainwright.parallel.mesh import is_split, local
 from trainwright.parallel.replicate import GradientNorm, GradientSum
 
 NUM_MICRO_BATCHES = 64  # a power of two: the share of a micro-batch is a number of bf16
-MASTERS = {"lr": 1e-3, "master_weights": True}
 
 
 class Weights(nn.Module):
@@ -61,8 +60,8 @@ def expected(num_ranks):
     return [mean, mean[0], late[:2], mean, mean]
 
 
-def gradients(mesh, **settings):
-    """Returns the norm and the gradients that an optimizer with masters gets, and their dtypes."""
+def gradients(mesh, *, masters=True, **settings):
+    """Returns the norm and the gradients that an optimizer gets."""
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), mesh=mesh)
     model = Weights()
     sync = None
@@ -77,7 +76,7 @@ def gradients(mesh, **settings):
                 found[name] = (gradient.full_tensor() if is_split(gradient) else gradient).clone()
             return super().step()
 
-    optimizer = Seeing(model.parameters(), **MASTERS)
+    optimizer = Seeing(model.parameters(), lr=0.0, master_weights=masters)
     updater = Updater(
         {"main": ScheduledOptimizer(optimizer, lambda step, max_steps: 1.0)},
         global_batch_size=NUM_MICRO_BATCHES * ranks.size,
@@ -113,6 +112,14 @@ def test_sums_over_micro_batches_and_ranks_are_those_of_fp64(tmp_path, axes, set
         for one, other in zip(found, wanted, strict=True):
             assert one.dtype == torch.float32
             torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("axis", ["replicate", "fsdp"])
+def test_an_optimizer_without_masters_gets_the_sum_rounded_once(tmp_path, axis):
+    for _, found in on_ranks(tmp_path, {axis: 2}, lambda mesh: gradients(mesh, masters=False)):
+        for one, other in zip(found, expected(2), strict=True):
+            assert one.dtype == torch.bfloat16
+            torch.testing.assert_close(one.double(), other, rtol=2**-8, atol=0)
 
 
 def norms(mesh):

@@ -185,11 +185,10 @@ def _reduce_wide(group: Any) -> None:
         for one in trained:  # one reduction has one dtype; a parameter may be used in the last micro-batch only
             if one.unsharded_accumulated_grad is None and one.unsharded_param.grad is not None:
                 one.to_accumulated_grad_if_needed()
-    kind = group._orig_dtype
-    if kind in (torch.bfloat16, torch.float16):
-        group._orig_dtype = torch.float32
-        for one in trained:
-            set_gradient_dtype(one.sharded_param, torch.float32)
+    for one in trained:
+        if one.sharded_param.dtype in (torch.bfloat16, torch.float16):
+            group._orig_dtype = torch.float32
+            set_gradient_dtype(one.sharded_param, torch.float32)  # again: an optimizer may have got it in 16 bits
 
 
 def _groups_of(module: FSDPModule) -> list[Any]:
