@@ -31,6 +31,7 @@ def test_every_way_of_logging_has_the_full_value(folder):
         assert line["put"] == pytest.approx(line["penalty"])
         assert line["read"] == pytest.approx(line["penalty"])
         assert len(line["head"]) == 5
+    assert {"in_evaluation", "at_first"} <= lines(folder, "fsdp", "penalized")[-1].keys()
     last = lines(folder, "fsdp", "first")[-1]
     assert {"largest_weight", "total", "valid/penalty", "valid/end", "end"} <= last.keys()
 

@@ -80,6 +80,15 @@ class Directly(Double):
 
 
 class Watch(Hook):
+    """Logs what the weights are, at several events."""
+
+    def before_train(self):
+        self.at_first = float(next(self.trainer.model.parameters()).detach().norm())
+
+    def after_eval(self, logs):
+        self.trainer.storage.put_scalar("in_evaluation", float(next(self.trainer.model.parameters()).detach().norm()))
+        self.trainer.storage.put_scalar("at_first", self.at_first)
+
     def after_step(self):
         weights = [parameter.detach().norm() for parameter in self.trainer.model.parameters()]
         self.trainer.storage.put_scalar("weight_norm", sum(weights))

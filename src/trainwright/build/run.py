@@ -488,8 +488,8 @@ def _updater(
         warmup = getattr(schedule, "warmup_steps", 0)
         if isinstance(warmup, int) and warmup >= max_steps and ranks.is_first:
             logger.warning(
-                "The schedule of the optimizer %s warms up for %d steps, but the run has %d: the learning rate does not "
-                "reach its full value before the end. Lower warmup_steps.",
+                "The schedule of the optimizer %s warms up for %d steps, but the run has %d, so the learning rate does "
+                "not reach its full value. Lower warmup_steps.",
                 name,
                 warmup,
                 max_steps,

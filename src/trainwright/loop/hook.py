@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,12 +122,16 @@ def call_each(functions: Iterable[Callable[..., None]], *arguments: Any) -> list
 
 
 class HookCalls:
-    """Calls the hooks of a run. Only methods that a hook overrides are called, so an unused event costs nothing."""
+    """Calls the hooks of a run. Only methods that a hook overrides are called, so an unused event costs nothing.
+
+    Events other than `close` are called on all ranks, within the context `within`.
+    """
 
     def __init__(self, hooks: Iterable[Hook]) -> None:
         if not isinstance(hooks, Iterable):
             raise ConfigError(f"build_hooks returned {hooks!r}. Return a list, such as [*build.hooks(), MyHook()].")
         self.hooks = list(hooks)
+        self.within: AbstractContextManager[Any] = nullcontext()
         for hook in self.hooks:
             _check_is_hook(hook)
             _reject_misspelt(hook)
@@ -142,12 +147,14 @@ class HookCalls:
 
     def call(self, event: str, *arguments: Any) -> None:
         """Calls one event of every hook that has it."""
-        for function in self._calls[event]:
-            function(*arguments)
+        with self.within:
+            for function in self._calls[event]:
+                function(*arguments)
 
     def call_all(self, event: str, *arguments: Any) -> list[Exception]:
         """Calls one event of every hook even if some raise; returns what they raised."""
-        return call_each(self._calls[event], *arguments)
+        with self.within if event != "close" else nullcontext():
+            return call_each(self._calls[event], *arguments)
 
     def averaged_weights(self) -> tuple[Mapping[str, torch.Tensor], bool]:
         """Returns the averaged weights of the hook that has some, and whether evaluations use them."""

@@ -260,6 +260,7 @@ class Trainer:
         """True if parameters are DTensors."""
         self.gather_mixed = self._make_gather_mixed()
         """A context for user code that computes with the parameters of a sharded model."""
+        self._hook_calls.within = self.gather_mixed
         for hook in context.hooks:
             hook.trainer = self
         self._own_attributes = frozenset({*vars(self), "_own_attributes"} - set_before)
