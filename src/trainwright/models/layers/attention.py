@@ -127,7 +127,8 @@ def needs_equal_heads(queries: Tensor) -> bool:
     """Returns True if masked attention with fewer key heads than query heads would use torch's math kernel.
 
     That one stores all weights [B, H, S, S]. On a GPU only cuDNN's kernel accepts both a mask and grouped heads, in 16
-    bits and for widths up to 128 that are multiples of 8; with equal heads other kernels accept the mask.
+    bits and for widths up to 128 (256 on Hopper) that are multiples of 8; with equal heads other kernels accept the
+    mask (benchmarks/results/grouped_attention.md).
     """
     is_served = queries.dtype in (torch.bfloat16, torch.float16) and queries.shape[-1] % 8 == 0
     return waits_for_memory(queries.device) and not (is_served and queries.shape[-1] <= 128)
