@@ -66,9 +66,11 @@ def test_a_missing_file(tmp_path):
 
 
 def test_a_component_that_raises_in_its_constructor_shows_the_users_line(tmp_path):
-    source = "class Net:\n    def __init__(self):\n        raise OSError('no weights')\n"
+    source = (
+        "from torch import nn\nclass Net(nn.Module):\n    def __init__(self):\n        raise OSError('no weights')\n"
+    )
     path = project_with(tmp_path, source, model=("{type: parts.py:Net, width: 8, dropout: 0.1}", "{type: mine.py:Net}"))
-    with raises(ComponentError, "mine.py", "3", at="run.yaml:3"):
+    with raises(ComponentError, "mine.py", "4", at="run.yaml:3"):
         build_trainer(RunConfig.load(path))
 
 

@@ -252,8 +252,8 @@ def test_a_checkpoint_loads_on_any_device_at_any_step_and_leniently_if_asked(pro
         (run / "config.yaml").read_text().replace("width: 8", "width: 8\n  has_gate: true")
     )
     with raises(CheckpointError, "gate.weight"):
-        load_checkpoint(run)
-    lenient = load_checkpoint(run, strict=False)
+        load_checkpoint(run, trust=True)  # an edited config names the user's code
+    lenient = load_checkpoint(run, strict=False, trust=True)
     assert torch.equal(lenient.head[0].weight, model.head[0].weight)
     assert hasattr(lenient, "gate")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from trainwright import RunConfig, build_trainer
+from trainwright import Mean, RunConfig, build_trainer
 from trainwright.build.run import _count_parameters
 from trainwright.hooks.flops import flops_per_token
 from trainwright.parallel import processes
@@ -62,7 +62,7 @@ class Hits:
         self.total += int(counted.sum())
 
     def compute(self):
-        return self.right / max(1, self.total)
+        return Mean(self.right, self.total)
 
 
 def load(folder, name, *overrides):

@@ -186,7 +186,7 @@ class _Loader(yaml.SafeLoader):
     def fetch_flow_collection_start(self, TokenClass: Any) -> None:  # noqa: N803  # PyYAML's name
         """Limit the nesting of brackets: PyYAML's time for each one grows with their number."""
         if self.flow_level >= MAX_DEPTH:
-            raise RecursionError
+            raise yaml.MarkedYAMLError(problem=TOO_DEEP, problem_mark=self.get_mark())
         super().fetch_flow_collection_start(TokenClass)
 
 
@@ -245,6 +245,8 @@ def _dump(value: Any, *, is_flow: bool) -> str:
 
 def _explain_syntax(error: yaml.MarkedYAMLError) -> str:
     problem = error.problem or "it cannot be read"
+    if problem == TOO_DEEP:
+        return problem
     if "'\\t'" in problem:
         return "not valid YAML: a tab where only spaces are allowed. Indent with spaces."
     if "alias" in f"{error.context} {problem}":
