@@ -23,9 +23,8 @@ def lines(folder, name):
     untimed = ("_per_second", "_per_step", "slowest_rank_share")
     read = [json.loads(line) for line in (folder / name / "metrics.json").read_text().splitlines()]
     return [
-        {
-            key: value for key, value in line.items() if not key.endswith(untimed) and value is not None
-        }  # null: not finite
+        # A value that is not finite is null.
+        {key: value for key, value in line.items() if not key.endswith(untimed) and value is not None}
         for line in read
     ]
 

@@ -182,8 +182,8 @@ def live(run, settings, num_ranks, draw, seconds):
         codes = running.wait(as_launcher=True)
     except AssertionError as error:
         raise LostError(str(error)) from error
-    # Killed, told to leave before it listens or after, or, with a fault of the disk, an error that says so. Python leaves
-    # with 120 if stderr, which is a file here, cannot be written.
+    # Killed, told to leave before it listens or after, or, with a fault of the disk, an error that says so. Python
+    # leaves with 120 if stderr, which is a file here, cannot be written.
     expected = {0, -number, 128 + number} | ({1, 2, 120} if fault != "none" else set())
     for rank in told:
         if codes[rank] not in expected:
