@@ -311,7 +311,7 @@ def test_ctrl_c_while_waiting_copying_or_handing_over_leaves_the_saver_usable(ma
             saver.save(20, parts_of(2), metrics={})
     disk.is_free.set()
     with monkeypatch.context() as patched:
-        patched.setattr(saver._buffers, "copy_to_host", interrupt)
+        patched.setattr(saver._buffers, "copy_to_host", lambda parts, overlaps: interrupt())
         with pytest.raises(KeyboardInterrupt):
             saver.save(30, parts_of(3), metrics={})
     with monkeypatch.context() as patched:

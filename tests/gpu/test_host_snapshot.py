@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 
 import pytest
 import torch
@@ -48,6 +49,60 @@ def test_the_copy_is_of_the_moment_though_the_device_is_busy():
     weight.zero_()
     torch.cuda.synchronize()
     assert torch.equal(snapshot.parts["model"][1]["weight"], expected)
+
+
+def busy(seconds=0.5):
+    """Keeps the device busy."""
+    torch.cuda._sleep(int(seconds * 1.5e9))
+
+
+def test_a_copy_that_overlaps_neither_waits_nor_sees_later_changes():
+    buffers, weight = HostBuffers(), torch.zeros(4000, 4000, device="cuda")
+    buffers.copy_to_host({"model": {"weight": weight}}, overlaps=True).wait()  # the first one allocates, which waits
+    weight.fill_(7)
+    torch.cuda.synchronize()
+    busy()
+    weight.add_(1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        start = time.perf_counter()
+        snapshot = buffers.copy_to_host({"model": {"weight": weight}}, overlaps=True)
+        seconds = time.perf_counter() - start
+    finally:
+        torch.cuda.set_sync_debug_mode(0)
+    weight.zero_()
+    assert not torch.cuda.current_stream().query()  # the device has not even begun
+    assert seconds < 0.25
+    snapshot.wait()
+    assert torch.equal(snapshot.parts["model"][1]["weight"], torch.full((4000, 4000), 8.0))
+
+
+def test_without_room_for_a_second_copy_it_waits():
+    torch.cuda.empty_cache()
+    buffers, weight = HostBuffers(), torch.ones(2**28, device="cuda")  # 1 GiB
+    limit = torch.cuda.memory_reserved() + 2**29
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        snapshot = buffers.copy_to_host({"model": {"weight": weight}}, overlaps=True)
+        weight.zero_()
+        assert bool((snapshot.parts["model"][1]["weight"] == 1).all())
+        assert torch.cuda.max_memory_allocated() < 2**30 + 2**29
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_a_save_writes_the_state_of_its_moment_while_training_continues(tmp_path):
+    weight = torch.zeros(3000, 3000, device="cuda")
+    saver = BackgroundSaver(CheckpointStore(tmp_path), retention=Retention(keep_last=None))
+    for step in range(1, 6):
+        busy(0.05)
+        weight.fill_(step)
+        saver.save(step, {"model": {"weight": weight}}, metrics={})
+        weight.fill_(-1)  # the next update
+    saver.close()
+    store = CheckpointStore(tmp_path)
+    assert [float(store.read(step, "model")["weight"].unique()) for step in store.steps()] == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 def test_large_and_small_buffers_share_blocks_without_overlapping():

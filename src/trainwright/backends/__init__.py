@@ -3,6 +3,7 @@
 from trainwright.backends.backend import (
     Backend,
     Capture,
+    begin_copy_to_host,
     checked_device,
     copy_to_host,
     has_capturable_optimizers,
@@ -17,6 +18,7 @@ from trainwright.backends.backend import (
 __all__ = [
     "Backend",
     "Capture",
+    "begin_copy_to_host",
     "checked_device",
     "copy_to_host",
     "has_capturable_optimizers",

@@ -239,6 +239,27 @@ def copy_to_host(tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor
         torch.accelerator.current_stream(device).synchronize()
 
 
+def begin_copy_to_host(
+    tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], *, waits: bool = False
+) -> Callable[[], None]:
+    """Begins what `copy_to_host` does; the tensors may change when this returns. Returns a function that waits for it.
+
+    A GPU with room for a second copy of the tensors makes that copy, and moves it to the host while it computes the
+    next steps. Otherwise, and with `waits`, this waits.
+    """
+    pairs = list(zip(tensors, buffers, strict=True))
+    on_gpu = [pair for pair in pairs if pair[0].device.type == "cuda"]
+    if on_gpu and not waits and len({tensor.device for tensor, _ in pairs if tensor.device.type != "cpu"}) == 1:
+        from trainwright.backends.cuda import begin_copies
+
+        wait = begin_copies(*zip(*on_gpu, strict=True))
+        if wait is not None:
+            _copy_within_host([pair for pair in pairs if pair[0].device.type == "cpu"])
+            return wait
+    copy_to_host(tensors, buffers)
+    return lambda: None
+
+
 def _copy_within_host(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copies with as many threads as torch uses, joined once at the end.
 

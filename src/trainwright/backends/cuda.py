@@ -70,6 +70,7 @@ def warn_of_constants(outputs: Sequence[Tensor], device: torch.device) -> None:
 # torch rounds pinned memory up to a power of two, which would waste a third if each tensor were pinned alone.
 _PINNED_BLOCK_BYTES = 2**30
 _PINNED_ALIGNMENT = 64
+_RESERVED_BYTES = 2**29  # stays free beside a copy of the state: allocations are not exact
 
 
 class CudaBackend(Backend):
@@ -203,6 +204,39 @@ def _map_tensors(function: Callable[[torch.Tensor], Any], batch: Any) -> Any:
     if type(batch) is dict and all(type(value) is torch.Tensor for value in batch.values()):
         return {name: function(value) for name, value in batch.items()}
     return tree_map_only(torch.Tensor, function, batch)
+
+
+def begin_copies(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Callable[[], None] | None:
+    """Begins to copy contiguous tensors of one GPU into pinned memory; returns a function that waits for the targets.
+
+    The sources may change when this returns: they are copied on the GPU first. Returns None, and copies nothing, if the
+    memory left beside the peak of the process is too small for that.
+    """
+    device = sources[0].device
+    if not _has_room(device, sum(tensor.nbytes for tensor in sources)):
+        return None
+    copies = [torch.empty_like(tensor) for tensor in sources]
+    torch._foreach_copy_(copies, list(sources))
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        torch._foreach_copy_(list(targets), copies, non_blocking=True)
+    for copy in copies:
+        copy.record_stream(stream)  # its memory is not used again before it is copied, whoever drops it
+
+    def wait() -> None:
+        stream.synchronize()
+        copies.clear()
+
+    return wait
+
+
+def _has_room(device: torch.device, num_bytes: int) -> bool:
+    """Returns True if the GPU has memory for `num_bytes` beside the highest use of this process so far."""
+    free, total = torch.cuda.mem_get_info(device)
+    limit = torch.cuda.get_per_process_memory_fraction(device) * total
+    available = min(free + torch.cuda.memory_reserved(device), limit)
+    return available - torch.cuda.max_memory_allocated(device) > 1.1 * num_bytes + _RESERVED_BYTES
 
 
 def pinned_buffers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 ```
 save:    wait for the previous save → copy the state (snapshot.py) → pass it to the thread → return
-thread:  write → commit (store.py) → links and deletions by policy (retention.py) → report
+thread:  wait for the copy → write → commit (store.py) → links and deletions by policy (retention.py) → report
 failed:  warn → delete by policy → wait → write again, three times in all → give up this save
 ```
 The loop calls `check` and `take_committed` at each step; both read what the thread left and never wait. Where several
@@ -101,7 +101,7 @@ class BackgroundSaver:
         if not self._asynchronous:
             self._write(step, parts if isinstance(parts, HostSnapshot) else encode_parts(parts), dict(metrics))
             return
-        snapshot = self._buffers.copy_to_host(parts)
+        snapshot = self._buffers.copy_to_host(parts, overlaps=True)
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="save checkpoints", daemon=True)
             self._thread.start()
@@ -150,6 +150,7 @@ class BackgroundSaver:
     def _run(self) -> None:
         while (job := self._take_job()) is not None:
             try:
+                job.snapshot.wait()
                 self._write(job.step, job.snapshot, job.metrics)
             except BaseException as error:
                 problem = f"Saving step {job.step} raised an unexpected error: {error!r}"

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from trainwright.backends import copy_to_host, host_buffers
+from trainwright.backends import begin_copy_to_host, host_buffers
 from trainwright.checkpoint.encoding import Encoded, SplitTensor, decode, encode
 
 
 @dataclass(frozen=True)
 class HostSnapshot:
-    """Encoded parts of a checkpoint, ready to be written."""
+    """Encoded parts of a checkpoint, to be written after `wait`."""
 
     parts: Mapping[str, Encoded]
+    wait: Callable[[], None] = lambda: None
+    """Waits until the tensors are complete; a GPU may still be copying them."""
 
     @property
     def num_bytes(self) -> int:
@@ -57,8 +59,11 @@ class HostBuffers:
     def __init__(self) -> None:
         self._buffers: dict[tuple[object, ...], torch.Tensor] = {}
 
-    def copy_to_host(self, parts: Mapping[str, Any] | HostSnapshot) -> HostSnapshot:
-        """Copies the state, which may be encoded already; the state may change when this returns."""
+    def copy_to_host(self, parts: Mapping[str, Any] | HostSnapshot, *, overlaps: bool = False) -> HostSnapshot:
+        """Copies the state, which may be encoded already; the state may change when this returns.
+
+        With `overlaps` the copy may not be complete yet: call `wait` of the result before reading it.
+        """
         snapshot = parts if isinstance(parts, HostSnapshot) else encode_parts(parts)
         sources = {
             (part, key, tensor.shape, tensor.dtype, tensor.device): tensor
@@ -69,11 +74,13 @@ class HostBuffers:
         self._buffers = {key: self._buffers[key] for key in sources if key in self._buffers}
         missing = [key for key in sources if key not in self._buffers]
         self._buffers.update(zip(missing, host_buffers([sources[key] for key in missing]), strict=True))
-        copy_to_host(list(sources.values()), [self._buffers[key] for key in sources])
+        tensors, buffers = list(sources.values()), [self._buffers[key] for key in sources]
+        wait = begin_copy_to_host(tensors, buffers, waits=not overlaps)
         copies = {key[:2]: self._buffers[key] for key in sources}
         return HostSnapshot(
             {
                 part: encoded._replace(tensors={key: copies[part, key] for key in encoded.tensors})
                 for part, encoded in snapshot.parts.items()
-            }
+            },
+            wait,
         )
