@@ -185,6 +185,8 @@ def live(run, settings, num_ranks, draw, seconds):
     # Killed, told to leave before it listens or after, or, with a fault of the disk, an error that says so. Python
     # leaves with 120 if stderr, which is a file here, cannot be written.
     expected = {0, -number, 128 + number} | ({1, 2, 120} if fault != "none" else set())
+    if num_ranks > 1:  # a launcher ends the others by SIGTERM when one has left
+        expected |= {-signal.SIGTERM, 128 + signal.SIGTERM}
     for rank in told:
         if codes[rank] not in expected:
             raise LostError(f"rank {rank} left with {codes[rank]} after {number.name}: {running.said(rank)[-700:]}")
