@@ -9,17 +9,24 @@ from tests.distributed.test_layouts import assert_like_one, lines
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """What this process, two ranks and four ranks leave, of one launch each."""
+def folder(request, tmp_path_factory):
+    """What this process, two ranks and, for slow tests, four ranks leave, of one launch each."""
     folder = tmp_path_factory.mktemp("user_code")
     user_code_cases.main(folder)
-    for world in (2, 4):
+    here = (item for item in request.session.items if item.path == request.path)
+    has_slow = any(item.get_closest_marker("slow") for item in here)
+    for world in (2, 4) if has_slow else (2,):
         launch_well(folder, world, user_code_cases.main)
     return folder
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [(name, layout) for name, (layouts, *_) in user_code_cases.CASES.items() for layout in layouts]
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=[pytest.mark.slow] if layout in ("fsdp-tensor", "replicate-fsdp") else [])
+        for name, (layouts, *_) in user_code_cases.CASES.items()
+        for layout in layouts
+    ],
 )
 def test_losses_metrics_evaluations_and_weights_are_those_of_one_process(folder, name, layout):
     assert_like_one(folder, layout, name)

@@ -97,7 +97,7 @@ def start_counted(run, number, *settings):
 
 
 @pytest.mark.parametrize("acts", ["telling", pytest.param("other", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("is_begun", [False, True])
+@pytest.mark.parametrize("is_begun", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_killed_before_any_act_of_its_start_ends_as_if_nothing_had_happened(is_begun, acts, tmp_path, tried):
     whole, begun, longer = tmp_path / "whole", tmp_path / "begun", "trainer.max_steps=7"
     settings = (longer,)
