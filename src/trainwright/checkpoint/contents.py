@@ -192,15 +192,20 @@ def read_averaged(store: AnyStore, step: int, weights: str | None) -> Mapping[st
     """
     if weights not in (None, *WEIGHTS):
         raise ConfigError(f"weights: {weights!r} is unknown. Use ema or raw.")
-    averaged: Mapping[str, Any] = {"weights": {}, "is_evaluated": False}
+    averaged: Any = {"weights": {}, "is_evaluated": False}
     if weights != "raw" and "training" in store.parts(step):
-        averaged = store.read_split(step, "training")["averaged"]
+        training = store.read_split(step, "training")
+        averaged = training.get("averaged") if isinstance(training, Mapping) else None
+        found = averaged.get("weights") if isinstance(averaged, Mapping) and "is_evaluated" in averaged else None
+        if not isinstance(found, Mapping) or not all(
+            isinstance(each, torch.Tensor | SplitTensor) for each in found.values()
+        ):
+            problem = "training.json does not describe the averaged weights of a run. Use another step, or weights raw."
+            raise CheckpointError(problem, where=store.path(step))
     if weights == "ema" and not averaged["weights"]:
         problem = "It has no averaged weights. Use weights raw, or train with hooks: [ema]."
         raise CheckpointError(problem, where=store.path(step))
-    is_used = averaged["is_evaluated"] or weights == "ema"
-    found: Mapping[str, Any] = averaged["weights"] if is_used else {}
-    return found
+    return averaged["weights"] if averaged["is_evaluated"] or weights == "ema" else {}
 
 
 @torch.no_grad()
