@@ -260,6 +260,7 @@ class Trainer:
         """True if parameters are DTensors."""
         self.gather_mixed = self._make_gather_mixed()
         """A context for user code that computes with the parameters of a sharded model."""
+        self._around_step = self.gather_mixed if is_user_code(type(self).train_step) else nullcontext()
         self._hook_calls.within = self.gather_mixed
         for hook in context.hooks:
             hook.trainer = self
@@ -643,7 +644,9 @@ class Trainer:
                 self._updates.clear()
                 result: Any
                 if graph is None:
-                    result, weight = self.train_step(batch), self._loss_weight()
+                    with self._around_step:
+                        result = self.train_step(batch)
+                    weight = self._loss_weight()
                 else:
                     result, weight = graph.run(batch, num_samples)
                 if iterator.num_ignored:
@@ -1284,7 +1287,9 @@ class Trainer:
         from trainwright.parallel.mixed_tensors import GatherMixed  # imports much of torch
 
         sync = self._updater.sync
-        return GatherMixed(self.model, add_gradient=None if sync is None else sync.add_gradient)
+        gather_mixed = GatherMixed(self.model, add_gradient=None if sync is None else sync.add_gradient)
+        self._updater.suspend = gather_mixed.suspended
+        return gather_mixed
 
     def _compute(self, batch: Any) -> RegionOutputs:
         """The region to compile: the forward, its loss and metrics. A plain loss gets its weight outside."""

@@ -8,6 +8,7 @@ fully_shard.py and tensor.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -68,9 +69,9 @@ class _Used(torch.autograd.Function):
 class GatherMixed(TorchFunctionMode):
     """A context for user code around a sharded model, in which operations on DTensors and plain tensors gather first.
 
-    Not for in-place operations, whose target may be the DTensor, and not inside the model's forward, where sharding
-    has its own rules. Collective: all ranks run the same code. `add_gradient` receives the gradients of parameters that
-    are used here; None leaves them to `.grad`.
+    Not for in-place operations, whose target may be the DTensor, and not where it is `suspended`, as inside the model's
+    forward, where sharding has its own rules. Collective: all ranks run the same code. `add_gradient` receives the
+    gradients of parameters that are used here; None leaves them to `.grad`.
     """
 
     def __init__(self, model: nn.Module, *, add_gradient: AddGradient | None = None) -> None:
@@ -78,22 +79,44 @@ class GatherMixed(TorchFunctionMode):
         self._add_gradient = add_gradient
         self._sharded = set() if add_gradient is None else {id(each) for each in model.parameters()}
         """The parameters of the model, by id; FSDP replaces them by others while they are gathered."""
-        self._depth = 0
-        """How many forwards of the model are running."""
-        model.register_forward_pre_hook(self._enter_model, prepend=True)
-        model.register_forward_hook(self._leave_model, always_call=True)
+        self._num_entered = 0
+        """How often the context was entered; only the first time counts."""
+        self._num_suspended = 0
+        """How many forwards of the model, and other code that is not the user's, are running."""
+        model.register_forward_pre_hook(self._suspend, prepend=True)
+        model.register_forward_hook(self._resume, always_call=True)
 
-    def _enter_model(self, *unused: Any) -> None:
-        self._depth += 1
+    def __enter__(self) -> GatherMixed:
+        self._num_entered += 1
+        if self._num_entered == 1:
+            super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
-    def _leave_model(self, *unused: Any) -> None:
-        self._depth -= 1
+    def __exit__(self, *error: Any) -> None:
+        self._num_entered -= 1
+        if self._num_entered == 0:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """A context in which operations are torch's own: a backward, or an optimizer's step."""
+        self._suspend()
+        try:
+            yield
+        finally:
+            self._resume()
+
+    def _suspend(self, *unused: Any) -> None:
+        self._num_suspended += 1
+
+    def _resume(self, *unused: Any) -> None:
+        self._num_suspended -= 1
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._depth == 0:
+        if self._num_suspended == 0:
             # None for plain tensors. Parameters that are gathered, or not sharded at all, may have another mesh.
             meshes = {getattr(each, "device_mesh", None) for each in _tensors((*args, *kwargs.values()))}
             if meshes - {None} and not _acts_on_tensor(func, kwargs):
