@@ -178,6 +178,7 @@ class OneRankReturns(Double):
 
 SIGNS = "trainer.optimizer={type: user_code_cases.py:Signs, lr: 1e-3}"
 UNSHARDED = ("runtime.accumulate_unsharded=true", "runtime.reshard_after_forward=false")
+COMPILED = ("runtime.mode=compile", "runtime.compile_backend=aot_eager")
 SPLIT = ("fsdp", "tensor", "fsdp-tensor", "replicate-fsdp")
 CASES = {
     "penalized": (("replicate", *SPLIT), Penalized, SHORT),
@@ -187,6 +188,8 @@ CASES = {
     "own-step": (("replicate", *SPLIT), OwnStep, SHORT),
     "own-step-micro": (("fsdp",), OwnStep, (*SHORT, "trainer.micro_batch_size=1", *UNSHARDED)),
     "own-step-first": (("fsdp", "tensor", "replicate-fsdp"), OwnStepFirst, SHORT),
+    "compiled": (("fsdp",), Penalized, (*SHORT, *COMPILED)),
+    "compiled-step": (("fsdp", "tensor"), OwnStep, (*SHORT, *COMPILED)),
     "marked": (SPLIT, Marked, (*SHORT, "trainer.optimizer={type: adamw, lr: 1e-2, weight_decay: 0.5}")),
     "direct": (("fsdp", "tensor", "fsdp-tensor"), Directly, SHORT),
 }
@@ -200,11 +203,23 @@ def main(folder):
         for name, (layouts, kind, overrides) in CASES.items():
             if layout not in ("one", *layouts):
                 continue
+            if layout == "one":
+                overrides = [each for each in overrides if each not in COMPILED]  # what it is compared with
             build_and_forget(load(folder, name, layout, *overrides), kind).train()
         if layout == "fsdp":
             said = {}
             for kind in (OneRankPuts, OneRankReturns):
                 trainer = build_and_forget(load(folder, kind.__name__, layout, *SHORT), kind)
                 said[kind.__name__] = trainer.ranks.gather(words_of(trainer.train))
-            if processes.rank_and_size().rank == 0:
-                (folder / "said.json").write_text(json.dumps(said))
+            write_said(folder, "said.json", said)
+        if layout == "tensor":
+            said = {}
+            for kind in (PenalizedFirst, Directly):
+                trainer = build_and_forget(load(folder, kind.__name__, layout, *SHORT, *COMPILED), kind)
+                said[kind.__name__] = trainer.ranks.gather(words_of(trainer.train))
+            write_said(folder, "said-compiled.json", said)
+
+
+def write_said(folder, name, said):
+    if processes.rank_and_size().rank == 0:
+        (folder / name).write_text(json.dumps(said))

@@ -192,6 +192,8 @@ class Updater:
         """How FSDP sums the gradients during backward; None if every rank has the full model."""
         self.pipeline = pipeline
         """Runs the micro-batches over the pipeline stages; None if every rank has all layers."""
+        self.has_shards = ranks.mesh.is_split
+        """True if parameters may be DTensors."""
         self.suspend: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Returns a context in which `Trainer.gather_mixed` has no effect: a user's own step runs within that."""
         self.heartbeat = heartbeat or Heartbeat()
@@ -394,7 +396,7 @@ class Update:
             count = self.num_samples if num_samples is None else num_samples
             result = read_pair(result, count) if isinstance(result, tuple) else ForwardResult(result, count)
         updater = self._updater
-        if updater.ranks.mesh.is_split:
+        if updater.has_shards:
             result.loss = full_loss(result.loss)  # a user's own step may have changed it
         with updater.suspend():
             scaled = self._scale(result)
