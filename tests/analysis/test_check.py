@@ -52,6 +52,13 @@ def test_an_earlier_run_is_not_touched_and_not_continued(check, project, in_tmp)
     assert files_in(in_tmp / "runs") == {"run", "run/config.yaml"}
 
 
+@pytest.mark.parametrize("source", ["{type: json_lines, path: no.jsonl}", "{type: text, path: no.txt, streaming: true}"])
+@pytest.mark.parametrize("set_name", ["data.train", "data.eval.valid"])
+def test_a_missing_data_file_is_one_finding_at_its_setting(check, set_name, source):
+    (error,) = errors_of(check(f"{set_name}={source}"))
+    assert error[0] == f"override {set_name}={source}"
+
+
 def test_weights_of_a_mixture_that_pack_would_ignore_are_an_error_as_in_training(check):
     source = "{type: mix, sources: {a: {type: parts.py:Points, weight: 3}, b: {type: parts.py:Points, weight: 1}}}"
     (error,) = errors_of(check(f"data.train={{type: pack, length: 16, source: {source}}}"))
