@@ -52,7 +52,9 @@ def test_an_earlier_run_is_not_touched_and_not_continued(check, project, in_tmp)
     assert files_in(in_tmp / "runs") == {"run", "run/config.yaml"}
 
 
-@pytest.mark.parametrize("source", ["{type: json_lines, path: no.jsonl}", "{type: text, path: no.txt, streaming: true}"])
+@pytest.mark.parametrize(
+    "source", ["{type: json_lines, path: no.jsonl}", "{type: text, path: no.txt, streaming: true}"]
+)
 @pytest.mark.parametrize("set_name", ["data.train", "data.eval.valid"])
 def test_a_missing_data_file_is_one_finding_at_its_setting(check, set_name, source):
     (error,) = errors_of(check(f"{set_name}={source}"))

@@ -46,7 +46,9 @@ def test_a_sharded_value_of_one_rank_raises_on_all_ranks_instead_of_waiting(fold
         assert "only rank 0" in text
 
 
-@pytest.mark.parametrize(("kind", "line"), [("PenalizedFirst", '"read": penalty.item()'), ("Directly", "embedding(batch")])
+@pytest.mark.parametrize(
+    ("kind", "line"), [("PenalizedFirst", '"read": penalty.item()'), ("Directly", "embedding(batch")]
+)
 def test_a_compiled_forward_that_mixes_split_and_plain_tensors_raises_with_the_line(folder, kind, line):
     file = Path(user_code_cases.__file__)
     number = next(number for number, text in enumerate(file.read_text().splitlines(), start=1) if line in text)

@@ -601,7 +601,7 @@ class Assembly:
     building: str | None = None
     """The part that is being built, or whose build has failed."""
     unreadable: DataError | None = None
-    """Raised outside of the parts' builds, such as when samples are counted; the check of a first batch names the set."""
+    """Raised outside of the parts' builds, as when samples are counted; the check of a first batch names the set."""
 
 
 def assemble(case: Case, folder: Path) -> Assembly:

@@ -267,7 +267,9 @@ def _check_keep_best(config: RunConfig) -> list[Problem]:
 def _check_requeue(config: RunConfig) -> list[Problem]:
     if not config.preemption.requeue or config.checkpoint.contents == "full":
         return []
-    text = "the requeued job could not resume, because checkpoint.contents is weights. Use contents: full, or remove one."
+    text = (
+        "the requeued job could not resume, because checkpoint.contents is weights. Use contents: full, or remove one."
+    )
     return [Problem(("preemption", "requeue"), text)]
 
 

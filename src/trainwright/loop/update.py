@@ -502,11 +502,13 @@ class Update:
             gradients = owned.gradients()
             if not gradients:
                 raise TrainwrightError(
-                    f"No parameter of the optimizers {', '.join(names)} received a gradient. Does the loss depend on them?"
+                    f"No parameter of the optimizers {', '.join(names)} received a gradient. Does the loss depend on "
+                    "them?"
                 )
             for name in names:
                 repair = getattr(updater.optimizers[name].optimizer, "repair_gradients", None)
-                # Before the norm, which one NaN would spoil. With a loss scale an overflow must show: it skips the update.
+                # Before the norm, which one NaN would spoil. With a loss scale an overflow must show: it skips the
+                # update.
                 if repair is not None and updater.loss_scale is None:
                     repair()
             grad_norm, factor = self._clip(gradients, factor, owned.norm)

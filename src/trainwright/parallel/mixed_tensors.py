@@ -168,9 +168,9 @@ def _reject_compiled(func: Callable[..., Any]) -> None:
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         frame = frame.f_back
     raise TrainwrightError(
-        f"runtime.mode compile: {getattr(func, '__name__', 'an operation')} combines sharded parameters with plain tensors, "
-        "or reads them, in a forward that is compiled as a whole: each rank would compute with its own part. Compute it in "
-        "train_step or a hook, use runtime.mode: eager, or runtime.mesh.fsdp instead of tensor.",
+        f"runtime.mode compile: {getattr(func, '__name__', 'an operation')} combines sharded parameters with plain "
+        "tensors, or reads them, in a forward that is compiled as a whole: each rank would compute with its own part. "
+        "Compute it in train_step or a hook, use runtime.mode: eager, or runtime.mesh.fsdp instead of tensor.",
         where=None if frame is None else str(line_of_frame(frame)),
     )
 
