@@ -53,12 +53,16 @@ def test_an_earlier_run_is_not_touched_and_not_continued(check, project, in_tmp)
 
 
 @pytest.mark.parametrize(
-    "source", ["{type: json_lines, path: no.jsonl}", "{type: text, path: no.txt, streaming: true}"]
+    ("name", "source"),
+    [
+        ("data.train", "{type: json_lines, path: no.jsonl}"),
+        ("data.train", "{type: text, path: no.txt, streaming: true}"),
+        ("data.eval.valid", "{type: json_lines, path: no.jsonl}"),
+    ],
 )
-@pytest.mark.parametrize("set_name", ["data.train", "data.eval.valid"])
-def test_a_missing_data_file_is_one_finding_at_its_setting(check, set_name, source):
-    (error,) = errors_of(check(f"{set_name}={source}"))
-    assert error[0] == f"override {set_name}={source}"
+def test_a_missing_data_file_is_one_finding_at_its_setting(check, name, source):
+    (error,) = errors_of(check(f"{name}={source}"))
+    assert error[0] == f"override {name}={source}"
 
 
 def test_weights_of_a_mixture_that_pack_would_ignore_are_an_error_as_in_training(check):
