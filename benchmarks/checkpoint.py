@@ -344,6 +344,7 @@ def main() -> None:
     cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     with tempfile.TemporaryDirectory(dir=arguments.work) as work:
+        os.environ["XDG_CONFIG_HOME"] = f"{work}/config"  # the key that signs run folders
         report = measure(arguments, Path(work))
     number = report.get("num_parameters", 0) / 1e6
     report |= {

@@ -248,6 +248,7 @@ def main():
         work(chosen.folder, chosen.steps)
         return
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CONFIG_HOME"] = f"{folder}/config"  # the key that signs run folders
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         subprocess.run([*launch, __file__, "--folder", folder, "--steps", str(chosen.steps)], check=True)
         alone = [sys.executable, __file__, "--folder", folder, "--one"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,7 @@ def main() -> None:
     rows = []
     for name in [each for each in CASES if any(each.startswith(start) for start in chosen.cases)]:
         with tempfile.TemporaryDirectory() as folder:
+            os.environ["XDG_CONFIG_HOME"] = f"{folder}/config"  # the key that signs run folders
             config = config_of(name, Path(folder))
             predicted: Estimate = estimate(config, world_size=1)
             measured, checkpoint = (0, 0) if chosen.only_predict else measure(config)

@@ -335,6 +335,7 @@ def run_trainwright(
     if mode != "eager":
         runtime |= {"compile_backend": bench.backend, "compile_memory_budget": budget}
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CONFIG_HOME"] = f"{folder}/config"  # the key that signs run folders
         settings = _settings(bench, folder, runtime, compile_repeated_blocks=compile_repeated_blocks, masters=masters)
         trainer = build_trainer(RunConfig.from_dict(settings), Ours)
         if not is_cold:  # a forward more could fill the compiler's caches

@@ -140,6 +140,7 @@ def run_trainwright(steps):
             clock.step_done()
 
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CONFIG_HOME"] = f"{folder}/config"  # the key that signs run folders
         config = RunConfig.from_dict(
             {
                 "output_dir": folder,

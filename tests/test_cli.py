@@ -173,6 +173,7 @@ def test_a_fast_dev_run_does_everything_and_leaves_nothing_behind(in_tmp, monkey
     }
     (trainer,) = seen
     assert trainer.step == 3
+    assert not any(text in result.output for text in ("Run folder:", "Next:", "Best "))  # it is deleted
     assert trainer.storage.latest().keys() >= {"loss", "valid/loss"}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import os
 import sys
 import tempfile
 import tokenize
@@ -170,6 +171,7 @@ def trace_step() -> tuple[set[CodeType], list[str], list[str]]:
     rows = [{"x": torch.randn(4), "labels": torch.tensor(index % 2)} for index in range(64)]
     recorder = _Recorder(step=6)
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CONFIG_HOME"] = f"{folder}/config"  # the key that signs run folders
         sys.setprofile(recorder)
         try:
             train(Net(), rows, max_steps=9, batch_size=4, lr=0.1, name="house", overrides=[f"output_dir={folder}"])

@@ -106,6 +106,7 @@ def run(settings: tuple[str, ...]) -> dict[str, Any]:
             command = [sys.executable, "-m", "trainwright", "train", str(PROJECT), *flags, "-q"]
             command += [f"output_dir={folder}", "name=run", *overrides]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+            environment["XDG_CONFIG_HOME"] = f"{folder}/config"  # the key that signs run folders
             done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
             if done.returncode:
                 raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")

@@ -52,6 +52,19 @@ def test_an_earlier_run_is_not_touched_and_not_continued(check, project, in_tmp)
     assert files_in(in_tmp / "runs") == {"run", "run/config.yaml"}
 
 
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("data.train", "{type: json_lines, path: no.jsonl}"),
+        ("data.train", "{type: text, path: no.txt, streaming: true}"),
+        ("data.eval.valid", "{type: json_lines, path: no.jsonl}"),
+    ],
+)
+def test_a_missing_data_file_is_one_finding_at_its_setting(check, name, source):
+    (error,) = errors_of(check(f"{name}={source}"))
+    assert error[0] == f"override {name}={source}"
+
+
 def test_weights_of_a_mixture_that_pack_would_ignore_are_an_error_as_in_training(check):
     source = "{type: mix, sources: {a: {type: parts.py:Points, weight: 3}, b: {type: parts.py:Points, weight: 1}}}"
     (error,) = errors_of(check(f"data.train={{type: pack, length: 16, source: {source}}}"))

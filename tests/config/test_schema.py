@@ -164,6 +164,15 @@ def test_a_wrong_override_is_rejected_under_the_same_checks(example):
     )
 
 
+def test_a_job_that_could_not_resume_is_not_requeued(example):
+    saved = "checkpoint.contents=weights"
+    with pytest.raises(ConfigError) as rejection:
+        RunConfig.load("run.yaml", [saved, "preemption.requeue=true"])
+    assert rejection.value.where.file == "override preemption.requeue=true"
+    assert "preemption.requeue" in str(rejection.value)
+    assert RunConfig.load("run.yaml", [saved]).checkpoint.contents == "weights"
+
+
 def test_an_override_may_empty_the_evaluation_sets(example):
     assert RunConfig.load("run.yaml", ["data.eval={}", "checkpoint.keep_best=null"]).data.eval == {}
 

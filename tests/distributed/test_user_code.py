@@ -1,6 +1,7 @@
 """User code that computes with sharded parameters logs, evaluates and trains what one process does."""
 
 import json
+from pathlib import Path
 
 import pytest
 from tests.distributed import user_code_cases
@@ -50,3 +51,15 @@ def test_a_sharded_value_of_one_rank_raises_on_all_ranks_instead_of_waiting(fold
     for text in said:
         assert repr(value) in text
         assert "only rank 0" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"), [("PenalizedFirst", '"read": penalty.item()'), ("Directly", "embedding(batch")]
+)
+def test_a_compiled_forward_that_mixes_split_and_plain_tensors_raises_with_the_line(folder, kind, line):
+    file = Path(user_code_cases.__file__)
+    number = next(number for number, text in enumerate(file.read_text().splitlines(), start=1) if line in text)
+    said = json.loads((folder / "said-compiled.json").read_text())[kind]
+    assert len(said) == 2
+    for text in said:
+        assert f"{file.name}:{number}: runtime.mode compile" in text

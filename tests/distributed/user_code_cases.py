@@ -79,6 +79,47 @@ class Directly(Double):
         return Mean(loss.total + found.square().sum(), loss.count)
 
 
+class OwnStep(Double):
+    """Adds the penalty in a step of its own, around the forward, and measures the weights after the update."""
+
+    def train_step(self, batch):
+        update = self.begin_update()
+        for micro_batch in self.micro_batches(batch):
+            result = self.run_forward(micro_batch)
+            penalty = penalty_of(self.model)
+            result.loss = Mean(result.loss.total + 1e-2 * penalty * result.loss.count, result.loss.count)
+            result.metrics["penalty"] = penalty.detach()
+            update.backward(result)
+        done = update.apply()
+        done.metrics.update(after=penalty_of(self.model).detach(), read=penalty_of(self.model).item())
+        done.metrics["relative"] = done.metrics["after"] / done.loss
+        return done
+
+
+class OwnStepFirst(Double):
+    """Propagates the penalty alone, before the forward gathers the parameters and after it."""
+
+    def train_step(self, batch):
+        update = self.begin_update()
+        for micro_batch in self.micro_batches(batch):
+            num_samples = float(self.batch.num_samples)
+            update.backward(Mean(1e-2 * penalty_of(self.model) * num_samples, num_samples))
+            update.backward(self.run_forward(micro_batch))
+            update.backward(Mean(1e-2 * penalty_of(self.model) * num_samples, num_samples))
+        return update.apply()
+
+
+class Marked(Double):
+    """Marks parameters, as a model may do."""
+
+    @classmethod
+    def build_model(cls, build):
+        model = super().build_model(build)
+        model.model.embed_tokens.weight.lr_scale = 0.1
+        model.model.layers[0].self_attn.o_proj.weight.no_weight_decay = True
+        return model
+
+
 class Watch(Hook):
     """Logs what the weights are, at several events."""
 
@@ -137,12 +178,19 @@ class OneRankReturns(Double):
 
 SIGNS = "trainer.optimizer={type: user_code_cases.py:Signs, lr: 1e-3}"
 UNSHARDED = ("runtime.accumulate_unsharded=true", "runtime.reshard_after_forward=false")
+COMPILED = ("runtime.mode=compile", "runtime.compile_backend=aot_eager")
 SPLIT = ("fsdp", "tensor", "fsdp-tensor", "replicate-fsdp")
 CASES = {
     "penalized": (("replicate", *SPLIT), Penalized, SHORT),
     "unsharded": (("fsdp",), Penalized, (*SHORT, *UNSHARDED)),
     "first": (("fsdp", "tensor", "replicate-fsdp"), PenalizedFirst, (*SHORT, SIGNS)),
     "own-evaluation": (("fsdp", "fsdp-tensor"), OwnEvaluation, SHORT),
+    "own-step": (("replicate", *SPLIT), OwnStep, SHORT),
+    "own-step-micro": (("fsdp",), OwnStep, (*SHORT, "trainer.micro_batch_size=1", *UNSHARDED)),
+    "own-step-first": (("fsdp", "tensor", "replicate-fsdp"), OwnStepFirst, SHORT),
+    "compiled": (("fsdp",), Penalized, (*SHORT, *COMPILED)),
+    "compiled-step": (("fsdp", "tensor"), OwnStep, (*SHORT, *COMPILED)),
+    "marked": (SPLIT, Marked, (*SHORT, "trainer.optimizer={type: adamw, lr: 1e-2, weight_decay: 0.5}")),
     "direct": (("fsdp", "tensor", "fsdp-tensor"), Directly, SHORT),
 }
 
@@ -155,11 +203,23 @@ def main(folder):
         for name, (layouts, kind, overrides) in CASES.items():
             if layout not in ("one", *layouts):
                 continue
+            if layout == "one":
+                overrides = [each for each in overrides if each not in COMPILED]  # what it is compared with
             build_and_forget(load(folder, name, layout, *overrides), kind).train()
         if layout == "fsdp":
             said = {}
             for kind in (OneRankPuts, OneRankReturns):
                 trainer = build_and_forget(load(folder, kind.__name__, layout, *SHORT), kind)
                 said[kind.__name__] = trainer.ranks.gather(words_of(trainer.train))
-            if processes.rank_and_size().rank == 0:
-                (folder / "said.json").write_text(json.dumps(said))
+            write_said(folder, "said.json", said)
+        if layout == "tensor":
+            said = {}
+            for kind in (PenalizedFirst, Directly):
+                trainer = build_and_forget(load(folder, kind.__name__, layout, *SHORT, *COMPILED), kind)
+                said[kind.__name__] = trainer.ranks.gather(words_of(trainer.train))
+            write_said(folder, "said-compiled.json", said)
+
+
+def write_said(folder, name, said):
+    if processes.rank_and_size().rank == 0:
+        (folder / name).write_text(json.dumps(said))

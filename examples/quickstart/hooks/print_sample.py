@@ -20,9 +20,10 @@ class PrintSample(Hook):
         self.max_new_tokens = max_new_tokens
 
     def after_train(self) -> None:
-        if self.trainer.ranks.is_first:
+        sample = self.sample_code()  # on all processes: each may have a part of the weights
+        if self.trainer.is_main_process:
             print(self.compare_losses())
-            print(self.sample_code())
+            print(sample)
 
     def compare_losses(self) -> str:
         loss, _ = self.trainer.storage.latest()["valid/loss"]

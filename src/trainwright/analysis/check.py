@@ -600,6 +600,8 @@ class Assembly:
     build: Build | None = None
     building: str | None = None
     """The part that is being built, or whose build has failed."""
+    unreadable: DataError | None = None
+    """Raised outside of the parts' builds, as when samples are counted; the check of a first batch names the set."""
 
 
 def assemble(case: Case, folder: Path) -> Assembly:
@@ -610,13 +612,22 @@ def assemble(case: Case, folder: Path) -> Assembly:
     except Exception as error:
         case.note(error, label="trainer.global_batch_size")
     assembly = _attempt(Assembly(_trial_config(case.config, plan, folder), plan), case)
-    data: Any = assembly.parts.get("train_data")
-    batch_size = assembly.config.trainer.global_batch_size or 0
-    if assembly.trainer is None and hasattr(data, "__len__") and 0 < len(data) < batch_size:
-        # The finding exists; with a smaller batch the other stages can run.
-        smaller = {"trainer.global_batch_size": len(data), "trainer.micro_batch_size": len(data)}
+    num_samples, batch_size = _count(assembly.parts.get("train_data")), assembly.config.trainer.global_batch_size or 0
+    if assembly.trainer is None and 0 < num_samples < batch_size:
+        # With a smaller batch the other stages can run.
+        if assembly.unreadable is not None:
+            case.note(assembly.unreadable, label="trainer.global_batch_size")
+        smaller = {"trainer.global_batch_size": num_samples, "trainer.micro_batch_size": num_samples}
         assembly = _attempt(Assembly(assembly.config.derive(smaller), plan), case)
     return assembly
+
+
+def _count(data: Any) -> int:
+    """Returns the number of samples; 0 where it is unknown, or where the files cannot be read."""
+    try:
+        return len(data) if hasattr(data, "__len__") else 0
+    except Exception:  # also of a user's class; the check of the first batch reports it
+        return 0
 
 
 def _attempt(assembly: Assembly, case: Case) -> Assembly:
@@ -625,7 +636,10 @@ def _attempt(assembly: Assembly, case: Case) -> Assembly:
         assembly.trainer = build_trainer(assembly.config, _recording(trainer_class, assembly))
     except Exception as error:
         failed = assembly.building
-        case.note(error, label=LABELS[failed] if failed else "trainer.type")
+        if failed is None and isinstance(error, DataError):
+            assembly.unreadable = error
+        else:
+            case.note(error, label=LABELS[failed] if failed else "trainer.type")
         if assembly.build is not None:
             _build_rest(assembly, assembly.build, trainer_class, case)
     return assembly
@@ -700,6 +714,9 @@ def run_stages(case: Case, folder: Path, report: Report) -> None:
     """Builds the run in `folder` and runs every stage that can run."""
     assembly = assemble(case, folder)
     unusable = _check_data(assembly, case)
+    unreadable = assembly.unreadable
+    if unreadable is not None and not any(unreadable.problem.startswith(each.problem) for each in case.findings):
+        case.note(unreadable, label="data.train")
     trainer = assembly.trainer
     if trainer is None:
         report.skipped += STAGES[2:]

@@ -121,7 +121,8 @@ class ImaginaryRun:
                 trainer.set_num_micro_batches(1)
             trainer.context.updater.begin_step(trainer.step)
             try:
-                trainer.train_step(batch)
+                with trainer.gather_mixed:
+                    trainer.train_step(batch)
             finally:
                 trainer.set_num_micro_batches(gradient_accumulation_steps)
 

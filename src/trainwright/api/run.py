@@ -79,6 +79,7 @@ def run_experiment(
     weights: str | None = None,
     poll_seconds: float = POLL_SECONDS,
     timeout_seconds: float | None = None,
+    keeps_folder: bool = True,
 ) -> tuple[torch.nn.Module, dict[str, float]]:
     """Runs an experiment and returns (model, evaluation logs). Running it again resumes the run.
 
@@ -95,7 +96,8 @@ def run_experiment(
 
     `model_dir` replaces output_dir/name. `trainer` is a class that replaces the config's, or the result of
     `build_trainer` with this config; `task` replaces the config's. The run's config.yaml records both. An interrupted
-    run raises `Interrupted`.
+    run raises `Interrupted`. With `keeps_folder` False the log does not refer to the run folder at the end: the caller
+    deletes it.
     """
     shorten_tracebacks()
     reject_untrusted(config)
@@ -138,7 +140,7 @@ def run_experiment(
             logs = running.train()
             if was_finished:
                 logs = _evaluate_missing_sets(running, logs)
-            _end(running)
+            _end(running, keeps_folder=keeps_folder)
         if running.interrupted:
             raise Interrupted(running.stop_reason or "interrupted")
         return running.model, logs
@@ -232,10 +234,10 @@ def _evaluate_missing_sets(trainer: Trainer, logs: Mapping[str, float]) -> dict[
         return {**logs, **trainer.evaluate_test()} if is_test_missing else logs
 
 
-def _end(trainer: Trainer) -> None:
+def _end(trainer: Trainer, *, keeps_folder: bool) -> None:
     """Logs how the run ended, leaves the process group, and requeues an interrupted SLURM job."""
     if trainer.ranks.is_first:
-        _log_end(trainer)
+        _log_end(trainer, keeps_folder=keeps_folder)
     trainer.ranks.part()
     if trainer.interrupted and trainer.config.preemption.requeue and trainer.ranks.is_first:
         requeue()
@@ -289,9 +291,9 @@ def _log_files(trainer: Trainer) -> Iterator[Path]:
         yield rank_log(trainer.folder, trainer.ranks.rank)
 
 
-def _log_end(trainer: Trainer) -> None:
+def _log_end(trainer: Trainer, *, keeps_folder: bool) -> None:
     reason, step, best = trainer.stop_reason, trainer.step, trainer.best
-    if trainer.interrupted:
+    if trainer.interrupted and keeps_folder:
         can_resume = trainer.config.checkpoint.contents == "full"
         next_start = "Run the same command to resume" if can_resume else "It has only weights and cannot be resumed"
         logger.info("%s: step %d is finished and saved. %s.", reason, step, next_start)
@@ -299,6 +301,8 @@ def _log_end(trainer: Trainer) -> None:
         logger.info("Stopped at step %d: %s.", step, reason)
     else:
         logger.info("Finished at step %d.", step)
+    if not keeps_folder:
+        return
     if best.step is not None and best.step in trainer.context.store.steps():
         path = trainer.context.store.path(best.step)
         logger.info("Best %s %.4g, at step %d: %s", best.metric, best.value, best.step, path)

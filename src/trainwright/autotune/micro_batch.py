@@ -275,7 +275,8 @@ class TrialSteps:
         trainer.context.updater.begin_step(0)
         trainer.seed_step()
         trainer.set_batch(self._batch, self._num_samples)
-        trainer.train_step(self._batch)
+        with trainer.gather_mixed:
+            trainer.train_step(self._batch)
         if self._sums_gradients:
             # The sum over ranks copies every gradient into a bucket (parallel/replicate.py).
             packed = [torch.empty_like(each.grad) for each in trainer.model.parameters() if each.grad is not None]

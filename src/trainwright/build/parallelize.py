@@ -74,7 +74,7 @@ def parallelize_model(
     plan, sync = _split(model, ranks, config, torch.device("meta") if is_empty else device)
     if is_empty:
         give_memory(model, device)
-    model.to(device)
+    _move(model, device)
     if sent is not None:
         sent.send_into(model, copy=fill)
     if ranks.mesh.size("pipeline") > 1:
@@ -82,6 +82,14 @@ def parallelize_model(
 
         mark_shared(model)
     return ParallelizedModel(model, ranks.mesh, device, plan, sync)
+
+
+def _move(model: torch.nn.Module, device: torch.device) -> None:
+    """Moves a model to the device; parameters keep their attributes (`lr_scale`, …), which torch drops for DTensors."""
+    attributes = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
+    model.to(device)
+    for name, parameter in model.named_parameters():
+        vars(parameter).update(attributes.get(name, {}))
 
 
 def _split(

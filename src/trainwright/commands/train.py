@@ -137,6 +137,7 @@ def train(
     from trainwright.api.run import run_experiment
 
     options: dict[str, Any] = {"mode": mode, "model_dir": model_dir, "timeout_seconds": timeout}
+    options["keeps_folder"] = not fast_dev_run
     try:
         with _temporary_run(config) if fast_dev_run else nullcontext(config) as planned:
             _, logs = run_experiment(planned, fresh=fresh, accept_changes=accept_changes, **options)

@@ -106,7 +106,8 @@ class CompiledForward:
         self._config = config
         self._storage = storage
         self._max_breaks = runtime.max_graph_breaks
-        is_gathered = compile_gathered(model, backend)
+        self.has_eager_code = is_gathered = compile_gathered(model, backend)
+        """True if only blocks of the model are compiled, and the code around them is not."""
         has_separate_blocks = not is_gathered and keep_apart(model)
         # Separately compiled blocks are intended breaks; the listener ignores those.
         self._rejects_breaks = runtime.max_graph_breaks == 0 and not has_separate_blocks

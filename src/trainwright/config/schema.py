@@ -213,7 +213,7 @@ class RunConfig(Section):
         except ValidationError as error:
             problems += explain(error, cls)
         else:
-            problems += _check_keep_best(config)
+            problems += [*_check_keep_best(config), *_check_requeue(config)]
         raise_all(problems, lambda path: nearest_origin(origins, path))
         located = _locate(config, (), lambda path: nearest_origin(origins, path))
         located._origins = origins
@@ -262,6 +262,15 @@ def _check_keep_best(config: RunConfig) -> list[Problem]:
         return []
     advice = suggest(set_name, sets) if sets else "Add it to data.eval, or set data.split."
     return [Problem(path, f'there is no evaluation set "{set_name}". {advice}')]
+
+
+def _check_requeue(config: RunConfig) -> list[Problem]:
+    if not config.preemption.requeue or config.checkpoint.contents == "full":
+        return []
+    text = (
+        "the requeued job could not resume, because checkpoint.contents is weights. Use contents: full, or remove one."
+    )
+    return [Problem(("preemption", "requeue"), text)]
 
 
 def _locate(value: Any, path: KeyPath, origin_of: Callable[[KeyPath], Origin | None]) -> Any:

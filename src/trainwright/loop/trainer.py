@@ -77,6 +77,9 @@ from trainwright.user_code.locations import is_user_code
 from trainwright.user_code.signatures import reject_mismatch
 from trainwright.writers.writer import Writer
 
+if TYPE_CHECKING:
+    from trainwright.parallel.mixed_tensors import GatherMixed
+
 logger = logging.getLogger(__name__)
 
 _STEP_STREAM = 0x57E9  # separates the randomness of steps from that of samples and evaluations
@@ -254,12 +257,14 @@ class Trainer:
         self._unchecked_metrics = [] if overrides(self, "eval_step", Trainer) else list(context.metrics)
         own_steps = ("train_step", "micro_batches", "begin_update")
         self._has_own_step = any(overrides(self, name, Trainer) for name in own_steps)
+        self._keeps_outputs = False
         self._compiled = self._compile_forward()
-        self._is_inspected = config.runtime.mode == "eager"
+        self._is_inspected, self._is_inspecting = config.runtime.mode == "eager", False
         self._has_shards = any(is_split(each) for each in model.parameters())
         """True if parameters are DTensors."""
         self.gather_mixed = self._make_gather_mixed()
         """A context for user code that computes with the parameters of a sharded model."""
+        self._around_step = self.gather_mixed if is_user_code(type(self).train_step) else nullcontext()
         self._hook_calls.within = self.gather_mixed
         for hook in context.hooks:
             hook.trainer = self
@@ -643,7 +648,9 @@ class Trainer:
                 self._updates.clear()
                 result: Any
                 if graph is None:
-                    result, weight = self.train_step(batch), self._loss_weight()
+                    with self._around_step:
+                        result = self.train_step(batch)
+                    weight = self._loss_weight()
                 else:
                     result, weight = graph.run(batch, num_samples)
                 if iterator.num_ignored:
@@ -1264,7 +1271,8 @@ class Trainer:
             check_compile_backend(self.config)  # the same file may be run on a GPU next
             return None
         owners = (self, self.task, self.model)
-        is_ours = not (is_user_code(type(self).train_step) or is_user_code(type(self).run_forward))
+        # A user's own step may differentiate more than the loss.
+        self._keeps_outputs = is_user_code(type(self).train_step) or is_user_code(type(self).run_forward)
         return CompiledForward(
             self._compute,
             config=self.config,
@@ -1272,36 +1280,48 @@ class Trainer:
             storage=self.storage,
             owners=owners,
             users=user_files_of(self.config.project_dir, owners),
-            # A user's own step may differentiate more than the loss.
-            keeps_training_outputs=not is_ours,
+            keeps_training_outputs=self._keeps_outputs,
         )
 
-    def _make_gather_mixed(self) -> AbstractContextManager[Any]:
+    def _make_gather_mixed(self) -> GatherMixed | nullcontext[None]:
         """Returns a context for user code that computes with sharded parameters; it has no effect without them."""
         has_user_code = type(self.task) is not Task or any(is_user_code(type(each)) for each in (self, *self.hooks))
-        if not self._has_shards or self._compiled is not None or not has_user_code:
+        if not self._has_shards or not has_user_code:
             return nullcontext()
         from trainwright.parallel.mixed_tensors import GatherMixed  # imports much of torch
 
         sync = self._updater.sync
-        return GatherMixed(self.model, add_gradient=None if sync is None else sync.add_gradient)
+        gather_mixed = GatherMixed(self.model, add_gradient=None if sync is None else sync.add_gradient)
+        self._updater.suspend = gather_mixed.suspended
+        return gather_mixed
 
     def _compute(self, batch: Any) -> RegionOutputs:
         """The region to compile: the forward, its loss and metrics. A plain loss gets its weight outside."""
         returned = self.forward(**batch) if isinstance(batch, Mapping) else self.forward_batch(batch)
         result = read_forward(returned, batch, self.model, 0)
+        self.add_metrics(result, batch)
+        outputs = result.outputs
         if self._has_shards:
             result.loss = full_loss(result.loss)
-        self.add_metrics(result, batch)
-        return RegionOutputs(result.loss, result.metrics, result.outputs, result.count)
+            if self._keeps_outputs and outputs is not None and torch.is_grad_enabled():
+                # The backward of a graph accepts no DTensor among its outputs that gets no gradient.
+                outputs = {name: full_loss(each) if is_split(each) else each for name, each in outputs.items()}
+        return RegionOutputs(result.loss, result.metrics, outputs, result.count)
 
     def _run_compiled(self, compiled: CompiledForward, batch: Any, num_samples: int) -> ForwardResult:
         try:
-            loss, metrics, outputs, count = compiled.run(batch)
+            with self._around_compiled(compiled):
+                loss, metrics, outputs, count = compiled.run(batch)
         except Exception as error:
             self._explain_compilation(error)
             raise
         return ForwardResult(loss, num_samples, metrics, outputs, count)
+
+    def _around_compiled(self, compiled: CompiledForward) -> AbstractContextManager[Any]:
+        """Returns a context for a forward that is compiled: a graph cannot gather sharded parameters for user code."""
+        if compiled.has_eager_code or isinstance(self.gather_mixed, nullcontext):
+            return self.gather_mixed
+        return self.gather_mixed.rejecting() if self._is_inspecting else self.gather_mixed.suspended()
 
     def _explain_compilation(self, error: Exception) -> None:
         """Raises an error that explains why compiling failed; ignores other errors."""
@@ -1324,6 +1344,7 @@ class Trainer:
         if overrides(self, "train_step", Trainer):
             return  # it may call other forwards than this one
         owners = (self, self.task, *self.model.modules())
+        self._is_inspecting = True
         inspect_forward(
             lambda: self.run_forward(next(iter(self.micro_batches(batch)))),
             owners=owners,
@@ -1332,6 +1353,7 @@ class Trainer:
             storage=self.storage,
             backend=self.backend,
         )
+        self._is_inspecting = False
 
     def _make_graph_step(self) -> GraphStep:
         state, updater = self._state, self._updater

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
 from numbers import Real
@@ -22,7 +23,7 @@ from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.events import Mean
 from trainwright.events.mean import detached_copy, is_sharded
 from trainwright.loop.heartbeat import Heartbeat
-from trainwright.loop.outputs import ForwardResult, Loss, read_pair
+from trainwright.loop.outputs import ForwardResult, Loss, full_loss, read_pair
 from trainwright.loop.state import Batch
 from trainwright.optim.device_step import (
     device_of,
@@ -191,6 +192,10 @@ class Updater:
         """How FSDP sums the gradients during backward; None if every rank has the full model."""
         self.pipeline = pipeline
         """Runs the micro-batches over the pipeline stages; None if every rank has all layers."""
+        self.has_shards = ranks.mesh.is_split
+        """True if parameters may be DTensors."""
+        self.suspend: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Returns a context in which `Trainer.gather_mixed` has no effect: a user's own step runs within that."""
         self.heartbeat = heartbeat or Heartbeat()
         self._capture = capture or Capture()
         devices = [device_of(entry.optimizer) for entry in self.optimizers.values()]
@@ -390,17 +395,21 @@ class Update:
         if not isinstance(result, ForwardResult):
             count = self.num_samples if num_samples is None else num_samples
             result = read_pair(result, count) if isinstance(result, tuple) else ForwardResult(result, count)
-        scaled = self._scale(result)
-        if scaled is None:
-            return
-        trace = self._updater.heartbeat.trace
-        if trace is not None:
-            trace.enter_part("backward")
-        if self._updater.ranks.size > 1:
-            self._begin_backward()
-        scaled.backward()  # type: ignore[no-untyped-call]
-        if trace is not None:
-            trace.leave_part()
+        updater = self._updater
+        if updater.has_shards:
+            result.loss = full_loss(result.loss)  # a user's own step may have changed it
+        with updater.suspend():
+            scaled = self._scale(result)
+            if scaled is None:
+                return
+            trace = updater.heartbeat.trace
+            if trace is not None:
+                trace.enter_part("backward")
+            if updater.ranks.size > 1:
+                self._begin_backward()
+            scaled.backward()  # type: ignore[no-untyped-call]
+            if trace is not None:
+                trace.leave_part()
 
     def backward_pipelined(
         self, micro_batches: Sequence[Batch], read: Callable[[Any, Batch], ForwardResult], pipeline: Pipeline
@@ -481,49 +490,52 @@ class Update:
         undefined.
         """
         updater = self._updater
-        trace = updater.heartbeat.trace
-        if trace is not None:
-            trace.enter_part("optimizer")
-        if not self._losses:
-            raise TrainwrightError("apply was called without a backward: there is no gradient to step with.")
-        names = tuple(updater.optimizers) if optimizers is None else tuple(optimizers)
-        owned = updater.owned_by(names)
-        loss, factor = self._reduce(owned)
-        gradients = owned.gradients()
-        if not gradients:
-            raise TrainwrightError(
-                f"No parameter of the optimizers {', '.join(names)} received a gradient. Does the loss depend on them?"
-            )
-        for name in names:
-            repair = getattr(updater.optimizers[name].optimizer, "repair_gradients", None)
-            # Before the norm, which one NaN would spoil. With a loss scale an overflow must show: it skips the update.
-            if repair is not None and updater.loss_scale is None:
-                repair()
-        grad_norm, factor = self._clip(gradients, factor, owned.norm)
-        skip = False if self.has_plain_loss else self._is_empty()  # a plain loss counts samples
-        if skip is not True:
-            judged = self._judge(loss, grad_norm)
-            skip = judged if skip is False else _either(skip, judged)
-        overflowed = None
-        if updater.loss_scale is not None:
-            overflowed = ~torch.isfinite(grad_norm)
-            skip = _either(skip, overflowed)
-        grad_scale = self._scale_gradients(names, gradients, factor)
-        metrics: dict[str, Any] = {}
-        for name, values in self._metrics.items():
-            metrics[name] = _merge_metric(values)
-        for name in names:
-            if owned.has_short:
-                _narrow_gradients(updater.optimizers[name].optimizer)
-            metrics.update(updater.step_optimizer(name, skip, grad_scale))
-        if overflowed is not None and updater.loss_scale is not None:
-            metrics["loss_scale"] = updater.loss_scale.scale.clone()
-            updater.loss_scale.adjust(overflowed)
-        if len(updater.rates) > 1:
-            metrics.update({f"lr/{name}": rate for name, rate in updater.rates.items()})
-        if trace is not None:
-            trace.leave_part()
-        return StepResult(loss, metrics, grad_norm, updater.rates[names[0]])
+        with updater.suspend():
+            trace = updater.heartbeat.trace
+            if trace is not None:
+                trace.enter_part("optimizer")
+            if not self._losses:
+                raise TrainwrightError("apply was called without a backward: there is no gradient to step with.")
+            names = tuple(updater.optimizers) if optimizers is None else tuple(optimizers)
+            owned = updater.owned_by(names)
+            loss, factor = self._reduce(owned)
+            gradients = owned.gradients()
+            if not gradients:
+                raise TrainwrightError(
+                    f"No parameter of the optimizers {', '.join(names)} received a gradient. Does the loss depend on "
+                    "them?"
+                )
+            for name in names:
+                repair = getattr(updater.optimizers[name].optimizer, "repair_gradients", None)
+                # Before the norm, which one NaN would spoil. With a loss scale an overflow must show: it skips the
+                # update.
+                if repair is not None and updater.loss_scale is None:
+                    repair()
+            grad_norm, factor = self._clip(gradients, factor, owned.norm)
+            skip = False if self.has_plain_loss else self._is_empty()  # a plain loss counts samples
+            if skip is not True:
+                judged = self._judge(loss, grad_norm)
+                skip = judged if skip is False else _either(skip, judged)
+            overflowed = None
+            if updater.loss_scale is not None:
+                overflowed = ~torch.isfinite(grad_norm)
+                skip = _either(skip, overflowed)
+            grad_scale = self._scale_gradients(names, gradients, factor)
+            metrics: dict[str, Any] = {}
+            for name, values in self._metrics.items():
+                metrics[name] = _merge_metric(values)
+            for name in names:
+                if owned.has_short:
+                    _narrow_gradients(updater.optimizers[name].optimizer)
+                metrics.update(updater.step_optimizer(name, skip, grad_scale))
+            if overflowed is not None and updater.loss_scale is not None:
+                metrics["loss_scale"] = updater.loss_scale.scale.clone()
+                updater.loss_scale.adjust(overflowed)
+            if len(updater.rates) > 1:
+                metrics.update({f"lr/{name}": rate for name, rate in updater.rates.items()})
+            if trace is not None:
+                trace.leave_part()
+            return StepResult(loss, metrics, grad_norm, updater.rates[names[0]])
 
     def _reduce(self, owned: _OwnedParameters) -> tuple[torch.Tensor, torch.Tensor | float]:
         """Sums over micro-batches and ranks; returns the loss and the factor that makes the gradients exactly its."""

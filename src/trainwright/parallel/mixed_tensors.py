@@ -7,14 +7,20 @@ fully_shard.py and tensor.py.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+
+from trainwright.errors import TrainwrightError
+from trainwright.user_code.locations import is_user_file, line_of_frame
 
 AddGradient = Callable[[nn.Parameter, Tensor], None]
 
@@ -68,9 +74,9 @@ class _Used(torch.autograd.Function):
 class GatherMixed(TorchFunctionMode):
     """A context for user code around a sharded model, in which operations on DTensors and plain tensors gather first.
 
-    Not for in-place operations, whose target may be the DTensor, and not inside the model's forward, where sharding
-    has its own rules. Collective: all ranks run the same code. `add_gradient` receives the gradients of parameters that
-    are used here; None leaves them to `.grad`.
+    Not for in-place operations, whose target may be the DTensor, and not where it is `suspended`, as inside the model's
+    forward, where sharding has its own rules. Collective: all ranks run the same code. `add_gradient` receives the
+    gradients of parameters that are used here; None leaves them to `.grad`.
     """
 
     def __init__(self, model: nn.Module, *, add_gradient: AddGradient | None = None) -> None:
@@ -78,26 +84,71 @@ class GatherMixed(TorchFunctionMode):
         self._add_gradient = add_gradient
         self._sharded = set() if add_gradient is None else {id(each) for each in model.parameters()}
         """The parameters of the model, by id; FSDP replaces them by others while they are gathered."""
-        self._depth = 0
-        """How many forwards of the model are running."""
-        model.register_forward_pre_hook(self._enter_model, prepend=True)
-        model.register_forward_hook(self._leave_model, always_call=True)
+        self._is_rejecting = False
+        self._num_entered = 0
+        """How often the context was entered; only the first time counts."""
+        self._num_suspended = 0
+        """How many forwards of the model, and other code that is not the user's, are running."""
+        self._is_popped = False
+        """True while it is suspended and its place on torch's stack of modes is free."""
+        model.register_forward_pre_hook(self._suspend, prepend=True)
+        model.register_forward_hook(self._resume, always_call=True)
 
-    def _enter_model(self, *unused: Any) -> None:
-        self._depth += 1
+    def __enter__(self) -> GatherMixed:
+        self._num_entered += 1
+        if self._num_entered == 1:
+            super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
-    def _leave_model(self, *unused: Any) -> None:
-        self._depth -= 1
+    def __exit__(self, *error: Any) -> None:
+        self._num_entered -= 1
+        if self._num_entered == 0:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def rejecting(self) -> Iterator[None]:
+        """A context in which what would be gathered raises instead: a trial of code that is then compiled."""
+        self._is_rejecting = True
+        try:
+            with self:
+                yield
+        finally:
+            self._is_rejecting = False
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """A context in which operations are torch's own: a backward, or an optimizer's step."""
+        self._suspend()
+        try:
+            yield
+        finally:
+            self._resume()
+
+    def _suspend(self, *unused: Any) -> None:
+        self._num_suspended += 1
+        # Off the stack, not only idle: torch.compile would trace a mode, and each operation would call it.
+        if self._num_suspended == 1 and _get_current_function_mode() is self:  # type: ignore[no-untyped-call]
+            self._is_popped = True
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _resume(self, *unused: Any) -> None:
+        self._num_suspended -= 1
+        if self._num_suspended == 0 and self._is_popped:
+            self._is_popped = False
+            super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._depth == 0:
+        if self._num_suspended == 0:
             # None for plain tensors. Parameters that are gathered, or not sharded at all, may have another mesh.
             meshes = {getattr(each, "device_mesh", None) for each in _tensors((*args, *kwargs.values()))}
             if meshes - {None} and not _acts_on_tensor(func, kwargs):
-                convert = partial(self._convert, gathers=len(meshes) > 1 or func in _READS)
+                gathers = len(meshes) > 1 or func in _READS
+                if gathers and self._is_rejecting:
+                    _reject_compiled(func)
+                convert = partial(self._convert, gathers=gathers)
                 args, kwargs = (
                     _map_tensors(convert, args),
                     {name: _map_tensors(convert, kwargs[name]) for name in kwargs},
@@ -110,6 +161,18 @@ class GatherMixed(TorchFunctionMode):
         if id(tensor) in self._sharded and tensor.requires_grad and torch.is_grad_enabled():
             tensor = _Used.apply(tensor, self._add_gradient)  # type: ignore[no-untyped-call]
         return full(tensor) if gathers else tensor
+
+
+def _reject_compiled(func: Callable[..., Any]) -> None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    raise TrainwrightError(
+        f"runtime.mode compile: {getattr(func, '__name__', 'an operation')} combines sharded parameters with plain "
+        "tensors, or reads them, in a forward that is compiled as a whole: each rank would compute with its own part. "
+        "Compute it in train_step or a hook, use runtime.mode: eager, or runtime.mesh.fsdp instead of tensor.",
+        where=None if frame is None else str(line_of_frame(frame)),
+    )
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

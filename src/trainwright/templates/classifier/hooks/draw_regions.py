@@ -13,12 +13,11 @@ class DrawRegions(Hook):
 
     def after_train(self):
         # Other events: before_train, before_step, after_step, before_eval, after_eval(logs), after_save(path), close.
-        if not self.trainer.ranks.is_first:  # with several processes, one draws
-            return
         x = torch.linspace(-1, 1, self.columns)
         y = torch.linspace(1, -1, self.columns // 2)  # a letter is twice as high as it is wide
         plane = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1).to(self.trainer.device)
         model = self.trainer.model.eval()
         with torch.no_grad():
-            classes = model(plane).argmax(-1).tolist()
-        print("\n".join("".join(" .o#@%"[one % 6] for one in row) for row in classes))
+            classes = model(plane).argmax(-1).tolist()  # on all processes: each may have a part of the weights
+        if self.trainer.is_main_process:
+            print("\n".join("".join(" .o#@%"[one % 6] for one in row) for row in classes))

@@ -12,12 +12,11 @@ import torch
 
 def show_wave(trainer):
     """Prints a wave as the model restores it, in one line."""
-    if not trainer.ranks.is_first:
-        return
     wave = trainer.eval_data["valid"].dataset[0]["wave"].to(trainer.device)
     with torch.no_grad():
-        restored = trainer.model(wave.unsqueeze(0))[0]
-    print(f"step {trainer.step:>4}  restored {draw(restored)}\n              clean {draw(wave)}")
+        restored = trainer.model(wave.unsqueeze(0))[0]  # on all processes: each may have a part of the weights
+    if trainer.is_main_process:
+        print(f"step {trainer.step:>4}  restored {draw(restored)}\n              clean {draw(wave)}")
 
 
 def draw(wave):

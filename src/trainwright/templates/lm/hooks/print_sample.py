@@ -13,8 +13,10 @@ class PrintSample(Hook):
 
     def after_eval(self, logs):
         # Other events: before_train, after_train, before_step, after_step, before_eval, after_save(path), close.
-        if logs and self.trainer.ranks.is_first:  # logs are empty after a failed evaluation; one process prints
-            print(f"--- step {self.trainer.step}\n{self.sample()}\n---")
+        if logs:  # they are empty after a failed evaluation
+            sample = self.sample()  # on all processes: each may have a part of the weights
+            if self.trainer.is_main_process:
+                print(f"--- step {self.trainer.step}\n{sample}\n---")
 
     @torch.no_grad()
     def sample(self):
