@@ -271,7 +271,7 @@ def test_followers_share_the_fate_of_the_save(tmp_path):
 
 
 def test_ranks_save_together_behind_an_address(tmp_path):
-    """The files go there through each rank's temporary folder, the manifest last, by the first."""
+    """Each rank uploads its files, the first the manifest, last."""
     Plan.set(None, -1)
     address = f"{HostileDisk.protocol}://{tmp_path}/bucket/run"
 
