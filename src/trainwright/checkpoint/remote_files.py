@@ -28,7 +28,8 @@ DAMAGED_MANIFEST = "MANIFEST.damaged.json"
 """The name of the manifest of a checkpoint that was found damaged; its files are kept, but it no longer counts."""
 
 BLOCK_BYTES = 8 << 20
-_WINDOW_BYTES = 1 << 20
+# Of each file that is open, this many windows are kept in memory.
+_WINDOW_BYTES = 1 << 18
 _NUM_WINDOWS = 16
 
 _FOLDER_NAME = re.compile(r"step-(\d{8,})(?:-([2-9]|[1-9]\d+))?")
@@ -160,13 +161,14 @@ class RemoteFolder:
             return read(number * _WINDOW_BYTES, (number + 1) * _WINDOW_BYTES)
 
         def read_ahead(start: int, stop: int) -> bytes:
-            number, offset = divmod(start, _WINDOW_BYTES)
-            if stop - start > _WINDOW_BYTES // 4 or start >= size:
-                return read(start, stop) if start < size else b""
-            content = window(number)[offset : offset + stop - start]
-            return (
-                content + read_ahead(start + len(content), stop) if start + len(content) < min(stop, size) else content
-            )
+            stop = min(stop, size)
+            if start >= stop:
+                return b""
+            if stop - start > _WINDOW_BYTES // 4:
+                return read(start, stop)
+            first, last = start // _WINDOW_BYTES, (stop - 1) // _WINDOW_BYTES
+            content = window(first) if first == last else window(first) + window(last)
+            return content[start - first * _WINDOW_BYTES : stop - first * _WINDOW_BYTES]
 
         return read_ahead
 

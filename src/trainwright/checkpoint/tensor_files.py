@@ -65,13 +65,14 @@ def save_tensors(
     header, size = _header(name, {key: tensors[key] for key in keys}, metadata)
     digest, pieces = hashlib.sha256(), list[str]()
     is_threaded = size >= THREADED_HASH_BYTES
+    chunks: Iterator[bytes | memoryview] = chain([header], *(_chunks(tensors[key]) for key in keys))
     # Two threads: together the hashes would take longer than a fast disk.
     with (
         create(name) as write,
         _in_thread(digest.update, is_threaded=is_threaded) as add,
         _in_thread(lambda chunk: pieces.append(_piece_hash(chunk)), is_threaded=is_threaded) as add_piece,
     ):
-        for chunk in chain([header], *(_chunks(tensors[key]) for key in keys)):
+        for chunk in chunks:
             add(chunk)
             add_piece(chunk)
             write(chunk)
