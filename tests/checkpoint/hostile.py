@@ -40,10 +40,32 @@ class Plan:
 
 
 class HostileFile:
-    """A file whose every read is a call of its own."""
+    """A file whose every read, write and close is a call of its own."""
 
-    def __init__(self, file):
-        self.file = file
+    def __init__(self, file, *, is_read):
+        self.file, self.is_read = file, is_read
+
+    def write(self, content):
+        self.change(self.file.write, content)
+
+    def close(self):
+        if not self.file.closed:
+            self.change(self.file.close)
+
+    def discard(self):
+        self.file.discard()
+
+    def change(self, act, *arguments):
+        """Writes or closes; going wrong, does less of it than it says, or more."""
+        if not Plan.take():
+            act(*arguments)
+            return
+        if Plan.fault == "loses the answer":
+            act(*arguments)
+        elif Plan.fault in ("truncates", "breaks off") and arguments:
+            act(arguments[0][: len(arguments[0]) // 2])
+        if Plan.fault not in ("truncates", "drops"):
+            raise ConnectionError("the line went dead while writing")
 
     def read(self, size):
         if Plan.take():
@@ -53,7 +75,8 @@ class HostileFile:
         return self.file.read(size)
 
     def __enter__(self):
-        self.file.seek(0)
+        if self.is_read:
+            self.file.seek(0)
         return self
 
     def __exit__(self, *_):
@@ -74,7 +97,7 @@ def hostile(name):
             answer = act()
         finally:
             Plan.depth -= 1
-        return HostileFile(answer) if name == "open" else answer
+        return HostileFile(answer, is_read="rb" in arguments) if name == "open" else answer
 
     return call
 

@@ -7,14 +7,16 @@ import logging
 import math
 import tempfile
 from pathlib import Path
+from typing import ClassVar
 
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from tests.checkpoint.hostile import FAULTS, HostileMemory, Plan
 from tests.messages import raises
 
-from trainwright.checkpoint import remote_files
+from trainwright.checkpoint import remote_files, tensor_files
 from trainwright.checkpoint.manifest import UnreachableError, render_manifest
 from trainwright.checkpoint.remote_files import RemoteFolder, RemotePath
 from trainwright.checkpoint.remote_store import RemoteStore, open_store
@@ -171,6 +173,101 @@ def test_no_temporary_file_stays(store, tmp_path, monkeypatch):
     write(store, 10, 1)
     version_of(store, 10)
     assert list(temporary.iterdir()) == []
+
+
+class WatchedDisk(LocalFileSystem):
+    """A disk behind an address that notes the ranges that are read, and what is in the temporary folder meanwhile."""
+
+    protocol = "watched"
+    cachable = False
+    ranges: ClassVar = []
+    temporary_files: ClassVar = []
+
+    def open(self, *arguments, **options):
+        self.temporary_files += Path(tempfile.gettempdir()).rglob("*")
+        return super().open(*arguments, **options)
+
+    def cat_file(self, path, start=None, end=None, **options):
+        self.temporary_files += Path(tempfile.gettempdir()).rglob("*")
+        self.ranges.append((Path(path).name, start, end))
+        return super().cat_file(path, start=start, end=end, **options)
+
+
+fsspec.register_implementation("watched", WatchedDisk, clobber=True)
+
+
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    WatchedDisk.ranges.clear()
+    WatchedDisk.temporary_files.clear()
+    return open_store(f"watched://{tmp_path}/bucket/run")
+
+
+def test_files_are_uploaded_and_read_without_a_local_copy(watched):
+    weights = {"a": torch.randn(700_000), "b": torch.randn(1000, 700), "c": torch.tensor(3.0)}
+    watched.write(10, {"model": weights}, metrics={})
+    found = watched.read(10, "model")
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    assert WatchedDisk.temporary_files == []
+
+
+def test_only_the_rows_that_are_asked_for_are_downloaded(watched, monkeypatch):
+    monkeypatch.setattr(tensor_files, "CHUNK_BYTES", 1 << 19)
+    weights = {"a": torch.randn(700_000), "b": torch.randn(1000, 700)}
+    watched.write(10, {"model": weights}, metrics={})
+    WatchedDisk.ranges.clear()
+    found = watched.read_split(10, "model")
+    rows = torch.empty(100, 700)
+    found["b"].copy_into(rows, (500, 0))
+    assert torch.equal(rows, weights["b"][500:600])
+    read = [end - start for name, start, end in WatchedDisk.ranges if name == "model.safetensors"]
+    assert sum(read) <= (1 << 18) + 2 * (1 << 19)  # the window with the header, and the chunks of the rows
+
+
+def test_many_small_tensors_take_few_requests(watched):
+    weights = {f"w{number}": torch.full((10,), float(number)) for number in range(200)}
+    watched.write(10, {"model": weights}, metrics={})
+    WatchedDisk.ranges.clear()
+    found = watched.read(10, "model")
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    assert len(WatchedDisk.ranges) < 5
+
+
+def test_a_range_across_windows_and_at_the_end_is_exact(watched, monkeypatch):
+    monkeypatch.setattr(remote_files, "_WINDOW_BYTES", 16)
+    content = bytes(range(100))
+    remote = RemoteFolder(watched.folder.address)
+    remote.put("step-00000010/x", content)
+    read = remote.range_reader("step-00000010/x", len(content))
+    for start in range(0, 101, 3):
+        for stop in range(start, 110):
+            assert read(start, stop) == content[start:stop]
+
+
+def test_a_region_that_arrives_damaged_raises(watched):
+    watched.write(10, {"model": {"a": torch.randn(1000), "b": torch.randn(1000)}}, metrics={})
+    change(watched, "step-00000010/model.safetensors", lambda raw: raw[:-1] + bytes([raw[-1] ^ 1]))
+    found = watched.read_split(10, "model")
+    found["a"].whole()
+    with raises(CheckpointError):
+        found["b"].whole()
+
+
+def test_a_second_attempt_has_its_own_folder():
+    """The connection that failed may store what it has sent only now."""
+    store = RemoteStore("hostile://bucket/run")
+    Plan.set("rejects", 4)
+    with pytest.raises(CheckpointError):
+        write(store, 10, 1)
+    assert Plan.has_struck
+    Plan.set(None, -1)
+    assert write(store, 10, 2).name == "step-00000010-2"
+    RemoteFolder(store.folder.address).put("step-00000010/model.safetensors", b"late")
+    assert store.newest_intact() == 10
+    assert version_of(store, 10) == 2
 
 
 def test_a_replacement_has_its_own_folder_and_the_old_one_is_deleted(store):

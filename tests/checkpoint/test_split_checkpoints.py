@@ -1,5 +1,6 @@
 """A checkpoint of any layout is read in any other, bit for bit: by four ranks, one process, and torch's own reader."""
 
+import hashlib
 import json
 import shutil
 
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from trainwright.checkpoint import contents
 from trainwright.checkpoint.encoding import SplitTensor, encode
+from trainwright.checkpoint.manifest import read_manifest, render_manifest
 from trainwright.checkpoint.remote_store import open_store
 from trainwright.checkpoint.snapshot import HostBuffers
 from trainwright.checkpoint.store import CheckpointStore
@@ -269,7 +271,7 @@ def test_followers_share_the_fate_of_the_save(tmp_path):
 
 
 def test_ranks_save_together_behind_an_address(tmp_path):
-    """The files go there through each rank's temporary folder, the manifest last, by the first."""
+    """Each rank uploads its files, the first the manifest, last."""
     Plan.set(None, -1)
     address = f"{HostileDisk.protocol}://{tmp_path}/bucket/run"
 
@@ -316,9 +318,18 @@ def test_shards_that_do_not_fit_together_are_rejected(folder, name, tmp_path):
         save_file(tensors, path, metadata)
     else:
         save_file(load_all(CheckpointStore(folder).path(NUMBERS["tensor"]) / path.name), path, metadata)
+    vouch_for(path)
     for read in (store.read, store.read_split):
         with raises(CheckpointError):
             read(1, "model")
+
+
+def vouch_for(path):
+    """Writes a manifest that matches a changed file, as anybody can."""
+    manifest = read_manifest(path.parent)
+    content = path.read_bytes()
+    manifest["files"][path.name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (path.parent / "MANIFEST.json").write_bytes(render_manifest(manifest))
 
 
 def load_all(path):

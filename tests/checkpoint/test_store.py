@@ -19,6 +19,7 @@ from tests.messages import raises
 
 import trainwright.checkpoint.disk as disk_module
 import trainwright.checkpoint.store as store_module
+import trainwright.checkpoint.tensor_files as tensor_files
 from trainwright.checkpoint.manifest import render_manifest
 from trainwright.checkpoint.snapshot import HostBuffers
 from trainwright.checkpoint.store import CheckpointStore
@@ -340,6 +341,16 @@ def test_reading_a_damaged_file_names_it_as_a_checkpoint_error(two):
     (two.path(20) / "model.safetensors").write_bytes(b"x")
     with raises(CheckpointError, "model"):
         two.read(20, "model")
+
+
+def test_what_a_store_has_verified_is_not_hashed_again(two, monkeypatch):
+    two.verify(20)
+    monkeypatch.setattr(tensor_files, "_piece_hash", lambda content: "")
+    two.read(20, "model")
+    with raises(CheckpointError):
+        CheckpointStore(two.folder).read(20, "model")  # another process
+    with raises(CheckpointError):
+        two.read(10, "model")
 
 
 def test_a_checkpoint_of_a_later_format_is_not_taken_for_damage(two):

@@ -19,8 +19,10 @@ from tests.messages import raises
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import trainwright.checkpoint.tensor_files as tensor_files
-from trainwright.checkpoint.encoding import DTYPE_NAMES
-from trainwright.checkpoint.tensor_files import write_tensors
+from trainwright.checkpoint.disk import range_reader
+from trainwright.checkpoint.encoding import DTYPE_NAMES, as_split
+from trainwright.checkpoint.manifest import FileFact
+from trainwright.checkpoint.tensor_files import TensorFile, write_tensors
 from trainwright.errors import CheckpointError
 
 PLAIN = {"format": "pt"}
@@ -144,3 +146,103 @@ def test_torch_distributed_checkpoint_puts_shards_together_by_their_offsets(tmp_
         path = tmp_path / f"shard-{number}.safetensors"
         write_tensors(path, {"weight": whole[rows].contiguous()}, metadata={**PLAIN, "DCP_SHARDING_INFO": offsets})
     assert torch.equal(load_with_dcp(tmp_path, {"weight": torch.zeros(6, 4)})["weight"], whole)
+
+
+def opened(path, fact, *, is_verified=False):
+    """The file, and the list of the ranges that are read."""
+    ranges, read = [], range_reader(path)
+
+    def note(start, stop):
+        ranges.append((start, stop))
+        return read(start, stop)
+
+    return TensorFile(note, fact, where=path, is_verified=is_verified), ranges
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(names, st.tuples(st.sampled_from(list(DTYPE_NAMES)), shapes), min_size=1, max_size=8))
+def test_what_is_written_is_read_back_bit_for_bit(tmp_path, described):
+    tensors = {name: filled(dtype, *shape) for name, (dtype, shape) in described.items()}
+    path = tmp_path / "a.safetensors"
+    path.unlink(missing_ok=True)
+    file, _ = opened(path, write_tensors(path, tensors, metadata=PLAIN))
+    assert file.metadata == PLAIN
+    assert file.tensors.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        found = as_split(file.tensors[name]).whole()
+        assert (found.dtype, found.shape, bits(found)) == (tensor.dtype, tensor.shape, bits(tensor))
+
+
+@pytest.fixture
+def chunked(tmp_path, monkeypatch):
+    """A file of two tensors in chunks of 4 KiB, and its tensors."""
+    monkeypatch.setattr(tensor_files, "CHUNK_BYTES", 4096)
+    tensors = {"a": torch.arange(6400.0).reshape(100, 64), "b": torch.arange(6400.0).neg().reshape(100, 64)}
+    path = tmp_path / "a.safetensors"
+    return path, write_tensors(path, tensors, metadata=PLAIN), tensors
+
+
+def test_rows_are_read_in_the_chunks_that_contain_them(chunked):
+    path, fact, tensors = chunked
+    file, ranges = opened(path, fact)
+    for first, last in ((0, 1), (16, 32), (15, 17), (90, 100), (0, 100)):
+        ranges.clear()
+        assert torch.equal(file.tensors["b"].rows(first, last), tensors["b"][first:last])
+        assert len(ranges) == -(-last // 16) - first // 16
+        assert all(stop - start <= 4096 for start, stop in ranges)
+
+
+def test_damage_raises_where_it_is_read(chunked):
+    path, fact, tensors = chunked
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    file, _ = opened(path, fact)
+    assert torch.equal(file.tensors["a"].rows(0, 100), tensors["a"])
+    assert torch.equal(file.tensors["b"].rows(0, 96), tensors["b"][:96])
+    with raises(CheckpointError, "a.safetensors"):
+        file.tensors["b"].rows(96, 97)
+    with raises(CheckpointError, "a.safetensors"):
+        opened(path, FileFact(fact.size, fact.sha256))  # without hashes of pieces, the whole file is compared
+    file, _ = opened(path, fact, is_verified=True)
+    assert not torch.equal(file.tensors["b"].rows(96, 100), tensors["b"][96:])
+
+
+def test_a_file_that_is_replaced_while_it_is_read_raises(chunked):
+    path, fact, tensors = chunked
+    file, _ = opened(path, fact)
+    path.unlink()
+    write_tensors(path, {name: tensor + 1 for name, tensor in tensors.items()}, metadata=PLAIN)
+    with raises(CheckpointError, "a.safetensors"):
+        file.tensors["a"].rows(0, 1)
+
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+HEADERS = {
+    "not an object": [1],
+    "no offsets": {"a": {"dtype": "F32", "shape": [2]}},
+    "another dtype": {"a": {**ENTRY, "dtype": ["F32"]}},
+    "a negative size": {"a": {**ENTRY, "shape": [-2]}},
+    "a size that does not fit": {"a": {**ENTRY, "shape": [3]}},
+    "a gap": {"a": {**ENTRY, "shape": [1], "data_offsets": [4, 8]}},
+    "an overlap": {"a": ENTRY, "b": ENTRY},
+    "beyond the end": {"a": {**ENTRY, "shape": [3], "data_offsets": [0, 12]}},
+    "too few": {"a": {**ENTRY, "shape": [1], "data_offsets": [0, 4]}},
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_hostile_header_is_rejected(tmp_path, name):
+    text = json.dumps(HEADERS[name]).encode()
+    content = len(text).to_bytes(8, "little") + text + bytes(8)
+    (tmp_path / "a").write_bytes(content)
+    with raises(CheckpointError):
+        opened(tmp_path / "a", FileFact(len(content), hashlib.sha256(content).hexdigest()))
+
+
+@pytest.mark.parametrize("length", [0, 9, 2**63])
+def test_a_header_of_another_length_is_rejected(tmp_path, length):
+    content = length.to_bytes(8, "little") + bytes(8)
+    (tmp_path / "a").write_bytes(content)
+    with raises(CheckpointError):
+        opened(tmp_path / "a", FileFact(len(content), hashlib.sha256(content).hexdigest()))

@@ -3,12 +3,17 @@
 All checkpoints damaged: the run begins again, says so, and nothing is deleted.
 """
 
+import os
+import shutil
 import signal
 
 import pytest
 from tests.faults.damage import DAMAGE, cut
 from tests.faults.hooks import AfterSave, die, kill_at
 from tests.faults.runs import assert_same_end, copy_run, log_of, store_of, train
+from tests.faults.two_ranks import Run, train_two
+
+from trainwright.checkpoint.store import CheckpointStore
 
 FILES = [
     *("MANIFEST.json", "model.json", "model.safetensors", "optimizers.json", "optimizers.safetensors"),
@@ -123,3 +128,47 @@ def test_a_log_line_that_was_half_written_is_written_again(rest, whole, killed, 
         file.write(rest)
     assert train(run) == 0
     assert_same_end(whole, run)
+
+
+def read_elsewhere(copy):
+    """Lets rank 1 read the checkpoints from a folder of its own, as on another machine, once rank 0 has verified."""
+    read_split = CheckpointStore.read_split
+
+    def read(self, step, part):
+        here = CheckpointStore(copy) if os.environ["RANK"] == "1" else self
+        return read_split(here, step, part)
+
+    CheckpointStore.read_split = read
+
+
+def flip_last_byte(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "read", "unread"),
+    [
+        ("replicate", ("model.safetensors", "training.json"), ()),
+        # A rank reads its own shards; damage in those of the other is that rank's to find.
+        ("fsdp", ("optimizers.rank-00001.safetensors",), ("model.rank-00000.safetensors",)),
+    ],
+)
+def test_damage_that_only_one_rank_sees_ends_all_ranks(tmp_path, mesh, read, unread):
+    run, overrides = tmp_path / "run", (f"runtime.mesh={{{mesh}: 2}}", "checkpoint.asynchronous=false")
+    assert train_two(run, *overrides, "trainer.max_steps=2") == [0, 0]
+    for name in (*read, *unread):
+        case, copy = copy_run(run, tmp_path / "case" / name), tmp_path / "copies" / name
+        shutil.copytree(store_of(case).folder, copy)
+        flip_last_byte(copy / "step-00000002" / name)
+        resumed = Run(case, *overrides, "trainer.max_steps=3", prepare=lambda copy=copy: read_elsewhere(copy))
+        codes = resumed.wait(seconds=30)
+        if name in unread:
+            assert codes == [0, 0]
+            continue
+        assert codes == [2, 2], name
+        for rank in range(2):
+            assert f"copies/{name}/step-00000002" in resumed.said(rank)
+            assert f"/{name}: The content" in resumed.said(rank)
+        assert "Rank 1: " in resumed.said(0)

@@ -242,7 +242,8 @@ def _fill_shards(value: Any, own: Any) -> Any:
         with torch.no_grad():
             fill(own, value)
         return own
-    return value
+    # The state of `get_extra_state`, which may contain tensors.
+    return map_tensors(value, lambda tensor, _: as_whole(tensor))
 
 
 def restore_optimizers(
@@ -302,6 +303,15 @@ def _select_stage(
         ]
         groups = [group for group in found if group is not None]
     return {**saved, "state": state, "groups": groups}
+
+
+def with_full_tensors(training: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the part `training` with full tensors, except in the states that have tensors like the parameters."""
+    sharded = ("hooks", "averaged")
+    full = map_tensors(
+        {key: value for key, value in training.items() if key not in sharded}, lambda each, _: as_whole(each)
+    )
+    return {**training, **full}
 
 
 def restore_hooks(

@@ -13,11 +13,13 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from trainwright.checkpoint.manifest import FileFact
+from trainwright.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,47 @@ def write_all(descriptor: int, content: bytes | memoryview) -> None:
     rest = memoryview(content)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
+
+
+@contextmanager
+def synced_file(folder: Path, name: str) -> Iterator[Callable[[bytes | memoryview], object]]:
+    """Creates a file that must not exist; yields the function that appends to it, and syncs it at the end."""
+    with created(folder / name) as descriptor:
+        yield partial(write_all, descriptor)
+        os.fsync(descriptor)
+
+
+def range_reader(path: Path) -> Callable[[int, int], bytes]:
+    """Returns a function that reads the bytes of a file between two offsets, fewer at its end.
+
+    The file is opened by each call, because a checkpoint may have more files than a process may open. A file that is
+    replaced between two calls raises: both together would be of no checkpoint.
+    """
+    opened: tuple[int, ...] | None = None
+
+    def read(start: int, stop: int) -> bytes:
+        nonlocal opened
+        try:
+            with path.open("rb", buffering=0) as file:
+                facts = os.fstat(file.fileno())
+                identity = (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
+                opened = opened or identity
+                if identity != opened:
+                    raise CheckpointError("The file was changed while it was read.", where=path)
+                return _read_all(file.fileno(), start, min(stop, facts.st_size))
+        except OSError as error:
+            raise CheckpointError(f"The file cannot be read: {error}.", where=path) from error
+
+    return read
+
+
+def _read_all(descriptor: int, start: int, stop: int) -> bytes:
+    """Reads a range: one read(2) returns at most 2 GiB."""
+    blocks = []
+    while start < stop and (block := os.pread(descriptor, stop - start, start)):
+        blocks.append(block)
+        start += len(block)
+    return blocks[0] if len(blocks) == 1 else b"".join(blocks)
 
 
 def hash_file(path: Path) -> str:

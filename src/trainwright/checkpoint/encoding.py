@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -82,8 +82,18 @@ def shard_location_of(tensor: Any) -> ShardLocation | str:
     return ShardLocation(offsets, tuple(tensor.shape), layout)
 
 
+class StoredShard(Protocol):
+    """A tensor whose values are read from a file when they are needed."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """Returns a copy of the rows from `first` to before `last`; of a scalar, the scalar."""
+
+
 class SplitTensor:
-    """A tensor in shards, which are copied only when a region is read.
+    """A tensor in shards, which are copied, or read from their files, only when a region is read.
 
     `shards` are pairs of offsets and shard; together they are the full tensor, or the available part of it.
     """
@@ -91,7 +101,7 @@ class SplitTensor:
     def __init__(
         self,
         shape: Sequence[int],
-        shards: Sequence[tuple[Sizes, torch.Tensor]],
+        shards: Sequence[tuple[Sizes, torch.Tensor | StoredShard]],
         *,
         layout: TensorLayout | None = None,
     ) -> None:
@@ -112,6 +122,10 @@ class SplitTensor:
             ]
             if any(first >= last for first, last in bounds):
                 continue
+            if not isinstance(shard, torch.Tensor):
+                # A scalar has no rows, and is read whole.
+                first, last = (bounds[0][0] - begins[0], bounds[0][1] - begins[0]) if bounds else (0, 1)
+                shard, begins = shard.rows(first, last), (*(begin + first for begin in begins[:1]), *begins[1:])
             target[_slices(bounds, starts)].copy_(shard[_slices(bounds, begins)])
             missing -= math.prod(last - first for first, last in bounds)
         if missing != 0:
@@ -141,11 +155,11 @@ def _slices(bounds: Sequence[tuple[int, int]], offsets: Sequence[int]) -> tuple[
     return tuple(slice(first - offset, last - offset) for (first, last), offset in zip(bounds, offsets, strict=True))
 
 
-def as_split(tensor: torch.Tensor | SplitTensor) -> SplitTensor:
+def as_split(tensor: torch.Tensor | StoredShard | SplitTensor) -> SplitTensor:
     """Returns a tensor as a SplitTensor with one shard."""
     if isinstance(tensor, SplitTensor):
         return tensor
-    return SplitTensor(tensor.shape, [((0,) * tensor.ndim, tensor)])
+    return SplitTensor(tensor.shape, [((0,) * len(tensor.shape), tensor)])
 
 
 def fill(target: torch.Tensor, source: torch.Tensor | SplitTensor) -> None:

@@ -39,6 +39,8 @@ class FileFact:
     """Bytes."""
     sha256: str
     """The hash of the content, in hex."""
+    pieces: str = ""
+    """For tensors: the hashes of the file's pieces, one after another, so that a reader can verify what it reads."""
 
     def check(self, *, where: object, size: int | None = None, sha256: str | None = None) -> None:
         """Raises if the size or the hash of the file at `where` differs; None: not known, not compared."""
@@ -59,7 +61,9 @@ def make_manifest(*, step: int, parts: list[str], files: Mapping[str, FileFact],
             # JSON has no nan and inf; both are null, which is read as nan.
             "metrics": {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()},
             "parts": parts,
-            "files": {name: asdict(fact) for name, fact in files.items()},
+            "files": {
+                name: {key: value for key, value in asdict(fact).items() if value != ""} for name, fact in files.items()
+            },
         }
     )
 
@@ -114,9 +118,10 @@ def _has_valid_entries(content: Mapping[str, Any]) -> bool:
         files = all(
             "/" not in name
             and name not in ("", ".", "..")
-            and facts.keys() == {"size", "sha256"}
+            and {"size", "sha256"} <= facts.keys() <= {"size", "sha256", "pieces"}
             and isinstance(facts["size"], int)
             and isinstance(facts["sha256"], str)
+            and isinstance(facts.get("pieces", ""), str)
             for name, facts in content["files"].items()
         )
         numbers = all(isinstance(value, int | float | None) for value in content["metrics"].values())

@@ -10,9 +10,10 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,9 @@ DAMAGED_MANIFEST = "MANIFEST.damaged.json"
 """The name of the manifest of a checkpoint that was found damaged; its files are kept, but it no longer counts."""
 
 BLOCK_BYTES = 8 << 20
+# Of each file that is open, this many windows are kept in memory.
+_WINDOW_BYTES = 1 << 18
+_NUM_WINDOWS = 16
 
 _FOLDER_NAME = re.compile(r"step-(\d{8,})(?:-([2-9]|[1-9]\d+))?")
 _LOCAL_SCHEMES = ("file://", "local://")
@@ -135,6 +139,39 @@ class RemoteFolder:
         """Returns the content of a small file."""
         return bytes(self._call(name, lambda files, path: files.cat_file(path)))
 
+    def range_reader(self, name: str, size: int) -> Callable[[int, int], bytes]:
+        """Returns a function that reads the bytes of a file of this size between two offsets, fewer at its end.
+
+        Small ranges are read with their surroundings, because each request takes long.
+        """
+
+        def read(start: int, stop: int) -> bytes:
+            stop = min(stop, size)
+            try:
+                content = bytes(self._call(name, lambda files, path: files.cat_file(path, start=start, end=stop)))
+            except FileNotFoundError as error:
+                raise CheckpointError(f"The file is missing; {MANIFEST} names it.", where=self.path / name) from error
+            if len(content) != stop - start:
+                problem = f"Only {len(content)} of {stop - start} bytes arrived"
+                raise UnreachableError(f"{problem}.", where=self.path / name)
+            return content
+
+        @lru_cache(maxsize=_NUM_WINDOWS)
+        def window(number: int) -> bytes:
+            return read(number * _WINDOW_BYTES, (number + 1) * _WINDOW_BYTES)
+
+        def read_ahead(start: int, stop: int) -> bytes:
+            stop = min(stop, size)
+            if start >= stop:
+                return b""
+            if stop - start > _WINDOW_BYTES // 4:
+                return read(start, stop)
+            first, last = start // _WINDOW_BYTES, (stop - 1) // _WINDOW_BYTES
+            content = window(first) if first == last else window(first) + window(last)
+            return content[start - first * _WINDOW_BYTES : stop - first * _WINDOW_BYTES]
+
+        return read_ahead
+
     def blocks(self, name: str) -> Iterator[bytes]:
         """Yields the content of a large file, block by block."""
         with self._call(name, lambda files, path: files.open(path, "rb")) as file:
@@ -152,10 +189,29 @@ class RemoteFolder:
             problem = f"The file was put with {len(content)} bytes, but reads back differently ({len(arrived)} bytes)"
             raise UnreachableError(f"{problem}.", where=self.path / name)
 
-    def upload(self, source: Path, name: str) -> None:
-        """Puts a large file and asks for its size; raises if it differs."""
-        self._put(name, lambda files, path: files.put_file(str(source), path))
-        expected = source.stat().st_size
+    @contextmanager
+    def created(self, name: str) -> Iterator[Callable[[bytes | memoryview], object]]:
+        """Uploads a large file as a stream; yields the function that appends to it, and asks for its size at the end.
+
+        After an error part of the file may exist.
+        """
+        file = self._put(name, lambda files, path: files.open(path, "wb"))
+        expected = 0
+
+        def write(content: bytes | memoryview) -> None:
+            nonlocal expected
+            self._call(name, lambda files, path: file.write(content))
+            expected += len(content)
+
+        try:
+            yield write
+            self._call(name, lambda files, path: file.close())
+        except BaseException:
+            # Now rather than when the object is deleted, which could be after the folder is.
+            for end in ("discard", "close"):
+                with suppress(Exception):
+                    getattr(file, end)()
+            raise
         try:
             size = _size_in(self._call(name, lambda files, path: files.info(path)))
         except FileNotFoundError as error:
@@ -196,16 +252,15 @@ class RemoteFolder:
             for entry in entries
         }
 
-    def _put(self, name: str, operation: Callable[[Any, str], object]) -> None:
+    def _put(self, name: str, operation: Callable[[Any, str], _Result]) -> _Result:
         """Puts a file; if its folder is missing, creates the folder and tries again. Object stores need none."""
         try:
-            self._call(name, operation)
-            return
+            return self._call(name, operation)
         except FileNotFoundError:
             parent = name.rpartition("/")[0]
             self._call(parent, lambda files, path: files.makedirs(path, exist_ok=True))
         try:
-            self._call(name, operation)
+            return self._call(name, operation)
         except FileNotFoundError as error:
             raise UnreachableError(f"The file cannot be put: {error}.", where=self.path / name) from error
 

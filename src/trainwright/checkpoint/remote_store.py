@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from trainwright.checkpoint.disk import ABANDONED_SECONDS
+from trainwright.checkpoint.encoding import as_whole, map_tensors
 from trainwright.checkpoint.manifest import (
     MANIFEST,
     FileFact,
@@ -38,7 +39,7 @@ from trainwright.checkpoint.store import (
     find_intact,
     read_state,
 )
-from trainwright.checkpoint.tensor_files import file_names, write_part, write_share
+from trainwright.checkpoint.tensor_files import ReadRange, Write, write_part, write_share
 from trainwright.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,8 @@ class RemoteStore:
     def __init__(self, address: str) -> None:
         self._remote = RemoteFolder(address)
         self._names: dict[int, str] = {}
+        self._attempts: dict[int, int] = {}
+        """By step, the number of the last folder that this store has written into."""
 
     @property
     def folder(self) -> RemotePath:
@@ -90,16 +93,17 @@ class RemoteStore:
         """Saves encoded parts, together with the files that the other ranks upload; otherwise as `write`."""
         check_part_names(snapshot.parts, where=self.path(step))
         earlier = self._remote.step_folders(step)
-        # Higher than every existing number, also of leftovers: the files of a folder must be of one write.
-        target = StepFolder(step, 1 + max((folder.number for folder in earlier), default=0))
+        # Higher than every existing number, also of leftovers and failed attempts, whose uploads may end late: the
+        # files of a folder must be of one write.
+        number = 1 + max((folder.number for folder in earlier), default=0)
+        target = StepFolder(step, max(number, 1 + self._attempts.get(step, 0)))
+        self._attempts[step] = target.number
         files: dict[str, FileFact] = {}
         try:
             if others is not None:
                 others.request_files(target.name)
             for part, encoded in snapshot.parts.items():
-                # Part by part: the temporary folder holds at most one of them.
-                with tempfile.TemporaryDirectory(prefix="trainwright-") as temporary:
-                    files |= self._upload(Path(temporary), write_part(Path(temporary), part, encoded), target.name)
+                files |= write_part(partial(self._created, target.name), part, encoded)
             if others is not None:
                 files |= others.wait_for_files()
             manifest = make_manifest(step=step, parts=list(snapshot.parts), files=files, metrics=metrics)
@@ -123,29 +127,30 @@ class RemoteStore:
         """
         files: dict[str, FileFact] = {}
         for part, encoded in snapshot.parts.items():
-            with tempfile.TemporaryDirectory(prefix="trainwright-") as temporary:
-                files |= self._upload(Path(temporary), write_share(Path(temporary), part, encoded, rank=rank), folder)
+            files |= write_share(partial(self._created, folder), part, encoded, rank=rank)
         return files
 
     def read(self, step: int, part: str, *, device: str = "cpu") -> Any:
-        """Returns the state of one part with full tensors on `device`; the download is compared with its hash."""
-        return self._read(step, part, device=device, whole=True)
+        """Returns the state of one part with full tensors on `device`; the download is compared with its hashes."""
+        return map_tensors(self.read_split(step, part), lambda tensor, _: as_whole(tensor).to(device))
 
     def read_split(self, step: int, part: str) -> Any:
-        """Returns the state of one part as it is stored: a tensor that was written in shards is a SplitTensor.
+        """Returns the state of one part with SplitTensors: reading a region of one downloads that region.
 
-        Downloads all files of the part, because only a whole file can be compared with its hash.
+        What is downloaded is compared with its hash, and no file is kept.
         """
-        return self._read(step, part, device="cpu", whole=False)
-
-    def _read(self, step: int, part: str, *, device: str, whole: bool) -> Any:
         folder = self._committed(step)
         manifest = self._remote.manifest(folder)
-        with tempfile.TemporaryDirectory(prefix="trainwright-") as temporary:
-            for name in file_names(part, manifest["files"]):
-                self._compare(folder, name, FileFact(**manifest["files"][name]), copy=Path(temporary) / name)
-            # Tensors that are mapped from a file keep it alive after its name is deleted.
-            return read_state(Path(temporary), part, manifest, where=self.path(step), device=device, whole=whole)
+
+        def open_file(name: str) -> ReadRange:
+            fact, listed = FileFact(**manifest["files"][name]), folder.files.get(name)
+            where = self.folder / folder.name / name
+            if listed is None:
+                raise CheckpointError(f"The file is missing; {MANIFEST} names it.", where=where)
+            fact.check(size=listed.size, where=where)
+            return self._remote.range_reader(f"{folder.name}/{name}", fact.size)
+
+        return read_state(open_file, part, manifest, where=self.path(step))
 
     def parts(self, step: int) -> list[str]:
         """Returns the names of the saved parts, in the order in which they were given."""
@@ -203,10 +208,8 @@ class RemoteStore:
                 except CheckpointError as error:
                     logger.warning("A leftover stays in the checkpoints folder: %s", error)
 
-    def _upload(self, source: Path, files: dict[str, FileFact], target: str) -> dict[str, FileFact]:
-        for name in files:
-            self._remote.upload(source / name, f"{target}/{name}")
-        return files
+    def _created(self, folder: str, name: str) -> AbstractContextManager[Write]:
+        return self._remote.created(f"{folder}/{name}")
 
     def _delete_folders(self, step: int, is_unneeded: Callable[[StepFolder], bool]) -> None:
         try:
@@ -238,22 +241,16 @@ class RemoteStore:
         for name, fact in facts.items():
             self._compare(folder, name, fact)
 
-    def _compare(self, folder: StepFolder, name: str, fact: FileFact, *, copy: Path | None = None) -> None:
-        """Downloads a file, into `copy` if given, and compares it with its manifest entry."""
+    def _compare(self, folder: StepFolder, name: str, fact: FileFact) -> None:
+        """Downloads a file and compares it with its manifest entry."""
         where = self.folder / folder.name / name
         digest, size = hashlib.sha256(), 0
         try:
-            with nullcontext() if copy is None else copy.open("wb") as target:
-                for block in self._remote.blocks(f"{folder.name}/{name}"):
-                    digest.update(block)
-                    size += len(block)
-                    if target is not None:
-                        target.write(block)
+            for block in self._remote.blocks(f"{folder.name}/{name}"):
+                digest.update(block)
+                size += len(block)
         except FileNotFoundError as error:
             raise CheckpointError(f"The file is missing; {MANIFEST} names it.", where=where) from error
-        except OSError as error:
-            problem = f"The temporary folder {tempfile.gettempdir()} cannot be written: {error}"
-            raise UnreachableError(f"{problem}. Free some space, or set TMPDIR.", where=where) from error
         listed = folder.files.get(name)
         if listed is not None and size < fact.size == listed.size:
             raise UnreachableError(f"Only {size} of the {fact.size} stored bytes arrived.", where=where)

@@ -15,10 +15,9 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
-
-from safetensors import SafetensorError
 
 from trainwright.checkpoint.disk import (
     hash_file,
@@ -27,11 +26,13 @@ from trainwright.checkpoint.disk import (
     make_folder,
     names_in,
     point_link,
+    range_reader,
     rename,
     sync_folder,
+    synced_file,
     write_file,
 )
-from trainwright.checkpoint.encoding import SplitTensor, map_tensors
+from trainwright.checkpoint.encoding import as_whole, map_tensors
 from trainwright.checkpoint.manifest import (
     MANIFEST,
     STEP_NAME,
@@ -43,7 +44,7 @@ from trainwright.checkpoint.manifest import (
     read_manifest,
 )
 from trainwright.checkpoint.snapshot import HostSnapshot, encode_parts
-from trainwright.checkpoint.tensor_files import THREADED_HASH_BYTES, read_part, share_names, write_part, write_share
+from trainwright.checkpoint.tensor_files import THREADED_HASH_BYTES, OpenFile, read_part, write_part, write_share
 from trainwright.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,8 @@ class CheckpointStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
+        # By step, the manifest's entries of the files that were found intact; a replaced checkpoint has others.
+        self._verified: dict[int, Mapping[str, Any]] = {}
 
     def path(self, step: int) -> Path:
         """Returns the folder of `step`, whether or not it exists."""
@@ -131,7 +134,7 @@ class CheckpointStore:
                     others.request_files(staging.name)
                 files: dict[str, FileFact] = {}
                 for part, encoded in snapshot.parts.items():
-                    files |= write_part(staging, part, encoded)
+                    files |= write_part(partial(synced_file, staging), part, encoded)
                 if others is not None:
                     files |= others.wait_for_files()
                 # The manifest last: every file that it names is on the disk.
@@ -142,7 +145,7 @@ class CheckpointStore:
         except BaseException as error:
             # Ctrl-C included: a staging folder can be as large as the model.
             shutil.rmtree(staging, ignore_errors=True)
-            if isinstance(error, (OSError, SafetensorError)):
+            if isinstance(error, OSError):
                 _raise_unwritten(final, error)
             raise
         # The checkpoint is committed: an aside that cannot be removed now is hidden by it and left to `clean`.
@@ -163,10 +166,10 @@ class CheckpointStore:
         files: dict[str, FileFact] = {}
         try:
             for part, encoded in snapshot.parts.items():
-                files |= write_share(staging, part, encoded, rank=rank)
+                files |= write_share(partial(synced_file, staging), part, encoded, rank=rank)
             if files:
                 sync_folder(staging)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             _raise_unwritten(staging, error)
         return files
 
@@ -178,19 +181,21 @@ class CheckpointStore:
         point_link(self.folder / link, None if step is None else self.path(step).name)
 
     def read(self, step: int, part: str, *, device: str = "cpu") -> Any:
-        """Returns the state of one part with full tensors on `device`. Does not hash the files; `verify` does."""
-        return self._read(step, part, device=device, whole=True)
+        """Returns the state of one part with full tensors on `device`; otherwise as `read_split`."""
+        return map_tensors(self.read_split(step, part), lambda tensor, _: as_whole(tensor).to(device))
 
     def read_split(self, step: int, part: str) -> Any:
-        """Returns the state of one part as it is stored: a tensor that was written in shards is a SplitTensor.
+        """Returns the state of one part with SplitTensors: reading a region of one reads that region from the disk.
 
-        Nothing is copied: reading a region of a tensor reads that region from the disk.
+        What is read is compared with its hash, unless this store has verified the checkpoint: on each machine, a
+        process that reads a checkpoint has verified what it uses of it.
         """
-        return self._read(step, part, device="cpu", whole=False)
-
-    def _read(self, step: int, part: str, *, device: str, whole: bool) -> Any:
         folder = self._committed(step)
-        return read_state(folder, part, read_manifest(folder), where=folder, device=device, whole=whole)
+        manifest = read_manifest(folder)
+        is_verified = self._verified.get(step) == manifest["files"]
+        return read_state(
+            lambda name: range_reader(folder / name), part, manifest, where=folder, is_verified=is_verified
+        )
 
     def parts(self, step: int) -> list[str]:
         """Returns the names of the saved parts, in the order in which they were given."""
@@ -212,10 +217,11 @@ class CheckpointStore:
         if sum(fact.size for fact in facts.values()) < THREADED_HASH_BYTES:
             for path, fact in facts.items():
                 _verify_hash(path, fact)
-            return
-        with ThreadPoolExecutor(max_workers=HASHING_THREADS, thread_name_prefix="verify") as threads:
-            for result in [threads.submit(_verify_hash, path, fact) for path, fact in facts.items()]:
-                result.result()
+        else:
+            with ThreadPoolExecutor(max_workers=HASHING_THREADS, thread_name_prefix="verify") as threads:
+                for result in [threads.submit(_verify_hash, path, fact) for path, fact in facts.items()]:
+                    result.result()
+        self._verified[step] = manifest["files"]
 
     def newest_intact(self, *, set_aside: bool = True) -> int | None:
         """Returns the newest step that verifies, or None; damaged newer ones are renamed and named in a warning.
@@ -358,19 +364,19 @@ def check_part_names(names: Iterable[str], *, where: object) -> None:
             raise CheckpointError(f"{problem}: use a-z, then a-z, 0-9, _ and -.", where=where)
 
 
-def read_state(folder: Path, part: str, manifest: Mapping[str, Any], *, where: object, device: str, whole: bool) -> Any:
-    """Returns the state of a part from its files in `folder`; with `whole`, every SplitTensor as a full tensor."""
+def read_state(
+    open_file: OpenFile, part: str, manifest: Mapping[str, Any], *, where: object, is_verified: bool = False
+) -> Any:
+    """Returns the state of a part, with SplitTensors that are read from its files when they are copied."""
     if part not in manifest["parts"]:
         known = ", ".join(manifest["parts"]) or "none"
         raise CheckpointError(f"No part {part!r} was saved. Use one of: {known}.", where=where)
-
-    def join(tensor: Any, _: str) -> Any:
-        return tensor.whole(device=device) if isinstance(tensor, SplitTensor) else tensor
-
+    files = {name: FileFact(**fact) for name, fact in manifest["files"].items()}
     try:
-        state = read_part(folder, part, manifest["files"], device=device)
-        return map_tensors(state, join) if whole and share_names(part, manifest["files"]) else state
-    except (OSError, SafetensorError, ValueError, RecursionError, CheckpointError) as error:
+        return read_part(open_file, part, files, where=where, is_verified=is_verified)
+    except UnreachableError:
+        raise
+    except (ValueError, RecursionError, CheckpointError) as error:
         problem = f"The part {part!r} cannot be read: {error}".rstrip(".")
         raise CheckpointError(f"{problem}. Use another step.", where=where) from error
 

@@ -1,32 +1,37 @@
-"""Safetensors files of a checkpoint: writing and hashing in one pass, and the files that a part consists of."""
+"""Safetensors files of a checkpoint: written and hashed in one pass, read in ranges, each compared with its hash.
+
+Where the files are, on a disk or at an address, is a matter of the functions that create and open them.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-import os
 import queue
 import re
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 
-from trainwright.checkpoint.disk import created, write_all, write_file
-from trainwright.checkpoint.encoding import DTYPE_NAMES, Encoded, ShardLocation, Sizes, SplitTensor, decode
+from trainwright.checkpoint.disk import synced_file
+from trainwright.checkpoint.encoding import DTYPE_NAMES, Encoded, ShardLocation, Sizes, SplitTensor, as_split, decode
 from trainwright.checkpoint.manifest import FileFact
 from trainwright.errors import CheckpointError
 
 _ORDER = {dtype: number for number, dtype in enumerate(DTYPE_NAMES)}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_PIECE_DIGITS = 32
 
-# Large, because a background thread waits for the GIL after each chunk.
+# Large, because a background thread waits for the GIL after each chunk. Part of the format: a chunk has a hash.
 CHUNK_BYTES = 16 * 2**20
 # From this size on, hashing in a separate thread saves more than starting one costs.
 THREADED_HASH_BYTES = 64 * 2**20
@@ -34,39 +39,60 @@ THREADED_HASH_BYTES = 64 * 2**20
 MAX_HEADER_BYTES = 100_000_000
 
 
+Write = Callable[[bytes | memoryview], object]
+"""Appends to a file."""
+CreateFile = Callable[[str], AbstractContextManager[Write]]
+"""Creates a file of that name, which is stored whole when the context ends."""
+ReadRange = Callable[[int, int], bytes]
+"""Returns the bytes of a file between two offsets, fewer at its end."""
+OpenFile = Callable[[str], ReadRange]
+
+
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, metadata: Mapping[str, str]) -> FileFact:
-    """Writes `tensors` to a new file, syncs it, and returns its size and hash.
+    """Writes `tensors` to a new file, syncs it, and returns its size and hashes; otherwise as `save_tensors`."""
+    return save_tensors(partial(synced_file, path.parent), path.name, tensors, metadata=metadata)
+
+
+def save_tensors(
+    create: CreateFile, name: str, tensors: Mapping[str, torch.Tensor], *, metadata: Mapping[str, str]
+) -> FileFact:
+    """Writes `tensors` to the new file `name` and returns its size and hashes.
 
     The tensors must be contiguous and of the dtypes in `DTYPE_NAMES` (as `encode` returns them). Those on a device are
     copied to the host chunk by chunk. For shards of larger tensors, `metadata` contains torch's DCP_SHARDING_INFO.
     """
-    names = sorted(tensors, key=lambda name: (_ORDER[tensors[name].dtype], name.encode()))
-    header, size = _header(path, {name: tensors[name] for name in names}, metadata)
-    with created(path) as descriptor, _hashing(is_threaded=size >= THREADED_HASH_BYTES) as (digest, add):
-        add(header)
-        write_all(descriptor, header)
-        for name in names:
-            for chunk in _chunks(tensors[name]):
-                add(chunk)
-                write_all(descriptor, chunk)
-        os.fsync(descriptor)
-    return FileFact(size, digest.hexdigest())
+    keys = sorted(tensors, key=lambda key: (_ORDER[tensors[key].dtype], key.encode()))
+    header, size = _header(name, {key: tensors[key] for key in keys}, metadata)
+    digest, pieces = hashlib.sha256(), list[str]()
+    is_threaded = size >= THREADED_HASH_BYTES
+    chunks: Iterator[bytes | memoryview] = chain([header], *(_chunks(tensors[key]) for key in keys))
+    # Two threads: together the hashes would take longer than a fast disk.
+    with (
+        create(name) as write,
+        _in_thread(digest.update, is_threaded=is_threaded) as add,
+        _in_thread(lambda chunk: pieces.append(_piece_hash(chunk)), is_threaded=is_threaded) as add_piece,
+    ):
+        for chunk in chunks:
+            add(chunk)
+            add_piece(chunk)
+            write(chunk)
+    return FileFact(size, digest.hexdigest(), "".join(pieces))
 
 
-def _header(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> tuple[bytes, int]:
+def _header(name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> tuple[bytes, int]:
     """Returns the bytes before the tensors, and the size of the whole file."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
-    for name, tensor in tensors.items():
+    for key, tensor in tensors.items():
         stop = start + tensor.nbytes
         dtype = DTYPE_NAMES[tensor.dtype]
-        entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, stop]}
+        entries[key] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         problem = f"{len(tensors)} tensors need a header of {len(text)} bytes, but readers accept {MAX_HEADER_BYTES}"
-        raise CheckpointError(f"{problem}. Save fewer, larger tensors.", where=path)
+        raise CheckpointError(f"{problem}. Save fewer, larger tensors.", where=name)
     return len(text).to_bytes(8, "little") + text, 8 + len(text) + start
 
 
@@ -82,26 +108,22 @@ def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 @contextmanager
-def _hashing(*, is_threaded: bool) -> Iterator[tuple[hashlib._Hash, Callable[[bytes | memoryview], None]]]:
-    """Yields a sha256 and the function that adds a chunk to it, which is complete at the end.
-
-    For a large file the hash is computed in a thread, concurrently with writing.
-    """
-    digest = hashlib.sha256()
+def _in_thread(act: Write, *, is_threaded: bool) -> Iterator[Write]:
+    """Yields a function that calls `act`, if `is_threaded` concurrently in a thread, which has ended at the end."""
     if not is_threaded:
-        yield digest, digest.update
+        yield act
         return
     # Short, because a chunk that was copied from a device uses additional memory.
     chunks: queue.Queue[bytes | memoryview | None] = queue.Queue(maxsize=4)
 
     def run() -> None:
         while (chunk := chunks.get()) is not None:
-            digest.update(chunk)
+            act(chunk)
 
     thread = threading.Thread(target=run, name="hash", daemon=True)
     thread.start()
     try:
-        yield digest, chunks.put
+        yield chunks.put
     finally:
         chunks.put(None)
         thread.join()
@@ -114,24 +136,26 @@ SHARDING_INFO, OFFSETS, WHOLE_SHAPE = "DCP_SHARDING_INFO", "saved_offsets", "who
 METADATA: Mapping[str, str] = {"format": "pt"}
 
 
-def write_part(folder: Path, part: str, encoded: Encoded) -> dict[str, FileFact]:
-    """Writes and syncs rank 0's files of a part, and returns their manifest entries."""
+def write_part(create: CreateFile, part: str, encoded: Encoded) -> dict[str, FileFact]:
+    """Writes rank 0's files of a part, and returns their manifest entries."""
     files: dict[str, FileFact] = {}
     tree, tensors, shard_locations, _ = encoded
     whole = {key: tensor for key, tensor in tensors.items() if key not in shard_locations}
     if whole:
-        files[f"{part}.safetensors"] = write_tensors(folder / f"{part}.safetensors", whole, metadata=METADATA)
+        files[f"{part}.safetensors"] = save_tensors(create, f"{part}.safetensors", whole, metadata=METADATA)
     if shard_locations:
         shards = {key: tensors[key] for key in shard_locations}
-        files |= write_share(folder, part, encoded._replace(tensors=shards), rank=0)
+        files |= write_share(create, part, encoded._replace(tensors=shards), rank=0)
     if not _is_flat(tree):
-        text = json.dumps(tree, allow_nan=False, separators=(",", ":"))
-        files[f"{part}.json"] = write_file(folder / f"{part}.json", text.encode())
+        content = json.dumps(tree, allow_nan=False, separators=(",", ":")).encode()
+        with create(f"{part}.json") as write:
+            write(content)
+        files[f"{part}.json"] = FileFact(len(content), hashlib.sha256(content).hexdigest())
     return files
 
 
-def write_share(folder: Path, part: str, encoded: Encoded, *, rank: int) -> dict[str, FileFact]:
-    """Writes and syncs the file with one rank's tensors of a part; no file if it has none."""
+def write_share(create: CreateFile, part: str, encoded: Encoded, *, rank: int) -> dict[str, FileFact]:
+    """Writes the file with one rank's tensors of a part; no file if it has none."""
     if not encoded.tensors:
         return {}
     info = {}
@@ -140,7 +164,7 @@ def write_share(folder: Path, part: str, encoded: Encoded, *, rank: int) -> dict
         info[key] = {OFFSETS: location.offsets, WHOLE_SHAPE: location.shape}
     metadata = {**METADATA, SHARDING_INFO: json.dumps(info, separators=(",", ":"))}
     name = f"{part}.rank-{rank:05d}.safetensors"
-    return {name: write_tensors(folder / name, encoded.tensors, metadata=metadata)}
+    return {name: save_tensors(create, name, encoded.tensors, metadata=metadata)}
 
 
 def file_names(part: str, files: Collection[str]) -> list[str]:
@@ -154,36 +178,139 @@ def share_names(part: str, files: Collection[str]) -> list[str]:
     return [name for name in file_names(part, files) if name.startswith(f"{part}.rank-")]
 
 
-def read_part(folder: Path, part: str, files: Collection[str], *, device: str = "cpu") -> Any:
-    """Returns the state of a part; tensors in shards are SplitTensors, mapped from their files."""
+def read_part(
+    open_file: OpenFile, part: str, files: Mapping[str, FileFact], *, where: Any, is_verified: bool = False
+) -> Any:
+    """Returns the state of a part, with SplitTensors whose values are read when they are copied.
+
+    What is read is compared with its hash, unless it `is_verified`. `where` is the folder, for messages.
+    """
     names, shares = file_names(part, files), share_names(part, files)
     tensors: dict[str, torch.Tensor | SplitTensor] = {}
+
+    def open_tensors(name: str) -> TensorFile:
+        return TensorFile(open_file(name), files[name], where=where / name, is_verified=is_verified)
+
     if f"{part}.safetensors" in names:
-        with safe_open(folder / f"{part}.safetensors", framework="pt", device=device) as file:
-            tensors.update({key: file.get_tensor(key) for key in sorted(file.keys())})
+        file = open_tensors(f"{part}.safetensors")
+        tensors.update({key: as_split(file.tensors[key]) for key in sorted(file.tensors)})
     if shares:
-        tensors |= _read_shares([folder / name for name in shares], device=device)
+        tensors |= _read_shares([open_tensors(name) for name in shares])
         tensors = {key: tensors[key] for key in sorted(tensors)}
     if f"{part}.json" not in names:
         return tensors
-    return decode(json.loads((folder / f"{part}.json").read_bytes()), tensors)
+    name = f"{part}.json"
+    content = open_file(name)(0, files[name].size + 1)
+    sha256 = None if is_verified else hashlib.sha256(content).hexdigest()
+    files[name].check(size=len(content), sha256=sha256, where=where / name)
+    return decode(json.loads(content), tensors)
 
 
-def _read_shares(paths: list[Path], *, device: str) -> dict[str, torch.Tensor | SplitTensor]:
+class TensorFile:
+    """A safetensors file that is read in ranges, each of which is compared with the manifest.
+
+    Its pieces are the header and the chunks of `CHUNK_BYTES` of each tensor. The header may come from an untrusted
+    file, so it is checked as safetensors does: the tensors fill the rest of the file, without gaps or overlaps.
+    """
+
+    def __init__(self, read: ReadRange, fact: FileFact, *, where: object, is_verified: bool) -> None:
+        self._read, self.where = read, where
+        hashes = "" if is_verified else fact.pieces
+        self._hashes = [hashes[start : start + _PIECE_DIGITS] for start in range(0, len(hashes), _PIECE_DIGITS)]
+        if not is_verified and not hashes:
+            self._verify_whole(fact)
+        length = int.from_bytes(self._range(0, 8), "little")
+        if length > min(MAX_HEADER_BYTES, fact.size - 8):
+            raise CheckpointError(f"The header has {length} bytes, and the file {fact.size}.", where=where)
+        header = self.read_piece(0, 0, 8 + length)[8:]
+        try:
+            entries = json.loads(header)
+            self.metadata: Mapping[str, str] = entries.pop("__metadata__", {})
+            self.tensors = self._tensors(entries, 8 + length, fact.size)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"The header is damaged: {error!r}.", where=where) from error
+
+    def read_piece(self, number: int, start: int, stop: int) -> bytes:
+        """Returns a piece, which has these offsets in the file; raises if it differs from the manifest."""
+        content = self._range(start, stop)
+        if self._hashes and _piece_hash(content) != self._hashes[number]:
+            problem = f"The content of bytes {start} to {stop} differs from its hash in the manifest"
+            raise CheckpointError(f"{problem}. Check the disk or the network of this machine.", where=self.where)
+        return content
+
+    def _range(self, start: int, stop: int) -> bytes:
+        content = self._read(start, stop)
+        if len(content) != stop - start:
+            raise CheckpointError(f"The file has {start + len(content)} bytes, not {stop}.", where=self.where)
+        return content
+
+    def _verify_whole(self, fact: FileFact) -> None:
+        digest, size = hashlib.sha256(), 0
+        while content := self._read(size, size + CHUNK_BYTES):
+            digest.update(content)
+            size += len(content)
+        fact.check(size=size, sha256=digest.hexdigest(), where=self.where)
+
+    def _tensors(self, entries: Mapping[str, Any], data_start: int, size: int) -> dict[str, StoredTensor]:
+        found = {}
+        start, num_pieces = 0, 1
+        for key, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+            dtype, shape = _DTYPES[entry["dtype"]], _sizes(entry["shape"])
+            num_bytes = math.prod(shape) * dtype.itemsize
+            if entry["data_offsets"] != [start, start + num_bytes]:
+                raise ValueError(f"{key!r} of {num_bytes} bytes at {entry['data_offsets']} instead of {start}")
+            found[key] = StoredTensor(self, dtype, shape, data_start + start, num_pieces)
+            start += num_bytes
+            num_pieces += -(-num_bytes // CHUNK_BYTES)
+        if data_start + start != size or len(self._hashes) not in (0, num_pieces):
+            raise ValueError(f"{data_start + start} of {size} bytes, {num_pieces} of {len(self._hashes)} pieces")
+        return found
+
+
+class StoredTensor:
+    """A tensor in a file: reading rows of it reads the pieces that contain them."""
+
+    def __init__(self, file: TensorFile, dtype: torch.dtype, shape: Sizes, start: int, first_piece: int) -> None:
+        self.dtype, self.shape = dtype, torch.Size(shape)
+        self._file, self._start, self._first_piece = file, start, first_piece
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """Returns a copy of the rows from `first` to before `last`; of a scalar, the scalar."""
+        width, num_bytes = self.dtype.itemsize, self.shape.numel() * self.dtype.itemsize
+        shape = (last - first, *self.shape[1:]) if self.shape else ()
+        row_bytes = math.prod(self.shape[1:]) * width
+        result = np.empty(math.prod(shape) * width, dtype=np.uint8)
+        begin = first * row_bytes
+        for start in range(begin // CHUNK_BYTES * CHUNK_BYTES, begin + len(result), CHUNK_BYTES):
+            stop = min(start + CHUNK_BYTES, num_bytes)
+            number = self._first_piece + start // CHUNK_BYTES
+            content = np.frombuffer(self._file.read_piece(number, self._start + start, self._start + stop), np.uint8)
+            low, high = max(start, begin), min(stop, begin + len(result))
+            result[low - begin : high - begin] = content[low - start : high - start]
+        if sys.byteorder == "big":
+            result = result.view(np.dtype(f"u{width}")).byteswap().view(np.uint8)
+        return torch.from_numpy(result).view(self.dtype).reshape(shape)
+
+
+def _piece_hash(content: bytes | memoryview) -> str:
+    # Half of a sha256 is enough for a piece, and keeps the manifests of models with many tensors small.
+    return hashlib.sha256(content).hexdigest()[:_PIECE_DIGITS]
+
+
+def _read_shares(files: Sequence[TensorFile]) -> dict[str, torch.Tensor | SplitTensor]:
     shapes: dict[str, Sizes] = {}
-    shards: dict[str, list[tuple[Sizes, torch.Tensor]]] = {}
-    for path in paths:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            try:
-                info = json.loads((file.metadata() or {})[SHARDING_INFO])
-                for key in sorted(file.keys()):
-                    shard = file.get_tensor(key)
-                    offsets, shape = _sizes(info[key][OFFSETS]), _sizes(info[key][WHOLE_SHAPE])
-                    _check_shard(shard, offsets, shape, shapes.setdefault(key, shape))
-                    shards.setdefault(key, []).append((offsets, shard))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise CheckpointError(f"The locations of its shards are damaged: {error!r}.", where=path) from error
-    return {key: _joined(key, shapes[key], found, device=device) for key, found in shards.items()}
+    shards: dict[str, list[tuple[Sizes, StoredTensor]]] = {}
+    for file in files:
+        try:
+            info = json.loads(file.metadata[SHARDING_INFO])
+            for key in sorted(file.tensors):
+                shard = file.tensors[key]
+                offsets, shape = _sizes(info[key][OFFSETS]), _sizes(info[key][WHOLE_SHAPE])
+                _check_shard(shard, offsets, shape, shapes.setdefault(key, shape))
+                shards.setdefault(key, []).append((offsets, shard))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"The locations of its shards are damaged: {error!r}.", where=file.where) from error
+    return {key: _joined(key, shapes[key], found) for key, found in shards.items()}
 
 
 def _sizes(value: Any) -> Sizes:
@@ -192,8 +319,8 @@ def _sizes(value: Any) -> Sizes:
     return tuple(value)
 
 
-def _check_shard(shard: torch.Tensor, offsets: Sizes, shape: Sizes, first_shape: Sizes) -> None:
-    if not len(offsets) == len(shape) == shard.ndim or shape != first_shape:
+def _check_shard(shard: StoredTensor, offsets: Sizes, shape: Sizes, first_shape: Sizes) -> None:
+    if not len(offsets) == len(shape) == len(shard.shape) or shape != first_shape:
         raise ValueError(
             f"a shard of {tuple(shard.shape)} at {offsets} of {shape}, but of {first_shape} in another file"
         )
@@ -201,16 +328,12 @@ def _check_shard(shard: torch.Tensor, offsets: Sizes, shape: Sizes, first_shape:
         raise ValueError(f"a shard of {tuple(shard.shape)} at {offsets} is beyond {shape}")
 
 
-def _joined(
-    key: str, shape: Sizes, shards: list[tuple[Sizes, torch.Tensor]], *, device: str
-) -> torch.Tensor | SplitTensor:
+def _joined(key: str, shape: Sizes, shards: list[tuple[Sizes, StoredTensor]]) -> SplitTensor:
     if len({shard.dtype for _, shard in shards}) != 1:
         raise CheckpointError(f"The shards of {key!r} have different dtypes. Use another step.")
-    if (found := sum(shard.numel() for _, shard in shards)) != math.prod(shape):
+    if (found := sum(shard.shape.numel() for _, shard in shards)) != math.prod(shape):
         problem = f"The shards of {key!r} hold {found} values instead of {math.prod(shape)}"
         raise CheckpointError(f"{problem}. Use another step.")
-    if len(shards) == 1:
-        return shards[0][1].to(device)
     return SplitTensor(shape, shards)
 
 

@@ -660,16 +660,13 @@ def _weights_of(store: AnyStore, step: int) -> Weights:
 
 def _restore_unless_gone(trainer: Trainer, step: int, weights: str | None) -> bool:
     """Loads a checkpoint's weights; returns False if the training has deleted it meanwhile."""
-    failure: Exception | None = None
     try:
         trainer.load_weights(step, weights)
-    except (CheckpointError, OSError) as error:
-        failure = error
-    failure = next((each for each in trainer.ranks.gather(failure) if each is not None), None)
-    if failure is None:
+    except CheckpointError:  # on all ranks
+        if trainer.ranks.broadcast(step in trainer.context.store.steps()):
+            raise
+    else:
         return True
-    if trainer.ranks.broadcast(step in trainer.context.store.steps()):
-        raise failure
     logger.warning("Step %d was deleted before it could be evaluated. Keep more with checkpoint.keep_last.", step)
     return False
 

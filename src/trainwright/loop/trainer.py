@@ -758,17 +758,23 @@ class Trainer:
     def restore_checkpoint(self, step: int, *, keep_settings: bool = False) -> None:
         """Restores the state of a checkpoint; every rank reads it. One that has only weights cannot be trained from.
 
+        Each rank verifies what it reads, and raises if another one cannot read its part.
+
         With `keep_settings` the optimizers keep the settings (weight decay, betas) that they were built with.
         """
         store = self.context.store
         self._keeps_optimizer_settings = keep_settings
-        self._has_only_weights = contents.has_only_weights(store, step)
+        other_stages = self._names_of_all_stages()
+        with self.ranks.failing_together():
+            self._has_only_weights = contents.has_only_weights(store, step)
         if self._has_only_weights:
             self._load_weights(step, None)
-            self._restore_progress(store.read_split(step, "training"))
-        else:
-            self._load_model(step, self._names_of_all_stages())
-            self._restore_state(partial(store.read_split, step))
+        with self.ranks.failing_together():
+            if self._has_only_weights:
+                self._restore_progress(store.read_split(step, "training"))
+            else:
+                self._load_model(step, other_stages)
+                self._restore_state(partial(store.read_split, step), other_stages)
         metrics = self.ranks.broadcast(metrics_by_step(store) if self.ranks.is_first else {})
         self._best.restore(metrics)
         self._state.restore_evaluation(metrics.get(step, {}))
@@ -779,16 +785,18 @@ class Trainer:
         `weights` is "ema", "raw", or None for those that the run's evaluations use.
         """
         self._load_weights(step, weights)
-        hooks = self.context.store.read_split(step, "training")["hooks"]
-        contents.restore_hooks(hooks, self._hook_calls.keyed(), model=self.model)
+        with self.ranks.failing_together():
+            hooks = self.context.store.read_split(step, "training")["hooks"]
+            contents.restore_hooks(hooks, self._hook_calls.keyed(), model=self.model)
         self._state.step = step
 
     def _load_weights(self, step: int, weights: str | None) -> None:
         store, source = self.context.store, self.context.store.path(step)
         other_stages = self._names_of_all_stages()
-        averaged = contents.read_averaged(store, step, weights)
-        self._load_model(step, other_stages)
-        contents.load_averaged(averaged, self.model, source=source, other_stages=other_stages)
+        with self.ranks.failing_together():
+            averaged = contents.read_averaged(store, step, weights)
+            self._load_model(step, other_stages)
+            contents.load_averaged(averaged, self.model, source=source, other_stages=other_stages)
         self._has_loaded_weights = True
 
     # Around the loop.
@@ -1124,18 +1132,18 @@ class Trainer:
             state, present = self.context.base.complete(state, recorded, self.model, where=source)
         contents.load_model_state(state, self.model, source=str(source), other_stages=other_stages, present=present)
 
-    def _restore_state(self, read: Callable[[str], Any]) -> None:
+    def _restore_state(self, read: Callable[[str], Any], other_stages: Sequence[str]) -> None:
         """Restores a state of which `read` gives the parts `optimizers` and `training`.
 
         Their tensors may be full or sharded, however those of the trainer are.
         """
         state, data, ranks = self._state, self.train_data, self.ranks
         assert data is not None
-        keep_settings, other_stages = self._keeps_optimizer_settings, self._names_of_all_stages()
+        keep_settings = self._keeps_optimizer_settings
         contents.restore_optimizers(
             read("optimizers"), self.model, self.optimizers, keep_settings=keep_settings, other_stages=other_stages
         )
-        training = read("training")
+        training = contents.with_full_tensors(read("training"))
         self._restore_progress(training)
         data.load_state_dict(training["data"], accept_changes=keep_settings)
         state.epoch = data.epoch
@@ -1233,7 +1241,7 @@ class Trainer:
             contents.load_model_state(
                 parts["model"], self.model, source="the copy in memory", other_stages=other_stages
             )
-            self._restore_state(parts.__getitem__)
+            self._restore_state(parts.__getitem__, other_stages)
             self._state.restore_evaluation(snapshot.eval_logs)
         elif step is not None:
             self.restore_checkpoint(step, keep_settings=self._keeps_optimizer_settings)

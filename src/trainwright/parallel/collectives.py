@@ -9,8 +9,9 @@ import json
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from time import monotonic, sleep
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from trainwright.errors import CheckpointError
 from trainwright.parallel.mesh import ALONE, Mesh
 
 T = TypeVar("T")
@@ -61,6 +63,24 @@ class Ranks:
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self._control)
         return box[0]
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Raises on every rank what one of them raises inside; nothing inside may communicate.
+
+        Otherwise the other ranks would wait for the failed one in their next collective.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        reports = self.gather(None if failure is None else (isinstance(failure, CheckpointError), str(failure)))
+        if failure is not None:
+            raise failure
+        for rank, report in enumerate(reports):
+            if report is not None:
+                raise (CheckpointError if report[0] else RuntimeError)(f"Rank {rank}: {report[1]}")
 
     def copy_from_first_(self, tensor: torch.Tensor) -> None:
         """Copies rank 0's values into a tensor in host memory on every rank, in place."""
