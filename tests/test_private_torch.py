@@ -176,6 +176,11 @@ TABLE = {
         files=("parallel/fully_shard.py",),
     ),
     **names(
+        "torch has no public function that says whether a mode is the current one.",
+        "torch.overrides._get_current_function_mode",
+        files=("parallel/mixed_tensors.py",),
+    ),
+    **names(
         "FSDP2 rounds reduced gradients to the dtype of the parameters before it adds them up.",
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup:_orig_dtype",
         files=("parallel/fully_shard.py",),
