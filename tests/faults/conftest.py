@@ -4,8 +4,11 @@ A test says `tried("kill -9 before an act of a save", cases=80)`, with the fault
 the names in the source and compares them with the page. The counts reach the controller of xdist in the reports.
 """
 
+import functools
+
 import pytest
 from tests.faults.table import PAGE, Row, replace_table
+from tests.faults.two_ranks import train_two
 
 TRIED = "fault"
 
@@ -47,3 +50,16 @@ class TableOfFaults:
 
     def pytest_sessionfinish(self):
         PAGE.write_text(replace_table(PAGE.read_text("utf-8"), self.rows.values()), "utf-8")
+
+
+@pytest.fixture(scope="session")
+def make_undisturbed(tmp_path_factory):
+    """Trains once for each tuple of overrides and number of ranks, and returns the folder of that run."""
+
+    @functools.cache
+    def folder(overrides, num_ranks):
+        place = tmp_path_factory.mktemp("undisturbed") / "run"
+        assert train_two(place, *overrides, num_ranks=num_ranks) == [0] * num_ranks
+        return place
+
+    return folder

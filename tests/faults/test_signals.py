@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+from functools import partial
 
 import pytest
 from tests.faults.runs import SMALL, assert_same_end, log_of, store_of
@@ -36,21 +37,11 @@ TOLD_IN_PHASES = [
     *(("forward", told) for told in SIGNALED_RANKS),
 ]
 
-_undisturbed = {}
-
 
 @pytest.fixture
-def undisturbed(tmp_path_factory):
-    """The folder of a run that nothing happened to, made once for each number of ranks."""
-
-    def folder(num_ranks):
-        if num_ranks not in _undisturbed:
-            place = tmp_path_factory.mktemp("undisturbed") / "run"
-            assert train_two(place, *OVERRIDES, num_ranks=num_ranks) == [0] * num_ranks
-            _undisturbed[num_ranks] = place
-        return _undisturbed[num_ranks]
-
-    return folder
+def undisturbed(make_undisturbed):
+    """The folder of a run that nothing happened to, by the number of ranks."""
+    return partial(make_undisturbed, OVERRIDES)
 
 
 def linger(number):

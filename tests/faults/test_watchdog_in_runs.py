@@ -1,6 +1,7 @@
 """A rank that is put to sleep: the report names it and its phase, all leave with 75, and the same command goes on."""
 
 import time
+from functools import partial
 
 import pytest
 from tests.faults.runs import assert_same_end, log_of, what_is_left
@@ -14,21 +15,11 @@ from trainwright.parallel.replicate import GradientSum
 OVERRIDES = ("trainer.max_steps=9", "checkpoint.every_steps=3", "evaluation.every_steps=5", "watchdog.min_seconds=1.0")
 STEP = 8
 
-_undisturbed = {}
-
 
 @pytest.fixture
-def undisturbed(tmp_path_factory):
-    """The folder of a run that nothing happened to, made once for each number of ranks."""
-
-    def folder(num_ranks):
-        if num_ranks not in _undisturbed:
-            place = tmp_path_factory.mktemp("undisturbed") / "run"
-            assert train_two(place, *OVERRIDES, num_ranks=num_ranks) == [0] * num_ranks
-            _undisturbed[num_ranks] = place
-        return _undisturbed[num_ranks]
-
-    return folder
+def undisturbed(make_undisturbed):
+    """The folder of a run that nothing happened to, by the number of ranks."""
+    return partial(make_undisturbed, OVERRIDES)
 
 
 def report_of(folder, step=STEP):
