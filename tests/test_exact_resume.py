@@ -97,7 +97,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW_CASES = ("one worker, no shuffle", "bf16", "no accumulation")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW_CASES else []) for case in CASES]
+)
 def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(case, tmp_path):
     def config(name):
         overrides = (f"name={name}", f"output_dir={tmp_path}", *EVERYTHING, *CASES[case])

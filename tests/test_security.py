@@ -341,7 +341,11 @@ def commands_for(run, *flags):
     ]
 
 
-@pytest.mark.parametrize("name", CODE)
+# All commands for each place take a second; in the suite every other place.
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if number % 2 else []) for number, name in enumerate(CODE)],
+)
 def test_code_that_a_foreign_run_folder_names_is_never_run(foreign, mark, name):
     run = foreign(CODE[name])
     for words in [*commands_for(run), ["runs", str(run.parent)], ["checkpoints", str(run)], ["config", str(run)]]:

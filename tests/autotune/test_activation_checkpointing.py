@@ -50,7 +50,7 @@ def budget_of(config):
     return config.model.reserved["activation_checkpointing"]["budget"]
 
 
-@pytest.mark.parametrize(("limit", "recomputed"), [(0, 6), (1, 5), (2, 4), (4, 2), (5, 1), (6, 0), (9, 0)])
+@pytest.mark.parametrize(("limit", "recomputed"), [(0, 6), (1, 5), (4, 2), (6, 0)])
 def test_as_few_layers_are_recomputed_as_the_device_allows(tmp_path, rejecting_device, limit, recomputed):
     config = settle(load(tmp_path, limit=limit))
     trainer = build_trainer(config)

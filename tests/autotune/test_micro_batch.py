@@ -71,7 +71,7 @@ def saved_number(tmp_path, name="small"):
     return RunConfig.load(tmp_path / name / "config.yaml").trainer.micro_batch_size
 
 
-@pytest.mark.parametrize(("limit", "found"), [(1, 1), (2, 2), (5, 4), (7, 6), (11, 6), (12, 12), (100, 12)])
+@pytest.mark.parametrize(("limit", "found"), [(1, 1), (5, 4), (11, 6), (12, 12)])
 def test_the_largest_divisor_that_fits_is_found_and_the_global_batch_stays(tmp_path, limit, found):
     trainer = build_trainer(load(tmp_path, NO_MODEL), trainer_with(limit))
     plan = trainer.context.batch_plan

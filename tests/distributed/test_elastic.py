@@ -87,7 +87,13 @@ def test_a_split_run_that_is_interrupted_ends_with_the_same_bits(tmp_path, undis
     assert_same_end(undisturbed / "two shards", folder)
 
 
-@pytest.mark.parametrize(("phase", "victim"), [("commit", 0), ("after_step", 1), ("evaluation", 0), ("after_save", 1)])
+@pytest.mark.parametrize(
+    ("phase", "victim"),
+    [
+        *(("commit", 0), ("after_step", 1), ("after_save", 1)),
+        pytest.param("evaluation", 0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_of_a_split_run_that_is_killed_loses_nothing(phase, victim, tmp_path, undisturbed):
     folder = tmp_path / "two shards"
     fault = Fault(phase, send(signal.SIGKILL), ranks=(victim,), step=4)

@@ -174,7 +174,7 @@ def kinds_of_acts(victim, template, folder, meeting):
 
 
 @pytest.mark.parametrize("acts", ["telling", pytest.param("other", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_is_killed_before_any_act_leaves_the_old_or_the_new(victim, acts, tmp_path, meeting):
     template = tmp_path / "template"
     save_both(template, meeting, 1)

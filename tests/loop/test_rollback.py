@@ -215,7 +215,13 @@ def test_a_skipped_update_leaves_a_buffer_that_is_replaced_as_it_was(is_lazy, tm
     assert torch.equal(store_of(tmp_path / "run").read(4, "model")["mean"], means[3])
 
 
-@pytest.mark.parametrize("error", [UnreachableError("no network"), CheckpointError("no"), OSError("stale handle")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(UnreachableError("no network"), marks=pytest.mark.slow),  # five seconds of retries
+        *(CheckpointError("no"), OSError("stale handle")),
+    ],
+)
 def test_a_store_that_cannot_be_listed_in_an_anomaly_does_not_end_the_run(error, tmp_path, caplog):
     def steps():
         raise error
