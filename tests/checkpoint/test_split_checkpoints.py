@@ -177,7 +177,8 @@ def test_only_the_region_that_is_asked_for_is_read(folder):
     found = CheckpointStore(folder).read_split(NUMBERS["tensor"], "model")["blocks.0.weight"]
     assert isinstance(found, SplitTensor)
     assert len(found.shards) == 4
-    found.shards = found.shards[1:2]  # as if the others were not there
+    # As if the others were not there; which rank wrote a shard first decides their order.
+    found.shards = [shard for shard in found.shards if shard[0][0] == 2]
     row = torch.empty(2, 6)
     found.copy_into(row, (2, 0))
     with raises(CheckpointError):
