@@ -72,7 +72,7 @@ def warn_of_constants(outputs: Sequence[Tensor], device: torch.device) -> None:
 _PINNED_BLOCK_BYTES = 2**30
 _PINNED_ALIGNMENT = 64
 _POLL_SECONDS = 0.001
-_RESERVED_BYTES = 2**29  # stays free beside a copy of the state: allocations are not exact
+_RESERVED_BYTES = 2**29  # left free in addition to a copy of the state, because allocations are rounded up
 
 
 class CudaBackend(Backend):
@@ -212,7 +212,7 @@ def begin_copies(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor
     """Begins to copy contiguous tensors of one GPU into pinned memory; returns a function that waits for the targets.
 
     The sources may change when this returns: they are copied on the GPU first. Returns None, and copies nothing, if the
-    memory left beside the peak of the process is too small for that.
+    memory left above the peak of the process is too small for that.
     """
     device = sources[0].device
     if not _has_room(device, sum(tensor.nbytes for tensor in sources)):
@@ -224,7 +224,7 @@ def begin_copies(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor
     with torch.cuda.stream(stream):
         torch._foreach_copy_(list(targets), copies, non_blocking=True)
     for copy in copies:
-        copy.record_stream(stream)  # its memory is not used again before it is copied, whoever drops it
+        copy.record_stream(stream)  # keeps its memory from being reused before the copy is complete
 
     def wait() -> None:
         # Not synchronize(): torch's debug mode for steps that wait would reject it, although no step does.
@@ -236,7 +236,7 @@ def begin_copies(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor
 
 
 def _has_room(device: torch.device, num_bytes: int) -> bool:
-    """Returns True if the GPU has memory for `num_bytes` beside the highest use of this process so far."""
+    """Returns True if the GPU has room for `num_bytes` in addition to the peak of this process so far."""
     free, total = torch.cuda.mem_get_info(device)
     limit = torch.cuda.get_per_process_memory_fraction(device) * total
     available = min(free + torch.cuda.memory_reserved(device), limit)

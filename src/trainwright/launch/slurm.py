@@ -98,7 +98,7 @@ class SlurmJob:
             before, marker, digest = present.rpartition(_CHECKSUM)
             if present != text and (not marker or digest.strip() != _digest(before)):
                 raise ConfigError(
-                    f"--file: {path} was edited, or is no job file, and is not overwritten. Submit it with sbatch, "
+                    f"--file: {path} was edited, or is not a job file, and is not overwritten. Submit it with sbatch, "
                     "choose another with --file, or delete it."
                 )
         path.write_text(text, encoding="utf-8")

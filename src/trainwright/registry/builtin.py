@@ -11,7 +11,7 @@ BUILT_INS: Mapping[str, Mapping[str, str]] = {
     "trainer": {
         "trainer": "trainwright.loop.trainer:Trainer",
         "language_model": "trainwright.trainers.language_model:LanguageModelTrainer",
-        "masked_language_model": "trainwright.trainers.masked_language_model:MaskedLanguageModelTrainer",
+        "masked_language_model": "trainwright.trainers.sequence_to_sequence:MaskedLanguageModelTrainer",
         "classification": "trainwright.trainers.classification:ClassificationTrainer",
         "sequence_to_sequence": "trainwright.trainers.sequence_to_sequence:SequenceToSequenceTrainer",
     },

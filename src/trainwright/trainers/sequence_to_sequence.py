@@ -1,4 +1,4 @@
-"""Trains an encoder–decoder on the mean loss per target token, exactly for any batches."""
+"""Trains models whose labels are not shifted, on the mean loss per label token, exactly for any batches."""
 
 from __future__ import annotations
 
@@ -18,3 +18,11 @@ class SequenceToSequenceTrainer(LanguageModelTrainer):
     def count_targets(self, labels: torch.Tensor) -> torch.Tensor:
         """Returns the number of label tokens of a batch."""
         return (labels != IGNORED_LABEL).sum()
+
+
+class MaskedLanguageModelTrainer(SequenceToSequenceTrainer):
+    """Weights each micro-batch by its masked tokens; adds `perplexity`, that of the masked tokens.
+
+    Expects `labels` as transformers does: the original token where one is to be predicted, −100 elsewhere. The
+    collator of the same name makes them.
+    """
