@@ -17,6 +17,7 @@ from trainwright.parallel.collectives import Notes
 LAYOUTS = {
     "fsdp": {"fsdp": 4},
     "fsdp-tensor": {"fsdp": 2, "tensor": 2},
+    "replicate": {"replicate": 4},
     "hybrid": {"replicate": 2, "fsdp": 2},
     "tensor": {"tensor": 4},
     "replicate-tensor": {"replicate": 2, "tensor": 2},

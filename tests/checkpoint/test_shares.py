@@ -76,6 +76,17 @@ def test_replicas_take_turns_in_writing(tmp_path):
     assert list((tmp_path / "shared").iterdir()) == list((tmp_path / "0").iterdir()) == []
 
 
+def test_replicas_with_different_tensors_save_those_of_the_first_rank():
+    def act(ranks):
+        parts = {"model": {"a": torch.ones(2), "b": torch.ones(3)}, "training": {"seen": torch.ones(2)}}
+        alike = encode_share(parts, ranks)
+        parts["model"][f"of-{ranks.rank}"] = torch.ones(1)
+        different = encode_share(parts, ranks)
+        return [sorted(key for each in share.parts.values() for key in each.tensors) for share in (alike, different)]
+
+    assert on_ranks(2, act, replicate=2) == [[["b", "seen"], ["a", "b", "of-0", "seen"]], [["a"], []]]
+
+
 def test_one_process_writes_all():
     from trainwright.parallel.collectives import Ranks
 

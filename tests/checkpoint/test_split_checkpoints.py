@@ -159,6 +159,16 @@ def test_replicas_share_the_writing(folder):
     assert min(values) > 0.3 * sum(values)
 
 
+def test_the_ranks_of_a_replicated_model_share_the_writing(folder):
+    path = CheckpointStore(folder).path(NUMBERS["replicate"])
+    for part in ("model", "optimizers"):
+        files = [path / f"{part}.safetensors", *(path / f"{part}.rank-0000{rank}.safetensors" for rank in (1, 2, 3))]
+        values = [sum(tensor.nbytes for tensor in read_file(file).values()) for file in files]
+        assert max(values) < 0.35 * sum(values)
+    # What hooks have may differ between ranks.
+    assert not list(path.glob("training.rank-*"))
+
+
 def test_torch_reads_a_split_model(folder):
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 

@@ -4,6 +4,7 @@ Children are forked from the test process, which has torch imported, so that a r
 does what `trainwright train` does, exit codes included.
 """
 
+import faulthandler
 import gc
 import json
 import os
@@ -30,6 +31,8 @@ RUN_FILE = Path(__file__).parent / "run.yaml"
 """Six steps: checkpoints at 2, 4 and 6, of which the last two stay; log windows and evaluations across them."""
 SMALL = ("trainer.max_steps=6", "checkpoint.every_steps=2", "log.every_steps=3", "evaluation.every_steps=4")
 """What that file says anyway, for tests that want it to be seen."""
+STUCK_SECONDS = 80
+"""After so long a child writes the stacks of its threads: nothing here takes that long."""
 TIMED = ("_per_second", "_per_step", "slowest_rank_share")
 
 
@@ -89,6 +92,7 @@ def fork(act, folder, prepare=None):
         # What was written survives a process that is killed, synced or not; only a machine that goes down loses it.
         os.fsync = lambda descriptor: None
         _redirect(stderr_path(folder))
+        faulthandler.dump_traceback_later(STUCK_SECONDS)  # a child that is stuck shows where
         if prepare is not None:
             prepare()
         act()

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 from tests.faults.runs import SMALL, assert_same_end, lines_of, store_of
-from tests.faults.two_ranks import PHASES, Fault, Run, send, train_two
+from tests.faults.two_ranks import PHASES, Fault, Run, send, share_writing, train_two
 
 POINTS = {
     "map": ("data.train={type: tests.project.parts:Points, size: 50, noise: 0.1}",),
@@ -22,15 +22,16 @@ ACCUMULATIONS = {
 STRUCK_PHASES = tuple(phase for phase in PHASES if phase not in ("start-up", "before_train", "commit"))
 VICTIMS = ((0,), (1,), (0, 1))
 # Any value of a case is in one of these; the other combinations are `make test-slow`'s.
-PAIRED = [("map", 0, 1, False), ("map", 2, 3, True), ("iterable", 2, 1, False)]
+PAIRED = [("map", 0, 3, True), ("iterable", 2, 1, False)]
 MATRIX = [
     pytest.param(*case, marks=[] if case in PAIRED else [pytest.mark.slow])
     for case in itertools.product(POINTS, (0, 2), ACCUMULATIONS, (False, True))
 ]
-# Every other phase, and commits, with one rank or the other; all with both by `make test-slow`.
+# A few phases with one rank or the other; all with both by `make test-slow`.
+CHOSEN = ((1, "start-up"), (1, "forward"), (0, "evaluation"), (0, "commit"))
 IN_PHASES = [
-    pytest.param(victim, phase, marks=[] if victim + place % 4 == 1 or phase == "commit" else [pytest.mark.slow])
-    for place, phase in enumerate(PHASES)
+    pytest.param(victim, phase, marks=[] if (victim, phase) in CHOSEN else [pytest.mark.slow])
+    for phase in PHASES
     for victim in (0, 1)
     if victim == 0 or phase != "commit"  # the first rank alone writes
 ]
@@ -90,6 +91,22 @@ def test_a_rank_that_is_killed_in_any_phase_loses_nothing(victim, phase, tmp_pat
     assert_killed(train_two(tmp_path / "run", *overrides, faults=[fault]), (victim,))
     assert train_two(tmp_path / "run", *overrides) == [0, 0]
     assert_same_end(undisturbed("map", 1), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("victim", "phase"), [(1, "forward"), (1, "after_save"), pytest.param(0, "commit", marks=pytest.mark.slow)]
+)
+def test_a_replica_that_is_killed_while_both_write_loses_nothing(victim, phase, tmp_path, undisturbed, tried):
+    tried("kill -9 of a rank of two that write a replicated model together")
+    overrides = (*SMALL, *POINTS["map"], *ACCUMULATIONS[1])
+    fault = Fault(phase, send(signal.SIGKILL), ranks=(victim,), step=4)
+    assert_killed(train_two(tmp_path / "run", *overrides, faults=[fault], prepare=share_writing), (victim,))
+    assert train_two(tmp_path / "run", *overrides, prepare=share_writing) == [0, 0]
+    assert_same_end(undisturbed("map", 1), tmp_path / "run")
+    newest = store_of(tmp_path / "run").path(6)
+    assert (newest / "model.safetensors").exists()
+    assert (newest / "model.rank-00001.safetensors").exists()
+    assert (newest / "optimizers.rank-00001.safetensors").exists()
 
 
 def test_a_rank_that_is_killed_while_its_workers_live_loses_nothing(tmp_path, undisturbed, tried):

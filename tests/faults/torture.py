@@ -3,7 +3,8 @@
     make torture CASES=200 SEED=1
     make torture-page
 
-A case draws a run of one kind (a single process, replicate: 2, fsdp: 2, a stream, a mixture, packed rows, an adapter)
+A case draws a run of one kind (a single process, replicate: 2 with
+one writer or two, fsdp: 2, a stream, a mixture, packed rows, an adapter)
 and trains it once undisturbed. A second run with the same settings is killed or interrupted at random moments, with
 full disks and failing syncs meanwhile, and with damage to its files in between; the same command resumes it until it
 has ended. Lost is a run that ends otherwise than the undisturbed one, by a single bit, or not at all.
@@ -32,6 +33,8 @@ from tests.faults.table import PAGE
 from tests.faults.two_ranks import Run
 
 from trainwright import Hook
+from trainwright.loop import checkpointing
+from trainwright.loop.checkpointing import SHARED_BYTES
 
 PARTS = "tests.faults.parts"
 COMMON = (
@@ -97,9 +100,11 @@ def adapter(draw):
     return (*TEXT, f"model={{{LLAMA}, {lora}}}", f"data.train={{{PACK}Documents, size: 400}}}}")
 
 
+SHARED = "replicate: 2, shared writing"
 KINDS = {
     "single": single,
     "replicate: 2": replicate,
+    SHARED: replicate,
     "fsdp: 2": fsdp,
     "streamed": streamed,
     "mixed": mixed,
@@ -108,10 +113,14 @@ KINDS = {
 }
 
 
+def num_ranks_of(kind):
+    return 2 if ": 2" in kind else 1
+
+
 def draw_settings(kind, draw):
     return (
         *(*COMMON, *KINDS[kind](draw), f"data.num_workers={draw.choice((0, 0, 2))}"),
-        f"trainer.micro_batch_size={draw.choice((4, 2) if kind.endswith('2') else (8, 4))}",
+        f"trainer.micro_batch_size={draw.choice((4, 2) if num_ranks_of(kind) == 2 else (8, 4))}",
         f"checkpoint.asynchronous={draw.choice(('true', 'false'))}",
         f"checkpoint.keep_last={draw.choice((1, 2, 3))}",
     )
@@ -217,7 +226,8 @@ def finish(run, settings, num_ranks):
 
 def play_case(folder, kind, draw):
     """One run undisturbed and one disturbed; returns what was done to it, or raises LostError."""
-    settings, num_ranks = draw_settings(kind, draw), 2 if kind.endswith(": 2") else 1
+    settings, num_ranks = draw_settings(kind, draw), num_ranks_of(kind)
+    checkpointing.SHARED_BYTES = 0 if kind == SHARED else SHARED_BYTES
     began = time.monotonic()
     finish(folder / "undisturbed", settings, num_ranks)
     done = disturb(folder / "disturbed", settings, num_ranks, draw, time.monotonic() - began)

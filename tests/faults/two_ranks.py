@@ -14,6 +14,7 @@ from tests.faults.runs import config_of, fork, run_as_own
 from trainwright import Hook
 from trainwright.build.components import Build
 from trainwright.checkpoint.store import CheckpointStore
+from trainwright.loop import checkpointing
 
 PATIENCE_SECONDS = 90
 """Nothing here takes so long: a rank that is still there then is stuck."""
@@ -125,6 +126,11 @@ def strike_commits(fault):
         commit(self, staging, step)
 
     CheckpointStore._commit = struck
+
+
+def share_writing():
+    """Lets the ranks of a small replicated model write a checkpoint together, as those of a large one do."""
+    checkpointing.SHARED_BYTES = 0
 
 
 class Run:

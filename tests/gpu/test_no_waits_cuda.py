@@ -119,6 +119,15 @@ def test_our_optimizers_wait_for_nothing(tmp_path, optimizer, mode):
     assert (trainer.step, hook.num_watched) == (124, 100)
 
 
+@pytest.mark.parametrize("mode", ["eager", "compile", "graph"])
+def test_images_histograms_and_texts_of_a_model_wait_for_nothing(tmp_path, mode):
+    config = load(tmp_path, f"runtime.mode={mode}", "model.type=tests.writers.test_writer:Putting")
+    trainer, hook = watched(config)
+    assert (trainer.step, hook.num_watched) == (124, 100)
+    assert trainer.storage.histograms["logits"].num_values == 16  # of the last step
+    assert list(trainer.storage.images) == ["logits"]
+
+
 def test_a_wait_would_be_noticed(tmp_path):
     class Reading(Trainer):
         def forward(self, **batch):

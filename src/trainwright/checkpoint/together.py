@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainwright.checkpoint.encoding import Encoded, encode
+from trainwright.checkpoint.encoding import Encoded, Sizes, encode
 from trainwright.checkpoint.manifest import FileFact
 from trainwright.checkpoint.remote_files import RemoteFolder
 from trainwright.checkpoint.remote_store import AnyStore
@@ -28,10 +28,30 @@ PATIENCE_SECONDS = 10.0
 """A network disk may show a new file to other machines late."""
 
 
+REPLICATED_PARTS = ("model", "optimizers")
+"""The parts that are equal on all ranks of a replicated model. Hooks may have state of their own on each rank."""
+
+
 def reject_unshared_folder(store: AnyStore, ranks: Ranks, *, patience: float = PATIENCE_SECONDS) -> None:
     """Raises on every rank if one of them does not see a file that rank 0 writes; every rank calls it."""
+    blind = ranks_without_folder(store, ranks, patience=patience)
+    if blind:
+        listed = ", ".join(map(str, blind[:8])) + (", …" if len(blind) > 8 else "")
+        raise CheckpointError(
+            f"The model is sharded over {ranks.size} ranks, each of which writes its shards of a checkpoint, but rank "
+            f"{listed} does not see the files of rank 0 in this folder. Set output_dir or checkpoint.folder to a "
+            "folder that all machines share, or to an address such as s3://bucket/run.",
+            where=store.folder,
+        )
+
+
+def ranks_without_folder(store: AnyStore, ranks: Ranks, *, patience: float = PATIENCE_SECONDS) -> list[int]:
+    """Returns the ranks that do not see a file that rank 0 writes; raises on every rank if rank 0 cannot write it.
+
+    Every rank calls it.
+    """
     if ranks.size == 1:
-        return
+        return []
     folder = store.folder if isinstance(store.folder, Path) else RemoteFolder(store.folder.address)
     failure: CheckpointError | None = None
     token = f".shared-{secrets.token_hex(4)}"
@@ -54,14 +74,7 @@ def reject_unshared_folder(store: AnyStore, ranks: Ranks, *, patience: float = P
             folder.delete(token)
         else:
             (folder / token).unlink(missing_ok=True)
-    if blind:
-        listed = ", ".join(map(str, blind[:8])) + (", …" if len(blind) > 8 else "")
-        raise CheckpointError(
-            f"The model is sharded over {ranks.size} ranks, each of which writes its shards of a checkpoint, but rank "
-            f"{listed} does not see the files of rank 0 in this folder. Set output_dir or checkpoint.folder to a "
-            "folder that all machines share, or to an address such as s3://bucket/run.",
-            where=store.folder,
-        )
+    return blind
 
 
 def _sees_file(folder: Path | RemoteFolder, name: str, patience: float) -> bool:
@@ -83,7 +96,7 @@ class _Report:
     first_of_stage: int
     failure: CheckpointError | None
     digest: str
-    """The hash of the names and shapes of all sharded tensors: equal on the ranks of a stage, or shards are missing."""
+    """The hash of the names and shapes of the tensors that the ranks share; equal on the ranks of a stage."""
     parts: Mapping[str, tuple[Any, frozenset[str]]] | None
     """With a pipeline, on the first rank of each stage: the tree of each part and the keys of its tensors."""
 
@@ -91,7 +104,8 @@ class _Report:
 def encode_share(parts: Mapping[str, Any], ranks: Ranks) -> HostSnapshot:
     """Returns what this rank writes of a checkpoint, sharing memory with the state; rank 0's has the trees.
 
-    Every rank calls it. A state that one rank cannot save raises on all of them.
+    Every rank calls it. A state that one rank cannot save raises on all of them. A sharded tensor is written by the
+    ranks that have its shards. The ranks of a replicated model have the same tensors, and take turns.
     """
     first = ranks.mesh.first_of_stage
     encoded: dict[str, Encoded] = {}
@@ -100,13 +114,20 @@ def encode_share(parts: Mapping[str, Any], ranks: Ranks) -> HostSnapshot:
         encoded = {part: encode(state, name=part, accepts_shards=True) for part, state in parts.items()}
     except CheckpointError as error:
         failure = error
-    split_paths = [[part, each.split_paths] for part, each in encoded.items()]
-    digest = hashlib.sha256(json.dumps(split_paths).encode()).hexdigest()
+    is_replicated = not ranks.mesh.is_split
+    common = {part: _replicated(part, each) if is_replicated else each.split_paths for part, each in encoded.items()}
+    digest = hashlib.sha256(json.dumps(common).encode()).hexdigest()
     sent = None
     if ranks.mesh.size("pipeline") > 1 and ranks.rank == first:
         sent = {part: (each.tree, frozenset(each.tensors)) for part, each in encoded.items()}
     reports = ranks.gather(_Report(first, failure, digest, sent))
-    _reject_differences(reports)
+    for report in reports:
+        if report.failure is not None:
+            raise report.failure
+    # Where replicas have different tensors, a checkpoint has those of rank 0.
+    takes_turns = is_replicated and len({report.digest for report in reports}) == 1
+    if not is_replicated:
+        _reject_differences(reports)
     stages = {report.first_of_stage: report.parts for report in reports if report.parts is not None}
     trees = {part: each.tree if ranks.is_first else None for part, each in encoded.items()}
     if stages and ranks.is_first:
@@ -115,17 +136,36 @@ def encode_share(parts: Mapping[str, Any], ranks: Ranks) -> HostSnapshot:
     for part, each in encoded.items():
         # A tied weight on two stages is saved by the first of them.
         earlier = {key for stage, sent in stages.items() if stage < first for key in sent[part][1]}
-        numbers = _write_order(each)
-        keys = [key for key in each.tensors if key not in earlier and _is_written_here(each, key, numbers, ranks)]
+        if takes_turns and part in REPLICATED_PARTS:
+            keys = _keys_of_turn(each, ranks)
+        else:
+            numbers = _write_order(each)
+            keys = [key for key in each.tensors if key not in earlier and _is_written_here(each, key, numbers, ranks)]
         locations = {key: each.shard_locations[key] for key in keys if key in each.shard_locations}
         written[part] = Encoded(trees[part], {key: each.tensors[key] for key in keys}, locations)
     return HostSnapshot(written)
 
 
+def _replicated(part: str, encoded: Encoded) -> list[tuple[str, Sizes, str]]:
+    """Returns the name, shape and dtype of the tensors that all replicas have."""
+    if part not in REPLICATED_PARTS:
+        return []
+    return [(key, tuple(tensor.shape), str(tensor.dtype)) for key, tensor in encoded.tensors.items()]
+
+
+def _keys_of_turn(encoded: Encoded, ranks: Ranks) -> list[str]:
+    """Returns the tensors that this replica writes: the largest remaining one goes to the rank with the least."""
+    num_bytes = [0] * ranks.size
+    keys = []
+    for key in sorted(encoded.tensors, key=lambda key: (-encoded.tensors[key].nbytes, key)):
+        rank = num_bytes.index(min(num_bytes))
+        num_bytes[rank] += encoded.tensors[key].nbytes
+        if rank == ranks.rank:
+            keys.append(key)
+    return keys
+
+
 def _reject_differences(reports: Sequence[_Report]) -> None:
-    for report in reports:
-        if report.failure is not None:
-            raise report.failure
     for rank, report in enumerate(reports):
         first = report.first_of_stage
         if report.digest != reports[first].digest:
@@ -362,7 +402,7 @@ class Together:
         patience = min(self._lost_seconds, CLOSING_SECONDS) if self.is_closing else self._lost_seconds
         if now - since > patience:
             raise CheckpointError(
-                f"Rank {rank} has sent no heartbeat for {patience:g} s, so its shards are missing. It may have died."
+                f"Rank {rank} has sent no heartbeat for {patience:g} s, so its tensors are missing. It may have died."
             )
 
 
