@@ -7,7 +7,7 @@ import pytest
 from tests.forked_program import run_command
 from tests.messages import raises
 
-from trainwright import RunConfig, cli, run_experiment
+from trainwright import EventStorage, RunConfig, cli, run_experiment
 from trainwright.checkpoint.remote_files import RemoteFolder
 from trainwright.checkpoint.run_folder import read_config
 from trainwright.data.sources.locations import _open_file_system
@@ -74,22 +74,15 @@ def test_the_log_and_the_terminal_have_neither(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["trainwright", "train", "run.yaml", f"data.train.path={URL}{RED}"])
     with pytest.raises(SystemExit):
         cli.main()
-    writer.write(FakeLine({"step": 1, f"{RED}loss": 1.0, "note": f"{RED}{URL}"}))
+    storage = EventStorage(max_steps=10)
+    storage.step = 1
+    storage.publish({f"{RED}loss": 1.0, "note": f"{RED}{URL}"})
+    writer.write(storage)
     text = (tmp_path / "log.txt").read_text() + capsys.readouterr().err
     assert "\\x1b[31m" in text
     assert text.count("\\x1b[31mloss") == 1
     for secret in (*SECRETS, "\x1b"):
         assert secret not in text
-
-
-class FakeLine:
-    """What a writer reads of a storage."""
-
-    max_steps = 10
-    evaluated = ()
-
-    def __init__(self, line):
-        self.line = line
 
 
 PARTS = """

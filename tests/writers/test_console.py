@@ -66,6 +66,16 @@ def test_a_nan_is_shown(plain):
     assert show(plain, (1, {"loss": math.nan, "grad_norm": math.inf})) == "step 1/100  loss nan  grad_norm inf\n"
 
 
+def test_a_text_that_was_put_is_a_line_of_its_own(plain):
+    writer, storage = ConsoleWriter(plain), EventStorage(max_steps=9)
+    storage.step = 3
+    storage.put_text("sample", "To be\x1b[2J [bold]or not")
+    storage.publish({"loss": 1.0}, media=storage.take_media())
+    writer.write(storage)
+    writer.close()
+    assert plain.getvalue() == "step 3/9  loss 1\nstep 3  sample: To be\\x1b[2J [bold]or not\n"
+
+
 def test_a_line_without_a_loss_is_shown_too(plain):
     assert show(plain, (1, {"reward": 2.0})) == "step 1/100  reward 2\n"
 

@@ -54,6 +54,15 @@ def test_nan_and_infinities_are_written_as_null(tmp_path):
     assert "NaN" not in (tmp_path / "metrics.json").read_text()
 
 
+def test_a_text_that_was_put_is_in_the_line(tmp_path):
+    writer, storage = JsonLinesWriter(tmp_path), EventStorage()
+    storage.put_text("sample", "ü\n2")
+    storage.publish({"loss": 1.0}, media=storage.take_media())
+    writer.write(storage)
+    writer.close()
+    assert read(tmp_path) == [{"step": 0, "loss": 1.0, "sample": "ü\n2"}]
+
+
 def test_what_json_lacks_is_written_as_lists_or_text(tmp_path):
     values = {
         "array": np.arange(2),

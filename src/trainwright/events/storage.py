@@ -7,6 +7,7 @@ gathers the result of `take_window`; mean.py merges it.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,20 @@ from trainwright.events.mean import (
     window_from_state,
     window_to_state,
 )
+from trainwright.events.media import (
+    MAX_BYTES,
+    Histogram,
+    Media,
+    MediaKind,
+    Put,
+    add_histograms,
+    to_host,
+    validate_histogram,
+    validate_image,
+    validate_traced_histogram,
+)
+
+logger = logging.getLogger(__name__)
 
 RESERVED = frozenset({"step", "loss", "grad_norm", "lr"})
 """The loop's own names in a log line."""
@@ -60,13 +75,29 @@ class EventStorage:
     steps in which it was put. As a context manager it is the storage that `get_event_storage()` returns.
     """
 
-    def __init__(self, *, max_steps: int | None = None) -> None:
+    def __init__(self, *, max_steps: int | None = None, keeps_media: bool = True) -> None:
+        """Without `keeps_media`, images, texts and histograms of tensors that are not sharded are ignored.
+
+        That is the case on ranks other than the first of those that compute the same part of the model.
+        """
         self.max_steps = max_steps
         """The last step of the run, for writers that show progress; None if unknown."""
         self.line: dict[str, Any] = {}
         """The newest line for the writers: `step`, then name → value."""
         self.evaluated: dict[str, Any] = {}
         """The values of that line that come from an evaluation, such as `valid/loss`."""
+        self.images: dict[str, np.ndarray] = {}
+        """The images that were put since the line before, as uint8 arrays of shape [height, width, channels]."""
+        self.histograms: dict[str, Histogram] = {}
+        """The histograms that were put since the line before."""
+        self.texts: dict[str, str] = {}
+        """The texts that were put since the line before."""
+        self._keeps_media = keeps_media
+        self._media: dict[tuple[MediaKind, str], tuple[int, Put]] = {}
+        """The last image, histogram and text of each name, with its step."""
+        self._traced_media: dict[tuple[MediaKind, str], Put] = {}
+        self._media_before_recording: dict[tuple[MediaKind, str], tuple[int, Put]] = {}
+        self._warned: set[str] = set()
         self._step = 0
         self._pending: list[tuple[str, int, Any, Any, Kind]] = []
         self._sharded: list[tuple[str, int, Any, Any, Kind]] = []
@@ -95,7 +126,7 @@ class EventStorage:
 
     @step.setter
     def step(self, step: int) -> None:
-        if self._traced:
+        if self._traced or self._traced_media:
             self.file_traced()
         self._step = step
 
@@ -125,6 +156,78 @@ class EventStorage:
         """Stores several scalars, given as a mapping or as keywords."""
         for name, value in {**(values or {}), **more}.items():
             self.put_scalar(name, value, smoothing_hint=smoothing_hint)
+
+    def put_image(self, name: str, image: Any, *, normalize: bool = False) -> None:
+        """Stores an image: a tensor or array of shape CHW, HWC or HW, or a PIL image.
+
+        Integers are between 0 and 255, floats between 0 and 1; with `normalize` the smallest value becomes black and
+        the largest white. The next log line has the last image of each name. With several ranks only the images of the
+        first data rank are stored. Like `put_scalar`, it may be called anywhere and does not wait for the device.
+        """
+        self._put_media("image", name, image, normalize)
+
+    def put_histogram(self, name: str, values: Any) -> None:
+        """Stores the distribution of the values of a tensor, an array or a sequence of numbers.
+
+        The values are counted on their device. Several puts of a name in one step add up; the next log line has the
+        last step's. A sharded tensor is counted on all of its ranks, others on the first data rank.
+        """
+        self._put_media("histogram", name, values, None)
+
+    def put_text(self, name: str, text: str) -> None:
+        """Stores a text, such as a generated sample; see `put_image`."""
+        if not isinstance(text, str):
+            raise TrainwrightError(f"put_text({name!r}): the text is a {type(text).__name__}. Put str(value).")
+        self._put_media("text", name, text, None)
+
+    def _put_media(self, kind: MediaKind, name: str, value: Any, extra: Any) -> None:
+        name = self._scope + name
+        _reject_reserved(name)
+        is_compiling = torch.compiler.is_compiling()
+        if not self._keeps_media and (is_compiling or kind != "histogram" or not is_sharded(value)):
+            return
+        if is_compiling:
+            self._put_traced_media(kind, name, value, extra)
+        elif not _is_recomputing():
+            put: Put | None = Put(value)
+            if kind == "image":
+                put = validate_image(name, value, normalize=extra)
+            elif kind == "histogram":
+                put = validate_histogram(name, value)
+            if put is not None:
+                self._file_media(kind, name, put)
+
+    def _put_traced_media(self, kind: MediaKind, name: str, value: Any, extra: Any) -> None:
+        """Puts from compiled code: see `_put_traced`."""
+        key = (kind, name)
+        if kind == "image":
+            self._traced_media[key] = validate_image(name, value, normalize=extra)
+        elif kind == "text":
+            self._traced_media[key] = Put(value)
+        else:
+            put = validate_traced_histogram(value)
+            if key in self._traced_media:
+                put = add_histograms(self._traced_media[key], put)
+            self._traced_media[key] = put
+
+    def _file_media(self, kind: MediaKind, name: str, put: Put) -> None:
+        """Stores a value for the next line, unless it would take too much memory."""
+        step, earlier = self._media.pop((kind, name), (None, None))
+        if kind == "histogram" and step == self._step and earlier is not None:
+            put = add_histograms(earlier, put)
+        if put.num_bytes + sum(each.num_bytes for _, each in self._media.values()) > MAX_BYTES:
+            self._warn_once(
+                "size",
+                f"put_{kind}({name!r}) is ignored: images, histograms and texts of one log line take more than "
+                f"{MAX_BYTES // 2**20} MiB. Put fewer or smaller ones, or lower log.every_steps.",
+            )
+            return
+        self._media[kind, name] = (self._step, put)
+
+    def _warn_once(self, subject: str, problem: str) -> None:
+        if subject not in self._warned:
+            self._warned.add(subject)
+            logger.warning("%s", problem)
 
     def put_metric(self, name: str, value: Any, weight: Any) -> None:
         """Stores a metric of this step: a Mean, a scalar with a weight, or any object, of which the last is kept.
@@ -181,6 +284,7 @@ class EventStorage:
         """Drops the values that are put inside the block, for a trial forward."""
         kept = dict(vars(self))
         self._pending, self._sharded, self._traced, self._objects, self._window = [], [], {}, {}, {}
+        self._media, self._traced_media = {}, {}
         self._histories = {name: values.copy() for name, values in self._histories.items()}
         _stack.append(self)
         try:
@@ -195,21 +299,27 @@ class EventStorage:
         """Separates the values that are put from now on."""
         self.file_traced()
         self._num_before_recording = len(self._pending)
+        self._media_before_recording, self._media = self._media, {}
 
-    def end_recording(self) -> list[tuple[str, Any, Any, Kind]]:
+    def end_recording(self) -> list[tuple[str, Any, Any, Kind | MediaKind]]:
         """Returns the values put since `begin_recording` as (name, value, weight, kind), and removes them."""
         if self._num_before_recording is None:
             return []
         self.file_traced()
-        puts = [(name, *rest) for name, _, *rest in self._pending[self._num_before_recording :]]
+        puts: list[Any] = [(name, *rest) for name, _, *rest in self._pending[self._num_before_recording :]]
+        puts += [(name, *put, kind) for (kind, name), (_, put) in self._media.items()]
         del self._pending[self._num_before_recording :]
+        self._media = self._media_before_recording
         self._num_before_recording = None
         return puts
 
     def put_again(self, puts: Sequence[Sequence[Any]]) -> None:
         """Stores for this step what `end_recording` returned, with the values of a replay."""
         for name, value, weight, kind in puts:
-            self._pending.append((name, self._step, value, weight, kind))
+            if kind in ("image", "histogram", "text"):
+                self._file_media(kind, name, Put(value, weight))
+            else:
+                self._pending.append((name, self._step, value, weight, kind))
 
     # Reading. Waits for the device.
 
@@ -282,13 +392,39 @@ class EventStorage:
         window, self._window = self._window, {}
         return window
 
+    @property
+    def has_media(self) -> bool:
+        """True if images, histograms or texts wait for a line."""
+        return bool(self._media or self._traced_media)
+
+    def take_media(self) -> Media:
+        """Returns the images, histograms and texts since the last call, on the host."""
+        self.file_traced()
+        puts, self._media = {key: put for key, (_, put) in self._media.items()}, {}
+        return to_host(puts, warn=self._warn_once) if puts else Media()
+
+    def adopt_media(self, other: EventStorage, *, prefix: str) -> None:
+        """Takes over the images, histograms and texts of another storage, such as that of an evaluation set."""
+        other.file_traced()
+        for (kind, name), (_, put) in other._media.items():
+            self._file_media(kind, prefix + name, put)
+        other._media = {}
+
     def peek_window(self) -> Window:
         """Returns the values of the open window without closing it."""
         self.drain()
         return self._window
 
-    def publish(self, training: Mapping[str, Any], *, evaluated: Mapping[str, Any] | None = None) -> None:
+    def publish(
+        self,
+        training: Mapping[str, Any],
+        *,
+        evaluated: Mapping[str, Any] | None = None,
+        media: Media | None = None,
+    ) -> None:
         """Creates the next line for the writers, from the logs of a window and of an evaluation."""
+        media = media or Media()
+        self.images, self.histograms, self.texts = media.images, media.histograms, media.texts
         self.evaluated = dict(evaluated or {})
         self.line = {"step": self._step, **{name: _plain(value) for name, value in training.items()}, **self.evaluated}
         for name, value in self.evaluated.items():
@@ -304,6 +440,7 @@ class EventStorage:
     def load_state_dict(self, state: Mapping[str, Any], *, with_window: bool = True) -> None:
         """Restores `state_dict`; only one rank restores the window, which has the values of all ranks."""
         self._pending, self._sharded, self._traced, self._objects = [], [], {}, {}
+        self._media, self._traced_media = {}, {}
         self._window = window_from_state(state["window"]) if with_window else {}
         self._histories = {
             name: deque(((int(step), value) for step, value in values), maxlen=HISTORY_LENGTH)
@@ -329,6 +466,9 @@ class EventStorage:
         for name, (total, count, kind) in self._traced.items():
             self._pending.append((name, self._step, total, count, kind))
         self._traced = {}
+        for (media_kind, name), put in self._traced_media.items():
+            self._file_media(media_kind, name, put)
+        self._traced_media = {}
 
     def _remember(self, name: str, step: int, value: Any) -> None:
         values = self._histories.setdefault(name, deque(maxlen=HISTORY_LENGTH))

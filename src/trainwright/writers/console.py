@@ -29,6 +29,8 @@ _HIDDEN = {"step", "seconds_per_step", *_SPEEDS}
 class ConsoleWriter(Writer):
     """Prints progress: step, loss, speed and time left. Evaluations stay on the screen, progress is overwritten."""
 
+    stores = ("texts",)
+
     def __init__(self, stream: IO[str] | None = None) -> None:
         self._console = Console(file=stream, stderr=True, highlight=False, soft_wrap=True)
         self._live: Live | None = None
@@ -49,6 +51,8 @@ class ConsoleWriter(Writer):
             self._show_progress(self._progress(storage, training))
         if evaluated:
             self._console.print(Text(f"step {line['step']}  {_pairs(evaluated)}", style="bold"))
+        for name, text in storage.texts.items():
+            self._console.print(Text(safe(f"step {line['step']}  {name}: {text}")))
 
     def close(self) -> None:
         """Leaves the last progress line on the screen."""

@@ -17,16 +17,18 @@ FILE_NAME = "metrics.json"
 class JsonLinesWriter(Writer):
     """Appends each log line to `metrics.json` in the run folder and flushes it, so that a kill loses none."""
 
+    stores = ("texts",)
+
     def __init__(self, folder: Path) -> None:
         self.path = Path(folder) / FILE_NAME
         self._file: IO[str] | None = None
 
     def write(self, storage: EventStorage) -> None:
-        """Appends the line. NaN and infinities are written as null."""
+        """Appends the line with its texts. NaN and infinities are written as null."""
         if self._file is None:
             self._file = self.path.open("a", encoding="utf-8")
         try:
-            self._file.write(json_text(storage.line, default=_as_text) + "\n")
+            self._file.write(json_text({**storage.line, **storage.texts}, default=_as_text) + "\n")
             self._file.flush()
         except OSError as error:
             raise TrainwrightError(

@@ -1,16 +1,103 @@
-"""The contract of a writer. Writers exist only on the first rank."""
+"""The contract of a writer, and what a writer is told about its run. Writers exist only on the first rank.
+
+A writer that uploads to a service derives from `Tracker` (tracker.py).
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from trainwright.config import RunConfig
 from trainwright.events import EventStorage
+from trainwright.safe_text import MASK
+
+logger = logging.getLogger(__name__)
+
+_SECRET = re.compile(r"(^|_)token$|secret|passw|credential|(api|access|private)_?key|webhook", re.IGNORECASE)
+_TEXT_TOKEN = re.compile(r"(bos|eos|pad|mask|unk|sep|cls|image|start|end)_token", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """The run, as its writers see it."""
+
+    config: RunConfig
+    """The config without the credentials of URLs."""
+    name: str
+    id: str
+    """Created once for a run folder. It stays the same when the run resumes; `--fresh` creates another."""
+    folder: Path
+    step: int
+    """The step at which training starts. Lines up to it were written by an earlier process."""
+    is_resumed: bool
+    """True if the run continues from a checkpoint."""
+
+    @cached_property
+    def settings(self) -> Mapping[str, Any]:
+        """The config as flat names and plain values (`trainer.optimizer.lr`: 0.001), for a service.
+
+        Settings that are None are left out. Values of settings whose name is that of a secret (`token`, `password`) are
+        masked.
+        """
+        return dict(_flat(self.config.to_dict(), ""))
 
 
 class Writer:
     """Receives each log line: override `write`."""
 
+    stores: ClassVar[Collection[str]] = ("images", "histograms", "texts")
+    """What it writes besides numbers. The log warns of values that no writer of the run stores."""
+
+    def begin(self, run: RunInfo) -> None:
+        """Called once, before the first line."""
+
     def write(self, storage: EventStorage) -> None:
-        """Called at each log line; `storage.line` is that line: `step`, then name → value."""
+        """Called at each log line.
+
+        `storage.line` is that line: `step`, then name → value. `storage.images`, `storage.histograms` and
+        `storage.texts` are what was put since the line before.
+        """
         raise NotImplementedError(f"{type(self).__name__} must override write(storage).")
 
     def close(self) -> None:
         """Called once at the end, also after an error."""
+
+
+def unstored_media(storage: EventStorage, writers: Iterable[Writer], *, warned: Collection[str]) -> set[str]:
+    """Returns which of images, histograms and texts a line has that no writer stores; warns unless in `warned`."""
+    writers = list(writers)
+    missing = set()
+    for kind in ("images", "histograms", "texts"):
+        if writers and getattr(storage, kind) and not any(kind in each.stores for each in writers):
+            missing.add(kind)
+            if kind not in warned:
+                names = ", ".join(getattr(storage, kind))
+                advice = "Add tensorboard, wandb, mlflow or trackio to writers."
+                logger.warning("No writer of this run stores %s (%s): they are dropped. %s", kind, names, advice)
+    return missing
+
+
+def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flat(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+        for index, item in enumerate(value):
+            yield from _flat(item, f"{name}.{index}")
+    elif isinstance(value, str) and _is_secret(name.rpartition(".")[2]):
+        yield name, MASK
+    elif isinstance(value, bool | int | float | str):
+        yield name, value
+    elif value is not None and value != [] and value != ():
+        yield name, json.dumps(value, default=str)
+
+
+def _is_secret(name: str) -> bool:
+    return _SECRET.search(name) is not None and _TEXT_TOKEN.fullmatch(name) is None
