@@ -16,7 +16,7 @@ quickstart: $(VENV)/.installed ## Train a small language model on Python's own s
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/trainwright train examples/quickstart/run.yaml
 
 test: $(VENV)/.installed-dev lint types ## Run lint, types and the whole suite.
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 messages: $(VENV)/.installed-dev ## Record the texts of errors and messages in the golden files, tests/*/messages.json.
 	$(BIN)/python -m pytest -n 2 --dist worksteal --update-messages

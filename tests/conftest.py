@@ -11,6 +11,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # The key that signs run folders is not the user's own; programs that tests start inherit the folder.
 os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="trainwright-config-")
+# Nothing is sent to a service, and nothing is written to the user's own folders.
+os.environ |= {
+    "WANDB_MODE": "offline",
+    "WANDB_SILENT": "true",
+    **dict.fromkeys(("TRACKIO_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"), os.environ["XDG_CONFIG_HOME"]),
+}
 
 from pathlib import Path
 
@@ -65,6 +71,14 @@ def pytest_collection():
         gc.get_freeze_count = count_many
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Sets aside what the tests of a file have left as well, such as modules and caches."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @functools.wraps(gc.get_freeze_count)
 def count_many():
     """Says that much is set aside; every run asks, and the count is a walk over all of it, a tenth of a second."""
@@ -76,6 +90,10 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
+# A shell ignores signals in programs that it starts in the background (`nohup make test &`), and children inherit that.
+for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, default)
 HANDLERS = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
 
 

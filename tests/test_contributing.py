@@ -30,7 +30,7 @@ trainer:
   global_batch_size: 8
   optimizer: {{type: adamw, lr: 1e-3}}
 hooks: [{{type: "hooks/mine.py:GradientFreeShare"}}]
-writers: [{{type: "writers/mine.py:CsvWriter"}}]
+writers: [{{type: "writers/mine.py:LossWriter"}}]
 log: {{every_steps: 2}}
 """,
         encoding="utf-8",
@@ -39,6 +39,7 @@ log: {{every_steps: 2}}
     trainer.train()
     assert trainer.storage.line["gradient_free_share"] == 0.0
     assert 0.0 <= trainer.storage.line["accuracy"] <= 1.0
-    lines = (trainer.folder / "loss.csv").read_text("utf-8").splitlines()
+    first, *lines = (trainer.folder / "loss.csv").read_text("utf-8").splitlines()
+    assert first.startswith("# guide ")
     assert [line.split(",")[0] for line in lines] == ["2", "4"]
     assert all(torch.isfinite(torch.tensor(float(line.split(",")[1]))) for line in lines)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.distributed.forked_launch import command, launch_well
-from tests.forked_program import run_script
+from tests.forked_program import run_command, run_script
 
 from trainwright import cli
 from trainwright.commands.new import Kind, template_folder
@@ -225,6 +225,33 @@ def test_the_page_on_security_works(reader):
         reader.read([block])
         if not block[0]:
             assert reader.exit_code == 0, reader.shown
+
+
+class ChildReader(Reader):
+    """A reader whose commands run in children: a tracker leaves threads and processes."""
+
+    def run(self, arguments):
+        done = run_command(*arguments)
+        self.exit_code = done.returncode
+        return done.stdout + done.stderr
+
+
+def test_the_page_on_logging_works_from_the_first_line_to_the_last(in_tmp, monkeypatch, capfd):
+    reader = ChildReader(monkeypatch, capfd)
+    for block in blocks_of((DOCS / "logging.md").read_text("utf-8")):
+        reader.read([block])
+        if not block[0]:
+            assert reader.exit_code == 0, reader.shown
+    assert len(list(Path("runs/run/wandb").glob("offline-run-*"))) == 1
+    assert list(Path("runs/run/tensorboard").iterdir())
+    assert Path("runs/run/metrics.csv").read_text().startswith("step,")
+    relayed = [json.loads(line)["step"] for line in Path("relayed.txt").read_text().splitlines()]
+    assert relayed == [5, 10, 15, 20, 25, 30]
+
+
+def test_the_page_on_logging_names_every_writer():
+    page = (DOCS / "logging.md").read_text("utf-8")
+    assert [name for name in BUILT_INS["writer"] if f"| `{name}` |" not in page] == []
 
 
 def test_the_page_on_speed_works_and_its_modes_agree(reader, monkeypatch):

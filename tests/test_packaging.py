@@ -81,7 +81,14 @@ def hints() -> list[tuple[str, str, str]]:
 
 
 def test_an_install_hint_names_the_extra_with_the_package():
-    assert {extra for _, _, extra in hints()} >= {"datasets", "digits", "parquet", "tensorboard", "transformers"}
+    assert {extra for _, _, extra in hints()} >= {
+        "datasets",
+        "digits",
+        "parquet",
+        "tensorboard",
+        "transformers",
+        "wandb",
+    }
     wrong = [
         (file, package, extra)
         for file, package, extra in hints()

@@ -282,6 +282,7 @@ OTHERS = {
     "_from_config": "transformers' models",
     "_model_mapping": "transformers' auto classes",
     "_name_or_path": "transformers' configs",
+    "_next_step": "trackio's runs",
     "_original_forward": "our own: memory/module_paths.py sets it",
     "_origins": "our own: config/schema.py's RunConfig",
     "_values": "our own: config/frozen.py's mappings",

@@ -43,6 +43,7 @@ def test_the_names_that_the_design_promises_are_there():
         "train",
         "register",
         "run_experiment",
+        "build_component",
         "build_trainer",
         "load_checkpoint",
         "load_hf_dataset",

@@ -115,16 +115,15 @@ def run(settings: tuple[str, ...]) -> dict[str, Any]:
 
 def read_run(folder: Path) -> dict[str, Any]:
     """Reads the losses of a run's log, and hashes the weights of its newest checkpoint."""
-    from safetensors.numpy import load_file
+    from trainwright.checkpoint.store import CheckpointStore
 
     lines = [json.loads(line) for line in (folder / "metrics.json").read_text("utf-8").splitlines()]
     losses = [{key: value for key, value in line.items() if "loss" in key or key == "step"} for line in lines]
-    newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
-    content = hashlib.sha256()
-    for file in sorted(newest.glob("model*.safetensors")):
-        for name, values in sorted(load_file(file).items()):
-            content.update(name.encode())
-            content.update(values.tobytes())
+    store, content = CheckpointStore(folder / "checkpoints"), hashlib.sha256()
+    # The full tensors: which rank writes what is not a result.
+    for name, tensor in sorted(store.read(store.steps()[-1], "model").items()):
+        content.update(name.encode())
+        content.update(tensor.numpy().tobytes())
     return {"losses": losses, "weights": content.hexdigest()}
 
 

@@ -24,6 +24,7 @@ _PUBLIC = {
     "Task": "trainwright.loop.task",
     "Trainer": "trainwright.loop.trainer",
     "Writer": "trainwright.writers.writer",
+    "build_component": "trainwright.build.run",
     "build_trainer": "trainwright.build.run",
     "experiment": "trainwright.api.experiments",
     "get_args": "trainwright.api.arguments",
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from trainwright.api.run import Interrupted as Interrupted
     from trainwright.api.run import run_experiment as run_experiment
     from trainwright.api.training_main import training_main as training_main
+    from trainwright.build.run import build_component as build_component
     from trainwright.build.run import build_trainer as build_trainer
     from trainwright.config import Component as Component
     from trainwright.config import RunConfig as RunConfig

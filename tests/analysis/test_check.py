@@ -35,7 +35,7 @@ def test_a_correct_run_has_no_finding_and_lists_what_was_checked(check):
         "ok: Net with 58 parameters; 24 samples, valid 12; 12 steps of 8 samples (micro-batch 4 × "
         "gradient_accumulation_steps 2).\n"
         "Checked: config, 8 components, a training step, a batch in two micro-batches, evaluation of valid, a "
-        "checkpoint, read back bit-equal, graph safety."
+        "checkpoint, read back bit-equal, graph safety, a step after the checkpoint."
     )
 
 

@@ -142,6 +142,12 @@ CHECKS = {
     "the step": lambda shown, plain: is_another_update("step", plain),
     "several updates in one step": lambda shown, plain: {"lr/body", "lr/head"} <= lines("alternating")[0].keys(),
     "what goes into a step": lambda shown, plain: losses("inputs")[0] != plain.losses[0],
+    "batches without a dataset": lambda shown, plain: (
+        len(losses("made")) == 6 and losses("made")[0] != plain.losses[0] and "made by next_train_inputs" in shown
+    ),
+    "state that a resumed run needs": lambda shown, plain: (
+        CheckpointStore(Path("runs/state/checkpoints")).read(6, "training")["task"]["shared"]["mean"].shape == (4,)
+    ),
     "the model": lambda shown, plain: len(list(load_checkpoint("runs/model").parameters())) == 2,
     "a part of a model that I did not write": lambda shown, plain: "GELU" in str(load_checkpoint("runs/part")),
     "which weights are trained": lambda shown, plain: (
@@ -167,6 +173,7 @@ CHECKS = {
     "the data": lambda shown, plain: losses("data")[0] != plain.losses[0],
     "which rows are kept for evaluation": lambda shown, plain: {"valid/loss", "test/loss"} <= lines("cut")[-1].keys(),
     "the collator": lambda shown, plain: 0 < abs(losses("collator")[0] - plain.losses[0]) < 0.05,
+    "one part alone, in a script": lambda shown, plain: True,  # the page shows what is printed
     "a metric": lambda shown, plain: {"valid/accuracy", "valid/margin"} <= lines("metric")[-1].keys(),
     "the evaluation": lambda shown, plain: (
         [line["step"] for line in lines("evaluation") if "valid/surely_right" in line] == [3, 6]
@@ -175,6 +182,10 @@ CHECKS = {
     "what is logged": lambda shown, plain: lines("logged")[-1]["largest_input"] > 1,
     "the line of the log itself": lambda shown, plain: lines("line")[0]["perplexity"] > 1,
     "who is told": lambda shown, plain: "still learning at 6" in shown,
+    "images, histograms and texts": lambda shown, plain: (
+        lines("drawn")[-1]["summary"] == f"valid/loss is {plain.valid[-1]:.3f}"
+        and any(Path("runs/drawn/tensorboard").iterdir())
+    ),
     "a function every n steps": lambda shown, plain: (
         [line.get("head_norm", 0) > 0 for line in lines("watched")] == [False, True] * 3
     ),

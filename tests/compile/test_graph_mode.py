@@ -393,3 +393,10 @@ def test_fp16_is_rejected(tmp_path):
     config = config_of(tmp_path, "graph", runtime={"mode": "graph", "precision": "fp16", "device": "cpu"})
     with raises(ConfigError, "runtime.mode", "graph", "fp16"):
         build_trainer(config, Base)
+
+
+def test_a_script_may_hold_the_trainer_in_a_global(tmp_path, monkeypatch):
+    trainer = build_trainer(config_of(tmp_path / "graph", "graph"), Base)
+    monkeypatch.setitem(globals(), "held", trainer)
+    trainer.train()
+    assert trainer.is_finished

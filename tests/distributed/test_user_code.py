@@ -1,6 +1,7 @@
 """User code that computes with sharded parameters logs, evaluates and trains what one process does."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,18 +14,23 @@ from tests.distributed.test_layouts import assert_like_one, lines
 def folder(request, tmp_path_factory):
     """What this process, two ranks and, for slow tests, four ranks leave, of one launch each."""
     folder = tmp_path_factory.mktemp("user_code")
-    user_code_cases.main(folder)
     here = (item for item in request.session.items if item.path == request.path)
     has_slow = any(item.get_closest_marker("slow") for item in here)
+    act = partial(user_code_cases.main, left_out=()) if has_slow else user_code_cases.main
+    act(folder)
     for world in (2, 4) if has_slow else (2,):
-        launch_well(folder, world, user_code_cases.main)
+        launch_well(folder, world, act)
     return folder
+
+
+def is_slow(name, layout):
+    return layout in ("fsdp-tensor", "replicate-fsdp") or (name, layout) in user_code_cases.SLOW
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        pytest.param(name, layout, marks=[pytest.mark.slow] if layout in ("fsdp-tensor", "replicate-fsdp") else [])
+        pytest.param(name, layout, marks=[pytest.mark.slow] if is_slow(name, layout) else [])
         for name, (layouts, *_) in user_code_cases.CASES.items()
         for layout in layouts
     ],

@@ -195,13 +195,17 @@ CASES = {
 }
 
 
-def main(folder):
+SLOW = {("compiled-step", "fsdp"), ("compiled-step", "tensor")}
+"""The slowest, which `make test-slow` alone runs, as it runs the layouts of four ranks."""
+
+
+def main(folder, left_out=SLOW):
     for layout, axes in LAYOUTS.items():
         size = torch.tensor([*axes.values(), 1]).prod().item()
         if size != processes.world_size() or layout in ("context", "pipeline"):
             continue
         for name, (layouts, kind, overrides) in CASES.items():
-            if layout not in ("one", *layouts):
+            if layout not in ("one", *layouts) or (name, layout) in left_out:
                 continue
             if layout == "one":
                 overrides = [each for each in overrides if each not in COMPILED]  # what it is compared with

@@ -1,17 +1,19 @@
 """Saving and restoring: when a checkpoint is due, what going back restores, and what every rank goes on with."""
 
 import math
+import os
 import shutil
 import signal
 
 import pytest
 import torch
 from tests.faults.runs import assert_same_end
-from tests.faults.two_ranks import Fault, Run, send, train_two
+from tests.faults.two_ranks import Fault, Run, send, share_writing, train_two
 from tests.loop.small_runs import PLAIN, at, make, run, store_of
 from tests.messages import raises
 
 from trainwright import Hook, Trainer
+from trainwright.checkpoint import together
 from trainwright.checkpoint.background import BackgroundSaver
 from trainwright.config import KeepBest
 from trainwright.errors import ConfigError
@@ -174,6 +176,17 @@ def test_a_buffer_that_is_replaced_is_saved_as_it_is(tmp_path):
     saved = store_of(tmp_path / "run").read(6, "model")["mean"]
     assert torch.equal(saved, trainer.model.mean)
     assert saved.any()
+
+
+def test_replicas_that_do_not_share_a_folder_leave_the_writing_to_the_first(tmp_path):
+    def prepare():
+        share_writing()
+        together._sees_file = lambda *arguments: os.environ["RANK"] == "0"
+
+    assert train_two(tmp_path / "run", "trainer.max_steps=4", prepare=prepare) == [0, 0]
+    path = store_of(tmp_path / "run").path(4)
+    assert not list(path.glob("*.rank-*"))
+    assert (path / "model.safetensors").exists()
 
 
 # the best

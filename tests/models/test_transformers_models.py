@@ -187,7 +187,8 @@ def test_a_setting_that_the_model_reads_though_its_config_does_not_list_it_is_ta
     ):
         model = build(target, {**sizes, **extra, "head_dim": 4})
         assert model.model.layers[0].self_attn.q_proj.out_features == 8
-        with raises(ConfigError, "head_dimm", "Qwen3MoeConfig"):
+        # The text lists the settings that the installed version of transformers has.
+        with raises(ConfigError, "head_dimm", "Qwen3MoeConfig", golden=False):
             build(target, {**sizes, **extra, "head_dimm": 4})
 
 

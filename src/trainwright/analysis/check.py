@@ -37,22 +37,24 @@ from trainwright.analysis.findings import (
     marked_words,
     message_finding,
 )
+from trainwright.analysis.unsaved_state import RepeatedStep, find_unsaved, outcome_of
 from trainwright.build.components import Build
-from trainwright.build.data import describe_size, limits
+from trainwright.build.data import describe_size, limits, may_make_batches
 from trainwright.build.run import build_trainer, sets_of
 from trainwright.compile.host_sync import HostSyncMode, Sighting, watching
 from trainwright.compile.reports import Compilations, listening
 from trainwright.config import BatchPlan, Origin, RunConfig, known_data_ranks, resolve_batch
 from trainwright.data.fetch import count_samples, fetch, is_stream
-from trainwright.data.loader import EvalData, TrainData
+from trainwright.data.loader import EvalData, MadeBatches, TrainData
 from trainwright.data.stream_loader import EvalStream, StreamData
 from trainwright.errors import ConfigError, DataError, TrainwrightError
 from trainwright.events import Mean
 from trainwright.events.mean import IGNORED_LABEL
+from trainwright.loop.hook import Hook
 from trainwright.loop.outputs import CriterionError
 from trainwright.loop.state import Batch, split_batch
 from trainwright.loop.task import Task, overrides
-from trainwright.loop.trainer import Trainer
+from trainwright.loop.trainer import Trainer, TrainIterator
 from trainwright.models.model import Model
 from trainwright.models.transformers_models import is_transformers_class
 from trainwright.registry import resolve as registry
@@ -606,12 +608,14 @@ class Assembly:
 
 def assemble(case: Case, folder: Path) -> Assembly:
     """Builds the trial and notes everything that fails."""
-    plan = None
+    plan, makes_batches = None, False
     try:
-        plan = resolve_batch(case.config, known_data_ranks(case.config))
+        makes_batches = may_make_batches(Build(case.config).trainer_class(), case.config)
+        plan = resolve_batch(case.config, known_data_ranks(case.config), makes_batches=makes_batches)
     except Exception as error:
         case.note(error, label="trainer.global_batch_size")
-    assembly = _attempt(Assembly(_trial_config(case.config, plan, folder), plan), case)
+    trial = _trial_config(case.config, plan, folder, makes_batches=makes_batches)
+    assembly = _attempt(Assembly(trial, plan), case)
     num_samples, batch_size = _count(assembly.parts.get("train_data")), assembly.config.trainer.global_batch_size or 0
     if assembly.trainer is None and 0 < num_samples < batch_size:
         # With a smaller batch the other stages can run.
@@ -649,7 +653,7 @@ def _has_automatic_size(config: RunConfig) -> bool:
     return config.trainer.micro_batch_size == "auto"
 
 
-def _trial_config(config: RunConfig, plan: BatchPlan | None, folder: Path) -> RunConfig:
+def _trial_config(config: RunConfig, plan: BatchPlan | None, folder: Path, *, makes_batches: bool) -> RunConfig:
     given = config.trainer.micro_batch_size
     micro, micro_batches = given if isinstance(given, int) else 1, 1
     if plan is not None:
@@ -657,15 +661,20 @@ def _trial_config(config: RunConfig, plan: BatchPlan | None, folder: Path) -> Ru
     if plan is not None and _has_automatic_size(config):
         micro_batches = min(micro, _MAX_MICRO_BATCHES)
         micro = min(micro // micro_batches, _MAX_SAMPLES)
+    if plan is not None and makes_batches:  # the trainer decides how many samples a batch has
+        micro, micro_batches = plan.micro_batch_size, plan.gradient_accumulation_steps
+    sizes = {
+        "trainer.global_batch_size": micro * micro_batches,
+        "trainer.micro_batch_size": micro,
+        "trainer.gradient_accumulation_steps": None,
+    }
     return config.derive(
         {
             "output_dir": str(folder),
             "runtime.device": "cpu",
             "runtime.mode": "eager",
             "runtime.mesh": {},
-            "trainer.global_batch_size": micro * micro_batches,
-            "trainer.micro_batch_size": micro,
-            "trainer.gradient_accumulation_steps": None,
+            **({} if plan is not None and plan.varies else sizes),
             "data.num_workers": 0,
             "data.loader": {},
             "evaluation.max_batches": 1,
@@ -732,17 +741,20 @@ def run_stages(case: Case, folder: Path, report: Report) -> None:
     trial.evaluate(without=unusable)
     trial.save_and_restore()
     trial.check_graph_safety()
+    trial.resume()
 
 
 def _check_data(assembly: Assembly, case: Case) -> set[str]:
     """Checks the first batch of every set; returns the names of those that cannot be used."""
     parts, plan = assembly.parts, assembly.plan
-    if parts.get("collator") is None or parts.get("train_data") is None:
+    makes_batches = assembly.trainer is not None and isinstance(assembly.trainer.train_data, MadeBatches)
+    if parts.get("collator") is None or (parts.get("train_data") is None and not makes_batches):
         return {"train"}
     is_split = plan is not None and (plan.gradient_accumulation_steps > 1 or _has_automatic_size(case.config))
     batch_size = assembly.config.trainer.global_batch_size or 1
     check = partial(check_batch, collator=parts["collator"], batch_size=batch_size, case=case)
-    unusable = set() if check(parts["train_data"], label="data.train", is_split=is_split) else {"train"}
+    is_usable = makes_batches or check(parts["train_data"], label="data.train", is_split=is_split)
+    unusable = set() if is_usable else {"train"}
     sets = (parts.get("eval_data") or {}).items()
     return unusable | {name for name, each in sets if not check(each, label=f"data.eval.{name}", is_split=False)}
 
@@ -758,6 +770,9 @@ def _add_facts(trainer: Trainer, assembly: Assembly, case: Case, report: Report)
     report.facts.append(f"{type(trainer.model).__name__} with {total:,} parameters{trains}")
     report.facts.append(", ".join([describe_size(data), *sets]))
     if plan is None:
+        return
+    if plan.varies:
+        report.facts.append(f"{case.config.trainer.max_steps or 0:,} steps of as many samples as it returns")
         return
     batch_size, ranks = plan.global_batch_size, known_data_ranks(case.config)
     factors = [f"micro-batch {plan.micro_batch_size}", *([f"{ranks} ranks"] if ranks > 1 else [])]
@@ -793,6 +808,11 @@ class Trial:
         self.missing_gradients: list[str] = []
         self.has_stepped = False
         self.can_save = True
+        self.is_restored = False
+        """True if the checkpoint was read back bit-equal."""
+        self.repeated_loss: float | None = None
+        """The loss of the step that is being repeated after the checkpoint; None before that."""
+        self.is_repeating = False
         on_values = IdCheck(trainer, case)
         self.watch = HostSyncMode(case.users, on_values=on_values)
         self.eval_watch = HostSyncMode(case.users, in_forward_only=True, on_values=on_values)
@@ -802,9 +822,14 @@ class Trial:
 
     # the wrapped methods
 
-    def _next_train_inputs(self, inner: Callable[..., Any], iterator: Iterator[Any]) -> Any:
+    def _next_train_inputs(self, inner: Callable[..., Any], iterator: TrainIterator) -> Any:
         self.phase = "data"
-        return inner(iterator)
+        batch = inner(iterator)
+        if iterator.fetched.value is None and not isinstance(self.trainer.train_data, MadeBatches):
+            location = line_of_function(type(self.trainer).next_train_inputs, self.case.users)
+            problem = "next_train_inputs made the first batch without next(iterator), so data.train is not read."
+            self.case.add("remark", problem, "If no step reads it, set data.train: null.", location)
+        return batch
 
     def _run_forward(self, inner: Callable[..., Any], batch: Any) -> Any:
         self.first_batch = batch if self.first_batch is None else self.first_batch
@@ -817,8 +842,9 @@ class Trial:
             result = inner(batch)
         self.phase, self.has_stepped = "after the step", True
         self.missing_gradients = without_gradient(self.trainer.model)
-        self.trainer.stop("the check needs one step")
-        loss = float(result[0])
+        # An interruption ends a repeated step without `after_train`, which has been called.
+        (self.trainer.interrupt if self.is_repeating else self.trainer.stop)("the check needs one step")
+        loss = self.repeated_loss = float(result[0])
         if not math.isfinite(loss):
             advice = "Look for log(0), a division by zero, sqrt at 0, an empty mean, or data that is not finite."
             self.case.add("error", f"the first loss is {loss}.", advice, location_of_loss(self.trainer, self.case))
@@ -830,6 +856,8 @@ class Trial:
             return inner(batch)
 
     def _save(self, inner: Callable[..., Any]) -> Any:
+        if self.is_repeating:
+            return None
         before, self.phase, self.can_save = self.phase, "checkpoint", False
         path = inner()
         self.phase, self.can_save = before, True
@@ -904,7 +932,58 @@ class Trial:
             advice = "Check state_dict and load_state_dict of the model and the optimizer: a resumed run would diverge."
             self.case.add("error", problem, advice, location)
         else:
+            self.is_restored = True
             self.report.checked.append("a checkpoint, read back bit-equal")
+
+    def resume(self) -> None:
+        """Repeats the step after the checkpoint, and notes what a resumed run would start without."""
+        trainer, case = self.trainer, self.case
+        saved = trainer.context.store.steps()[-1:]
+        if not self.has_stepped or not self.is_restored or not saved or trainer.max_steps <= saved[0]:
+            return
+        trainer.skip_evaluation()
+        self.is_repeating = True
+
+        def step() -> RepeatedStep | None:
+            self.repeated_loss = None
+            trainer.reopen()
+            trainer.train()
+            return None if self.repeated_loss is None else outcome_of(trainer, self.repeated_loss)
+
+        try:
+            found = find_unsaved(trainer, case.users, step=step, checkpoint=saved[0])
+        except (Exception, SystemExit) as error:
+            self._note_failed_resume(error)
+            return
+        if found is None:
+            return
+        self.report.checked.append("a step after the checkpoint")
+        for name, keys, location in found.unrestored:
+            problem = f"{name}.load_state_dict does not restore {_quoted(keys)} of a checkpoint."
+            case.add("error", problem, "After it, state_dict() must return what was saved.", location)
+        differs = f" The same step after loading a checkpoint differs: {found.difference}." if found.difference else ""
+        for each in found.unsaved:
+            problem = f"{each.name} changes in a step, but no checkpoint contains it."
+            case.add("remark", problem, f"If a later step needs it, {each.remedy}{differs}", each.location)
+        if differs and not found.unsaved and not found.unrestored:
+            problem = f"the same step after loading a checkpoint differs: {found.difference}."
+            advice = (
+                "A resumed run would differ too. Look for state that no state_dict contains: a variable of a closure, "
+                "an environment, a file, the time, or a generator of random numbers."
+            )
+            case.add("remark", problem, advice, location_of_loss(trainer, case))
+
+    def _note_failed_resume(self, error: BaseException) -> None:
+        """Notes that a step after loading a checkpoint fails; a hook may do so because it was closed before."""
+        link = error.__traceback__
+        while link is not None:
+            if isinstance(link.tb_frame.f_locals.get("self"), Hook):
+                return
+            link = link.tb_next
+        location = line_of_traceback(error, self.case.users)
+        if location is not None:
+            problem = f"a step after loading a checkpoint raises {type(error).__name__}: {error}"
+            self.case.add("remark", problem, "Check state_dict and load_state_dict.", location)
 
     def check_graph_safety(self) -> None:
         """Notes what would break a compiled graph: an error where the run's mode needs one, otherwise a remark."""

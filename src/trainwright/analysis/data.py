@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainwright.analysis.explain import overridden
 from trainwright.build.components import Build
-from trainwright.build.data import limits
+from trainwright.build.data import limits, may_make_batches
 from trainwright.config import BatchPlan, Component, RunConfig, known_data_ranks, micro_batch_alone, resolve_batch
 from trainwright.data.collators import reject_lists
 from trainwright.data.fetch import Collator, OnError, RowFailure, View, count_samples, is_stream
@@ -214,12 +214,14 @@ class DataSet:
 
 @dataclass(frozen=True)
 class DataReport:
-    """The first set in full, the others in short."""
+    """The first set in full, the others in short; empty for a run whose trainer makes its batches."""
 
     run: str
     sets: tuple[DataSet, ...]
     failure: Exception | None = None
     """The first error, which the command raises after it has shown the report."""
+    makes_batches: bool = False
+    """True if there is no training set, because `next_train_inputs` makes the batches."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON: numbers that are not finite become texts."""
@@ -477,10 +479,11 @@ class RunSet:
 
 
 def build_sets(config: RunConfig) -> tuple[dict[str, RunSet], Collator]:
-    """Returns the sets by name, train first and test last, and the collator."""
+    """Returns the sets by name, train first and test last, and the collator; no train if the trainer makes batches."""
     seed_generators(config.seed)  # for datasets with random numbers in their constructor
     build = Build(config)
     trainer_class = build.trainer_class()
+    build.take_trainer(trainer_class)
     task = trainer_class.build_task(build)
     build.take_task(task)
     task_builds = overrides(task, "build_dataset", Task)
@@ -488,7 +491,9 @@ def build_sets(config: RunConfig) -> tuple[dict[str, RunSet], Collator]:
     train, evaluation = trainer_class.build_train_data(build), trainer_class.build_eval_data(build)
     test, data = build.test_data(), config.data
     uses_section = not (task_builds or overridden(trainer_class, "build_train_data", Trainer))
-    sets = [RunSet(TRAIN, "data.train", train, data.train if uses_section else None)]
+    sets = []
+    if train is not None or not may_make_batches(trainer_class, config):
+        sets = [RunSet(TRAIN, "data.train", train, data.train if uses_section else None)]
     uses_section = not (task_builds or overridden(trainer_class, "build_eval_data", Trainer))
     for name, each in evaluation.items():
         is_split = uses_section and name not in data.eval
@@ -865,14 +870,16 @@ def remarks_on_failures(failures: Sequence[RowFailure]) -> Iterable[str]:
 def describe_data(
     config: RunConfig, *, run: str = "", show: int = 3, samples: int = 1000, name: str | None = None
 ) -> DataReport:
-    """Describes the training set in full and the others in short; with `name` that set alone.
+    """Describes the training set, or else the first one, in full and the others in short; with `name` that set alone.
 
     `show` samples are described, and at most `samples` are read for their lengths.
     """
     sets, collator = build_sets(config)
     if name is not None and name not in sets:
         raise ConfigError(f'--set: there is no set "{name}" in this run. It has {", ".join(sets)}.')
-    chosen = sets[name or TRAIN]
+    if not sets:
+        return DataReport(run, (), makes_batches=True)
+    chosen = sets[name] if name is not None else next(iter(sets.values()))
     found, failure = _SetInspection(config, chosen, collator, show=show, samples=samples).describe()
     reports = [found]
     for each in sets.values() if name is None else ():
@@ -880,7 +887,7 @@ def describe_data(
             report, error = _describe_shortly(each)
             reports.append(report)
             failure = failure or error
-    return DataReport(run, tuple(reports), failure)
+    return DataReport(run, tuple(reports), failure, makes_batches=TRAIN not in sets)
 
 
 def _describe_shortly(one: RunSet) -> tuple[DataSet, Exception | None]:

@@ -25,6 +25,10 @@ _MISSING = "–"
 def render(report: DataReport, *, width: int) -> list[Text]:
     """Returns the lines of a report."""
     page = _Page(max(MIN_WIDTH, min(width, MAX_WIDTH)))
+    if report.makes_batches:
+        page.add_remarks(["There is no training dataset: next_train_inputs makes the batches."])
+    if not report.sets:
+        return page.lines
     first, *others = report.sets
     page.add_set(first)
     if others:

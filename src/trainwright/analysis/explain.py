@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from trainwright.build.data import may_make_batches
 from trainwright.config import Component, ModelSection, RunConfig, resolve_batch
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.hooks.preemption import ObeyPreemption
@@ -431,7 +432,16 @@ class _Explanation:
             self.lines += rules.of_model
         split = self._split()
         self._part("data.collator", ["data.collator"], "build_collator")
-        self._part("data.train", ["data.train"], "build_train_data", task_method="build_dataset", remark=split)
+        made = may_make_batches(self.found.trainer, self.config)
+        missing = "none: next_train_inputs makes the batches" if made else "none"
+        self._part(
+            "data.train",
+            ["data.train"],
+            "build_train_data",
+            task_method="build_dataset",
+            default=missing,
+            remark=split,
+        )
         sets = [f"data.eval.{name}" for name in self.config.data.eval]
         self._part("data.eval", sets, "build_eval_data", task_method="build_dataset", default=split or "none")
         if self.config.data.test is not None:
@@ -551,15 +561,18 @@ class _Explanation:
 
     def _batch(self) -> str:
         try:
-            plan = resolve_batch(self.config, 1)
+            plan = resolve_batch(self.config, 1, makes_batches=may_make_batches(self.found.trainer, self.config))
         except TrainwrightError as error:
             return str(error)
+        if plan.varies:
+            size = f" in micro-batches of {plan.micro_batch_size}" if plan.splits_by_size else ""
+            return f"as many samples a step as next_train_inputs returns{size}"
         split = f" in {plan.gradient_accumulation_steps} micro-batches" if plan.gradient_accumulation_steps > 1 else ""
         return f"{plan.global_batch_size} samples a step{split}"
 
     def _event(self, event: str, depth: int, remark: str = "") -> None:
-        """Adds an event with the hooks that have it, in the order of their calls."""
-        calls = []
+        """Adds an event with the hooks that have it, in the order of their calls; trainer and task also have state."""
+        calls = [*self.trainer_calls(event), *self.task_calls(event)] if event.endswith("state_dict") else []
         for use in [*(HookUse(each) for each in DEFAULT_HOOKS), *self.found.hooks]:
             found: list[Line] = []
             if use.function is not None and event == "after_step":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,12 +29,15 @@ from trainwright.backends.private_torch import (
     without_modes,
 )
 from trainwright.build.components import Build
+from trainwright.build.data import may_make_batches
 from trainwright.build.parallelize import plan_of
 from trainwright.build.run import assemble
 from trainwright.config import BatchPlan, RunConfig, resolve_batch, resolve_mesh
 from trainwright.data.collators.stack import Stack
+from trainwright.data.loader import MadeBatches
 from trainwright.data.randomness import preserve_generators
 from trainwright.errors import ConfigError, DataError
+from trainwright.loop.state import count_samples
 from trainwright.loop.trainer import Trainer, TrainIterator
 from trainwright.memory import offload
 from trainwright.models.pretrained import CONFIG_FILE, LoadReport, find_folder, read_config_file
@@ -70,6 +74,8 @@ class ImaginaryRun:
     plan: BatchPlan
     """The batch arithmetic of the real run; the trainer has a few micro-batches at most."""
     batch: Any
+    num_samples: int
+    """The number of samples of `batch`."""
     mode: FakeTensorMode
     whole: UnsplitModel
     on_gpu: bool
@@ -97,7 +103,7 @@ class ImaginaryRun:
 
     def batch_shapes(self) -> dict[str, list[int]]:
         """Returns the shapes of the tensors of a micro-batch by name."""
-        self.trainer.set_batch(self.batch, self.plan.micro_batch_size * self.num_micro_batches)
+        self.trainer.set_batch(self.batch, self.num_samples)
         with self.mode:
             micro_batch = next(iter(self.trainer.micro_batches(self.batch)))
         named = tree_leaves_with_path(micro_batch)
@@ -114,7 +120,7 @@ class ImaginaryRun:
         wanted = num_micro_batches or gradient_accumulation_steps
         assert wanted in (1, gradient_accumulation_steps)
         with self.mode, _read_ones(), trainer.storage, _forms(on_gpu=self.on_gpu), _without_offload_warnings():
-            trainer.set_batch(batch, micro * gradient_accumulation_steps)
+            trainer.set_batch(batch, self.num_samples)
             if wanted < gradient_accumulation_steps:
                 batch = next(iter(trainer.micro_batches(batch)))
                 trainer.set_batch(batch, micro)
@@ -158,10 +164,11 @@ def imagine(
         imaginary_ranks(axes, world_size=world_size, rank=rank) as ranks,
         tempfile.TemporaryDirectory() as folder,
     ):
-        plan = resolve_batch(config, ranks.mesh.num_data_ranks)
+        user_class = Build(config).trainer_class()
+        makes_batches = sequence_length is None and may_make_batches(user_class, config)
+        plan = resolve_batch(config, ranks.mesh.num_data_ranks, makes_batches=makes_batches)
         trial = _trial_config(config, plan, ranks.mesh, Path(folder), has_data=sequence_length is None)
         whole = UnsplitModel()
-        user_class = Build(trial).trainer_class()
         trainer_class = _imaginary_class(user_class, mode, whole, ranks.mesh, sequence_length, contexts)
         ranks.size = 1  # a build compares the model over all ranks, and the others do not exist
         with mode, _read_ones():
@@ -176,12 +183,20 @@ def imagine(
             )
         ranks.size = world_size
         trainer.model.train()
+        batch, num_samples = _first_batch(trainer, mode), plan.micro_batch_size * trainer.num_micro_batches
+        if trainer.context.batch_plan.varies:
+            num_samples = count_samples(batch, None)
+            number = plan.num_micro_batches(num_samples)
+            micro = math.ceil(num_samples / number)
+            plan = BatchPlan(micro * number * ranks.mesh.num_data_ranks, micro, number)
+            trainer.set_num_micro_batches(number)
         yield ImaginaryRun(
             config=config,
             trainer=trainer,
             mesh=ranks.mesh,
             plan=plan,
-            batch=_first_batch(trainer, mode),
+            batch=batch,
+            num_samples=num_samples,
             mode=mode,
             whole=whole,
             on_gpu=not config.runtime.device.startswith("cpu"),
@@ -193,13 +208,16 @@ def _trial_config(config: RunConfig, plan: BatchPlan, mesh: Mesh, folder: Path, 
     """Returns the run's config for steps alone, with a few micro-batches at most."""
     # The first has no gradients to add to, the last reduces them, and a pipeline needs one for each stage.
     gradient_accumulation_steps = min(plan.gradient_accumulation_steps, max(2, mesh.size("pipeline")))
+    sizes = {
+        "trainer.micro_batch_size": plan.micro_batch_size,
+        "trainer.global_batch_size": plan.micro_batch_size * gradient_accumulation_steps * mesh.num_data_ranks,
+        "trainer.gradient_accumulation_steps": None,
+    }
     changes: dict[str, Any] = {
         "output_dir": str(folder),
         "runtime.device": "cpu",
         "runtime.mode": "eager",
-        "trainer.micro_batch_size": plan.micro_batch_size,
-        "trainer.global_batch_size": plan.micro_batch_size * gradient_accumulation_steps * mesh.num_data_ranks,
-        "trainer.gradient_accumulation_steps": None,
+        **({} if plan.varies else sizes),
         "data.num_workers": 0,
         "data.loader": {},
         "data.eval": {},
@@ -280,10 +298,26 @@ def _imaginary_class(
 
 
 def _first_batch(trainer: Trainer, mode: FakeTensorMode) -> Any:
-    """Reads the first batch of this rank, and returns it as fake tensors."""
-    assert trainer.train_data is not None
-    with TrainIterator(trainer.train_data, trainer.backend) as feed:
-        batch = trainer.next_train_inputs(feed)
+    """Reads the first batch of this rank, or lets the trainer make it, and returns it as fake tensors."""
+    data = trainer.train_data
+    assert data is not None
+    with TrainIterator(data, trainer.backend) as feed:
+        if not isinstance(data, MadeBatches):
+            batch = trainer.next_train_inputs(feed)
+        else:
+            try:
+                with mode, _read_ones(), trainer.storage:
+                    batch = trainer.next_train_inputs(feed)
+            except Exception as error:
+                raise ConfigError(
+                    "data.train: there is no dataset, and next_train_inputs cannot make a batch on fake tensors, which "
+                    f"have no values: {type(error).__name__}: {error} Use --length N for rows of N tokens."
+                ) from error
+            if any(isinstance(each, torch.Tensor) and each.grad_fn for each in tree_leaves(batch)):
+                raise ConfigError(
+                    "data.train: there is no dataset, and next_train_inputs computes the batch with gradients, which "
+                    "serve one step only. Compute them in forward, or use --length N for rows of N tokens."
+                )
     return tree_map_only(torch.Tensor, mode.from_tensor, batch)
 
 

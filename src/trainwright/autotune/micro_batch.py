@@ -21,7 +21,7 @@ import torch
 from trainwright.backends import Backend
 from trainwright.checkpoint import run_folder as run_folders
 from trainwright.config import RunConfig, resolve_batch
-from trainwright.data.loader import TrainData
+from trainwright.data.loader import MadeBatches, TrainData
 from trainwright.errors import ConfigError, OutOfMemory, TrainwrightError
 from trainwright.loop.state import count_samples
 from trainwright.loop.trainer import Trainer, TrainIterator
@@ -208,6 +208,11 @@ def trial_steps(trainer: Trainer, largest: int, ranks: Ranks) -> Iterator[TrialS
     """Yields an object that runs steps with one batch of the `largest` longest samples; then restores all state."""
     data = trainer.train_data
     assert data is not None
+    if isinstance(data, MadeBatches):
+        raise ConfigError(
+            "trainer.micro_batch_size and model.activation_checkpointing: auto tries batches of data.train, but there "
+            "is no training dataset, because next_train_inputs makes the batches. Give a number."
+        )
     with _state_restored(trainer), trainer.storage:
         lengths = getattr(data.dataset, "lengths", None)
         if isinstance(data, TrainData) and lengths is not None and len(lengths) == len(data):
@@ -231,7 +236,8 @@ class TrialSteps:
         num_copies = sum(getattr(hook, "copies_of_weights", 0) for hook in trainer.hooks)
         self._copies = [torch.empty_like(each) for _ in range(num_copies) for each in parameters]
         self._batch = trainer.next_train_inputs(iterator)
-        self._num_samples = count_samples(self._batch, iterator.fetched)
+        fetched = None if iterator.fetched.value is None else iterator.fetched
+        self._num_samples = count_samples(self._batch, fetched)
 
     def can_run(self, size: int) -> bool:
         """Returns False if steps with micro-batches of this size raise ValueError, as batch normalization of one."""

@@ -9,14 +9,15 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from trainwright.build.data import DatasetBuilder
+from trainwright.build.data import DatasetBuilder, may_make_batches
 from trainwright.checkpoint.base_weights import hash_weights, weights_of
 from trainwright.checkpoint.run_folder import run_folder
 from trainwright.config import Component, DataSection, ModelSection, RunConfig
+from trainwright.config.problems import suggest
 from trainwright.data.fetch import is_stream
 from trainwright.data.split import sizes_by_ratio, split
 from trainwright.errors import ConfigError, TrainwrightError
@@ -46,7 +47,7 @@ from trainwright.registry.builtin import IN_CODE
 from trainwright.registry.trust import reject_untrusted
 from trainwright.user_code.constructors import check_constructor
 from trainwright.user_code.locations import is_user_code, location_of
-from trainwright.user_code.methods import reject_wrong_methods
+from trainwright.user_code.methods import reject_half_state, reject_wrong_methods
 from trainwright.writers.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class Build:
         self.pretrained_facts: PretrainedFacts | None = None
         self.first_has_weights = False
         """True if only the first rank has weights; the model of the others is on the meta device."""
+        self._trainer_class: type[Trainer] | None = None
         self._task: Task | None = None
         self._data_task: Task | None = None
         """The task if it builds the datasets."""
@@ -167,10 +169,15 @@ class Build:
         }
 
     def train_data(self) -> Any:
-        """The task's training dataset if it builds one, otherwise `data.train`, divided by `data.split`."""
+        """The task's training dataset if it builds one, otherwise `data.train`, divided by `data.split`.
+
+        None if there is none and the trainer overrides `next_train_inputs`, which then makes the batches.
+        """
         if self._data_task is not None:
             return self._data_task.build_dataset("train")
         self.used.add("data.train")
+        if self._trainer_class is not None and may_make_batches(self._trainer_class, self.config):
+            return None
         if self.config.data.cut_off:
             return self._split_train_data()["train"]
         return self._dataset("data.train", self.config.data.train)
@@ -234,6 +241,71 @@ class Build:
             for number, each in enumerate(self.config.writers)
         ]
 
+    def component(self, section: str, model: torch.nn.Module | None = None) -> Any:
+        """The object of one section by its dotted name; raises if the config has no such component."""
+        builders = self._builders(model)
+        if section not in builders:
+            advice = " A trainer needs all sections: use build_trainer(config)." if section == "trainer" else ""
+            raise ConfigError(
+                f"build_component: the config has no component {section!r}.{advice} {suggest(section, builders)}",
+                where=self.config.origin(section),
+            )
+        is_optimizer = section.startswith("trainer.optimizer") and not section.endswith(".schedule")
+        if is_optimizer and model is None:
+            raise ConfigError(
+                f"build_component: {section} needs the model whose parameters it updates. Give it as model=…, for "
+                'example model=build_component(config, "model").',
+                where=self.config.origin(section),
+            )
+        if model is not None and not is_optimizer:
+            raise ConfigError(f"build_component: model has no effect on {section}. Remove it.")
+        return builders[section]()
+
+    def _builders(self, model: torch.nn.Module | None) -> dict[str, Callable[[], Any]]:
+        """Returns what builds each component of the config, by its dotted name."""
+        config, builders = self.config, dict[str, Callable[[], Any]]()
+        data, trainer = config.data, config.trainer
+        if config.task is not None:
+            builders["task"] = self.task
+        if config.model is not None:
+            builders["model"] = self.model
+        if data.train is not None:
+            builders["data.train"] = self.train_data
+        sets = [f"data.eval.{name}" for name in data.eval or data.cut_off if name != "test"]
+        builders |= {label: partial(self._eval_set, label.rpartition(".")[2]) for label in sets}
+        if len(sets) == 1:
+            builders["data.eval"] = builders[sets[0]]
+        if data.test is not None or "test" in data.cut_off:
+            builders["data.test"] = self.test_data
+        builders["data.collator"] = self.collator
+        names = {"trainer.optimizer": "main"} if trainer.optimizer is not None else {}
+        names |= {f"trainer.optimizers.{name}": name for name in trainer.optimizers}
+        for label, name in names.items():
+            builders[label] = lambda name=name: self.optimizers(cast(torch.nn.Module, model))[name]  # type: ignore[misc]
+        if trainer.schedule is not None:
+            builders["trainer.schedule"] = lambda: self.schedules({"main": None})["main"]
+        for name, entry in trainer.optimizers.items():
+            if entry.schedule is not None:
+                label = f"trainer.optimizers.{name}.schedule"
+                builders[label] = lambda name=name: self.schedules({name: None})[name]  # type: ignore[misc]
+        for name in config.evaluation.metrics:
+            builders[f"evaluation.metrics.{name}"] = partial(self._metric, name)
+        for number, each in enumerate(config.hooks):
+            builders[f"hooks.{number}"] = partial(self._make, "hook", f"hooks.{number}", each)
+        for number, each in enumerate(config.writers):
+            label = f"writers.{number}"
+            builders[label] = partial(self._make, "writer", label, each, folder=self._folder)
+        return builders
+
+    def _eval_set(self, name: str) -> Any:
+        if name in self.config.data.eval:
+            return self._dataset(f"data.eval.{name}", self.config.data.eval[name])
+        return self._split_train_data()[name]
+
+    def _metric(self, name: str) -> Any:
+        found = self.metrics(Task(), torch.device("cpu"))
+        return next(each.metric for each in found if each.name == name)
+
     # For build_trainer alone.
 
     def trainer_class(self) -> type[Trainer]:
@@ -254,14 +326,17 @@ class Build:
         return found
 
     def take_trainer(self, trainer_class: type[Trainer]) -> None:
-        """Sets the class that calls `model()`: a user's own `build_model` may read the weights."""
+        """Sets the class that calls these methods: a user's own `build_model` may read the weights."""
         reject_wrong_methods(trainer_class, Trainer)
+        reject_half_state(trainer_class, Trainer)
+        self._trainer_class = trainer_class
         check_constructor(trainer_class)
         if is_user_code(trainer_class.build_model):
             self._reader = f"{trainer_class.__name__}.build_model"
 
     def take_task(self, task: Task) -> None:
         """Sets the task whose `build_*` methods replace sections."""
+        reject_half_state(type(task), Task)
         self._task = task
         self._data_task = task if overrides(task, "build_dataset", Task) else None
 
@@ -451,8 +526,9 @@ class Build:
 
     def _dataset(self, label: str, component: Component | None) -> Any:
         if component is None:
+            instead = " Or override next_train_inputs to make the batches." if label == "data.train" else ""
             raise ConfigError(
-                f"{label} is required, for example {{type: datasets/mine.py:Mine}}.",
+                f"{label} is required, for example {{type: datasets/mine.py:Mine}}.{instead}",
                 where=self.config.origin(label),
             )
         self.used.add("data.process")

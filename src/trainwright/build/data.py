@@ -12,11 +12,12 @@ from typing import Any
 
 from trainwright.config import BatchPlan, Component, ProcessSection, RunConfig
 from trainwright.data.fetch import OnError, View, is_stream, reject_loader
-from trainwright.data.loader import EvalData, TrainData
+from trainwright.data.loader import EvalData, MadeBatches, TrainData
 from trainwright.data.process import ProcessedStream, describe_input, fingerprint_function
 from trainwright.data.stream_loader import EvalStream, EvaluationData, StreamData, TrainingData
 from trainwright.data.workers import LoaderOptions
 from trainwright.errors import ComponentError, ConfigError, DataError
+from trainwright.loop.trainer import Trainer
 from trainwright.parallel.collectives import Ranks
 from trainwright.registry import resolve as registry
 from trainwright.user_code.locations import parameters_of
@@ -174,12 +175,33 @@ class Loaders:
             "on_error": OnError(skips=data.on_error == "skip", at_most=data.max_skipped, folder=folder),
         }
 
-    def for_training(self, dataset: Any) -> tuple[TrainingData, int]:
-        """Returns the training batches and the number of steps that the run's limits allow."""
+    def for_training(self, dataset: Any, *, makes_batches: bool = False) -> tuple[TrainingData, int]:
+        """Returns the training batches and the number of steps that the run's limits allow.
+
+        If the trainer `makes_batches` there is no dataset.
+        """
         with _add_location(self._config):
-            data = self._training_data(dataset)
+            data = self._made_batches() if makes_batches else self._training_data(dataset)
         max_steps, data.num_samples = limits(self._config, data)
         return data, max_steps
+
+    def _made_batches(self) -> MadeBatches:
+        config = self._config
+        reject_without_dataset(config)
+        if self._batch.splits_by_size and self._ranks.mesh.size("pipeline") > 1:
+            raise ConfigError(
+                "trainer.micro_batch_size: a pipeline needs the same number of micro-batches in every step, but "
+                "next_train_inputs may return any number of samples. Set gradient_accumulation_steps instead, or "
+                "global_batch_size.",
+                where=config.origin("trainer.micro_batch_size"),
+            )
+        return MadeBatches(
+            global_batch_size=self._batch.global_batch_size,
+            varies=self._batch.varies,
+            sum_counts=self._ranks.sum_sample_counts,
+            origin_of=config.origin,
+            **self._common,
+        )
 
     def _training_data(self, dataset: Any) -> TrainingData:
         section = self._config.data
@@ -241,6 +263,39 @@ def _add_location(config: RunConfig) -> Iterator[None]:
         raise DataError(error.problem, where=where) from error
 
 
+def reject_without_dataset(config: RunConfig) -> None:
+    """Rejects settings that have no meaning if `next_train_inputs` makes the batches."""
+    data, trainer, anomalies = config.data, config.trainer, config.anomalies
+    without = "there is no training dataset, because next_train_inputs makes the batches"
+    unused = {
+        "data.split": data.split is not None,
+        "data.group_by_length": data.group_by_length,
+        **{
+            f"trainer.{name}": getattr(trainer, name) is not None
+            for name in ("max_epochs", "max_samples", "max_tokens")
+        },
+    }
+    for name, is_given in unused.items():
+        if is_given:
+            advice = "Use max_steps." if name.startswith("trainer.") else "Remove it."
+            raise ConfigError(f"{name}: {without}. {advice}", where=config.origin(name))
+    for name in ("non_finite", "spike"):
+        if getattr(anomalies, name) == "rollback":
+            raise ConfigError(
+                f"anomalies.{name}: rollback leaves out the samples of the anomaly, but {without}, and would make the "
+                "same batch again. Use skip or raise.",
+                where=config.origin(f"anomalies.{name}"),
+            )
+
+
+def may_make_batches(trainer_class: type[Trainer], config: RunConfig) -> bool:
+    """Returns True if the config has no `data.train` and the trainer overrides `next_train_inputs`.
+
+    Then the trainer makes the batches, unless it or the task builds a dataset.
+    """
+    return config.data.train is None and trainer_class.next_train_inputs is not Trainer.next_train_inputs
+
+
 def limits(config: RunConfig, data: TrainingData, *, steps_done: int = 0) -> tuple[int, int | None]:
     """Resolves max_steps, max_epochs, max_samples and max_tokens: the first limit that is reached ends the run.
 
@@ -259,13 +314,17 @@ def limits(config: RunConfig, data: TrainingData, *, steps_done: int = 0) -> tup
                 where=config.origin("trainer.max_epochs"),
             )
         data.num_passes = int(epochs)
-    elif trainer.max_epochs is not None:
+    elif trainer.max_epochs is not None and not isinstance(data, MadeBatches):
         samples.append(round(trainer.max_epochs * len(data)))
         if not samples[0]:
             raise ConfigError(
                 f"trainer.max_epochs: {trainer.max_epochs:g} epochs of {len(data)} samples are 0 samples. Use more.",
                 where=config.origin("trainer.max_epochs"),
             )
+    if isinstance(data, MadeBatches) and trainer.max_steps is None:
+        raise ConfigError(
+            "trainer.max_steps is required, because there is no training dataset (data.train).", where=where
+        )
     if trainer.max_samples is not None:
         samples.append(trainer.max_samples)
     if trainer.max_tokens is not None:
@@ -298,4 +357,6 @@ def limits(config: RunConfig, data: TrainingData, *, steps_done: int = 0) -> tup
 
 def describe_size(data: TrainingData | EvaluationData) -> str:
     """Returns the number of samples as text, if it is known."""
+    if isinstance(data, MadeBatches):
+        return "batches made by next_train_inputs"
     return f"{len(data):,} samples" if isinstance(data, (TrainData, EvalData)) else "a stream"

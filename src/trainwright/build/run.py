@@ -6,6 +6,7 @@ components.py builds single objects, data.py loaders; parallelize.py shards the 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -21,7 +22,7 @@ from trainwright.autotune.activation_checkpointing import settle_activation_chec
 from trainwright.autotune.micro_batch import settle_micro_batch
 from trainwright.backends import Backend, Capture, pick_backend
 from trainwright.build.components import Build, describe_dtypes
-from trainwright.build.data import Loaders, describe_size, limits
+from trainwright.build.data import Loaders, describe_size, limits, may_make_batches
 from trainwright.build.parallelize import ParallelizedModel, parallelize_model, reject_own_steps
 from trainwright.checkpoint import contents
 from trainwright.checkpoint import run_folder as run_folders
@@ -34,6 +35,7 @@ from trainwright.compile.graph import reject_ungraphable
 from trainwright.compile.regions import check_mode
 from trainwright.config import BatchPlan, Component, RunConfig, micro_batch_alone, resolve_batch, resolve_mesh
 from trainwright.config.component import type_of
+from trainwright.data.loader import MadeBatches
 from trainwright.data.order import mix_seed
 from trainwright.data.randomness import preserve_generators, seed_generators
 from trainwright.data.stream_loader import EvaluationData
@@ -225,14 +227,11 @@ def _log_start(trainer: Trainer) -> None:
     sets = sets_of(trainer)
     if sets:
         logger.info("Evaluates %s", ", ".join(f"{name} ({describe_size(each)})" for name, each in sets.items()))
-    logger.info(
-        "%d steps of %d samples (%d × %d micro-batches); run folder %s",
-        trainer.max_steps,
-        batch.global_batch_size,
-        batch.micro_batch_size,
-        batch.gradient_accumulation_steps * trainer.ranks.mesh.num_data_ranks,
-        trainer.folder,
-    )
+    sizes = "as many samples as next_train_inputs returns"
+    if not batch.varies:
+        num_micro_batches = batch.gradient_accumulation_steps * trainer.ranks.mesh.num_data_ranks
+        sizes = f"{batch.global_batch_size} samples ({batch.micro_batch_size} × {num_micro_batches} micro-batches)"
+    logger.info("%d steps of %s; run folder %s", trainer.max_steps, sizes, trainer.folder)
 
 
 def _count_parameters(trainer: Trainer) -> int:
@@ -282,6 +281,26 @@ def build_model(
         return trainer_class.build_model(build)
 
 
+def build_component(
+    config: RunConfig | str | os.PathLike[str], section: str, *, model: torch.nn.Module | None = None
+) -> Any:
+    """Builds the object of one section, as a run does, without a trainer: `build_component(config, "data.train")`.
+
+    `config` is a config or the path of its file. `section` is the dotted name of a component: data.train,
+    data.eval.valid, data.collator, model, task, trainer.optimizer, hooks.0, … An optimizer needs the `model` whose
+    parameters it updates. Datasets are processed and split as in the run, models have its first weights; the caller's
+    generators are not changed. What a trainer or a task builds instead of a section is not called.
+    """
+    if not isinstance(config, RunConfig):
+        config = RunConfig.load(config)
+    sections = ["imports", section]
+    if section.startswith("data."):
+        sections += ["data.process", *(["data.train"] if config.data.cut_off else [])]
+    with preserve_generators():
+        seed_generators(mix_seed(config.seed, _BUILD_STREAM if section == "model" else _PARTS_STREAM))
+        return Build(config, sections=sections).component(section, model)
+
+
 def _join(config: RunConfig) -> tuple[RunConfig, Backend, Ranks]:
     """Joins the other ranks and uses the first rank's name of the run: a name may contain the time."""
     reject_untrusted(config)
@@ -324,11 +343,16 @@ def assemble(
     task = trainer_class.build_task(build)
     build.take_task(task)
     parallelized = _build_model(trainer_class, task, build, backend, ranks)
-    batch = _batch_of(config, ranks.mesh.num_data_ranks, for_training=for_training)
-    loaders = Loaders(config, batch, trainer_class.build_collator(build), ranks, folder)
+    makes_batches = may_make_batches(trainer_class, config)
+    batch = _batch_of(config, ranks.mesh.num_data_ranks, for_training=for_training, makes_batches=makes_batches)
+    collator = trainer_class.build_collator(build)
+    dataset = trainer_class.build_train_data(build) if for_training else None
+    if makes_batches and dataset is not None:
+        makes_batches, batch = False, resolve_batch(config, ranks.mesh.num_data_ranks)
+    loaders = Loaders(config, batch, collator, ranks, folder)
     train_data, max_steps = None, 0
     if for_training:
-        train_data, max_steps = loaders.for_training(trainer_class.build_train_data(build))
+        train_data, max_steps = loaders.for_training(dataset, makes_batches=makes_batches)
         config = build.config = _resolved(config, batch, max_steps)
     eval_sets = trainer_class.build_eval_data(build)
     eval_data = {name: loaders.for_evaluation(name, each) for name, each in eval_sets.items()}
@@ -344,7 +368,7 @@ def assemble(
         batch_plan=batch,
         max_steps=max_steps,
         updater=updater,
-        storage=EventStorage(max_steps=max_steps or None),
+        storage=EventStorage(max_steps=max_steps or None, keeps_media=ranks.mesh.is_first_of_stage),
         hooks=trainer_class.build_hooks(build),
         writers=trainer_class.build_writers(build) if for_training else [],
         folder=folder,
@@ -445,21 +469,24 @@ def _on_first_rank(ranks: Ranks, function: Callable[[], T]) -> T:
 def _resolved(config: RunConfig, batch: BatchPlan, max_steps: int) -> RunConfig:
     """Returns the config with its derived values, as the run's config.yaml has them."""
     folder = config.checkpoint.folder
+    sizes = {
+        "trainer.global_batch_size": batch.global_batch_size,
+        "trainer.micro_batch_size": batch.micro_batch_size,
+    }
     return config.derive(
         {
             # Absolute: the run is found from anywhere.
             "checkpoint.folder": folder if folder is None or is_address(folder) else str(Path(folder).absolute()),
             "trainer.max_steps": max_steps,
-            "trainer.global_batch_size": batch.global_batch_size,
-            "trainer.micro_batch_size": batch.micro_batch_size,
+            **({} if batch.varies else sizes),
         }
     )
 
 
-def _batch_of(config: RunConfig, num_data_ranks: int, *, for_training: bool) -> BatchPlan:
+def _batch_of(config: RunConfig, num_data_ranks: int, *, for_training: bool, makes_batches: bool) -> BatchPlan:
     """Returns the batch sizes; an evaluation may use another number of ranks than the training."""
     if for_training:
-        return resolve_batch(config, num_data_ranks)
+        return resolve_batch(config, num_data_ranks, makes_batches=makes_batches)
     micro = micro_batch_alone(config)
     return BatchPlan(micro * num_data_ranks, micro, 1)
 
@@ -535,6 +562,8 @@ def _find_checkpoint(trainer: Trainer, *, fresh: bool, accept_changes: bool) -> 
         step, saved = store.newest_intact(), run_folders.read_config(folder)
         if step is None:
             cut_back(folder, 0)  # lines of a run that died before its first checkpoint
+            if saved is not None and changed_settings(saved, config):
+                run_folders.forget_run_id(folder)
         elif saved is not None:
             if not accept_changes:
                 reject_changes(saved, config, folder)
@@ -554,7 +583,7 @@ def _resume(trainer: Trainer, config: RunConfig, saved: RunConfig | None, *, cou
     """
     data, step = trainer.train_data, trainer.step
     assert data is not None
-    has_position = not trainer.has_only_weights
+    has_position = not trainer.has_only_weights and not isinstance(data, MadeBatches)
     if has_position and (counts_steps or data.order_position < step * data.global_batch_size):
         trainer.set_max_steps(limits(config, data, steps_done=step)[0])
     renamed = {"name": trainer.config.name, "output_dir": trainer.config.output_dir}

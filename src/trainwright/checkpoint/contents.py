@@ -1,16 +1,18 @@
 """What a checkpoint contains and how it is restored: the only list of a run's state.
 
 Parts: `model` (its state dict), `base` (references to frozen pretrained weights, which `model` lacks), `optimizers`
-(state by parameter name), `training` (step, data position, hooks, events, loss scale, generators). store.py has files
-and commits. A sharded tensor is a DTensor in both directions: saved in shards, and loaded as the region of this rank's
-shard.
+(state by parameter name), `training` (step, data position, hooks, trainer, task, events, loss scale, generators).
+store.py has files and commits. A sharded tensor is a DTensor in both directions: saved in shards, and loaded as the
+region of this rank's shard.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +22,7 @@ from trainwright.checkpoint import base_weights
 from trainwright.checkpoint.encoding import SplitTensor, as_whole, encode, fill, map_tensors, shard_like
 from trainwright.checkpoint.remote_store import AnyStore
 from trainwright.errors import CheckpointError, ConfigError
+from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import is_split, local
 
 logger = logging.getLogger(__name__)
@@ -49,14 +52,16 @@ def collect(
     has_unfinished_step: bool,
     max_steps_at_end: int,
     unclaimed_hook_state: Mapping[str, Any],
+    own_states: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     averaged: tuple[Mapping[str, torch.Tensor], bool] = ({}, False),
     references: Mapping[str, Any] | None = None,
     weights_only: bool = False,
 ) -> dict[str, Any]:
     """Returns a checkpoint's parts. `generators` has one entry per data rank; `events` counts all ranks.
 
-    `averaged` are the averaged weights and whether evaluations use them. `references` is the part `base`: the weights
-    that it names are left out of `model`. With `weights_only` there is no state to resume from.
+    `own_states` are the states of the trainer and the task, by these names, as `merge_states` returns them. `averaged`
+    are the averaged weights and whether evaluations use them. `references` is the part `base`: the weights that it
+    names are left out of `model`. With `weights_only` there is no state to resume from.
     """
     weights = model.state_dict()  # first: FSDP replaces gathered parameters by its sharded ones
     names = _names_by_parameter(model)
@@ -76,6 +81,7 @@ def collect(
             "hooks": {**unclaimed_hook_state, **{key: hook.state_dict() for key, hook in hooks.items()}},
             # After the hooks: tensors that a hook's state has as well are stored once, under the hook's key.
             "averaged": averages,
+            **own_states,
             "events": dict(events),
             "loss_scale": None if loss_scale is None else loss_scale.state_dict(),
             "anomalies": anomalies.state_dict(),
@@ -84,10 +90,137 @@ def collect(
     }
 
 
-def reject_unsavable(hooks: Mapping[str, Stateful]) -> None:
-    """Rejects a hook whose state cannot be saved, before the run rather than at its first save."""
+def reject_unsavable(hooks: Mapping[str, Stateful], owners: Iterable[Stateful] = ()) -> None:
+    """Rejects state that cannot be saved, before the run rather than at its first save.
+
+    `owners` are the trainer and the task, if they have state.
+    """
     for key, hook in hooks.items():
         encode(hook.state_dict(), name=f"hooks.{key}", accepts_shards=True)
+    for owner in owners:
+        encode(state_of(owner), name=f"{type(owner).__name__}.state_dict()", accepts_shards=True)
+
+
+def state_of(owner: Stateful) -> Mapping[str, Any]:
+    """Returns the state of a trainer or a task; raises if it is not a mapping."""
+    state = owner.state_dict()
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"{type(owner).__name__}.state_dict() returned a {type(state).__name__}. Return a dict, such as "
+            "{'count': self.count}."
+        )
+    return state
+
+
+def copy_state(value: Any) -> Any:
+    """Returns a copy of a state, with tensors on their devices, that changes of the original do not affect."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, Mapping):
+        return {key: copy_state(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(copy_state(item) for item in value)
+    return value
+
+
+def merge_states(own: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """Returns the state of a trainer or a task on all data ranks; collective.
+
+    `shared` has what is equal on every rank, and sharded tensors; `by_rank` the rest for each data rank, or nothing if
+    there is no rest. So weights that every rank keeps a copy of are stored once.
+    """
+    if ranks.size == 1:
+        return {"num_ranks": 1, "shared": own, "by_rank": []}
+    leaves = dict(_leaves(own))
+    digests = ranks.gather(_digest(leaves))
+    equal = {path for path, digest in digests[0].items() if all(each.get(path) == digest for each in digests)}
+    different = {path: value for path, value in leaves.items() if path not in equal}
+    by_rank: list[Any] = []
+    if any(each.keys() != equal for each in digests):  # the same answer on every rank
+        to_host = map_tensors(_nest(different), lambda tensor, _: tensor.detach().cpu())
+        by_rank = ranks.gather_samples(to_host)
+    shared = _nest({path: value for path, value in leaves.items() if path in equal})
+    return {"num_ranks": ranks.mesh.num_data_ranks, "shared": shared, "by_rank": by_rank}
+
+
+def restore_state(
+    saved: Mapping[str, Any] | None,
+    owner: Stateful,
+    ranks: Ranks,
+    *,
+    model: torch.nn.Module,
+    accept_changes: bool = False,
+) -> None:
+    """Loads the state of a trainer or a task that `merge_states` returned; tensors are laid out as those of hooks.
+
+    State that differs between ranks belongs to as many ranks as have saved it: with another number it raises. With
+    `accept_changes` rank r then loads that of rank r modulo their number.
+    """
+    name = type(owner).__name__
+    if saved is None:
+        logger.warning("The checkpoint has no state of %s, which starts with its initial state.", name)
+        return
+    mesh, num_ranks, by_rank = ranks.mesh, int(saved["num_ranks"]), saved["by_rank"]
+    if by_rank and num_ranks != mesh.num_data_ranks:
+        keys = ", ".join(dict.fromkeys(str(key) for each in by_rank for key in each))
+        problem = (
+            f"{name}.state_dict(): {keys} differ{'s' * (',' not in keys)} between the {num_ranks} data ranks that "
+            f"saved the checkpoint, but this run has {mesh.num_data_ranks}"
+        )
+        if not accept_changes:
+            raise CheckpointError(
+                f"{problem}. Use {num_ranks} data ranks (runtime.mesh), or continue with --accept-changes: rank r then "
+                f"loads the state of rank r modulo {num_ranks}."
+            )
+        logger.warning("%s: rank r loads the state of rank r modulo %d.", problem, num_ranks)
+    elif num_ranks == 1 and mesh.num_data_ranks > 1:
+        logger.warning(
+            "%s.state_dict() was saved by one data rank: each of the %d ranks loads it.", name, mesh.num_data_ranks
+        )
+    state = _union(saved["shared"], by_rank[mesh.data_rank % num_ranks]) if by_rank else saved["shared"]
+    owner.load_state_dict(lay_out_like(model, state))
+
+
+def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yields every value below nested mappings with its keys; an empty mapping is a value."""
+    if not isinstance(value, Mapping) or not value:
+        yield path, value
+        return
+    for key, item in value.items():
+        yield from _leaves(item, (*path, key))
+
+
+def _nest(leaves: Mapping[tuple[Any, ...], Any]) -> Any:
+    """Returns the nested mappings that have these leaves."""
+    nested: dict[Any, Any] = {}
+    for path, value in leaves.items():
+        if not path:
+            return value
+        inner = nested
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[path[-1]] = value
+    return nested
+
+
+def _union(one: Any, other: Any) -> Any:
+    """Returns the nested mappings with the leaves of both."""
+    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+        return other
+    return {**one, **{key: _union(one[key], item) if key in one else item for key, item in other.items()}}
+
+
+def _digest(leaves: Mapping[tuple[Any, ...], Any]) -> dict[tuple[Any, ...], Any]:
+    """Returns what is equal on two ranks only if the value is; the same for all sharded tensors."""
+    found = {path: encode(value, accepts_shards=True) for path, value in leaves.items()}
+    sums = iter(base_weights.bit_checksums(tensor for each in found.values() for tensor in each.tensors.values()))
+    digests: dict[tuple[Any, ...], Any] = {}
+    for path, each in found.items():
+        tensors = [(str(tensor.dtype), tuple(tensor.shape), next(sums)) for tensor in each.tensors.values()]
+        digests[path] = "sharded" if each.shard_locations else (json.dumps(each.tree), tensors)
+    return digests
 
 
 def generator_state() -> dict[str, Any]:
@@ -307,7 +440,7 @@ def _select_stage(
 
 def with_full_tensors(training: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the part `training` with full tensors, except in the states that have tensors like the parameters."""
-    sharded = ("hooks", "averaged")
+    sharded = ("hooks", "averaged", "trainer", "task")
     full = map_tensors(
         {key: value for key, value in training.items() if key not in sharded}, lambda each, _: as_whole(each)
     )
@@ -317,17 +450,8 @@ def with_full_tensors(training: Mapping[str, Any]) -> dict[str, Any]:
 def restore_hooks(
     state: Mapping[str, Any], hooks: Mapping[str, Stateful], *, model: torch.nn.Module | None = None
 ) -> dict[str, Any]:
-    """Loads hook states; returns those without a hook, which the next checkpoint keeps.
-
-    With `model`, a tensor under a parameter's name with the parameter's shape is sharded like the parameter.
-    """
-    parameters = {} if model is None else dict(model.named_parameters())
-
-    def lay_out(value: torch.Tensor | SplitTensor, key: str) -> Any:
-        own = parameters.get(key)
-        return as_whole(value) if own is None or own.shape != value.shape else shard_like(own, value)
-
-    state = map_tensors(state, lay_out)
+    """Loads hook states; returns those without a hook, which the next checkpoint keeps."""
+    state = lay_out_like(model, state)
     for key, hook in hooks.items():
         if key in state:
             hook.load_state_dict(state[key])
@@ -335,6 +459,20 @@ def restore_hooks(
     if unclaimed:
         logger.warning("The state of hooks that this run does not have is kept: %s", ", ".join(unclaimed))
     return unclaimed
+
+
+def lay_out_like(model: torch.nn.Module | None, state: Any) -> Any:
+    """Returns a state in which a tensor under a parameter's name and with its shape is sharded like the parameter.
+
+    All others are full.
+    """
+    parameters = {} if model is None else dict(model.named_parameters())
+
+    def lay_out(value: torch.Tensor | SplitTensor, key: str) -> Any:
+        own = parameters.get(key)
+        return as_whole(value) if own is None or own.shape != value.shape else shard_like(own, value)
+
+    return map_tensors(state, lay_out)
 
 
 def _names_by_parameter(model: torch.nn.Module) -> dict[int, str]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import base64
 import math
+import random
 import struct
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -236,6 +238,17 @@ ALLOWED = (
     "and dicts (with str or int keys), lists and tuples of them"
 )
 
+_HINTS: Mapping[Any, str] = {
+    (set, frozenset): "a set has no order. Save sorted(...) of it, a list",
+    (deque,): "save list(...) of it",
+    (np.random.Generator,): "save its bit_generator.state, a dict",
+    (random.Random,): "save its getstate(), a tuple",
+    (np.random.RandomState,): "save its get_state(), a tuple",
+    (torch.Generator,): "save its get_state(), a tensor",
+    (torch.nn.Module, torch.optim.Optimizer): "save its state_dict()",
+}
+"""What to save instead of values of these types."""
+
 # The dtypes that safetensors supports since 0.4.5. Others (complex, other floats) are stored as bytes.
 # In the sort order of safetensors, widest first, so that every tensor is aligned to its element size.
 DTYPE_NAMES = {
@@ -331,9 +344,8 @@ class _Encoder:
             return self._encode_sequence(value, path)
         if value is None or isinstance(value, (bool, int, float, str, bytes)):
             return _encode_plain(value)
-        if isinstance(value, (set, frozenset)):
-            raise self._rejection(path, "cannot be saved: a set has no order. Save sorted(...) of it, a list", value)
-        raise self._rejection(path, "cannot be saved", value)
+        hint = next((hint for kinds, hint in _HINTS.items() if isinstance(value, kinds)), None)
+        raise self._rejection(path, "cannot be saved" + ("" if hint is None else f": {hint}"), value)
 
     def _encode_mapping(self, value: Mapping[Any, Any], path: KeyPath) -> dict[str, Any]:
         for key in value:

@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import platform
+import secrets
 import shutil
 import sys
 from pathlib import Path
@@ -30,6 +31,8 @@ LOCK_FILE = ".lock"
 OLD = ".old"
 """The suffix of a folder that --fresh has replaced."""
 _TRAINER = "trainer"  # in environment.json; absent if the config names the trainer
+_RUN_ID = "run_id"
+_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 
 
 def run_folder(config: RunConfig) -> Path:
@@ -156,6 +159,7 @@ def save_settings(folder: Path, config: RunConfig, device: str, *, trainer: str 
         masked.save(folder / CONFIG_FILE)
     # Versions and hardware only: no variables and no paths, which could contain secrets.
     facts = {
+        _RUN_ID: run_id(folder),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": str(torch.__version__),
@@ -165,10 +169,41 @@ def save_settings(folder: Path, config: RunConfig, device: str, *, trainer: str 
     }
     if trainer is not None:
         facts[_TRAINER] = trainer
-    environment = json.dumps(facts, indent=2) + "\n"
-    path = folder / ENVIRONMENT_FILE
-    if not path.exists() or path.read_text(encoding="utf-8") != environment:
-        path.write_text(environment, encoding="utf-8")
+    _write_environment(folder, facts)
+
+
+def run_id(folder: Path) -> str:
+    """Returns the id of the run in a folder, by which services that track runs know it; creates it at the first call.
+
+    It stays the same as long as the folder does: across resumes, numbers of processes and changed settings.
+    """
+    facts = _read_environment(folder)
+    if _RUN_ID not in facts:
+        facts = {_RUN_ID: "".join(secrets.choice(_LETTERS) for _ in range(10)), **facts}
+        _write_environment(folder, facts)
+    return str(facts[_RUN_ID])
+
+
+def forget_run_id(folder: Path) -> None:
+    """Lets the next start create another id: the run begins again, with other settings."""
+    facts = _read_environment(folder)
+    if facts.pop(_RUN_ID, None) is not None:
+        _write_environment(folder, facts)
+
+
+def _read_environment(folder: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads((folder / ENVIRONMENT_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _write_environment(folder: Path, facts: dict[str, str]) -> None:
+    path, text = folder / ENVIRONMENT_FILE, json.dumps(facts, indent=2) + "\n"
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        replacement = path.with_suffix(".json.part")
+        replacement.write_text(text, encoding="utf-8")
+        replacement.replace(path)  # a kill must not lose the id
 
 
 def read_config(folder: Path, *, trust: bool = False) -> RunConfig | None:
@@ -179,10 +214,7 @@ def read_config(folder: Path, *, trust: bool = False) -> RunConfig | None:
 
 def read_trainer(folder: Path) -> str | None:
     """Returns the class that trained a run, or None if it is the one that its config names."""
-    try:
-        return dict(json.loads((folder / ENVIRONMENT_FILE).read_text(encoding="utf-8"))).get(_TRAINER)
-    except (OSError, ValueError, TypeError):
-        return None
+    return _read_environment(folder).get(_TRAINER)
 
 
 def find_run(run_or_checkpoint: Path, *, where: object | None = None) -> tuple[Path, int | None]:

@@ -65,7 +65,7 @@ def components(
         Path, typer.Option(help="The folder (or the run file in it) whose own components are listed too.")
     ] = Path(),
 ) -> None:
-    """List what a run file may name: built-in components and those in your own folders, with their parameters."""
+    """List what a run file may name: built-in components, those of installed packages and those in your own folders."""
     folder = project.parent if project.is_file() else project
     if not folder.is_dir():
         raise ComponentError(f"--project: there is no folder {project}. Pass the folder of your run file.")
@@ -94,7 +94,7 @@ def components(
 
 
 def _show_list(catalogue: Catalogue) -> None:
-    rows = [(entry.kind, entry.type, entry.summary or "–", _parameters(entry)) for entry in catalogue.entries]
+    rows = [(entry.kind, entry.type, _summary(entry), _parameters(entry)) for entry in catalogue.entries]
     if not sys.stdout.isatty():
         show_rows(("kind", "name", "what it is", "parameters"), rows)
     else:
@@ -105,6 +105,11 @@ def _show_list(catalogue: Catalogue) -> None:
             print()
         print("One in full: trainwright components KIND NAME")
     _warn(catalogue)
+
+
+def _summary(entry: Entry) -> str:
+    origin = f" (from {entry.distribution})" if entry.distribution else ""
+    return f"{entry.summary or '–'}{origin}"
 
 
 def _warn(catalogue: Catalogue) -> None:
@@ -146,6 +151,8 @@ def _presets(entry: Entry) -> Mapping[str, int]:
 def _show_one(entry: Entry) -> None:
     print(f"{entry.kind} {entry.type}   {entry.location}\n")
     print(entry.doc or "It has no docstring.")
+    if entry.distribution:
+        print(f"\nInstalled with {entry.distribution}.")
     parameters = _all_parameters(entry)
     if parameters:
         print("\nParameters:")

@@ -78,4 +78,5 @@ def _check_ranks(config: RunConfig, job: SlurmJob, *, has_gpus: bool) -> None:
             where=config.origin("runtime.device"),
         )
     axes = resolve_mesh(config, job.nodes * job.processes)
-    resolve_batch(config, axes["replicate"] * axes["fsdp"])
+    if config.data.train is not None:  # otherwise the trainer may make batches of any size
+        resolve_batch(config, axes["replicate"] * axes["fsdp"])

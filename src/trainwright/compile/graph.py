@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainwright.backends import Backend, Capture
 from trainwright.backends.backend import Recording
-from trainwright.backends.private_torch import tree_flatten, tree_flatten_with_path, tree_unflatten
+from trainwright.backends.private_torch import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from trainwright.compile.guards import (
     SCALARS,
     Change,
@@ -177,6 +177,8 @@ class GraphStep:
         for optimizer in self._captured:
             sync_captured_rates(optimizer)
         inputs, signature, rebuild = _take_apart(batch, num_samples)
+        if any(each.requires_grad for each in inputs):
+            _reject_gradients(batch)
         graph = self._graphs.get(signature) if signature is not None else None
         if graph is not None and self._is_valid(graph):
             if graph.reads_step_tensor:
@@ -441,6 +443,16 @@ def _non_tensors(batch: Any) -> str:
     leaves, _ = tree_flatten_with_path(batch)
     found = {str(path[0]) if path else "": type(leaf).__name__ for path, leaf in leaves if not isinstance(leaf, Tensor)}
     return ", ".join(f"{name.strip('[]')} ({kind})" for name, kind in found.items())
+
+
+def _reject_gradients(batch: Any) -> NoReturn:
+    """Raises for a batch whose tensors require gradients: a graph reads copies of them."""
+    leaves, _ = tree_flatten_with_path(batch)
+    names = [keystr(path).strip("[]'") for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    raise TrainwrightError(
+        f"runtime.mode graph: the batch has tensors that require gradients ({', '.join(names)}), but a graph reads "
+        "copies of them. Compute them in forward, or use mode eager or compile."
+    )
 
 
 def _reader(value: Any, tensors: list[Tensor]) -> Fill:

@@ -111,9 +111,10 @@ class Fingerprint:
         self._tables: list[tuple[str, Mapping[Any, Any]]] = []
         self._rows: list[tuple[str, Iterable[Any]]] = []
         self._tensors: list[tuple[str, Tensor]] = []
-        self._seen: set[int] = set()
         objects = self._objects
         model, task = objects.trainer.model, objects.trainer.task
+        # A script may hold the trainer in a global, whose attributes are not the user's.
+        self._seen: set[int] = {id(objects.trainer), id(task)}
         self._add_modules(type(model).__name__, model, is_root=True)
         if hasattr(task, "__dict__"):
             self._add_table("task", vars(task))

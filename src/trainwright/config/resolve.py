@@ -21,6 +21,16 @@ class BatchPlan:
     global_batch_size: int
     micro_batch_size: int
     gradient_accumulation_steps: int
+    varies: bool = False
+    """True if a batch has as many samples as `next_train_inputs` returns; then the sizes are those of evaluations."""
+    splits_by_size: bool = False
+    """With `varies`: whether a batch is split into micro-batches of at most `micro_batch_size` samples."""
+
+    def num_micro_batches(self, num_samples: int) -> int:
+        """Return the number of micro-batches of a rank's batch with this number of samples."""
+        if not self.splits_by_size:
+            return self.gradient_accumulation_steps
+        return max(math.ceil(num_samples / self.micro_batch_size), 1)
 
 
 def resolve_mesh(config: RunConfig, world_size: int) -> dict[str, int]:
@@ -53,10 +63,11 @@ def known_data_ranks(config: RunConfig) -> int:
     return math.prod(size for size in axes if size is not None and size > 0)
 
 
-def resolve_batch(config: RunConfig, data_ranks: int) -> BatchPlan:
+def resolve_batch(config: RunConfig, data_ranks: int, *, makes_batches: bool = False) -> BatchPlan:
     """Return the three batch sizes: missing ones are derived, a contradiction raises.
 
-    With micro_batch_size: auto it is the upper limit: the rank's whole batch in one forward.
+    With micro_batch_size: auto it is the upper limit: the rank's whole batch in one forward. If the trainer
+    `makes_batches` without a dataset and the settings do not determine the number of samples, it varies.
     """
     trainer = config.trainer
     total, micro, steps = trainer.global_batch_size, _given_micro_batch(config), trainer.gradient_accumulation_steps
@@ -64,6 +75,9 @@ def resolve_batch(config: RunConfig, data_ranks: int) -> BatchPlan:
         problem = f"trainer.gradient_accumulation_steps: {steps} fixes the size that micro_batch_size: auto searches."
         where = config.origin("trainer.gradient_accumulation_steps")
         raise ConfigError(f"{problem} Remove one of them.", where=where)
+    if makes_batches and total is None and (micro is None or steps is None):
+        assumed = micro or DEFAULT_GLOBAL_BATCH_SIZE
+        return BatchPlan(assumed * data_ranks * (steps or 1), assumed, steps or 1, True, micro is not None)
     if total is None and micro is not None:
         return BatchPlan(micro * data_ranks * (steps or 1), micro, steps or 1)
     total = total or DEFAULT_GLOBAL_BATCH_SIZE

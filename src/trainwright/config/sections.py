@@ -185,7 +185,7 @@ class DataSection(Section):
     """Datasets, and how samples become batches."""
 
     train: Component | None = None
-    """The training set; None if a task or a trainer builds it."""
+    """The training set; None if a task or a trainer builds it, or if next_train_inputs makes the batches."""
     eval: Annotated[Frozen[Component], BeforeValidator(_named_sets)] = Field(default_factory=Frozen)
     """The named evaluation sets. One bare component is named `eval`. Empty: no evaluation."""
     test: Component | None = None
@@ -251,9 +251,11 @@ class TrainerSection(Section):
     max_tokens: Count | None = None
     """Tokens over all ranks."""
     global_batch_size: Count | None = None
-    """Samples per update over all ranks; None: derived from the next two, or 32."""
+    """Samples per update over all ranks; None: derived from the next two, or 32. Without a dataset None allows any
+    number."""
     micro_batch_size: MicroBatch = None
-    """Samples per forward on one rank; auto: the largest that fits into memory; None: derived."""
+    """Samples per forward on one rank; auto: the largest that fits into memory; None: derived. Without a dataset it is
+    the maximum."""
     gradient_accumulation_steps: Count | None = None
     """Forwards per update on one rank; None: derived, or 1."""
     max_grad_norm: Positive | None = None

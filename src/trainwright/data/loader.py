@@ -1,6 +1,7 @@
 """Batches by global position, for training (endless, shuffled) and evaluation (once, in order).
 
-order.py defines which index is at which position; streams have stream_loader.py.
+`MadeBatches` stands for a dataset where the trainer makes the batches. order.py defines which index is at which
+position; streams have stream_loader.py.
 """
 
 from __future__ import annotations
@@ -315,6 +316,7 @@ class TrainData(BatchLoader):
 
         After a rollback in the same process, positions that were skipped since the state was saved stay skipped.
         """
+        reject_made_batches(state)
         if "progress" in state:
             raise DataError("data.train has an index, but the checkpoint was saved with a stream.")
         self.samples_seen = self.order_position = int(state["position"])
@@ -331,6 +333,115 @@ class TrainData(BatchLoader):
             logger.warning("%s: samples of this epoch may be repeated or omitted.", problem)
         elif state.get("global_batch_size") != self.global_batch_size and type(self.order) is not Order:
             logger.warning("The order depends on the batch size: samples of this epoch may be repeated or omitted.")
+
+
+class MadeBatches(BatchLoader):
+    """The training data of a run without a dataset: `Trainer.next_train_inputs` makes each batch itself.
+
+    It counts the samples; there are no epochs.
+    """
+
+    epoch = 0
+    num_samples: int | None = None
+
+    def __init__(
+        self,
+        *,
+        varies: bool,
+        sum_counts: Callable[..., tuple[int, ...]],
+        origin_of: Callable[[str], object] = lambda setting: None,
+        **common: Any,
+    ) -> None:
+        """If the number of samples `varies`, batches may have any; otherwise each has `global_batch_size`.
+
+        `sum_counts` sums counts of samples over the ranks; `origin_of` returns where a setting is written, for errors.
+        """
+        super().__init__(None, **common)
+        self._varies = varies
+        self.samples_seen = 0
+        """Samples of all batches so far, over all ranks."""
+        self.batch_positions = (0, 0)
+        self.has_ended = False
+        """True if `next_train_inputs` has raised StopIteration on some rank."""
+        self.counts: dict[str, int] = {}
+        self._sum_counts = sum_counts
+        self._origin_of = origin_of
+
+    @property
+    def order_position(self) -> int:
+        """The samples so far: batches have no other order."""
+        return self.samples_seen
+
+    def batches(self, to_device: ToDevice) -> Generator[Any, None, None]:
+        """Returns a generator that raises at the first `next`: there is nothing to fetch."""
+        self.has_ended = False
+        return self._nothing()
+
+    def _nothing(self) -> Generator[Any, None, None]:
+        yield from ()
+        raise DataError(
+            "data.train: there is no dataset, so next(iterator) has no batch. Make the batch in next_train_inputs "
+            "without the iterator, or name a dataset.",
+            where=self._origin_of("data.train"),
+        )
+
+    def add_batch(self, num_samples: int | None) -> list[int] | None:
+        """Counts a batch of this rank; returns the number of samples of each data rank. Collective.
+
+        None stands for a rank whose `next_train_inputs` has ended; then it returns None on every rank.
+        """
+        own = 0 if num_samples is None else num_samples + 1
+        rank, num_ranks = self.view.rank, self.view.size
+        totals = self._sum_counts(*(own if number == rank else 0 for number in range(num_ranks)))
+        self.has_ended = 0 in totals
+        if self.has_ended:
+            return None
+        counts = [total - 1 for total in totals]
+        if not any(counts):
+            raise DataError("next_train_inputs returned a batch without samples: dim 0 of its tensors is 0.")
+        expected = self.global_batch_size // num_ranks
+        wrong = [number for number, count in enumerate(counts) if count != expected]
+        if wrong and not self._varies:
+            on_rank = f" on data rank {wrong[0]}" if num_ranks > 1 else ""
+            each = f", {expected} for each of {num_ranks} data ranks" if num_ranks > 1 else ""
+            raise DataError(
+                f"trainer.global_batch_size: {self.global_batch_size} samples{each}, but next_train_inputs returned "
+                f"{counts[wrong[0]]}{on_rank} (dim 0 of its tensors). Return {expected}, or set global_batch_size: "
+                "null for batches of any size.",
+                where=self._origin_of("trainer.global_batch_size"),
+            )
+        start, self.samples_seen = self.samples_seen, self.samples_seen + sum(counts)
+        self.batch_num_samples, self.batch_positions = own - 1, (start, self.samples_seen)
+        return counts
+
+    def skip_positions(self, start: int, stop: int) -> None:
+        """Not called: without a dataset a rollback is rejected."""
+        raise AssertionError("a batch that next_train_inputs makes cannot be skipped")
+
+    def samples_at(self, start: int, stop: int) -> list[int] | None:
+        """Returns None: the samples have no index."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the number of samples so far."""
+        return {"position": self.samples_seen, "made": True}
+
+    @staticmethod
+    def merge_states(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Merges the ranks' states, which are all equal."""
+        return states[0]
+
+    def load_state_dict(self, state: Mapping[str, Any], *, accept_changes: bool = False) -> None:
+        """Continues to count; the state of what makes the batches is the trainer's."""
+        if "made" not in state:
+            raise DataError("data.train is null, but the checkpoint was saved with a dataset.")
+        self.samples_seen = int(state["position"])
+
+
+def reject_made_batches(state: Mapping[str, Any]) -> None:
+    """Rejects the saved state of a run without a dataset."""
+    if "made" in state:
+        raise DataError("data.train is a dataset, but the checkpoint was saved without one (data.train: null).")
 
 
 class EvalData(BatchLoader):

@@ -15,11 +15,20 @@ from typing import Any, TypeAlias
 from trainwright.data.collators import reject_lists
 from trainwright.data.fetch import Fetched, View
 from trainwright.data.file_list import reject_changed_files
-from trainwright.data.loader import BatchLoader, EvalData, SkippedPositions, ToDevice, TrainData, host_batches
+from trainwright.data.loader import (
+    BatchLoader,
+    EvalData,
+    MadeBatches,
+    SkippedPositions,
+    ToDevice,
+    TrainData,
+    host_batches,
+    reject_made_batches,
+)
 from trainwright.data.streams import Cursor, LaneFetcher, LaneLayout, LaneRequest, StreamReading, choose_layout
 from trainwright.errors import DataError
 
-TrainingData: TypeAlias = "TrainData | StreamData"
+TrainingData: TypeAlias = "TrainData | StreamData | MadeBatches"
 EvaluationData: TypeAlias = "EvalData | EvalStream"
 
 SumCounts = Callable[..., tuple[int, ...]]
@@ -243,6 +252,7 @@ class StreamData(BatchLoader):
 
         After a rollback in the same process, positions that were skipped since the state was saved stay skipped.
         """
+        reject_made_batches(state)
         if "progress" not in state:
             raise DataError("data.train is a stream, but the checkpoint was saved with data that has an index.")
         if self.global_batch_size < state["progress"]["columns"]:

@@ -52,6 +52,8 @@ class TimeSteps(Hook):
         seconds, self._clock = now - self._clock, now
         # By position: a step may use several batches, and the last one may be smaller.
         samples = self._data.samples_seen - self._position
+        if not samples:  # a batch that was made without fetching one
+            samples = self.trainer.batch.num_samples * self.trainer.ranks.mesh.num_data_ranks
         storage, batch = self.trainer.storage, self.trainer.batch.value
         # Means: the rate of a window is all its samples over all its seconds, not a mean of rates.
         storage.put_metric("seconds_per_step", Mean(seconds, 1.0), 1.0)

@@ -12,16 +12,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from trainwright.checkpoint.background import BackgroundSaver
 from trainwright.checkpoint.remote_files import RemotePath
 from trainwright.checkpoint.remote_store import AnyStore
 from trainwright.checkpoint.retention import Retention, best_step, is_better
-from trainwright.checkpoint.together import Together, encode_share, reject_unshared_folder
+from trainwright.checkpoint.together import Together, encode_share, ranks_without_folder, reject_unshared_folder
 from trainwright.config import CheckpointSection, KeepBest
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.parallel.collectives import Notes, Ranks
 
 logger = logging.getLogger(__name__)
+
+SHARED_BYTES = 2**28
+"""The size of the trained weights from which the ranks of a replicated model share the writing of a checkpoint."""
 
 
 class BestCheckpoint:
@@ -64,8 +69,8 @@ class BestCheckpoint:
 class Checkpointing:
     """The saves of a run: when one is due, the one in progress, and whether it was committed.
 
-    Every rank calls the same methods in the same order. The first rank writes; if the model is sharded, each rank
-    writes its shards and the first one commits. The other ranks learn the result of a save through the votes of the
+    Every rank calls the same methods in the same order. The first rank writes; of a sharded or a large model each rank
+    writes a share and the first one commits. The other ranks learn the result of a save through the votes of the
     following steps, or at the next save, whichever comes first.
     """
 
@@ -75,6 +80,8 @@ class Checkpointing:
         self._ranks = ranks
         self._notes: Notes | None = None
         self._together: Together | None = None
+        self._writes_alone = False
+        """True if the ranks of a large replicated model do not share the folder."""
         self._saver = self._make_saver()
         self.pending_step: int | None = None
         """The step of the save in progress."""
@@ -85,21 +92,34 @@ class Checkpointing:
         """On the first rank: why saving has failed for good."""
         self._saved_at = time.monotonic()
 
-    def prepare(self) -> None:
-        """Prepares a sharded model's ranks to save together; collective.
+    def prepare(self, model: torch.nn.Module) -> None:
+        """Prepares the ranks to save a sharded or a large model together; collective.
 
-        Raises if not all ranks see the checkpoints folder.
+        Raises if the ranks of a sharded model do not all see the checkpoints folder. If those of a replicated one do
+        not, the first rank writes alone.
         """
-        if not self._ranks.mesh.is_split or self._together is not None:
+        if self._together is not None or self._ranks.size == 1:
             return
-        reject_unshared_folder(self._store, self._ranks)
+        if self._ranks.mesh.is_split:
+            reject_unshared_folder(self._store, self._ranks)
+        elif self._writes_alone or _trained_bytes(model) < SHARED_BYTES:
+            return
+        else:
+            try:
+                blind = ranks_without_folder(self._store, self._ranks)
+            except CheckpointError:  # the first save raises it
+                blind = [0]
+            self._writes_alone = bool(blind)
+            if blind:
+                logger.info("Rank 0 writes checkpoints alone: rank %s does not see its folder.", blind[0])
+                return
         # A unique topic: a process may train several times, and notes stay.
         self._notes = Notes(self._ranks.broadcast(f"checkpoints-{secrets.token_hex(4)}"))
         self._together = Together(self._ranks.rank, self._ranks.size, self._notes)
         self._saver = self._make_saver()
 
     def _make_saver(self) -> BackgroundSaver | None:
-        if (self._together is None) if self._ranks.mesh.is_split else not self._ranks.is_first:
+        if self._together is None and (self._ranks.mesh.is_split or not self._ranks.is_first):
             return None
         return BackgroundSaver(
             self._store,
@@ -193,3 +213,7 @@ class Checkpointing:
             self._notes.close()
             self._notes = self._together = None
         self._saver = self._make_saver()  # `save()` may be called after the run
+
+
+def _trained_bytes(model: torch.nn.Module) -> int:
+    return sum(each.nbytes for each in model.parameters() if each.requires_grad)

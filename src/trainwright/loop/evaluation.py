@@ -10,7 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -223,11 +223,16 @@ class Evaluator:
         stop_signal = self._stop_signal if can_be_abandoned else None
         one_pass = _Pass(trainer, self._metrics, stop_signal=stop_signal, garbage=self._garbage)
         failure: Exception | None = None
-        with EventStorage() as puts, closing(data.batches(trainer.backend.to_device)) as iterator:
+        with (
+            EventStorage(keeps_media=ranks.mesh.is_first_of_stage) as puts,
+            closing(data.batches(trainer.backend.to_device)) as iterator,
+        ):
             puts.step = trainer.state.step
-            _together(ranks, one_pass.begin)
             try:
-                one_pass.run(iterator, data)
+                # eval_end is outside: what it keeps, such as the best value so far, is not undone.
+                with ExitStack() as preserved:
+                    _together(ranks, lambda: one_pass.begin(preserved))
+                    one_pass.run(iterator, data)
             except Exception as error:
                 if one_pass.failed_in_forward and not one_pass.have_all_failed():
                     ranks.go_alone()  # the others wait in a forward for this rank's shard of the model
@@ -242,6 +247,7 @@ class Evaluator:
             if ranks.mesh.is_split:
                 puts.gather_shards(ranks.gather)
             put = summarise(merge(ranks.gather(puts.take_window())))
+            trainer.storage.adopt_media(puts, prefix=f"{data.name}/")
         averages = one_pass.averages.over_ranks(ranks)
         fewest = min(updates for updates, _ in shares if updates is not None)
         computed = _compute(self._metrics, ranks, fewest, data)
@@ -292,8 +298,9 @@ class _Pass:
         self._late: Exception | None = None
         """What failed after a forward of a sharded model; the other ranks learn of it before the next one."""
 
-    def begin(self) -> None:
-        """Resets the metrics and calls `eval_begin`."""
+    def begin(self, preserved: ExitStack) -> None:
+        """Resets the metrics and calls `eval_begin`; `preserved` restores the state of the trainer at its end."""
+        preserved.enter_context(self._trainer.preserve_state())
         for metric in self._metrics:
             metric.metric.reset()
         self._trainer.eval_begin()

@@ -16,7 +16,7 @@ import torch
 
 from trainwright.errors import ConfigError
 from trainwright.user_code.locations import location_of
-from trainwright.user_code.methods import reject_uncalled
+from trainwright.user_code.methods import reject_half_state, reject_uncalled
 from trainwright.user_code.signatures import reject_wrong_call
 
 if TYPE_CHECKING:
@@ -135,6 +135,7 @@ class HookCalls:
         for hook in self.hooks:
             _check_is_hook(hook)
             _reject_misspelt(hook)
+            reject_half_state(type(hook), Hook)
             own = [event for event in HOOK_EVENTS if _overrides(hook, event)]
             reject_uncalled(hook, Hook, HOOK_EVENTS, overrides=own)
             for event in own:

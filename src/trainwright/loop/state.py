@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
-from trainwright.backends.private_torch import tree_leaves, tree_map, tree_map_only
+from trainwright.backends.private_torch import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_map_only
 from trainwright.errors import DataError
 
 SCALARS = (str, bytes, bool, int, float, type(None))
@@ -78,21 +79,25 @@ class Batch:
     """The weight of a plain loss or metric. 0 on a rank that repeats a sample only to take part in collectives."""
 
 
-def count_samples(value: Any, fetched: Batch) -> int:
+def count_samples(value: Any, fetched: Batch | None) -> int:
     """Returns the number of samples of a batch that `next_train_inputs` returned.
 
-    `fetched` is the last batch of the iterator. Its count holds for a batch with the same dim 0; for other batches dim
-    0 of the tensors is the number of samples.
+    `fetched` is the last batch that the iterator returned in this step. Its count holds for a batch with the same
+    dim 0; for other batches dim 0 of the tensors is the number of samples. A batch without a dim 0 is one sample, if
+    nothing was fetched.
     """
-    if value is fetched.value:
+    rows = num_rows(value)
+    if fetched is None:
+        return 1 if rows is None else rows
+    if value is fetched.value or rows is None or rows == num_rows(fetched.value):
         return fetched.num_samples
-    rows, fetched_rows = _num_rows(value), _num_rows(fetched.value)
-    return fetched.num_samples if rows is None or rows == fetched_rows else rows
+    return rows
 
 
-def _num_rows(value: Any) -> int | None:
-    tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.ndim > 0)
-    first = next(tensors, None)
+def num_rows(value: Any) -> int | None:
+    """Returns dim 0 of the first tensor or array of a batch that has one; None if there is none."""
+    leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0)
+    first = next(leaves, None)
     return None if first is None else first.shape[0]
 
 
@@ -115,6 +120,18 @@ def split_batch(batch: Batch, num_micro_batches: int, collator: Callable[..., An
         # A micro-batch without samples repeats the first one with weight 0.
         rows = slice(start, stop) if stop > start else slice(0, 1)
         yield Batch(_select(batch.value, length, rows), stop - start)
+
+
+def reject_graph(batch: Any, num_micro_batches: int) -> None:
+    """Rejects a batch to be split that was computed with gradients: the first backward would free its graph."""
+    leaves, _ = tree_flatten_with_path(batch)
+    names = [keystr(path).strip("[]'") for path, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn]
+    if names:
+        raise DataError(
+            f"The batch of next_train_inputs has a graph ({', '.join(names)}), so it cannot be split into "
+            f"{num_micro_batches} micro-batches: the backward of the first would free it. Compute it in forward, or "
+            "set trainer.micro_batch_size and gradient_accumulation_steps to null."
+        )
 
 
 def _select(batch: Any, length: int, rows: slice) -> Any:

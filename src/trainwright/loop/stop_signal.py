@@ -48,6 +48,11 @@ class StopSignal:
         """
         self.reasons.setdefault(request, reason)
 
+    def reset(self) -> None:
+        """Forgets all requests and decisions."""
+        self.reasons.clear()
+        self._shared_reason, self.decided, self._has_raised_flag = None, StopRequest.NONE, False
+
     def decide(self, request: StopRequest) -> None:
         """Decides for all ranks; every rank calls it with the same request."""
         self.decided = StopRequest(max(self.decided, request))

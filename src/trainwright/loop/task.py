@@ -66,6 +66,13 @@ class Task:
         """Returns the final logs of an evaluation from the aggregated state."""
         return {}
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run needs of this object; see `Trainer.state_dict`."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores `state_dict`; see `Trainer.load_state_dict`."""
+
 
 @constant_in_compiled_code
 def _accepts_labels(forward: Callable[..., Any]) -> bool:

@@ -32,7 +32,7 @@ from trainwright.checkpoint.encoding import map_tensors
 from trainwright.checkpoint.remote_files import RemotePath
 from trainwright.checkpoint.remote_store import AnyStore
 from trainwright.checkpoint.retention import metrics_by_step
-from trainwright.checkpoint.run_folder import FolderLock
+from trainwright.checkpoint.run_folder import FolderLock, run_id
 from trainwright.compile.graph import GraphStep, StepTensor
 from trainwright.compile.guards import GuardedObjects, has_user_code_between_steps
 from trainwright.compile.regions import (
@@ -43,6 +43,7 @@ from trainwright.compile.regions import (
     user_files_of,
 )
 from trainwright.config import BatchPlan, RunConfig
+from trainwright.data.loader import MadeBatches
 from trainwright.data.order import chain_seed
 from trainwright.data.stream_loader import EvaluationData, TrainingData
 from trainwright.errors import (
@@ -56,6 +57,7 @@ from trainwright.errors import (
 )
 from trainwright.events import EventStorage, Mean
 from trainwright.events.mean import IGNORED_LABEL, Window, merge, summarise
+from trainwright.events.media import merge_media
 from trainwright.events.storage import full_logs
 from trainwright.log import outlive_console
 from trainwright.loop.checkpointing import BestCheckpoint, Checkpointing
@@ -64,7 +66,8 @@ from trainwright.loop.heartbeat import Heartbeat
 from trainwright.loop.hook import HOOK_EVENTS, Hook, HookCalls, call_each
 from trainwright.loop.metrics import ConfiguredMetric
 from trainwright.loop.outputs import ForwardResult, explain_failure, full_loss, read_forward, reject_ignored_labels
-from trainwright.loop.state import Batch, RunState, count_samples, split_batch
+from trainwright.loop.outside_model import reject_outside, user_attributes
+from trainwright.loop.state import Batch, RunState, count_samples, reject_graph, split_batch
 from trainwright.loop.stop_signal import StopRequest, StopSignal
 from trainwright.loop.task import Task, overrides
 from trainwright.loop.update import StepResult, Update, Updater
@@ -75,7 +78,7 @@ from trainwright.parallel.replicate import copy_from_first
 from trainwright.user_code.constructors import check_constructed, reject_missing_context, reject_unknown_arguments
 from trainwright.user_code.locations import is_user_code
 from trainwright.user_code.signatures import reject_mismatch
-from trainwright.writers.writer import Writer
+from trainwright.writers.writer import RunInfo, Writer, unstored_media
 
 if TYPE_CHECKING:
     from trainwright.parallel.mixed_tensors import GatherMixed
@@ -230,6 +233,9 @@ class Trainer:
         self._best = BestCheckpoint(config.checkpoint.keep_best, where=config.origin("checkpoint.keep_best.metric"))
         self._updater, self._writers = context.updater, context.writers
         self._hook_calls = HookCalls(context.hooks)
+        owners: dict[str, tuple[contents.Stateful, type]] = {"trainer": (self, Trainer), "task": (task, Task)}
+        self._stateful = {name: each for name, (each, kind) in owners.items() if overrides(each, "state_dict", kind)}
+        """The trainer and the task, if they have state."""
         self._stop_signal = StopSignal(self.ranks)
         self._checkpointing = Checkpointing(config.checkpoint, context.store, self.ranks)
         self._anomalies = AnomalyResponse(
@@ -241,7 +247,9 @@ class Trainer:
         self._updates: list[Update] = []
         """The updates that this step has begun."""
         self._is_training = False
-        self._has_warned_of_loss = False
+        self._has_warned_of_loss = self._has_warned_of_optimizers = False
+        self._unstored_media: set[str] = set()
+        """What the log has warned of: no writer stores it."""
         self._next_due = 0
         """Steps before this one have nothing due by the config's periods."""
         self._data_start = 0
@@ -322,6 +330,20 @@ class Trainer:
 
     def post_init(self) -> None:
         """Called at the end of construction, before any state is restored."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run needs of this object: nested dicts and lists of numbers, strings and tensors.
+
+        It is saved with each checkpoint, for each data rank, and loaded back after each evaluation set, so that an
+        evaluation does not change it. No `super()` is needed.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores `state_dict`: after `post_init` and before `before_train`, and again after a rollback.
+
+        Tensors of a checkpoint come in main memory: move them to `self.device`.
+        """
 
     # What user code may read.
 
@@ -425,6 +447,15 @@ class Trainer:
         """The hooks, in the order in which they are called."""
         return self._hook_calls.hooks
 
+    def hook_states(self) -> dict[str, Hook]:
+        """Returns the hooks by the keys of their states in a checkpoint."""
+        return self._hook_calls.keyed()
+
+    @property
+    def own_attributes(self) -> frozenset[str]:
+        """The names of the attributes that every trainer has; all others are the user's."""
+        return self._own_attributes
+
     @property
     def folder(self) -> Path:
         """The run folder."""
@@ -443,7 +474,11 @@ class Trainer:
     # Inputs.
 
     def next_train_inputs(self, iterator: Iterator[Any]) -> Any:
-        """Returns the batch of the next update; each `next` is one global batch, already on the device."""
+        """Returns the batch of the next update; each `next` is one global batch, already on the device.
+
+        Without a dataset (`data.train: null`) an override makes the batch; dim 0 of its tensors is the number of
+        samples.
+        """
         return next(iterator)
 
     def next_eval_inputs(self, iterator: Iterator[Any]) -> tuple[Any, dict[str, Any]]:
@@ -501,11 +536,31 @@ class Trainer:
             return
         assert self.train_data is not None
         whole = Batch(batch, self._batch.num_samples)
+        if overrides(self, "next_train_inputs", Trainer):
+            reject_graph(batch, self.num_micro_batches)
         micro_batches = split_batch(whole, self.num_micro_batches, self.train_data.collator)
         for micro_batch in islice(micro_batches, self._max_micro_batches):
             self._make_current(micro_batch)
             yield micro_batch.value
         self._make_current(whole)
+
+    def _read_batch(self, value: Any, fetched: Batch | None) -> Batch:
+        """Returns a batch of an overridden `next_train_inputs`, with its number of samples.
+
+        `fetched` is the last batch that it fetched in this step, None if it made the batch without one. Such a batch
+        may have any number of samples; the ranks then agree on the size of the update and on the number of
+        micro-batches. Raises StopIteration if another rank has none.
+        """
+        num_samples = count_samples(value, fetched)
+        if fetched is None:
+            value = next(iter(self.backend.to_device(iter([value]))))
+        if isinstance(self.train_data, MadeBatches):
+            counts = self.train_data.add_batch(num_samples)
+            if counts is None:
+                raise StopIteration
+            self._updater.global_batch_size = sum(counts)
+            self.num_micro_batches = self.context.batch_plan.num_micro_batches(max(counts))
+        return Batch(value, num_samples)
 
     def _make_current(self, batch: Batch) -> None:
         self._batch = batch
@@ -628,18 +683,23 @@ class Trainer:
                     for call in self._hook_calls.before_step:
                         call()
                 self.heartbeat.enter("data", state.step + 1)
-                self._data_start = data.order_position
+                self._data_start, before = data.order_position, iterator.fetched
                 try:
                     batch = self.next_train_inputs(iterator)
+                    fetched = iterator.fetched
+                    if batch is not fetched.value:
+                        fetched = self._read_batch(batch, None if fetched is before else fetched)
+                        batch = fetched.value
                 except StopIteration:
+                    if isinstance(data, MadeBatches) and not data.has_ended:
+                        data.add_batch(None)  # the other ranks learn of it there
                     if self._respond_to_anomalies():  # one that was not checked for yet
                         self._continue_after_rollback(iterator, graph)
                         continue
                     self._end_with_data()
                     break
                 self.heartbeat.enter("step")
-                fetched = iterator.fetched
-                self._batch = fetched if batch is fetched.value else Batch(batch, count_samples(batch, fetched))
+                self._batch = fetched
                 if self._updater.detector is not None:
                     self._updater.detector.positions = (self._data_start, data.order_position)
                 num_samples = self._batch.num_samples
@@ -696,7 +756,7 @@ class Trainer:
         self.heartbeat.enter("save", state.step)
         state.save_requested = state.save_requested_here = False
         self._finish_save()
-        self._checkpointing.prepare()
+        self._checkpointing.prepare(self.model)
         self._checkpointing.start_save(state.step, self._collect_state(), metrics=state.step_eval_logs)
         if not self._is_training:
             self._finish_save(must_succeed=True)
@@ -744,8 +804,9 @@ class Trainer:
         self.num_micro_batches, self._max_micro_batches = number, limit
 
     def reopen(self) -> None:
-        """Lets a run that was stopped continue: its settings have changed."""
+        """Lets a run that was stopped continue."""
         self._state.max_steps_at_end = 0
+        self._stop_signal.reset()
 
     def skip_evaluation(self) -> None:
         """Evaluates nothing during `train`."""
@@ -780,14 +841,16 @@ class Trainer:
         self._state.restore_evaluation(metrics.get(step, {}))
 
     def load_weights(self, step: int, weights: str | None = None) -> None:
-        """Loads the weights of a checkpoint, and its hooks' state, for an evaluation.
+        """Loads the weights of a checkpoint, and the state of hooks, trainer and task, for an evaluation.
 
         `weights` is "ema", "raw", or None for those that the run's evaluations use.
         """
         self._load_weights(step, weights)
         with self.ranks.failing_together():
-            hooks = self.context.store.read_split(step, "training")["hooks"]
-            contents.restore_hooks(hooks, self._hook_calls.keyed(), model=self.model)
+            training = self.context.store.read_split(step, "training")
+            contents.restore_hooks(training["hooks"], self._hook_calls.keyed(), model=self.model)
+            if not contents.has_only_weights(self.context.store, step):
+                self._restore_own_states(training, accept_changes=True)
         self._state.step = step
 
     def _load_weights(self, step: int, weights: str | None) -> None:
@@ -807,14 +870,15 @@ class Trainer:
         hooks = self._hook_calls
         with outlive_console(), FolderLock(self.folder, enabled=self.ranks.is_first), self.storage, self._garbage:
             try:
+                self._begin_writing()
                 hooks.call("before_train")
-                contents.reject_unsavable(hooks.keyed())
+                contents.reject_unsavable(hooks.keyed(), self._stateful.values())
                 if self._saved_generators is not None:  # only now: a hook may draw numbers in before_train
                     contents.restore_generators(self._saved_generators)
                 if self._anomalies.may_roll_back:
                     self._take_snapshot()  # there may be no checkpoint yet
                 self._stop_signal.begin()
-                self._checkpointing.prepare()
+                self._checkpointing.prepare(self.model)
                 self._is_training = True
                 yield
                 self._is_training = False
@@ -836,6 +900,23 @@ class Trainer:
                 # A failure to close must hide neither the run's own error nor prevent the others from closing.
                 for problem in [*hooks.call_all("close"), *call_each([each.close for each in self._writers])]:
                     logger.error("A hook or writer failed to close: %s", problem)
+
+    def _begin_writing(self) -> None:
+        """Announces the run to the writers, which exist on the first rank."""
+        if not self._writers:
+            return
+        state = self._state
+        run = RunInfo(
+            config=self.config.masked(),
+            name=self.config.name,
+            id=run_id(self.folder),
+            folder=self.folder,
+            # A step that was saved before it was written is written again.
+            step=state.step - state.has_unfinished_step,
+            is_resumed=state.step > 0,
+        )
+        for writer in self._writers:
+            writer.begin(run)
 
     def _explain_memory(self, error: Exception) -> OutOfMemory:
         """Writes what holds the memory and which settings could change it; returns an error that says so."""
@@ -907,6 +988,7 @@ class Trainer:
                 garbage.collect()
             return True
         state.phase = "in_step"
+        self._reject_outside_model()
         # Before the host waits: the device still has work, which hides the collection.
         self._garbage.tidy(is_due=self._is_write_due())
         if self._must_check_anomalies() and self._respond_to_anomalies():
@@ -937,6 +1019,17 @@ class Trainer:
         if self._anomalies.is_snapshot_due(state.step):
             self._take_snapshot()
         return True
+
+    def _reject_outside_model(self) -> None:
+        """Raises for parameters of the trainer or the task that are trained, but not a part of the model."""
+        found = list(user_attributes([(self, self._own_attributes), (self.task, ())]))
+        if not found:
+            return
+        project_dir, has_state = self.config.project_dir, bool(self._stateful)
+        own = reject_outside(found, self.model, self.optimizers.values(), has_state=has_state, project_dir=project_dir)
+        if own and self.ranks.size > 1 and not self._has_warned_of_optimizers:
+            self._has_warned_of_optimizers = True
+            logger.warning("%s: its gradients are not summed over the %d ranks.", own[0], self.ranks.size)
 
     def _is_nothing_due(self) -> bool:
         """Returns True for most steps: nothing to check, evaluate, write or save."""
@@ -1033,29 +1126,40 @@ class Trainer:
         return averaged if is_evaluated and not self._has_loaded_weights else {}
 
     def _write_if_due(self) -> None:
-        state, storage = self._state, self.storage
+        state, storage, ranks = self._state, self.storage, self.ranks
         logs: dict[str, Any] = {}
-        if self._is_write_due():
+        evaluated = {name: value for name, value in state.step_eval_logs.items() if name not in state.reported}
+        is_due = self._is_write_due()
+        if not (is_due or evaluated):
+            return
+        if is_due:
             for name, count in (self.train_data.counts if self.train_data else {}).items():
                 storage.put_scalar(f"samples/{name}", count, smoothing_hint=False)
-            if self.ranks.mesh.is_split:
-                storage.gather_shards(self.ranks.gather)
-            window = merge(self.ranks.gather(storage.take_window()))
+            if ranks.mesh.is_split:
+                storage.gather_shards(ranks.gather)
+        # Of the other ranks only those of stages and shards have images, histograms or texts.
+        has_media = storage.has_media and not ranks.is_first
+        gathered = ranks.gather((storage.take_window() if is_due else {}, has_media))
+        if is_due:
+            window = merge([each for each, _ in gathered])
             self._window_logs = summarise(window)
             self._count_unlabelled(window)
             with self.gather_mixed:
                 logs = self.train_loop_end()
-            if self.ranks.mesh.is_split:
-                logs = full_logs(logs, self.ranks.gather)
+            if ranks.mesh.is_split:
+                logs = full_logs(logs, ranks.gather)
             self._warn_of_loss(logs.get("loss"))
             if not self.is_last_step:
                 self.train_loop_begin()
-        evaluated = {name: value for name, value in state.step_eval_logs.items() if name not in state.reported}
         if logs or evaluated:
+            media = storage.take_media()
+            if any(others for _, others in gathered):
+                media = merge_media(ranks.gather(media))
             state.reported |= evaluated.keys()
-            storage.publish(logs, evaluated=evaluated)
+            storage.publish(logs, evaluated=evaluated, media=media)
             if state.step > state.written_step or self.is_last_step:
                 state.written_step = state.step
+                self._unstored_media |= unstored_media(storage, self._writers, warned=self._unstored_media)
                 for writer in self._writers:
                     writer.write(storage)
 
@@ -1102,10 +1206,13 @@ class Trainer:
         if ranks.mesh.is_split:
             self.storage.gather_shards(ranks.gather)
         window = merge(ranks.gather(self.storage.peek_window()))
+        weights_only = self.config.checkpoint.contents == "weights" and not for_rollback
+        stateful = {} if weights_only else self._stateful
         return contents.collect(
             model=self.model,
             optimizers=self.optimizers,
             hooks=self._hook_calls.keyed(),
+            own_states={name: contents.merge_states(contents.state_of(each), ranks) for name, each in stateful.items()},
             events=self.storage.state_dict(window),
             # Ranks that share samples share their random numbers too.
             generators=ranks.gather_samples(contents.generator_state()),
@@ -1118,7 +1225,7 @@ class Trainer:
             unclaimed_hook_state=self._unclaimed_hook_state,
             averaged=self._hook_calls.averaged_weights(),
             references=base.references(self.model, ranks) if base is not None and not for_rollback else None,
-            weights_only=self.config.checkpoint.contents == "weights" and not for_rollback,
+            weights_only=weights_only,
         )
 
     def _load_model(self, step: int, other_stages: Sequence[str]) -> None:
@@ -1155,8 +1262,29 @@ class Trainer:
         self._next_due, self._has_loaded_weights = 0, False
         hooks = self._hook_calls.keyed()
         self._unclaimed_hook_state = contents.restore_hooks(training["hooks"], hooks, model=self.model)
+        self._restore_own_states(training, accept_changes=keep_settings)
         if ranks.mesh.data_rank < len(training["generators"]):  # an additional rank starts with its own seed
             self._saved_generators = training["generators"][ranks.mesh.data_rank]
+
+    def _restore_own_states(self, training: Mapping[str, Any], *, accept_changes: bool) -> None:
+        """Restores the states of the trainer and the task."""
+        for name, owner in self._stateful.items():
+            contents.restore_state(
+                training.get(name), owner, self.ranks, model=self.model, accept_changes=accept_changes
+            )
+        lost = [name for name in ("trainer", "task") if training.get(name) and name not in self._stateful]
+        if lost:
+            logger.warning("The checkpoint has state of the %s, which has no state_dict now.", " and the ".join(lost))
+
+    @contextmanager
+    def preserve_state(self) -> Iterator[None]:
+        """Restores the states of the trainer and the task at the end of the block."""
+        states = [(owner, contents.copy_state(contents.state_of(owner))) for owner in self._stateful.values()]
+        try:
+            yield
+        finally:
+            for owner, state in states:
+                owner.load_state_dict(state)
 
     def _restore_progress(self, training: Mapping[str, Any]) -> None:
         state = self._state

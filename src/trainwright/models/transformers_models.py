@@ -505,7 +505,8 @@ def _make_config(config_class: type[Any], keywords: dict[str, Any], source: obje
 def _reject_unknown(target: type[Any], config_class: type[Any], arguments: Mapping[str, Any]) -> None:
     default = config_class()
     known = {name for name in vars(default) if not name.startswith("_")} | set(default.attribute_map) | {"num_labels"}
-    known |= {name for base in config_class.__mro__ for name in vars(base).get("__dataclass_fields__", ())}
+    fields = {name for base in config_class.__mro__ for name in vars(base).get("__dataclass_fields__", ())}
+    known |= {name for name in fields if not name.startswith("_")}
     for name in arguments:
         if name not in known and not _is_read(target, config_class, name):
             guess = nearest(name, known)

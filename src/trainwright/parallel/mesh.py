@@ -131,6 +131,11 @@ class Mesh:
         return self.rank("pipeline") * self.size("replicate", "fsdp", "context", "tensor")
 
     @property
+    def is_first_of_stage(self) -> bool:
+        """True for the first rank of each pipeline stage; without a pipeline, for the first rank."""
+        return self.global_rank == self.first_of_stage
+
+    @property
     def num_gradient_copies(self) -> int:
         """How often each sample's gradient is in the sum over ranks: ranks along context propagate the same loss."""
         return self.size("context")

@@ -74,7 +74,11 @@ BUILT_INS: Mapping[str, Mapping[str, str]] = {
     "writer": {
         "console": "trainwright.writers.console:ConsoleWriter",
         "json": "trainwright.writers.json_lines:JsonLinesWriter",
+        "csv": "trainwright.writers.csv:CsvWriter",
         "tensorboard": "trainwright.writers.tensorboard:TensorBoardWriter",
+        "wandb": "trainwright.writers.wandb:WandbWriter",
+        "mlflow": "trainwright.writers.mlflow:MlflowWriter",
+        "trackio": "trainwright.writers.trackio:TrackioWriter",
     },
     "metric": {"accuracy": "trainwright.loop.metrics:Accuracy"},
     "task": {"task": "trainwright.loop.task:Task"},

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import trainwright
 from trainwright.config import TrainerSection
 from trainwright.registry.builtin import BUILT_INS, KIND_FOLDERS
+from trainwright.registry.plugins import installed
 from trainwright.registry.resolve import PROJECT_PACKAGE
 from trainwright.tracebacks import shown_path
 
@@ -61,6 +62,8 @@ class Entry:
     signature: Signature
     registered: tuple[str, ...] = ()
     """Short names that its file registers; a run file can use them if `imports` names that file."""
+    distribution: str = ""
+    """The installed package that declares it, with its version; "" for a built-in or a project's component."""
 
     @property
     def summary(self) -> str:
@@ -83,12 +86,14 @@ class Catalogue(NamedTuple):
 
 
 def read_catalogue(project_dir: Path, kinds: Iterable[str] = tuple(KIND_FOLDERS)) -> Catalogue:
-    """Return the built-in components of these kinds and those in the kind folders of `project_dir`."""
+    """Return the components of these kinds: built-in ones, those of installed packages and of `project_dir`."""
     library = _Library(project_dir)
     entries: list[Entry] = []
     unreadable: list[Unreadable] = []
     for kind in kinds:
         entries += [_built_in(library, kind, name, reference) for name, reference in BUILT_INS[kind].items()]
+        for plugins in installed(kind).values():
+            entries += [_built_in(library, kind, *plugin) for plugin in plugins]
         for path in sorted((project_dir / KIND_FOLDERS[kind]).glob("*.py")):
             if path.name.startswith("_"):
                 continue
@@ -100,18 +105,19 @@ def read_catalogue(project_dir: Path, kinds: Iterable[str] = tuple(KIND_FOLDERS)
     return Catalogue(tuple(entries), tuple(unreadable))
 
 
-def _built_in(library: _Library, kind: str, type_name: str, reference: str) -> Entry:
+def _built_in(library: _Library, kind: str, type_name: str, reference: str, distribution: str = "") -> Entry:
     module_name, _, name = reference.partition(":")
     found = library.find(f"{module_name}.{name}")
     if found is None:  # not installed, or not defined by a class statement
         dotted = f"{module_name}.{name}"
-        return Entry(kind, type_name, dotted, f"See {dotted}.", Signature((), dotted))
+        return Entry(kind, type_name, dotted, f"See {dotted}.", Signature((), dotted), distribution=distribution)
     module, definition = found
     doc = module.doc_of(definition)
-    if not module.name.startswith("trainwright."):
+    if not distribution and not module.name.startswith("trainwright."):
         # Docstrings of other libraries contain markup and formulas.
         doc = f"{doc.partition(chr(10))[0]}\n\nSee {module_name}.{name}."
-    return Entry(kind, type_name, module.location(definition), doc, library.signature(kind, module, definition))
+    signature = library.signature(kind, module, definition)
+    return Entry(kind, type_name, module.location(definition), doc, signature, distribution=distribution)
 
 
 def _project_entry(library: _Library, kind: str, module: _Module, definition: _Definition) -> Entry:
@@ -262,7 +268,9 @@ class _Library:
             except (ImportError, ValueError):
                 spec = None
             folders = spec.submodule_search_locations if spec is not None else None
-            self._roots[package] = Path(folders[0]) if folders else None
+            file = spec.origin if spec is not None and spec.has_location else None
+            # A module that is a single file is found as a folder without its suffix.
+            self._roots[package] = Path(folders[0]) if folders else Path(file).with_suffix("") if file else None
         return self._roots[package]
 
     def signature(self, kind: str, module: _Module, definition: _Definition) -> Signature:

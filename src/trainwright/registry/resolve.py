@@ -1,4 +1,7 @@
-"""Turns a component's `type` into a class: "adamw", "my_pkg.optim:Lion", "optimizers/lion.py:Lion", "lion.Lion"."""
+"""Turns a component's `type` into a class: "adamw", "my_pkg.optim:Lion", "optimizers/lion.py:Lion", "lion.Lion".
+
+plugins.py lists the names that installed packages declare.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from trainwright.config.python_files import folder_package
 from trainwright.config.yaml_text import absolute
 from trainwright.errors import ComponentError, TrainwrightError
 from trainwright.registry.builtin import BUILT_INS, IN_CODE, KIND_FOLDERS
+from trainwright.registry.plugins import Plugin, find_plugin, forget_installed, installed
 from trainwright.tracebacks import shown_path
 from trainwright.user_code.locations import is_standard_library, is_user_file, location_of, parameters_of
 
@@ -186,8 +190,17 @@ def instantiate(
 
 
 def _find(kind: str, type_name: str, folder: Path) -> Any:
+    plugin = find_plugin(kind, type_name)
     if type_name in _registered[kind]:
-        return _registered[kind][type_name]
+        target = _registered[kind][type_name]
+        if plugin is not None and _load_plugin(kind, plugin, folder) is not target:
+            raise ComponentError(
+                f'the {kind} "{type_name}" is registered by {_describe_target(target)} and by {plugin.distribution} '
+                f"({plugin.reference}). Use another name, or uninstall the package."
+            )
+        return target
+    if plugin is not None:
+        return _load_plugin(kind, plugin, folder)
     if type_name in BUILT_INS[kind]:
         module_name, _, name = BUILT_INS[kind][type_name].partition(":")
         return _member(_import(module_name, folder), name)
@@ -205,7 +218,18 @@ def _find(kind: str, type_name: str, folder: Path) -> Any:
     path = folder / KIND_FOLDERS[kind] / f"{stem}.py"
     if dot and path.is_file():
         return _member(_load_file(path, folder), name)
-    raise ComponentError(_unknown(kind, type_name, folder))
+    problem = _unknown(kind, type_name, folder)
+    forget_installed()  # in a notebook the package may be installed next
+    raise ComponentError(problem)
+
+
+def _load_plugin(kind: str, plugin: Plugin, folder: Path) -> Any:
+    module_name, _, name = plugin.reference.partition(":")
+    try:
+        return _member(_import(module_name, folder), name)
+    except ComponentError as error:
+        problem = f'the {kind} "{plugin.name}" of {plugin.distribution} cannot be used: {error.problem}'
+        raise ComponentError(problem) from error.__cause__
 
 
 def _why_no_component(kind: str, target: Any, base: type | None) -> str | None:
@@ -221,7 +245,7 @@ def _why_no_component(kind: str, target: Any, base: type | None) -> str | None:
 
 def _unknown(kind: str, type_name: str, folder: Path) -> str:
     kind_folder = folder / KIND_FOLDERS[kind]
-    names = sorted({*BUILT_INS[kind], *_registered[kind]})
+    names = sorted({*BUILT_INS[kind], *_registered[kind], *installed(kind)})
     in_project = [f"{path.stem}.{name}" for path in sorted(kind_folder.glob("*.py")) for name in _defined_in(path)]
     hint = did_you_mean(type_name, [*names, *in_project])
     if not hint and type_name.count(".") > 1 and ":" not in type_name:

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 OVERRIDE_POINTS = (
     *("forward", "train_step", "eval_step", "eval_begin", "eval_end", "train_loop_begin", "train_loop_end"),
-    *("next_train_inputs", "next_eval_inputs", "post_init"),
+    *("next_train_inputs", "next_eval_inputs", "post_init", "state_dict", "load_state_dict"),
 )
 """The methods that a user trainer may override, in addition to the `build_*` methods."""
 
@@ -42,6 +42,7 @@ ALTERNATIVES: Mapping[str, str] = {
     "eval_reduce": "Override aggregate_logs(state, outputs) of a Task, and name it in the config: task",
     "build_lr_scheduler": "Name the schedule in the config: trainer.schedule",
     "build_evaluator": "Name metrics in the config: evaluation.metrics; or override build_metrics() of a Task",
+    **dict.fromkeys(("on_save_checkpoint", "on_load_checkpoint"), "Override state_dict() and load_state_dict(state)"),
     **dict.fromkeys(
         ("configure_optimizers", "create_optimizer"), "Override build_optimizers(cls, build, model), a class method"
     ),
@@ -95,6 +96,25 @@ def reject_wrong_methods(trainer_class: type, contract: type) -> None:
                 "that is less similar.",
                 where=where,
             )
+
+
+def reject_half_state(kind: type, contract: type) -> None:
+    """Rejects a trainer, task or hook with only one of `state_dict` and `load_state_dict`: nothing would be restored.
+
+    `contract` is the class with the defaults.
+    """
+    own = [
+        name
+        for name in ("state_dict", "load_state_dict")
+        if hasattr(kind, name) and _function(kind, name) is not _function(contract, name)
+    ]
+    if len(own) == 1:
+        missing = "load_state_dict(self, state)" if own == ["state_dict"] else "state_dict(self)"
+        effect = "what it returns is saved, but never restored" if own == ["state_dict"] else "nothing is saved for it"
+        raise ConfigError(
+            f"{kind.__name__} defines {own[0]}, but not {missing.partition('(')[0]}: {effect}. Define {missing} too.",
+            where=location_of(getattr(kind, own[0])),
+        )
 
 
 def reject_uncalled(hook: object, contract: type, events: Collection[str], *, overrides: Collection[str]) -> None:
