@@ -75,8 +75,11 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(INSTALL) --editable .
 	touch $@
 
+# Some tests use these packages in processes of their own. Installed in the environment, they would change how transformers
+# is imported everywhere; torchvision's wheel does not even load next to a CPU build of torch.
 $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(INSTALL) --editable '.[dev]'
+	$(INSTALL) --no-deps --upgrade --target $(VENV)/integrations bitsandbytes timm torchao torchvision
 	touch $@ $(VENV)/.installed
 
 clean: ## Remove the environment and caches; runs/ stays.
