@@ -37,6 +37,8 @@ DRAWS = {
     "collator": "adds noise, drawn for the rank's batch",
     "stream": "no numbers, but rounding grows to 2e-4 within its 40 steps",
     "counting": "each rank reads its shard of the stream, so that samples have another order",
+    "made": "makes random batches on each rank",
+    "state": "centers by the running mean of the rank's own samples",
     "finetune": "dropout",
     "theirs": "dropout",
     "plain": "dropout",

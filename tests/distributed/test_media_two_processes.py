@@ -26,6 +26,8 @@ class Drawing(Hook):
         storage, rank = self.trainer.storage, self.trainer.ranks.rank
         for name, parameter in self.trainer.model.named_parameters():
             storage.put_histogram(name, parameter)
+            if parameter.ndim == 2:
+                storage.put_image(name, parameter, normalize=True)
         storage.put_image("rank", torch.full((2, 2), rank + 1, dtype=torch.uint8))
         storage.put_text("rank", f"rank {rank}")
         if rank == 1:
@@ -38,7 +40,8 @@ class Recording(Writer):
         self.run = run
 
     def write(self, storage):
-        self.images = {name: image.max() for name, image in storage.images.items()}
+        self.images = {name: image.max() for name, image in storage.images.items() if "rank" in name or "only" in name}
+        self.matrices = {name: image for name, image in storage.images.items() if name not in self.images}
         self.histograms, self.texts = storage.histograms, storage.texts
 
 
@@ -81,6 +84,11 @@ def act(folder):
             assert writer.texts == {"rank": "rank 0", "valid/eval": "rank 0"}
             assert writer.histograms.keys() == weights.keys()
             assert writer.run.id == run_id(folder / name)
+            assert writer.matrices.keys() == {each for each, values in weights.items() if values.ndim == 2}
+            for parameter, image in writer.matrices.items():
+                values = weights[parameter]
+                pixels = (values - values.min()) / (values.max() - values.min()) * 255
+                np.testing.assert_allclose(image[:, :, 0], pixels, atol=0.51)
             for parameter, values in weights.items():
                 check(writer.histograms[parameter], values)
                 assert writer.histograms[parameter].members == ((0, 1) if name == "fsdp" else ())

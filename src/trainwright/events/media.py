@@ -129,7 +129,10 @@ class Put(NamedTuple):
 
 
 def validate_image(name: str, image: Any, *, normalize: bool) -> Put:
-    """Validates an image and copies it on its device; a tensor or array of shape CHW, HWC or HW, or a PIL image."""
+    """Validates an image and copies it on its device; a tensor or array of shape CHW, HWC or HW, or a PIL image.
+
+    A sharded image stays a DTensor until `EventStorage.gather_shards`.
+    """
     if hasattr(image, "mode") and hasattr(image, "convert"):  # PIL's, without importing it
         image = np.asarray(image if image.mode in ("L", "RGB", "RGBA") else image.convert("RGB"))
     if not isinstance(image, torch.Tensor | np.ndarray):
@@ -137,7 +140,7 @@ def validate_image(name: str, image: Any, *, normalize: bool) -> Put:
             f"put_image({name!r}): the image is a {type(image).__name__}. Put a tensor or array of shape CHW, HWC or "
             "HW, or a PIL image."
         )
-    if is_sharded(image):
+    if is_sharded(image) and torch.compiler.is_compiling():
         raise TrainwrightError(f"put_image({name!r}): the image is sharded. Put image.full_tensor().")
     shape = tuple(image.shape)
     is_image = len(shape) == 2 or (len(shape) == 3 and (shape[0] in _CHANNELS or shape[2] in _CHANNELS))
@@ -149,8 +152,9 @@ def validate_image(name: str, image: Any, *, normalize: bool) -> Put:
         )
     if isinstance(image, np.ndarray):
         return Put(image.copy(), normalize)
-    whole: Any = image
-    return Put(detached_copy(whole.to_local() if is_dtensor(image) else image), normalize)
+    value: Any = image
+    is_replicated = is_dtensor(image) and not is_sharded(image)
+    return Put(detached_copy(value.to_local() if is_replicated else image), normalize)
 
 
 def validate_histogram(name: str, values: Any) -> Put | None:

@@ -76,7 +76,7 @@ class EventStorage:
     """
 
     def __init__(self, *, max_steps: int | None = None, keeps_media: bool = True) -> None:
-        """Without `keeps_media`, images, texts and histograms of tensors that are not sharded are ignored.
+        """Without `keeps_media`, texts, and images and histograms of tensors that are not sharded, are ignored.
 
         That is the case on ranks other than the first of those that compute the same part of the model.
         """
@@ -162,7 +162,7 @@ class EventStorage:
 
         Integers are between 0 and 255, floats between 0 and 1; with `normalize` the smallest value becomes black and
         the largest white. The next log line has the last image of each name. With several ranks only the images of the
-        first data rank are stored. Like `put_scalar`, it may be called anywhere and does not wait for the device.
+        first data rank are stored; a sharded image is gathered from all of its ranks. Like `put_scalar`, it may be called anywhere and does not wait for the device.
         """
         self._put_media("image", name, image, normalize)
 
@@ -184,7 +184,7 @@ class EventStorage:
         name = self._scope + name
         _reject_reserved(name)
         is_compiling = torch.compiler.is_compiling()
-        if not self._keeps_media and (is_compiling or kind != "histogram" or not is_sharded(value)):
+        if not self._keeps_media and (is_compiling or kind == "text" or not is_sharded(value)):
             return
         if is_compiling:
             self._put_traced_media(kind, name, value, extra)
@@ -345,13 +345,18 @@ class EventStorage:
         self._set_shards_aside()
         sharded, self._sharded = self._sharded, []
         objects = {name: entry for name, entry in self._objects.items() if is_sharded(entry[1])}
+        images = {name: put for (kind, name), (_, put) in self._media.items() if kind == "image" and is_sharded(put[0])}
         scalars = [((name, step), [value, weight]) for name, step, value, weight, _ in sharded]
         texts = [((name, step), [value]) for name, (step, value) in objects.items()]
-        full = full_values([*scalars, *texts], gather)
+        full = full_values([*scalars, *texts, *((name, [put.value]) for name, put in images.items())], gather)
         for (name, step, _, _, kind), (value, weight) in zip(sharded, full, strict=False):
             self._pending.append((name, step, value, weight, kind))
-        for name, (value,) in zip(objects, full[len(sharded) :], strict=True):
+        for name, (value,) in zip(objects, full[len(sharded) :], strict=False):
             self._objects[name] = (objects[name][0], value)
+        for name, (value,) in zip(images, full[len(sharded) + len(objects) :], strict=True):
+            step, put = self._media.pop(("image", name))
+            if self._keeps_media:
+                self._media["image", name] = (step, Put(value, put.extra))
 
     def drain(self) -> None:
         """Moves pending values to the host, in one copy per device and dtype, and files them by name and step."""

@@ -1135,8 +1135,8 @@ class Trainer:
         if is_due:
             for name, count in (self.train_data.counts if self.train_data else {}).items():
                 storage.put_scalar(f"samples/{name}", count, smoothing_hint=False)
-            if ranks.mesh.is_split:
-                storage.gather_shards(ranks.gather)
+        if ranks.mesh.is_split:
+            storage.gather_shards(ranks.gather)
         # Of the other ranks only those of stages and shards have images, histograms or texts.
         has_media = storage.has_media and not ranks.is_first
         gathered = ranks.gather((storage.take_window() if is_due else {}, has_media))
