@@ -162,7 +162,8 @@ class EventStorage:
 
         Integers are between 0 and 255, floats between 0 and 1; with `normalize` the smallest value becomes black and
         the largest white. The next log line has the last image of each name. With several ranks only the images of the
-        first data rank are stored; a sharded image is gathered from all of its ranks. Like `put_scalar`, it may be called anywhere and does not wait for the device.
+        first data rank are stored; a sharded image is gathered from all of its ranks. Like `put_scalar`, it may be
+        called anywhere and does not wait for the device.
         """
         self._put_media("image", name, image, normalize)
 
