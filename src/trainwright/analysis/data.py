@@ -671,7 +671,7 @@ class SetReader:
             start, stop = self.loader.batch_positions
         else:
             start = number * self.batch_size
-            stop = min(start + self.batch_size, len(self.loader))
+            stop = min(start + self.batch_size, order.size)
         begin, end = self.view.share(start, stop)
         indices = order.indices(begin, end).tolist()
         skipped = {each.row for each in self.failures.failures}
@@ -972,11 +972,11 @@ class _SetInspection:
             if isinstance(loader, StreamData):
                 loader.num_passes = 1
         samples = steps * loader.global_batch_size
-        if most is not None and (
-            samples > most or (isinstance(loader, TrainData) and loader.count_batches(most) <= steps)
-        ):
-            samples = most
-        return DataUse(steps, samples, samples / len(loader) if isinstance(loader, TrainData) else None)
+        if not isinstance(loader, TrainData):
+            return DataUse(steps, samples if most is None else min(samples, most), None)
+        if most is not None and (samples > most or loader.count_batches(most) <= steps):
+            samples = most  # batches may be short
+        return DataUse(steps, samples, float(loader.epochs_at(samples)))
 
     def _read(self, reader: SetReader, *, counts_lengths: bool) -> None:
         """Reads the samples that are shown and those whose lengths are counted."""

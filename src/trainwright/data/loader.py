@@ -295,7 +295,7 @@ class TrainData(BatchLoader):
         """Returns the position at which a number of epochs has ended."""
         if self._is_drawn:
             return int(self.order.position_after(epochs))
-        return int(round(epochs * self.order.epoch_size))
+        return round(epochs * int(self.order.epoch_size))
 
     def count_batches(self, stop: int) -> int:
         """Returns the number of batches from `order_position` to a position, of which the last may be short."""
