@@ -578,13 +578,20 @@ LABELS: Mapping[str, str] = {
     "model": "model",
     "collator": "data.collator",
     "train_data": "data.train",
+    "sampler": "data.sampler",
     "eval_data": "data.eval",
     "optimizers": "trainer.optimizer",
     "hooks": "hooks",
 }
 """The parts that the `build_*` methods of a Trainer build, in their order, and the setting of each."""
 
-_NEEDS: Mapping[str, str] = {"model": "task", "train_data": "task", "eval_data": "task", "optimizers": "model"}
+_NEEDS: Mapping[str, str] = {
+    "model": "task",
+    "train_data": "task",
+    "sampler": "train_data",
+    "eval_data": "task",
+    "optimizers": "model",
+}
 _MAX_SAMPLES = 4  # of a micro-batch whose size depends on the memory of the run's device
 _MAX_MICRO_BATCHES = 2  # enough to check that a batch can be split; a whole update may take hours on a CPU
 
@@ -661,6 +668,8 @@ def _trial_config(config: RunConfig, plan: BatchPlan | None, folder: Path, *, ma
     if plan is not None and _has_automatic_size(config):
         micro_batches = min(micro, _MAX_MICRO_BATCHES)
         micro = min(micro // micro_batches, _MAX_SAMPLES)
+    if plan is not None and config.data.sampler is not None:  # a batch sampler makes batches of the run's size
+        micro_batches = plan.global_batch_size // micro
     if plan is not None and makes_batches:  # the trainer decides how many samples a batch has
         micro, micro_batches = plan.micro_batch_size, plan.gradient_accumulation_steps
     sizes = {
@@ -712,7 +721,7 @@ def _build_rest(assembly: Assembly, build: Build, trainer_class: type[Trainer], 
     for part, label in LABELS.items():
         if part in (*parts, assembly.building) or _NEEDS.get(part, part) not in (part, *parts):
             continue
-        arguments = [parts["model"]] if part == "optimizers" else []
+        arguments = [parts[_NEEDS[part]]] if part in ("optimizers", "sampler") else []
         try:
             parts[part] = getattr(trainer_class, f"build_{part}")(build, *arguments)
         except Exception as error:
@@ -782,6 +791,8 @@ def _add_facts(trainer: Trainer, assembly: Assembly, case: Case, report: Report)
         factors.pop()
     _, samples = limits(case.config, data)
     by_samples = None if samples is None else math.ceil(samples / batch_size)
+    if isinstance(data, TrainData) and samples is not None and data.global_batch_size == batch_size:
+        by_samples = data.count_batches(samples)  # exact for epochs that end with a short batch
     steps = min(each for each in (case.config.trainer.max_steps, by_samples) if each is not None)
     report.facts.append(f"{steps:,} steps of {batch_size} samples ({' × '.join(factors)})")
     if isinstance(data, TrainData) and batch_size > len(data):  # the batch of the trial may be smaller

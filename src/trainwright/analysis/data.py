@@ -465,6 +465,8 @@ class RunSet:
     data: Any
     component: Component | None
     """Its section; None where a trainer or a task built it."""
+    sampler: Any = None
+    """What `data.sampler` describes, for the training set."""
 
     @property
     def dataset(self) -> Any:
@@ -493,7 +495,8 @@ def build_sets(config: RunConfig) -> tuple[dict[str, RunSet], Collator]:
     uses_section = not (task_builds or overridden(trainer_class, "build_train_data", Trainer))
     sets = []
     if train is not None or not may_make_batches(trainer_class, config):
-        sets = [RunSet(TRAIN, "data.train", train, data.train if uses_section else None)]
+        sampler = trainer_class.build_sampler(build, train)
+        sets = [RunSet(TRAIN, "data.train", train, data.train if uses_section else None, sampler)]
     uses_section = not (task_builds or overridden(trainer_class, "build_eval_data", Trainer))
     for name, each in evaluation.items():
         is_split = uses_section and name not in data.eval
@@ -626,12 +629,20 @@ class SetReader:
         elif is_stream(data):
             # The layout of a stream depends on the number of workers, but none is started here.
             options = LoaderOptions(section.num_workers)
-            block_size, shuffle = section.shuffle_buffer, section.shuffle
-            self.loader = StreamData(data, block_size=block_size, options=options, shuffle=shuffle, **common)
+            block_size, shuffle, drops = section.shuffle_buffer, section.shuffles, section.last_batch == "drop"
+            self.loader = StreamData(
+                data, block_size=block_size, options=options, shuffle=shuffle, drops_short=drops, **common
+            )
             self.loader.options = LoaderOptions()
         else:
-            group_by_length = section.group_by_length
-            self.loader = TrainData(data, group_by_length=group_by_length, shuffle=section.shuffle, **common)
+            self.loader = TrainData(
+                data,
+                group_by_length=section.group_by_length,
+                shuffle=section.shuffles,
+                sampler=one.sampler,
+                last_batch=section.last_batch or "straddle",
+                **common,
+            )
 
     def samples(self, wanted: Callable[[], int]) -> Iterator[tuple[int, int | None, Any]]:
         """Yields position, index in the dataset (None in a stream) and sample, at most one epoch.
@@ -656,10 +667,11 @@ class SetReader:
         order = order_of(self.loader)
         if order is None:
             return [None] * len(recorded.samples)
-        start = number * self.batch_size
-        stop = start + self.batch_size
-        if isinstance(self.loader, EvalData):
-            stop = min(stop, len(self.loader))
+        if isinstance(self.loader, TrainData):
+            start, stop = self.loader.batch_positions
+        else:
+            start = number * self.batch_size
+            stop = min(start + self.batch_size, order.size)
         begin, end = self.view.share(start, stop)
         indices = order.indices(begin, end).tolist()
         skipped = {each.row for each in self.failures.failures}
@@ -960,8 +972,11 @@ class _SetInspection:
             if isinstance(loader, StreamData):
                 loader.num_passes = 1
         samples = steps * loader.global_batch_size
-        samples = samples if most is None else min(samples, most)
-        return DataUse(steps, samples, samples / len(loader) if isinstance(loader, TrainData) else None)
+        if not isinstance(loader, TrainData):
+            return DataUse(steps, samples if most is None else min(samples, most), None)
+        if most is not None and (samples > most or loader.count_batches(most) <= steps):
+            samples = most  # batches may be short
+        return DataUse(steps, samples, float(loader.epochs_at(samples)))
 
     def _read(self, reader: SetReader, *, counts_lengths: bool) -> None:
         """Reads the samples that are shown and those whose lengths are counted."""

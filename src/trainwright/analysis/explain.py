@@ -15,7 +15,15 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from trainwright.build.data import may_make_batches
-from trainwright.config import Component, ModelSection, RunConfig, resolve_batch
+from trainwright.config import (
+    CheckpointSection,
+    Component,
+    EvaluationSection,
+    LogSection,
+    ModelSection,
+    RunConfig,
+    resolve_batch,
+)
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.hooks.preemption import ObeyPreemption
 from trainwright.hooks.throughput import TimeSteps
@@ -58,11 +66,12 @@ class Line:
 
 @dataclass(frozen=True)
 class HookUse:
-    """A hook as the config names it; `function` is what an `every` calls."""
+    """A hook as the config names it; `function` is what an `every` calls, at the event `event`."""
 
     target: Any
     period: str = ""
     function: Any = None
+    event: str = "after_step"
 
 
 @dataclass
@@ -119,6 +128,7 @@ def components_of(config: RunConfig) -> Iterator[tuple[str, str, Component]]:
         ("model", "model", config.model),
         ("data.collator", "collator", config.data.collator),
         ("data.train", "dataset", config.data.train),
+        ("data.sampler", "sampler", config.data.sampler),
         *((f"data.eval.{name}", "dataset", each) for name, each in config.data.eval.items()),
         ("data.test", "dataset", config.data.test),
         ("trainer.optimizer", "optimizer", config.trainer.optimizer),
@@ -137,9 +147,10 @@ def components_of(config: RunConfig) -> Iterator[tuple[str, str, Component]]:
 
 def _hook_use(target: Any, component: Component, label: str, find: Callable[..., Any]) -> HookUse:
     if component.type == "every":
-        steps, call = component.arguments.get("steps"), component.arguments.get("call")
+        steps, epochs, call = (component.arguments.get(name) for name in ("steps", "epochs", "call"))
         function = find(f"{label}.call", "hook", str(call), component.origin)
-        return HookUse(target, f"every {steps} steps", function)
+        period, event = (steps, "after_step") if epochs is None else (epochs, "after_epoch")
+        return HookUse(target, f"every {period} {'steps' if epochs is None else 'epochs'}", function, event)
     period = component.arguments.get("every_steps")
     if period is None and "every_steps" in (parameters := parameters_of(target) or {}):
         period = parameters["every_steps"].default
@@ -442,6 +453,8 @@ class _Explanation:
             default=missing,
             remark=split,
         )
+        if self.config.data.sampler is not None or self.trainer_calls("build_sampler"):
+            self._part("data.sampler", ["data.sampler"], "build_sampler")
         sets = [f"data.eval.{name}" for name in self.config.data.eval]
         self._part("data.eval", sets, "build_eval_data", task_method="build_dataset", default=split or "none")
         if self.config.data.test is not None:
@@ -539,12 +552,14 @@ class _Explanation:
         self._event("load_state_dict", 0, "where the run resumes from a checkpoint")
         self._event("before_train", 0)
         self.lines.append(Line("phase", "while step < max_steps:"))
+        self._event("before_epoch", 1, "if a new epoch begins")
         self._event("before_step", 1)
         self.phase("batch = next_train_inputs(iterator)", self.trainer_calls("next_train_inputs"), 1)
         self._train_step()
         self.lines.append(Line("phase", "step += 1", 1))
         self._event("after_step", 1)
         self._evaluate()
+        self._event("after_epoch", 1, "if an epoch ended")
         self._write()
         self._save()
         self._event("after_train", 0, "not after an error or an interruption")
@@ -575,11 +590,11 @@ class _Explanation:
         calls = [*self.trainer_calls(event), *self.task_calls(event)] if event.endswith("state_dict") else []
         for use in [*(HookUse(each) for each in DEFAULT_HOOKS), *self.found.hooks]:
             found: list[Line] = []
-            if use.function is not None and event == "after_step":
+            if use.function is not None and event == use.event:
                 found = [call_of(use.function)]
             elif isinstance(use.target, type) and overridden(use.target, event, Hook):
                 found = calls_of(use.target, event, Hook)
-            period = f"{use.period}: " if use.period and event.endswith("_step") else ""
+            period = f"{use.period}: " if use.period and event.endswith(("_step", "_epoch")) else ""
             calls += [replace(each, remark=f"{period}{each.remark}") for each in found]
         self.phase(event, calls, depth, default="no hook", remark=remark)
 
@@ -612,7 +627,7 @@ class _Explanation:
             return
         names = f"the sets of {builders[0].text}" if builders else ", ".join(sets)
         test = "; test once, at the end" if data.test is not None or "test" in data.cut_off else ""
-        when = f"{names}: {_period(self.config.evaluation.every_steps)}{test}" if names else "test, at the end"
+        when = f"{names}: {_period(self.config.evaluation)}{test}" if names else "test, at the end"
         self.lines.append(Line("phase", "evaluate", 1, remark=when))
         self._event("before_eval", 2)
         self.trainer_phases("eval_begin", "next_eval_inputs", "eval_step")
@@ -624,14 +639,14 @@ class _Explanation:
     def _write(self) -> None:
         writers = [self.found.parts[label] for label in self._labels("writer") if label in self.found.parts]
         calls = [call_of(each.write) for each in writers if hasattr(each, "write")]
-        self.lines.append(Line("phase", "write", 1, remark=_period(self.config.log.every_steps)))
+        self.lines.append(Line("phase", "write", 1, remark=_period(self.config.log)))
         self.trainer_phases("train_loop_end")
         self.phase("the writers", self.trainer_calls("build_writers") or calls, 2, default="none")
         self.trainer_phases("train_loop_begin")
 
     def _save(self) -> None:
         best = self.config.checkpoint.keep_best
-        when = _period(self.config.checkpoint.every_steps)
+        when = _period(self.config.checkpoint)
         if best is not None:
             when += f"; and when {best.metric} is the {'lowest' if best.mode == 'min' else 'highest'} so far"
         self.lines.append(Line("phase", "save", 1, remark=when))
@@ -648,7 +663,11 @@ class _Explanation:
             self.phase("also overridden", calls, 0)
 
 
-def _period(every_steps: int | None) -> str:
-    if every_steps is None:
-        return "once, at the end"
-    return "every step" if every_steps == 1 else f"every {every_steps:,} steps, and at the end"
+def _period(section: EvaluationSection | CheckpointSection | LogSection) -> str:
+    steps, epochs = section.every_steps, section.every_epochs
+    if steps == 1:
+        return "every step"
+    periods = [f"every {steps:,} steps"] if steps is not None else []
+    if epochs is not None:
+        periods.append("every epoch" if epochs == 1 else f"every {epochs:g} epochs")
+    return f"{', '.join(periods)}, and at the end" if periods else "once, at the end"

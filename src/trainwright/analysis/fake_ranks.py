@@ -211,6 +211,8 @@ def _trial_config(config: RunConfig, plan: BatchPlan, mesh: Mesh, folder: Path, 
     sizes = {
         "trainer.micro_batch_size": plan.micro_batch_size,
         "trainer.global_batch_size": plan.micro_batch_size * gradient_accumulation_steps * mesh.num_data_ranks,
+        "data.sampler": None,  # the order does not matter
+        "data.last_batch": None,
         "trainer.gradient_accumulation_steps": None,
     }
     changes: dict[str, Any] = {

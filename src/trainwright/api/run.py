@@ -153,9 +153,13 @@ def _config_for_mode(config: RunConfig, mode: str, model_dir: str | os.PathLike[
     if model_dir is not None:
         folder = absolute(model_dir)  # "." has no name
         values |= {"output_dir": str(folder.parent), "name": folder.name}
-    if mode == "train_and_post_eval" and config.evaluation.every_steps is not None:
-        values["evaluation.every_steps"] = None
+    if mode == "train_and_post_eval" and _evaluates_during_training(config):
+        values |= {"evaluation.every_steps": None, "evaluation.every_epochs": None}
     return config.derive(values) if values else config
+
+
+def _evaluates_during_training(config: RunConfig) -> bool:
+    return config.evaluation.every_steps is not None or config.evaluation.every_epochs is not None
 
 
 def _with_task(config: RunConfig, trainer: type[Trainer] | None, task: Task) -> type[Trainer]:
@@ -203,6 +207,7 @@ def _reject_other_arguments(
         "trainer.global_batch_size": own.trainer.global_batch_size,
         "trainer.micro_batch_size": own.trainer.micro_batch_size,
         "evaluation.every_steps": own.evaluation.every_steps,  # None for train_and_post_eval
+        "evaluation.every_epochs": own.evaluation.every_epochs,
         "name": config.name if trainer.ranks.is_first else own.name,  # chosen by the first rank
     }
     config = recorded(config, type(trainer)) if recorded(own, type(trainer)) == own else config
@@ -217,7 +222,7 @@ def _set_evaluation(trainer: Trainer, mode: str) -> None:
     """Makes a trainer that the caller has built evaluate according to the mode."""
     if mode == "train":
         trainer.skip_evaluation()
-    elif mode == "train_and_post_eval" and trainer.config.evaluation.every_steps is not None:
+    elif mode == "train_and_post_eval" and _evaluates_during_training(trainer.config):
         trainer.evaluate_only_at_end()
 
 

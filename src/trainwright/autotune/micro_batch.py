@@ -34,7 +34,12 @@ logger = logging.getLogger(__name__)
 
 HEADROOM = 0.05
 """The share of the memory that stays free, for later batches, collectives and fragmentation."""
-TRIAL_DATA: Mapping[str, Any] = {"data.num_workers": 0, "data.loader": {}}
+TRIAL_DATA: Mapping[str, Any] = {
+    "data.num_workers": 0,
+    "data.loader": {},
+    "data.sampler": None,
+    "data.last_batch": None,
+}
 """Settings of a trial, which reads one batch."""
 _LABEL = "trainer.micro_batch_size: auto"
 _NUM_MICRO_BATCHES = 2  # from the second micro-batch on there are gradients in addition to the activations

@@ -12,13 +12,15 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
+from torch.utils.data import DistributedSampler
 
-from trainwright.build.data import DatasetBuilder, may_make_batches
+from trainwright.build.data import DatasetBuilder, add_location, may_make_batches, reject_sampler
 from trainwright.checkpoint.base_weights import hash_weights, weights_of
 from trainwright.checkpoint.run_folder import run_folder
-from trainwright.config import Component, DataSection, ModelSection, RunConfig
+from trainwright.config import Component, DataSection, ModelSection, RunConfig, resolve_batch
 from trainwright.config.problems import suggest
 from trainwright.data.fetch import is_stream
+from trainwright.data.samplers import reject_distributed
 from trainwright.data.split import sizes_by_ratio, split
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.hooks.compilation import WatchCompilation
@@ -46,7 +48,7 @@ from trainwright.registry import resolve as registry
 from trainwright.registry.builtin import IN_CODE
 from trainwright.registry.trust import reject_untrusted
 from trainwright.user_code.constructors import check_constructor
-from trainwright.user_code.locations import is_user_code, location_of
+from trainwright.user_code.locations import is_user_code, location_of, parameters_of
 from trainwright.user_code.methods import reject_half_state, reject_wrong_methods
 from trainwright.writers.writer import Writer
 
@@ -182,6 +184,35 @@ class Build:
             return self._split_train_data()["train"]
         return self._dataset("data.train", self.config.data.train)
 
+    def sampler(self, dataset: Any) -> Any:
+        """The `data.sampler` section, a sampler of the dataset; None without one."""
+        self.used.add("data.sampler")
+        section = self.config.data.sampler
+        if section is None:
+            return None
+        reject_sampler(self.config, dataset)
+        batch_size = resolve_batch(self.config, self.ranks.mesh.num_data_ranks).global_batch_size
+        with add_location(self.config):
+            return self._sampler("data.sampler", section, dataset, batch_size)
+
+    def _sampler(self, label: str, section: Component, dataset: Any, batch_size: int) -> Any:
+        """Builds a sampler with those in its arguments; its constructor receives the dataset if it has a parameter."""
+        arguments = dict(section.arguments)
+        for name, value in section.arguments.items():
+            if isinstance(value, Mapping) and isinstance(value.get("type"), str):
+                inner = Component.from_mapping(value).located_at(section.origin)
+                arguments[name] = self._sampler(f"{label}.{name}", inner, dataset, batch_size)
+        target = registry.find("sampler", section.type, project_dir=self.project_dir, where=section.origin, label=label)
+        if isinstance(target, type) and issubclass(target, DistributedSampler):
+            reject_distributed(target)
+        names = parameters_of(target) or {}
+        offered = {"dataset": dataset, "data_source": dataset, "batch_size": batch_size}
+        provided = {name: value for name, value in offered.items() if name in names and name not in arguments}
+        built = {name: value for name, value in arguments.items() if value is not section.arguments.get(name)}
+        plain = {name: value for name, value in arguments.items() if name not in built}
+        bare = Component(section.type, **plain).located_at(section.origin)
+        return self._make("sampler", label, bare, **provided, **built)
+
     def eval_data(self) -> dict[str, Any]:
         """The evaluation datasets by name: the task's, those of `data.eval`, or `valid` of `data.split`."""
         if self._data_task is not None:
@@ -271,6 +302,8 @@ class Build:
             builders["model"] = self.model
         if data.train is not None:
             builders["data.train"] = self.train_data
+        if data.sampler is not None:
+            builders["data.sampler"] = lambda: self.sampler(self.train_data())
         sets = [f"data.eval.{name}" for name in data.eval or data.cut_off if name != "test"]
         builders |= {label: partial(self._eval_set, label.rpartition(".")[2]) for label in sets}
         if len(sets) == 1:
@@ -383,6 +416,7 @@ class Build:
             "model": (config.model is not None, "model()"),
             optimizer: (bool(config.trainer.optimizer or config.trainer.optimizers), "optimizers(model)"),
             "data.train": (config.data.train is not None, "train_data()"),
+            "data.sampler": (config.data.sampler is not None, "sampler(dataset)"),
             "data.eval": (bool(config.data.eval), "eval_data()"),
             "data.test": (config.data.test is not None, "test_data()"),
             "data.split": (config.data.split is not None, "train_data()"),

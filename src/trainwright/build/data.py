@@ -14,6 +14,7 @@ from trainwright.config import BatchPlan, Component, ProcessSection, RunConfig
 from trainwright.data.fetch import OnError, View, is_stream, reject_loader
 from trainwright.data.loader import EvalData, MadeBatches, TrainData
 from trainwright.data.process import ProcessedStream, describe_input, fingerprint_function
+from trainwright.data.samplers import SamplerOrder
 from trainwright.data.stream_loader import EvalStream, EvaluationData, StreamData, TrainingData
 from trainwright.data.workers import LoaderOptions
 from trainwright.errors import ComponentError, ConfigError, DataError
@@ -175,13 +176,16 @@ class Loaders:
             "on_error": OnError(skips=data.on_error == "skip", at_most=data.max_skipped, folder=folder),
         }
 
-    def for_training(self, dataset: Any, *, makes_batches: bool = False) -> tuple[TrainingData, int]:
+    def for_training(
+        self, dataset: Any, sampler: Any = None, *, makes_batches: bool = False
+    ) -> tuple[TrainingData, int]:
         """Returns the training batches and the number of steps that the run's limits allow.
 
-        If the trainer `makes_batches` there is no dataset.
+        `sampler` defines their order. If the trainer `makes_batches` there is no dataset.
         """
-        with _add_location(self._config):
-            data = self._made_batches() if makes_batches else self._training_data(dataset)
+        with add_location(self._config):
+            data = self._made_batches() if makes_batches else self._training_data(dataset, sampler)
+        reject_parts_of_epochs(self._config, data)
         max_steps, data.num_samples = limits(self._config, data)
         return data, max_steps
 
@@ -203,14 +207,24 @@ class Loaders:
             **self._common,
         )
 
-    def _training_data(self, dataset: Any) -> TrainingData:
+    def _training_data(self, dataset: Any, sampler: Any) -> TrainingData:
         section = self._config.data
         reject_loader(dataset, "data.train")
         if isinstance(dataset, (TrainData, StreamData)):
+            for name, is_given in (("sampler", sampler is not None), ("last_batch", section.last_batch is not None)):
+                if is_given:
+                    raise ConfigError(
+                        f"data.{name}: has no effect, because build_train_data returns a {type(dataset).__name__}. "
+                        f"Give it there: {name}=….",
+                        where=self._config.origin(f"data.{name}"),
+                    )
             return dataset
+        if sampler is not None:
+            reject_sampler(self._config, dataset)
+        self._reject_last_batch(dataset)
         options: dict[str, Any] = {
             "global_batch_size": self._batch.global_batch_size,
-            "shuffle": section.shuffle,
+            "shuffle": section.shuffles,
             **self._common,
         }
         if section.group_by_length and (is_stream(dataset) or hasattr(type(dataset), "make_order")):
@@ -224,9 +238,48 @@ class Loaders:
                 dataset,
                 block_size=section.shuffle_buffer,
                 sum_counts=self._ranks.sum_sample_counts,
+                drops_short=section.last_batch == "drop",
                 **options,
             )
-        return TrainData(dataset, group_by_length=section.group_by_length, **options)
+        last_batch = section.last_batch or "straddle"
+        data = TrainData(
+            dataset, group_by_length=section.group_by_length, sampler=sampler, last_batch=last_batch, **options
+        )
+        if isinstance(data.order, SamplerOrder):
+            self._check_sampler(data.order)
+        return data
+
+    def _check_sampler(self, order: SamplerOrder) -> None:
+        """Rejects a sampler that differs between ranks, and a setting that a batch sampler decides; collective."""
+        if order.has_batches and self._config.data.last_batch is not None:
+            raise ConfigError(
+                "data.last_batch: has no effect, because data.sampler is a batch sampler, which decides it "
+                "(drop_last). Remove it.",
+                where=self._config.origin("data.last_batch"),
+            )
+        if len(set(self._ranks.gather(order.digest))) > 1:
+            raise ConfigError(
+                "data.sampler: its passes differ between ranks, but every rank needs the same order, of which the loop "
+                "gives it a part. Do not read the rank in the sampler.",
+                where=self._config.origin("data.sampler"),
+            )
+
+    def _reject_last_batch(self, dataset: Any) -> None:
+        """Rejects an end of epochs that the dataset cannot have."""
+        last_batch, problem = self._config.data.last_batch, None
+        if is_stream(dataset) and last_batch == "straddle":
+            problem = "data.train is a stream, each pass of which ends with a smaller batch. Use short or drop."
+        elif last_batch == "drop" and hasattr(type(dataset), "make_order"):
+            problem = (
+                "drop cannot be used with a mixture, of which it would leave out samples of any source. Use short."
+            )
+        elif last_batch == "short" and getattr(dataset, "same_source_batches", False):
+            problem = (
+                "short moves the beginnings of batches, but with same_source_batches they must be multiples of "
+                "trainer.global_batch_size. Remove one of the two."
+            )
+        if problem is not None:
+            raise ConfigError(f"data.last_batch: {problem}", where=self._config.origin("data.last_batch"))
 
     def for_evaluation(self, name: str, dataset: Any) -> EvaluationData:
         """Returns the batches of an evaluation set."""
@@ -239,7 +292,7 @@ class Loaders:
             "max_batches": self._config.evaluation.max_batches,
             **self._common,
         }
-        with _add_location(self._config):
+        with add_location(self._config):
             reject_loader(dataset, f"data.eval.{name}")
             if is_stream(dataset):
                 return EvalStream(dataset, sum_counts=self._sum_counts, **arguments)
@@ -252,15 +305,15 @@ class Loaders:
 
 
 @contextmanager
-def _add_location(config: RunConfig) -> Iterator[None]:
+def add_location(config: RunConfig) -> Iterator[None]:
     """Adds the line of the setting to an error that starts with its name (`data.train: …`)."""
     try:
         yield
-    except DataError as error:
+    except (DataError, ConfigError) as error:
         where = config.origin(error.problem.partition(":")[0])
         if error.where is not None or where is None:
             raise
-        raise DataError(error.problem, where=where) from error
+        raise type(error)(error.problem, where=where) from error
 
 
 def reject_without_dataset(config: RunConfig) -> None:
@@ -270,6 +323,8 @@ def reject_without_dataset(config: RunConfig) -> None:
     unused = {
         "data.split": data.split is not None,
         "data.group_by_length": data.group_by_length,
+        "data.sampler": data.sampler is not None,
+        "data.last_batch": data.last_batch is not None,
         **{
             f"trainer.{name}": getattr(trainer, name) is not None
             for name in ("max_epochs", "max_samples", "max_tokens")
@@ -286,6 +341,32 @@ def reject_without_dataset(config: RunConfig) -> None:
                 "same batch again. Use skip or raise.",
                 where=config.origin(f"anomalies.{name}"),
             )
+
+
+def reject_sampler(config: RunConfig, dataset: Any) -> None:
+    """Rejects a sampler of a dataset without an index, or with an order of its own."""
+    problem = None
+    if is_stream(dataset):
+        problem = f"data.train is a stream ({type(dataset).__name__}), whose samples have no index to draw. Remove it."
+    elif hasattr(type(dataset), "make_order"):
+        problem = "data.train is a mixture, which has an order of its own: use its weights. Remove the sampler."
+    if problem is not None:
+        raise ConfigError(f"data.sampler: {problem}", where=config.origin("data.sampler"))
+
+
+def reject_parts_of_epochs(config: RunConfig, data: TrainingData) -> None:
+    """Rejects periods of epochs where there are none, or where their length is unknown."""
+    for section in ("evaluation", "checkpoint", "log"):
+        every, name = getattr(config, section).every_epochs, f"{section}.every_epochs"
+        problem = None
+        if every is not None and isinstance(data, MadeBatches):
+            problem = "there are no epochs without a training dataset (data.train). Use every_steps."
+        elif every is not None and every % 1 and isinstance(data, StreamData):
+            problem = (
+                f"{every:g}, but data.train is a stream, whose length is unknown. Use a whole number, or every_steps."
+            )
+        if problem is not None:
+            raise ConfigError(f"{name}: {problem}", where=config.origin(name))
 
 
 def may_make_batches(trainer_class: type[Trainer], config: RunConfig) -> bool:
@@ -315,10 +396,11 @@ def limits(config: RunConfig, data: TrainingData, *, steps_done: int = 0) -> tup
             )
         data.num_passes = int(epochs)
     elif trainer.max_epochs is not None and not isinstance(data, MadeBatches):
-        samples.append(round(trainer.max_epochs * len(data)))
+        samples.append(data.position_after(trainer.max_epochs))
         if not samples[0]:
+            num_samples = data.position_after(1)
             raise ConfigError(
-                f"trainer.max_epochs: {trainer.max_epochs:g} epochs of {len(data)} samples are 0 samples. Use more.",
+                f"trainer.max_epochs: {trainer.max_epochs:g} epochs of {num_samples} samples are 0 samples. Use more.",
                 where=config.origin("trainer.max_epochs"),
             )
     if isinstance(data, MadeBatches) and trainer.max_steps is None:
@@ -336,11 +418,11 @@ def limits(config: RunConfig, data: TrainingData, *, steps_done: int = 0) -> tup
                 where=config.origin("trainer.max_tokens"),
             )
         samples.append(math.ceil(trainer.max_tokens / per_sample))
-    size = data.global_batch_size  # after a short last batch the next one is short too: batches begin at multiples
-    left = [
-        math.ceil(number / size) - data.order_position // size if number > data.order_position else 0
-        for number in samples
-    ]
+    if isinstance(data, TrainData):
+        left = [data.count_batches(number) for number in samples]
+    else:  # after a short last batch the next one is short too: batches begin at multiples
+        size, start = data.global_batch_size, data.order_position
+        left = [math.ceil(number / size) - start // size if number > start else 0 for number in samples]
     steps = [steps_done + number for number in left]
     if trainer.max_steps is not None:
         steps.append(trainer.max_steps)

@@ -295,7 +295,8 @@ def build_component(
         config = RunConfig.load(config)
     sections = ["imports", section]
     if section.startswith("data."):
-        sections += ["data.process", *(["data.train"] if config.data.cut_off else [])]
+        needs_train = bool(config.data.cut_off) or section == "data.sampler"
+        sections += ["data.process", *(["data.train"] if needs_train else [])]
     with preserve_generators():
         seed_generators(mix_seed(config.seed, _BUILD_STREAM if section == "model" else _PARTS_STREAM))
         return Build(config, sections=sections).component(section, model)
@@ -352,7 +353,8 @@ def assemble(
     loaders = Loaders(config, batch, collator, ranks, folder)
     train_data, max_steps = None, 0
     if for_training:
-        train_data, max_steps = loaders.for_training(dataset, makes_batches=makes_batches)
+        sampler = None if makes_batches else trainer_class.build_sampler(build, dataset)
+        train_data, max_steps = loaders.for_training(dataset, sampler, makes_batches=makes_batches)
         config = build.config = _resolved(config, batch, max_steps)
     eval_sets = trainer_class.build_eval_data(build)
     eval_data = {name: loaders.for_evaluation(name, each) for name, each in eval_sets.items()}

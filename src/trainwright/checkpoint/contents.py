@@ -50,6 +50,8 @@ def collect(
     generators: list[dict[str, Any]],
     step: int,
     has_unfinished_step: bool,
+    begun_epoch: int,
+    data_start: int,
     max_steps_at_end: int,
     unclaimed_hook_state: Mapping[str, Any],
     own_states: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
@@ -68,7 +70,13 @@ def collect(
     if references:
         weights = {name: value for name, value in weights.items() if name not in references["hashes"]}
     averages = {"weights": dict(averaged[0]), "is_evaluated": averaged[1]}
-    progress = {"step": step, "has_unfinished_step": has_unfinished_step, "max_steps_at_end": max_steps_at_end}
+    progress = {
+        "step": step,
+        "begun_epoch": begun_epoch,
+        "data_start": data_start,
+        "has_unfinished_step": has_unfinished_step,
+        "max_steps_at_end": max_steps_at_end,
+    }
     parts = {"model": weights, **({base_weights.PART: references} if references else {})}
     if weights_only:
         return {**parts, "training": {**progress, "hooks": {}, "averaged": averages}}

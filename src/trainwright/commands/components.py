@@ -30,6 +30,7 @@ SECTIONS = {
     "schedule": "trainer.schedule",
     "dataset": "data.train",
     "collator": "data.collator",
+    "sampler": "data.sampler",
     "hook": "hooks",
     "writer": "writers",
     "metric": "evaluation.metrics.NAME",

@@ -108,7 +108,7 @@ def summarize(path: Path, folder: Path, *, now: float | None = None) -> RunSumma
         state = FINISHED if saved_step >= max_steps else STOPPED
     else:
         age = (time.time() if now is None else now) - (last_write or 0.0)
-        period = config.log.every_steps * (seconds_per_step or 0.0)
+        period = (config.log.every_steps or 0) * (seconds_per_step or 0.0)
         is_quiet = age > max(_QUIET_SECONDS, 3 * period) or (saved_step is None and last_step is None)
         state = (RESUMABLE if saved_step is not None else EMPTY) if is_quiet else RUNNING
     return RunSummary(

@@ -44,9 +44,12 @@ FAST_DEV_RUN = {
     "trainer.max_samples": None,
     "trainer.max_tokens": None,
     "evaluation.every_steps": 2,
+    "evaluation.every_epochs": None,
     "evaluation.max_batches": 2,
     "checkpoint.every_steps": 2,
+    "checkpoint.every_epochs": None,
     "log.every_steps": 1,
+    "log.every_epochs": None,
 }
 """A few steps of everything, with other limits and periods than in the file."""
 

@@ -213,7 +213,7 @@ class RunConfig(Section):
         except ValidationError as error:
             problems += explain(error, cls)
         else:
-            problems += [*_check_keep_best(config), *_check_requeue(config)]
+            problems += [*_check_keep_best(config), *_check_requeue(config), *_check_sampler(config)]
         raise_all(problems, lambda path: nearest_origin(origins, path))
         located = _locate(config, (), lambda path: nearest_origin(origins, path))
         located._origins = origins
@@ -262,6 +262,20 @@ def _check_keep_best(config: RunConfig) -> list[Problem]:
         return []
     advice = suggest(set_name, sets) if sets else "Add it to data.eval, or set data.split."
     return [Problem(path, f'there is no evaluation set "{set_name}". {advice}')]
+
+
+def _check_sampler(config: RunConfig) -> list[Problem]:
+    data = config.data
+    if data.sampler is None:
+        return []
+    problems = []
+    if data.shuffle:
+        text = "true contradicts data.sampler, which defines the order of the samples. Remove one of the two."
+        problems.append(Problem(("data", "shuffle"), text))
+    if data.group_by_length:
+        text = "has no effect, because data.sampler defines the order of the samples. Remove one of the two."
+        problems.append(Problem(("data", "group_by_length"), text))
+    return problems
 
 
 def _check_requeue(config: RunConfig) -> list[Problem]:

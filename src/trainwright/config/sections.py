@@ -79,6 +79,13 @@ def _named_sets(value: Any) -> Any:
     return value
 
 
+def _epochs_instead_of_steps(value: Any) -> Any:
+    """Replace the default of `every_steps` by None if `every_epochs` is set; with both, both apply."""
+    if isinstance(value, Mapping) and value.get("every_epochs") is not None and "every_steps" not in value:
+        return {**value, "every_steps": None}
+    return value
+
+
 class LoaderArguments(Section):
     """Arguments for the DataLoader."""
 
@@ -95,9 +102,9 @@ class LoaderArguments(Section):
 _LOADER_KEYS_ELSEWHERE: Mapping[str, str] = {
     "batch_size": "Set trainer.global_batch_size and trainer.micro_batch_size.",
     "shuffle": "Set data.shuffle.",
-    "sampler": "The order is a pure function of the seed, so that a run resumes exactly. See data.shuffle.",
-    "batch_sampler": "The order is a pure function of the seed, so that a run resumes exactly.",
-    "drop_last": "A batch may straddle epochs, so no sample is dropped.",
+    "sampler": "Set data.sampler.",
+    "batch_sampler": "Set data.sampler, which may be a batch sampler.",
+    "drop_last": "Set data.last_batch: drop.",
     "collate_fn": "Set data.collator.",
     "num_workers": "Set data.num_workers.",
     "worker_init_fn": "Each sample's randomness is seeded from the run's seed and the sample's position.",
@@ -200,8 +207,13 @@ class DataSection(Section):
     """Processes that load data; 0: the run's process loads."""
     loader: Annotated[Frozen[Any], BeforeValidator(_loader_arguments)] = Field(default_factory=Frozen)
     """Further arguments of the DataLoader, such as prefetch_factor."""
-    shuffle: bool = True
-    """Whether each epoch has a different order, derived from the seed."""
+    sampler: Component | None = None
+    """The order of the training samples: weighted, or any torch Sampler or BatchSampler; None: `shuffle` defines it."""
+    last_batch: Literal["straddle", "short", "drop"] | None = None
+    """The samples at the end of an epoch that do not fill a batch. straddle: the batch continues with the next epoch.
+    short: it is smaller. drop: they are left out. None: straddle; short for a stream, whose passes are separate."""
+    shuffle: bool | None = None
+    """Whether each epoch has a different order, derived from the seed. None: true, unless there is a sampler."""
     group_by_length: bool = False
     """Whether a batch has samples of similar length, which reduces padding."""
     shuffle_buffer: Count = 1000
@@ -210,6 +222,11 @@ class DataSection(Section):
     """Whether a row that cannot be read ends the run, or is skipped and listed in skipped_rows.json."""
     max_skipped: Count = 100
     """Skipped rows after which the run ends."""
+
+    @property
+    def shuffles(self) -> bool:
+        """True if `shuffle` is true or not set."""
+        return self.shuffle is not False
 
     @property
     def cut_off(self) -> tuple[str, ...]:
@@ -293,7 +310,9 @@ class EvaluationSection(Section):
     """When the evaluation sets are evaluated, and with which metrics."""
 
     every_steps: Count | None = None
-    """Steps between evaluations; None: once, at the end."""
+    """Steps between evaluations; None: not by steps. The last step is always evaluated."""
+    every_epochs: Positive | None = None
+    """Epochs between evaluations, such as 1 or 0.25; None: not by epochs."""
     metrics: Frozen[Component] = Field(default_factory=Frozen)
     """Metrics by name, in addition to those that the trainer's eval_step returns."""
     batch_size: Count | None = None
@@ -318,7 +337,10 @@ class CheckpointSection(Section):
     """A folder or a URL such as s3://bucket/runs, in which checkpoints are stored under the run's name; None:
     `checkpoints` in the run folder."""
     every_steps: Count | None = 500
-    """Steps between checkpoints; None: not by steps. The last step is always saved."""
+    """Steps between checkpoints; None: not by steps, which is the default next to every_epochs. The last step is always
+    saved."""
+    every_epochs: Positive | None = None
+    """Epochs between checkpoints, such as 1 or 0.25; None: not by epochs."""
     every_minutes: Positive | None = None
     """Minutes between checkpoints; None: not by time."""
     every_samples: Count | None = None
@@ -337,12 +359,25 @@ class CheckpointSection(Section):
     max_failures: Count = 3
     """Consecutive failed saves (a full disk, a lost mount) after which the run ends."""
 
+    _replace_default = model_validator(mode="before")(_epochs_instead_of_steps)
+
 
 class LogSection(Section):
     """How often a line is written."""
 
-    every_steps: Count = 10
-    """Steps per line of metrics.json; the last step is always written."""
+    every_steps: Count | None = 10
+    """Steps per line of metrics.json; None: not by steps, which is the default next to every_epochs. The last step is
+    always written."""
+    every_epochs: Positive | None = None
+    """Epochs per line of metrics.json, such as 1 or 0.25; None: not by epochs."""
+
+    _replace_default = model_validator(mode="before")(_epochs_instead_of_steps)
+
+    @model_validator(mode="after")
+    def _has_period(self) -> LogSection:
+        if self.every_steps is None and self.every_epochs is None:
+            raise reject(("every_steps",), "null needs log.every_epochs: a line is written by steps or by epochs.", {})
+        return self
 
 
 def _axis(value: Any) -> Any:

@@ -128,6 +128,8 @@ class Span(NamedTuple):
     """True if the rank has no position in this batch: it fetches an earlier one, with weight 0."""
     batch: tuple[int, int] = (0, 0)
     """The positions of the whole batch over all ranks: start and stop."""
+    indices: tuple[int, ...] = ()
+    """The sample at each position if a sampler has drawn them in the run's process; empty: the order defines them."""
 
 
 @dataclass(frozen=True)
@@ -262,7 +264,7 @@ class SampleFetcher(Dataset[Any]):
 
     def fetch(self, span: Span) -> Fetched:
         """Fetches and collates the samples; preserves the states of the global generators."""
-        indices = self.order.indices(span.start, span.stop).tolist()
+        indices = list(span.indices) or self.order.indices(span.start, span.stop).tolist()
         with preserve_generators() if self._may_draw else nullcontext():
             while True:
                 if self._may_draw:
@@ -296,7 +298,7 @@ class SampleFetcher(Dataset[Any]):
 
     def describe(self, span: Span) -> str:
         """Names the samples at these positions."""
-        indices = self.order.indices(span.start, span.stop).tolist()
+        indices = list(span.indices) or self.order.indices(span.start, span.stop).tolist()
         shown = ", ".join(map(str, indices[:16])) + (", …" if len(indices) > 16 else "")
         return f"positions {span.start} to {span.stop - 1}, which are samples {shown}"
 

@@ -7,8 +7,10 @@ position; streams have stream_loader.py.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -18,6 +20,7 @@ from trainwright.data.collators import reject_lists
 from trainwright.data.fetch import Collator, Fetched, OnError, SampleFetcher, Span, View, count_samples
 from trainwright.data.file_list import reject_changed_files, saved_files
 from trainwright.data.order import Indices, Order, mix_seed, permute
+from trainwright.data.samplers import LastBatch, SamplerOrder, order_of_sampler, reject_large_batch
 from trainwright.data.workers import LoaderOptions, WorkerFetcher, serve_in_workers
 from trainwright.errors import DataError
 
@@ -78,14 +81,21 @@ class SkippedPositions:
 
 
 def rank_spans(
-    start: int, limit: int | None, batch_size: int, view: View, skipped: SkippedPositions | None = None
+    start: int,
+    limit: int | None,
+    batch_size: int,
+    view: View,
+    skipped: SkippedPositions | None = None,
+    *,
+    stop_of: Callable[[int], int] | None = None,
 ) -> Iterator[Span]:
     """Yields a rank's span of each batch from position `start` to `limit`, without those that begin in `skipped`.
 
-    Batches begin at multiples of `batch_size`, so the batch after a ragged start is short.
+    `stop_of` returns where the batch of a position ends. By default batches begin at multiples of `batch_size`, so the
+    batch after a ragged start is short.
     """
     while limit is None or start < limit:
-        stop = (start // batch_size + 1) * batch_size
+        stop = (start // batch_size + 1) * batch_size if stop_of is None else stop_of(start)
         if limit is not None:
             stop = min(stop, limit)
         if skipped is None or not skipped.ranges or start not in skipped:
@@ -104,10 +114,23 @@ BATCHES_PER_WINDOW = 64
 
 
 class LengthOrder(Order):
-    """The order of a dataset with known lengths: window by window, batches of samples of similar length."""
+    """The order of a dataset with known lengths: window by window, batches of samples of similar length.
 
-    def __init__(self, lengths: Any, *, seed: int, shuffle: bool, global_batch_size: int) -> None:
-        super().__init__(len(lengths), seed=seed, shuffle=shuffle)
+    Batches begin at multiples of the batch size, or with `from_epoch` at those within an epoch.
+    """
+
+    def __init__(
+        self,
+        lengths: Any,
+        *,
+        seed: int,
+        shuffle: bool,
+        global_batch_size: int,
+        epoch_size: int | None = None,
+        from_epoch: bool = False,
+    ) -> None:
+        super().__init__(len(lengths), seed=seed, shuffle=shuffle, epoch_size=epoch_size)
+        self._from_epoch = from_epoch
         self._lengths = np.asarray(lengths)
         self._batch_size = global_batch_size
         self._window_size = BATCHES_PER_WINDOW * global_batch_size
@@ -125,12 +148,12 @@ class LengthOrder(Order):
 
     def _find_window(self, position: int) -> tuple[int, int]:
         """Returns the start and stop positions of a window."""
-        begin = position // self.size * self.size
-        aligned = -(-begin // self._batch_size) * self._batch_size
+        begin, end = self.epoch_span(position)
+        aligned = begin if self._from_epoch else -(-begin // self._batch_size) * self._batch_size
         if position < aligned:
-            return begin, min(aligned, begin + self.size)
+            return begin, min(aligned, end)
         first = aligned + (position - aligned) // self._window_size * self._window_size
-        return first, min(first + self._window_size, begin + self.size)
+        return first, min(first + self._window_size, end)
 
     def _sort(self, first: int, last: int) -> Indices:
         if (first, last) != self._window:
@@ -204,9 +227,12 @@ class TrainData(BatchLoader):
         seed: int,
         shuffle: bool = True,
         group_by_length: bool = False,
+        sampler: Any = None,
+        last_batch: LastBatch = "straddle",
         num_samples: int | None = None,
         **common: Any,
     ) -> None:
+        """`sampler` draws the order instead (samplers.py). `last_batch` is what happens to the end of an epoch."""
         super().__init__(dataset, global_batch_size=global_batch_size, seed=seed, **common)
         self.num_samples = num_samples
         self.samples_seen = 0
@@ -216,19 +242,32 @@ class TrainData(BatchLoader):
         self.batch_positions = (0, 0)
         """The positions of the last batch over all ranks: start and stop."""
         self._size = count_samples(dataset, "data.train")
-        if global_batch_size > self._size:
-            raise DataError(
-                f"trainer.global_batch_size: {global_batch_size} is more than the {self._size} samples of data.train, "
-                f"so one batch would contain samples twice. Use at most {self._size}."
-            )
+        self.last_batch = last_batch
+        self.sampler = sampler
         self.order: Any
         arguments: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "global_batch_size": global_batch_size}
-        if group_by_length:
-            self.order = LengthOrder(lengths_of(dataset, "data.train"), **arguments)
+        if sampler is None and last_batch != "short":
+            reject_large_batch(global_batch_size, self._size, of="data.train")
+        epoch_size = self._size // global_batch_size * global_batch_size if last_batch == "drop" else None
+        if sampler is not None:
+            self.order = order_of_sampler(
+                sampler, size=self._size, seed=seed, batch_size=global_batch_size, last_batch=last_batch
+            )
+        elif group_by_length:
+            lengths = lengths_of(dataset, "data.train")
+            from_epoch = last_batch != "straddle"
+            self.order = LengthOrder(lengths, **arguments, epoch_size=epoch_size, from_epoch=from_epoch)
         elif hasattr(type(dataset), "make_order"):
             self.order = dataset.make_order(**arguments)
         else:
-            self.order = Order(self._size, seed=seed, shuffle=shuffle)
+            self.order = Order(self._size, seed=seed, shuffle=shuffle, epoch_size=epoch_size)
+        self._is_drawn = isinstance(self.order, SamplerOrder)
+        """True if a sampler draws the samples in this process, whose epochs may differ in length."""
+        self._stop_of: Callable[[int], int] | None = None
+        if self._is_drawn and self.order.has_stops:
+            self._stop_of = self.order.batch_stop
+        elif last_batch == "short":
+            self._stop_of = self._stop_in_epoch
         self._skipped = SkippedPositions()
         self._skipped_counts: dict[str, int] = {}
 
@@ -237,12 +276,45 @@ class TrainData(BatchLoader):
         """The epoch of the next sample that is returned."""
         position = self.order_position
         if self._skipped.ranges:
-            spans = rank_spans(position, self.num_samples, self.global_batch_size, View(), self._skipped)
+            spans = rank_spans(
+                position, self.num_samples, self.global_batch_size, View(), self._skipped, stop_of=self._stop_of
+            )
             position = next((span.start for span in spans), position)
-        return position // self._size
+        return self.order.epoch_at(position) if self._is_drawn else position // self.order.epoch_size  # type: ignore[no-any-return]
 
     def __len__(self) -> int:
         return self._size
+
+    def epochs_at(self, position: int) -> Fraction:
+        """Returns how many epochs the positions before this one are."""
+        epoch = int(self.order.epoch_at(position) if self._is_drawn else position // self.order.epoch_size)
+        begin, end = self.order.epoch_span(position)
+        return epoch + Fraction(position - begin, end - begin)
+
+    def position_after(self, epochs: float) -> int:
+        """Returns the position at which a number of epochs has ended."""
+        if self._is_drawn:
+            return int(self.order.position_after(epochs))
+        return round(epochs * int(self.order.epoch_size))
+
+    def count_batches(self, stop: int) -> int:
+        """Returns the number of batches from `order_position` to a position, of which the last may be short."""
+        start, size = self.order_position, self.global_batch_size
+        if stop <= start:
+            return 0
+        if self._stop_of is None:
+            return math.ceil(stop / size) - start // size
+        if self._is_drawn:
+            return int(self.order.count_batches(start, stop))
+        length: int = self.order.epoch_size
+        in_epochs = (stop // length - start // length) * math.ceil(length / size)
+        return in_epochs + math.ceil(stop % length / size) - start % length // size
+
+    def _stop_in_epoch(self, position: int) -> int:
+        """Returns where the batch of a position ends if batches begin with the epoch."""
+        begin, end = self.order.epoch_span(position)
+        size = self.global_batch_size
+        return min(begin + ((position - begin) // size + 1) * size, end)  # type: ignore[no-any-return]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -265,8 +337,19 @@ class TrainData(BatchLoader):
 
     def batches(self, to_device: ToDevice) -> Generator[Any, None, None]:
         """Yields the batches from `order_position` on; each is counted when it is returned."""
-        spans = rank_spans(self.order_position, self.num_samples, self.global_batch_size, self.view, self._skipped)
-        fetcher = SampleFetcher(self.dataset, self.order, self.collator, self.seed, skips_errors=self.on_error.skips)
+        spans = rank_spans(
+            self.order_position,
+            self.num_samples,
+            self.global_batch_size,
+            self.view,
+            self._skipped,
+            stop_of=self._stop_of,
+        )
+        order = self.order
+        if self._is_drawn:
+            spans = map(self._with_indices, spans)
+            order = Order(self._size, seed=self.seed)  # only for stand-ins; a sampler stays in this process
+        fetcher = SampleFetcher(self.dataset, order, self.collator, self.seed, skips_errors=self.on_error.skips)
         queue: deque[tuple[Any, Fetched]] = deque()
         is_first = True
         for batch in to_device(host_batches(fetcher, spans, self.options, queue, label="data.train")):
@@ -286,6 +369,11 @@ class TrainData(BatchLoader):
             self._count_skipped(self.num_samples)
             self.samples_seen = self.order_position = self.num_samples
 
+    def _with_indices(self, span: Span) -> Span:
+        """Adds what the sampler has drawn for a span; a stand-in is the first sample of the batch."""
+        start, stop = (span.batch[0], span.batch[0] + 1) if span.is_stand_in else (span.start, span.stop)
+        return span._replace(indices=tuple(self.order.indices(start, stop).tolist()))
+
     def _counts_at(self, position: int) -> dict[str, int]:
         return self.order.counts(position) if hasattr(self.order, "counts") else {}
 
@@ -304,6 +392,7 @@ class TrainData(BatchLoader):
             "files": self.files,
             "left_out": [list(each) for each in self._skipped.ranges],
             "left_out_counts": dict(self._skipped_counts),
+            **({} if self.sampler is None else {"sampler": self.order.state_dict(self.order_position)}),
         }
 
     @staticmethod
@@ -323,6 +412,8 @@ class TrainData(BatchLoader):
         self._skipped.add_all(state.get("left_out", ()))
         self._skipped_counts = {name: int(count) for name, count in state.get("left_out_counts", {}).items()}
         reject_changed_files(state.get("files", self.files), self.files, accept_changes=accept_changes)
+        if self.sampler is not None:
+            self.order.load_state_dict(state.get("sampler"), self.order_position, accept_changes=accept_changes)
         before = int(state.get("num_samples", self._size))
         if before != self._size:
             problem = f"data.train has {self._size:,} samples, but the checkpoint was saved with {before:,}"
@@ -331,7 +422,9 @@ class TrainData(BatchLoader):
                     f"{problem}, so the order is different. Restore the data, or continue with --accept-changes."
                 )
             logger.warning("%s: samples of this epoch may be repeated or omitted.", problem)
-        elif state.get("global_batch_size") != self.global_batch_size and type(self.order) is not Order:
+        elif state.get("global_batch_size") != self.global_batch_size and (
+            type(self.order) is not Order or self.last_batch != "straddle"
+        ):
             logger.warning("The order depends on the batch size: samples of this epoch may be repeated or omitted.")
 
 
@@ -417,6 +510,10 @@ class MadeBatches(BatchLoader):
     def skip_positions(self, start: int, stop: int) -> None:
         """Not called: without a dataset a rollback is rejected."""
         raise AssertionError("a batch that next_train_inputs makes cannot be skipped")
+
+    def epochs_at(self, position: int) -> Fraction:
+        """Not called: without a dataset there are no epochs."""
+        raise AssertionError("without a dataset there are no epochs")
 
     def samples_at(self, start: int, stop: int) -> list[int] | None:
         """Returns None: the samples have no index."""

@@ -75,16 +75,18 @@ def _feistel(values: Any, num_bits: int, keys: list[Any]) -> Any:
 class Order:
     """The endless order of a dataset's samples: epoch after epoch, each with a different permutation.
 
-    Positions are computed in chunks and the current chunk is kept, because numpy takes about 100 µs per epoch for any
-    length.
+    With a smaller `epoch_size` an epoch is the beginning of a permutation. Positions are computed in chunks and the
+    current chunk is kept, because numpy takes about 100 µs per epoch for any length.
     """
 
     CHUNK = 8192
     CHUNK_EPOCHS = 16
     """The largest number of epochs in a chunk, which limits the time for a small dataset."""
 
-    def __init__(self, size: int, *, seed: int, shuffle: bool = True) -> None:
+    def __init__(self, size: int, *, seed: int, shuffle: bool = True, epoch_size: int | None = None) -> None:
         self.size = size
+        self.epoch_size = size if epoch_size is None else epoch_size
+        """The positions of an epoch."""
         self.seed = seed
         self.shuffle = shuffle
         self._chunk_start = 0
@@ -94,13 +96,18 @@ class Order:
         """Returns the sample index at each global position of start … stop−1."""
         begin = start - self._chunk_start
         if begin < 0 or stop - self._chunk_start > len(self._chunk):
-            length = max(min(self.CHUNK, self.CHUNK_EPOCHS * self.size), stop - start)
+            length = max(min(self.CHUNK, self.CHUNK_EPOCHS * self.epoch_size), stop - start)
             self._chunk_start, begin = start, 0
             self._chunk = self._compute(np.arange(start, start + length, dtype=np.int64))
         return self._chunk[begin : begin + stop - start]
 
+    def epoch_span(self, position: int) -> tuple[int, int]:
+        """Returns the first position of the epoch of a position, and the first one after it."""
+        begin = position // self.epoch_size * self.epoch_size
+        return begin, begin + self.epoch_size
+
     def _compute(self, positions: Indices) -> Indices:
-        epochs, offsets = np.divmod(positions, self.size)
+        epochs, offsets = np.divmod(positions, self.epoch_size)
         if not self.shuffle:
             return offsets
         indices = np.empty_like(offsets)

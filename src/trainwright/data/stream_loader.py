@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from fractions import Fraction
+from typing import Any, NamedTuple, TypeAlias
 
 from trainwright.data.collators import reject_lists
 from trainwright.data.fetch import Fetched, View
@@ -125,6 +126,20 @@ class _Progress:
         return progress
 
 
+class _ReadBatch(NamedTuple):
+    """A batch that was read, but not counted yet."""
+
+    batch: Any
+    request: LaneRequest
+    fetched: Fetched
+    total: int
+    """Its samples over all ranks."""
+    shares: Sequence[int]
+    """The samples of each source of a mixture."""
+    is_returned: bool
+    """False if it is empty, or left out after a rollback."""
+
+
 class StreamData(BatchLoader):
     """The training batches of a stream, from any progress; ends after `num_passes` or `num_samples`."""
 
@@ -135,12 +150,16 @@ class StreamData(BatchLoader):
         shuffle: bool = True,
         block_size: int = BLOCK_SIZE,
         sum_counts: SumCounts | None = None,
+        drops_short: bool = False,
         **common: Any,
     ) -> None:
+        """If it `drops_short` batches, those at the end of a pass with fewer samples are read, but not returned."""
         super().__init__(stream, **common)
         self.num_samples: int | None = None
         """The position at which the run stops, also within a pass; None: at the end of the stream."""
         self.num_passes = 1
+        self.looks_ahead = False
+        """Whether a batch is returned only after the next one was read, so that `epoch` changes with the last one."""
         self.samples_seen = 0
         """Samples returned so far, over all ranks."""
         self.epoch = 0
@@ -150,6 +169,7 @@ class StreamData(BatchLoader):
         self.counts: dict[str, int] = dict.fromkeys(getattr(stream, "source_names", ()), 0)
         """The number of samples seen of each source of a mixture; empty for a single source."""
         self._shuffle = shuffle
+        self._drops_short = drops_short
         self._block_size = block_size if shuffle else min(block_size, UNSHUFFLED_BLOCK_SIZE)
         self._sum_counts = sum_counts or _single_process_counts
         self._positions_before = 0
@@ -163,15 +183,71 @@ class StreamData(BatchLoader):
         # An iterator cannot return the same rows twice in this process; a worker reads a copy.
         self._is_exhausted |= hasattr(type(self.dataset), "__next__") and not self.options.num_workers
         while self.epoch < self.num_passes:
-            has_ended = yield from self._one_pass(to_device)
+            reading = self._read_pass(to_device)
+            has_ended = yield from self._hold_back(reading) if self.looks_ahead else self._return_all(reading)
             if not has_ended:
                 return
+
+    def _return_all(self, reading: Generator[_ReadBatch, None, bool]) -> Generator[Any, None, bool]:
+        """Yields the batches of a pass; returns True if the pass has ended, False at the limit."""
+        while True:
+            try:
+                read = next(reading)
+            except StopIteration as stop:
+                return self._end_pass(has_ended=stop.value)
+            self._count(read)
+            if read.is_returned:
+                yield read.batch
+
+    def _hold_back(self, reading: Generator[_ReadBatch, None, bool]) -> Generator[Any, None, bool]:
+        """Yields the batches like `_return_all`, each after the next one was read: then it is known to be the last."""
+        waiting: list[_ReadBatch] = []
+        while True:
+            failure: Exception | None = None
+            read: _ReadBatch | None = None
+            has_ended = False
+            try:
+                read = next(reading)
+            except StopIteration as stop:
+                has_ended = stop.value
+            except Exception as error:  # the batch before it comes first
+                failure = error
+            if read is not None and not (read.is_returned and any(each.is_returned for each in waiting)):
+                waiting.append(read)
+                continue
+            returned = next((each for each in waiting if each.is_returned), None)
+            for each in waiting:
+                self._count(each)
+            waiting = [] if read is None else [read]
+            if read is None and failure is None:
+                self._end_pass(has_ended=has_ended)
+            if returned is not None:
+                yield returned.batch
+            if failure is not None:
+                raise failure
+            if read is None:
+                return has_ended
+
+    def _count(self, read: _ReadBatch) -> None:
+        """Counts a batch that is returned or skipped."""
+        first = self.order_position
+        self._progress.note(read.request, read.fetched)
+        self.counts = {name: self.counts[name] + share for name, share in zip(self.counts, read.shares, strict=True)}
+        self.samples_seen += read.total
+        if read.is_returned:
+            self.batch_num_samples, self.batch_positions = read.fetched.num_samples, (first, self.order_position)
+            self.batch_ignored = read.fetched.count_ignored()
+
+    def _end_pass(self, *, has_ended: bool) -> bool:
+        """Begins the next pass if this one has ended, rather than reached the limit; returns whether it has."""
+        if has_ended:
             self.epoch += 1
             self._positions_before += self._progress.num_positions
             self._progress = _Progress(self._progress.layout, block_size=self._block_size)
+        return has_ended
 
-    def _one_pass(self, to_device: ToDevice) -> Generator[Any, None, bool]:
-        """Yields the rest of a pass; returns True if the pass has ended, False at the limit."""
+    def _read_pass(self, to_device: ToDevice) -> Generator[_ReadBatch, None, bool]:
+        """Reads the rest of a pass without counting it; returns True if the pass has ended, False at the limit."""
         progress, layout = self._progress, self._progress.layout
         reading = StreamReading(
             seed=self.seed,
@@ -187,25 +263,21 @@ class StreamData(BatchLoader):
         requests = progress.requests(self.view, self.global_batch_size, limit)
         queue: deque[tuple[Any, Fetched]] = deque()
         ended: set[int] = set()
+        position = self.order_position
         for batch in to_device(host_batches(fetcher, requests, self.options, queue, label="data.train")):
             request, fetched = queue.popleft()
             if request.batch == 0:
                 reject_lists(batch)
             self.on_error.note(fetched.failures)
-            first = self.order_position
-            is_skipped = first in self._skipped
-            progress.note(request, fetched)
+            is_skipped = position in self._skipped
+            position += request.size
             ended.update(fetched.ended)
             num_alive = progress.num_alive(self.view, self.global_batch_size, ended)
             by_source = [0 if is_skipped else fetched.sources.count(name) for name in self.counts]
             total, num_alive, *shares = self._sum_counts(fetched.num_samples, num_alive, *by_source)
-            self.counts = {name: self.counts[name] + share for name, share in zip(self.counts, shares, strict=True)}
-            self.samples_seen += total
-            if total and not is_skipped:
-                self.batch_num_samples, self.batch_positions = fetched.num_samples, (first, self.order_position)
-                self.batch_ignored = fetched.count_ignored()
-                yield batch
-            elif not total and not num_alive:
+            is_dropped = self._drops_short and total < request.size
+            yield _ReadBatch(batch, request, fetched, total, shares, bool(total) and not (is_skipped or is_dropped))
+            if not total and not num_alive:
                 return True
         return False
 
@@ -219,6 +291,10 @@ class StreamData(BatchLoader):
     def samples_at(self, start: int, stop: int) -> list[int] | None:
         """Returns None: the rows of a stream have no index."""
         return None
+
+    def epochs_at(self, position: int) -> Fraction:
+        """Not called: the length of a stream is unknown, so fractions of an epoch are rejected."""
+        raise AssertionError("a position of a stream is not a fraction of an epoch")
 
     @property
     def order_position(self) -> int:

@@ -433,7 +433,11 @@ class EventStorage:
         self.images, self.histograms, self.texts = media.images, media.histograms, media.texts
         self.evaluated = dict(evaluated or {})
         self.line = {"step": self._step, **{name: _plain(value) for name, value in training.items()}, **self.evaluated}
-        for name, value in self.evaluated.items():
+        self.remember(self.evaluated)
+
+    def remember(self, evaluated: Mapping[str, Any]) -> None:
+        """Adds the logs of an evaluation of this step to the histories."""
+        for name, value in evaluated.items():
             self._remember(name, self._step, value)
 
     def state_dict(self, window: Window | None = None) -> dict[str, Any]:

@@ -47,27 +47,43 @@ class CallbackHook(Hook):
 class Every:
     """`Every(n)(fn)` is a hook that calls `fn(trainer)` after each step that is a multiple of n.
 
+    `Every(epochs=n)(fn)` calls it at the end of every nth epoch.
+
     >>> hook = Every(100)(lambda trainer: print(trainer.step))
+    >>> hook = Every(epochs=1)(lambda trainer: print(trainer.epoch))
     """
 
-    def __init__(self, steps: int) -> None:
-        if not isinstance(steps, int) or steps < 1:
-            raise ConfigError(f"Every({steps!r}): give a positive integer number of steps.")
+    def __init__(self, steps: int | None = None, *, epochs: int | None = None) -> None:
+        if (steps is None) == (epochs is None):
+            raise ConfigError("Every: give a number of steps, or epochs=n.")
+        name, period = ("steps", steps) if epochs is None else ("epochs", epochs)
+        if not isinstance(period, int) or period < 1:
+            raise ConfigError(
+                f"Every({'' if epochs is None else 'epochs='}{period!r}): give a positive integer number of {name}."
+            )
         self.steps = steps
+        self.epochs = epochs
 
     def __call__(self, function: Callable[[Any], None]) -> Hook:
         """Returns the hook."""
 
+        steps, epochs = self.steps, self.epochs
+        if steps is None:
+            assert epochs is not None
+            return CallbackHook(
+                after_epoch=lambda trainer: function(trainer) if (trainer.epoch + 1) % epochs == 0 else None
+            )
+
         def call_if_due(trainer: Any) -> None:
-            if trainer.step % self.steps == 0:
+            if trainer.step % steps == 0:
                 function(trainer)
 
         return CallbackHook(after_step=call_if_due)
 
 
-def every_from_config(steps: int, call: str, project_dir: Path) -> Hook:
-    """Builds the hook of `{type: every, steps: 100, call: file.py:function}`."""
-    return Every(steps)(registry.find("hook", call, project_dir=project_dir, label="hooks.every.call"))
+def every_from_config(call: str, project_dir: Path, steps: int | None = None, epochs: int | None = None) -> Hook:
+    """Builds the hook of `{type: every, steps: 100, call: file.py:function}`, or with `epochs: 1` instead of steps."""
+    return Every(steps, epochs=epochs)(registry.find("hook", call, project_dir=project_dir, label="hooks.every.call"))
 
 
 def callback_from_config(project_dir: Path, **functions: str) -> Hook:

@@ -61,7 +61,7 @@ class WatchCompilation(Hook):
             "cache_hits": news.num_cache_hits,
         }
         storage = self.trainer.storage
-        window = (storage.step - 1) // self.trainer.config.log.every_steps
+        window = self.trainer.state.window_start
         if window != self._window:
             self._window, self._sums = window, dict.fromkeys(counted, 0.0)
         for name, value in counted.items():

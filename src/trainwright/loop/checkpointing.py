@@ -129,15 +129,10 @@ class Checkpointing:
             together=self._together,
         )
 
-    def is_due(self, step: int, start: int, stop: int) -> bool:
-        """Returns True if a checkpoint is due by steps or samples, equally on every rank.
-
-        `start` and `stop` are the positions in the data before and after the step.
-        """
-        section = self._section
-        if section.every_steps and step % section.every_steps == 0:
-            return True
-        return bool(section.every_samples and stop // section.every_samples > start // section.every_samples)
+    def is_due_by_samples(self, start: int, stop: int) -> bool:
+        """Returns True if a checkpoint is due after a step that used the positions start … stop−1 of the data."""
+        every = self._section.every_samples
+        return bool(every and stop // every > start // every)
 
     def is_due_by_time(self) -> bool:
         """Returns True if one is due by this rank's clock; the ranks agree on it through votes."""

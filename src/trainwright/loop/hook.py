@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 HOOK_EVENTS = (
     "before_train",
     "after_train",
+    "before_epoch",
+    "after_epoch",
     "before_step",
     "after_step",
     "before_eval",
@@ -46,10 +48,12 @@ class Hook:
 
         before_train                        once, after state was restored
         for each update:
+            before_epoch                    where its first sample is the first of another epoch than before
             before_step
             ... the update ...
             after_step                      trainer.step counts it already
             before_eval, after_eval(logs)   where an evaluation is due; logs is {} if the evaluation failed
+            after_epoch                     where the update used the last sample of an epoch
             after_save(path)                where a checkpoint was committed, on every rank
         after_train                         once, after success
         close                               once, always
@@ -69,6 +73,16 @@ class Hook:
 
     def after_train(self) -> None:
         """Called once after the last step, not after an error or an interruption."""
+
+    def before_epoch(self) -> None:
+        """Called before the first step of an epoch, `trainer.epoch`; not again if a run resumes within the epoch."""
+
+    def after_epoch(self) -> None:
+        """Called after the step that uses the last sample of an epoch, `trainer.epoch`, and after its evaluation.
+
+        `trainer.storage.latest()` has the metrics of the step and of its evaluation. What is put there belongs to the
+        line of this step, and what it changes is part of its checkpoint.
+        """
 
     def before_step(self) -> None:
         """Called before the batch of an update is fetched."""
@@ -171,6 +185,10 @@ class HookCalls:
         for hook, weights in found:
             return weights, getattr(hook, "evaluates_averaged", True)
         return {}, False
+
+    def has(self, event: str) -> bool:
+        """Returns True if a hook has this event."""
+        return bool(self._calls[event])
 
     def owners(self, event: str) -> list[Hook]:
         """Returns the hooks that have an event."""

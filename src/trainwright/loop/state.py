@@ -22,12 +22,18 @@ SCALARS = (str, bytes, bool, int, float, type(None))
 
 @dataclass(slots=True)
 class RunState:
-    """The progress of a run. A checkpoint stores `step`, `has_unfinished_step` and `max_steps_at_end`."""
+    """The progress of a run. A checkpoint stores the fields up to `max_steps_at_end`, except `epoch_ended`."""
 
     step: int = 0
     """The number of completed updates."""
     epoch: int = 0
     """The epoch of the first sample of the current step."""
+    begun_epoch: int = -1
+    """The last epoch that has begun: that of the last step. The next step begins another one if its epoch differs."""
+    epoch_ended: bool = False
+    """True from an update that uses the last sample of an epoch, `epoch`, until the next step begins."""
+    data_start: int = 0
+    """The position in the data at which the current step began."""
     has_unfinished_step: bool = False
     """True from an update until it is evaluated and written. A run resumed in between completes that first."""
     max_steps_at_end: int = 0
@@ -44,6 +50,8 @@ class RunState:
     """The step of `eval_logs`."""
     reported: set[str] = field(default_factory=set)
     """The names in `eval_logs` that the writers have received."""
+    window_start: int = 0
+    """The step after which the current log window began; 0 after a resume."""
     written_step: int = 0
     """The last step that the writers received. After a rollback, steps up to it are not written twice."""
     saved_step: int = -1

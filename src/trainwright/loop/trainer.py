@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -42,10 +43,10 @@ from trainwright.compile.regions import (
     inspect_forward,
     user_files_of,
 )
-from trainwright.config import BatchPlan, RunConfig
+from trainwright.config import BatchPlan, CheckpointSection, EvaluationSection, LogSection, RunConfig
 from trainwright.data.loader import MadeBatches
 from trainwright.data.order import chain_seed
-from trainwright.data.stream_loader import EvaluationData, TrainingData
+from trainwright.data.stream_loader import EvaluationData, StreamData, TrainingData
 from trainwright.errors import (
     AnomalyError,
     CheckpointError,
@@ -76,7 +77,7 @@ from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import is_split
 from trainwright.parallel.replicate import copy_from_first
 from trainwright.user_code.constructors import check_constructed, reject_missing_context, reject_unknown_arguments
-from trainwright.user_code.locations import is_user_code
+from trainwright.user_code.locations import is_user_code, location_of
 from trainwright.user_code.signatures import reject_mismatch
 from trainwright.writers.writer import RunInfo, Writer, unstored_media
 
@@ -104,6 +105,9 @@ class Builder(Protocol):
 
     def train_data(self) -> Any:
         """The training dataset."""
+
+    def sampler(self, dataset: Any) -> Any:
+        """The `data.sampler` section for the training dataset; None without one."""
 
     def eval_data(self) -> Mapping[str, Any]:
         """The evaluation datasets by name."""
@@ -182,12 +186,14 @@ class Trainer:
 
     before_train
     while step < max_steps:
+        before_epoch           if a new epoch begins
         before_step
         batch  = next_train_inputs(iterator)
         result = train_step(batch)
         step  += 1
         after_step
         evaluate if due        (eval_begin, next_eval_inputs, eval_step, eval_end; after_eval)
+        after_epoch            if an epoch ended
         write if due           (train_loop_end; train_loop_begin)
         save if due            (after_save)
     after_train; close
@@ -251,9 +257,11 @@ class Trainer:
         self._unstored_media: set[str] = set()
         """What the log has warned of: no writer stores it."""
         self._next_due = 0
-        """Steps before this one have nothing due by the config's periods."""
-        self._data_start = 0
-        """The position in the data at which the current step began."""
+        """Steps before this one have nothing due by the config's periods, unless an epoch ends."""
+        periods = [config.evaluation.every_epochs, config.checkpoint.every_epochs, config.log.every_epochs]
+        self._has_parts_of_epochs = any(every is not None and every % 1 != 0 for every in periods)
+        """True if a period is a fraction of an epoch."""
+        self._find_epoch_ends(has_period=any(periods))
         self._keeps_optimizer_settings = False
         self._has_only_weights = False
         self._has_loaded_weights = False
@@ -307,6 +315,11 @@ class Trainer:
     def build_train_data(cls, build: Builder) -> Any:
         """Returns the training dataset."""
         return build.train_data()
+
+    @classmethod
+    def build_sampler(cls, build: Builder, dataset: Any) -> Any:
+        """Returns a sampler or a batch sampler that defines the order of the training dataset, or None."""
+        return build.sampler(dataset)
 
     @classmethod
     def build_eval_data(cls, build: Builder) -> Mapping[str, Any]:
@@ -674,16 +687,18 @@ class Trainer:
             if state.has_unfinished_step or self._stop_signal.decided == StopRequest.STOP:
                 self._end_step()
             while state.step < self.max_steps and not self._stop_signal.decided:
-                state.epoch = data.epoch
+                state.epoch, state.epoch_ended, state.phase = data.epoch, False, "in_step"
                 self.storage.step = state.step + 1
+                if state.epoch != state.begun_epoch:
+                    self._hook_calls.call("before_epoch")
+                    state.begun_epoch = state.epoch
                 self._updater.begin_step(state.step)
                 self.seed_step()
-                state.phase = "in_step"
                 with self.gather_mixed:
                     for call in self._hook_calls.before_step:
                         call()
                 self.heartbeat.enter("data", state.step + 1)
-                self._data_start, before = data.order_position, iterator.fetched
+                state.data_start, before = data.order_position, iterator.fetched
                 try:
                     batch = self.next_train_inputs(iterator)
                     fetched = iterator.fetched
@@ -701,7 +716,7 @@ class Trainer:
                 self.heartbeat.enter("step")
                 self._batch = fetched
                 if self._updater.detector is not None:
-                    self._updater.detector.positions = (self._data_start, data.order_position)
+                    self._updater.detector.positions = (state.data_start, data.order_position)
                 num_samples = self._batch.num_samples
                 if not self._is_inspected:
                     self._inspect_forward(batch)
@@ -719,6 +734,7 @@ class Trainer:
                     self._updater.share_buffers()
                 state.step += 1
                 state.has_unfinished_step, state.max_steps_at_end = True, 0
+                state.epoch_ended = data.epoch > state.epoch
                 self.storage.put_result(result, weight=weight, num_samples=num_samples * is_loss_rank, share=share)
                 self.heartbeat.enter("hooks", state.step)
                 with self.gather_mixed:
@@ -814,7 +830,7 @@ class Trainer:
 
     def evaluate_only_at_end(self) -> None:
         """Evaluates once, after the last step."""
-        self.config = self.config.derive({"evaluation.every_steps": None})
+        self.config = self.config.derive({"evaluation.every_steps": None, "evaluation.every_epochs": None})
 
     def restore_checkpoint(self, step: int, *, keep_settings: bool = False) -> None:
         """Restores the state of a checkpoint; every rank reads it. One that has only weights cannot be trained from.
@@ -937,7 +953,7 @@ class Trainer:
         """Ends the last step again, now as the last of the run: its evaluation gets a line of its own."""
         self.stop("the training data ended")
         self._stop_signal.decide(StopRequest.STOP)
-        self.storage.step = self._state.step
+        self.storage.step, self._state.epoch_ended = self._state.step, False  # after_epoch was called
         self._end_step()
 
     def _note_ignored(self, iterator: TrainIterator) -> None:
@@ -958,6 +974,20 @@ class Trainer:
         return self._updates[-1].weight if self._updates else self._batch.num_samples
 
     # The end of a step.
+
+    def _find_epoch_ends(self, *, has_period: bool) -> None:
+        """Makes a stream read ahead if something depends on the end of an epoch; raises if there are no epochs."""
+        data, events = self.train_data, ("before_epoch", "after_epoch")
+        owner = next((hook for event in events for hook in self._hook_calls.owners(event)), None)
+        if owner is not None and isinstance(data, MadeBatches):
+            event = events[not self._hook_calls.has(events[0])]
+            raise ConfigError(
+                f"{type(owner).__name__}.{event} is never called: without a training dataset there are no epochs. Use "
+                "before_step or after_step.",
+                where=location_of(getattr(owner, event)),
+            )
+        if isinstance(data, StreamData):
+            data.looks_ahead |= has_period or owner is not None
 
     def _vote(self) -> None:
         """Compares the requests of all ranks, and notices checkpoints that were committed since."""
@@ -995,6 +1025,10 @@ class Trainer:
             return False
         try:
             self._evaluate_if_due()
+            if state.epoch_ended and self._hook_calls.has("after_epoch"):
+                self._hook_calls.call("after_epoch")
+                self._stop_signal.compare_now()  # an epoch ends on every rank, so a request to stop is decided at once
+                self._evaluate_if_due()  # this step may have become the last
         except EvaluationAbandoned:
             # The update is complete; the resumed run evaluates it again.
             self._stop_signal.decide(StopRequest.INTERRUPT)
@@ -1034,24 +1068,36 @@ class Trainer:
     def _is_nothing_due(self) -> bool:
         """Returns True for most steps: nothing to check, evaluate, write or save."""
         state, step, detector = self._state, self._state.step, self._updater.detector
-        if step < self._next_due and step < self.max_steps and not self._stop_signal.decided:
+        if step < self._next_due and step < self.max_steps and not (self._stop_signal.decided or state.epoch_ended):
             found = detector is not None and detector.has_found
             return not (state.save_requested or self._best.step == step or found)
         config = self.config
         periods = [config.log.every_steps, config.evaluation.every_steps, config.checkpoint.every_steps]
         if self._anomalies.may_roll_back:
             periods.append(config.anomalies.snapshot_every_steps)
-        self._next_due = min(step - step % every + every for every in periods if every)
-        if config.checkpoint.every_samples:
+        self._next_due = min((step - step % every + every for every in periods if every), default=self.max_steps)
+        if config.checkpoint.every_samples or self._has_parts_of_epochs:
             self._next_due = 0
         return False
 
     def _is_evaluation_due(self) -> bool:
-        every = self.config.evaluation.every_steps
-        return self.is_last_step or bool(every and self._state.step % every == 0)
+        return self.is_last_step or self._is_due(self.config.evaluation)
 
     def _is_write_due(self) -> bool:
-        return self.is_last_step or self._state.step % self.config.log.every_steps == 0
+        return self.is_last_step or self._is_due(self.config.log)
+
+    def _is_due(self, section: EvaluationSection | CheckpointSection | LogSection) -> bool:
+        """Returns True if the section's period of steps or of epochs ends with this step."""
+        state, every = self._state, section.every_steps
+        if every and state.step % every == 0:
+            return True
+        period, data = section.every_epochs, self.train_data
+        if period is None or data is None:
+            return False
+        if period % 1 == 0:
+            return state.epoch_ended and data.epoch // period > state.epoch // period
+        exact = Fraction(str(period))  # 0.1 is not a binary fraction
+        return data.epochs_at(data.order_position) // exact > data.epochs_at(state.data_start) // exact
 
     def _is_save_due(self) -> bool:
         state = self._state
@@ -1060,7 +1106,8 @@ class Trainer:
             state.save_requested
             or self.is_last_step
             or self._stop_signal.decided
-            or self._checkpointing.is_due(state.step, self._data_start, position)
+            or self._is_due(self.config.checkpoint)
+            or self._checkpointing.is_due_by_samples(state.data_start, position)
             or self._best.step == state.step
         )
 
@@ -1073,6 +1120,7 @@ class Trainer:
             logs = self._evaluate_step(self.eval_data) if self.eval_data else {}
             state.eval_logs, state.evaluated_step, state.reported = logs, state.step, set()
             if logs:
+                self.storage.remember(logs)
                 self._best.update(state.step, logs)
                 # The evaluation was collective, so a hook's request to stop can be decided at once.
                 self._stop_signal.compare_now()
@@ -1149,6 +1197,7 @@ class Trainer:
             if ranks.mesh.is_split:
                 logs = full_logs(logs, ranks.gather)
             self._warn_of_loss(logs.get("loss"))
+            state.window_start = state.step
             if not self.is_last_step:
                 self.train_loop_begin()
         if logs or evaluated:
@@ -1220,6 +1269,8 @@ class Trainer:
             loss_scale=self._updater.loss_scale,
             anomalies=self._anomalies,
             step=self._state.step,
+            begun_epoch=self._state.begun_epoch,
+            data_start=self._state.data_start,
             has_unfinished_step=self._state.has_unfinished_step,
             max_steps_at_end=self._state.max_steps_at_end,
             unclaimed_hook_state=self._unclaimed_hook_state,
@@ -1253,7 +1304,8 @@ class Trainer:
         training = contents.with_full_tensors(read("training"))
         self._restore_progress(training)
         data.load_state_dict(training["data"], accept_changes=keep_settings)
-        state.epoch = data.epoch
+        state.epoch = state.begun_epoch if state.has_unfinished_step else data.epoch
+        state.epoch_ended = state.has_unfinished_step and data.epoch > state.epoch
         self.storage.load_state_dict(training["events"], with_window=ranks.is_first)
         if self._updater.loss_scale is not None and training["loss_scale"] is not None:
             self._updater.loss_scale.load_state_dict(training["loss_scale"])
@@ -1289,6 +1341,7 @@ class Trainer:
     def _restore_progress(self, training: Mapping[str, Any]) -> None:
         state = self._state
         state.step = self.storage.step = int(training["step"])
+        state.begun_epoch, state.data_start = int(training["begun_epoch"]), int(training["data_start"])
         state.has_unfinished_step = bool(training["has_unfinished_step"])
         state.max_steps_at_end = int(training["max_steps_at_end"])
 

@@ -62,6 +62,7 @@ BUILT_INS: Mapping[str, Mapping[str, str]] = {
         "classification": "trainwright.data.collators.classification:Classification",
         "image": "trainwright.data.collators.image:Image",
     },
+    "sampler": {"weighted": "trainwright.data.samplers:WeightedSampler"},
     "hook": {
         "time_steps": "trainwright.hooks.throughput:TimeSteps",
         "ema": "trainwright.hooks.ema:EMA",

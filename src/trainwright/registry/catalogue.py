@@ -22,6 +22,7 @@ PROVIDED: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("params",),
     "writer": ("folder",),
     "dataset": ("run_seed",),
+    "sampler": ("dataset", "data_source"),
 }
 """The arguments that build/ passes to a kind of component, in addition to `project_dir`; a run file cannot set them."""
 

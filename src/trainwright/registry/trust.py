@@ -18,6 +18,9 @@ _BUILT_IN_TYPES = {word for names in BUILT_INS.values() for item in names.items(
 _CALLING_HOOKS = ("every", "callback")
 """Built-in hooks whose arguments name functions."""
 
+_WEIGHT_FILES = (".json", ".npy", ".csv", ".txt")
+"""The files that data.sampler reads weights from, without running code."""
+
 MODEL_SECTIONS = ("imports", "task", "model", "trainer.type")
 """The settings whose code is imported to build a run's model."""
 DATA_SECTIONS = ("imports", "data")
@@ -51,6 +54,8 @@ def _code_of(settings: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
         is_known |= path == ("trainer", "type") and text.startswith("trainwright.api.")
         if path[0] == "imports" or (is_type and not is_known):
             yield path, text
+        elif path[:2] == ("data", "sampler") and path[-1] == "weights" and not text.endswith(_WEIGHT_FILES):
+            yield path, text  # a function
         elif path[0] == "hooks" and len(path) == 3 and path[2] != "type":
             hook = settings["hooks"][int(path[1])]
             if hook["type"] in (*_CALLING_HOOKS, *(BUILT_INS["hook"][name] for name in _CALLING_HOOKS)):

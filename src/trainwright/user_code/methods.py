@@ -43,6 +43,8 @@ ALTERNATIVES: Mapping[str, str] = {
     "build_lr_scheduler": "Name the schedule in the config: trainer.schedule",
     "build_evaluator": "Name metrics in the config: evaluation.metrics; or override build_metrics() of a Task",
     **dict.fromkeys(("on_save_checkpoint", "on_load_checkpoint"), "Override state_dict() and load_state_dict(state)"),
+    **dict.fromkeys(("on_train_epoch_start", "on_epoch_start"), "Add a hook with before_epoch(self)"),
+    **dict.fromkeys(("on_train_epoch_end", "on_epoch_end", "training_epoch_end"), "Add a hook with after_epoch(self)"),
     **dict.fromkeys(
         ("configure_optimizers", "create_optimizer"), "Override build_optimizers(cls, build, model), a class method"
     ),
@@ -52,6 +54,8 @@ ALTERNATIVES: Mapping[str, str] = {
 HOOK_METHODS_ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("on_train_begin", "on_train_start", "on_fit_start", "before_run"), "before_train"),
     **dict.fromkeys(("on_train_end", "on_fit_end", "after_run"), "after_train"),
+    **dict.fromkeys(("on_epoch_begin", "on_epoch_start", "on_train_epoch_start", "before_train_epoch"), "before_epoch"),
+    **dict.fromkeys(("on_epoch_end", "on_train_epoch_end", "after_train_epoch"), "after_epoch"),
     **dict.fromkeys(("on_step_begin", "on_train_batch_start", "before_iter", "before_train_iter"), "before_step"),
     **dict.fromkeys(("on_step_end", "on_train_batch_end", "after_iter", "after_train_iter"), "after_step"),
     **dict.fromkeys(("on_validation_start", "on_eval_begin"), "before_eval"),
@@ -63,6 +67,7 @@ HOOK_METHODS_ELSEWHERE: Mapping[str, str] = {
 
 _ARGUMENTS = {"forward": "**batch", "train_step": "batch", "eval_step": "batch", "build_train_data": "cls, build"}
 _ARGUMENTS["build_eval_data"] = _ARGUMENTS["build_train_data"]
+_BUILD_ARGUMENTS = {"build_optimizers": ", model", "build_sampler": ", dataset"}
 _MIN_SIMILARITY = 0.85
 
 
@@ -78,7 +83,7 @@ def reject_wrong_methods(trainer_class: type, contract: type) -> None:
         if name in builders and not isinstance(method, classmethod | staticmethod):
             raise ConfigError(
                 f"{label} must be a class method, because components are built before the trainer. Write @classmethod "
-                f"above it, and (cls, build{', model' * (name == 'build_optimizers')}) as its arguments.",
+                f"above it, and (cls, build{_BUILD_ARGUMENTS.get(name, '')}) as its arguments.",
                 where=where,
             )
         ours = TRAINER_METHODS_ELSEWHERE.get(name)
@@ -127,12 +132,6 @@ def reject_uncalled(hook: object, contract: type, events: Collection[str], *, ov
         if name in events or not is_event_like or _is_called(type(hook), name):
             continue
         owner, ours, where = type(hook).__name__, HOOK_METHODS_ELSEWHERE.get(name), location_of(method)
-        if "epoch" in name:
-            raise ConfigError(
-                f"{owner}.{name} is never called: hooks have no event for epochs, because one batch may have samples "
-                "of two epochs. Use after_step and self.trainer.epoch.",
-                where=where,
-            )
         if ours is not None and ours not in overrides:
             raise ConfigError(f"{owner}.{name} is never called. Call it {ours}.", where=where)
         if not overrides:
