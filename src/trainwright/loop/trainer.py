@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -67,7 +67,7 @@ from trainwright.loop.hook import HOOK_EVENTS, Hook, HookCalls, call_each
 from trainwright.loop.metrics import ConfiguredMetric
 from trainwright.loop.outputs import ForwardResult, explain_failure, full_loss, read_forward, reject_ignored_labels
 from trainwright.loop.outside_model import reject_outside, user_attributes
-from trainwright.loop.state import Batch, RunState, count_samples, reject_graph, split_batch
+from trainwright.loop.state import Batch, RunState, count_samples, num_rows, reject_graph, split_batch
 from trainwright.loop.stop_signal import StopRequest, StopSignal
 from trainwright.loop.task import Task, overrides
 from trainwright.loop.update import StepResult, Update, Updater
@@ -265,6 +265,8 @@ class Trainer:
         self._unchecked_metrics = [] if overrides(self, "eval_step", Trainer) else list(context.metrics)
         own_steps = ("train_step", "micro_batches", "begin_update")
         self._has_own_step = any(overrides(self, name, Trainer) for name in own_steps)
+        if overrides(self, "micro_batches", Trainer):
+            self.micro_batches = self._count_micro_batches  # type: ignore[method-assign]
         self._keeps_outputs = False
         self._compiled = self._compile_forward()
         self._is_inspected, self._is_inspecting = config.runtime.mode == "eager", False
@@ -487,7 +489,7 @@ class Trainer:
 
     def set_batch(self, value: Any, num_samples: int) -> None:
         """Makes a batch, or a micro-batch, the current one: a plain loss is weighted by its number of samples."""
-        self._make_current(Batch(value, num_samples))
+        self._make_current(Batch(value, num_samples, object()))
 
     # One update.
 
@@ -524,7 +526,10 @@ class Trainer:
         is_known = self._updater.pipeline is None and not self._has_own_step
         num_backwards = self.num_micro_batches if is_known else None
         update = self._updater.begin(
-            self._batch.num_samples, num_backwards=num_backwards, accumulates=self.num_micro_batches > 1
+            self._batch.num_samples,
+            num_backwards=num_backwards,
+            accumulates=self.num_micro_batches > 1,
+            micro_batch=self._batch.key,
         )
         self._updates.append(update)
         return update
@@ -536,12 +541,24 @@ class Trainer:
             return
         assert self.train_data is not None
         whole = Batch(batch, self._batch.num_samples)
+        if isinstance(self._batch.key, int):  # within the micro-batches of another batch
+            whole = Batch(batch, num_rows(batch) or whole.num_samples)
         if overrides(self, "next_train_inputs", Trainer):
             reject_graph(batch, self.num_micro_batches)
         micro_batches = split_batch(whole, self.num_micro_batches, self.train_data.collator)
-        for micro_batch in islice(micro_batches, self._max_micro_batches):
-            self._make_current(micro_batch)
+        for number, micro_batch in enumerate(islice(micro_batches, self._max_micro_batches)):
+            self._make_current(replace(micro_batch, key=number))
             yield micro_batch.value
+        self._make_current(whole)
+
+    def _count_micro_batches(self, batch: Any) -> Iterator[Any]:
+        """Yields those of a user's `micro_batches`, which need not call `set_batch`: losses are averaged over them."""
+        whole = before = self._batch
+        for number, value in enumerate(type(self).micro_batches(self, batch)):
+            if self._batch is before:
+                self._make_current(Batch(value, before.num_samples, ("own", number)))
+            before = self._batch
+            yield value
         self._make_current(whole)
 
     def _read_batch(self, value: Any, fetched: Batch | None) -> Batch:
@@ -565,7 +582,7 @@ class Trainer:
     def _make_current(self, batch: Batch) -> None:
         self._batch = batch
         for update in self._updates:
-            update.num_samples = batch.num_samples
+            update.num_samples, update.micro_batch = batch.num_samples, batch.key
 
     def run_forward(self, batch: Any) -> ForwardResult:
         """Runs `forward` in the run's precision and reads what it returned."""

@@ -223,6 +223,11 @@ class Updater:
         """True if reading a value of this step does not wait for the device."""
         return self._reads_at_once and not self._capture.is_active
 
+    @property
+    def is_capturing(self) -> bool:
+        """True while graph mode captures the step: no value can be read on the host."""
+        return self._capture.is_active
+
     def note_counted(self) -> None:
         """Notes that losses count labels: an update of ignored labels is skipped."""
         if not self.skips_updates:
@@ -255,10 +260,17 @@ class Updater:
         if self._buffers:
             copy_from_first([read_buffer(each) for each in self._buffers], self.ranks)
 
-    def begin(self, num_samples: int, *, num_backwards: int | None = None, accumulates: bool = True) -> Update:
+    def begin(
+        self,
+        num_samples: int,
+        *,
+        num_backwards: int | None = None,
+        accumulates: bool = True,
+        micro_batch: object = None,
+    ) -> Update:
         """Begins an update with cleared gradients; `num_samples` is the weight of a plain loss.
 
-        `num_backwards` is how often `backward` will be called, if that is known: the sum over ranks can then overlap
+        `micro_batch` is the key of the current micro-batch (see `Update`). `num_backwards` is how often `backward` will be called, if that is known: the sum over ranks can then overlap
         with the last one. If it `accumulates` several gradients, or sums them over ranks, those of 16-bit parameters
         are fp32 until the optimizers read them: in bf16 a sum of hundreds loses several percent.
         """
@@ -278,7 +290,7 @@ class Updater:
         if accumulates or self.ranks.size > 1:
             for parameter in self.owned_by(tuple(self.optimizers)).short:
                 set_gradient_dtype(parameter, torch.float32)
-        return Update(self, num_samples, num_backwards)
+        return Update(self, num_samples, num_backwards, micro_batch)
 
     def divides_gradients(self, names: Sequence[str]) -> bool:
         """Returns True if all of these optimizers clip in their own kernels, and this pays on the device."""
@@ -369,16 +381,21 @@ class _OwnedParameters:
 class Update:
     """One update in progress: any number of `backward`, then one `apply`."""
 
-    def __init__(self, updater: Updater, num_samples: int, num_backwards: int | None = None) -> None:
+    def __init__(
+        self, updater: Updater, num_samples: int, num_backwards: int | None = None, micro_batch: object = None
+    ) -> None:
         self.num_samples = num_samples
         """The weight of a plain loss; the trainer sets it for each micro-batch."""
+        self.micro_batch = micro_batch
+        """The key of the current micro-batch, None for the whole batch: terms with the same key add up."""
         self.weight: torch.Tensor | float = 0.0
         """After `apply`: the weight of the loss, Σcount over micro-batches and ranks."""
         self._updater = updater
         self._backwards_left = num_backwards
         self._is_whole = num_backwards == 1 and updater.ranks.size == 1
         """True if one micro-batch of one rank is the whole batch: its mean needs no weight."""
-        self._losses: list[tuple[Loss, torch.Tensor | float]] = []
+        self._losses: dict[object, tuple[Loss, torch.Tensor | float]] = {}
+        """The sum of the terms of each micro-batch, with its weight."""
         self.has_plain_loss = False
         """True if a loss was neither a Mean nor a mean over a known number of labels."""
         self._metrics: dict[str, list[tuple[Any, int]]] = {}
@@ -387,19 +404,22 @@ class Update:
     def backward(
         self, result: ForwardResult | Loss | tuple[Loss, Mapping[str, Any]], num_samples: int | None = None
     ) -> None:
-        """Adds a micro-batch: propagates its share of the loss and keeps its metrics.
+        """Adds a term to the loss of the current micro-batch: propagates its share and keeps its metrics.
 
-        A plain loss, alone or as (loss, metrics), is weighted by `num_samples`, by default those of the current
-        micro-batch. Propagates total / global_batch_size, which keeps fp16 in range for any count.
+        Several terms of one micro-batch add up, as several `.backward()` do; terms of different micro-batches are
+        averaged. A plain loss, alone or as (loss, metrics), is weighted by the samples of the current micro-batch.
+        With `num_samples` it is a micro-batch of its own, for a step that splits its batch itself. Propagates
+        total / global_batch_size, which keeps fp16 in range for any count.
         """
         if not isinstance(result, ForwardResult):
             count = self.num_samples if num_samples is None else num_samples
             result = read_pair(result, count) if isinstance(result, tuple) else ForwardResult(result, count)
+        key = self.micro_batch if num_samples is None else object()
         updater = self._updater
         if updater.has_shards:
             result.loss = full_loss(result.loss)  # a user's own step may have changed it
         with updater.suspend():
-            scaled = self._scale(result)
+            scaled = self._scale(result, key)
             if scaled is None:
                 return
             trace = updater.heartbeat.trace
@@ -420,7 +440,7 @@ class Update:
         """
 
         def loss_of(outputs: Any, number: int) -> torch.Tensor:
-            scaled = self._scale(read(outputs, micro_batches[number]))
+            scaled = self._scale(read(outputs, micro_batches[number]), number)
             assert scaled is not None  # every stage takes part in each backward
             return scaled
 
@@ -428,14 +448,14 @@ class Update:
         pipeline.run([each.value for each in micro_batches], loss_of)
         self._backwards_left = None
         if not self._losses:
-            self._losses.append((Mean(0.0, 0.0), 0))
+            self._losses[None] = _NO_LOSS
 
-    def _scale(self, result: ForwardResult) -> torch.Tensor | None:
-        """Keeps the loss and metrics of a micro-batch; returns the tensor to propagate, None if there is none."""
+    def _scale(self, result: ForwardResult, key: object) -> torch.Tensor | None:
+        """Keeps the loss and metrics of a term; returns the tensor to propagate, None if there is none."""
         updater = self._updater
         loss, num_samples = result.loss, result.num_samples
         if num_samples == 0:
-            self._losses.append((Mean(0.0, 0.0), 0))
+            self._losses.setdefault(key, _NO_LOSS)
             # Not even multiplied by 0, because a NaN would remain. Without sharding the ranks only share the sum of
             # gradients; with sharded parameters or layers every rank has to take part in the backward.
             if updater.sync is None and updater.pipeline is None:
@@ -445,7 +465,10 @@ class Update:
         # Ranks along context all propagate this loss, and their gradients are summed.
         batch_size = updater.global_batch_size * updater._gradient_copies
         weight: torch.Tensor | float = num_samples
-        if isinstance(loss, Mean):
+        scaled: torch.Tensor | float
+        if self._losses and (earlier := self._earlier_terms(key)) is not None:
+            loss, scaled, weight = self._add_term(result, earlier, batch_size)
+        elif isinstance(loss, Mean):
             scaled = loss.total / batch_size
         elif result.count is None:
             share = num_samples / batch_size
@@ -462,10 +485,54 @@ class Update:
             )
         if updater.loss_scale is not None:
             scaled = scaled * updater.loss_scale.scale
-        self._losses.append((loss.detach(), weight))
+        self._losses[key] = loss.detach(), weight
         for name, value in result.metrics.items():
             self._metrics.setdefault(name, []).append((value, num_samples))
         return scaled
+
+    def _earlier_terms(self, key: object) -> tuple[Loss, torch.Tensor | float] | None:
+        """Returns the sum of the earlier terms of a micro-batch with its weight; None for its first term.
+
+        A term of the whole batch, after those of its micro-batches, has the sum of their weights.
+        """
+        earlier = self._losses.get(key)
+        if earlier is None and key is None:
+            counts = [_count_of(each) for each in self._losses.values()]
+            return Mean(0.0, sum(counts[1:], counts[0])), 0
+        return None if earlier is _NO_LOSS else earlier
+
+    def _add_term(
+        self, result: ForwardResult, earlier: tuple[Loss, torch.Tensor | float], batch_size: int
+    ) -> tuple[Loss, Any, torch.Tensor | float]:
+        """Returns the sum of the terms with another one, the tensor to propagate for it, and the weight of the sum.
+
+        A plain loss gets the weight of the earlier terms. One with a count must have the same count: the mean of the
+        sum would otherwise not be the sum of the means.
+        """
+        (loss, weight), term = earlier, result.loss
+        count = _count_of(earlier)
+        own_count = term.count if isinstance(term, Mean) else result.count
+        if own_count is not None:
+            self._require_equal(count, own_count)
+        total = term.total if isinstance(term, Mean) else term * count
+        scaled = total / batch_size if isinstance(term, Mean) else term * (count / batch_size)
+        if isinstance(loss, Mean):
+            return Mean(loss.total + total, loss.count), scaled, weight
+        return loss + _without_nan(total / count if isinstance(term, Mean) else term, count), scaled, weight
+
+    def _require_equal(self, first: Any, second: Any) -> None:
+        """Raises for terms of one micro-batch with different weights; a captured step was compared in its warm-up."""
+        is_on_device = isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor)
+        if first is second or (is_on_device and self._updater.is_capturing):
+            return
+        if bool(abs(first - second) <= 1e-6 * abs(first)):  # sums of fractional counts are rounded
+            return
+        raise TrainwrightError(
+            f"Two terms of one micro-batch have different counts, {float(first):g} and {float(second):g}, so their sum "
+            "has no common mean. A plain loss counts samples. Add the terms before backward, for example Mean(total + "
+            "0.1 * penalty * count, count), give both the same count, or call backward with the counted term first: a "
+            "plain loss that follows gets its count."
+        )
 
     def _begin_backward(self) -> None:
         """Prepares the sum over ranks, which starts during the last backward of the update if that is known."""
@@ -541,7 +608,7 @@ class Update:
         """Sums over micro-batches and ranks; returns the loss and the factor that makes the gradients exactly its."""
         updater = self._updater
         batch_size = updater.global_batch_size
-        first, weight = self._losses[0]
+        first, weight = next(iter(self._losses.values()))
         if updater.ranks.size == 1 and len(self._losses) == 1 and isinstance(first, torch.Tensor):
             # The common case needs no arithmetic on the device at all.
             self.weight = weight if isinstance(weight, torch.Tensor) else float(weight)
@@ -552,10 +619,15 @@ class Update:
             return first, batch_size / weight if weight else 0.0
         device = owned.parameters[0].device
         totals = torch.zeros(2, dtype=torch.float64, device=device)
-        for loss, weight in self._losses:
+        losses = dict(self._losses)
+        of_whole = losses.pop(None, None) if len(losses) > 1 else None
+        for loss, weight in losses.values():
             total, count = (loss.total, loss.count) if isinstance(loss, Mean) else (loss * weight, weight)
             totals[0] += total
             totals[1] += count
+        if of_whole is not None:  # the samples of the whole batch are those of its micro-batches
+            self._require_equal(totals[1], _count_of(of_whole))
+            totals[0] += of_whole[0].total if isinstance(of_whole[0], Mean) else of_whole[0] * of_whole[1]
         mesh, sync = updater.ranks.mesh, updater.sync
         if updater.detector is not None and updater.ranks.size > 1:
             self._own_is_finite = totals[0] - totals[0] == 0
@@ -640,6 +712,16 @@ class Update:
         if updater.buffer_snapshot is not None:
             updater.buffer_snapshot.restore(skip)
         return skip
+
+
+_NO_LOSS: tuple[Loss, float] = (Mean(0.0, 0.0), 0)
+"""The loss of a micro-batch without samples of its own."""
+
+
+def _count_of(terms: tuple[Loss, torch.Tensor | float]) -> Any:
+    """Returns the weight of a loss in the mean over micro-batches: the count of a Mean, or that of its samples."""
+    loss, weight = terms
+    return loss.count if isinstance(loss, Mean) else weight
 
 
 def _either(first: torch.Tensor | bool, second: torch.Tensor | bool) -> torch.Tensor | bool:
