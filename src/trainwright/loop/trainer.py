@@ -233,6 +233,8 @@ class Trainer:
         self._best = BestCheckpoint(config.checkpoint.keep_best, where=config.origin("checkpoint.keep_best.metric"))
         self._updater, self._writers = context.updater, context.writers
         self._hook_calls = HookCalls(context.hooks)
+        if any(entry.schedule is not None for entry in self._updater.optimizers.values()):
+            self._hook_calls.check_after_each(self._updater.note_writer)
         owners: dict[str, tuple[contents.Stateful, type]] = {"trainer": (self, Trainer), "task": (task, Task)}
         self._stateful = {name: each for name, (each, kind) in owners.items() if overrides(each, "state_dict", kind)}
         """The trainer and the task, if they have state."""
@@ -693,7 +695,7 @@ class Trainer:
             while state.step < self.max_steps and not self._stop_signal.decided:
                 state.epoch = data.epoch
                 self.storage.step = state.step + 1
-                self._updater.begin_step(state.step)
+                self._updater.begin_step(state.step, state.epoch)
                 self.seed_step()
                 state.phase = "in_step"
                 with self.gather_mixed:
@@ -1091,6 +1093,8 @@ class Trainer:
             state.eval_logs, state.evaluated_step, state.reported = logs, state.step, set()
             if logs:
                 self._best.update(state.step, logs)
+                for schedule in self._updater.torch_schedules.values():
+                    schedule.observe(logs)
                 # The evaluation was collective, so a hook's request to stop can be decided at once.
                 self._stop_signal.compare_now()
         if self.is_last_step and not any(name.startswith("test/") for name in state.eval_logs):
@@ -1235,6 +1239,7 @@ class Trainer:
             generators=ranks.gather_samples(contents.generator_state()),
             data=data.merge_states(ranks.gather_samples(data.state_dict())),
             loss_scale=self._updater.loss_scale,
+            schedules=self._updater.torch_schedules,
             anomalies=self._anomalies,
             step=self._state.step,
             has_unfinished_step=self._state.has_unfinished_step,
@@ -1274,6 +1279,7 @@ class Trainer:
         self.storage.load_state_dict(training["events"], with_window=ranks.is_first)
         if self._updater.loss_scale is not None and training["loss_scale"] is not None:
             self._updater.loss_scale.load_state_dict(training["loss_scale"])
+        self._updater.load_schedules(training["schedules"], keep_settings=keep_settings)
         self._anomalies.load_state_dict(training["anomalies"])
         state.discard_step()
         self._next_due, self._has_loaded_weights = 0, False

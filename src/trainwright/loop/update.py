@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import reduce
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,13 +27,16 @@ from trainwright.loop.state import Batch
 from trainwright.optim.device_step import (
     device_of,
     divides_gradients,
+    rate_stamp,
     set_learning_rate,
     step_unless,
     supports_found_inf,
 )
+from trainwright.optim.torch_schedules import TorchSchedule
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import is_split, local, set_gradient_dtype
 from trainwright.parallel.replicate import SHORT_DTYPES, GradientNorm, GradientSum, copy_from_first, norms_of
+from trainwright.user_code.locations import describe_method
 
 if TYPE_CHECKING:
     from trainwright.parallel.fully_shard import GradientSync
@@ -137,27 +139,77 @@ class StepResult(NamedTuple):
     lr: float
 
 
-@dataclass(slots=True)
 class ScheduledOptimizer:
-    """An optimizer with the schedule of its learning rate, a pure function of the step."""
+    """An optimizer with the schedule of its learning rate: a pure function of the step, a scheduler with state, or None.
 
-    optimizer: torch.optim.Optimizer
-    schedule: Callable[[int, int], float]
-    base_rates: list[float] = field(init=False)
+    Without a schedule the rates of the groups are not written: one that a hook writes stays, and is saved.
+    """
 
-    def __post_init__(self) -> None:
-        self.base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, schedule: Callable[[int, int], float] | TorchSchedule | None
+    ) -> None:
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.base_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self.writer: str | None = None
+        """The hook that has written a rate since the schedule did."""
+        self._written: list[object] | None = None
+        self._read: tuple[torch.Tensor, int, float] | None = None
 
-    def rate(self, step: int, max_steps: int) -> float:
-        """Returns the first group's learning rate in the update that follows `step` updates."""
+    def rate(self, step: int, max_steps: int) -> float | None:
+        """Returns the first group's rate in the update that follows `step` updates; None if it depends on more."""
+        if self.schedule is None or isinstance(self.schedule, TorchSchedule):
+            return None
         return self.base_rates[0] * self.schedule(step, max_steps)
 
-    def set_rate(self, step: int, max_steps: int) -> float:
+    def set_rate(self, step: int, max_steps: int, epoch: int = 0) -> float:
         """Writes the learning rates of the update that follows `step` updates; returns the first group's."""
-        factor = self.schedule(step, max_steps)
-        for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
-            set_learning_rate(group, base * factor)
-        return self.base_rates[0] * factor
+        if self.schedule is None:
+            return self._own_rate()
+        if self._written is not None and self.is_overwritten():
+            self._warn_of_writer()
+        if isinstance(self.schedule, TorchSchedule):
+            self.schedule.advance(step, epoch)
+            rate = self._own_rate()
+        else:
+            factor = self.schedule(step, max_steps)
+            for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
+                set_learning_rate(group, base * factor)
+            rate = self.base_rates[0] * factor
+        self._written = [rate_stamp(group["lr"]) for group in self.optimizer.param_groups]
+        return rate
+
+    def is_overwritten(self) -> bool:
+        """Returns True if a rate is not the one that the schedule wrote. Reads no value from the device."""
+        for group, stamp in zip(self.optimizer.param_groups, self._written or [], strict=False):
+            # Graph mode replaces numbers by tensors.
+            is_captured = isinstance(group["lr"], torch.Tensor) and not isinstance(stamp, tuple)
+            if not is_captured and rate_stamp(group["lr"]) != stamp:
+                return True
+        return False
+
+    def forget_written(self) -> None:
+        """Called after the optimizer's state was loaded: its rates are those of the checkpoint."""
+        self._written, self.writer = None, None
+
+    def _own_rate(self) -> float:
+        """Returns the first group's rate; one that is a tensor is read only after it was written."""
+        rate = self.optimizer.param_groups[0]["lr"]
+        if not isinstance(rate, torch.Tensor):
+            return float(rate)
+        if self._read is None or self._read[0] is not rate or self._read[1] != rate._version:
+            self._read = (rate, rate._version, float(rate))
+        return self._read[2]
+
+    def _warn_of_writer(self) -> None:
+        """Warns once of a rate that the schedule overwrites."""
+        if self.writer != "":
+            logger.warning(
+                "%s has written a learning rate, which the schedule overwrites in the next step. Set the schedule to "
+                "null to keep the rates that are written, or remove the write.",
+                self.writer or "Code outside of the hooks, such as train_step,",
+            )
+        self.writer = ""
 
 
 class Updater:
@@ -247,13 +299,36 @@ class Updater:
                     type(entry.optimizer).__name__,
                 )
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, epoch: int = 0) -> None:
         """Begins a step: writes the learning rates of the update that follows `step` updates."""
         if self.buffer_snapshot is not None:
             self.buffer_snapshot.take()
         self.step, self.is_judged = step + 1, False
         for name, entry in self.optimizers.items():
-            self.rates[name] = entry.set_rate(step, self.max_steps)
+            self.rates[name] = entry.set_rate(step, self.max_steps, epoch)
+
+    @property
+    def torch_schedules(self) -> dict[str, TorchSchedule]:
+        """The schedules that have state, by the name of their optimizer."""
+        found = {name: entry.schedule for name, entry in self.optimizers.items()}
+        return {name: each for name, each in found.items() if isinstance(each, TorchSchedule)}
+
+    def note_writer(self, function: Callable[..., Any]) -> None:
+        """Called after a hook: notes it if it has written a rate that a schedule will overwrite."""
+        for entry in self.optimizers.values():
+            if entry.writer is None and entry.schedule is not None and entry.is_overwritten():
+                entry.writer = describe_method(function)
+
+    def load_schedules(self, states: Mapping[str, Mapping[str, Any]], *, keep_settings: bool = False) -> None:
+        """Restores the schedules that have state; called after the optimizers were restored."""
+        for entry in self.optimizers.values():
+            entry.forget_written()
+        for name, schedule in self.torch_schedules.items():
+            if name in states:
+                schedule.load_state_dict(states[name], keep_settings=keep_settings)
+            else:
+                logger.warning("The checkpoint has no state of the schedule of %s, which starts over.", name)
+            schedule.check_length(self.max_steps)
 
     def share_buffers(self) -> None:
         """Gives every rank the first rank's buffers, so that a run resumed from a checkpoint has the same."""
